@@ -131,7 +131,7 @@ def encode_header(header: Header) -> bytes:
     }
     if header.placeholder is not None:
         metadata["placeholder"] = _placeholder_json(header.placeholder)
-    tensors = {TENSOR_NAME: _tensor_entry(header.shape)}
+    tensors = {TENSOR_NAME: tensor_entry(header.shape)}
     return safetensors_file.encode_header(metadata, tensors, only=TENSOR_NAME)
 
 
@@ -159,8 +159,8 @@ def parse_header(blob: memoryview | bytes) -> Header:
     return _checked(metadata, tensors[TENSOR_NAME], front)
 
 
-def _tensor_entry(shape: Shape) -> dict[str, Any]:
-    """What safetensors wants to know of the tensor."""
+def tensor_entry(shape: Shape) -> dict[str, Any]:
+    """What safetensors wants to know of a tensor of this shape, the only one in its file."""
     return {
         "dtype": _SPELLING[shape.dtype],
         "shape": [shape.rows, shape.width],
@@ -205,7 +205,7 @@ def _checked_shape(metadata: dict[str, str], tensor: object) -> Shape:
     if shape.nbytes > MAX_TENSOR_BYTES:
         raise CorruptEntryError(f"a tensor of {shape.nbytes} bytes is too large", reason="size")
     # By type as well, since Python takes True and 1.0 for 1 and other readers don't.
-    if tensor != _tensor_entry(shape) or not _is_plain(tensor):
+    if tensor != tensor_entry(shape) or not _is_plain(tensor):
         raise CorruptEntryError("tensor and metadata disagree", reason="shape")
     return shape
 

@@ -67,6 +67,10 @@ _SETTINGS_OPTIONS = {
 }
 
 
+_PLACE = ("url", "bucket", "prefix")
+_S3_OPTIONS = ("endpoint_url", "region", "profile", "role_arn", "ca_bundle", "allow_http")
+
+
 def _stored_namespaces(ctx: typer.Context) -> list[str]:
     """Namespaces for completion: those of the bucket that the line names so far, none on failure.
 
@@ -168,6 +172,28 @@ class SettingsSource:
         """The same with more options; None means that one was not given."""
         more = {name: value for name, value in given.items() if value is not None}
         return replace(self, overrides={**self.overrides, **more})
+
+    def beside(self, url: str, given: Mapping[str, str], config: str | None) -> SettingsSource:
+        """The same for another corpus.
+
+        Args:
+            url: Where that is, such as ``s3://BUCKET/PREFIX``.
+            given: Settings with an option of their own for it, which win over these.
+            config: Text of its own ``--config``; None for this one.
+
+        Raises:
+            ConfigError: It is no URL.
+        """
+        if "://" not in url:
+            raise ConfigError(
+                f"{url!r:.200} is no place; write it as s3://BUCKET/PREFIX, file:///FOLDER, "
+                "gs://BUCKET or az://CONTAINER"
+            )
+        own = {name: value for name, value in self.overrides.items() if name not in _PLACE}
+        if not url.startswith("s3://"):
+            own = {name: value for name, value in own.items() if name not in _S3_OPTIONS}
+        label = self.label if config is None else "--to-config"
+        return SettingsSource(config or self.config, {**own, **given, "url": url}, label)
 
     def load(self, *, need_bucket: bool = True) -> LoadedSettings:
         """Read the settings; origins name the option that won.

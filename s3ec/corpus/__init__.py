@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from s3ec.corpus.corpus import ATTEMPTS, Corpus, Deletion
 from s3ec.corpus.entries import CorpusEntry, Embedding, is_hash_prefix, read_modality, scan
+from s3ec.corpus.selection import CopyOptions, Selection, Transferred
 
 __all__ = [
     "ATTEMPTS",
+    "CopyOptions",
     "Corpus",
     "CorpusEntry",
     "Deletion",
     "Embedding",
+    "Selection",
+    "Transferred",
     "is_hash_prefix",
     "read_modality",
     "scan",

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Catalog",
+    "CatalogFollower",
     "CatalogIndex",
     "CatalogRow",
     "PartReader",
@@ -82,6 +83,8 @@ MERGED_BYTES = 48 * 2**20
 # Fewer are not worth it: the same rows would be written too often.
 _FEWEST_MERGED = MAX_PARTS // 2
 _MOST_MERGED = 1000  # what one request deletes
+FOLLOWED_BYTES = 2**30
+"""What a follower's index may have in memory: two million rows."""
 _PARTS_AT_A_TIME = 4
 # Each one after a merge has taken away what the one before had named.
 _LISTINGS = 10
@@ -134,7 +137,7 @@ class PartReader:
 
         Raises:
             UnavailableError: The store does not answer now, or parts vanish again and again. What
-                was handed out by then is not read again.
+                was handed out by then, but for the last, is not read again.
             AccessError: It refuses.
         """
         for _ in range(_LISTINGS):
@@ -151,9 +154,9 @@ class PartReader:
                     if table is None and info.name not in self.problems:
                         vanished = True
                         continue
-                    self.known.add(ulid)
                     if table is not None:
                         yield table
+                    self.known.add(ulid)  # not before the caller has done with it
                 del tables, table  # not in memory while others come
             if not vanished:
                 return
@@ -223,6 +226,75 @@ async def read_table(
     if not tables:
         return schema().empty_table()
     return (await asyncio.to_thread(newest, tables)).select(COLUMNS)
+
+
+class CatalogFollower:
+    """Keeps an index of a growing catalogue, for programs that live long. For one event loop.
+
+    ``refresh`` lists the folder and downloads what is new. Parts that were merged bring nothing
+    new and are read all the same, once. A refresh that fails or is cancelled leaves the index as
+    it is, with what had come by then; the next one goes on.
+
+    Attributes:
+        index: What is known. It never changes: refresh puts another one in its place. So any
+            thread may take it and look up, without a lock.
+        is_full: The index has reached its bound, and nothing more is read.
+    """
+
+    def __init__(self, store: Store, layout: Layout, *, max_bytes: int = FOLLOWED_BYTES) -> None:
+        """Set up; no request goes out.
+
+        Args:
+            max_bytes: Nothing more is read when the index has so many, some 500 for each row.
+                While rows are added, up to four times as much is in memory.
+
+        Raises:
+            ConfigError: The extra is missing.
+        """
+        self.index = CatalogIndex()
+        self.is_full = False
+        self._reader = PartReader(store, layout)
+        self._folder = layout.catalog
+        self._max_bytes = max_bytes
+        self._is_reading = False
+        self._told: set[str] = set()
+
+    async def refresh(self) -> None:
+        """Learn what was appended. Does nothing while another call of it is under way.
+
+        Costs one LIST where nothing is new.
+
+        Raises:
+            UnavailableError, AccessError: The store does not answer now, or refuses.
+        """
+        if self._is_reading or self.is_full:
+            return
+        self._is_reading = True
+        try:
+            async with aclosing(self._reader.read_new()) as coming:
+                async for table in coming:
+                    self.index = await asyncio.to_thread(self.index.with_rows, table)
+                    if self.index.nbytes > self._max_bytes:
+                        self._stop()
+                        return
+        finally:
+            self._is_reading = False
+            self._warn()
+
+    def _stop(self) -> None:
+        self.is_full = True
+        log.warning(
+            "%s: more than %d bytes of the catalogue are in memory; what else it holds is not "
+            "known here",
+            self._folder,
+            self._max_bytes,
+        )
+
+    def _warn(self) -> None:
+        for name, exc in self._reader.problems.items():
+            if name not in self._told:
+                log.warning("this part of the catalogue is left out: %s", exc)
+        self._told = set(self._reader.problems)
 
 
 # -- writing ---------------------------------------------------------------------------------------

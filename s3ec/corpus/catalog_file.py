@@ -8,6 +8,7 @@ checksum, the columns' types, and every value. What passes can be used without a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -168,6 +169,8 @@ def check_row(row: CatalogRow) -> None:
 def _to_value(name: str, value: Any) -> Any:
     if name == "stored_s":
         return round(value * 1e6)
+    if name in ("page", "rows", "width", "nbytes") and value is not None:
+        return operator.index(value)  # Arrow would cut off a fraction
     if name in _JSON and value is not None:
         text = canonical_json(dict(value))
         plain_json(text)  # what readers would refuse is not written
@@ -206,8 +209,8 @@ def in_parts(rows: Iterable[CatalogRow]) -> Iterator[list[CatalogRow]]:
     nbytes = 0
     for row in rows:
         some.append(row)
-        texts = (row.document, row.uri, row.identifier, repr(row.placeholder), repr(row.extra))
-        nbytes += sum(map(len, texts))
+        texts = (row.document, row.uri, row.identifier, row.placeholder, row.extra)
+        nbytes += sum(len(str(text)) for text in texts)
         if len(some) == _APPEND_ROWS or nbytes >= _APPEND_BYTES:
             yield some
             some, nbytes = [], 0
@@ -303,13 +306,7 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # As dictionaries a text that comes a million times is in memory once until it was measured.
-    file = pq.ParquetFile(
-        pa.BufferReader(pa.py_buffer(blob)),
-        page_checksum_verification=True,
-        read_dictionary=list(TEXTS),
-    )
-    footer = file.metadata
+    footer = pq.read_metadata(pa.BufferReader(pa.py_buffer(blob)))
     about = footer.metadata or {}
     kind = about.get(b"s3ec", b"").decode("ascii", "replace")
     if kind != KIND:
@@ -326,8 +323,16 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
     if sum(group.num_rows for group in groups) != footer.num_rows:
         raise CorruptEntryError("its number of rows is not that of its groups", reason="header")
     wanted = schema(part=True)
+    paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
     for field in wanted:
-        _require_type(file.schema_arrow, field)
+        _require_type(footer.schema.to_arrow_schema(), paths, field)
+    # As dictionaries a text that comes a million times is in memory once until it was measured.
+    file = pq.ParquetFile(
+        pa.BufferReader(pa.py_buffer(blob)),
+        metadata=footer,
+        page_checksum_verification=True,
+        read_dictionary=list(TEXTS),
+    )
     tables, nbytes = [], 0
     for number in range(len(groups)):
         # One thread: the caller's. The pool of Arrow has as many threads as there are cores.
@@ -340,15 +345,12 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
     return pa.concat_tables(tables) if tables else wanted.empty_table()
 
 
-def _require_type(found: pa.Schema, field: pa.Field) -> None:
+def _require_type(found: pa.Schema, paths: Sequence[str], field: pa.Field) -> None:
     import pyarrow as pa
 
-    places = found.get_all_field_indices(field.name)
-    if len(places) != 1:
-        raise CorruptEntryError(
-            f"it has {len(places)} columns `{field.name}`, not one", reason="header"
-        )
-    kind = found.field(places[0]).type
+    if (count := paths.count(field.name)) != 1:
+        raise CorruptEntryError(f"it has {count} columns `{field.name}`, not one", reason="header")
+    kind = found.field(field.name).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     is_text = field.name in TEXTS and (pa.types.is_string(kind) or pa.types.is_large_string(kind))

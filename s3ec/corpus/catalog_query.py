@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,9 +89,8 @@ def _write_csv(table: pa.Table, path: str) -> None:
 
 def _write_jsonl(table: pa.Table, path: str) -> None:
     with Path(path).open("w", encoding="utf-8") as file:
-        for batch in table.to_batches(max_chunksize=_BATCH):
-            for row in batch.to_pylist():
-                file.write(json.dumps(plain_row(row), ensure_ascii=False) + "\n")
+        for row in plain_rows(table):
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 _WRITERS: dict[str, Callable[[pa.Table, str], None]] = {
@@ -100,15 +100,33 @@ _WRITERS: dict[str, Callable[[pa.Table, str], None]] = {
 }
 
 
-def plain_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row by column as JSON: times in ISO 8601, and JSON texts as what they say."""
-    found = dict(row)
-    for name, value in row.items():
-        if name in ("placeholder", "extra") and isinstance(value, str):
-            found[name] = plain_json(value)
-        elif value is not None and not isinstance(value, bool | int | float | str | list | dict):
-            found[name] = value.isoformat() if hasattr(value, "isoformat") else str(value)
-    return found
+def plain_values(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Rows of any table as JSON has them: times in ISO 8601, what it has no word for as text."""
+    for batch in table.to_batches(max_chunksize=_BATCH):
+        for row in batch.to_pylist():
+            yield {name: _plain(value) for name, value in row.items()}
+
+
+def plain_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """As plain_values, of rows of the catalogue: JSON texts become what they say."""
+    for row in plain_values(table):
+        for name in ("placeholder", "extra"):
+            row[name] = None if row[name] is None else plain_json(row[name])
+        yield row
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def require_suffix(path: str | os.PathLike[str]) -> str:

@@ -27,6 +27,7 @@ from collections.abc import (
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,6 +41,7 @@ from s3ec.corpus.entries import (
     read_header,
     scan,
 )
+from s3ec.corpus.selection import CopyOptions, Selection, Transferred
 from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import (
     ConfigError,
@@ -547,6 +549,190 @@ class Corpus:
 
         return Catalog(self, self.choose(namespace, model=model))
 
+    # -- to other places -----------------------------------------------------------------------
+
+    def export(
+        self,
+        folder: str | Path,
+        selection: Selection | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        form: str = "s3ec",
+        options: CopyOptions | None = None,
+    ) -> Transferred:
+        """Copy a namespace into a folder, every byte checked. A second call copies what lacks.
+
+        Args:
+            folder: Made if it is absent. One export at a time writes there.
+            selection: None for all entries.
+            form: ``s3ec``, our layout, which ``url: file:///FOLDER`` serves as it is; or ``vllm``,
+                that of ECExampleConnector, with entries under a content hash only.
+            options: How; None for the defaults.
+
+        Returns:
+            What was copied; ``failures`` says of what could not be copied why.
+
+        Raises:
+            ConfigError: The folder cannot be made, or an argument is wrong.
+            ConflictError: Another export writes into the folder.
+            NoSpaceError: Its disk is full. What was copied stays, as in all these cases.
+            TierError: The folder for temporary files is full.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+        """
+        from s3ec.corpus import transfer
+
+        _require_form(form)
+        name = self.choose(namespace, model=model)
+        wanted = (selection or Selection()).within(self, name)
+        return self.within(
+            lambda store, layout: transfer.export(
+                store,
+                layout,
+                Path(folder),
+                wanted,
+                options or CopyOptions(),
+                form=form,
+                settings=self.settings,
+            ),
+            name,
+        )
+
+    def import_from(
+        self,
+        folder: str | Path,
+        selection: Selection | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        to_namespace: str | None = None,
+        same_encoder: bool = False,
+        options: CopyOptions | None = None,
+    ) -> Transferred:
+        """Copy a namespace from a folder in our layout. Nothing in the bucket is replaced.
+
+        Every byte is checked before it is stored. Entries of other namespaces are refused.
+
+        Args:
+            namespace, model: In the folder, see the class.
+            to_namespace: In the bucket; None for the same.
+            same_encoder: The two are of different models whose encoders are the same.
+
+        Raises:
+            ConfigError: There is no such folder, or the namespaces are of different models.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+            TierError: The folder for temporary files is full.
+        """
+        from s3ec.corpus import transfer
+
+        with Corpus(
+            transfer.folder_settings(Path(folder), self.settings),
+            wording=self._wording,
+            note=self._note,
+        ) as source:
+            return source.copy_to(
+                self,
+                selection,
+                namespace=namespace,
+                model=model,
+                to_namespace=to_namespace,
+                same_encoder=same_encoder,
+                options=options,
+            )
+
+    def import_example(
+        self,
+        folder: str | Path,
+        selection: Selection | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        modality: str = "image",
+        options: CopyOptions | None = None,
+    ) -> Transferred:
+        """Copy entries from a folder in the layout of vLLM's ECExampleConnector.
+
+        Nothing there says of which model it is or whether its values are what they were. You must
+        know both. Width and type must be those that the namespace has on record.
+
+        Args:
+            namespace, model: Where to, see the class.
+            modality: Of all files, such as ``image``.
+
+        Raises:
+            ConfigError: There is no such folder.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+            TierError: The folder for temporary files is full.
+        """
+        from s3ec.corpus import transfer
+
+        name = self.choose(namespace, model=model)
+        wanted = (selection or Selection()).within(self, name)
+        return self.within(
+            lambda store, layout: transfer.import_example(
+                Path(folder),
+                store,
+                layout,
+                wanted,
+                options or CopyOptions(),
+                modality=modality,
+                settings=self.settings,
+            ),
+            name,
+            write=True,
+        )
+
+    def copy_to(
+        self,
+        target: Corpus,
+        selection: Selection | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        to_namespace: str | None = None,
+        same_encoder: bool = False,
+        options: CopyOptions | None = None,
+    ) -> Transferred:
+        """Copy a namespace into another corpus, every byte checked, or by the server itself.
+
+        The server copies where both buckets are at one endpoint and the namespace stays. Then
+        headers are checked, sizes and ETags compared, and values read only with ``deep``.
+
+        Args:
+            namespace, model: Where from, see the class.
+            to_namespace: As for import_from, and so is ``same_encoder``.
+
+        Raises:
+            ConfigError: The namespaces are of different models, or one has no descriptor.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+            TierError: The folder for temporary files is full.
+        """
+        from s3ec.corpus.copy import Places, copy_namespace, server_of
+
+        name = self.choose(namespace, model=model)
+        wanted = (selection or Selection()).within(self, name)
+        to = name
+        if to_namespace is not None and to_namespace != name:
+            to = target.choose(to_namespace)
+
+        async def work(source: Store, layout: Layout) -> Transferred:
+            # A store serves one loop, so this is not the one of the other corpus.
+            bare = open_store(target.settings)
+            store = RetryStore(bare, Counters(), attempts=ATTEMPTS)
+            try:
+                places = Places(source, layout, await with_conditional_put(store), Layout(to))
+                return await copy_namespace(
+                    places,
+                    wanted,
+                    options or CopyOptions(),
+                    same_encoder=same_encoder,
+                    by_server=server_of(bare, target.settings, source, self.settings, Layout(to)),
+                )
+            finally:
+                await store.close()
+
+        return self.within(work, name)
+
     # -- what has no method --------------------------------------------------------------------
 
     def run(self, work: Callable[[Store], Awaitable[T]]) -> T:
@@ -701,6 +887,14 @@ class Corpus:
             return self._thread.submit(coroutine)
         except RuntimeError as exc:  # it ends just now, or no descriptor is left
             raise S3ECError(f"this corpus cannot be used: {exc}") from exc
+
+
+def _require_form(form: str) -> None:
+    if form not in ("s3ec", "vllm"):
+        raise ConfigError(
+            f"`form` is {form!r:.50}; take `s3ec` or `vllm`",
+            field="form",
+        )
 
 
 def _text(value: object) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deletes entries, or a whole namespace.
 
-The objects of entries go first. Then the index says that they are gone. Of a namespace the entries
-go first, then the index, the records, and the descriptor last. What is broken off is completed by
-the next attempt, which finds all that is left.
+Of an entry a first tombstone is told, then its objects go, then a second tombstone is told;
+``Deleter`` says why. Of a namespace the entries go first, then the index, the records, and the
+descriptor last. What is broken off is completed by the next attempt, which finds all that is left.
 """
 
 from __future__ import annotations
@@ -214,6 +214,13 @@ _LOOK_S = 10.0
 _MANY = 32
 ROUND_OBJECTS = 10_000
 """Objects that are deleted before readers are told; their tombstones are 420 kB."""
+# The first tombstone is so much earlier than the second: times of rows are whole seconds.
+_APART_S = 1
+_UNHIDDEN = "nothing was deleted, since readers could not be told"
+_UNTOLD = (
+    "readers could not be told what is deleted and what is not: they find out by asking for it; "
+    "`s3ec manifest rebuild` tells them"
+)
 # Each takes a server half a second or more. S3 allows 3500 deletions a second below one prefix.
 _REQUESTS_AT_A_TIME = 2
 
@@ -221,11 +228,35 @@ _REQUESTS_AT_A_TIME = 2
 class Deleter:
     """Deletes entries in rounds of up to 10,000 objects; made by ``deleting``.
 
-    A round has these states: its requests are sent, some side by side; what they said is noted;
-    those without an answer are looked for; what is gone is announced. An entry is never announced
-    before its objects are gone. A request that fails does not stop the others of its round, and
-    what they deleted is announced. The error is raised at the end of the round, and no other round
-    begins.
+    States of an entry:
+
+    =======  =======  ========================================================================
+    state    goes to  when
+    =======  =======  ========================================================================
+    stored   hidden   a first tombstone of its round is confirmed
+    hidden   gone     its objects are deleted, and a second tombstone is confirmed
+    hidden   stored   the bucket kept an object, or did not say: its row is announced again
+    =======  =======  ========================================================================
+
+    **Why a tombstone first.** Who has heard it asks for nothing that is going. A process that is
+    killed in between leaves objects that no reader knows of. The next ``gc`` lists and deletes
+    them, and who encodes such a picture finds its object and announces it again. With the objects
+    first it would leave up to a round of rows without an object, each of which costs every reader
+    a request in vain.
+
+    **Why another one behind.** A producer that has heard the first one stores the entry again. If
+    its conditional write comes before the deletion, it finds the object and announces that. Its row
+    is one second later than the tombstone that it knew, and would stay when the object is gone.
+    So the first tombstone is dated a second before the deletion is asked for, and the second one
+    with the deletion: among equal times a deletion counts. If the write comes after the deletion,
+    the object is there, and its row is dated after the second tombstone and wins.
+
+    A row that wins by mistake, such as by a clock that jumped, is no harm: a reader gets a 404,
+    holds the key for absent for 60 s, and the next producer stores it. No order of these steps can
+    give a wrong tensor, since a name stands for the same bytes for ever.
+
+    A request that fails does not stop the others of its round. The error is raised at the end of
+    the round, and no other round begins.
     """
 
     def __init__(
@@ -251,9 +282,7 @@ class Deleter:
     ) -> None:
         """Delete the named objects of some entries, and announce that.
 
-        One request for each 1000 objects, and one announcement for each round. A process that is
-        killed in between leaves up to a round of entries in the index that have no object. Each
-        costs readers one request, and ``s3ec manifest rebuild`` mends it.
+        One request for each 1000 objects, and two announcements for each round.
 
         Args:
             objects: Those of each entry; for one without any, the object that it would have.
@@ -261,8 +290,8 @@ class Deleter:
             report: Told how many entries are gone.
 
         Raises:
-            UnavailableError: The store does not answer now. What is known to be deleted was
-                announced, unless the message says otherwise.
+            UnavailableError: The store does not answer now. Readers know what is deleted and what
+                is not, unless the message says otherwise.
             AccessError: It refuses.
         """
         waiting = {key: names or [self._layout.object(key)] for key, names in objects.items()}
@@ -280,11 +309,50 @@ class Deleter:
         self, objects: dict[Key, Sequence[str]], kept: Set[Key], count: Callable[[int], None]
     ) -> None:
         await self._times.prepare(objects)
+        told = objects.keys() - kept
+        gone: set[Key] = set()
+        asked_s = self._clock()
+        confirmed: list[bool] = []
+        errors: list[S3ECError] = []
+        try:
+            for key in told:
+                self._announcer.add(key, None, confirmed.append, at_s=asked_s - _APART_S)
+            await _flush(self._announcer, _UNHIDDEN)
+            if not all(confirmed):
+                raise UnavailableError(_UNHIDDEN)
+            asked_s = self._clock()
+            errors = await self._delete_objects(objects, told, gone, count, confirmed)
+        finally:
+            for key in told - gone:
+                self._show(key, confirmed)
+            await _flush(self._announcer, _UNTOLD)
+        if errors:
+            raise errors[0]
+        if not all(confirmed):
+            raise UnavailableError("the deletion could not be announced")
+
+    async def _delete_objects(
+        self,
+        objects: dict[Key, Sequence[str]],
+        told: Set[Key],
+        gone: set[Key],
+        count: Callable[[int], None],
+        confirmed: list[bool],
+    ) -> list[S3ECError]:
+        """Delete the objects of hidden entries, and announce those that are gone.
+
+        Args:
+            told: Entries of which readers are told.
+            gone: Gets those of them that are.
+            confirmed: Gets whether each announcement is confirmed, by the next flush.
+
+        Returns:
+            Why some are left, in the order of the requests.
+        """
         batches = _equal_batches(objects)
         errors: dict[int, S3ECError] = {}
         unknown: dict[Key, Sequence[str]] = {}  # there was no answer about them
         asked_s = self._clock()
-        confirmed: list[bool] = []
 
         async def delete(number: int) -> None:
             """Note errors and do not raise them, so that the other requests can end."""
@@ -308,27 +376,35 @@ class Deleter:
                     refused, unanswered = batch.keys(), set()
             finally:
                 # Before anything is awaited: it may be broken off here.
-                self._announce(batch.keys() - refused - unanswered - kept, at_s, confirmed)
-                unknown.update((key, batch[key]) for key in unanswered - kept)
+                self._hide((batch.keys() & told) - refused - unanswered, at_s, gone, confirmed)
+                unknown.update((key, batch[key]) for key in unanswered & told)
 
         try:
             await in_parallel(range(len(batches)), delete, width=_REQUESTS_AT_A_TIME)
         finally:
-            self._announce(await self._gone(unknown), asked_s, confirmed)
-            await _flush(self._announcer)
-        if errors:
-            raise errors[min(errors)]
-        if not all(confirmed):
-            raise UnavailableError("the deletion could not be announced")
+            self._hide(await self._gone(unknown), asked_s, gone, confirmed)
+        return [errors[number] for number in sorted(errors)]
 
-    def _announce(self, keys: Iterable[Key], at_s: float, confirmed: list[bool]) -> None:
+    def _hide(
+        self, keys: Iterable[Key], at_s: float, gone: set[Key], confirmed: list[bool]
+    ) -> None:
+        """Announce the second tombstone of some entries, later than the first one."""
         for key in keys:
-            self._announcer.add(key, None, confirmed.append, at_s=at_s)
+            gone.add(key)
+            known_s = self._times(key) + _APART_S
+            self._announcer.add(key, None, confirmed.append, at_s=at_s, known_s=known_s)
+
+    def _show(self, key: Key, confirmed: list[bool]) -> None:
+        """Announce an entry again that is still there, as the index knew it."""
+        facts = self._times.facts(key)
+        if facts is not None:
+            known_s = self._times(key) + _APART_S
+            self._announcer.add(key, facts, confirmed.append, known_s=known_s)
 
     async def _gone(self, objects: Mapping[Key, Sequence[str]]) -> list[Key]:
         """Those that are not there. After a request without an answer only the bucket knows.
 
-        What it does not tell is not announced: readers find out by asking for it.
+        What it does not tell is shown again: readers find out by asking for it.
         """
         gone: list[Key] = []
 
@@ -378,8 +454,11 @@ def _with_error(
     }
 
 
-async def _flush(announcer: Announcer) -> None:
+async def _flush(announcer: Announcer, otherwise: str) -> None:
     """Wait until readers are told, and give up where the bucket does not take it.
+
+    Args:
+        otherwise: What to say then.
 
     Raises:
         UnavailableError: It was given up.
@@ -390,10 +469,7 @@ async def _flush(announcer: Announcer) -> None:
             await announcer.flush()
     except TimeoutError as exc:
         announcer.close()
-        raise UnavailableError(
-            f"{count} objects are deleted, and readers could not be told: they find out "
-            "by asking for them; `s3ec manifest rebuild` tells them"
-        ) from exc
+        raise UnavailableError(f"{count} entries: {otherwise}") from exc
 
 
 @asynccontextmanager
@@ -427,7 +503,7 @@ async def deleting(
         finally:
             try:
                 if len(announcer):  # broken off while it was told
-                    await _flush(announcer)
+                    await _flush(announcer, _UNTOLD)
             finally:
                 announcer.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, UnavailableError
 from s3ec.identity import DESCRIPTOR_BYTES, Key, Layout
 from s3ec.index.manifest import BaseFile, BaseManifest, Shard, newest_head, take_snapshot
-from s3ec.index.rows import Rows, merge
+from s3ec.index.rows import EntryInfo, Rows, merge
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, SortedRuns, encode_segment, parse_segment
 from s3ec.store.base import Blob, Store, VanishedError, get_in_parts
 from s3ec.store.concurrency import in_parallel
@@ -305,12 +305,23 @@ class LastModifiedIndex:
 
     def __call__(self, key: Key) -> int:
         """Time of the latest row of a prepared key, a tombstone's too; 0 where there is none."""
-        hi, lo = key.digest_hi, key.digest_lo
+        return max((segment.facts(row).time_s for segment, row in self._rows_of(key)), default=0)
+
+    def facts(self, key: Key) -> EntryInfo | None:
+        """What the index says of a prepared key; None where it holds none, or a tombstone."""
+        latest = max(
+            (
+                (segment.facts(row).time_s, segment.deleted(row), segment.facts(row))
+                for segment, row in self._rows_of(key)
+            ),
+            key=lambda one: one[:2],  # of two rows of one second the tombstone counts, see rows.py
+            default=None,
+        )
+        return None if latest is None or latest[1] else latest[2]
+
+    def _rows_of(self, key: Key) -> Iterator[tuple[Segment, int]]:
         shard = self._of_byte[key.digest[0]]
-        base = self._shards[shard] if shard else None
-        times = []
-        for segment in (base, self._deltas):
-            row = segment.find(hi, lo) if segment is not None else -1
+        for segment in (self._shards[shard] if shard else None, self._deltas):
+            row = segment.find(key.digest_hi, key.digest_lo) if segment is not None else -1
             if segment is not None and row >= 0:
-                times.append(segment.facts(row).time_s)
-        return max(times, default=0)
+                yield segment, row

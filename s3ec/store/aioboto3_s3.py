@@ -70,7 +70,7 @@ class Aioboto3Store(BotocoreStore):
     async def _call(self, slot: RequestSlot, operation: str, **params: Any) -> Any:
         call = getattr(slot.opened.client, operation)
         with reading_answer(), _as_botocores():
-            return await call(Bucket=self._settings.bucket, **params)
+            return await call(**{"Bucket": self._settings.bucket, **params})
 
     def _reply(self, slot: RequestSlot, response: Any) -> Reply:
         return Aioboto3Reply(response)

@@ -316,6 +316,10 @@ class UnorderedListingError(UnavailableError):
     """A listing broke off that is in no order. After its first entry it cannot go on."""
 
 
+class NoSpaceError(UnavailableError):
+    """The disk of a ``file`` URL is full. Nothing can be written before somebody frees some."""
+
+
 class VanishedError(Exception):
     """An object is gone from the bucket: deleted, or replaced by a newer base of the index."""
 

@@ -58,6 +58,16 @@ class RetryStore(Wrapper):
         self._sleep = sleep
         self._uniform = uniform
 
+    async def ask(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        """A request that is none of Store's, tried again as those are.
+
+        Args:
+            op: What it is called.
+            name: Of the object.
+            call: Makes the request; may be called again.
+        """
+        return await self._around(op, name, call)
+
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         if self._endpoint is not None and op != "list":  # whose entries are no requests
             self._endpoint.retries.pay_in()

@@ -25,6 +25,7 @@ from botocore.parsers import ResponseParserError
 from urllib3.util.ssl_match_hostname import CertificateError
 
 from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError, causes_of
+from s3ec.store.base import NoSpaceError
 
 # A server's figure is an input like any other.
 _LONGEST_S = 86400.0
@@ -73,6 +74,7 @@ _OPERATIONS = frozenset(
     {
         "GetObject",
         "PutObject",
+        "CopyObject",
         "HeadObject",
         "DeleteObject",
         "DeleteObjects",
@@ -178,6 +180,7 @@ _ACTIONS = {
     "GetObject": _READ,
     "HeadObject": _READ,
     "PutObject": "s3:PutObject",
+    "CopyObject": "s3:PutObject here and s3:GetObject there",
     "DeleteObject": "s3:DeleteObject",
     "DeleteObjects": "s3:DeleteObject",
     "ListObjectsV2": "s3:ListBucket",
@@ -393,6 +396,7 @@ def _scrubbed(text: str) -> str:
 
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR})
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What obstore_errors calls it, and what people are told.
 _NO_ANSWERS = {
     "no connection": "cannot connect",
@@ -521,6 +525,8 @@ def from_url(failure: ObstoreFailure, what: str) -> S3ECError:
     if failure.errno is not None:
         name = errno.errorcode.get(failure.errno, str(failure.errno))
         said = f"{what}: {name} ({failure.text})"
+        if failure.errno in _FULL:
+            return NoSpaceError(f"{what}: the disk is full ({name}); free some of it")
         if failure.errno not in _REFUSED:
             return UnavailableError(said)
         return AccessError(

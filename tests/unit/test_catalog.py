@@ -1,47 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue on a bucket in memory: what counts, merging, damage, and what a reader keeps."""
+"""The catalogue on a bucket in memory: what counts, damage, and what no one should write."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from s3ec.config import load_settings
+from s3ec.corpus import Corpus
 from s3ec.corpus.catalog import (
+    Catalog,
+    CatalogIndex,
     CatalogRow,
     append_rows,
+    check_row,
     list_parts,
     read_table,
 )
-from s3ec.corpus.catalog_file import COLUMNS, to_rows
-from s3ec.identity import Layout
+from s3ec.corpus.catalog_file import (
+    COLUMNS,
+    MAX_PART_BYTES,
+    MAX_PART_ROWS,
+    decode_part,
+    encode_part,
+    to_rows,
+)
+from s3ec.counters import Counters
+from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError, TierError
+from s3ec.identity import Layout, Namespace
+from s3ec.index.delete import remove_namespace, survey
 from s3ec.store.base import Store
-from s3ec.testing.fault_store import FaultStore
+from s3ec.store.retry import RetryStore
+from s3ec.testing.fault_store import Fault, FaultStore, Script, flip
 from s3ec.testing.memory_store import MemoryStore
-
-LAYOUT = Layout("tiny-0123456789abcdef")
-
-
-def row(document: str = "a.png", **changes: Any) -> CatalogRow:
-    plain = CatalogRow(
-        document=document,
-        page=None,
-        uri=f"file:///corpus/{document}",
-        sha256="ab" * 32,
-        identifier="cd" * 32,
-        modality="image",
-        rows=64,
-        width=128,
-        dtype="bfloat16",
-        placeholder={"image_grid_thw": [1, 16, 16]},
-        nbytes=16640,
-        stored_s=1_700_000_000.25,
-        extra={},
-    )
-    return dataclasses.replace(plain, **changes)
+from tests.support.catalogues import LATER, LAYOUT, ULID, parquet, part_table, row
 
 
-async def rows_of(store: Store) -> list[CatalogRow]:
-    return list(to_rows(await read_table(store, LAYOUT)))
+async def rows_of(store: Store, layout: Layout = LAYOUT) -> list[CatalogRow]:
+    return list(to_rows(await read_table(store, layout)))
+
+
+# -- what counts -----------------------------------------------------------------------------------
 
 
 async def test_rows_come_back_as_they_were() -> None:
@@ -53,14 +61,14 @@ async def test_rows_come_back_as_they_were() -> None:
     ]
     await append_rows(store, LAYOUT, given)
     assert await rows_of(store) == [given[2], given[1], given[0]]
-    assert len(await list_parts(store, LAYOUT)) == 1
     assert (await read_table(store, LAYOUT)).schema.names == list(COLUMNS)
+    assert len(await list_parts(store, LAYOUT)) == 1
 
 
 async def test_without_rows_nothing_is_written() -> None:
     store = FaultStore(MemoryStore())
     await append_rows(store, LAYOUT, [])
-    assert store.calls == {}
+    assert not store.calls
     assert await rows_of(store) == []
 
 
@@ -69,3 +77,395 @@ async def test_the_later_append_counts_whatever_the_times_say() -> None:
     await append_rows(store, LAYOUT, [row(rows=1), row(rows=2, stored_s=2e9)])
     await append_rows(store, LAYOUT, [row(rows=3, stored_s=1e9), row(modality="video", rows=4)])
     assert [found.rows for found in await rows_of(store)] == [3, 4]
+
+
+async def test_an_append_counts_over_a_writer_whose_clock_is_ahead() -> None:
+    store = MemoryStore()
+    ahead = "7" + LATER[1:]
+    body = parquet(part_table(row(rows=1), ulid=ahead))
+    await store.put_if_absent(LAYOUT.catalog_part(ahead), [body])
+    await append_rows(store, LAYOUT, [row(rows=2)])
+    assert [found.rows for found in await rows_of(store)] == [2]
+
+
+async def test_many_rows_become_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("s3ec.corpus.catalog_file._APPEND_ROWS", 4)
+    store = MemoryStore()
+    given = [row(f"{number}.png", rows=number + 1) for number in range(10)]
+    await append_rows(store, LAYOUT, [*given, row("0.png", rows=99)])
+    assert len(await list_parts(store, LAYOUT)) == 3
+    assert await rows_of(store) == [row("0.png", rows=99), *given[1:]]
+
+
+async def test_an_append_whose_reply_was_lost_is_there_once() -> None:
+    memory = MemoryStore()
+    lost = Fault("put_if_absent", lost_reply=True, times=1)
+    store = RetryStore(FaultStore(memory, Script([lost])), Counters(), attempts=2)
+    await append_rows(store, LAYOUT, [row()])
+    assert lost.struck == 1
+    assert len(await list_parts(memory, LAYOUT)) == 1
+    assert await rows_of(memory) == [row()]
+
+
+async def test_others_in_the_folder_are_left_alone() -> None:
+    store = MemoryStore()
+    await store.put_if_absent(f"{LAYOUT.catalog}README.md", [b"ours"])
+    await append_rows(store, LAYOUT, [row()])
+    assert await rows_of(store) == [row()]
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("document", ""),
+        ("document", "d" * 4097),
+        ("document", "\udc80.png"),
+        ("document", None),
+        ("page", 0),
+        ("page", "1"),
+        ("page", 2**31),
+        ("uri", None),
+        ("sha256", "AB" * 32),
+        ("sha256", "ab" * 31),
+        ("sha256", "ab" * 32 + "\n"),
+        ("identifier", "i" * 4097),
+        ("modality", ""),
+        ("rows", 0),
+        ("width", -1),
+        ("rows", 1.5),
+        ("dtype", 7),
+        ("placeholder", {"grid": float("nan")}),
+        ("placeholder", {"grid": "x" * 2**14}),
+        ("placeholder", [1]),
+        ("nbytes", -1),
+        ("stored_s", float("nan")),
+        ("stored_s", 1e300),
+        ("extra", None),
+        ("extra", {"n": 10**16}),
+        ("extra", {"object": object()}),
+    ],
+)
+async def test_wrong_value_is_refused_by_its_name(field: str, value: Any) -> None:
+    store = MemoryStore()
+    column = {"nbytes": "bytes", "stored_s": "time"}.get(field, field)
+    wrong = dataclasses.replace(row("b.png"), **{field: value})
+    with pytest.raises(ConfigError, match=f"`({field}|{column})`"):
+        await append_rows(store, LAYOUT, [row(), wrong])
+    with pytest.raises(ConfigError, match=f"`({field}|{column})`"):
+        check_row(wrong)
+    assert not store.bucket.objects
+
+
+async def test_no_catalogue_where_a_secret_hides_the_names() -> None:
+    store = MemoryStore()
+    namespace = Namespace.from_descriptor({"model": "acme/vision", "tenant": "0" * 16})
+    layout = Layout(namespace.name)
+    await store.put_if_absent(layout.descriptor, [namespace.to_json()])
+    with pytest.raises(ConfigError, match="tenant_key") as caught:
+        await append_rows(store, layout, [row()])
+    assert caught.value.field == "tenant_key"
+    assert list(store.bucket.objects) == [layout.descriptor]
+    assert await rows_of(store, layout) == []
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+GOOD = part_table(row(), row("b.png"))
+HUGE = pa.concat_tables([part_table(row("x" * 4096))] * 200_000).combine_chunks()
+
+
+def with_column(name: str, values: pa.Array) -> pa.Table:
+    return GOOD.set_column(GOOD.schema.get_field_index(name), name, values)
+
+
+def text(*values: str | None) -> pa.Array:
+    return pa.array(values, pa.string())
+
+
+BAD = {
+    "empty": (b"", "no Parquet"),
+    "no Parquet": (b"PAR1 it is not PAR1", "no Parquet"),
+    "another kind": (parquet(GOOD, kind="index-1"), "its kind is 'index-1'"),
+    "a newer kind": (parquet(GOOD, kind="catalog-2"), "its kind is 'catalog-2'"),
+    "another namespace": (parquet(GOOD, namespace="other-0123456789abcdef"), "another namespace"),
+    "a column is missing": (parquet(GOOD.drop_columns("uri")), "0 columns `uri`"),
+    "a column twice": (
+        parquet(GOOD.append_column("uri", text("u", "u"))),
+        "2 columns `uri`",
+    ),
+    "a number as text": (parquet(with_column("rows", text("1", "2"))), "`rows` is of type string"),
+    "bytes as text": (
+        parquet(with_column("uri", pa.array([b"a", b"b"]))),
+        "`uri` is of type binary",
+    ),
+    "a local time": (
+        parquet(with_column("time", pa.array([1, 2], pa.timestamp("us")))),
+        "`time` is of type timestamp",
+    ),
+    "a document is missing": (
+        parquet(with_column("document", text("a", None))),
+        "'document' with null",
+    ),
+    "no JSON": (parquet(with_column("extra", text("{}", "{"))), "`extra` is not plain JSON"),
+    "no JSON object": (parquet(with_column("placeholder", text("{}", "[]"))), "no.* JSON object"),
+    "deep JSON": (
+        parquet(with_column("extra", text("{}", '{"a":' * 9999 + "1" + "}" * 9999))),
+        "`extra` is not plain JSON",
+    ),
+    "part is no ULID": (parquet(with_column("part", text(ULID, "part"))), "`part` is no ULID"),
+    "part is later": (parquet(part_table(row(), ulid=LATER)), "`part` is later"),
+    "no hash": (parquet(with_column("sha256", text("ab" * 32, "x" * 64))), "`sha256`"),
+    "a long text": (parquet(with_column("uri", text("u" * 2**15, "u"))), "`uri` has more than"),
+    "texts too long together": (parquet(HUGE), "too long together"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+async def test_damaged_part_is_named_and_left_out(case: str) -> None:
+    body, says = BAD[case]
+    store = MemoryStore()
+    name = LAYOUT.catalog_part(ULID)
+    await store.put_if_absent(name, [body])
+    with pytest.raises(CorruptEntryError, match=says) as caught:
+        await read_table(store, LAYOUT)
+    assert str(caught.value).startswith(f"{name}: ")
+    await append_rows(store, LAYOUT, [row("good.png")])
+    notes: list[str] = []
+    table = await read_table(store, LAYOUT, note=notes.append)
+    assert list(to_rows(table)) == [row("good.png")]
+    assert [name in note for note in notes] == [True]
+
+
+async def test_damaged_part_is_a_warning_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    await append_rows(store, LAYOUT, [row()])
+    await store.put_if_absent(LAYOUT.catalog_part(LATER), [b"PAR1"])
+    assert await rows_of(store) == [row()]
+    assert LAYOUT.catalog_part(LATER) in caplog.text
+
+
+async def test_part_is_read_again_where_it_was_damaged_on_its_way() -> None:
+    memory = MemoryStore()
+    await append_rows(memory, LAYOUT, [row()])
+    once = Fault("get_range", change=flip(800), times=1)
+    assert await rows_of(FaultStore(memory, Script([once]))) == [row()]
+    assert once.struck == 1
+
+
+async def test_part_that_is_too_large_is_not_downloaded() -> None:
+    memory = MemoryStore()
+    name = LAYOUT.catalog_part(ULID)
+    await memory.put_if_absent(name, [bytes(MAX_PART_BYTES + 1)])
+    store = FaultStore(memory)
+    with pytest.raises(CorruptEntryError, match="too many for a part"):
+        await read_table(store, LAYOUT)
+    assert set(store.calls) == {"list"}
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_no_flipped_bit_makes_another_row(bit: int) -> None:
+    """Parquet's checksums cover the pages, not what is around them."""
+    whole = bytes(encode_part(GOOD, LAYOUT.namespace))
+    for at in range(bit, len(whole), 8):
+        changed = flip(8 * at + (at // 8 + bit) % 8)(whole)
+        try:
+            found = decode_part(changed, LAYOUT.namespace, ulid=ULID, name="part")
+        except CorruptEntryError:
+            continue
+        assert found.equals(GOOD), f"byte {at}"
+
+
+def test_more_rows_than_a_part_has_are_refused() -> None:
+    table = part_table(row())
+    many = table.take(pa.array([0] * (MAX_PART_ROWS + 1)))
+    with pytest.raises(CorruptEntryError, match="too many for one part"):
+        encode_part(many, LAYOUT.namespace)
+    with pytest.raises(CorruptEntryError, match="it holds too much"):
+        decode_part(parquet(many), LAYOUT.namespace, ulid=ULID, name="part")
+
+
+# -- in memory -------------------------------------------------------------------------------------
+
+
+def test_index_finds_by_file_document_and_identifier() -> None:
+    rows = [
+        row("a.pdf", page=page, sha256=f"{page:064x}", identifier=f"id {page}") for page in (2, 1)
+    ]
+    rows.append(row("copy.pdf", page=9, sha256=f"{1:064x}", identifier="id 1", stored_s=2e9))
+    index = CatalogIndex.from_table(part_table(*rows))
+    assert len(index) == 3
+    assert index.by_document("a.pdf") == [rows[1], rows[0]]
+    assert index.by_document("a.pdf", 2) == [rows[0]]
+    assert index.by_document("a.pdf", 3) == []
+    assert index.by_sha256(f"{2:064x}") == rows[0]
+    assert index.by_sha256(f"{1:064x}") == rows[2], "the one that was stored last"
+    assert index.by_identifier("id 2") == rows[0]
+    assert index.by_identifier("id 3") is None
+    assert index.by_sha256("") is None
+
+
+def test_empty_index_finds_nothing() -> None:
+    for index in (CatalogIndex(), CatalogIndex.from_table(part_table())):
+        assert (len(index), index.nbytes) == (0, 0)
+        assert index.by_sha256("ab" * 32) is None
+        assert index.by_document("a.png") == []
+
+
+def test_row_that_was_replaced_later_is_found_no_more() -> None:
+    many = [row(f"{number}.png", sha256=f"{number:064x}") for number in range(100)]
+    index = CatalogIndex().with_rows(part_table(*many))
+    changed = row("7.png", sha256="f" * 64)
+    newer = index.with_rows(part_table(changed, ulid=LATER))
+    assert newer.by_sha256(f"{7:064x}") is None
+    assert newer.by_sha256("f" * 64) == changed
+    assert newer.by_document("7.png") == [changed]
+    assert newer.by_sha256(f"{8:064x}") == many[8]
+    assert index.by_sha256(f"{7:064x}") == many[7], "an index does not change"
+    older = CatalogIndex().with_rows(part_table(changed, ulid=LATER)).with_rows(part_table(*many))
+    assert older.by_document("7.png") == [changed], "the order of reading does not matter"
+
+
+# -- for programs ----------------------------------------------------------------------------------
+
+Make = Callable[..., Catalog]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    opened = []
+    namespace = Namespace.from_descriptor({"model": "acme/vision"})
+
+    def make(**settings: Any) -> Catalog:
+        memory = MemoryStore()
+        memory.bucket.objects[Layout(namespace.name).descriptor] = namespace.to_json()
+        corpus = Corpus(load_settings({"bucket": "corpus", **settings}).settings, store=memory)
+        opened.append(corpus)
+        return corpus.catalog(namespace.name)
+
+    yield make
+    for corpus in opened:
+        corpus.close()
+
+
+@pytest.fixture
+def catalog(make: Make) -> Catalog:
+    found = make()
+    found.append(
+        [
+            row("b.pdf", page=1, rows=100, extra={"title": 'a "b", c'}),
+            row("b.pdf", page=2, rows=200, placeholder=None),
+            row("a.wav", modality="audio", rows=300),
+        ]
+    )
+    return found
+
+
+def test_catalog_is_asked_from_a_program(catalog: Catalog) -> None:
+    assert [found.rows for found in catalog.rows()] == [300, 100, 200]
+    assert [found.page for found in catalog.rows("modality = 'image' AND rows > 100")] == [2]
+    assert list(catalog.rows("page IS NULL -- or so")) == [row("a.wav", modality="audio", rows=300)]
+    assert [found.page for found in catalog.find("b.pdf")] == [1, 2]
+    assert [found.rows for found in catalog.find("b.pdf", 2)] == [200]
+    assert len(catalog.index()) == 3
+    answer = catalog.sql("SELECT modality, count(*) AS n FROM catalog GROUP BY ALL ORDER BY ALL")
+    assert answer.to_pylist() == [{"modality": "audio", "n": 1}, {"modality": "image", "n": 2}]
+    assert repr(catalog) == f"Catalog(Corpus('s3://corpus'), {catalog.namespace!r})"
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT * FROM read_csv('/etc/passwd')",
+        "SELECT * FROM '/etc/passwd'",
+        "SELECT * FROM read_text('/etc/passwd')",
+        "SELECT * FROM glob('/*')",
+        "SELECT * FROM read_parquet('http://127.0.0.1:9/x.parquet')",
+        "SELECT * FROM sys",
+        "SET enable_external_access=true",
+        "SET python_enable_replacements=true",
+        "INSTALL httpfs",
+        "LOAD httpfs",
+        "SELEC",
+        "",
+    ],
+)
+def test_question_sees_the_catalogue_and_nothing_else(catalog: Catalog, query: str) -> None:
+    with pytest.raises(ConfigError, match="`query`") as caught:
+        catalog.sql(query)
+    assert caught.value.field == "query"
+
+
+@pytest.mark.parametrize(
+    "statement", ["COPY catalog TO '{}'", "EXPORT DATABASE '{}'", "ATTACH '{}'"]
+)
+def test_question_writes_nothing(catalog: Catalog, tmp_path: Path, statement: str) -> None:
+    with pytest.raises(ConfigError):
+        catalog.sql(statement.format(tmp_path / "x"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["", "rows >", "no_column = 1", "true) UNION SELECT 1 --"])
+def test_condition_that_is_none_is_refused(catalog: Catalog, where: str) -> None:
+    with pytest.raises(ConfigError, match="`where`"):
+        list(catalog.rows(where))
+
+
+def test_export_writes_what_the_suffix_says(catalog: Catalog, tmp_path: Path) -> None:
+    for name in ("c.parquet", "c.csv", "c.JSONL"):
+        (tmp_path / name).write_bytes(b"old")
+        assert catalog.export(tmp_path / name) == 3
+    table = pq.read_table(tmp_path / "c.parquet")
+    assert table.schema.names == list(COLUMNS)
+    assert table.column("rows").to_pylist() == [300, 100, 200]
+    question = f"SELECT document, page, extra FROM '{tmp_path / 'c.csv'}' WHERE page = 1"
+    assert duckdb.sql(question).fetchall() == [("b.pdf", 1, '{"title":"a \\"b\\", c"}')]
+    first, second, _ = map(json.loads, (tmp_path / "c.JSONL").read_text().splitlines())
+    assert (first["page"], first["time"]) == (None, "2023-11-14T22:13:20.250000+00:00")
+    assert (second["extra"], second["placeholder"]) == (
+        {"title": 'a "b", c'},
+        {"image_grid_thw": [1, 16, 16]},
+    )
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_export_names_what_it_cannot_write(catalog: Catalog, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\.parquet, \.csv, \.jsonl") as caught:
+        catalog.export(tmp_path / "c.xlsx")
+    assert caught.value.field == "path"
+    with pytest.raises(TierError, match="cannot be written"):
+        catalog.export(tmp_path / "nowhere" / "c.csv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tenant_cannot_append(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s" * 32)
+    catalog = make(tenant_key="env:SECRET")
+    with pytest.raises(ConfigError, match="tenant_key"):
+        catalog.append([row()])
+
+
+def test_namespace_that_is_not_there_is_an_error(make: Make) -> None:
+    corpus = Corpus(load_settings({"bucket": "corpus"}).settings, store=MemoryStore())
+    with corpus, pytest.raises(NotFoundError):
+        corpus.catalog()
+
+
+def test_missing_extra_is_named(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    with pytest.raises(ConfigError, match=r"s3ec\[corpus\]"):
+        catalog.sql("SELECT 1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ConfigError, match=r"s3ec\[corpus\]"):
+        catalog.table()
+
+
+async def test_namespace_is_removed_with_its_catalogue() -> None:
+    store = MemoryStore()
+    await append_rows(store, LAYOUT, [row()])
+    contents = await survey(store, LAYOUT)
+    assert (contents.records, contents.others) == (1, 0)
+    await remove_namespace(store, LAYOUT, 0.0)
+    assert store.bucket.objects == {}

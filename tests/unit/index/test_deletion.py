@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deleting entries: objects first, then tombstones that win over what the index knew."""
+"""Deleting entries: a tombstone, the objects, and a tombstone that wins over what came between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
-from s3ec.errors import AccessError, S3ECError, UnavailableError
+from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
 from s3ec.identity import Key
 from s3ec.index import delete as deletion
 from s3ec.index import listing, manifest
@@ -24,13 +24,22 @@ from s3ec.index.delete import (
 )
 from s3ec.index.rebuild import verify
 from s3ec.index.rows import EntryInfo
+from s3ec.index.segment import parse_segment
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
-from s3ec.testing.memory_store import MemoryStore
+from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.support.clock import Clock
 from tests.support.waiting import reached, until
 from tests.unit.index.basics import LAYOUT, key_of
-from tests.unit.index.manifests import names, put_delta, put_object, ulid_of, view
+from tests.unit.index.manifests import (
+    MortalStore,
+    names,
+    put_delta,
+    put_object,
+    read,
+    ulid_of,
+    view,
+)
 
 KEYS = [key_of(number) for number in range(8)]
 
@@ -152,27 +161,38 @@ async def test_of_a_batch_that_was_deleted_in_part_just_what_is_gone_is_announce
     assert set(await view(memory)) == {KEYS[number].digest for number in (2, 3, 4)}
 
 
-async def test_a_batch_that_is_refused_as_a_whole_is_not_announced(memory: MemoryStore) -> None:
+async def test_a_batch_that_is_refused_as_a_whole_is_shown_again_as_it_was(
+    memory: MemoryStore,
+) -> None:
     for number in range(2):
         await put_entry(memory, number)
+    before = await view(memory)
     store = FaultStore(memory, Script([Fault("delete_many", "", error=AccessError)]))
     with pytest.raises(AccessError):
         await delete(store, 0, 1)
-    assert set(await view(memory)) == {key.digest for key in KEYS[:2]}
-    assert store.calls["head"] == 0
+    after = await view(memory)
+    assert {digest: facts._replace(time_s=1) for digest, facts in after.items()} == before
+    assert not [name for op, name in store.log if op == "head" and "/objects/" in name]
 
 
 async def test_readers_that_could_not_be_told_are_an_error(
-    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deletion, "FLUSH_S", 0.01)
     await put_entry(memory, 1)
     fault = Fault("put_if_absent", "/delta/", error=UnavailableError)
-    with pytest.raises(UnavailableError, match="could not be told"):
+    with pytest.raises(UnavailableError, match="nothing was deleted, since readers could not be"):
         await delete(FaultStore(memory, Script([fault])), 1)
+    assert LAYOUT.object(KEYS[1]) in memory.bucket.objects
+    second = Fault("put_if_absent", "/delta/", skip=1, error=UnavailableError)
+    same = FaultStore(MemoryStore(memory.bucket, clock=clock), Script([second]))
+    with pytest.raises(UnavailableError, match="what is deleted and what is not"):
+        await delete_keys(same, KEYS[1:2], clock)
+    assert LAYOUT.object(KEYS[1]) not in memory.bucket.objects
+    assert set(await view(memory)) == set()
 
 
-async def test_many_are_deleted_by_a_thousand_side_by_side_and_announced_in_one_delta(
+async def test_many_are_deleted_by_a_thousand_side_by_side_and_announced_in_two_deltas(
     memory: MemoryStore, clock: Clock
 ) -> None:
     keys = [key_of(("many", number)) for number in range(1500)]
@@ -189,7 +209,7 @@ async def test_many_are_deleted_by_a_thousand_side_by_side_and_announced_in_one_
         gate.release()
     await task
     assert (store.calls["delete_many"], store.calls["delete"]) == (2, 0)
-    assert len(names(memory.bucket)) == 1
+    assert len(names(memory.bucket)) == 2
     assert not [name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)]
 
 
@@ -221,10 +241,11 @@ async def test_a_round_is_announced_before_the_next_one_is_deleted(
     task = asyncio.create_task(delete(store, 0, 1, 2, 3))
     await gone(memory, 0)
     await until(lambda: store.calls["delete_many"] == 2)
-    assert set(await view(memory)) == {KEYS[number].digest for number in (2, 3, 4)}
+    assert set(await view(memory)) == {KEYS[4].digest}
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert set(await view(memory)) == {KEYS[number].digest for number in (2, 3, 4)}
 
 
 @pytest.mark.parametrize("few", [0, 4096])
@@ -237,7 +258,7 @@ async def test_old_entries_of_all_folders_share_requests_and_deltas(
     store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script())
     assert (await delete_older(store, LAYOUT, 2.0**40)).entries == 1500
     assert store.calls["delete_many"] == 2
-    assert len(names(memory.bucket)) in (1, 2)  # one again where it taught what time it is
+    assert len(names(memory.bucket)) in (2, 3)  # one again where it taught what time it is
 
 
 async def test_only_what_is_older_is_deleted(memory: MemoryStore, clock: Clock) -> None:
@@ -331,7 +352,8 @@ async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
     prefix = f"{LAYOUT.objects}{KEYS[1].name[:2]}/"
     faults = [
         Fault("list", prefix, gate=listed, error=UnavailableError),
-        Fault("put_if_absent", "/delta/", gate=told),
+        # The first tombstone comes twice, since it teaches what time it is.
+        Fault("put_if_absent", "/delta/", skip=2, gate=told),
     ]
     task = asyncio.create_task(delete_older(FaultStore(memory, Script(faults)), LAYOUT, 2.0**40))
     await gone(memory, 0)
@@ -506,3 +528,129 @@ async def test_a_namespace_goes_with_all_that_is_in_it(
     assert found.index_files > 3
     assert store.calls["list"] == listings
     assert not memory.bucket.objects
+
+
+# -- a producer in between ---------------------------------------------------------------------
+
+
+class Producer:
+    """What a producer does with an entry: write it if absent, and announce what is there then.
+
+    As ``Uploader``: the row of what it wrote is of the time before it asked, and that of what was
+    there is later than what it knew of the index.
+    """
+
+    def __init__(self, memory: MemoryStore, clock: Clock, *, knows: bool) -> None:
+        self._memory = memory
+        self._clock = clock
+        self._knows = knows
+        self._row: EntryInfo | None = None
+
+    async def store(self, number: int) -> None:
+        """Have it in the bucket."""
+        known_s = max(self._known(number, await self._times(number)), 0)
+        asked_s = self._clock()
+        try:
+            await put_object(self._memory, KEYS[number], 100 + number)
+            time_s = max(int(asked_s), known_s + 1)
+        except ConflictError:
+            time_s = known_s + 1
+        self._row = EntryInfo(100 + number, time_s=time_s)
+
+    async def announce(self, number: int) -> None:
+        """Tell of it."""
+        assert self._row is not None
+        await put_delta(self._memory, 10**9 + number, {KEYS[number]: self._row})
+
+    def _known(self, number: int, times: Sequence[int]) -> int:
+        return max(times, default=0) if self._knows else 1
+
+    async def _times(self, number: int) -> list[int]:
+        found = []
+        for info in [info async for info in self._memory.list(LAYOUT.deltas)]:
+            rows = parse_segment(await read(self._memory, info.name), LAYOUT.namespace)
+            found += [
+                rows.facts(row).time_s
+                for row in range(len(rows))
+                if rows.digest(row) == KEYS[number].digest
+            ]
+        return found
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["has heard it", "has not heard it"])
+@pytest.mark.parametrize("announced", ["before", "after"])
+@pytest.mark.parametrize("delay_s", [0, 1, 5])
+async def test_entry_that_was_stored_between_tombstone_and_deletion_is_not_believed(
+    memory: MemoryStore, clock: Clock, knows: bool, announced: str, delay_s: int
+) -> None:
+    """It found the object, which went a moment later: a reader would ask for it in vain."""
+    store = MemoryStore(memory.bucket, clock=clock)
+    await put_entry(store, 1)
+    gate = Gate()
+    held = FaultStore(store, Script([Fault("delete_many", gate=gate)]))
+    task = asyncio.create_task(delete_keys(held, KEYS[1:2], clock))
+    await reached(gate)
+    clock.now_s += delay_s
+    producer = Producer(store, clock, knows=knows)
+    await producer.store(1)
+    if announced == "before":
+        await producer.announce(1)
+    gate.release()
+    await task
+    if announced == "after":
+        await producer.announce(1)
+    assert LAYOUT.object(KEYS[1]) not in memory.bucket.objects
+    assert set(await view(memory)) == set()
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["has heard it", "has not heard it"])
+@pytest.mark.parametrize("announced", ["before", "after"])
+async def test_entry_that_was_stored_after_the_deletion_is_believed_whenever_it_is_told(
+    memory: MemoryStore, clock: Clock, knows: bool, announced: str
+) -> None:
+    store = MemoryStore(memory.bucket, clock=clock)
+    await put_entry(store, 1)
+    gate = Gate()
+    held = FaultStore(store, Script([Fault("put_if_absent", "/delta/", skip=1, gate=gate)]))
+    task = asyncio.create_task(delete_keys(held, KEYS[1:2], clock))
+    await reached(gate)
+    clock.now_s += 1
+    producer = Producer(store, clock, knows=knows)
+    await producer.store(1)
+    if announced == "before":
+        await producer.announce(1)
+    gate.release()
+    await task
+    if announced == "after":
+        await producer.announce(1)
+    assert LAYOUT.object(KEYS[1]) in memory.bucket.objects
+    assert set(await view(memory)) == {KEYS[1].digest}
+
+
+async def test_a_process_killed_before_the_objects_went_leaves_no_row_without_an_object(
+    memory: MemoryStore,
+) -> None:
+    """And what it leaves goes with the next attempt."""
+    for number in range(3):
+        await put_entry(memory, number)
+    whole = MortalStore(memory, after=True)
+    for dies_at in range(100):
+        bucket = MemoryBucket(dict(memory.bucket.objects), dict(memory.bucket.modified_s))
+        store = MemoryStore(bucket)
+        mortal = MortalStore(store, dies_at, after=dies_at % 2 == 1)
+        task = asyncio.create_task(delete(mortal, 0, 1))
+        done, _ = await asyncio.wait(
+            {task, asyncio.create_task(mortal.died.wait())},
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        whole = mortal
+        if task in done and task.exception() is None:
+            break
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        there = {key.digest for key in KEYS[:3] if LAYOUT.object(key) in bucket.objects}
+        assert set(await view(store)) <= there, dies_at
+        await delete(store, 0, 1)
+        assert set(await view(store)) == {KEYS[2].digest}
+        assert LAYOUT.object(KEYS[0]) not in bucket.objects
+    assert whole.requests > 5

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec catalog``: which document, page and file each embedding belongs to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, with_namespace
+from s3ec.cli.output import (
+    EXIT_WRONG,
+    App,
+    console,
+    epilog,
+    facts,
+    human_age,
+    human_bytes,
+    many,
+    print_json,
+    print_note,
+    progress,
+    safe,
+)
+from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from s3ec.identity import Layout
+    from s3ec.store.base import Store
+
+# More than anybody reads at a terminal.
+_SHOWN_ROWS = 1000
+_SHOWN_DIGITS = 16
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``catalog`` to the tree."""
+    group = App(
+        help="The catalogue: which document, page and file each embedding belongs to.",
+        no_args_is_help=True,
+        epilog=epilog(
+            ("s3ec catalog show", "what has been computed in advance?"),
+            ("s3ec catalog find reports/2024.pdf --page 12", "what is a page called?"),
+            ("s3ec catalog export catalog.parquet", "all of it, as one file"),
+        ),
+    )
+    group.command(
+        "show",
+        epilog=epilog(
+            ("s3ec catalog show --bucket embeddings", "of the only namespace"),
+            ("s3ec catalog show --json | jq .modalities", "for machines"),
+        ),
+    )(with_namespace(show))
+    group.command(
+        "find",
+        epilog=epilog(
+            ("s3ec catalog find reports/2024.pdf", "all pages of a document"),
+            ("s3ec catalog find --sha256 $(sha256sum < page.png | cut -c1-64)", "by a file"),
+            ("s3ec catalog find --identifier 3f9a01bc... --json", "whose embedding is this?"),
+        ),
+    )(with_namespace(find))
+    group.command(
+        "export",
+        epilog=epilog(
+            ("s3ec catalog export catalog.parquet", "for DuckDB, pandas, Spark"),
+            ("s3ec catalog export catalog.jsonl", "one JSON object for each row"),
+        ),
+    )(with_namespace(export))
+    group.command(
+        "sql",
+        epilog=epilog(
+            (
+                "s3ec catalog sql 'SELECT document, count(*) FROM catalog GROUP BY ALL'",
+                "pages of each document",
+            ),
+            ("s3ec catalog sql 'SELECT sum(bytes) FROM catalog' --json", "for machines"),
+        ),
+    )(with_namespace(sql))
+    app.add_typer(group, name="catalog")
+
+
+def _read(source: SettingsSource, choice: NamespaceChoice) -> tuple[str, pa.Table]:
+    """The namespace that fits, and its catalogue. What was left out is named."""
+    from s3ec.corpus.catalog import read_table
+
+    def note(text: str) -> None:
+        print_note(safe(text))
+
+    with progress("reading the catalogue"), source.corpus() as corpus:
+        name = choice.within(corpus)
+        return name, corpus.within(lambda store, layout: read_table(store, layout, note=note), name)
+
+
+def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
+    """Show how much is in the catalogue: rows, documents and sizes, by modality.
+
+    Exit status 1 where a part of it cannot be used. The catalogue holds what jobs over a corpus
+    stored. Entries that engines save are not in it.
+    """
+
+    async def look(store: Store, layout: Layout) -> dict[str, Any]:
+        from s3ec.corpus.catalog import list_parts, read_table
+
+        parts = await list_parts(store, layout)
+        problems: list[str] = []
+        try:
+            table = await read_table(store, layout, note=problems.append)
+        except CorruptEntryError as exc:  # all of them
+            from s3ec.corpus.catalog_file import schema
+
+            table = schema().empty_table()
+            problems.append(str(exc))
+        return {
+            "namespace": layout.namespace,
+            **_sums(table),
+            "part_count": len(parts),
+            "part_bytes": sum(info.nbytes for info in parts.values()),
+            "unusable": problems,
+        }
+
+    with progress("reading the catalogue"), source.corpus() as corpus:
+        document = corpus.within(look, choice.within(corpus))
+    if as_json:
+        print_json(document)
+    else:
+        _print_show(document)
+    if document["unusable"]:
+        raise typer.Exit(EXIT_WRONG)
+
+
+def _sums(table: pa.Table) -> dict[str, Any]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    by_modality = table.group_by("modality").aggregate(
+        [("document", "count"), ("document", "count_distinct"), ("bytes", "sum")]
+    )
+    newest_us = pc.max(table.column("time").cast(pa.int64())).as_py()
+    return {
+        "row_count": len(table),
+        "document_count": pc.count_distinct(table.column("document")).as_py(),
+        "entry_count": pc.count_distinct(table.column("identifier")).as_py(),
+        "bytes": pc.sum(table.column("bytes")).as_py() or 0,
+        "age_s": None if newest_us is None else time.time() - newest_us / 1e6,
+        "modalities": [
+            {
+                "modality": row["modality"],
+                "row_count": row["document_count"],
+                "document_count": row["document_count_distinct"],
+                "bytes": row["bytes_sum"],
+            }
+            for row in by_modality.sort_by("modality").to_pylist()
+        ],
+    }
+
+
+def _print_show(document: dict[str, Any]) -> None:
+    newest = "-" if document["age_s"] is None else f"{human_age(document['age_s'])} ago"
+    size = human_bytes(document["part_bytes"])
+    pairs: list[tuple[str, Any]] = [("namespace", document["namespace"])]
+    pairs += [
+        (
+            each["modality"],
+            f"{many(each['row_count'], 'row')} of {many(each['document_count'], 'document')}, "
+            f"{human_bytes(each['bytes'])}",
+        )
+        for each in document["modalities"]
+    ]
+    pairs += [
+        ("embeddings", f"{document['entry_count']:,}"),
+        ("last stored", newest),
+        ("catalogue", f"{many(document['part_count'], 'part')}, {size}"),
+    ]
+    facts(pairs)
+    for problem in document["unusable"]:
+        print_note(safe(problem))
+
+
+def find(
+    source: SettingsSource,
+    choice: NamespaceChoice,
+    document: Annotated[
+        str | None, typer.Argument(metavar="[DOCUMENT]", help="Id of a document.")
+    ] = None,
+    page: Annotated[
+        int | None, typer.Option("--page", min=1, metavar="N", help="Only this page of it.")
+    ] = None,
+    sha256: Annotated[
+        str | None,
+        typer.Option("--sha256", metavar="HEX", help="By the SHA-256 of a file's bytes."),
+    ] = None,
+    identifier: Annotated[
+        str | None, typer.Option("--identifier", metavar="ID", help="By an identifier, in full.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find rows of the catalogue, by document, by file or by identifier.
+
+    Exit status 1 where there are none.
+    """
+    asked = {"document": document, "sha256": sha256 and sha256.lower(), "identifier": identifier}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if len(given) != 1:
+        raise ConfigError(
+            "one thing is looked for at a time; give DOCUMENT, `--sha256` or `--identifier`"
+        )
+    [(column, text)] = given.items()
+    if page is not None and column != "document":
+        raise ConfigError("`--page` is of a document; give DOCUMENT beside it", field="page")
+    name, table = _read(source, choice)
+    rows = _matching(table, column, text, page)
+    if not rows:
+        of_page = f", page {page}" if page is not None else ""
+        raise NotFoundError(
+            f"nothing with {column} {text!r:.100}{of_page} is in the catalogue of {name}; "
+            "`s3ec catalog show` says what it holds"
+        )
+    if as_json:
+        print_json({"namespace": name, "rows": rows})
+    else:
+        _print_rows(rows)
+
+
+def _matching(table: pa.Table, column: str, text: str, page: int | None) -> list[dict[str, Any]]:
+    import pyarrow.compute as pc
+
+    from s3ec.corpus.catalog_query import plain_rows
+
+    found = table.filter(pc.equal(table.column(column), text))
+    if page is not None:
+        found = found.filter(pc.equal(found.column("page"), page))
+    return list(plain_rows(found))
+
+
+def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    from datetime import datetime
+
+    shown = []
+    for row in rows[:_SHOWN_ROWS]:
+        age_s = time.time() - datetime.fromisoformat(row["time"]).timestamp()
+        shown.append(
+            {
+                "document": row["document"],
+                "page": row["page"] or "-",
+                "modality": row["modality"],
+                "shape": f"{row['rows']} x {row['width']} {row['dtype']}",
+                "size": human_bytes(row["bytes"]),
+                "age": human_age(age_s),
+                "identifier": _short(row["identifier"]),
+            }
+        )
+    _print_table(list(shown[0]), shown, len(rows))
+
+
+def _short(text: str) -> str:
+    kind, colon, digits = text.rpartition(":")
+    is_long = len(digits) == 64
+    return f"{kind}{colon}{digits[:_SHOWN_DIGITS]}..." if is_long else text
+
+
+def _print_table(names: Sequence[str], rows: Sequence[dict[str, Any]], count: int) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in names:
+        numbers = all(isinstance(row[name], int | float) for row in rows)
+        table.add_column(Text(safe(name)), overflow="fold", justify="right" if numbers else "left")
+    for row in rows:
+        cells = ("-" if row[name] is None else safe(str(row[name])) for name in names)
+        table.add_row(*map(Text, cells))
+    console().print(table)
+    if count > len(rows):
+        print_note(f"and {count - len(rows):,} more; --json prints all")
+
+
+def export(
+    source: SettingsSource,
+    choice: NamespaceChoice,
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Its suffix says how: `.parquet`, `.csv` or `.jsonl`."),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Write the whole catalogue to a file; one that is there is replaced."""
+    from s3ec.corpus.catalog_query import export_table, require_suffix
+
+    require_suffix(path)
+    name, table = _read(source, choice)
+    export_table(table, path)
+    if as_json:
+        print_json({"namespace": name, "path": str(path), "row_count": len(table)})
+    else:
+        print_note(f"{many(len(table), 'row')} written to {safe(str(path))}")
+
+
+def sql(
+    source: SettingsSource,
+    choice: NamespaceChoice,
+    query: Annotated[
+        str, typer.Argument(metavar="QUERY", help="SQL of DuckDB over the table `catalog`.")
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Ask the catalogue in SQL, by DuckDB in memory, which sees no file and no network.
+
+    Columns: document, page, uri, sha256, identifier, modality, rows, width, dtype, placeholder
+    (JSON), bytes, time, extra (JSON).
+    """
+    from s3ec.corpus.catalog_query import plain_values, run_sql
+
+    name, table = _read(source, choice)
+    with progress("asking"):
+        answer = run_sql(table, query)
+    if as_json:
+        print_json({"namespace": name, "rows": list(plain_values(answer))})
+        return
+    rows = list(plain_values(answer.slice(0, _SHOWN_ROWS)))
+    _print_table(answer.schema.names, rows, len(answer))

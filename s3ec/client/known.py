@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client knows of a corpus: its catalogue, from the bucket or from an exported file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from s3ec.corpus.catalog_file import CatalogRow, require_pyarrow, to_table
+from s3ec.corpus.catalog_index import CatalogIndex
+from s3ec.errors import ConfigError, S3ECError
+from s3ec.runtime import Background
+from s3ec.safetensors_file import plain_json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 300.0
+# Who asks for what is not there has the catalogue read anew, but not again and again.
+_LEAST_AGE_S = 10.0
+
+
+class HasIndex(Protocol):
+    """What answers with the catalogue as it is now, as ``Corpus.catalog()`` does."""
+
+    def index(self) -> CatalogIndex:
+        """All of it, in memory."""
+        ...
+
+
+Source = HasIndex | CatalogIndex | str | os.PathLike[str]
+
+
+class KnownCatalog:
+    """The catalogue in memory, read anew in the background. Thread-safe.
+
+    The first look reads it and waits for that. A later look that finds it older than ``refresh_s``
+    has it read in a thread, and answers with what is there.
+    """
+
+    def __init__(
+        self, source: Source, refresh_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Read nothing yet.
+
+        Raises:
+            ConfigError: ``refresh_s`` is no time, or ``source`` is nothing to read from.
+        """
+        if not refresh_s > 0:
+            raise ConfigError("`refresh_s` is more than 0", field="refresh_s")
+        self._read = _reader_of(source)
+        self._refresh_s = refresh_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._index: CatalogIndex | None = None
+        self._read_at = 0.0
+        self._background = Background("s3ec-client", self._refresh)
+
+    def index(self) -> CatalogIndex:
+        """What is known.
+
+        Raises:
+            S3ECError: The first reading failed.
+        """
+        index = self._index
+        if index is None:
+            with self._lock:
+                return self._read_locked() if self._index is None else self._index
+        if self._clock() - self._read_at >= self._refresh_s:
+            self._background.wake()
+        return index
+
+    def read_again(self) -> CatalogIndex:
+        """Read it now, and wait for that.
+
+        Raises:
+            S3ECError: It cannot be read; what was known stays.
+        """
+        with self._lock:
+            return self._read_locked()
+
+    def _read_locked(self) -> CatalogIndex:
+        self._index = self._read()
+        self._read_at = self._clock()
+        return self._index
+
+    def is_recent(self) -> bool:
+        """Whether it was read so lately that reading it again is not worth it."""
+        return self._index is not None and self._clock() - self._read_at < _LEAST_AGE_S
+
+    def close(self) -> None:
+        """End the thread."""
+        self._background.stop()
+
+    def _refresh(self, _pause: Callable[[], None]) -> float:
+        try:
+            self.read_again()
+        except S3ECError as exc:
+            log.warning("the catalogue is not read anew, what was known stays: %s", exc)
+        return self._refresh_s
+
+
+def _reader_of(source: Source) -> Callable[[], CatalogIndex]:
+    if isinstance(source, CatalogIndex):
+        return lambda: source
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if path.suffix.lower() not in _READERS:
+            raise ConfigError(
+                f"`{path.name}` is no exported catalogue: it ends with {' or '.join(_READERS)}",
+                field="catalog",
+            )
+        return lambda: CatalogIndex.from_table(read_export(path))
+    if hasattr(source, "index"):
+        return source.index
+    raise ConfigError(
+        "`catalog` is corpus.catalog(), its index(), or the path of an exported file",
+        field="catalog",
+    )
+
+
+# -- exported files --------------------------------------------------------------------------------
+
+
+def read_export(path: Path) -> pa.Table:
+    """A catalogue that ``s3ec catalog export`` wrote as Parquet or JSON lines, each row checked.
+
+    Raises:
+        ConfigError: It is not there or is none, or pyarrow is not installed.
+    """
+    require_pyarrow()
+    import pyarrow as pa
+
+    try:
+        return to_table([_row(values) for values in _READERS[path.suffix.lower()](path)])
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, RecursionError) as exc:
+        raise ConfigError(
+            f"`{path}` is no exported catalogue: {type(exc).__name__}: {exc!s:.200}",
+            field="catalog",
+        ) from exc
+
+
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=4096):
+            yield from batch.to_pylist()
+
+
+def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.strip():
+                yield json.loads(line)
+
+
+_READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
+    ".parquet": _parquet,
+    ".jsonl": _jsonl,
+}
+
+
+def _row(values: Mapping[str, Any]) -> CatalogRow:
+    """A row of either kind of file: JSON may be a text there, and a time too."""
+    columns = dict(values)
+    time_ = columns.pop("time")
+    moment = datetime.fromisoformat(time_) if isinstance(time_, str) else time_
+    for name in ("placeholder", "extra"):
+        if isinstance(columns[name], str):
+            columns[name] = plain_json(columns[name])
+    return CatalogRow(nbytes=columns.pop("bytes"), stored_s=moment.timestamp(), **columns)

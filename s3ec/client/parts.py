@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Content parts of chat messages, made of a catalogue's rows: without pixels, and with them.
+
+A part without pixels has the size of its placeholder and the identifier of its embedding:
+
+    {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 16, 16]}, "uuid": "..."}
+
+vLLM 0.30 and newer takes it on an EC consumer, for models that declare such metadata.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import mimetypes
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from s3ec.client.known import KnownCatalog
+from s3ec.corpus.catalog_file import CatalogRow
+from s3ec.corpus.reading import ReadOptions, reader_for, scheme_of, suffix_of
+from s3ec.errors import ConfigError, NotFoundError, S3ECError, SourceError
+
+Part = dict[str, Any]
+Message = Mapping[str, Any]
+Fetch = Callable[[CatalogRow], bytes]
+
+MODALITIES = ("image", "video", "audio")
+_WITH_PIXELS = {
+    **dict.fromkeys(("image_url", "image_pil", "input_image"), "image"),
+    **dict.fromkeys(("audio_url", "input_audio"), "audio"),
+    "video_url": "video",
+}
+_DEFAULT_TYPE = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
+
+
+class PartMaker:
+    """Makes parts of what the catalogue knows. Thread-safe."""
+
+    def __init__(
+        self, known: KnownCatalog, without_pixels: Collection[str], fetch: Fetch | None
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            without_pixels: Modalities whose parts go without.
+            fetch: Reads the bytes that the encoder was given; None reads from the row's ``uri``.
+
+        Raises:
+            ConfigError: There is no such modality.
+        """
+        given = [without_pixels] if isinstance(without_pixels, str) else list(without_pixels)
+        if isinstance(without_pixels, str) or not set(given) <= set(MODALITIES):
+            raise ConfigError(
+                f"`modalities` is a list of some of {', '.join(MODALITIES)}, not {given}",
+                field="modalities",
+            )
+        self._known = known
+        self._without_pixels = frozenset(given)
+        self._fetch = fetch
+
+    def parts(
+        self,
+        document: str,
+        page: int | None = None,
+        *,
+        data: bytes | None = None,
+        url: str | None = None,
+        modality: str = "image",
+    ) -> list[Part]:
+        """As Pictures.parts."""
+        if modality not in MODALITIES:
+            raise ConfigError(
+                f"`modality` is one of {', '.join(MODALITIES)}, not {modality!r}", field="modality"
+            )
+        if page is not None and page < 1:
+            raise ConfigError(f"`page` is counted from 1, not {page}", field="page")
+        if data is not None:
+            digest = hashlib.sha256(data).hexdigest()
+            row = self._known.index().by_sha256(digest)
+            if row is None:
+                return [_pixels(modality, _data_url(modality, "", data), f"sha256:{digest}")]
+            return [self._part(row)]
+        rows = self._rows(document, page, look_again=url is None)
+        if not rows and url is not None:
+            return [_pixels(modality, url, None)]
+        if not rows:
+            which = f"`{document}`" if page is None else f"page {page} of `{document}`"
+            raise NotFoundError(
+                f"{which} is not in the catalogue: precompute it, or give `data` or `url`"
+            )
+        return [self._part(row) for row in rows]
+
+    def with_pixels(self, messages: Sequence[Message]) -> list[Message]:
+        """The same messages; what the catalogue does not know is left as it is.
+
+        Raises:
+            SourceError: They cannot be read.
+        """
+        index = self._known.index()
+
+        def changed(part: Any) -> Any:
+            found = _reference(part)
+            row = None if found is None else index.by_identifier(found[0])
+            return part if row is None else self._pixel_part(row)
+
+        return [
+            {**message, "content": [changed(part) for part in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
+
+    def _rows(self, document: str, page: int | None, *, look_again: bool) -> list[CatalogRow]:
+        rows = self._known.index().by_document(document, page)
+        if not rows and look_again and not self._known.is_recent():
+            rows = self._known.read_again().by_document(document, page)
+        return rows
+
+    def _part(self, row: CatalogRow) -> Part:
+        if row.modality not in self._without_pixels or not row.placeholder:
+            return self._pixel_part(row)
+        kind = f"{row.modality}_embeds"
+        return {"type": kind, kind: dict(row.placeholder), "uuid": row.identifier}
+
+    def _pixel_part(self, row: CatalogRow) -> Part:
+        is_address = scheme_of(row.uri) in ("http", "https") and suffix_of(row.uri) != ".pdf"
+        if is_address and self._fetch is None:
+            return _pixels(row.modality, row.uri, row.identifier)
+        body = self._read(row)
+        if hashlib.sha256(body).hexdigest() != row.sha256:
+            raise SourceError(f"{row.uri} is not what it was when it was encoded: precompute it")
+        return _pixels(row.modality, _data_url(row.modality, row.uri, body), row.identifier)
+
+    def _read(self, row: CatalogRow) -> bytes:
+        if self._fetch is None:
+            return reader_for(ReadOptions()).read(row.uri, row.page)
+        try:
+            return self._fetch(row)
+        except S3ECError:
+            raise
+        except Exception as exc:
+            raise SourceError(f"`fetch` failed for {row.uri}: {exc}") from exc
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def _parts_of(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            yield from (part for part in content if isinstance(part, Mapping))
+
+
+def _reference(part: Any) -> tuple[str, str] | None:
+    """Identifier and modality of a part that has a size and no pixels."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("uuid"), str):
+        return None
+    for modality in MODALITIES:
+        kind = f"{modality}_embeds"
+        size = part.get(kind)
+        if isinstance(size, Mapping) and kind not in size:
+            return part["uuid"], modality
+    return None
+
+
+def references(messages: Sequence[Message]) -> dict[str, str]:
+    """Identifier -> modality of all parts without pixels."""
+    return dict(filter(None, map(_reference, _parts_of(messages))))
+
+
+def modalities_with_pixels(messages: Sequence[Message]) -> set[str]:
+    """Those of which some part has pixels."""
+    return {
+        modality
+        for part in _parts_of(messages)
+        for kind, modality in _WITH_PIXELS.items()
+        if kind in part or part.get("type") == kind
+    }
+
+
+def _pixels(modality: str, url: str, uuid: str | None) -> Part:
+    kind = f"{modality}_url"
+    part: Part = {"type": kind, kind: {"url": url}}
+    return part if uuid is None else {**part, "uuid": uuid}
+
+
+def _data_url(modality: str, uri: str, body: bytes) -> str:
+    kind = mimetypes.guess_type(uri)[0] or ""
+    if not kind.startswith(f"{modality}/"):  # such as of a page of a PDF, which is a PNG
+        kind = _DEFAULT_TYPE[modality]
+    return f"data:{kind};base64,{base64.b64encode(body).decode()}"

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chats about documents of a corpus: without pixels where that works, else once more with them.
+
+vLLM refuses a request of one modality that has pixels for some items and none for others, so a
+request goes without all of them or with all of them.
+
+What an OpenAI client sees of vLLM 0.32: status 400 where the model or the server takes no such
+parts, and status 500 where the embedding could not be had, after some 10 s at most. In a stream the
+latter is an error after a chunk that says nothing yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cachetools import TTLCache
+
+from s3ec.client.known import REFRESH_S, KnownCatalog, Source
+from s3ec.client.parts import (
+    Fetch,
+    Message,
+    Part,
+    PartMaker,
+    modalities_with_pixels,
+    references,
+)
+from s3ec.errors import S3ECError
+
+log = logging.getLogger(__name__)
+
+# An embedding that a server could not have is asked for with pixels for so long: each try without
+# them may take it 10 s.
+_REST_S = 60.0
+_MOST_RESTING = 2**16
+_REFUSED, _UNAVAILABLE = 400, 500
+# What the openai package itself tries again; 0 stands for no answer.
+_TRANSIENT = (0, 408, 409, 429, 502, 503, 504)
+
+
+class Pictures:
+    """Parts of a chat about documents that a corpus holds. Thread-safe.
+
+    **Documents.** They are named as in the catalogue: the path relative to the source, or the id
+    that a list gave. Each part has the ``uuid`` under which the corpus has its embedding.
+
+    **Pixels** are read only where they are needed: from ``uri`` of the catalogue's row, or by
+    ``fetch``. Their sha256 must be that of the row, or another picture would get the uuid. An
+    ``http`` or ``https`` address is not read here but handed to the server, which reads it; what it
+    leads to must not change.
+
+    **Servers that do not take parts without pixels** are found out by their answer to the first
+    request, which is then sent with pixels, and so are all later ones for that model.
+    """
+
+    def __init__(
+        self,
+        catalog: Source,
+        *,
+        without_pixels: bool | None = None,
+        modalities: Collection[str] = ("image",),
+        fetch: Fetch | None = None,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            catalog: ``corpus.catalog()``, or the path of an exported catalogue, Parquet or JSONL.
+            without_pixels: Whether the server takes parts without pixels: True and False are not
+                questioned, None finds out.
+            modalities: Which may go without pixels. Not every model answers alike for a video: see
+                docs/operations.md.
+            fetch: Reads the bytes that the encoder was given, for a row of the catalogue.
+            refresh_s: An older catalogue is read anew, in the background.
+
+        Raises:
+            ConfigError: An argument is wrong, or the extra ``s3ec[corpus]`` is missing.
+        """
+        self._known = KnownCatalog(catalog, refresh_s)
+        allowed = () if without_pixels is False else modalities
+        self._maker = PartMaker(self._known, allowed, fetch)
+        self._requests = _Requests(self._maker, without_pixels)
+
+    def parts(
+        self,
+        document: str,
+        page: int | None = None,
+        *,
+        data: bytes | None = None,
+        url: str | None = None,
+        modality: str = "image",
+    ) -> list[Part]:
+        """The content parts of one document: one for each page, or for the page that is named.
+
+        Blocks where the catalogue has to be read: at the first call, and for a document that is not
+        in it.
+
+        Args:
+            document: Its id in the catalogue.
+            page: From 1; None for all that there are.
+            data: The file's bytes. They decide, whatever the catalogue says of ``document``: where
+                it has this very file its entry is taken, else the part has the bytes.
+            url: Where the server finds the file, for a document that the catalogue may lack.
+            modality: Of ``data`` or ``url``.
+
+        Raises:
+            NotFoundError: The catalogue has no such document or page, and neither ``data`` nor
+                ``url`` is given.
+            SourceError: Pixels are needed and cannot be read.
+            S3ECError: The catalogue cannot be read.
+        """
+        return self._maker.parts(document, page, data=data, url=url, modality=modality)
+
+    def chat(self, client: Any, *, model: str, messages: Sequence[Message], **options: Any) -> Any:
+        """Ask, without pixels where that works, and once more with them where it does not.
+
+        Args:
+            client: An ``openai.OpenAI``, or what has its ``chat.completions.create``.
+            model: As the server calls it.
+            messages: With parts of ``parts`` in their contents.
+            options: Of ``create``.
+
+        Returns:
+            What ``create`` returns; of a stream an iterator over its chunks.
+
+        Raises:
+            BaseException: What ``create`` raises. With a note, where pixels were needed and could
+                not be read.
+        """
+        request = self._requests.first(client, model, messages)
+        ask = _asker(model, options)
+        if not request.references:
+            return ask(client, request.messages)
+
+        def again(exc: Exception) -> Any:
+            reply = ask(client, self._requests.after(request, exc, client))
+            self._requests.learn(request, exc)
+            return reply
+
+        try:
+            reply = ask(_without_retries(client), request.messages)
+        except Exception as exc:  # noqa: BLE001 - whatever a client raises; again() raises it on
+            return again(exc)
+        return _stream(reply, again) if options.get("stream") else reply
+
+    def refresh(self) -> None:
+        """Read the catalogue now.
+
+        Raises:
+            S3ECError: It cannot be read.
+        """
+        self._known.read_again()
+
+    def close(self) -> None:
+        """End the thread that reads the catalogue anew."""
+        self._known.close()
+
+    def __enter__(self) -> Pictures:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncPictures:
+    """``Pictures`` for an ``openai.AsyncOpenAI``: files and buckets are read in a thread."""
+
+    def __init__(
+        self,
+        catalog: Source,
+        *,
+        without_pixels: bool | None = None,
+        modalities: Collection[str] = ("image",),
+        fetch: Fetch | None = None,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        """As Pictures; ``fetch`` is a plain function, called in a thread.
+
+        Raises:
+            ConfigError: An argument is wrong, or the extra ``s3ec[corpus]`` is missing.
+        """
+        self._known = KnownCatalog(catalog, refresh_s)
+        allowed = () if without_pixels is False else modalities
+        self._maker = PartMaker(self._known, allowed, fetch)
+        self._requests = _Requests(self._maker, without_pixels)
+
+    async def parts(
+        self,
+        document: str,
+        page: int | None = None,
+        *,
+        data: bytes | None = None,
+        url: str | None = None,
+        modality: str = "image",
+    ) -> list[Part]:
+        """As Pictures.parts."""
+        return await asyncio.to_thread(
+            self._maker.parts, document, page, data=data, url=url, modality=modality
+        )
+
+    async def chat(
+        self, client: Any, *, model: str, messages: Sequence[Message], **options: Any
+    ) -> Any:
+        """As Pictures.chat; of a stream it returns an asynchronous iterator."""
+        requests = self._requests
+        request = await asyncio.to_thread(requests.first, client, model, messages)
+        ask = _asker(model, options)
+        if not request.references:
+            return await ask(client, request.messages)
+
+        async def again(exc: Exception) -> Any:
+            changed = await asyncio.to_thread(requests.after, request, exc, client)
+            reply = await ask(client, changed)
+            requests.learn(request, exc)
+            return reply
+
+        try:
+            reply = await ask(_without_retries(client), request.messages)
+        except Exception as exc:  # noqa: BLE001 - whatever a client raises; again() raises it on
+            return await again(exc)
+        return _async_stream(reply, again) if options.get("stream") else reply
+
+    async def refresh(self) -> None:
+        """As Pictures.refresh."""
+        await asyncio.to_thread(self._known.read_again)
+
+    async def close(self) -> None:
+        """As Pictures.close."""
+        await asyncio.to_thread(self._known.close)
+
+    async def __aenter__(self) -> AsyncPictures:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What is sent first.
+
+    Attributes:
+        where: Server and model.
+        messages: As they go out.
+        references: Identifier of each part without pixels -> its modality; empty where there is
+            none.
+    """
+
+    where: tuple[str, str]
+    messages: Sequence[Message]
+    references: Mapping[str, str]
+
+
+class _Requests:
+    """Decides which requests go without pixels, and what follows an error. Thread-safe."""
+
+    def __init__(self, maker: PartMaker, without_pixels: bool | None) -> None:
+        self._maker = maker
+        self._without_pixels = without_pixels
+        self._lock = threading.Lock()
+        self._refusing: set[tuple[str, str]] = set()
+        self._resting: TTLCache[str, None] = TTLCache(_MOST_RESTING, _REST_S)
+
+    def first(self, client: Any, model: str, messages: Sequence[Message]) -> _Request:
+        """What goes out first; reads pixels where it has to go with them.
+
+        Raises:
+            S3ECError: They cannot be read.
+        """
+        where = (str(getattr(client, "base_url", "")), model)
+        request = _Request(where, messages, references(messages))
+        if not request.references or self._goes_without(request):
+            return request
+        return _Request(where, self._maker.with_pixels(messages), {})
+
+    def _goes_without(self, request: _Request) -> bool:
+        with self._lock:
+            if self._without_pixels is False or request.where in self._refusing:
+                return False
+            if any(uuid in self._resting for uuid in request.references):
+                return False
+        return modalities_with_pixels(request.messages).isdisjoint(request.references.values())
+
+    def after(self, request: _Request, exc: Exception, client: Any) -> Sequence[Message]:
+        """The messages that follow an error: with pixels, or as they were if the server was busy.
+
+        Raises:
+            Exception: ``exc``, where asking again is no use.
+        """
+        status = _status_of(exc)
+        if status in _TRANSIENT and int(getattr(client, "max_retries", 0)) > 0:
+            return request.messages
+        if status not in (_REFUSED, _UNAVAILABLE):
+            raise exc
+        try:
+            return self._maker.with_pixels(request.messages)
+        except S3ECError as problem:
+            exc.add_note(f"s3ec did not send it again with pixels: {problem}")
+            raise exc from None
+
+    def learn(self, request: _Request, exc: Exception) -> None:
+        """The same was answered with pixels: what was wrong was that it had none."""
+        status = _status_of(exc)
+        with self._lock:
+            if status == _UNAVAILABLE:
+                count = len(request.references)
+                log.info("%d embeddings could not be had; sent again with pixels", count)
+                self._resting.update(dict.fromkeys(request.references))
+            elif status == _REFUSED and self._without_pixels is None:
+                log.warning("%s takes no request without pixels: %s", request.where[1], exc)
+                self._refusing.add(request.where)
+
+
+_Ask = Callable[[Any, Sequence[Message]], Any]
+
+
+def _asker(model: str, options: Mapping[str, Any]) -> _Ask:
+    return lambda client, messages: client.chat.completions.create(
+        model=model, messages=messages, **options
+    )
+
+
+def _without_retries(client: Any) -> Any:
+    """The same client for one try: openai's asks three times after status 500, 10 s each."""
+    with_options = getattr(client, "with_options", None)
+    return client if with_options is None else with_options(max_retries=0)
+
+
+def _status_of(exc: Exception) -> int:
+    """HTTP status of an answer, also of one inside a stream; 0 where there was none."""
+    status = getattr(exc, "status_code", None)
+    body = getattr(exc, "body", None)
+    if status is None and isinstance(body, Mapping):
+        status = body.get("code")
+    return status if isinstance(status, int) else 0
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def _says_nothing_yet(chunk: Any) -> bool:
+    """Whether it only opens the answer, as vLLM's first chunk of each choice does."""
+    choices = getattr(chunk, "choices", None) or ()
+    return bool(choices) and all(
+        choice.delta.role and not choice.delta.content and not choice.finish_reason
+        for choice in choices
+    )
+
+
+def _stream(first: Any, again: Callable[[Exception], Any]) -> Iterator[Any]:
+    """A stream's chunks; of another one, where it failed before it had said anything."""
+    stream: Any = first
+    held: list[Any] = []
+    try:
+        chunks = iter(stream)
+        try:
+            for chunk in chunks:
+                held.append(chunk)
+                if not _says_nothing_yet(chunk):
+                    break
+        except Exception as exc:  # noqa: BLE001 - whatever a client raises; again() raises it on
+            stream.close()
+            held.clear()
+            stream = again(exc)
+            chunks = iter(stream)
+        yield from held
+        yield from chunks
+    finally:
+        stream.close()
+
+
+async def _async_stream(first: Any, again: Callable[[Exception], Any]) -> AsyncIterator[Any]:
+    """As _stream."""
+    stream: Any = first
+    held: list[Any] = []
+    try:
+        chunks = aiter(stream)
+        try:
+            async for chunk in chunks:
+                held.append(chunk)
+                if not _says_nothing_yet(chunk):
+                    break
+        except Exception as exc:  # noqa: BLE001 - as in _stream
+            await stream.close()
+            held.clear()
+            stream = await again(exc)
+            chunks = aiter(stream)
+        for chunk in held:
+            yield chunk
+        async for chunk in chunks:
+            yield chunk
+    finally:
+        await stream.close()

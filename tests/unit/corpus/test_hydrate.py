@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hydrate: what comes, what stays, what is left out, and what a killed run leaves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from s3ec.config import load_settings
+from s3ec.corpus import Corpus
+from s3ec.corpus.hydrate import (
+    HydrateOptions,
+    Hydration,
+    most_asked,
+    of_catalog,
+)
+from s3ec.counters import Counters
+from s3ec.errors import ConfigError, UnavailableError
+from s3ec.identity import Layout, make_key
+from s3ec.node import open_tier
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
+from s3ec.testing.memory_store import MemoryStore
+from s3ec.tier import LocalKeys, Tier
+from s3ec.tier.files import is_unread
+from s3ec.trace import Access, Engine, Header, event_line, header_line
+from tests.support.corpora import Bucket
+from tests.support.on_disk import audit_of
+from tests.support.waiting import DEADLINE_S, eventually
+from tests.unit.cli.corpus import MODEL, content_hash, entry_bytes
+from tests.unit.test_catalog import row
+
+IDS = [content_hash(f"picture {number}") for number in range(12)]
+CLIENTS = "page 12 of a report"
+ADAPTERS = f"my-lora:{content_hash('a')}"
+ROWS = 64  # of the entries that have a size to speak of
+NBYTES = len(entry_bytes(IDS[0], "x" * 30, rows=ROWS))
+
+RECORD = b'{"width": 8, "dtype": "bfloat16"}'
+ONE_BY_ONE = HydrateOptions(max_concurrency=1)
+
+
+class Rig:
+    """A bucket in memory with one namespace, and this node's folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.memory = MemoryStore()
+        self.stores: list[FaultStore] = []
+        self.opened: list[Corpus] = []
+        self.name = self.bucket().namespace(MODEL)
+        self.layout = Layout(self.name)
+        self.bucket().put(self.layout.modality("image"), RECORD)
+
+    def open(self, *faults: Fault, **changes: object) -> Corpus:
+        store = FaultStore(MemoryStore(self.memory.bucket), Script(list(faults)))
+        self.stores.append(store)
+        folder = {"bucket": "corpus", "cache_dir": str(self.root), "min_free_bytes": 0}
+        settings = load_settings({**folder, **changes}).settings
+        corpus = Corpus(settings, store=store, attempts=2)
+        self.opened.append(corpus)
+        return corpus
+
+    def bucket(self) -> Bucket:
+        return Bucket(self.open())
+
+    def fill(self, *identifiers: str) -> None:
+        for one in identifiers:
+            self.bucket().entry(self.name, one, entry_bytes(one, self.name, rows=ROWS))
+
+    def tier(self) -> Tier:
+        settings = load_settings({"bucket": "corpus", "cache_dir": str(self.root)}).settings
+        return open_tier(settings, self.name, Counters())
+
+    def is_here(self, *identifiers: str) -> bool:
+        """Whether all of them can be pinned, as an engine does it."""
+        tier = self.tier()
+        try:
+            keys = [make_key(one) for one in identifiers]
+            return all(key is not None and tier.entries.pin(key) is not None for key in keys)
+        finally:
+            tier.close()
+
+    def names(self) -> set[str]:
+        tier = self.tier()
+        try:
+            return set(tier.entries.names())
+        finally:
+            tier.close()
+
+    def path(self, identifier: str) -> Path:
+        key = make_key(identifier)
+        assert key is not None
+        return self.root / "v1" / "objects" / self.name / key.name
+
+    def requests(self, *ops: str) -> int:
+        """How many there were so far; for bodies where no other is named."""
+        return sum(store.calls[op] for store in self.stores for op in ops or ("get", "get_range"))
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "cache")
+    yield rig
+    for corpus in rig.opened:
+        corpus.close()
+    if rig.root.exists():
+        tier = rig.tier()
+        assert audit_of(tier) == []
+        tier.close()
+
+
+# -- what comes --------------------------------------------------------------------------------
+
+
+def test_everything_comes_and_engines_can_pin_it(rig: Rig) -> None:
+    rig.fill(*IDS, CLIENTS, ADAPTERS)
+    found = rig.open().hydrate()
+    assert (found.fetched, found.status, found.wanted) == (14, "complete", 14)
+    assert found.fetched_bytes == sum(
+        len(entry_bytes(one, rig.name, rows=ROWS)) for one in (*IDS, CLIENTS, ADAPTERS)
+    )
+    assert rig.is_here(*IDS, CLIENTS, ADAPTERS)
+
+
+def test_what_is_here_costs_no_request_and_a_second_run_goes_on(rig: Rig) -> None:
+    rig.fill(*IDS[:4])
+    rig.open().hydrate(IDS[:2])
+    before = rig.requests()
+    found = rig.open().hydrate()
+    assert (found.here, found.fetched, found.status) == (2, 2, "complete")
+    assert rig.requests() == before + 2 + 1  # and the modality's record
+    before = rig.requests()
+    assert rig.open().hydrate().here == 4
+    assert rig.requests() == before
+
+
+def test_a_list_names_identifiers_labels_and_entries(rig: Rig) -> None:
+    rig.fill(*IDS[:4], CLIENTS)
+    corpus = rig.open()
+    assert corpus.hydrate([IDS[0], CLIENTS]).fetched == 2
+    entries = [one for one in corpus.list() if one.identifier == IDS[1]]
+    assert corpus.hydrate(entries).fetched == 1
+    assert corpus.hydrate([IDS[2]], by_name=True).fetched == 1
+    assert rig.is_here(*IDS[:3], CLIENTS)
+    assert not rig.is_here(IDS[3])
+
+
+def test_large_entries_come_by_ranges(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.fill(IDS[0], CLIENTS)
+    large = entry_bytes(IDS[1], rig.name, rows=20_000)
+    rig.bucket().entry(rig.name, IDS[1], large)
+    monkeypatch.setattr("s3ec.corpus.hydrate.PART_BYTES", 2**16)
+    found = rig.open().hydrate([IDS[1], IDS[0]])
+    assert (found.fetched, found.status) == (2, "complete")
+    assert rig.path(IDS[1]).read_bytes() == large
+    assert rig.requests("get_range") > len(large) // 2**16
+
+
+def test_an_engine_of_the_node_hears_of_what_comes(rig: Rig) -> None:
+    rig.fill(*IDS[:3])
+    tier, heard = rig.tier(), LocalKeys()
+    news = tier.follow_news(heard.add_all)
+    news.start()
+    rig.open().hydrate()
+    keys = [make_key(one) for one in IDS[:3]]
+    eventually(lambda: all(key is not None and heard(key) for key in keys))
+    tier.close()
+
+
+def test_the_least_wanted_would_be_evicted_first(rig: Rig) -> None:
+    rig.fill(*IDS[:4])
+    order = [IDS[2], IDS[0], IDS[3], IDS[1]]
+    rig.open().hydrate(order)
+    times = [rig.path(one).stat().st_mtime_ns for one in order]
+    assert times == sorted(times, reverse=True)
+    assert all(map(is_unread, times))
+
+
+def test_rows_of_the_catalogue_are_wanted_once_in_their_order() -> None:
+    rows = [row("a.pdf", identifier=IDS[1]), row("b.pdf", identifier=IDS[0], nbytes=7),
+            row("c.pdf", identifier=IDS[1])]  # fmt: skip
+    found = list(of_catalog(rows))
+    assert [(one.label, one.nbytes) for one in found] == [(IDS[1], rows[0].nbytes), (IDS[0], 7)]
+
+
+# -- what a trace says -------------------------------------------------------------------------
+
+
+def trace_file(folder: Path, namespace: str, *names: str | None) -> Path:
+    path = folder / "trace.jsonl"
+    lines = [header_line(Header(0.0, (Engine("other"), Engine(namespace))))]
+    for at, name in enumerate(names):
+        access = Access(float(at), "r", f"hash of {name}", 4, "node", engine=1, name=name)
+        lines.append(event_line(access))
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def object_name(identifier: str) -> str:
+    key = make_key(identifier)
+    assert key is not None
+    return key.name
+
+
+def test_the_most_asked_of_a_trace_come_first(rig: Rig, tmp_path: Path) -> None:
+    a, b, c = map(object_name, (IDS[0], CLIENTS, IDS[2]))
+    path = trace_file(tmp_path, rig.name, a, b, c, b, c, b)
+    assert [one.key.name for one in most_asked(path, rig.name)] == [b, c, a]
+    wanted = most_asked(path, rig.name, top=2)
+    rig.fill(IDS[0], CLIENTS, IDS[2])
+    assert rig.open().hydrate(wanted).status == "complete"
+    assert rig.is_here(CLIENTS, IDS[2])
+    assert not rig.is_here(IDS[0])
+
+
+@pytest.mark.parametrize(
+    ("names", "namespace", "problem"),
+    [
+        ((None,), "mine", "has hashes and no names, .*; record one with `s3ec trace --names`"),
+        (("ab/cd.safetensors",), "mine", "no entry of s3ec's; record another one"),
+        ((), "yours", "has nothing of namespace yours, but of mine, other; name another trace"),
+    ],
+)
+def test_a_trace_that_tells_nothing_is_refused(
+    tmp_path: Path, names: tuple[str | None, ...], namespace: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        most_asked(trace_file(tmp_path, "mine", *names), namespace)
+
+
+# -- what is left out --------------------------------------------------------------------------
+
+
+def test_a_full_tier_keeps_what_it_has_and_takes_the_most_wanted(rig: Rig) -> None:
+    rig.fill(*IDS)
+    rig.open().hydrate([IDS[11]])
+    kept = rig.names()
+    # 95% of the budget is for what is there and five entries more.
+    budget = int(6.5 * NBYTES / 0.95)
+    found = rig.open(cache_bytes=budget).hydrate(IDS, options=ONE_BY_ONE)
+    assert (found.stopped, found.status) == ("full", "partial")
+    assert (found.here, found.fetched, found.left_out) == (1, 5, 6)
+    assert rig.is_here(*IDS[:5])
+    assert kept < rig.names()
+
+
+def test_a_listing_says_how_much_was_left_out(rig: Rig) -> None:
+    rig.fill(*IDS)
+    found = rig.open(cache_bytes=int(4.5 * NBYTES / 0.95)).hydrate()
+    assert (found.fetched, found.left_out) == (4, 8)
+    assert found.left_out_bytes == sum(
+        len(entry_bytes(one, rig.name, rows=ROWS)) for one in IDS if not rig.is_here(one)
+    )
+
+
+def test_without_free_space_nothing_comes(rig: Rig) -> None:
+    rig.fill(*IDS[:2])
+    found = rig.open(min_free_bytes=2**60).hydrate()
+    assert (found.fetched, found.left_out, found.stopped) == (0, 2, "full")
+
+
+def test_a_limit_of_bytes_is_kept(rig: Rig) -> None:
+    rig.fill(*IDS)
+    options = HydrateOptions(max_bytes=3 * NBYTES + NBYTES // 2, max_concurrency=4)
+    found = rig.open().hydrate(options=options)
+    assert (found.fetched, found.left_out, found.stopped) == (3, 9, "max_bytes")
+
+
+def test_a_dry_run_brings_nothing(rig: Rig) -> None:
+    rig.fill(*IDS[:3])
+    found = rig.open().hydrate([IDS[0], content_hash("none")], options=HydrateOptions(dry_run=True))
+    assert (found.fetched, found.absent) == (1, [content_hash("none")])
+    assert found.fetched_bytes == len(entry_bytes(IDS[0], rig.name, rows=ROWS))
+    assert rig.names() == set()
+    assert rig.requests() == 0
+
+
+# -- what goes wrong ---------------------------------------------------------------------------
+
+
+def test_what_is_absent_or_damaged_is_named_and_the_rest_comes(rig: Rig) -> None:
+    rig.fill(*IDS[:2])
+    good = entry_bytes(IDS[2], rig.name, rows=ROWS)
+    rig.bucket().entry(rig.name, IDS[2], good[:-1] + bytes([good[-1] ^ 1]))
+    rig.bucket().entry(rig.name, IDS[3], entry_bytes(IDS[4], rig.name))
+    rig.bucket().entry(rig.name, CLIENTS, entry_bytes(IDS[4], rig.name))
+    found = rig.open().hydrate([*IDS[:4], CLIENTS, content_hash("none")])
+    assert (found.fetched, found.absent) == (2, [content_hash("none")])
+    assert found.damaged == {IDS[2]: "checksum", IDS[3]: "identifier", CLIENTS: "identifier"}
+    assert found.status == "partial"
+    assert len(rig.names()) == 2
+
+
+def test_the_revision_of_a_damaged_object_comes(rig: Rig) -> None:
+    good = entry_bytes(IDS[0], rig.name, rows=ROWS)
+    rig.bucket().entry(rig.name, IDS[0], good[:-1] + bytes([good[-1] ^ 1]))
+    rig.bucket().entry(rig.name, IDS[0], good, revision=1)
+    rig.bucket().entry(rig.name, IDS[1], entry_bytes(IDS[1], rig.name, rows=ROWS), revision=1)
+    found = rig.open().hydrate()  # of the second one the first object is gone
+    assert (found.fetched, found.status, found.wanted) == (2, "complete", 2)
+    assert rig.path(IDS[0]).read_bytes() == good
+
+
+def test_an_entry_of_another_width_than_its_modality_is_refused(rig: Rig) -> None:
+    rig.bucket().entry(rig.name, IDS[0], entry_bytes(IDS[0], rig.name, width=16))
+    assert rig.open().hydrate().damaged == {IDS[0]: "width"}
+    assert rig.names() == set()
+
+
+def test_a_large_entry_that_is_damaged_leaves_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = entry_bytes(IDS[0], rig.name, rows=20_000)
+    monkeypatch.setattr("s3ec.corpus.hydrate.PART_BYTES", 2**16)
+    for number, body in enumerate((good[:-2], good + b"\0\0", good[:-1] + b"\1")):
+        rig.bucket().entry(rig.name, IDS[number], body)
+    found = rig.open().hydrate(IDS[:1])
+    assert found.damaged == {IDS[0]: "length"}
+    found = rig.open().hydrate(IDS[1:3])
+    assert set(found.damaged) == set(IDS[1:3])
+    assert rig.names() == set()
+
+
+def test_a_store_that_fails_at_times_is_asked_again(rig: Rig) -> None:
+    rig.fill(*IDS[:3])
+    once = Fault("get", error=UnavailableError, times=1)
+    assert rig.open(once).hydrate().status == "complete"
+
+
+def test_a_store_that_is_down_is_not_asked_for_everything(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3ec.corpus.hydrate._FAILURES_IN_A_ROW", 3)
+    rig.fill(*IDS)
+    found = rig.open(Fault("get", error=UnavailableError)).hydrate(options=ONE_BY_ONE)
+    assert (len(found.failed), found.left_out, found.status) == (3, 9, "partial")
+    assert found.stopped
+    assert rig.open().hydrate().status == "complete"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"max_concurrency": 0}, "`max_concurrency` 0 is out of range; take 1 to 1024"),
+        ({"rate_limit_bytes_per_s": 0}, "`rate_limit_bytes_per_s` 0 is out of range; take 1"),
+        ({"max_bytes": -1}, "`max_bytes` -1 is out of range; take 1 or more, or leave it out"),
+    ],
+)
+def test_options_out_of_range_name_the_field(options: dict[str, int], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        HydrateOptions(**options)  # type: ignore[arg-type]
+
+
+def test_what_nothing_is_stored_under_is_refused(rig: Rig) -> None:
+    with pytest.raises(ConfigError, match="in `wanted` is an identifier under which nothing"):
+        rig.open().hydrate([""])
+
+
+# -- beside others -----------------------------------------------------------------------------
+
+
+def test_what_another_process_fetches_is_waited_for(rig: Rig) -> None:
+    rig.fill(*IDS[:2])
+    gate = Gate()
+    first, second = rig.open(Fault("get|get_range", IDS[0], gate=gate)), rig.open()
+    before = rig.requests()
+    found: list[Hydration] = []
+    running = threading.Thread(target=lambda: found.append(first.hydrate([IDS[0]])))
+    running.start()
+    assert gate.reached.wait(DEADLINE_S)
+    beside = threading.Thread(target=lambda: found.append(second.hydrate(IDS[:2])))
+    beside.start()
+    eventually(lambda: rig.is_here(IDS[1]))
+    gate.release()
+    running.join(DEADLINE_S)
+    beside.join(DEADLINE_S)
+    assert sorted((one.here, one.fetched) for one in found) == [(0, 1), (1, 1)]
+    assert rig.requests() - before == 2 + 2  # each of them also read the modality's record
+
+
+def test_a_pinned_entry_and_one_in_use_stay_when_the_tier_is_full(rig: Rig) -> None:
+    rig.fill(*IDS)
+    tier = rig.tier()
+    rig.open().hydrate([IDS[0], IDS[1]])
+    key = make_key(IDS[0])
+    assert key is not None
+    pin = tier.entries.pin(key)
+    assert pin is not None
+    rig.open(cache_bytes=2 * NBYTES).hydrate()
+    assert rig.is_here(IDS[0], IDS[1])
+    tier.close()

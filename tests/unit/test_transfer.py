@@ -1,0 +1,615 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export, import and copies between corpora that lie in folders."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from s3ec import codec
+from s3ec.config import load_settings
+from s3ec.corpus import CopyOptions, Corpus, Selection
+from s3ec.corpus.catalog import CatalogRow
+from s3ec.errors import AccessError, ConfigError, ConflictError, NotFoundError, UnavailableError
+from s3ec.identity import Namespace
+from s3ec.store.base import NoSpaceError
+from s3ec.testing.fault_store import Fault, FaultStore, Script
+from s3ec.testing.memory_store import MemoryStore
+from tests.support.corpora import IDS, Filled
+from tests.support.disks import small_tmpfs
+from tests.support.folders import files_of, in_folder, object_name, objects_of, put_over
+from tests.support.waiting import eventually
+from tests.unit.cli.corpus import MODEL, OTHER, content_hash, entry_bytes
+
+DEEP = CopyOptions(deep=True)
+NAMESPACE = Namespace.from_descriptor(MODEL).name
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Filled]:
+    with in_folder(tmp_path / "here") as corpus:
+        yield Filled(corpus)
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Iterator[Corpus]:
+    with in_folder(tmp_path / "there") as corpus:
+        yield corpus
+
+
+@pytest.fixture
+def disk(here: Filled, tmp_path: Path) -> Path:
+    """What was exported from here."""
+    here.corpus.export(tmp_path / "disk")
+    return tmp_path / "disk"
+
+
+def damaged(identifier: str) -> bytes:
+    """An entry with another last bit."""
+    blob = entry_bytes(identifier, NAMESPACE)
+    return blob[:-1] + bytes([blob[-1] ^ 1])
+
+
+# -- out and in again ------------------------------------------------------------------------------
+
+
+def test_export_has_the_same_bytes_and_an_index_and_a_second_one_copies_nothing(
+    here: Filled, tmp_path: Path
+) -> None:
+    folder = tmp_path / "media" / "disk"
+    done = here.corpus.export(folder)
+    objects = objects_of(here.corpus, NAMESPACE)
+    assert (done.status, done.copied, done.present) == ("complete", len(IDS), 0)
+    assert done.nbytes == sum(map(len, objects.values()))
+    with in_folder(folder) as exported:
+        assert objects_of(exported, NAMESPACE) == objects
+        found = exported.verify()
+        assert (found.agrees, found.entries, found.version) == (True, len(IDS), 1)
+    names = files_of(folder).keys()
+    assert {f"{NAMESPACE}/modality/image.json", f"{NAMESPACE}/namespace.json"} < names
+    assert {path.name for path in folder.iterdir()} == {NAMESPACE}
+    again = here.corpus.export(folder)
+    assert (again.copied, again.present, again.announced) == (0, len(IDS), 0)
+    assert files_of(folder).keys() == names
+
+
+def test_import_brings_the_same_bytes_into_an_empty_corpus(
+    here: Filled, there: Corpus, disk: Path
+) -> None:
+    done = there.import_from(disk)
+    assert (done.status, done.copied, done.announced) == ("complete", len(IDS), len(IDS))
+    assert objects_of(there, NAMESPACE) == objects_of(here.corpus, NAMESPACE)
+    found = there.verify()
+    assert (found.agrees, found.entries, found.unannounced) == (True, len(IDS), 0)
+    again = there.import_from(disk)
+    assert (again.copied, again.present, again.announced) == (0, len(IDS), 0)
+
+
+def test_import_replaces_nothing_and_adds_what_lacks(
+    here: Filled, there: Corpus, tmp_path: Path
+) -> None:
+    """What is there has another grid on record, and another size."""
+    header = codec.parse_header(entry_bytes(IDS[0], NAMESPACE))
+    other = replace(header, placeholder={"image_grid_thw": [1, 2, 2], "note": "x" * 200})
+    mine = codec.encode_header(other) + entry_bytes(IDS[0], NAMESPACE)[header.data_start :]
+    Filled(there)
+    put_over(tmp_path / "there", object_name(NAMESPACE, IDS[0]), mine)
+    here.entry(NAMESPACE, "another one")
+    done = here.corpus.copy_to(there)
+    assert (done.copied, done.present) == (1, len(IDS))
+    embedding = there.get(IDS[0])
+    assert embedding is not None
+    assert embedding.file == mine
+
+
+def test_entries_that_are_stored_and_not_announced_are_announced(
+    there: Corpus, disk: Path, tmp_path: Path
+) -> None:
+    """As an import leaves them that was killed between the two."""
+    for name, body in files_of(disk).items():
+        if "/objects/" in name:
+            put_over(tmp_path / "there", name, body)
+    done = there.import_from(disk)
+    assert (done.copied, done.present, done.announced) == (0, len(IDS), len(IDS))
+    assert there.verify().unannounced == 0
+
+
+def test_deleted_entries_come_back_with_an_import(there: Corpus, disk: Path) -> None:
+    there.import_from(disk)
+    there.delete(IDS[:2])
+    done = there.import_from(disk)
+    assert (done.copied, done.present, done.announced) == (2, 2, 2)
+    found = there.verify()
+    assert (found.agrees, found.entries, found.unannounced) == (True, len(IDS), 0)
+
+
+# -- what is chosen --------------------------------------------------------------------------------
+
+
+def test_only_what_is_listed_is_copied_and_what_is_absent_is_named(
+    here: Filled, tmp_path: Path
+) -> None:
+    label = next(e.label for e in here.corpus.list() if e.label.startswith("x-"))
+    absent = content_hash("nothing")
+    done = here.corpus.export(tmp_path / "disk", Selection([IDS[0], label, absent]))
+    assert (done.copied, done.failures) == (2, {absent: "it is not there"})
+    assert done.status == "partial"
+    with in_folder(tmp_path / "disk") as exported:
+        assert {entry.label for entry in exported.list()} == {IDS[0], label}
+
+
+def test_only_an_adapter_is_copied(here: Filled, tmp_path: Path) -> None:
+    done = here.corpus.export(tmp_path / "disk", Selection(adapter="my-lora"))
+    assert (done.copied, done.status) == (1, "complete")
+    with in_folder(tmp_path / "disk") as exported:
+        assert [entry.identifier for entry in exported.list()] == [IDS[2]]
+
+
+@pytest.mark.parametrize(
+    ("selection", "field"),
+    [
+        (Selection(["renderer0-mm-1-image-0"]), "identifiers"),
+        (Selection(adapter="\ud800"), "adapter"),
+        (Selection([IDS[0]], where="rows > 1"), "where"),
+    ],
+)
+def test_selection_that_cannot_be_meant_is_refused(
+    here: Filled, tmp_path: Path, selection: Selection, field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        here.corpus.export(tmp_path / "disk", selection)
+    assert caught.value.field == field
+    assert not (tmp_path / "disk").exists()
+
+
+def row(identifier: str, document: str, **changes: object) -> CatalogRow:
+    fields: dict[str, object] = {
+        "document": document,
+        "page": None,
+        "uri": f"file:///{document}",
+        "sha256": content_hash(document),
+        "identifier": identifier,
+        "modality": "image",
+        "rows": 4,
+        "width": 8,
+        "dtype": "bfloat16",
+        "placeholder": {"image_grid_thw": [1, 2, 2]},
+        "nbytes": 512,
+        "stored_s": 1_800_000_000.0,
+        "extra": {},
+    }
+    return CatalogRow(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_a_condition_on_the_catalogue_chooses_and_the_rows_go_along(
+    here: Filled, there: Corpus, tmp_path: Path
+) -> None:
+    rows = [row(identifier, f"manuals/{n}.png") for n, identifier in enumerate(IDS)]
+    here.corpus.catalog().append(rows)
+    chosen = Selection(where="document IN ('manuals/0.png', 'manuals/3.png')")
+    done = here.corpus.export(tmp_path / "disk", chosen)
+    assert (done.copied, done.catalogued) == (2, 2)
+    again = here.corpus.export(tmp_path / "disk")
+    assert (again.copied, again.present, again.catalogued) == (2, 2, 2)
+    assert here.corpus.export(tmp_path / "disk").catalogued == 0
+    done = there.import_from(tmp_path / "disk", Selection(where="document LIKE '%/1.png'"))
+    assert (done.copied, done.catalogued) == (1, 1)
+    assert [r.document for r in there.catalog().rows()] == ["manuals/1.png"]
+
+
+def test_rows_of_the_catalogue_are_merged_and_the_newer_one_counts(
+    here: Filled, there: Corpus, disk: Path
+) -> None:
+    there.import_from(disk)
+    with in_folder(disk) as exported:
+        exported.catalog().append(
+            [
+                row(IDS[0], "old", stored_s=1.0),
+                row(IDS[0], "new", stored_s=3.0),
+                row(content_hash("nothing"), "whose entry is gone"),
+            ]
+        )
+    mine = [row(IDS[1], name, stored_s=2.0) for name in ("old", "new", "own")]
+    there.catalog().append(mine)
+    assert there.import_from(disk).catalogued == 1
+    found = {r.document: r.identifier for r in there.catalog().rows()}
+    assert found == {"old": IDS[1], "new": IDS[0], "own": IDS[1]}
+
+
+# -- what is bad -----------------------------------------------------------------------------------
+
+
+def test_damaged_entries_are_named_and_the_others_are_copied(here: Filled, tmp_path: Path) -> None:
+    put_over(tmp_path / "here", object_name(NAMESPACE, IDS[1]), damaged(IDS[1]))
+    done = here.corpus.export(tmp_path / "disk")
+    assert (done.status, done.copied) == ("partial", len(IDS) - 1)
+    [(label, reason)] = done.failures.items()
+    assert label == IDS[1]
+    assert f"{object_name(NAMESPACE, IDS[1])} (checksum)" in reason
+
+
+def test_the_revision_of_a_bad_object_is_copied_in_its_place(here: Filled, tmp_path: Path) -> None:
+    good = here.entry(NAMESPACE, IDS[1], revision=1)
+    put_over(tmp_path / "here", object_name(NAMESPACE, IDS[1]), damaged(IDS[1]))
+    done = here.corpus.export(tmp_path / "disk")
+    assert (done.status, done.copied, done.failures) == ("complete", len(IDS), {})
+    with in_folder(tmp_path / "disk") as exported:
+        objects = objects_of(exported, NAMESPACE)
+        assert objects[object_name(NAMESPACE, IDS[1])] == good
+        assert len(objects) == len(IDS)
+
+
+@pytest.mark.parametrize("body", [b"", b"half of it"])
+def test_what_a_power_cut_left_half_is_written_beside_it(
+    here: Filled, disk: Path, body: bytes
+) -> None:
+    """As readers know it: where the object is bad, its revision counts."""
+    put_over(disk, object_name(NAMESPACE, IDS[0]), body)
+    done = here.corpus.export(disk)
+    assert (done.copied, done.present) == (1, len(IDS) - 1)
+    with in_folder(disk) as exported:
+        assert exported.get(IDS[0]) is not None
+    again = here.corpus.export(disk, options=DEEP)
+    assert (again.status, again.copied, again.present) == ("complete", 0, len(IDS))
+
+
+def test_damage_of_the_same_size_is_found_by_a_deep_run(here: Filled, disk: Path) -> None:
+    put_over(disk, object_name(NAMESPACE, IDS[0]), damaged(IDS[0]))
+    assert here.corpus.export(disk).copied == 0
+    done = here.corpus.export(disk, options=DEEP)
+    assert (done.status, done.copied) == ("complete", 1)
+    put_over(disk, object_name(NAMESPACE, IDS[0], 1), damaged(IDS[0]))
+    worse = here.corpus.export(disk, options=DEEP)
+    assert worse.status == "partial"
+    assert "so is its revision" in worse.failures[IDS[0]]
+
+
+def test_entries_of_another_width_than_on_record_are_refused(here: Filled, there: Corpus) -> None:
+    odd = content_hash("odd")
+    here.entry(NAMESPACE, odd, entry_bytes(odd, NAMESPACE, width=16))
+    assert here.corpus.copy_to(there, Selection([IDS[0]])).copied == 1
+    done = here.corpus.copy_to(there, Selection([odd]))
+    assert done.status == "failed"
+    assert "its width is 16" in done.failures[odd]
+
+
+# -- hostile folders -------------------------------------------------------------------------------
+
+
+def test_nothing_is_read_over_a_link(there: Corpus, disk: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.safetensors"
+    target = disk / object_name(NAMESPACE, IDS[0])
+    target.rename(outside)
+    target.symlink_to(outside)
+    folder = (disk / object_name(NAMESPACE, IDS[1])).parent
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    done = there.import_from(disk)
+    assert (done.status, done.copied) == ("complete", 2)
+
+
+def test_what_is_no_file_is_not_opened(there: Corpus, disk: Path) -> None:
+    path = disk / object_name(NAMESPACE, IDS[0])
+    path.unlink()
+    os.mkfifo(path)
+    assert there.import_from(disk).copied == len(IDS) - 1
+
+
+def test_files_that_are_no_entries_are_named_or_left_alone(
+    there: Corpus, disk: Path, tmp_path: Path
+) -> None:
+    odd: dict[str, Callable[[Path], object]] = {
+        content_hash("huge"): lambda path: os.truncate(path, 3 * 2**30),
+        content_hash("page"): lambda path: path.write_bytes(b"<html>" * 100),
+        content_hash("cut"): lambda path: path.write_bytes(damaged(IDS[0])[:-10]),
+        content_hash("copy"): lambda path: path.write_bytes(entry_bytes(IDS[0], NAMESPACE)),
+        content_hash("foreign"): lambda path: path.write_bytes(
+            entry_bytes(content_hash("foreign"), Namespace.from_descriptor(OTHER).name)
+        ),
+    }
+    for identifier, make in odd.items():
+        put_over(disk, object_name(NAMESPACE, identifier), b"")
+        make(disk / object_name(NAMESPACE, identifier))
+    for name in ("objects/readme.txt", "objects/zz/x.safetensors", "other/thing"):
+        put_over(disk, f"{NAMESPACE}/{name}", b"what is this")
+    done = there.import_from(disk)
+    assert (done.status, done.copied) == ("partial", len(IDS))
+    reasons = {label: done.failures[label] for label in odd}
+    assert done.failures.keys() == odd.keys()
+    assert "more than any entry has" in reasons[content_hash("huge")]
+    assert "another identifier" in reasons[content_hash("copy")]
+    assert "written for namespace" in reasons[content_hash("foreign")]
+    assert len(objects_of(there, NAMESPACE)) == len(IDS)
+    stored = files_of(tmp_path / "there")
+    parts = {"objects", "modality", "manifest", "namespace.json"}
+    assert {name.split("/")[1] for name in stored} == parts
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[1", Namespace.from_descriptor(OTHER).to_json()])
+def test_descriptor_of_another_namespace_is_refused(there: Corpus, disk: Path, body: bytes) -> None:
+    put_over(disk, f"{NAMESPACE}/namespace.json", body)
+    with pytest.raises(ConfigError, match=r"namespace\.json is .*restore it") as caught:
+        there.import_from(disk)
+    assert caught.value.field == "namespace"
+    assert there.namespaces() == []
+
+
+def test_folder_without_a_descriptor_is_refused(there: Corpus, disk: Path) -> None:
+    (disk / NAMESPACE / "namespace.json").unlink()
+    with pytest.raises(ConfigError, match=r"namespace\.json is not there"):
+        there.import_from(disk)
+
+
+def test_folder_that_is_not_there_is_named(there: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder") as caught:
+        there.import_from(tmp_path / "nothing")
+    assert caught.value.field == "folder"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFoundError, match="no namespace here"):
+        there.import_from(tmp_path / "empty")
+
+
+# -- between namespaces ----------------------------------------------------------------------------
+
+
+def test_other_namespaces_need_the_word_that_the_encoders_are_the_same(
+    here: Filled, there: Corpus
+) -> None:
+    other = Filled.namespace(here, OTHER)
+    with pytest.raises(ConfigError, match="different models") as caught:
+        here.corpus.copy_to(here.corpus, namespace=NAMESPACE, to_namespace=other)
+    assert caught.value.field == "same_encoder"
+    assert 'dtype: here "float16", there "bfloat16"' in str(caught.value)
+    assert list(here.corpus.list(other)) == []
+    with pytest.raises(NotFoundError, match="no namespace"):
+        here.corpus.copy_to(there, namespace=NAMESPACE, to_namespace=other)
+
+
+def test_entries_are_sealed_anew_for_another_namespace(here: Filled) -> None:
+    """An object of one namespace in the folder of another would be refused by every reader."""
+    other = Filled.namespace(here, OTHER)
+    here.corpus.catalog(NAMESPACE).append([row(IDS[0], "page")])
+    done = here.corpus.copy_to(
+        here.corpus, namespace=NAMESPACE, to_namespace=other[:-3], same_encoder=True
+    )
+    assert (done.status, done.copied, done.to_namespace) == ("complete", len(IDS), other)
+    for identifier in IDS:
+        embedding = here.corpus.get(identifier, namespace=other)
+        assert embedding is not None
+        assert embedding.header.namespace == other
+        assert embedding.file == entry_bytes(identifier, other)
+    assert here.corpus.verify(other).agrees
+    [found] = here.corpus.catalog(other).rows()
+    assert found.nbytes == len(entry_bytes(IDS[0], other))
+    again = here.corpus.copy_to(
+        here.corpus, namespace=NAMESPACE, to_namespace=other, same_encoder=True
+    )
+    assert (again.copied, again.present) == (0, len(IDS))
+
+
+# -- vLLM's layout ---------------------------------------------------------------------------------
+
+
+def test_vllms_layout_and_back_has_the_same_values(
+    here: Filled, there: Corpus, tmp_path: Path
+) -> None:
+    done = here.corpus.export(tmp_path / "ec", form="vllm")
+    assert (done.copied, done.skipped, done.status) == (2, 2, "complete")
+    assert files_of(tmp_path / "ec").keys() == {
+        f"{identifier}/encoder_cache.safetensors" for identifier in IDS[:2]
+    }
+    assert here.corpus.export(tmp_path / "ec", form="vllm").present == 2
+    assert here.corpus.export(tmp_path / "ec", form="vllm", options=DEEP).present == 2
+    name = Filled.namespace(Filled(there), OTHER)
+    done = there.import_example(tmp_path / "ec", namespace=name, modality="video")
+    assert (done.copied, done.announced, done.to_namespace) == (2, 2, name)
+    for identifier in IDS[:2]:
+        ours = here.corpus.get(identifier)
+        theirs = there.get(identifier, namespace=name)
+        assert ours is not None
+        assert theirs is not None
+        assert theirs.data == ours.data
+        assert (theirs.shape, theirs.dtype) == (ours.shape, ours.dtype)
+        assert (theirs.header.modality, theirs.header.placeholder) == ("video", None)
+    again = there.import_example(tmp_path / "ec", namespace=name)
+    assert (again.copied, again.present) == (0, 2)
+
+
+def example_file(folder: Path, identifier: str, body: bytes) -> None:
+    put_over(folder, f"{identifier}/encoder_cache.safetensors", body)
+
+
+def sealed(header: bytes, data: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "too short"),
+        (b"\xff" * 8, "header"),
+        (sealed(b"{}"), "no tensor"),
+        (sealed(b'{"ec_cache": 7}'), "no tensor"),
+        (
+            sealed(b'{"ec_cache":{"dtype":"I64","shape":[1,1],"data_offsets":[0,8]}}', b"x" * 8),
+            "no",
+        ),
+        (sealed(b'{"ec_cache":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)), "no"),
+        (
+            sealed(b'{"ec_cache":{"dtype":"F32","shape":[0,1],"data_offsets":[0,0]}}'),
+            "without values",
+        ),
+        (
+            sealed(b'{"ec_cache":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]}}', bytes(3)),
+            "3 bytes",
+        ),
+        (
+            sealed(b'{"ec_cache":{"dtype":"F32","shape":[1,1],"data_offsets":[4,8]}}', bytes(8)),
+            "disagree",
+        ),
+        (
+            sealed(
+                b'{"ec_cache":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]}}',
+                b"\x00\x00\xc0\x7f",
+            ),
+            "NaN",
+        ),
+    ],
+)
+def test_bad_files_of_vllms_layout_are_named(
+    there: Corpus, tmp_path: Path, body: bytes, reason: str
+) -> None:
+    Filled(there)
+    bad = content_hash("bad")
+    example_file(tmp_path / "ec", bad, body)
+    (tmp_path / "ec" / content_hash("asked for only")).mkdir()
+    example_file(tmp_path / "ec", "page-12", body)
+    done = there.import_example(tmp_path / "ec")
+    assert (done.status, done.skipped, list(done.failures)) == ("failed", 1, [bad])
+    assert reason in done.failures[bad]
+    assert there.get(bad) is None
+
+
+def test_bad_file_in_the_way_of_vllms_layout_is_named_and_left(
+    here: Filled, tmp_path: Path
+) -> None:
+    example_file(tmp_path / "ec", IDS[0], b"half of it")
+    done = here.corpus.export(tmp_path / "ec", form="vllm")
+    assert (done.status, done.copied) == ("partial", 1)
+    assert done.failures[IDS[0]].endswith("; remove it")
+    assert (tmp_path / "ec" / IDS[0] / "encoder_cache.safetensors").read_bytes() == b"half of it"
+
+
+def test_unknown_form_is_refused(here: Filled, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`s3ec` or `vllm`") as caught:
+        here.corpus.export(tmp_path / "ec", form="tar")
+    assert caught.value.field == "form"
+
+
+# -- bad days --------------------------------------------------------------------------------------
+
+EXPORT = """
+import sys
+from s3ec.corpus import CopyOptions, Corpus
+with Corpus.open(url=sys.argv[1]) as corpus:
+    corpus.export(sys.argv[2], options=CopyOptions(bytes_per_s=2000, width=2))
+"""
+
+
+def test_a_killed_export_leaves_nothing_half_and_the_next_one_goes_on(
+    here: Filled, tmp_path: Path
+) -> None:
+    identifiers = [content_hash(f"page {number}") for number in range(60)]
+    for identifier in identifiers:
+        here.entry(NAMESPACE, identifier)
+    source, disk = tmp_path / "here", tmp_path / "disk"
+    child = subprocess.Popen(
+        [sys.executable, "-c", EXPORT, source.as_uri(), str(disk)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    objects = disk / NAMESPACE / "objects"
+    eventually(lambda: len(list(objects.rglob("*.safetensors"))) > 3, "the export began")
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    whole = objects_of(here.corpus, NAMESPACE)
+    left = {name: body for name, body in files_of(disk).items() if name in whole}
+    assert 3 < len(left) < len(whole)
+    assert all(whole[name] == body for name, body in left.items())
+    put_over(disk, f"{object_name(NAMESPACE, IDS[0])}#1", b"what obstore was writing")
+    done = here.corpus.export(disk)
+    assert (done.status, done.present, done.copied) == (
+        "complete",
+        len(left),
+        len(whole) - len(left),
+    )
+    assert not [name for name in files_of(disk) if "#" in name]
+    with in_folder(disk) as exported:
+        assert objects_of(exported, NAMESPACE) == whole
+        assert exported.verify().agrees
+
+
+def test_a_full_disk_is_named_and_nothing_is_lost(here: Filled, tmp_path: Path) -> None:
+    large = [content_hash(f"large {number}") for number in range(8)]
+    for identifier in large:
+        here.entry(NAMESPACE, identifier, entry_bytes(identifier, NAMESPACE, rows=8192))
+    whole = objects_of(here.corpus, NAMESPACE)
+    with small_tmpfs(tmp_path / "stick", size=2**19, inodes=0) as stick:
+        with pytest.raises(NoSpaceError, match="the disk is full"):
+            here.corpus.export(stick / "corpus")
+        left = {n: b for n, b in files_of(stick / "corpus").items() if n in whole}
+        assert all(whole[name] == body for name, body in left.items())
+        assert not [name for name in files_of(stick) if "#" in name]
+        subprocess.run(["mount", "-o", "remount,size=16m", str(stick)], check=True)
+        done = here.corpus.export(stick / "corpus")
+        assert (done.status, done.present) == ("complete", len(left))
+        with in_folder(stick / "corpus") as exported:
+            assert objects_of(exported, NAMESPACE) == whole
+            assert exported.verify().agrees
+
+
+def test_two_exports_into_one_folder_do_not_run_at_once(here: Filled, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    refused: list[str] = []
+
+    def another(what: str, done: int, total: int | None) -> None:
+        if done == 1 and not refused:
+            with in_folder(tmp_path / "here") as same, pytest.raises(ConflictError) as caught:
+                same.export(disk)
+            refused.append(str(caught.value))
+
+    assert here.corpus.export(disk, options=CopyOptions(report=another)).copied == len(IDS)
+    assert refused == [f"another export writes into {disk}; wait for it, or stop it"]
+
+
+def test_folder_that_cannot_be_made_is_named(here: Filled, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match="may write to") as caught:
+        here.corpus.export(tmp_path / "file" / "corpus")
+    assert caught.value.field == "folder"
+
+
+def faulty(script: Script) -> tuple[Corpus, FaultStore]:
+    """A corpus in memory with 40 entries beside those of IDS, whose requests fail by a plan."""
+    memory = MemoryStore()
+    settings = load_settings({"bucket": "corpus"}).settings
+    with Corpus(settings, store=MemoryStore(memory.bucket)) as corpus:
+        filled = Filled(corpus)
+        for number in range(40):
+            filled.entry(NAMESPACE, content_hash(f"page {number}"))
+    store = FaultStore(memory, script)
+    return Corpus(settings, store=store, attempts=1), store
+
+
+def test_an_entry_that_the_bucket_does_not_give_is_named(tmp_path: Path) -> None:
+    bad = object_name(NAMESPACE, IDS[0])
+    corpus, _ = faulty(Script([Fault("get_range", name=bad, error=UnavailableError)]))
+    with corpus:
+        done = corpus.export(tmp_path / "disk")
+    assert (done.status, done.copied) == ("partial", 43)
+    assert list(done.failures) == [IDS[0]]
+
+
+def test_an_outage_ends_it_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    corpus, store = faulty(Script([Fault("get", error=UnavailableError, skip=10)]))
+    with corpus:
+        with pytest.raises(UnavailableError):
+            corpus.export(tmp_path / "disk", options=CopyOptions(width=1))
+        store.plan = Script()
+        done = corpus.export(tmp_path / "disk")
+        assert done.status == "complete"
+        assert done.copied + done.present == 44
+        assert done.present > 0
+
+
+def test_a_refusal_of_everything_ends_it_at_once(tmp_path: Path) -> None:
+    corpus, store = faulty(Script([Fault("get_range", error=AccessError)]))
+    with corpus, pytest.raises(AccessError):
+        corpus.export(tmp_path / "disk", options=CopyOptions(width=1))
+    assert store.calls["get_range"] == 1
