@@ -146,6 +146,12 @@ ENTRIES: dict[str, Entry] = {
         3900,
         alone=True,
     ),
+    "middleware": Entry(
+        "s3ec.dev.bench.middleware",
+        "A server with SkipPictures beside one without: pictures of 2048 pixels square.",
+        240,
+        alone=True,
+    ),
     "amplification": Entry(
         "s3ec.dev.bench.amplification",
         "What a server that answers 503 to everything is sent, before the breaker opens and after.",
@@ -159,7 +165,7 @@ DATA = (
     *("interference", "load", "save", "node"),
 )
 # `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
-CORPUS: tuple[str, ...] = ()
+CORPUS: tuple[str, ...] = ("middleware",)
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
