@@ -163,6 +163,10 @@ ENTRIES: dict[str, Entry] = {
         "s3ec.dev.bench.reference",
         "A request that names a picture, beside the same one with pixels: bytes, CPU, first token.",
         180,
+    "middleware": Entry(
+        "s3ec.dev.bench.middleware",
+        "A server with SkipPictures beside one without: pictures of 2048 pixels square.",
+        240,
         alone=True,
     ),
     "amplification": Entry(
@@ -184,7 +188,7 @@ DATA = (
     *("interference", "load", "save", "node"),
 )
 # `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
-CORPUS: tuple[str, ...] = ("precompute", "hydrate", "verify", "gc", "reference",)
+CORPUS: tuple[str, ...] = ("precompute", "hydrate", "verify", "gc", "reference", "middleware",)
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
