@@ -49,6 +49,7 @@ TEXTS = {
 }
 _NAMES = ("document", "sha256", "identifier", "modality", "dtype")  # never empty
 _LEAST = {"page": 1, "rows": 1, "width": 1, "bytes": 0}
+_LAST_US = 253_402_300_799_999_999  # of the year 9999, the last that Python has
 _NULLABLE = {"page", "placeholder"}
 _JSON = ("placeholder", "extra")
 COLUMNS = (
@@ -273,6 +274,7 @@ def decode_part(blob: Blob | bytearray, namespace: str, *, ulid: str, name: str)
             the message names the object.
     """
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     def wrong(reason: str, text: object) -> CorruptEntryError:
         return CorruptEntryError(f"{name}: {text}", reason=reason)
@@ -283,13 +285,18 @@ def decode_part(blob: Blob | bytearray, namespace: str, *, ulid: str, name: str)
         table = _decode(blob, namespace)
     except CorruptEntryError as exc:
         raise wrong(exc.reason, exc) from exc
-    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as exc:
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        MemoryError,
+    ) as exc:
         raise wrong("header", f"no Parquet that can be read: {exc!s:.200}") from exc
     problem = _problem(table)
     if problem:
         raise wrong("header", problem)
-    import pyarrow.compute as pc
-
     if len(table) and pc.max(table.column(PART)).as_py() > ulid:
         raise wrong("header", f"`{PART}` is later than the object's own name")
     return table
@@ -310,15 +317,16 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
     if about.get(b"namespace") != namespace.encode():
         raise CorruptEntryError("it is of another namespace", reason="namespace")
     groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-    claimed = sum(group.total_byte_size for group in groups)
-    if not 0 <= footer.num_rows <= MAX_PART_ROWS or not 0 <= claimed <= MAX_UNPACKED_BYTES:
+    sizes = [group.total_byte_size for group in groups]
+    is_small = footer.num_rows <= MAX_PART_ROWS and sum(sizes) <= MAX_UNPACKED_BYTES
+    if not is_small or min(sizes, default=0) < 0:
         raise CorruptEntryError("it holds too much", reason="size")
-    if sum(group.num_rows for group in groups) != footer.num_rows:
-        raise CorruptEntryError("its number of rows is not that of its groups", reason="header")
     wanted = schema(part=True)
     paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
-    for field in wanted:
-        _require_type(footer.schema.to_arrow_schema(), paths, field)
+    for name in wanted.names:
+        if (count := paths.count(name)) != 1:
+            raise CorruptEntryError(f"it has {count} columns `{name}`, not one", reason="header")
+    _require_types(footer.schema.to_arrow_schema(), wanted)
     # As dictionaries a text that comes a million times is in memory once until it was measured.
     file = pq.ParquetFile(
         pa.BufferReader(pa.py_buffer(blob)),
@@ -331,24 +339,29 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
         # One thread: the caller's. The pool of Arrow has as many threads as there are cores.
         group = file.read_row_group(number, columns=wanted.names, use_threads=False)
         group.validate(full=True)  # UTF-8 too; before anything is made of it
+        _require_types(group.schema, wanted)
         nbytes += sum(_text_bytes(name, group.column(name)) for name in TEXTS)
         if nbytes > MAX_UNPACKED_BYTES:
             raise CorruptEntryError("its texts are too long together", reason="size")
         tables.append(group.select(wanted.names).cast(wanted))
-    return pa.concat_tables(tables) if tables else wanted.empty_table()
+    table = pa.concat_tables(tables) if tables else wanted.empty_table()
+    if len(table) != footer.num_rows:
+        raise CorruptEntryError("it has not as many rows as it says", reason="header")
+    return table
 
 
-def _require_type(found: pa.Schema, paths: Sequence[str], field: pa.Field) -> None:
+def _require_types(found: pa.Schema, wanted: pa.Schema) -> None:
     import pyarrow as pa
 
-    if (count := paths.count(field.name)) != 1:
-        raise CorruptEntryError(f"it has {count} columns `{field.name}`, not one", reason="header")
-    kind = found.field(field.name).type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    is_text = field.name in TEXTS and (pa.types.is_string(kind) or pa.types.is_large_string(kind))
-    if not is_text and kind != field.type:
-        raise CorruptEntryError(f"its column `{field.name}` is of type {kind}", reason="header")
+    for field in wanted:
+        kind = found.field(field.name).type
+        if field.name in TEXTS:
+            plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+            fits = pa.types.is_string(plain) or pa.types.is_large_string(plain)
+        else:
+            fits = kind == field.type
+        if not fits:
+            raise CorruptEntryError(f"its column `{field.name}` is of type {kind}", reason="header")
 
 
 def _text_bytes(name: str, column: pa.ChunkedArray) -> int:
@@ -362,6 +375,8 @@ def _text_bytes(name: str, column: pa.ChunkedArray) -> int:
 
     total = 0
     for chunk in column.chunks:
+        if not pa.types.is_dictionary(chunk.type):
+            raise CorruptEntryError(f"its column `{name}` is of type {chunk.type}", reason="header")
         lengths = pc.binary_length(chunk.dictionary).cast(pa.int64())
         if (pc.max(lengths).as_py() or 0) > TEXTS[name]:
             raise CorruptEntryError(
@@ -373,6 +388,7 @@ def _text_bytes(name: str, column: pa.ChunkedArray) -> int:
 
 def _problem(table: pa.Table) -> str:
     """What is wrong with the values of a table of the right types; empty where nothing is."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
     for name in table.schema.names:
@@ -388,6 +404,9 @@ def _problem(table: pa.Table) -> str:
                 return f"`{name}` has more than {TEXTS[name]} bytes"
             if name in _NAMES and bounds["min"] == 0:
                 return f"`{name}` is empty"
+    times = pc.min_max(table.column("time").cast(pa.int64())).as_py()
+    if len(table) and not 0 <= times["min"] <= times["max"] <= _LAST_US:
+        return "`time` is not in the years 1970 to 9999"
     is_hex = pc.match_substring_regex(table.column("sha256"), r"\A[0-9a-f]{64}\z")
     if pc.all(is_hex).as_py() is False:
         return "`sha256` is not 64 hex digits, in lower case"

@@ -18,6 +18,8 @@ from typing import Any
 
 from s3ec import codec
 from s3ec.config import CONFIG_FILE_VARIABLE, load_settings
+from s3ec.corpus.catalog_file import decode_part, encode_part, to_rows
+from s3ec.corpus.catalog_query import plain_rows
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import (
     OBJECT_SUFFIX,
@@ -49,6 +51,7 @@ from s3ec.tier.scan import EntryFileName, is_index_name
 NAMESPACE = "gemma-0123456789abcdef"
 TENANT = Tenant(b"0123456789abcdef")
 LAYOUT = Layout(NAMESPACE)
+_ULID = "7" + 25 * "Z"
 IDENTIFIER = "ab" * 32
 _SAFE = re.compile(r"[0-9a-z./-]+")
 _ENDS = (0, 1, 2**63, 2**64 - 1, 0xB90807FE5A4140AA, 0x0123456789ABCDEF)
@@ -378,10 +381,28 @@ def error_text(data: bytes) -> None:
         require(isinstance(error, Exception), "no error")
 
 
+def catalog_part(data: bytes) -> None:
+    """A part of a catalogue: whatever passes can be listed, and written as another part."""
+    try:
+        table = decode_part(data, NAMESPACE, ulid=_ULID, name="part")
+    except CorruptEntryError:
+        return
+    rows = list(to_rows(table))
+    require(list(to_rows(decode_part_again(table))) == rows, "a part is read otherwise")
+    require(len([json.dumps(row) for row in plain_rows(table)]) == len(rows), "rows are lost")
+
+
+def decode_part_again(table: Any) -> Any:
+    """The rows that a part was read as, written once more."""
+    body = encode_part(table, NAMESPACE)
+    return decode_part(body, NAMESPACE, ulid=_ULID, name="part")
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         *(entry, forged_entry, segment, forged_segment, bloom, forged_bloom, head, record),
+        catalog_part,
         *(
             names,
             identifiers,

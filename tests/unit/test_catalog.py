@@ -143,6 +143,8 @@ async def test_others_in_the_folder_are_left_alone() -> None:
         ("nbytes", -1),
         ("stored_s", float("nan")),
         ("stored_s", 1e300),
+        ("stored_s", 1e12),
+        ("stored_s", -1.0),
         ("extra", None),
         ("extra", {"n": 10**16}),
         ("extra", {"object": object()}),
@@ -204,6 +206,10 @@ BAD = {
     "a local time": (
         parquet(with_column("time", pa.array([1, 2], pa.timestamp("us")))),
         "`time` is of type timestamp",
+    ),
+    "a time of no calendar": (
+        parquet(with_column("time", pa.array([1, 2**62], pa.timestamp("us", tz="UTC")))),
+        "`time` is not in the years",
     ),
     "a document is missing": (
         parquet(with_column("document", text("a", None))),
