@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -187,7 +189,7 @@ def precompute(
         )
         made.append(job)
         try:
-            with _ended_by_signals(job.stop):
+            with _ended_by_signals(job.stop), _stdout_kept():
                 job.run()
         finally:
             if report_file is not None:
@@ -266,6 +268,20 @@ def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _stdout_kept() -> Iterator[None]:
+    """Have what others write to stdout go to stderr: vLLM and its processes log there."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _write(path: Path, report: PrecomputeReport) -> None:
