@@ -8,10 +8,12 @@ be encoded once more; no others.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
 from s3ec.dev.bench.result import Spec
@@ -48,18 +50,20 @@ def run(context: Context) -> None:
     count = _PICTURES_QUICK if context.quick else _PICTURES
     pictures = context.scratch / "pages"
     write_pictures(pictures, count)
-    try:
-        server = LocalS3()
-    except ConfigError as exc:
-        raise CannotMeasureError(str(exc)) from exc
-    with server, tempfile.TemporaryDirectory() as folder:  # sockets need a short path
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(LocalS3())
+        except ConfigError as exc:
+            raise CannotMeasureError(str(exc)) from exc
+        stack.enter_context(mock.patch.dict("os.environ", server.env()))
+        # Sockets need a short path.
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         settings = {
             "bucket": server.create_bucket("bench"),
             "endpoint_url": server.endpoint_url,
             "cache_dir": str(context.scratch / "tier"),
             "min_free_bytes": 0,
         }
-        os.environ.update(server.env())
         context.say(f"{count} pictures, two engines on a local Ray, one of them killed")
         try:
             outcome = run_killing_one(
