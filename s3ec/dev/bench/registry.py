@@ -150,6 +150,7 @@ ENTRIES: dict[str, Entry] = {
         "s3ec.dev.bench.verify",
         "Every byte of a corpus checked, beside loops that read the same and check nothing.",
         60,
+        alone=True,
     ),
     "gc": Entry(
         "s3ec.dev.bench.gc",
