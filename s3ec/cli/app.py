@@ -20,6 +20,7 @@ _MODULES = {
     "ls": "browse",
     "stat": "browse",
     "get": "browse",
+    "precompute": "precompute",
     "rm": "remove",
     "gc": "remove",
     "hydrate": "hydrate",

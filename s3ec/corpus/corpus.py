@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from s3ec.corpus.entries import (
     HASHED_ADAPTER,
@@ -81,6 +81,8 @@ if TYPE_CHECKING:
     from s3ec.corpus.catalog import Catalog
     from s3ec.corpus.collect import Collection
     from s3ec.corpus.hydrate import HydrateOptions, Hydration, Wanted
+    from s3ec.corpus.precompute import PrecomputeReport
+    from s3ec.corpus.reading import ReadOptions
     from s3ec.corpus.repair import Repair
     from s3ec.index.base_writer import BuildOptions
     from s3ec.settings import Settings
@@ -671,6 +673,69 @@ class Corpus:
         from s3ec.corpus.catalog import Catalog
 
         return Catalog(self, self.choose(namespace, model=model))
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    def precompute(
+        self,
+        source: str,
+        *,
+        model: str,
+        identifier: Literal["content", "sha256"] = "content",
+        shard: tuple[int, int] = (0, 1),
+        limit: int | None = None,
+        read: ReadOptions | None = None,
+        column: str | None = None,
+        engine: str = "local",
+        engine_args: Mapping[str, Any] | None = None,
+        batch: int = 64,
+        report: Report = unreported,
+    ) -> PrecomputeReport:
+        """Encode all pictures, pages, sounds and films of a source that are not here yet.
+
+        Runs vLLM as ``ec_producer`` where there is something to encode, so it needs vLLM and the
+        extra ``s3ec[corpus]``. What counts is confirmed by the bucket and in the catalogue. A
+        second call goes on where the first one ended, and encodes nothing twice. Ctrl-C ends it
+        once what is encoded is saved.
+
+        Args:
+            source: A folder, a glob, a .jsonl or .parquet list, a .pdf file, or a Hugging Face
+                dataset that was saved to disk.
+            model: As the server's ``--model``, letter by letter.
+            identifier: ``content`` for clients that send the picture, ``sha256`` for those that
+                send ``sha256:HEX`` of the file as ``uuid``.
+            shard: This call's part and the number of parts, such as (0, 4).
+            limit: Most items that are looked at.
+            read: How items are read: dots per inch of a PDF's pages, above all.
+            column: Of a dataset with several columns of files.
+            engine: ``local``, which is vLLM in this process.
+            engine_args: Further arguments of ``vllm.LLM``, by their Python names.
+            batch: Pictures that the engine has at a time.
+            report: Told how many items are done.
+
+        Returns:
+            What was done. ``status`` is ``complete``, ``partial`` or ``failed``; items that could
+            not be read or encoded are in ``failures``.
+
+        Raises:
+            ConfigError: The source, the model or an argument cannot work, or something is not
+                installed.
+            CorruptEntryError: The catalogue is unusable.
+        """
+        from s3ec.corpus.precompute import JobOptions, make_job
+
+        return make_job(
+            self,
+            source,
+            model,
+            JobOptions(identifier, shard, limit),
+            read=read,
+            column=column,
+            engine=engine,
+            engine_args=engine_args,
+            batch=batch,
+            report=report,
+        ).run()
 
     # -- to other places -----------------------------------------------------------------------
 
