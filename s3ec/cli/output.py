@@ -44,6 +44,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 EXIT_OK = 0
 EXIT_WRONG = 1
 EXIT_USAGE = 2
+EXIT_PARTIAL = 3
 
 EXIT_CODES = (
     "Exit status: [bold]0[/bold] all is well, [bold]1[/bold] something is wrong (not found, "
@@ -376,15 +377,18 @@ _LEAST_S = 0.1
 
 
 @contextmanager
-def counting(message: str, *, in_bytes: bool = False) -> Iterator[Report]:
+def counting(
+    message: str, *, in_bytes: bool = False, more: Callable[[], str] = str
+) -> Iterator[Report]:
     """Show counts, rate and time left while the block runs.
 
     Args:
         message: What is done, until the first report says so.
         in_bytes: The counts are bytes.
+        more: Asked for what stands behind them.
     """
     if not sys.stderr.isatty():
-        yield Lines(in_bytes=in_bytes)
+        yield Lines(in_bytes=in_bytes, more=more)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -397,16 +401,19 @@ def counting(message: str, *, in_bytes: bool = False) -> Iterator[Report]:
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        yield _Bar(shown, shown.add_task(message, total=None, counts=""), in_bytes)
+        yield _Bar(shown, shown.add_task(message, total=None, counts=""), in_bytes, more)
 
 
 class _Bar:
     """Moves a bar. It starts again with each piece of work."""
 
-    def __init__(self, shown: Progress, task: TaskID, in_bytes: bool) -> None:
+    def __init__(
+        self, shown: Progress, task: TaskID, in_bytes: bool, more: Callable[[], str]
+    ) -> None:
         self._shown = shown
         self._task = task
         self._in_bytes = in_bytes
+        self._more = more
         self._what = ""
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
@@ -416,7 +423,7 @@ class _Bar:
         self._shown.update(self._task, completed=done, total=total)
         speed = self._shown.tasks[0].speed
         counts = _counts(done, total, speed, in_bytes=self._in_bytes)
-        self._shown.update(self._task, counts=counts)
+        self._shown.update(self._task, counts=counts + self._more())
 
 
 class Lines:
@@ -424,6 +431,7 @@ class Lines:
 
     Args:
         in_bytes: The counts are bytes.
+        more: Asked for what stands behind them.
         clock: Seconds, from any start.
         write: Takes a line.
     """
@@ -432,10 +440,12 @@ class Lines:
         self,
         *,
         in_bytes: bool = False,
+        more: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
         write: Callable[[str], None] = print_note,
     ) -> None:
         self._in_bytes = in_bytes
+        self._more = more
         self._clock = clock
         self._write = write
         self._told_s = clock()
@@ -451,7 +461,7 @@ class Lines:
         self._told_s = now_s
         took_s = now_s - self._began_s
         speed = (done - self._first) / took_s if took_s >= _LEAST_S else None
-        line = f"{what}: {_counts(done, total, speed, in_bytes=self._in_bytes)}"
+        line = f"{what}: {_counts(done, total, speed, in_bytes=self._in_bytes)}{self._more()}"
         if speed and total is not None:
             line += f", {human_age((total - done) / speed)} left"
         self._write(line)

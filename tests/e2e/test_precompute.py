@@ -1,72 +1,185 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/precompute.py fills a bucket, tells what it could not encode, and goes on later."""
+"""``s3ec precompute`` fills a bucket, tells what it could not encode, and goes on later."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
+from PIL import Image
+
+from s3ec.corpus import Corpus
+from s3ec.dev.rigs.nursery import EngineForkServer, Forked
 from s3ec.dev.rigs.pictures import write_pictures
-from s3ec.dev.rigs.vllm_cpu import STEADY, engine_env
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, engine_env
 from s3ec.testing.server import LocalS3
-from tests.e2e.rig import keys, settings
+from tests.e2e.rig import eventually, keys, settings
+from tests.support.pdfs import make_pdf
+from tests.support.waiting import DEADLINE_S
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "precompute.py"
-# What a small machine needs; the rest is the script's own.
+# What a small machine needs; the rest is the command's own.
 ENGINE = {
     "enforce_eager": True,
     "gpu_memory_utilization": 0.3,
     "max_model_len": 4096,
     "max_num_seqs": 8,
 }
+MANY = 120
 
 
-def test_a_second_run_adds_what_the_first_one_lacked(
-    tmp_path: Path, gemma: Path, local_s3: LocalS3
-) -> None:
+@dataclass
+class Place:
+    """A bucket, a folder of pictures, and how the command is called for them."""
+
+    nursery: EngineForkServer
+    server: LocalS3
+    bucket: str
+    model: Path
+    root: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.root / "pages"
+
+    @property
+    def env(self) -> dict[str, str]:
+        return engine_env({**os.environ, **self.server.env(), **ONE_PROCESS})
+
+    @property
+    def arguments(self) -> list[str]:
+        return [
+            *("precompute", str(self.folder), "--model", str(self.model)),
+            *("--config", json.dumps(self.settings), "--engine-args", json.dumps(ENGINE)),
+        ]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return settings(self.server, self.bucket, self.root / "tier")
+
+    def start(self, *more: str) -> Forked:
+        with open(self.root / "log", "ab") as log:
+            arguments = [*self.arguments, *more]
+            return self.nursery.fork_module("s3ec", self.env, arguments, log.fileno())
+
+    def run(self) -> dict[str, Any]:
+        """What the command reports."""
+        report = self.root / "report.json"
+        self.start("--report", str(report)).wait(DEADLINE_S)
+        assert report.exists(), (self.root / "log").read_text(errors="replace")[-4000:]
+        found: dict[str, Any] = json.loads(report.read_text())
+        report.unlink()
+        return found
+
+    def objects(self) -> set[str]:
+        return {key for key in keys(self.server.client(), self.bucket) if "/objects/" in key}
+
+    def corpus(self) -> Corpus:
+        return Corpus.open(self.settings)
+
+
+@pytest.fixture
+def place(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    nursery: EngineForkServer,
+    gemma: Path,
+    local_s3: LocalS3,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Any:
     bucket = local_s3.create_bucket("precomputed")
-    client = local_s3.client()
-    folder = tmp_path / "pages"
-    made = write_pictures(folder, 5)
-    later = tmp_path / "later"
+    for name, value in local_s3.env().items():
+        monkeypatch.setenv(name, value)
+    made = Place(nursery, local_s3, bucket, gemma, tmp_path)
+    made.folder.mkdir()
+    yield made
+    local_s3.delete_bucket(bucket)
+
+
+def test_each_run_adds_what_the_others_lacked_and_the_last_starts_no_engine(place: Place) -> None:
+    made = write_pictures(place.folder, 5)
+    later = place.root / "later"
     later.mkdir()
     for path in made[3:]:
         path.rename(later / path.name)
-    broken = folder / "broken.png"
+    broken = place.folder / "broken.png"
     broken.write_bytes(b"no picture")
 
-    def run(**more: str) -> subprocess.CompletedProcess[str]:
-        config = settings(local_s3, bucket, tmp_path / "tier")
-        return subprocess.run(
-            [
-                *(sys.executable, SCRIPT, "--model", gemma, "--images", folder, "--batch", "2"),
-                *("--config", json.dumps(config), "--engine", json.dumps(ENGINE)),
-            ],
-            env=engine_env({**os.environ, **local_s3.env(), **STEADY, **more}),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    def objects() -> set[str]:
-        return {key for key in keys(client, bucket) if "/objects/" in key}
-
-    first = run()
-    assert first.returncode == 1, first.stderr[-4000:]
-    assert "4 of 4 pictures" in first.stdout
+    first = place.run()
+    assert (first["status"], first["encoded_count"]) == ("partial", 3)
     # The others of its batch are there, and the one that is none is named.
-    assert len(objects()) == 3
-    assert f"not encoded: {broken}" in first.stderr
-    before = objects()
+    [failure] = first["failures"]
+    assert failure["document"] == "broken.png"
+    assert "cannot identify image file" in failure["reason"]
+    before = place.objects()
+    assert len(before) == 3
 
     broken.unlink()
     for path in later.iterdir():
-        path.rename(folder / path.name)
-    second = run(VLLM_ENABLE_V1_MULTIPROCESSING="0")  # starts in half the time
-    assert second.returncode == 0, second.stderr[-4000:]
-    assert len(objects()) == 5
-    assert before < objects()
-    local_s3.delete_bucket(bucket)
+        path.rename(place.folder / path.name)
+    (place.folder / "report.pdf").write_bytes(make_pdf(2))
+    second = place.run()
+    assert (second["status"], second["done_before_count"]) == ("complete", 3)
+    assert second["encoded_count"] == 4
+    assert before < place.objects()
+
+    with place.corpus() as corpus:
+        rows = list(corpus.catalog().rows())
+        assert {(row.document, row.page) for row in rows} == {
+            *((path.name, None) for path in made),
+            *(("report.pdf", page) for page in (1, 2)),
+        }
+        for row in rows:
+            entry = corpus.stat(row.identifier)
+            assert entry is not None
+            assert entry.header is not None
+            assert (entry.nbytes, entry.header.shape.rows) == (row.nbytes, row.rows)
+
+    # As it is deployed.
+    third = subprocess.run(
+        [sys.executable, "-m", "s3ec", *place.arguments, "--json"],
+        env=place.env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert third.returncode == 0, third.stderr[-4000:]
+    report = json.loads(third.stdout)
+    assert (report["done_before_count"], report["encoded_count"]) == (7, 0)
+    assert report["engine_started"] is False
+    assert report["read_bytes"] == 0
+
+
+def test_a_killed_job_goes_on_with_what_was_not_confirmed(place: Place) -> None:
+    for number in range(MANY):
+        colour = (number, 255 - number, 3 * number % 256)
+        Image.new("RGB", (48, 48), colour).save(place.folder / f"{number:03}.png")
+    killed = place.start()
+    client = place.server.client()
+    eventually(
+        lambda: any("/manifest/delta/" in key for key in keys(client, place.bucket)),
+        "the first embeddings are announced",
+    )
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait(DEADLINE_S)
+    with place.corpus() as corpus:
+        announced = corpus.verify().entries
+        catalogued = {row.identifier for row in corpus.catalog().rows()}
+        assert all(corpus.find(identifier) is not None for identifier in catalogued)
+    assert announced > 0
+
+    second = place.run()
+    assert second["status"] == "complete"
+    assert second["done_before_count"] == len(catalogued)
+    assert second["done_before_count"] + second["catalogued_count"] >= announced
+    assert second["encoded_count"] <= MANY - announced
+    assert len(place.objects()) == MANY
+    with place.corpus() as corpus:
+        assert len(list(corpus.catalog().rows())) == MANY
+        assert corpus.verify().agrees

@@ -133,9 +133,16 @@ class EngineForkServer:
         return self._fork(env, {}, [requests, replies, log])
 
     def fork_api_server(self, env: Mapping[str, str], arguments: Sequence[str], log: int) -> Forked:
-        """Start ``vllm.entrypoints.openai.api_server``, whose engine is forked from it in turn.
+        """Start ``vllm.entrypoints.openai.api_server``, as fork_module does."""
+        return self.fork_module("vllm.entrypoints.openai.api_server", env, arguments, log)
+
+    def fork_module(
+        self, module: str, env: Mapping[str, str], arguments: Sequence[str], log: int
+    ) -> Forked:
+        """Start a program as ``python -m`` does. Engines that it starts are forked from it in turn.
 
         Args:
+            module: Its name.
             env: Its environment, whole.
             arguments: Of its command line.
             log: Descriptor for its standard output and error.
@@ -144,7 +151,7 @@ class EngineForkServer:
             ValueError: As fork does.
             OSError: As fork does.
         """
-        return self._fork(env, {"arguments": list(arguments)}, [log])
+        return self._fork(env, {"module": module, "arguments": list(arguments)}, [log])
 
     def _fork(self, env: Mapping[str, str], more: Mapping[str, Any], fds: list[int]) -> Forked:
         for name in _READ_ONCE:
@@ -195,9 +202,9 @@ def main() -> None:
     # it sets its variable to `spawn` itself (0.32: platforms/cpu.py).
     context: Any = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: context
-    if "arguments" in asked:
-        sys.argv = ["api_server", *asked["arguments"]]
-        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    if "module" in asked:
+        sys.argv = [asked["module"].rpartition(".")[2], *asked["arguments"]]
+        runpy.run_module(asked["module"], run_name="__main__")
     else:
         engine_child.serve(*pipes)
 

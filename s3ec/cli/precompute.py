@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec precompute``: encode what a source names and the corpus lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from s3ec.cli.options import JsonOption, SettingsSource, with_settings
+from s3ec.cli.output import (
+    EXIT_OK,
+    EXIT_PARTIAL,
+    EXIT_WRONG,
+    counting,
+    epilog,
+    facts,
+    human_bytes,
+    many,
+    print_json,
+    print_note,
+    safe,
+)
+from s3ec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from s3ec.corpus.confirmations import Failure
+    from s3ec.corpus.precompute import Job, PrecomputeReport
+
+_SHOWN_FAILURES = 20
+_EXIT = {"complete": EXIT_OK, "partial": EXIT_PARTIAL, "failed": EXIT_WRONG}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the tree."""
+    app.command(
+        "precompute",
+        epilog=epilog(
+            ("s3ec precompute /data/pages --model google/gemma-3-27b-it", "files below a folder"),
+            ("s3ec precompute report.pdf --model M --dpi 200", "the pages of a PDF file"),
+            ("s3ec precompute list.jsonl --model M --shard 0/4", "a quarter of a list"),
+        ),
+    )(with_settings(precompute))
+
+
+def precompute(
+    source: SettingsSource,
+    items: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A folder, a glob, a .jsonl or .parquet list, a .pdf file, or a Hugging Face "
+            "dataset that was saved to disk.",
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", metavar="MODEL", help="As the server's `--model`, letter by letter."
+        ),
+    ],
+    identifier: Annotated[
+        Literal["content", "sha256"],
+        typer.Option(
+            "--identifier",
+            help="What embeddings are called: vLLM's content hash, or `sha256:HEX` of the file "
+            "for clients that send that as `uuid`.",
+        ),
+    ] = "content",
+    batch: Annotated[
+        int, typer.Option("--batch", metavar="N", help="Pictures that the engine has at a time.")
+    ] = 64,
+    shard: Annotated[
+        str, typer.Option("--shard", metavar="K/N", help="This job's part of several: `0/4`.")
+    ] = "0/1",
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="N", help="Look at so many items only.")
+    ] = None,
+    dpi: Annotated[
+        int | None,
+        typer.Option("--dpi", metavar="N", help="Dots per inch of a PDF's pages; 150 if unset."),
+    ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option("--column", metavar="NAME", help="The files' column of a dataset."),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="KIND", help="`local`: vLLM in this process.")
+    ] = "local",
+    engine_args: Annotated[
+        str | None,
+        typer.Option(
+            "--engine-args",
+            metavar="JSON",
+            help='Further arguments of `vllm.LLM`, such as `{"dtype": "bfloat16"}`. Those that '
+            "a server's embeddings depend on must be the server's.",
+        ),
+    ] = None,
+    report_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="Write counts, rates and all failures there as JSON.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Encode what a source names and the corpus lacks, and catalogue it.
+
+    Runs vLLM as `ec_producer`, the way a server does. Nothing counts as done before the bucket
+    has confirmed it, and a second run encodes nothing twice. Ctrl-C saves what is encoded, writes
+    the report and ends. Exit status 0: all of the source is there; 3: a part of it; 1: nothing.
+    """
+    from s3ec.corpus.precompute import JobOptions, make_job
+    from s3ec.corpus.reading import DPI, ReadOptions
+
+    options = JobOptions(identifier, _shard(shard), limit)
+    arguments = _engine_args(engine_args)
+    if report_file is not None and not report_file.absolute().parent.is_dir():
+        raise ConfigError(
+            f"`--report`: no folder {report_file.absolute().parent}; make it first", field="report"
+        )
+    made: list[Job] = []
+
+    def more() -> str:
+        return _more(made[0].progress) if made else ""
+
+    with counting("precomputing", more=more) as tell, source.corpus() as corpus:
+        job = make_job(
+            corpus,
+            items,
+            model,
+            options,
+            read=ReadOptions(DPI if dpi is None else dpi, settings=corpus.settings),
+            column=column,
+            engine=engine,
+            engine_args=arguments,
+            batch=batch,
+            report=tell,
+        )
+        made.append(job)
+        try:
+            with _ended_by_signals(job.stop), _stdout_kept():
+                job.run()
+        finally:
+            if report_file is not None:
+                _write(report_file, job.report)
+    report = job.report
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print(report)
+    if report.status != "complete":
+        raise typer.Exit(_EXIT[report.status])
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, slash, parts = text.partition("/")
+    if not (slash and number.isdecimal() and parts.isdecimal()):
+        raise ConfigError(
+            f"`--shard` {text!r:.50} is none; write it as 0/4, from 0/4 to 3/4", field="shard"
+        )
+    return int(number), int(parts)
+
+
+def _engine_args(text: str | None) -> Mapping[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as exc:
+        raise ConfigError(f"`--engine-args` is not JSON: {exc}", field="engine_args") from exc
+    if not isinstance(found, dict):
+        raise ConfigError(
+            "`--engine-args` must be a JSON object, such as '{\"max_model_len\": 4096}'",
+            field="engine_args",
+        )
+    return found
+
+
+@contextmanager
+def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Have the first Ctrl-C or SIGTERM end the job in order; the second one is as usual."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        print_note("ending: what is encoded is being saved; once more breaks it off")
+        stop()
+
+    for number in before:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _stdout_kept() -> Iterator[None]:
+    """Have what others write to stdout go to stderr: vLLM and its processes log there."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _write(path: Path, report: PrecomputeReport) -> None:
+    from s3ec.cli.browse import save
+
+    text = json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n"
+    save(path.absolute(), [text.encode("utf-8", "backslashreplace")], force=True)
+
+
+def _more(report: PrecomputeReport) -> str:
+    text = f"; {human_bytes(report.stored_bytes)} stored"
+    failed = len(report.failures)
+    return f"{text}, {failed:,} failed" if failed else text
+
+
+def _print(report: PrecomputeReport) -> None:
+    rate = report.encoded / report.seconds if report.seconds else 0.0
+    rows = [
+        ("status", report.status),
+        ("namespace", report.namespace),
+        ("items", f"{report.items:,}"),
+        ("there before", f"{report.done_before:,}"),
+        (
+            "encoded",
+            f"{report.encoded:,} ({human_bytes(report.stored_bytes)}, {rate:.2g} a second)",
+        ),
+        ("only catalogued", f"{report.catalogued:,}"),
+    ]
+    facts([row for row in rows if row[1]])
+    _name("not encoded", report.failures)
+    _name("not confirmed", report.unconfirmed)
+    if report.problem:
+        print_note(f"ended early: {safe(report.problem, limit=2000)}")
+    elif report.is_stopped:
+        print_note("ended early; the same command goes on")
+
+
+def _name(what: str, failures: list[Failure]) -> None:
+    for each in failures[:_SHOWN_FAILURES]:
+        page = "" if each.page is None else f", page {each.page}"
+        print_note(f"{what}: {safe(each.document)}{page}: {safe(each.reason)}")
+    left = len(failures) - _SHOWN_FAILURES
+    if left > 0:
+        print_note(f"{what}: {many(left, 'more item')}; --report FILE has them all")

@@ -1,0 +1,568 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who encodes for a job: the protocol, and vLLM as ``ec_producer`` in this process.
+
+vLLM is driven as a server drives it, so that identifiers are the server's: each item is a part of
+a chat, named by a URL, and what stands behind the URL is the file's bytes. ``_Shelf`` puts the
+bytes there, whether they came from a file, from a page that was drawn, or from a bucket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from s3ec.errors import ConfigError, S3ECError, SourceError
+from s3ec.identity import Namespace
+from s3ec.settings import Settings
+
+if TYPE_CHECKING:
+    from s3ec.corpus.sources import SourceItem
+
+log = logging.getLogger(__name__)
+
+# What the last uploads may take once everything is encoded; the connector drains for 30 s.
+_CLOSE_S = 60
+_FIRST_VLLM = "0.28"
+_MOST_READERS = 8
+# Each picture is a new one: vLLM need not keep what it made of those before.
+_ENGINE_DEFAULTS: Mapping[str, Any] = {
+    "enable_prefix_caching": False,
+    "mm_processor_cache_gb": 0.1,
+}
+# Arguments of the engine that are the job's own, and why they are refused.
+_OWN_ARGUMENTS: Mapping[str, str] = {
+    "model": "it is the option `model`",
+    "ec_transfer_config": "it is made from the settings of the corpus",
+    "skip_tokenizer_init": "the job needs the tokenizer",
+}
+
+
+class EncoderError(S3ECError):
+    """The engine did not start, or it has ended; no further item can be encoded here.
+
+    The caller ends the job, and reports what is done.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One item that an encoder is given. Can be sent to another process.
+
+    Attributes:
+        number: Of the item within the job.
+        modality: ``image``, ``video`` or ``audio``.
+        data: The file's bytes; empty while only another process has them.
+        uuid: The name that clients send with it; None where they send none.
+        sha256: Of the file's bytes, as hex digits.
+        nbytes: How many there are.
+        item: Where it lies, for who has to read it again.
+    """
+
+    number: int
+    modality: str
+    data: bytes
+    uuid: str | None = None
+    sha256: str = ""
+    nbytes: int = 0
+    item: SourceItem | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        """What stands for its bytes in a chat."""
+        return f"s3ec:{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What became of one picture.
+
+    Attributes:
+        number: The picture's.
+        identifier: vLLM's name for its embedding; None where there is none.
+        problem: Why there is none.
+    """
+
+    number: int
+    identifier: str | None
+    problem: str = ""
+
+
+class Encoder(Protocol):
+    """Encodes pictures, and has their embeddings saved to the corpus. For one job.
+
+    States: new, running from the first picture that ``encode`` is given, closed.
+    """
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an engine was started."""
+        ...
+
+    @property
+    def readers(self) -> int:
+        """Items that are read and named at a time."""
+        ...
+
+    def confirmed_by(self, check: Callable[[str], bool]) -> None:
+        """Take note of what says whether the bucket has confirmed an identifier; any thread may."""
+        ...
+
+    def namespace(self) -> Namespace:
+        """Where it saves. Starts an engine only where nothing else can tell.
+
+        Raises:
+            ConfigError: The model or an argument cannot work; names what to change.
+            EncoderError: The engine did not start.
+        """
+        ...
+
+    def read(self, number: int, item: SourceItem) -> Picture:
+        """Read an item. Callable from several threads at once.
+
+        Args:
+            number: Of the item within the job.
+
+        Raises:
+            SourceError: It cannot be read.
+        """
+        ...
+
+    def identify(self, picture: Picture) -> str | None:
+        """vLLM's name for a picture, without encoding it. Callable from several threads at once.
+
+        Returns:
+            None where only encoding it will tell.
+
+        Raises:
+            SourceError: It cannot be decoded.
+        """
+        ...
+
+    def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
+        """Encode some, in any order. Takes the next ones as it has room for them.
+
+        None among them says that there is none right now.
+
+        Without a first picture no engine is started. After ``stop`` it ends soon, and says nothing
+        of those that it has begun.
+
+        Raises:
+            EncoderError: The engine did not start, or it ended; what it has begun is lost.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Have ``encode`` end soon. From any thread, also from a signal's handler."""
+        ...
+
+    def close(self) -> None:
+        """Let the engine finish its saves, and end it. More than once is fine."""
+        ...
+
+
+class VllmEncoder:
+    """vLLM in this process, or in processes of its own where vLLM starts such.
+
+    One thread uses it, but for ``identify`` and ``stop``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        settings: Settings,
+        *,
+        engine_args: Mapping[str, Any] | None = None,
+        batch: int = 64,
+    ) -> None:
+        """Nothing is imported or started yet.
+
+        Args:
+            model: As the server's ``--model``, letter by letter.
+            settings: Of the corpus; the engine gets them all.
+            engine_args: Further arguments of ``vllm.LLM``, by their Python names.
+            batch: Pictures that the engine has at a time.
+
+        Raises:
+            ConfigError: An argument that is the job's own.
+        """
+        for name in engine_args or {}:
+            if name in _OWN_ARGUMENTS:
+                raise ConfigError(
+                    f"`{name}` cannot be given to the engine: {_OWN_ARGUMENTS[name]}; leave it out",
+                    field="engine_args",
+                )
+        self._model = model
+        self._settings = settings
+        self._arguments = {**_ENGINE_DEFAULTS, **(engine_args or {})}
+        self._batch = batch
+        self._stopped = threading.Event()
+        self._config: Any = None
+        self._llm: Any = None
+        self._shelf = _Shelf()
+        self._names: _Names | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an engine was started."""
+        return self._llm is not None
+
+    @property
+    def readers(self) -> int:
+        """See Encoder."""
+        return min(_MOST_READERS, len(os.sched_getaffinity(0)))
+
+    def confirmed_by(self, check: Callable[[str], bool]) -> None:
+        """See Encoder; nothing of what is encoded here is lost while this process lives."""
+
+    # -- without an engine -------------------------------------------------------------------
+
+    def namespace(self) -> Namespace:
+        """See Encoder; imports vLLM."""
+        from s3ec.connector.vllm_config import encoder_weights, namespace_of
+
+        config = self._vllm_config()
+        weights = encoder_weights(config, self._settings)
+        if weights.problem is not None and self._llm is None:
+            self._start()  # which fetches the model, where it is not here yet
+            weights = encoder_weights(config, self._settings)
+        return namespace_of(config, self._settings, weights.fingerprint)
+
+    def read(self, number: int, item: SourceItem) -> Picture:
+        """See Encoder."""
+        data = item.read()
+        sha256 = hashlib.sha256(data).hexdigest()
+        return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
+
+    def identify(self, picture: Picture) -> str | None:
+        """See Encoder. What was decoded for it is used again by ``encode``."""
+        if self._names is None:
+            raise EncoderError("the namespace comes first")
+        self._shelf.put(picture)
+        try:
+            found = self._names.of(picture)
+        except Exception as exc:  # whatever a decoder raises
+            self._shelf.drop(picture.url)
+            raise SourceError(_reason(exc)) from exc
+        return picture.uuid or found
+
+    def _vllm_config(self) -> Any:
+        if self._config is None:
+            engine_args = _import("vllm.engine.arg_utils", "EngineArgs")
+            try:
+                self._config = engine_args(**self._all_arguments()).create_engine_config()
+            except TypeError as exc:
+                raise ConfigError(
+                    f"vLLM does not take these arguments: {exc}; they are those of vllm.LLM",
+                    field="engine_args",
+                ) from exc
+            except (OSError, ValueError) as exc:
+                raise ConfigError(f"vLLM refuses the model: {exc}", field="model") from exc
+            self._shelf.open()
+            self._names = _Names(self._config.model_config, self._shelf)
+        return self._config
+
+    def _all_arguments(self) -> dict[str, Any]:
+        transfer_config = _import("vllm.config", "ECTransferConfig")
+        extra = json.loads(self._settings.model_dump_json(exclude_unset=True))
+        return {
+            **self._arguments,
+            "model": self._model,
+            "ec_transfer_config": transfer_config(
+                ec_connector="S3ECConnector",
+                ec_connector_module_path="s3ec.connector",
+                ec_role="ec_producer",
+                # Only exact columns say for sure that the bucket has a picture.
+                ec_connector_extra_config={**extra, "index": "exact"},
+            ),
+        }
+
+    # -- with one ----------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        make = _import("vllm", "LLM")
+        if not hasattr(make, "enqueue_chat"):
+            raise ConfigError(f"this vLLM is too old for the job; install {_FIRST_VLLM} or newer")
+        try:
+            with _interrupts_for_us():
+                self._llm = make(**self._all_arguments())
+        except ConfigError:
+            raise
+        except Exception as exc:
+            raise EncoderError(f"vLLM did not start: {_reason(exc)}") from exc
+
+    def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
+        """See Encoder."""
+        left = iter(pictures)
+        first = next((picture for picture in left if picture is not None), None)
+        if first is None:
+            return
+        self._vllm_config()
+        if self._llm is None:
+            self._start()
+        yield from self._run(itertools.chain([first], left))
+
+    def _run(self, pictures: Iterator[Picture | None]) -> Iterator[Encoded]:
+        """Keep the engine at work until the last picture is encoded."""
+        engine = self._llm.llm_engine
+        under_way: dict[str, Picture] = {}
+        is_last = False
+        while not self._stopped.is_set():
+            while not is_last and len(under_way) < self._batch and not self._stopped.is_set():
+                try:
+                    picture = next(pictures)
+                except StopIteration:
+                    is_last = True
+                    break
+                if picture is None:
+                    break
+                try:
+                    under_way[self._enqueue(picture)] = picture
+                except EncoderError:
+                    raise
+                except Exception as exc:  # noqa: BLE001  of any class: it is no picture, too large
+                    self._shelf.drop(picture.url)
+                    yield Encoded(picture.number, None, _reason(exc))
+            if not under_way:
+                if is_last:
+                    return
+                continue
+            for output in self._step(engine):
+                done = under_way.pop(output.request_id, None) if output.finished else None
+                if done is not None:
+                    answer = self._answer(done, output)
+                    self._shelf.drop(done.url)
+                    yield answer
+        if under_way:
+            engine.abort_request(list(under_way))
+
+    def _enqueue(self, picture: Picture) -> str:
+        """Give the engine a picture; the name of its request."""
+        self._shelf.put(picture)
+        kind = f"{picture.modality}_url"
+        part: dict[str, Any] = {"type": kind, kind: {"url": picture.url}}
+        if picture.uuid is not None:
+            part["uuid"] = picture.uuid
+        sampling = _import("vllm", "SamplingParams")(max_tokens=1)
+        conversation = [{"role": "user", "content": [part]}]
+        (internal,) = self._llm.enqueue_chat([conversation], sampling, use_tqdm=False)
+        # vLLM's own name of a request has digits of its own behind the one that answers have.
+        name: str = internal.partition("-")[0]
+        return name
+
+    def _step(self, engine: Any) -> list[Any]:
+        try:
+            outputs: list[Any] = engine.step()
+        except Exception as exc:
+            raise EncoderError(f"the engine ended: {_reason(exc)}; its log says why") from exc
+        return outputs
+
+    def _answer(self, picture: Picture, output: Any) -> Encoded:
+        """What the engine calls the picture; its own word counts, whatever was expected."""
+        items = getattr(output, "ec_transfer_params", None) or {}
+        if len(items) == 1:
+            return Encoded(picture.number, next(iter(items)))
+        found = picture.uuid
+        if found is None and self._names is not None:
+            with suppress(Exception):
+                found = self._names.of(picture)
+        if found is None:
+            return Encoded(picture.number, None, "this vLLM does not say what it calls a picture")
+        return Encoded(picture.number, found)
+
+    def stop(self) -> None:
+        """See Encoder."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """See Encoder. Takes up to a minute where the bucket is slow."""
+        self._stopped.set()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            with suppress(Exception):  # one that has ended already
+                llm.llm_engine.engine_core.shutdown(timeout=_CLOSE_S)
+        self._shelf.close()
+
+
+class _Kept:
+    """One picture's bytes, and what vLLM made of them: decoded once, for naming and encoding."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._lock = threading.Lock()
+        self._decoded: dict[str, Any] = {}
+
+    def load(self, media_io: Any) -> Any:
+        """What a loader of vLLM's makes of the bytes."""
+        how = f"{type(media_io).__name__} {vars(media_io)}"
+        with self._lock:
+            if how not in self._decoded:
+                self._decoded[how] = media_io.load_bytes(self._data)
+            return self._decoded[how]
+
+
+class _Shelf:
+    """What stands behind the URLs of pictures, for vLLM's loader of media. Thread-safe.
+
+    States: closed; open, while a loader of ours stands in the registry in the place of the one
+    that this process uses. That one gets every other URL.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+        self._registry: dict[str, type] = {}
+        self._replaced: tuple[str, Any] | None = None
+
+    def put(self, picture: Picture) -> None:
+        """Have its URL stand for its bytes; one that does so already keeps what was decoded."""
+        self._kept.setdefault(picture.url, _Kept(picture.data))
+
+    def drop(self, url: str) -> None:
+        """Let go of it."""
+        self._kept.pop(url, None)
+
+    def open(self) -> None:
+        """Take our place in vLLM's registry."""
+        if self._replaced is not None:
+            return
+        import vllm.envs
+        from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+
+        kept, name = self._kept, str(vllm.envs.VLLM_MEDIA_CONNECTOR)
+        registry = self._registry = MEDIA_CONNECTOR_REGISTRY.name2class
+        theirs: Any = registry[name]
+
+        class FromShelf(theirs):  # type: ignore[misc]
+            """vLLM's own, which knows our URLs too."""
+
+            def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
+                found = kept.get(url)
+                if found is None:
+                    return super().load_from_url(url, media_io, **options)
+                return found.load(media_io)
+
+        self._replaced = name, theirs
+        registry[name] = FromShelf
+
+    def loader(self, media_io_kwargs: Any) -> Any:
+        """A loader of media as vLLM makes one for a chat."""
+        if self._replaced is None:
+            raise EncoderError("the encoder is closed")
+        return self._registry[self._replaced[0]](media_io_kwargs=media_io_kwargs)
+
+    def close(self) -> None:
+        """Give the place back."""
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None:
+            self._registry[replaced[0]] = replaced[1]
+        self._kept.clear()
+
+
+class _Names:
+    """Asks vLLM's processor of a model what it calls a picture, without having it encoded.
+
+    What the engine answers is compared with nothing here: where a release has other functions, it
+    says that it cannot tell.
+    """
+
+    def __init__(self, model_config: Any, shelf: _Shelf) -> None:
+        self._model_config = model_config
+        self._shelf = shelf
+        self._lock = threading.Lock()
+        self._processor: Any = None
+        self._loader: Any = None
+        self._can_tell = True
+
+    def of(self, picture: Picture) -> str | None:
+        """Decode a picture, and name it; None where this vLLM cannot be asked.
+
+        Raises:
+            Exception: Whatever the decoder raises.
+        """
+        self._prepare()
+        media = getattr(self._loader, f"fetch_{picture.modality}")(picture.url)
+        if not self._can_tell:
+            return None
+        try:
+            return self._hash(picture.modality, media)
+        except (AttributeError, ImportError, KeyError, TypeError):
+            log.info("this vLLM does not name pictures without encoding them", exc_info=True)
+            self._can_tell = False
+            return None
+
+    def _prepare(self) -> None:
+        with self._lock:
+            if self._loader is not None:
+                return
+            multimodal = self._model_config.multimodal_config
+            if multimodal is None:
+                raise ConfigError("the model takes no images, audio or video", field="model")
+            from vllm.multimodal import MULTIMODAL_REGISTRY
+
+            self._processor = MULTIMODAL_REGISTRY.create_processor(self._model_config)
+            self._loader = self._shelf.loader(multimodal.media_io_kwargs)
+
+    def _hash(self, modality: str, media: Any) -> str:
+        from vllm.multimodal.processing import ProcessorInputs
+
+        info = self._processor.info
+        inputs = ProcessorInputs([], info.parse_mm_data({modality: [media]}))
+        if hasattr(self._processor, "_get_mm_hashes"):  # some models add to it
+            hashes = self._processor._get_mm_hashes(inputs)
+        else:
+            hashes = inputs.get_mm_hashes(
+                info.model_id, info.ctx.get_mm_config().mm_hasher_algorithm
+            )
+        name: str = hashes[modality][0]
+        return name
+
+
+@contextmanager
+def _interrupts_for_us() -> Iterator[None]:
+    """Keep Ctrl-C from the processes that are started meanwhile.
+
+    A terminal sends it to all of them at once. vLLM's would end in the middle of what they do; the
+    job tells them when to end. What is blocked stays blocked in a child, whatever handler it sets.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    from multiprocessing import resource_tracker
+
+    # It unblocks what was blocked when it starts by itself (Python 3.11).
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _import(module: str, name: str) -> Any:
+    """One name of vLLM's.
+
+    Raises:
+        ConfigError: vLLM is not installed here, or is not one that the job can use.
+    """
+    import importlib
+
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(
+            f"the job needs vLLM ({exc}); install {_FIRST_VLLM} or newer here"
+        ) from exc
+
+
+def _reason(exc: BaseException) -> str:
+    """One line for the report."""
+    lines = str(exc).strip().splitlines()
+    return f"{type(exc).__name__}: {lines[0] if lines else 'no message'}"[:500]

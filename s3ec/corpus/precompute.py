@@ -1,0 +1,542 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job that fills a corpus: what is left to encode, who encodes it, and what is confirmed.
+
+A thread pool reads and names items, the caller's thread keeps the encoder at work, and a thread of
+its own waits for the bucket and writes the catalogue. ``encoder.py`` says who encodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from s3ec.corpus.confirmations import STAMP, Confirmations, Failure, Ledger, Origin, failure_of
+from s3ec.corpus.encoder import Encoded, Encoder, EncoderError, Picture, VllmEncoder
+from s3ec.corpus.reading import ReadOptions
+from s3ec.corpus.sources import SourceItem, open_source
+from s3ec.counters import Report, unreported
+from s3ec.errors import ConfigError, S3ECError, SourceError
+
+if TYPE_CHECKING:
+    from s3ec.corpus.catalog_file import CatalogRow
+    from s3ec.corpus.corpus import Corpus
+
+log = logging.getLogger(__name__)
+
+Status = Literal["complete", "partial", "failed"]
+Identifier = Literal["content", "sha256"]
+
+# Items that are read and named ahead of the encoder, for each thread that reads.
+_AHEAD = 4
+_REPORT_EVERY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """How a job works.
+
+    Attributes:
+        identifier: What embeddings are called: vLLM's content hash, or ``sha256:HEX`` for clients
+            that send that as ``uuid``.
+        shard: This job's part and the number of parts, such as (0, 4).
+        limit: Most items of the source that are looked at; None for all.
+        patience_s: How long the bucket may confirm nothing before the job ends without it.
+    """
+
+    identifier: Identifier = "content"
+    shard: tuple[int, int] = (0, 1)
+    limit: int | None = None
+    patience_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        number, parts = self.shard
+        if not 0 <= number < parts:
+            raise ConfigError(
+                f"`shard` {number}/{parts} is none; write it as 0/4, from 0/4 to 3/4",
+                field="shard",
+            )
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError("`limit` must be 1 or more; leave it out for all", field="limit")
+        if self.identifier not in ("content", "sha256"):
+            raise ConfigError(
+                f"`identifier` {self.identifier!r:.50} is none; it is `content` or `sha256`",
+                field="identifier",
+            )
+
+
+@dataclass(slots=True)
+class PrecomputeReport:
+    """What a job did.
+
+    Attributes:
+        namespace: Where the embeddings are.
+        items: Of the source, in this shard, that were looked at.
+        done_before: Of these, what the catalogue and the index had.
+        catalogued: What the index had and the catalogue lacked.
+        encoded: What was encoded, confirmed by the bucket and catalogued.
+        failures: What could not be read or encoded.
+        unconfirmed: What was encoded, and the bucket has not confirmed.
+        read_bytes: Of the files that were read.
+        stored_bytes: Of the objects of what was encoded.
+        seconds: How long the job took, and of that how long the encoder was there.
+        is_stopped: It was told to end before the end of the source.
+        problem: Why it ended before that by itself; else empty.
+    """
+
+    namespace: str = ""
+    items: int = 0
+    done_before: int = 0
+    catalogued: int = 0
+    encoded: int = 0
+    failures: list[Failure] = field(default_factory=list)
+    unconfirmed: list[Failure] = field(default_factory=list)
+    read_bytes: int = 0
+    stored_bytes: int = 0
+    seconds: float = 0.0
+    engine_started: bool = False
+    is_stopped: bool = False
+    problem: str = ""
+
+    @property
+    def confirmed(self) -> int:
+        """Items that the catalogue and the bucket have now."""
+        return self.done_before + self.catalogued + self.encoded
+
+    @property
+    def status(self) -> Status:
+        """``complete``: all of the source is there. ``failed``: nothing of it is."""
+        if not (self.failures or self.unconfirmed or self.is_stopped or self.problem):
+            return "complete"
+        return "partial" if self.confirmed else "failed"
+
+    def to_json(self) -> dict[str, Any]:
+        """As a plain document, for ``--report`` and ``--json``."""
+
+        def listed(failures: Sequence[Failure]) -> list[dict[str, Any]]:
+            names = ("document", "page", "uri", "reason")
+            return [{name: getattr(each, name) for name in names} for each in failures]
+
+        seconds = max(self.seconds, 1e-9)
+        return {
+            "status": self.status,
+            "namespace": self.namespace,
+            "item_count": self.items,
+            "done_before_count": self.done_before,
+            "catalogued_count": self.catalogued,
+            "encoded_count": self.encoded,
+            "failed_count": len(self.failures),
+            "unconfirmed_count": len(self.unconfirmed),
+            "read_bytes": self.read_bytes,
+            "stored_bytes": self.stored_bytes,
+            "seconds": round(self.seconds, 3),
+            "items_per_s": round(self.items / seconds, 3),
+            "encoded_per_s": round(self.encoded / seconds, 3),
+            "stored_bytes_per_s": round(self.stored_bytes / seconds),
+            "engine_started": self.engine_started,
+            "stopped": self.is_stopped,
+            "problem": self.problem or None,
+            "failures": listed(self.failures),
+            "unconfirmed": listed(self.unconfirmed),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What is to be done for one item; exactly one of these, or nothing where it is done.
+
+    Attributes:
+        failure: It cannot be read.
+        row: The embedding is there and known: only this row is new.
+        is_renewed: The catalogue had the document already, with other words about it.
+        found: The embedding is there under this identifier, and no row tells of it.
+        picture: To be encoded; with ``found`` as its likely name.
+    """
+
+    read_bytes: int = 0
+    origin: Origin | None = None
+    failure: Failure | None = None
+    row: CatalogRow | None = None
+    is_renewed: bool = False
+    found: str | None = None
+    picture: Picture | None = None
+
+
+class Job:
+    """Brings the items of a source into a corpus. Used once.
+
+    States: new, then running in ``run``, and ended. ``stop`` has it end soon.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        items: Iterable[SourceItem],
+        encoder: Encoder,
+        options: JobOptions | None = None,
+        *,
+        total: Callable[[], int | None] = lambda: None,
+        report: Report = unreported,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            corpus: Where to.
+            items: Taken one by one, as they are needed.
+            encoder: Closed at the end of ``run``.
+            options: How it works.
+            total: How many items there are, as far as that is known.
+            report: Told how many are done.
+
+        Raises:
+            ConfigError: The settings refuse what ``identifier`` asks for.
+        """
+        self._options = options or JobOptions()
+        if self._options.identifier == "sha256" and not corpus.settings.trust_client_ids:
+            raise ConfigError(
+                "`identifier` = sha256 is a name that clients choose, and `trust_client_ids` = "
+                "false takes none of those; set it to true, or take `content`",
+                field="identifier",
+            )
+        self._corpus = corpus
+        self._items = items
+        self._encoder = encoder
+        self._total = total
+        self._tell = report
+        self._stopped = threading.Event()
+        self._under_way: dict[int, Origin] = {}
+        self._begun: set[bytes] = set()  # keys of these, as far as they are known
+        self._twins: dict[bytes, list[Origin]] = {}
+        self.report = PrecomputeReport()
+        self._ledger: Ledger | None = None
+        self._confirmations: Confirmations | None = None
+
+    def stop(self) -> None:
+        """Have ``run`` end soon; what is encoded is saved. Also in a signal's handler."""
+        self._stopped.set()
+        self._encoder.stop()
+
+    @property
+    def progress(self) -> PrecomputeReport:
+        """The report so far, with what was confirmed by now."""
+        self._take_counts()
+        return self.report
+
+    def run(self) -> PrecomputeReport:
+        """Do it, and return what was done. Faults of items, engine and bucket are in the report.
+
+        Raises:
+            ConfigError: The model, an argument, a setting or the source cannot work.
+            UnavailableError, AccessError: The bucket did not answer at the start.
+            CorruptEntryError: The catalogue is unusable.
+        """
+        began_s = time.monotonic()
+        try:
+            self._open()
+            self._encode_all()
+        finally:
+            self._end()
+            self.report.seconds = time.monotonic() - began_s
+        return self.report
+
+    def _open(self) -> None:
+        namespace = self._encoder.namespace()
+        self.report.namespace = namespace.name
+        self._ledger = Ledger(self._corpus, namespace)
+        self._ledger.open()
+        self._confirmations = Confirmations(self._corpus, self._ledger)
+        self._encoder.confirmed_by(self._ledger.holds_identifier)
+
+    def _encode_all(self) -> None:
+        try:
+            for encoded in self._encoder.encode(self._pictures()):
+                self._take(encoded)
+        except EncoderError as exc:
+            log.exception("the job ends")
+            self.report.problem = str(exc)
+        self.report.is_stopped = self._stopped.is_set()
+
+    def _end(self) -> None:
+        """Let saves come to their end, and count."""
+        self.report.engine_started = self._encoder.is_running
+        confirmations, ledger = self._confirmations, self._ledger
+        try:
+            if confirmations is not None:
+                confirmations.settle(self._options.patience_s if not self.report.problem else 0.0)
+        finally:
+            # Which waits for the last uploads once more, and announces them.
+            self._encoder.close()
+            if confirmations is not None:
+                self.report.unconfirmed = confirmations.end()
+                self._take_counts()
+            if ledger is not None:
+                ledger.close()
+        left = "the job ended before it was encoded"
+        if self.report.problem:
+            self.report.unconfirmed += [each.failure(left) for each in self._under_way.values()]
+
+    def _take_counts(self) -> None:
+        confirmations = self._confirmations
+        if confirmations is not None:
+            self.report.encoded = confirmations.encoded
+            self.report.catalogued = confirmations.catalogued
+            self.report.stored_bytes = confirmations.stored_bytes
+
+    # -- what is to be done ------------------------------------------------------------------
+
+    def _pictures(self) -> Iterator[Picture]:
+        """Those that are to be encoded; all other items are seen to on the way."""
+        for plan in self._plans():
+            self._count(plan)
+            picture = self._picture_of(plan)
+            if picture is None:
+                continue
+            self._require_confirmations().wait_for_room(self._stopped, self._options.patience_s)
+            if self._stopped.is_set():
+                return
+            yield picture
+
+    def _count(self, plan: _Planned) -> None:
+        report = self.report
+        report.items += 1
+        report.read_bytes += plan.read_bytes
+        if plan.failure is not None:
+            report.failures.append(plan.failure)
+        elif plan.is_renewed or (plan.row or plan.found or plan.picture) is None:
+            report.done_before += 1
+        if report.items % _REPORT_EVERY == 0 or self._under_way:
+            self._show()
+
+    def _show(self) -> None:
+        done = self.report.items - len(self._under_way)
+        self._tell("precomputing", done, self._total())
+
+    def _picture_of(self, plan: _Planned) -> Picture | None:
+        """What is left to encode of a plan; None where it is done, or waits for what is."""
+        confirmations = self._require_confirmations()
+        if plan.row is not None:
+            confirmations.add_row(plan.row, is_new=not plan.is_renewed)
+            return None
+        if plan.origin is None or (plan.found is None and plan.picture is None):
+            return None
+        key = None if plan.found is None else self._require_ledger().key(plan.found)
+        if plan.picture is None:
+            if key is not None and plan.found is not None:
+                confirmations.add(plan.found, key, plan.origin, encoded=False)
+            return None
+        if key is not None:
+            if confirmations.join(key, plan.origin):
+                return None
+            if key.digest in self._begun:
+                self._twins.setdefault(key.digest, []).append(plan.origin)
+                return None
+            self._begun.add(key.digest)
+        self._under_way[plan.picture.number] = plan.origin
+        return plan.picture
+
+    def _take(self, encoded: Encoded) -> None:
+        """Note what became of a picture, and of those that are the same."""
+        origin = self._under_way.pop(encoded.number)
+        key = None
+        if encoded.identifier is not None:
+            key = self._require_ledger().key(encoded.identifier)
+        problem = encoded.problem or "nothing is stored under its identifier"
+        twins = self._twins.pop(key.digest, []) if key is not None else []
+        if key is not None and encoded.identifier is not None:
+            self._begun.discard(key.digest)
+            add = self._require_confirmations().add
+            add(encoded.identifier, key, origin, encoded=True)
+            for twin in twins:
+                add(encoded.identifier, key, twin, encoded=False)
+        else:
+            self.report.failures.append(origin.failure(problem))
+        self._show()
+
+    def _plans(self) -> Iterator[_Planned]:
+        """Plans of the items, in their order, made ahead by some threads."""
+        readers = self._encoder.readers
+        window: deque[Future[_Planned]] = deque()
+        items = enumerate(self._mine())
+        with ThreadPoolExecutor(readers, "s3ec-read") as pool:
+            try:
+                while not self._stopped.is_set():
+                    for number, item in itertools.islice(items, readers * _AHEAD - len(window)):
+                        window.append(pool.submit(self._plan, number, item))
+                    if not window:
+                        return
+                    yield window.popleft().result()
+            finally:
+                for each in window:
+                    each.cancel()
+
+    def _mine(self) -> Iterator[SourceItem]:
+        """The items of this shard. Which one has an item does not depend on the others."""
+        number, parts = self._options.shard
+        mine = (item for item in self._items if parts == 1 or _shard_of(item, parts) == number)
+        return itertools.islice(mine, self._options.limit)
+
+    def _plan(self, number: int, item: SourceItem) -> _Planned:
+        """In a thread: what is to be done for one item, by what the bucket has."""
+        try:
+            return self._plan_readable(number, item)
+        except SourceError as exc:
+            return _Planned(failure=failure_of(item, exc.reason))
+        except EncoderError:
+            raise
+        except S3ECError as exc:  # a bucket that the item lies in, above all
+            return _Planned(failure=failure_of(item, str(exc)))
+
+    def _plan_readable(self, number: int, item: SourceItem) -> _Planned:
+        ledger = self._require_ledger()
+        stamp = stamp_of(item)
+        mine = _row_of(item, ledger.catalogue.by_document(item.document, item.page))
+        picture: Picture | None = None
+        if mine is not None and stamp is not None and mine.extra.get(STAMP) == stamp:
+            sha256, nbytes = mine.sha256, 0
+        else:
+            picture = self._encoder.read(number, item)
+            sha256, nbytes = picture.sha256, picture.nbytes
+        origin = Origin(item, sha256, stamp)
+        known = mine
+        if mine is None or mine.sha256 != sha256 or not self._is_wanted(mine):
+            known = ledger.catalogue.by_sha256(sha256)
+        if known is not None and self._is_wanted(known) and known.modality == item.modality:
+            key = ledger.key(known.identifier)
+            if key is not None and ledger.holds(key):
+                row = origin.row(known, time.time())
+                if mine is not None and _says_the_same(mine, row):
+                    return _Planned(nbytes, origin)
+                return _Planned(nbytes, origin, row=row, is_renewed=known is mine)
+        if picture is None:
+            picture = self._encoder.read(number, item)
+            nbytes = picture.nbytes
+        if self._options.identifier == "sha256":
+            picture = replace(picture, uuid=f"sha256:{sha256}")
+        name = self._encoder.identify(picture)
+        key = None if name is None else ledger.key(name)
+        if name is not None and key is not None and ledger.holds(key):
+            return _Planned(nbytes, origin, found=name if ledger.has_catalogue else None)
+        return _Planned(nbytes, origin, found=name, picture=picture)
+
+    def _is_wanted(self, row: CatalogRow) -> bool:
+        """Whether its embedding is called as this job calls them."""
+        by_client = row.identifier == f"sha256:{row.sha256}"
+        return by_client == (self._options.identifier == "sha256")
+
+    def _require_ledger(self) -> Ledger:
+        if self._ledger is None:
+            raise EncoderError("the job has not begun")
+        return self._ledger
+
+    def _require_confirmations(self) -> Confirmations:
+        if self._confirmations is None:
+            raise EncoderError("the job has not begun")
+        return self._confirmations
+
+
+def _row_of(item: SourceItem, rows: Sequence[CatalogRow]) -> CatalogRow | None:
+    return next(
+        (row for row in rows if row.page == item.page and row.modality == item.modality), None
+    )
+
+
+def _says_the_same(old: CatalogRow, new: CatalogRow) -> bool:
+    """Whether a new row would only have a later time."""
+    names = ("uri", "sha256", "identifier", "rows", "width", "dtype", "nbytes")
+    return dict(old.extra) == dict(new.extra) and all(
+        getattr(old, name) == getattr(new, name) for name in names
+    )
+
+
+def _shard_of(item: SourceItem, parts: int) -> int:
+    return zlib.crc32(f"{item.document}\0{item.page}".encode()) % parts
+
+
+def stamp_of(item: SourceItem) -> str | None:
+    """By what a file is taken for the one that was read before; None for what is no file here.
+
+    Size and time of the last change, and for a page how it is drawn.
+    """
+    address = urlsplit(item.uri)
+    if address.scheme != "file":
+        return None
+    try:
+        found = os.stat(unquote(address.path))
+    except OSError:
+        return None
+    stamp = f"{found.st_size} {found.st_mtime_ns}"
+    return stamp if item.page is None else f"{stamp} {item.options.dpi}"
+
+
+def make_job(
+    corpus: Corpus,
+    source: str,
+    model: str,
+    options: JobOptions | None = None,
+    *,
+    read: ReadOptions | None = None,
+    column: str | None = None,
+    engine: str = "local",
+    engine_args: Mapping[str, Any] | None = None,
+    batch: int = 64,
+    report: Report = unreported,
+) -> Job:
+    """A job over what a text names, with an encoder that is not started yet.
+
+    Args:
+        corpus: Where to.
+        source: As ``open_source`` takes it.
+        model: As the server's ``--model``, letter by letter.
+        options: How it works.
+        read: How items are read.
+        column: Of a dataset with several columns of files.
+        engine: ``local``, which is vLLM here.
+        engine_args: Further arguments of ``vllm.LLM``, by their Python names.
+        batch: Pictures that an engine has at a time.
+        report: Told how many items are done.
+
+    Raises:
+        ConfigError: An argument, or the source as a whole, cannot be used.
+    """
+    if batch < 1:
+        raise ConfigError("`batch` must be 1 or more", field="batch")
+    if engine != "local":
+        raise ConfigError(f"`engine` {engine!r:.50} is none; it is `local`", field="engine")
+    options = options or JobOptions()
+    read = read or ReadOptions(settings=corpus.settings)
+
+    def items() -> Iterator[SourceItem]:
+        return open_source(source, read, column=column)
+
+    encoder = VllmEncoder(model, corpus.settings, engine_args=engine_args, batch=batch)
+    first = items()  # before anything is counted: it says what is wrong with the source
+    total = total_of(items, options)
+    return Job(corpus, first, encoder, options, total=total, report=report)
+
+
+def total_of(make_items: Callable[[], Iterable[SourceItem]], options: JobOptions) -> Any:
+    """Count the items of a source beside the job; what is known of that by now."""
+    counted: list[int | None] = [None]
+
+    def count() -> None:
+        number, parts = options.shard
+        try:
+            total = sum(
+                1 for item in make_items() if parts == 1 or _shard_of(item, parts) == number
+            )
+        except Exception:
+            log.debug("the items are not counted", exc_info=True)
+            return
+        counted[0] = total if options.limit is None else min(total, options.limit)
+
+    threading.Thread(target=count, name="s3ec-count", daemon=True).start()
+    return lambda: counted[0]

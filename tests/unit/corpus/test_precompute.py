@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job with an encoder that is none: what is encoded, confirmed, catalogued, and done again."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec.config import load_settings
+from s3ec.corpus import Corpus
+from s3ec.corpus.encoder import Encoded, EncoderError, Picture, VllmEncoder
+from s3ec.corpus.precompute import Job, JobOptions, PrecomputeReport, make_job
+from s3ec.corpus.reading import ReadOptions
+from s3ec.corpus.sources import SourceItem, open_source
+from s3ec.errors import AccessError, ConfigError, SourceError
+from s3ec.identity import Layout, Namespace, make_key
+from s3ec.index.manifest import Ulids
+from s3ec.index.rows import EntryInfo
+from s3ec.store.base import Store
+from s3ec.tenant import Tenant
+from s3ec.testing.fault_store import Fault, FaultStore, Script
+from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from tests.support.pdfs import make_pdf
+from tests.unit.cli.corpus import MODEL, entry_bytes
+from tests.unit.index.manifests import delta_bytes
+
+NAMESPACE = Namespace.from_descriptor(MODEL)
+LAYOUT = Layout(NAMESPACE.name)
+# What is never confirmed is not waited for.
+AT_ONCE = JobOptions(patience_s=0.0)
+
+
+def name_of(data: bytes) -> str:
+    """What the encoder calls a picture."""
+    return hashlib.sha256(b"model" + data).hexdigest()
+
+
+@dataclass
+class FakeEncoder:
+    """Stores an entry for each picture, and announces it, unless told otherwise.
+
+    Attributes:
+        encoded: Bytes of what it was given.
+        before_each: Called with the number of those before each picture.
+    """
+
+    corpus: Corpus
+    can_name: bool = True
+    tenant: Tenant | None = None
+    saves: bool = True
+    before_each: Callable[[int], None] = lambda count: None
+    encoded: list[bytes] = field(default_factory=list)
+    is_running: bool = False
+    is_closed: bool = False
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def namespace(self) -> Namespace:
+        return NAMESPACE
+
+    def identify(self, picture: Picture) -> str | None:
+        if picture.data.startswith(b"broken"):
+            raise SourceError("cannot identify image file")
+        return picture.uuid or (name_of(picture.data) if self.can_name else None)
+
+    def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
+        for picture in pictures:
+            self.is_running = True
+            self.before_each(len(self.encoded))
+            if self.stopped.is_set():
+                return
+            self.encoded.append(picture.data)
+            if picture.data.startswith(b"too large"):
+                yield Encoded(picture.number, None, "ValueError: the prompt is too long")
+                continue
+            identifier = picture.uuid or name_of(picture.data)
+            if self.saves:
+                save(self.corpus, identifier, self.tenant)
+            yield Encoded(picture.number, identifier)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+_ULIDS = Ulids()
+
+
+def save(corpus: Corpus, identifier: str, tenant: Tenant | None = None) -> None:
+    """What an engine does: the object, then its announcement."""
+    key = make_key(identifier, tenant)
+    assert key is not None
+    body = entry_bytes(key.stored, NAMESPACE.name)
+    put(corpus, LAYOUT.descriptor, NAMESPACE.to_json())
+    put(corpus, LAYOUT.object(key), body)
+    facts = EntryInfo(len(body), 4, 8, "bfloat16", time_s=int(time.time()))
+    delta = delta_bytes([(key.digest, facts)], LAYOUT)
+    put(corpus, LAYOUT.delta(_ULIDS.next(time.time())), delta)
+
+
+def put(corpus: Corpus, name: str, body: bytes) -> None:
+    async def work(store: Store) -> None:
+        if await store.head(name) is None:
+            await store.put_if_absent(name, [body])
+
+    corpus.run(work)
+
+
+@dataclass
+class Desk:
+    """A folder of pictures, and a bucket."""
+
+    corpus: Corpus
+    folder: Path
+
+    def write(self, **files: bytes) -> None:
+        for name, data in files.items():
+            (self.folder / f"{name}.png").write_bytes(data)
+
+    def job(
+        self,
+        encoder: FakeEncoder,
+        options: JobOptions | None = None,
+        items: Iterable[SourceItem] | None = None,
+    ) -> Job:
+        found = open_source(str(self.folder)) if items is None else items
+        return Job(self.corpus, found, encoder, options)
+
+    def run(
+        self, options: JobOptions | None = None, **how: Any
+    ) -> tuple[PrecomputeReport, FakeEncoder]:
+        encoder = FakeEncoder(self.corpus, **how)
+        report = self.job(encoder, options).run()
+        assert encoder.is_closed
+        assert report.engine_started == encoder.is_running
+        return report, encoder
+
+    def rows(self) -> dict[str, Any]:
+        """The catalogue by document, and page where there is one."""
+        return {
+            f"{row.document}:{row.page}" if row.page else row.document: row
+            for row in self.corpus.catalog(NAMESPACE.name).rows()
+        }
+
+
+@pytest.fixture
+def bucket() -> MemoryBucket:
+    return MemoryBucket()
+
+
+@pytest.fixture
+def open_corpus(bucket: MemoryBucket, tmp_path: Path) -> Iterator[Callable[..., Corpus]]:
+    opened: list[Corpus] = []
+
+    def make(store: Store | None = None, **changes: Any) -> Corpus:
+        given = {"bucket": "corpus", "cache_dir": str(tmp_path / "tier"), "min_free_bytes": 0}
+        settings = load_settings({**given, **changes}).settings
+        opened.append(Corpus(settings, store=store or MemoryStore(bucket), attempts=1))
+        return opened[-1]
+
+    yield make
+    for corpus in opened:
+        corpus.close()
+
+
+@pytest.fixture
+def desk(open_corpus: Callable[..., Corpus], tmp_path: Path) -> Desk:
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    return Desk(open_corpus(), folder)
+
+
+def test_what_is_encoded_is_confirmed_and_catalogued(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two")
+    report, encoder = desk.run()
+    assert (report.status, report.items, report.encoded, report.done_before) == (
+        "complete",
+        2,
+        2,
+        0,
+    )
+    assert sorted(encoder.encoded) == [b"one", b"two"]
+    row = desk.rows()["a.png"]
+    blob = entry_bytes(name_of(b"one"), NAMESPACE.name)
+    assert row.identifier == name_of(b"one")
+    assert row.sha256 == hashlib.sha256(b"one").hexdigest()
+    assert row.uri == (desk.folder / "a.png").as_uri()
+    # By the stored entry's own header.
+    assert (row.rows, row.width, row.dtype, row.nbytes) == (4, 8, "bfloat16", len(blob))
+    assert row.placeholder == {"image_grid_thw": [1, 2, 2]}
+    assert report.stored_bytes == 2 * len(blob)
+    assert report.to_json()["encoded_count"] == 2
+
+
+def test_a_second_run_encodes_nothing_and_starts_no_engine(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two")
+    desk.run()
+    report, encoder = desk.run()
+    assert (report.status, report.done_before, report.encoded) == ("complete", 2, 0)
+    assert not encoder.is_running
+    assert report.read_bytes == 0  # a file of the same size and time is not read again
+
+
+def test_files_that_were_touched_are_read_and_not_encoded(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two")
+    desk.run()
+    os.utime(desk.folder / "a.png", (1, 1))
+    for read_bytes in (3, 0):
+        report, encoder = desk.run()
+        assert (report.status, report.done_before, report.read_bytes) == ("complete", 2, read_bytes)
+        assert not encoder.is_running
+
+
+def test_files_that_were_changed_are_encoded_again(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two")
+    desk.run()
+    desk.write(a=b"three")
+    report, encoder = desk.run()
+    assert (report.done_before, report.encoded) == (1, 1)
+    assert encoder.encoded == [b"three"]
+    assert desk.rows()["a.png"].identifier == name_of(b"three")
+
+
+def test_what_came_later_is_added(desk: Desk) -> None:
+    desk.write(a=b"one")
+    desk.run()
+    desk.write(b=b"two")
+    report, encoder = desk.run()
+    assert (report.done_before, report.encoded, encoder.encoded) == (1, 1, [b"two"])
+
+
+def test_what_cannot_be_read_is_listed_and_stops_nothing(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"broken", c=b"two", d=b"too large")
+    report, encoder = desk.run()
+    assert (report.status, report.encoded) == ("partial", 2)
+    assert {failure.document: failure.reason for failure in report.failures} == {
+        "b.png": "cannot identify image file",
+        "d.png": "ValueError: the prompt is too long",
+    }
+    assert encoder.encoded.count(b"one") == encoder.encoded.count(b"two") == 1
+    (desk.folder / "b.png").unlink()
+    (desk.folder / "d.png").unlink()
+    report, encoder = desk.run()
+    assert (report.status, report.done_before, encoder.encoded) == ("complete", 2, [])
+
+
+def test_nothing_but_bad_files_is_a_failure(desk: Desk) -> None:
+    desk.write(a=b"broken")
+    report, encoder = desk.run()
+    assert (report.status, report.confirmed) == ("failed", 0)
+    assert not encoder.is_running
+
+
+def test_the_same_picture_is_encoded_once(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"one", c=b"one")
+    report, encoder = desk.run()
+    assert encoder.encoded == [b"one"]
+    assert (report.encoded, report.catalogued) == (1, 2)
+    assert {row.identifier for row in desk.rows().values()} == {name_of(b"one")}
+    assert len(desk.rows()) == 3
+
+
+def test_an_encoder_that_cannot_name_pictures_says_it_when_it_has_encoded_them(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two")
+    report, _ = desk.run(can_name=False)
+    assert (report.status, report.encoded) == ("complete", 2)
+    report, encoder = desk.run(can_name=False)
+    assert (report.done_before, encoder.encoded) == (2, [])
+
+
+def test_what_the_index_has_is_catalogued_without_an_engine(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two")
+    save(desk.corpus, name_of(b"one"))
+    save(desk.corpus, name_of(b"two"))
+    report, encoder = desk.run()
+    assert (report.status, report.catalogued, report.encoded) == ("complete", 2, 0)
+    assert not encoder.is_running
+    assert desk.rows()["a.png"].placeholder == {"image_grid_thw": [1, 2, 2]}
+
+
+def test_what_was_deleted_is_encoded_again(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two")
+    desk.run()
+    desk.corpus.delete(name_of(b"one"), namespace=NAMESPACE.name)
+    report, encoder = desk.run(saves=False, options=AT_ONCE)
+    assert encoder.encoded == [b"one"]
+    assert (report.status, report.done_before, report.encoded) == ("partial", 1, 0)
+
+
+def test_a_copy_under_another_name_needs_no_engine(desk: Desk) -> None:
+    desk.write(a=b"one")
+    desk.run()
+    desk.write(b=b"one")
+    report, encoder = desk.run(can_name=False)
+    assert (report.done_before, report.catalogued) == (1, 1)
+    assert not encoder.is_running
+
+
+def test_what_the_source_says_is_renewed(desk: Desk) -> None:
+    desk.write(a=b"one")
+    desk.run()
+    items = [replace(item, extra={"title": "A"}) for item in open_source(str(desk.folder))]
+    encoder = FakeEncoder(desk.corpus)
+    report = desk.job(encoder, items=items).run()
+    assert (report.done_before, report.catalogued, encoder.is_running) == (1, 0, False)
+    assert desk.rows()["a.png"].extra["title"] == "A"
+
+
+def test_clients_that_send_the_hash_of_the_file_get_entries_under_that(desk: Desk) -> None:
+    desk.write(a=b"one")
+    hashed = JobOptions(identifier="sha256")
+    desk.run()
+    report, encoder = desk.run(hashed)
+    assert (report.encoded, encoder.encoded) == (1, [b"one"])
+    expected = f"sha256:{hashlib.sha256(b'one').hexdigest()}"
+    assert desk.rows()["a.png"].identifier == expected
+    for options, found in ((hashed, 0), (None, 1), (hashed, 1)):
+        report, encoder = desk.run(options)
+        assert (report.status, report.catalogued + report.done_before) == ("complete", 1)
+        assert report.catalogued == found
+        assert not encoder.is_running
+
+
+def test_pages_are_items_and_drawn_anew_for_other_dots_per_inch(desk: Desk) -> None:
+    (desk.folder / "report.pdf").write_bytes(make_pdf(2))
+    report, _ = desk.run()
+    assert (report.status, report.encoded) == ("complete", 2)
+    assert set(desk.rows()) == {"report.pdf:1", "report.pdf:2"}
+    report, _ = desk.run()
+    assert (report.done_before, report.read_bytes) == (2, 0)
+    items = open_source(str(desk.folder), ReadOptions(dpi=30))
+    encoder = FakeEncoder(desk.corpus)
+    assert desk.job(encoder, items=items).run().encoded == 2
+
+
+def test_under_a_tenants_secret_there_is_no_catalogue_and_nothing_is_encoded_twice(
+    desk: Desk, open_corpus: Callable[..., Corpus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENANT_KEY", "k" * 32)
+    corpus = open_corpus(tenant_key="env:TENANT_KEY")
+    assert corpus.tenant is not None
+    secret = Desk(corpus, desk.folder)
+    desk.write(a=b"one", b=b"two")
+    encoders = [FakeEncoder(corpus, tenant=corpus.tenant) for _ in range(2)]
+    first, second = (secret.job(encoder).run() for encoder in encoders)
+    assert (first.status, first.encoded) == ("complete", 2)
+    assert (second.status, second.done_before, second.encoded) == ("complete", 2, 0)
+    assert not encoders[1].is_running
+
+
+# -- broken off -----------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_stopped_goes_on_later(desk: Desk) -> None:
+    desk.write(**{f"page-{number:02}": bytes([number]) for number in range(20)})
+    encoder = FakeEncoder(desk.corpus)
+    job = desk.job(encoder)
+    encoder.before_each = lambda count: job.stop() if count == 5 else None
+    report = job.run()
+    assert (report.status, report.is_stopped, report.encoded) == ("partial", True, 5)
+    assert report.unconfirmed == []
+    second, again = desk.run()
+    assert (second.status, second.done_before, second.encoded) == ("complete", 5, 15)
+    assert not set(encoder.encoded) & set(again.encoded)
+
+
+def test_an_engine_that_ends_leaves_a_report(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two", c=b"three")
+
+    def die(count: int) -> None:
+        if count == 2:
+            raise EncoderError("the engine ended")
+
+    report, encoder = desk.run(before_each=die)
+    assert (report.status, report.problem, report.encoded) == ("partial", "the engine ended", 2)
+    assert [each.reason for each in report.unconfirmed] == ["the job ended before it was encoded"]
+    second, again = desk.run()
+    assert second.status == "complete"
+    assert len(again.encoded) == 1
+    assert not set(encoder.encoded) & set(again.encoded)
+
+
+def test_nothing_counts_before_the_bucket_has_confirmed_it(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two")
+    report, _ = desk.run(AT_ONCE, saves=False)
+    assert (report.status, report.encoded) == ("failed", 0)
+    assert {each.document for each in report.unconfirmed} == {"a.png", "b.png"}
+    assert "has not confirmed it" in report.unconfirmed[0].reason
+    save(desk.corpus, name_of(b"one"))  # as the next engine on the node does from its spool
+    assert desk.rows() == {}
+    report, encoder = desk.run()
+    assert (report.catalogued, report.encoded, encoder.encoded) == (1, 1, [b"two"])
+
+
+def test_last_uploads_of_an_engine_that_closes_are_waited_for(desk: Desk) -> None:
+    desk.write(a=b"one")
+
+    @dataclass
+    class Late(FakeEncoder):
+        def close(self) -> None:
+            save(self.corpus, name_of(b"one"))
+            super().close()
+
+    encoder = Late(desk.corpus, saves=False)
+    assert desk.job(encoder, AT_ONCE).run().encoded == 1
+
+
+def test_a_catalogue_that_cannot_be_written_loses_nothing(
+    desk: Desk, bucket: MemoryBucket, open_corpus: Callable[..., Corpus]
+) -> None:
+    desk.write(a=b"one", b=b"two")
+    fault = Fault("put_if_absent", "/catalog/", error=AccessError)
+    sick = Desk(open_corpus(FaultStore(MemoryStore(bucket), Script([fault]))), desk.folder)
+    report, encoder = sick.run(AT_ONCE)
+    assert (report.status, report.encoded, len(encoder.encoded)) == ("failed", 0, 2)
+    assert "catalogue could not be written" in report.unconfirmed[0].reason
+    report, encoder = desk.run()
+    assert (report.status, report.catalogued, encoder.encoded) == ("complete", 2, [])
+
+
+# -- which items, and what is refused -------------------------------------------------------------
+
+
+def test_shards_share_the_items_and_new_ones_move_no_others(desk: Desk) -> None:
+    desk.write(**{f"page-{number:02}": bytes([number]) for number in range(20)})
+    found = [desk.run(JobOptions(shard=(number, 3)))[1].encoded for number in range(3)]
+    assert sorted(itertools.chain(*found)) == [bytes([number]) for number in range(20)]
+    assert all(found)
+    desk.write(**{f"extra-{number}": bytes([number]) * 2 for number in range(6)})
+    for number in range(3):
+        report, _ = desk.run(JobOptions(shard=(number, 3)))
+        assert report.done_before == len(found[number])
+
+
+def test_a_limit_counts_items_that_are_there_too(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two", c=b"three")
+    assert desk.run(JobOptions(limit=2))[0].encoded == 2
+    report, _ = desk.run(JobOptions(limit=2))
+    assert (report.items, report.done_before) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"shard": (4, 4)}, "shard"),
+        ({"shard": (-1, 4)}, "shard"),
+        ({"limit": 0}, "limit"),
+        ({"identifier": "md5"}, "identifier"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{field}`.*; ") as caught:
+        JobOptions(**options)
+    assert caught.value.field == field
+
+
+def test_hashes_of_files_need_clients_that_may_choose(
+    desk: Desk, open_corpus: Callable[..., Corpus]
+) -> None:
+    corpus = open_corpus(trust_client_ids=False)
+    with pytest.raises(ConfigError, match="trust_client_ids"):
+        Job(corpus, [], FakeEncoder(corpus), JobOptions(identifier="sha256"))
+
+
+def test_bad_sources_batches_and_engines_are_refused_before_anything_starts(desk: Desk) -> None:
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        make_job(desk.corpus, str(desk.folder / "none"), "model")
+    with pytest.raises(ConfigError, match="`batch`"):
+        make_job(desk.corpus, str(desk.folder), "model", batch=0)
+    with pytest.raises(ConfigError, match="`engine`"):
+        make_job(desk.corpus, str(desk.folder), "model", engine="slurm")
+    for name in ("model", "ec_transfer_config"):
+        with pytest.raises(ConfigError, match=f"`{name}` cannot be given"):
+            VllmEncoder("model", desk.corpus.settings, engine_args={name: "x"})
