@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from s3ec.errors import ConfigError, S3ECError, SourceError
@@ -55,12 +55,17 @@ class Picture:
         modality: ``image``, ``video`` or ``audio``.
         data: The file's bytes.
         uuid: The name that clients send with it; None where they send none.
+        decoded: What was made of the bytes in this process, by how; not sent.
     """
 
     number: int
     modality: str
-    data: bytes
+    data: bytes = field(repr=False)
     uuid: str | None = None
+    decoded: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Picture, (self.number, self.modality, self.data, self.uuid)
 
     @property
     def url(self) -> str:
@@ -201,8 +206,9 @@ class VllmEncoder:
         try:
             found = self._names.of(picture)
         except Exception as exc:  # whatever a decoder raises
-            self._shelf.drop(picture.url)
             raise SourceError(_reason(exc)) from exc
+        finally:
+            self._shelf.drop(picture.url)
         return picture.uuid or found
 
     def _vllm_config(self) -> Any:
@@ -340,23 +346,6 @@ class VllmEncoder:
         self._shelf.close()
 
 
-class _Kept:
-    """One picture's bytes, and what vLLM made of them: decoded once, for naming and encoding."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._lock = threading.Lock()
-        self._decoded: dict[str, Any] = {}
-
-    def load(self, media_io: Any) -> Any:
-        """What a loader of vLLM's makes of the bytes."""
-        how = f"{type(media_io).__name__} {vars(media_io)}"
-        with self._lock:
-            if how not in self._decoded:
-                self._decoded[how] = media_io.load_bytes(self._data)
-            return self._decoded[how]
-
-
 class _Shelf:
     """What stands behind the URLs of pictures, for vLLM's loader of media. Thread-safe.
 
@@ -365,17 +354,17 @@ class _Shelf:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._pictures: dict[str, Picture] = {}
         self._registry: dict[str, type] = {}
         self._replaced: tuple[str, Any] | None = None
 
     def put(self, picture: Picture) -> None:
-        """Have its URL stand for its bytes; one that does so already keeps what was decoded."""
-        self._kept.setdefault(picture.url, _Kept(picture.data))
+        """Have its URL stand for its bytes."""
+        self._pictures[picture.url] = picture
 
     def drop(self, url: str) -> None:
         """Let go of it."""
-        self._kept.pop(url, None)
+        self._pictures.pop(url, None)
 
     def open(self) -> None:
         """Take our place in vLLM's registry."""
@@ -384,7 +373,7 @@ class _Shelf:
         import vllm.envs
         from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
-        kept, name = self._kept, str(vllm.envs.VLLM_MEDIA_CONNECTOR)
+        pictures, name = self._pictures, str(vllm.envs.VLLM_MEDIA_CONNECTOR)
         registry = self._registry = MEDIA_CONNECTOR_REGISTRY.name2class
         theirs: Any = registry[name]
 
@@ -392,10 +381,10 @@ class _Shelf:
             """vLLM's own, which knows our URLs too."""
 
             def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
-                found = kept.get(url)
-                if found is None:
+                picture = pictures.get(url)
+                if picture is None:
                     return super().load_from_url(url, media_io, **options)
-                return found.load(media_io)
+                return _decode(picture, media_io)
 
         self._replaced = name, theirs
         registry[name] = FromShelf
@@ -411,7 +400,15 @@ class _Shelf:
         replaced, self._replaced = self._replaced, None
         if replaced is not None:
             self._registry[replaced[0]] = replaced[1]
-        self._kept.clear()
+        self._pictures.clear()
+
+
+def _decode(picture: Picture, media_io: Any) -> Any:
+    """What a loader of vLLM's makes of the bytes; once, for naming and for encoding."""
+    how = f"{type(media_io).__name__} {vars(media_io)}"
+    if how not in picture.decoded:
+        picture.decoded[how] = media_io.load_bytes(picture.data)
+    return picture.decoded[how]
 
 
 class _Names:

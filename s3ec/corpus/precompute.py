@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -521,24 +522,47 @@ def make_job(
 
     encoder = VllmEncoder(model, corpus.settings, engine_args=engine_args, batch=batch)
     first = items()  # before anything is counted: it says what is wrong with the source
-    total = total_of(items, options)
+    total = total_of(source, items, options)
     return Job(corpus, first, encoder, options, total=total, report=report)
 
 
-def total_of(make_items: Callable[[], Iterable[SourceItem]], options: JobOptions) -> Any:
-    """Count the items of a source beside the job; what is known of that by now."""
-    counted: list[int | None] = [None]
+def total_of(
+    source: str, items: Callable[[], Iterable[SourceItem]], options: JobOptions
+) -> Callable[[], int | None]:
+    """Count the items of a source beside the job; answers with what is known of that by now.
+
+    Of a list only the rows are counted: PDF files from elsewhere would be fetched for their pages.
+    """
+    counted: list[int] = []
 
     def count() -> None:
         number, parts = options.shard
         try:
-            total = sum(
-                1 for item in make_items() if parts == 1 or _shard_of(item, parts) == number
-            )
-        except Exception:
+            rows = _count_rows(source)
+            if rows is not None:
+                total = rows // parts
+            else:
+                mine = (one for one in items() if parts == 1 or _shard_of(one, parts) == number)
+                total = sum(1 for _ in mine)
+        except Exception:  # only the time left is not known then
             log.debug("the items are not counted", exc_info=True)
             return
-        counted[0] = total if options.limit is None else min(total, options.limit)
+        counted.append(total if options.limit is None else min(total, options.limit))
 
     threading.Thread(target=count, name="s3ec-count", daemon=True).start()
-    return lambda: counted[0]
+    return lambda: counted[0] if counted else None
+
+
+def _count_rows(source: str) -> int | None:
+    """Rows of a list; None of what is no list."""
+    path = Path(source)
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl" and path.is_file():
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    if suffix in (".parquet", ".pq") and path.is_file():
+        from pyarrow import parquet
+
+        rows: int = parquet.read_metadata(path).num_rows
+        return rows
+    return None
