@@ -223,6 +223,11 @@ class VllmEncoder:
                 ) from exc
             except (OSError, ValueError) as exc:
                 raise ConfigError(f"vLLM refuses the model: {exc}", field="model") from exc
+            from s3ec.connector.vllm_config import model_problem
+
+            problem = model_problem(self._config)
+            if problem is not None:
+                raise ConfigError(f"`model`: {problem}; take another one", field="model")
             self._shelf.open()
             self._names = _Names(self._config.model_config, self._shelf)
         return self._config
@@ -447,12 +452,10 @@ class _Names:
         with self._lock:
             if self._loader is not None:
                 return
-            multimodal = self._model_config.multimodal_config
-            if multimodal is None:
-                raise ConfigError("the model takes no images, audio or video", field="model")
             from vllm.multimodal import MULTIMODAL_REGISTRY
 
             self._processor = MULTIMODAL_REGISTRY.create_processor(self._model_config)
+            multimodal = self._model_config.multimodal_config
             self._loader = self._shelf.loader(multimodal.media_io_kwargs)
 
     def _hash(self, modality: str, media: Any) -> str:

@@ -246,6 +246,9 @@ class Job:
         try:
             self._open()
             self._encode_all()
+        except BaseException as exc:
+            self.report.problem = str(exc) or type(exc).__name__
+            raise
         finally:
             self._end()
             self.report.seconds = time.monotonic() - began_s
@@ -266,6 +269,8 @@ class Job:
             log.exception("the job ends")
             self.report.problem = str(exc)
         self.report.is_stopped = self._stopped.is_set()
+        if not (self.report.items or self.report.is_stopped or self._options.shard[1] > 1):
+            self.report.problem = self.report.problem or "the source has nothing to encode"
 
     def _end(self) -> None:
         """Let saves come to their end, and count."""
@@ -284,7 +289,8 @@ class Job:
                 ledger.close()
         left = "the job ended before it was encoded"
         if self.report.problem:
-            self.report.unconfirmed += [each.failure(left) for each in self._under_way.values()]
+            lost = [*self._under_way.values(), *itertools.chain(*self._twins.values())]
+            self.report.unconfirmed += [each.failure(left) for each in lost]
 
     def _take_counts(self) -> None:
         confirmations = self._confirmations
