@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Set
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
@@ -232,9 +233,9 @@ async def read_table(
 class CatalogFollower:
     """Keeps an index of a growing catalogue, for programs that live long. For one event loop.
 
-    ``refresh`` lists the folder and downloads what is new. Parts that were merged bring nothing
-    new and are read all the same, once. A refresh that fails or is cancelled leaves the index as
-    it is, with what had come by then; the next one goes on.
+    ``refresh`` lists the folder and downloads what is new. Where parts are gone, merged or written
+    anew without some rows, it reads everything again, and puts the new index in place at the end. A
+    refresh that fails or is cancelled loses nothing; the next one goes on.
 
     Attributes:
         index: What is known. It never changes: refresh puts another one in its place. So any
@@ -254,40 +255,55 @@ class CatalogFollower:
         """
         self.index = CatalogIndex()
         self.is_full = False
+        self._store = store
+        self._layout = layout
         self._reader = PartReader(store, layout)
-        self._folder = layout.catalog
         self._max_bytes = max_bytes
-        self._is_reading = False
+        # One at a time: each of two would put its own rows in place of the other's.
+        self._turn = asyncio.Lock()
         self._told: set[str] = set()
 
+    @property
+    def problems(self) -> dict[str, CorruptEntryError]:
+        """Object name to why it cannot be used."""
+        return self._reader.problems
+
     async def refresh(self) -> None:
-        """Learn what was appended. Does nothing while another call of it is under way.
+        """Learn what was appended before this was called. Several calls take turns.
 
         Costs one LIST where nothing is new.
 
         Raises:
             UnavailableError, AccessError: The store does not answer now, or refuses.
         """
-        if self._is_reading or self.is_full:
-            return
-        self._is_reading = True
-        try:
-            async with aclosing(self._reader.read_new()) as coming:
-                async for table in coming:
-                    self.index = await asyncio.to_thread(self.index.with_rows, table)
-                    if self.index.nbytes > self._max_bytes:
-                        self._stop()
-                        return
-        finally:
-            self._is_reading = False
-            self._warn()
+        async with self._turn:
+            parts = await list_parts(self._store, self._layout)
+            if not self.is_full and self._reader.known != parts.keys():
+                try:
+                    await self._read(parts.keys())
+                finally:
+                    self._warn()
+
+    async def _read(self, parts: Set[str]) -> None:
+        reader, index = self._reader, self.index
+        if not reader.known <= parts:
+            reader, index = PartReader(self._store, self._layout), CatalogIndex()
+        async with aclosing(reader.read_new()) as coming:
+            async for table in coming:
+                index = await asyncio.to_thread(index.with_rows, table)
+                if reader is self._reader:
+                    self.index = index
+                if index.nbytes > self._max_bytes:
+                    self._stop()
+                    break
+        self._reader, self.index = reader, index
 
     def _stop(self) -> None:
         self.is_full = True
         log.warning(
             "%s: more than %d bytes of the catalogue are in memory; what else it holds is not "
             "known here",
-            self._folder,
+            self._layout.catalog,
             self._max_bytes,
         )
 
@@ -498,8 +514,7 @@ def _without(tables: list[pa.Table], is_gone: Callable[[str], bool]) -> tuple[pa
 class Catalog:
     """The catalogue of one namespace; ``Corpus.catalog`` makes it. Safe to use from any thread.
 
-    It holds nothing: each method reads the whole catalogue anew, except append and table's result.
-    Who looks up often keeps an ``index()``.
+    Each method reads the whole catalogue anew, except ``index``, which keeps what it has read.
 
     Errors of all methods beside those that each names: as those of Corpus; and
     ``CorruptEntryError`` where no part of the catalogue can be used. Parts that cannot be used are
@@ -518,6 +533,7 @@ class Catalog:
         require_pyarrow()
         self.namespace = namespace
         self._corpus = corpus
+        self._follower: CatalogFollower | None = None
 
     def __repr__(self) -> str:
         return f"Catalog({self._corpus!r}, {self.namespace!r})"
@@ -553,11 +569,24 @@ class Catalog:
 
     def find(self, document: str, page: int | None = None) -> list[CatalogRow]:
         """The rows of a document by page; with ``page`` only those of that page."""
-        return self.index().by_document(document, page)
+        return CatalogIndex.from_table(self.table()).by_document(document, page)
 
     def index(self) -> CatalogIndex:
-        """The catalogue in memory, for many lookups; it does not change any more."""
-        return CatalogIndex.from_table(self.table())
+        """The catalogue in memory, for many lookups. What is returned does not change any more.
+
+        A later call reads what was appended since: one LIST where that is nothing.
+        """
+
+        async def work(store: Store, layout: Layout) -> CatalogIndex:
+            if self._follower is None:
+                self._follower = CatalogFollower(store, layout, max_bytes=sys.maxsize)
+            follower = self._follower
+            await follower.refresh()
+            if follower.problems and not len(follower.index):
+                raise next(iter(follower.problems.values()))
+            return follower.index
+
+        return self._corpus.within(work, self.namespace)
 
     def export(self, path: str | os.PathLike[str]) -> int:
         """Write all rows to a file, whole or not at all.

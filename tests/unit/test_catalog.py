@@ -381,6 +381,14 @@ def test_catalog_is_asked_from_a_program(catalog: Catalog) -> None:
     assert repr(catalog) == f"Catalog(Corpus('s3://corpus'), {catalog.namespace!r})"
 
 
+def test_index_learns_what_was_appended_since(catalog: Catalog) -> None:
+    first = catalog.index()
+    assert catalog.index() is first
+    catalog.append([row("new.png", sha256="f" * 64)])
+    assert catalog.index().by_sha256("f" * 64) == row("new.png", sha256="f" * 64)
+    assert first.by_sha256("f" * 64) is None
+
+
 @pytest.mark.parametrize(
     "query",
     [
