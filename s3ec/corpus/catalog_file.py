@@ -49,6 +49,7 @@ TEXTS = {
 }
 _NAMES = ("document", "sha256", "identifier", "modality", "dtype")  # never empty
 _LEAST = {"page": 1, "rows": 1, "width": 1, "bytes": 0}
+_DIGITS = 15  # of an integer that plain_json reads
 _LAST_US = 253_402_300_799_999_999  # of the year 9999, the last that Python has
 _NULLABLE = {"page", "placeholder"}
 _JSON = ("placeholder", "extra")
@@ -83,7 +84,8 @@ class CatalogRow:
             16]}``; None where it is not known.
         nbytes: Size of the object.
         stored_s: When it was stored, seconds since the epoch; kept to the microsecond.
-        extra: What the source said beside that; plain JSON.
+        extra: What the source said beside that; plain JSON. An integer of more than 15 digits
+            comes back as text.
     """
 
     document: str
@@ -174,8 +176,20 @@ def _to_value(name: str, value: Any) -> Any:
     if name in ("page", "rows", "width", "nbytes") and value is not None:
         return operator.index(value)  # Arrow would cut off a fraction
     if name in _JSON and value is not None:
-        return canonical_json(dict(value))
+        return canonical_json(
+            _with_long_numbers_as_text(dict(value)) if name == "extra" else dict(value)
+        )
     return value
+
+
+def _with_long_numbers_as_text(value: Any) -> Any:
+    """The same for readers of JSON that differ in numbers of many digits, such as ids."""
+    if isinstance(value, dict):
+        return {name: _with_long_numbers_as_text(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_long_numbers_as_text(each) for each in value]
+    is_long = isinstance(value, int) and len(str(value)) > _DIGITS
+    return str(value) if is_long else value
 
 
 def to_rows(table: pa.Table) -> Iterator[CatalogRow]:

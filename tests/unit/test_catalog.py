@@ -65,6 +65,13 @@ async def test_rows_come_back_as_they_were() -> None:
     assert len(await list_parts(store, LAYOUT)) == 1
 
 
+async def test_long_number_of_a_source_comes_back_as_text() -> None:
+    store = MemoryStore()
+    await append_rows(store, LAYOUT, [row(extra={"id": [10**18, {"of": -(10**15)}], "n": True})])
+    [found] = await rows_of(store)
+    assert found.extra == {"id": [str(10**18), {"of": str(-(10**15))}], "n": True}
+
+
 async def test_without_rows_nothing_is_written() -> None:
     store = FaultStore(MemoryStore())
     await append_rows(store, LAYOUT, [])
@@ -146,7 +153,8 @@ async def test_others_in_the_folder_are_left_alone() -> None:
         ("stored_s", 1e12),
         ("stored_s", -1.0),
         ("extra", None),
-        ("extra", {"n": 10**16}),
+        ("extra", {"n": 1e400}),
+        ("extra", {"n": "x" * 2**16}),
         ("extra", {"object": object()}),
     ],
 )
