@@ -42,7 +42,7 @@ def test_killed_worker_costs_only_what_it_had_in_flight(
             gemma,
             where,
             env=engine_env({**os.environ, **ONE_PROCESS}),
-            timeout_s=DEADLINE_S,
+            timeout_s=2 * DEADLINE_S,
         )
     report = outcome.report
     assert report["status"] == "partial"
