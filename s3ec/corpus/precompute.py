@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -245,6 +246,9 @@ class Job:
         try:
             self._open()
             self._encode_all()
+        except BaseException as exc:
+            self.report.problem = str(exc) or type(exc).__name__
+            raise
         finally:
             self._end()
             self.report.seconds = time.monotonic() - began_s
@@ -266,6 +270,8 @@ class Job:
             log.exception("the job ends")
             self.report.problem = str(exc)
         self.report.is_stopped = self._stopped.is_set()
+        if not (self.report.items or self.report.is_stopped or self._options.shard[1] > 1):
+            self.report.problem = self.report.problem or "the source has nothing to encode"
 
     def _end(self) -> None:
         """Let saves come to their end, and count."""
@@ -284,7 +290,8 @@ class Job:
                 ledger.close()
         left = "the job ended before it was encoded"
         if self.report.problem:
-            self.report.unconfirmed += [each.failure(left) for each in self._under_way.values()]
+            lost = [*self._under_way.values(), *itertools.chain(*self._twins.values())]
+            self.report.unconfirmed += [each.failure(left) for each in lost]
 
     def _take_counts(self) -> None:
         confirmations = self._confirmations
@@ -532,24 +539,47 @@ def make_job(
 
         encoder = RayEncoder(make, ray or RayOptions(given=2 * batch))
     first = items()  # before anything is counted: it says what is wrong with the source
-    total = total_of(items, options)
+    total = total_of(source, items, options)
     return Job(corpus, first, encoder, options, total=total, report=report)
 
 
-def total_of(make_items: Callable[[], Iterable[SourceItem]], options: JobOptions) -> Any:
-    """Count the items of a source beside the job; what is known of that by now."""
-    counted: list[int | None] = [None]
+def total_of(
+    source: str, items: Callable[[], Iterable[SourceItem]], options: JobOptions
+) -> Callable[[], int | None]:
+    """Count the items of a source beside the job; answers with what is known of that by now.
+
+    Of a list only the rows are counted: PDF files from elsewhere would be fetched for their pages.
+    """
+    counted: list[int] = []
 
     def count() -> None:
         number, parts = options.shard
         try:
-            total = sum(
-                1 for item in make_items() if parts == 1 or _shard_of(item, parts) == number
-            )
-        except Exception:
+            rows = _count_rows(source)
+            if rows is not None:
+                total = rows // parts
+            else:
+                mine = (one for one in items() if parts == 1 or _shard_of(one, parts) == number)
+                total = sum(1 for _ in mine)
+        except Exception:  # only the time left is not known then
             log.debug("the items are not counted", exc_info=True)
             return
-        counted[0] = total if options.limit is None else min(total, options.limit)
+        counted.append(total if options.limit is None else min(total, options.limit))
 
     threading.Thread(target=count, name="s3ec-count", daemon=True).start()
-    return lambda: counted[0]
+    return lambda: counted[0] if counted else None
+
+
+def _count_rows(source: str) -> int | None:
+    """Rows of a list; None of what is no list."""
+    path = Path(source)
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl" and path.is_file():
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    if suffix in (".parquet", ".pq") and path.is_file():
+        from pyarrow import parquet
+
+        rows: int = parquet.read_metadata(path).num_rows
+        return rows
+    return None

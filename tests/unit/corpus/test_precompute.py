@@ -265,6 +265,27 @@ def test_what_cannot_be_read_is_listed_and_stops_nothing(desk: Desk) -> None:
     assert (report.status, report.done_before, encoder.encoded) == ("complete", 2, [])
 
 
+def test_an_empty_source_is_a_failure_but_for_an_empty_shard(desk: Desk) -> None:
+    report, _ = desk.run()
+    assert (report.status, report.problem) == ("failed", "the source has nothing to encode")
+    report, _ = desk.run(JobOptions(shard=(0, 4)))
+    assert report.status == "complete"
+
+
+def test_a_bucket_that_refuses_at_the_start_is_in_the_report_too(
+    desk: Desk, bucket: MemoryBucket, open_corpus: Callable[..., Corpus]
+) -> None:
+    desk.write(a=b"one")
+    fault = Fault("list.*", "/manifest/", error=AccessError)
+    sick = Desk(open_corpus(FaultStore(MemoryStore(bucket), Script([fault]))), desk.folder)
+    encoder = FakeEncoder(sick.corpus)
+    job = sick.job(encoder)
+    with pytest.raises(AccessError):
+        job.run()
+    assert job.report.status == "failed"
+    assert encoder.is_closed
+
+
 def test_nothing_but_bad_files_is_a_failure(desk: Desk) -> None:
     desk.write(a=b"broken")
     report, encoder = desk.run()
