@@ -382,7 +382,10 @@ class Job:
                         window.append(pool.submit(self._plan, number, item))
                     if not window:
                         return
-                    yield window.popleft().result()
+                    plan = window.popleft().result()
+                    if self._stopped.is_set():  # a reader that was broken off has no result
+                        return
+                    yield plan
             finally:
                 for each in window:
                     each.cancel()

@@ -111,6 +111,8 @@ def _import_ray(*, stays_here: bool) -> Any:
         # 127.0.0.1 is replaced by the one that others reach.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray would have the engines give way to every other process of the machine.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     return require("ray", "'s3ec[ray]'", "`--engine ray`")
 
 

@@ -76,7 +76,7 @@ class Outcome:
         report: The job's own, as JSON.
         encoded: How often each item was encoded, by vLLM's name for it.
         of_killed: What the killed worker had encoded by its own notes.
-        confirmed: Of these, what the bucket had before the kill.
+        confirmed: What the index told of before the kill: stored, and announced by its writer.
         seconds: From the kill to the end.
     """
 
@@ -142,7 +142,7 @@ def run_killing_one(
             gate.touch()
             until(lambda: max(_counts(notes).values(), default=0) >= _KILLED_AFTER)
             ((killed, _),) = _counts(notes).most_common(1)
-            confirmed = stored(settings)
+            confirmed = _announced(settings, folder / "tier of the killer", notes)
             os.kill(killed, signal.SIGKILL)
             killed_s = time.monotonic()
             driver.wait(max(end_s - time.monotonic(), 0.0))
@@ -160,7 +160,7 @@ def run_killing_one(
         json.loads(report.read_text()),
         Counter(name for _, name in made),
         frozenset(name for pid, name in made if pid == killed),
-        frozenset(name for _, name in made if name in confirmed),
+        confirmed,
         seconds,
     )
 
@@ -187,6 +187,23 @@ def _notes(notes: Path, what: str) -> list[int]:
 def _counts(notes: Path) -> Counter[int]:
     """Embeddings by process."""
     return Counter(pid for pid, what in _lines(notes) if what != "started")
+
+
+def _announced(settings: Mapping[str, Any], cache_dir: Path, notes: Path) -> frozenset[str]:
+    """Of what was encoded so far, what the index tells of; that is what a job waits for."""
+    from s3ec.corpus.confirmations import Ledger
+    from s3ec.identity import Namespace
+
+    with Corpus.open({**settings, "cache_dir": str(cache_dir)}) as corpus:
+        if not corpus.namespaces():
+            return frozenset()
+        ledger = Ledger(corpus, Namespace(corpus.choose(), {}))
+        try:
+            ledger.open()
+            names = {name for _, name in _lines(notes) if name != "started"}
+            return frozenset(name for name in names if ledger.holds_identifier(name))
+        finally:
+            ledger.close()
 
 
 def stored(settings: Mapping[str, Any]) -> frozenset[str]:
