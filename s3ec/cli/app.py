@@ -24,6 +24,7 @@ _MODULES = {
     "rm": "remove",
     "gc": "remove",
     "hydrate": "hydrate",
+    "verify": "verify",
     "catalog": "catalog",
     "export": "transfer",
     "import": "transfer",

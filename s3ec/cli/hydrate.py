@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from s3ec.cli.options import (
     JsonOption,
     NamespaceChoice,
     SettingsSource,
+    lines_of,
     size_bytes,
     with_namespace,
 )
@@ -124,12 +125,17 @@ def hydrate(
         max_bytes=_size(max_bytes, "max_bytes"),
         dry_run=dry_run,
     )
-    given = None if ids is None else _lines(ids)
+    if top is not None and ids is None and where is None and trace is None:
+        raise ConfigError(
+            "`--top` needs an order; give `--ids`, `--where` or `--trace`, or take `--max-bytes`",
+            field="top",
+        )
+    if by_name and ids is None:
+        raise ConfigError("`--name` is about the lines of `--ids`; name a file there", field="ids")
+    given = None if ids is None else lines_of(ids)
     with source.with_options(cache).corpus() as corpus:
         name = choice.within(corpus)
-        wanted = _wanted(corpus, name, given, where, trace)
-        if top is not None:
-            wanted = None if wanted is None else wanted[:top]
+        wanted = _wanted(corpus, name, given, where, trace, top)
         with counting("hydrating", in_bytes=True) as report:
             found = corpus.hydrate(
                 wanted, namespace=name, by_name=by_name, options=options, report=report
@@ -152,30 +158,27 @@ def _size(text: str | None, name: str) -> int | None:
     return None if text is None else size_bytes(text, name)
 
 
-def _lines(file: str) -> list[str]:
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"
-        raise ConfigError(f"cannot read {file}: {reason}", field="ids") from exc
-    return [line for line in text.splitlines() if line.strip()]
-
-
 def _wanted(
-    corpus: Corpus, namespace: str, ids: list[str] | None, where: str | None, trace: str | None
+    corpus: Corpus,
+    namespace: str,
+    ids: list[str] | None,
+    where: str | None,
+    trace: str | None,
+    top: int | None,
 ) -> list[str | Wanted] | None:
     """What the options name, the most wanted first; None for everything."""
     from s3ec.corpus.hydrate import most_asked, of_catalog
 
     if where is not None:
-        return list(of_catalog(corpus.catalog(namespace).rows(where), corpus.tenant))
+        rows = corpus.catalog(namespace).rows(where)
+        return list(islice(of_catalog(rows, corpus.tenant), top))
     if trace is not None:
         path = Path(trace).expanduser()
         try:
-            return list(most_asked(path, namespace))
+            return list(most_asked(path, namespace, top=top))
         except OSError as exc:
             raise ConfigError(f"cannot read {path}: {exc.strerror}", field="trace") from exc
-    return None if ids is None else list(ids)
+    return None if ids is None else list(ids[:top])
 
 
 def _print(found: Hydration) -> None:

@@ -228,27 +228,28 @@ def verify(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption 
     """
     with counting("reading the index") as report, source.corpus() as corpus:
         namespace = choice.within(corpus)
-        found = corpus.verify(namespace, report=report)
+        found = corpus.verify(namespace, catalog=False, report=report)
     if as_json:
-        print_json(
-            {
-                "namespace": namespace,
-                "ok": found.agrees,
-                "version": found.version,
-                "entry_count": found.entries,
-                "object_count": found.objects,
-                "missing_count": found.missing,
-                "extra_count": found.extra,
-                "differing_count": found.differing,
-                "unannounced_count": found.unannounced,
-                **{kind: _examples(found, kind) for kind in _KINDS},
-                "corrupt": found.corrupt,
-            }
-        )
+        print_json({"namespace": namespace, "ok": found.agrees, **index_document(found)})
     else:
-        _print_verified(found)
+        print_verified(found)
     if not found.agrees:
         raise typer.Exit(EXIT_WRONG)
+
+
+def index_document(found: Verified) -> dict[str, Any]:
+    """How index and listing compare, for ``--json``."""
+    return {
+        "version": found.version,
+        "entry_count": found.entries,
+        "object_count": found.objects,
+        "missing_count": found.missing,
+        "extra_count": found.extra,
+        "differing_count": found.differing,
+        "unannounced_count": found.unannounced,
+        **{kind: _examples(found, kind) for kind in _KINDS},
+        "corrupt": found.corrupt,
+    }
 
 
 def _examples(found: Verified, kind: str) -> list[dict[str, str | None]]:
@@ -264,7 +265,8 @@ def _examples(found: Verified, kind: str) -> list[dict[str, str | None]]:
     return rows
 
 
-def _print_verified(found: Verified) -> None:
+def print_verified(found: Verified) -> None:
+    """How index and listing compare, for people."""
     facts(
         [
             ("entries", f"{found.entries} in the index, base {found.version}"),
@@ -281,7 +283,7 @@ def _print_verified(found: Verified) -> None:
             typer.echo(f"  {kind:<9}  {safe(named)}")
     for problem in found.corrupt.values():
         print_note(f"unusable: {safe(problem)}")
-    if not found.agrees:
+    if not found.index_agrees:
         print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")
 
 

@@ -436,3 +436,20 @@ def size_bytes(text: str, name: str) -> int:
             "or a number of bytes",
             field=name,
         ) from exc
+
+
+def lines_of(file: str) -> list[str]:
+    """The lines of ``--ids``, without empty ones; ``-`` is stdin.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"
+        raise ConfigError(
+            f"cannot read {file}: {reason}; name a file with an identifier on each line",
+            field="ids",
+        ) from exc
+    return [line for line in text.splitlines() if line.strip()]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from s3ec.cli.options import (
     SettingsSource,
     complete_namespace,
     duration_s,
+    size_bytes,
     with_namespace,
 )
 from s3ec.cli.output import (
@@ -31,11 +33,12 @@ from s3ec.cli.output import (
     safe,
 )
 from s3ec.errors import ConfigError, NotFoundError
+from s3ec.payoff import STORES, StorePreset
 
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus, Deletion
-    from s3ec.identity import Layout
-    from s3ec.index.delete import Contents, Older
+    from s3ec.corpus.collect import Collection
+    from s3ec.index.delete import Contents
     from s3ec.store.base import Store
 
 
@@ -53,6 +56,11 @@ def register(app: typer.Typer) -> None:
         epilog=epilog(
             ("s3ec gc --older-than 90d --dry-run", "how much is older than that?"),
             ("s3ec gc --older-than 90d --yes", "delete it"),
+            ("s3ec gc --max-bytes 2TiB --yes", "the oldest, until the rest fits"),
+            (
+                "s3ec gc --unused-for 12h --trace node1.jsonl --trace node2.jsonl",
+                "what did no node ask for in that time?",
+            ),
         ),
     )(with_namespace(gc, CONSENT))
 
@@ -130,62 +138,128 @@ def gc(
     choice: NamespaceChoice,
     consent: Consent,
     older_than: Annotated[
-        str,
-        typer.Option("--older-than", metavar="AGE", help="Such as `90d`, `12h`, `2w`, `30min`."),
-    ],
+        str | None,
+        typer.Option(
+            "--older-than",
+            metavar="AGE",
+            help="What was stored so long ago: `90d`, `12h`, `2w`, `30min`.",
+        ),
+    ] = None,
+    unused_for: Annotated[
+        str | None,
+        typer.Option(
+            "--unused-for",
+            metavar="AGE",
+            help="What was stored so long ago and not used since; needs --trace.",
+        ),
+    ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="What a node recorded with `s3ec trace --names`; give it once for each.",
+        ),
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--max-bytes",
+            metavar="SIZE",
+            help="The oldest until the rest fits, such as `2TiB`; with --trace the least used "
+            "first.",
+        ),
+    ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option("--adapter", metavar="NAME", help="Only entries of this LoRA adapter."),
+    ] = None,
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            "--prices",
+            metavar="NAME",
+            help=f"Whose storage it saves: {', '.join(STORES)}. Unset: by the endpoint.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete entries that were stored long ago, by a listing of all objects.
+    """Delete entries that are old, unused or too many, by a listing of all objects.
 
-    Without --yes, nothing is deleted unless you agree at a terminal. How often an entry is used is
-    not known to the bucket: an entry that is still needed is encoded and stored again.
+    Rules that are given together narrow. Without --yes, nothing is deleted unless you agree at a
+    terminal. How often an entry is used is not known to the bucket; traces of your nodes know it.
+    An entry that is still needed is encoded and stored again.
     """
-    age_s = duration_s(older_than, "older_than")
+    ages = {
+        "older_than_s": None if older_than is None else duration_s(older_than, "older_than"),
+        "unused_for_s": None if unused_for is None else duration_s(unused_for, "unused_for"),
+    }
+    most = None if max_bytes is None else size_bytes(max_bytes, "max_bytes")
     with source.corpus() as corpus:
+        dollars_gb_month = _prices(prices, corpus).dollars_gb_month
         name = choice.within(corpus)
-        older = _collect(corpus, name, age_s, delete=consent.yes)
-        deleted = consent.yes
+
+        def collect(*, dry_run: bool) -> Collection:
+            with counting("listing objects" if dry_run else "deleting") as report:
+                return corpus.gc(
+                    name,
+                    older_than_s=ages["older_than_s"],
+                    unused_for_s=ages["unused_for_s"],
+                    max_bytes=most,
+                    adapter=adapter,
+                    traces=trace or (),
+                    dry_run=dry_run,
+                    report=report,
+                )
+
+        def sum_of(found: Collection) -> str:
+            month = found.nbytes / 1e9 * dollars_gb_month
+            return (
+                f"{many(found.objects, 'entry', 'entries')}, {human_bytes(found.nbytes)}, of "
+                f"${month:,.2f} a month"
+            )
+
+        found = collect(dry_run=not consent.yes)
         if not as_json:
-            typer.echo(f"{'deleted' if deleted else 'would delete'} {_sum_of(older, age_s)}")
-        if older.entries and not deleted:
-            deleted = consent.ask(f"delete {_sum_of(older, age_s)}?", as_json=as_json)
-            if deleted:
-                older = _collect(corpus, name, age_s, delete=True)
-                typer.echo(f"deleted {_sum_of(older, age_s)}")
+            typer.echo(f"{'deleted' if found.done else 'would delete'} {sum_of(found)}")
+        question = f"delete {sum_of(found)}?"
+        if found.objects and not found.done and consent.ask(question, as_json=as_json):
+            found = collect(dry_run=False)
+            typer.echo(f"deleted {sum_of(found)}")
+    if found.problem:
+        print_note(f"rows of the catalogue are left: {safe(found.problem, limit=2000)}")
+    if most is not None and found.left_bytes > most:
+        print_note(f"{human_bytes(found.left_bytes)} are left, since the other rules keep them")
     if as_json:
         print_json(
             {
                 "namespace": name,
-                "older_than_s": age_s,
-                "entry_count": older.entries,
-                "bytes": older.nbytes,
-                "deleted": older.entries if deleted else 0,
-                "dry_run": not deleted,
+                **ages,
+                "max_bytes": most,
+                "adapter": adapter,
+                "entry_count": found.objects,
+                "bytes": found.nbytes,
+                "left_count": found.left_objects,
+                "left_bytes": found.left_bytes,
+                "month_dollars": found.nbytes / 1e9 * dollars_gb_month,
+                "deleted": found.objects if found.done else 0,
+                "dropped_row_count": found.dropped_rows,
+                "dry_run": not found.done,
             }
         )
 
 
-def _collect(corpus: Corpus, name: str, age_s: float, *, delete: bool) -> Older:
-    """Count the entries that are older, and delete them where ``delete`` says so."""
-    with counting("deleting" if delete else "listing objects") as report:
+def _prices(name: str | None, corpus: Corpus) -> StorePreset:
+    if name is None:
+        from s3ec.doctor.advise import prices_of
 
-        async def work(store: Store, layout: Layout) -> Older:
-            from s3ec.index.base_writer import server_time
-            from s3ec.index.delete import count_older, delete_older
-
-            before_s = time.time() - age_s
-            if not delete:
-                return await count_older(store, layout, before_s, report=report)
-            # A clock that is ahead must not make entries old.
-            before_s = min(before_s, await server_time(store) - age_s)
-            return await delete_older(store, layout, before_s, report=report)
-
-        return corpus.within(work, name, write=delete)
-
-
-def _sum_of(older: Older, age_s: float) -> str:
-    entries = many(older.entries, "entry", "entries")
-    return f"{entries}, {human_bytes(older.nbytes)}, older than {human_age(age_s)}"
+        return prices_of(corpus.settings)
+    if name not in STORES:
+        raise ConfigError(
+            f"`--prices` {name!r:.50} is none of {', '.join(STORES)}; take one of them",
+            field="prices",
+        )
+    return STORES[name]
 
 
 def ns_rm(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,10 +14,12 @@ from s3ec.cli.options import (
     NamespaceChoice,
     OptionGroup,
     SettingsSource,
+    lines_of,
     size_bytes,
     with_namespace,
 )
 from s3ec.cli.output import (
+    EXIT_PARTIAL,
     EXIT_WRONG,
     counting,
     epilog,
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
     from s3ec.corpus import CopyOptions, Selection, Transferred
     from s3ec.counters import Report
 
-EXIT_PARTIAL = 3
 _SHOWN_FAILURES = 20
-_MAX_LIST_BYTES = 2**30
 
 
 class _Asked:
@@ -53,9 +52,14 @@ class _Asked:
         """
         from s3ec.corpus import Selection
 
-        listed = self._given["list_file"]
+        file = self._given["ids"]
+        identifiers = None if file is None else lines_of(file)
+        if identifiers == []:
+            raise ConfigError(
+                "`--ids` has no line with an identifier; leave it out for all entries", field="ids"
+            )
         return Selection(
-            identifiers=None if listed is None else _read_list(listed),
+            identifiers=identifiers,
             where=self._given["where"],
             adapter=self._given["adapter"],
         )
@@ -67,29 +71,31 @@ class _Asked:
             ConfigError: The rate is none.
         """
         from s3ec.corpus import CopyOptions
+        from s3ec.store.concurrency import REQUESTS_AT_A_TIME
 
-        rate = self._given["limit_rate"]
-        bytes_per_s = None if rate is None else size_bytes(rate, "limit_rate")
+        rate = self._given["rate_limit"]
+        bytes_per_s = None if rate is None else size_bytes(rate, "rate_limit")
         if bytes_per_s == 0:
-            raise ConfigError("`--limit-rate` 0 would copy nothing; leave it out for no limit")
-        width = self._given["parallel"]
+            raise ConfigError(
+                "`--rate-limit` 0 would copy nothing; leave it out for no limit", field="rate_limit"
+            )
         return CopyOptions(
             deep=bool(self._given["deep"]),
-            bytes_per_s=bytes_per_s,
+            max_concurrency=self._given["max_concurrency"] or REQUESTS_AT_A_TIME,
+            rate_limit_bytes_per_s=bytes_per_s,
             report=report,
-            **({} if width is None else {"width": width}),
         )
 
 
 _OPTIONS: OptionGroup = (
     {
-        "list_file": Annotated[
+        "ids": Annotated[
             str | None,
             typer.Option(
-                "--list",
+                "--ids",
                 metavar="FILE",
-                help="Only these: identifiers in full, or what `s3ec ls` prints, one a line; `-` "
-                "reads stdin.",
+                help="Only these: a file with one identifier, or what `s3ec ls` prints, a line, "
+                "or -.",
             ),
         ],
         "where": Annotated[
@@ -112,15 +118,19 @@ _OPTIONS: OptionGroup = (
                 help="Read every byte of what is there already, and of what a server copies.",
             ),
         ],
-        "limit_rate": Annotated[
+        "rate_limit": Annotated[
             str | None,
-            typer.Option(
-                "--limit-rate", metavar="SIZE", help="At most so much a second, such as `50MiB`."
-            ),
+            typer.Option("--rate-limit", metavar="SIZE", help="Bytes per second, such as `100MB`."),
         ],
-        "parallel": Annotated[
+        "max_concurrency": Annotated[
             int | None,
-            typer.Option("--parallel", min=1, max=256, help="Entries at a time; 16 unless given."),
+            typer.Option(
+                "--max-concurrency",
+                metavar="N",
+                min=1,
+                max=256,
+                help="Entries at a time; 16 unless given.",
+            ),
         ],
     },
     _Asked,
@@ -330,32 +340,6 @@ def cp(
             )
         places = f"from {name} to {target.settings.corpus}/{done.to_namespace}"
     _tell(done, places, as_json=as_json)
-
-
-def _read_list(name: str) -> list[str]:
-    try:
-        if name == "-":
-            text = sys.stdin.read()
-        else:
-            path = Path(name)
-            if path.stat().st_size > _MAX_LIST_BYTES:
-                raise ConfigError("`--list` names a file of more than 1 GiB", field="list")
-            text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as exc:
-        if isinstance(exc, ConfigError):
-            raise
-        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"
-        raise ConfigError(
-            f"`--list` {name!r:.200} cannot be read ({reason}); name a file with an identifier on "
-            "each line",
-            field="list",
-        ) from exc
-    found = [line for line in (line.rstrip("\r") for line in text.split("\n")) if line]
-    if not found:
-        raise ConfigError(
-            "`--list` has no line with an identifier; leave it out for all entries", field="list"
-        )
-    return found
 
 
 def _tell(done: Transferred, places: str, *, as_json: bool) -> None:

@@ -65,7 +65,7 @@ PLAIN = {
     "tier.never_read_bytes": (
         "vllm:s3ec_never_read_bytes",
         "Bytes that this process evicted and that nobody on this node had asked for since they "
-        "were saved.",
+        "were saved, or brought by `s3ec hydrate`.",
     ),
     "tier.quarantined": ("vllm:s3ec_quarantined", "Bad entries that were set aside."),
     "quarantined_objects": (

@@ -32,6 +32,7 @@ from s3ec.connector.vllm_config import (
     model_problem,
     topology_of,
     trust_problem,
+    without_pixels,
 )
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
@@ -194,6 +195,10 @@ class Parts:
                 "(`trust_client_ids`); vllm:s3ec_refused_client_ids counts them"
             )
         features = self.features = self.features or FeatureReader(config.model_config)
+        log.info(
+            "requests without pixels: %s",
+            without_pixels(config, features, config.ec_transfer_config.ec_role),
+        )
         topology = topology_of(config)
         role = _role_of(config, topology, settings)
         if topology.problem is not None and role.consumer:

@@ -24,6 +24,9 @@ PASSED_THROUGH = "prompt_embeds"
 # With `--mm-processor-cache-type shm` an item holds three numbers, which say where the worker
 # finds its fields (vLLM 0.32, multimodal/cache/shm.py, `address_as_item`).
 _SHM_ADDRESS = "address"
+# vLLM 0.30 to 0.32 lets these send a video's grid alone, and then places its frames a second apart,
+# whatever their seconds are (qwen2_5_vl.py, `second_per_grid_ts`).
+_BY_SECONDS = ("qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker")
 # Settings of the multimodal configuration that change an encoder's output but not vLLM's hash
 # of the image. A release that lacks one counts as having it unset.
 _MULTIMODAL_SETTINGS = ("video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
@@ -150,6 +153,11 @@ class FeatureReader:
         """Fields that the model declares; vLLM's resolver would build a processor to answer."""
         return self._fields.get(modality, ())
 
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Those that a request may name without pixels, as far as the model goes."""
+        return tuple(modality for modality in MODALITIES if self._fields.get(modality))
+
     def items_of(self, features: Sequence[Any], unstored: Collection[int]) -> dict[str, Any]:
         """What vLLM's own connectors answer an encoder's request with, by identifier.
 
@@ -201,6 +209,51 @@ class FeatureReader:
                 tolist = getattr(value, "tolist", None)
                 found[key] = value if tolist is None else tolist()
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutPixels:
+    """Whether an engine takes requests that name a picture and do not bring it.
+
+    Attributes:
+        modalities: For which its answers are those that the pixels would give.
+        problem: What is missing; empty where it takes them.
+        mend: What to do about that; empty where nothing can be done.
+    """
+
+    modalities: tuple[str, ...]
+    problem: str = ""
+    mend: str = ""
+
+    def __str__(self) -> str:
+        if self.problem:
+            return "; ".join(filter(None, [f"no, since {self.problem}", self.mend]))
+        return f"yes, for {' and '.join(self.modalities)}"
+
+
+def without_pixels(vllm_config: Any, features: FeatureReader, role: str) -> WithoutPixels:
+    """Read it off model, release and role.
+
+    Args:
+        features: Knows what the model declares.
+        role: vLLM's ``ec_role``. A consumer accepts them by itself (0.30 and newer).
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    config = getattr(vllm_config.model_config, "hf_config", None)
+    kind = str(getattr(config, "model_type", ""))
+    modalities = tuple(
+        one for one in features.modalities if not (one == "video" and kind in _BY_SECONDS)
+    )
+    if not hasattr(multimodal, "allow_missing_mm_embeddings"):
+        return WithoutPixels((), "this vLLM is older than them", "use vLLM 0.30 or newer")
+    if not modalities:
+        return WithoutPixels((), f"vLLM declares no sizes for models of type `{kind}`")
+    if role not in ("ec_consumer", "ec_both"):
+        return WithoutPixels((), f"`ec_role` is {role}", "set it to ec_consumer or ec_both")
+    taken = multimodal.allow_missing_mm_embeddings and multimodal.enable_mm_embeds
+    if vllm_config.ec_transfer_config is not None and not taken:
+        return WithoutPixels((), "vLLM does not take embeddings", "add --enable-mm-embeds")
+    return WithoutPixels(modalities)
 
 
 def namespace_of(vllm_config: Any, settings: Settings, weights: str | None = None) -> Namespace:

@@ -51,7 +51,7 @@ from s3ec.identity import Layout
 from s3ec.index.listing import listed
 from s3ec.index.manifest import Ulids, time_ms
 from s3ec.namespaces import read_namespaces
-from s3ec.store.base import ObjectInfo, Store, VanishedError, get_in_parts
+from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store, VanishedError, get_in_parts
 from s3ec.store.concurrency import in_parallel
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ __all__ = [
     "PartReader",
     "append_rows",
     "check_row",
+    "drop_rows",
     "list_parts",
     "merge_parts",
     "read_table",
@@ -430,6 +431,63 @@ def _small_parts(parts: dict[str, ObjectInfo]) -> list[str]:
             break
         small.append(ulid)
     return small
+
+
+async def drop_rows(store: Store, layout: Layout, is_gone: Callable[[str], bool]) -> int:
+    """Write the catalogue anew without the rows of some entries, then delete its old parts.
+
+    An older row of the same document, page and modality goes as well: it is of what the document
+    was before. A merge that is under way may bring rows back; they are found again by the next
+    audit. One that is killed leaves both, and the next call goes on. Memory: as read_table.
+
+    Args:
+        is_gone: Whether the entry of an identifier is. Called in another thread.
+
+    Returns:
+        How many rows were dropped.
+
+    Raises:
+        ConfigError: The extra is missing.
+        UnavailableError, AccessError: The store does not answer now, or refuses. No other row is
+            lost.
+    """
+    reader = PartReader(store, layout)
+    async with aclosing(reader.read_new()) as coming:
+        tables = [table async for table in coming]
+    if not tables:
+        return 0
+    read = sorted(reader.known - {layout.catalog_part_of(name) for name in reader.problems})
+    whole, left = await asyncio.to_thread(_without, tables, is_gone)
+    dropped = len(whole) - len(left)
+    if not dropped:
+        return 0
+    del tables, whole
+    parts = await list_parts(store, layout)
+    await store.delete(layout.catalog_part(_next_name(parts)))  # as in merge_parts
+    while len(left):
+        some = left.slice(0, MAX_PART_ROWS)
+        while len(some) > 1 and some.nbytes > _MERGED_UNPACKED_BYTES:
+            some = some.slice(0, len(some) // 2)
+        ulid = _next_name(parts)
+        parts[ulid] = await _put_part(store, layout, ulid, some)
+        left = left.slice(len(some))
+    for start in range(0, len(read), DELETE_AT_A_TIME):
+        names = [layout.catalog_part(ulid) for ulid in read[start : start + DELETE_AT_A_TIME]]
+        for exc in (await store.delete_many(names)).values():
+            raise exc
+    return dropped
+
+
+def _without(tables: list[pa.Table], is_gone: Callable[[str], bool]) -> tuple[pa.Table, pa.Table]:
+    """All rows, the newest of each; and those that are not of these entries."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    whole = newest(tables)
+    column = whole.column("identifier")
+    gone = [one for one in column.unique().to_pylist() if is_gone(one)]
+    wanted = pa.array(gone, column.type)
+    return whole, whole.filter(pc.invert(pc.is_in(column, value_set=wanted)))
 
 
 # -- for programs ----------------------------------------------------------------------------------

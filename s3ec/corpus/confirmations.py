@@ -170,6 +170,11 @@ class Ledger:
         """Whether a writer has said that the bucket confirmed this one."""
         return self._index is not None and self._index.holds(key)
 
+    def holds_identifier(self, identifier: str) -> bool:
+        """As holds; False for what is never stored."""
+        key = self.key(identifier)
+        return key is not None and self.holds(key)
+
     async def refresh(self) -> None:
         """Hear what writers have said since.
 

@@ -11,7 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -50,8 +58,8 @@ from s3ec.index.rows import EntryInfo
 from s3ec.modality import ModalityRecords, Record
 from s3ec.namespaces import differences
 from s3ec.safetensors_file import plain_json
-from s3ec.store.base import NoSpaceError, Store
-from s3ec.store.concurrency import in_parallel
+from s3ec.store.base import NoSpaceError, ObjectInfo, Store
+from s3ec.store.concurrency import Pace, in_parallel
 from s3ec.store.retry import RetryStore
 
 if TYPE_CHECKING:
@@ -200,8 +208,8 @@ class NamespaceOrigin:
 class Target(Protocol):
     """What is copied into."""
 
-    async def prepare(self) -> None:
-        """See what is there."""
+    async def prepare(self, names: Collection[str]) -> None:
+        """See what is there: entries of these plain names, or all where there are none."""
         ...
 
     async def room(self, entry: CorpusEntry, *, deep: bool) -> int | None:
@@ -261,22 +269,30 @@ class NamespaceTarget:
         async with _telling(self._store, self._layout) as self._readers:
             yield self
 
-    async def prepare(self) -> None:
+    async def prepare(self, names: Collection[str]) -> None:
+        if 0 < len(names) <= FEW:
+            keys = [Key("", name, digest_of_name(name)) for name in names]
+            for infos in (await find_objects(self._store, self._layout, keys)).values():
+                self._add(infos)
+            return
         async with aclosing(list_objects(self._store, self._layout)) as batches:
             async for infos in batches:
-                for info in infos:
-                    name = info.name.removeprefix(self._layout.objects)
-                    plain, revision = entry_name(name) or (name, 0)
-                    if revision:
-                        self._revised.add(digest_of_name(plain))
-                    else:
-                        self._nbytes[digest_of_name(plain)] = info.nbytes
+                self._add(infos)
+
+    def _add(self, infos: Iterable[ObjectInfo]) -> None:
+        for info in infos:
+            name = info.name.removeprefix(self._layout.objects)
+            plain, revision = entry_name(name) or (name, 0)
+            if revision:
+                self._revised.add(digest_of_name(plain))
+            else:
+                self._nbytes[digest_of_name(plain)] = info.nbytes
 
     async def room(self, entry: CorpusEntry, *, deep: bool) -> int | None:
         digest = digest_of_name(entry.plain_name)
         if digest in self._revised:
             if deep and not await self._is_good(entry, MAX_REVISION):
-                raise _BAD_THERE
+                raise _bad_there()
             return None
         nbytes = self._nbytes.get(digest)
         if nbytes is None:
@@ -320,7 +336,7 @@ class NamespaceTarget:
                     return None
             else:
                 return header
-        raise _BAD_THERE
+        raise _bad_there()
 
     async def require_good(self, entry: CorpusEntry, revision: int) -> None:
         """Read what the server copied a moment ago, and delete it where it is bad.
@@ -360,9 +376,11 @@ class NamespaceTarget:
         return await self._readers.tell(told)
 
 
-_BAD_THERE = CorruptEntryError(
-    "what is there is bad, and so is its revision; delete them with `s3ec rm`", reason="checksum"
-)
+def _bad_there() -> CorruptEntryError:
+    return CorruptEntryError(
+        "what is there is bad, and so is its revision; delete them with `s3ec rm`",
+        reason="checksum",
+    )
 
 
 def _facts(header: codec.Header | None, nbytes: int) -> EntryInfo:
@@ -522,23 +540,6 @@ def server_of(
 # -- the work --------------------------------------------------------------------------------------
 
 
-class RateLimit:
-    """So many bytes a second on average; what is asked for first goes first."""
-
-    def __init__(self, bytes_per_s: float | None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0
-
-    async def take(self, nbytes: int) -> None:
-        """Wait until so many more may come."""
-        if self._bytes_per_s is None:
-            return
-        now_s = asyncio.get_running_loop().time()
-        begin_s = max(self._free_s, now_s)
-        self._free_s = begin_s + nbytes / self._bytes_per_s
-        await asyncio.sleep(begin_s - now_s)
-
-
 class Copying:
     """One run over all wanted entries.
 
@@ -565,7 +566,7 @@ class Copying:
         self._target = target
         self._options = options
         self._by_server = by_server
-        self._rate = RateLimit(options.bytes_per_s)
+        self._pace = Pace(options.rate_limit_bytes_per_s)
         self._memory = ByteBudget(INFLIGHT_BYTES)
         self._total: int | None = None
         self._done = 0
@@ -582,7 +583,7 @@ class Copying:
             UnavailableError, AccessError: One of the stores does not answer, or refuses all.
         """
         self._total = await self._origin.count()
-        await self._target.prepare()
+        await self._target.prepare(self._origin.asked)
         async with aclosing(self._origin.batches()) as batches:
             async for entries in batches:
                 await self._copy(entries)
@@ -601,7 +602,7 @@ class Copying:
 
     async def _copy(self, entries: Sequence[CorpusEntry]) -> None:
         try:
-            await in_parallel(entries, self._one, width=self._options.width)
+            await in_parallel(entries, self._one, width=self._options.max_concurrency)
         except NoSpaceError:
             self._fresh.clear()  # that would need space, too; the next run does it
             raise
@@ -611,6 +612,7 @@ class Copying:
                 self.result.announced += await self._target.settle(fresh)
 
     async def _one(self, entry: CorpusEntry) -> None:
+        await self._memory.take(entry.nbytes)
         try:
             await self._try(entry)
             self._in_a_row = 0
@@ -625,6 +627,8 @@ class Copying:
                 is_general = isinstance(exc, AccessError) and exc.is_general
                 if is_general or self._in_a_row >= _OUTAGE:
                     raise
+        finally:
+            self._memory.free(entry.nbytes)
         self._done += 1
         self._options.report("copying", self._done, self._total)
 
@@ -635,19 +639,15 @@ class Copying:
             return
         if entry.nbytes > MAX_ENTRY_BYTES:
             raise CorruptEntryError(f"{entry.nbytes} bytes, more than any entry has", reason="size")
-        await self._rate.take(entry.nbytes)
+        await self._pace.take(entry.nbytes)
         if self._by_server is not None and self._by_server.is_able:
             with suppress(AccessError):  # other credentials may read the source
                 await self._have_copied(self._by_server, entry, revision)
                 return
-        await self._memory.take(entry.nbytes)
-        try:
-            content = await self._origin.read(entry)
-            if content is None:
-                raise CorruptEntryError("it is gone", reason="length")
-            header = await self._target.write(entry, revision, content)
-        finally:
-            self._memory.free(entry.nbytes)
+        content = await self._origin.read(entry)
+        if content is None:
+            raise CorruptEntryError("it is gone", reason="length")
+        header = await self._target.write(entry, revision, content)
         self._note(entry, header, is_new=header is not None)
 
     async def _have_copied(self, server: ServerCopies, entry: CorpusEntry, revision: int) -> None:

@@ -77,11 +77,14 @@ from s3ec.tenant import Tenant
 from s3ec.tier.files import Batch
 
 if TYPE_CHECKING:
+    from s3ec.corpus.audit import Audit
     from s3ec.corpus.catalog import Catalog
+    from s3ec.corpus.collect import Collection
     from s3ec.corpus.hydrate import HydrateOptions, Hydration, Wanted
     from s3ec.corpus.precompute import PrecomputeReport
     from s3ec.corpus.reading import ReadOptions
-    from s3ec.index.rebuild import Verified
+    from s3ec.corpus.repair import Repair
+    from s3ec.index.base_writer import BuildOptions
     from s3ec.settings import Settings
 
 T = TypeVar("T")
@@ -382,12 +385,7 @@ class Corpus:
             ConfigError: Nothing is ever stored under this adapter.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
-        folder = None if adapter is None else self.adapter_folder(adapter)
-        if adapter is not None and folder is None:
-            raise ConfigError(
-                "`adapter` is no name under which anything is stored; leave it out for all entries",
-                field="adapter",
-            )
+        folder = self._folder_of(adapter)
         name = self.choose(namespace, model=model)
         return self._entries(scan(self._store, name, starts_with=starts_with, adapter=folder))
 
@@ -452,11 +450,11 @@ class Corpus:
     ) -> Deletion:
         """Delete entries with all their revisions, and tell every reader by the index.
 
-        First the objects go, then the index says so. What is absent is announced too, since the
-        index may hold it. A node that has a copy on its disk serves it until it is evicted. Costs a
-        listing for each entry, 16 at a time, one request for each 1000 objects, and one
-        announcement for each 10,000. The first deletion also tries a conditional write, with four
-        small requests.
+        The index says so before the objects go, and once more behind. What is absent is announced
+        too, since the index may hold it. A node that has a copy on its disk serves it until it is
+        evicted. Costs a listing for each entry, 16 at a time, one request for each 1000 objects,
+        and two announcements for each 10,000. The first deletion also tries a conditional write,
+        with four small requests.
 
         Args:
             identifiers: In full, as vLLM spells them; or entries, all of one namespace, which need
@@ -500,40 +498,165 @@ class Corpus:
 
         return self.within(work, name, write=not dry_run)
 
+    def gc(
+        self,
+        namespace: str | None = None,
+        *,
+        model: str | None = None,
+        older_than_s: float | None = None,
+        unused_for_s: float | None = None,
+        max_bytes: int | None = None,
+        adapter: str | None = None,
+        traces: Iterable[str | os.PathLike[str]] = (),
+        dry_run: bool = False,
+        report: Report = unreported,
+    ) -> Collection:
+        """Delete entries that are old, unused or too many, and tell every reader by the index.
+
+        Rules that are given together narrow: an entry goes where all agree. Costs a listing of
+        everything, two with ``max_bytes``, and what delete costs for what goes. The catalogue's
+        rows of what is gone go too.
+
+        Args:
+            older_than_s: Those that were stored so long ago.
+            unused_for_s: Those that were stored so long ago and not used since. A bucket does not
+                know what is used, so ``traces`` have to cover this time.
+            max_bytes: The oldest, until the rest fits; with ``traces`` the least used first.
+            adapter: Only those of the LoRA adapter of this name.
+            traces: What nodes recorded with ``s3ec trace --names``.
+            dry_run: Only say what would go.
+            report: Told how many objects were looked at.
+
+        Returns:
+            How much went, or would, and how much is left.
+
+        Raises:
+            ConfigError: There is no rule, nothing is stored under this adapter, a trace cannot be
+                used, or they do not cover ``unused_for_s``.
+            UnavailableError, AccessError, TierError: As delete.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+        """
+        from s3ec.corpus.collect import Rules, Uses, collect_garbage
+
+        name = self.choose(namespace, model=model)
+        paths = [Path(one) for one in traces]
+        rules = Rules(
+            older_than_s,
+            unused_for_s,
+            max_bytes,
+            self._folder_of(adapter),
+            Uses.read(paths, name) if paths else None,
+        )
+
+        async def work(store: Store, layout: Layout) -> Collection:
+            return await collect_garbage(
+                store, layout, rules, tenant=self.tenant, dry_run=dry_run, report=report
+            )
+
+        return self.within(work, name, write=not dry_run)
+
     def verify(
         self,
         namespace: str | None = None,
         *,
         model: str | None = None,
+        catalog: bool = True,
+        deep: bool = False,
+        state: str | os.PathLike[str] | None = None,
+        resume_complete: bool = False,
         report: Report = unreported,
-    ) -> Verified:
-        """Compare the index with a listing of all objects; changes nothing.
+    ) -> Audit:
+        """Compare index, objects and catalogue with a listing of all objects; changes nothing.
 
-        Costs a download of the whole index and a listing of everything, 16 requests at a time.
-        Memory: some 200 MiB; temporary files of 42 bytes for each entry. Entries that are stored or
-        deleted meanwhile are not complained about.
+        Costs a download of the whole index and a listing of everything, 16 requests at a time; of
+        a deep check a second listing and a download of everything. Memory: some 200 MiB; temporary
+        files of 42 bytes for each entry. Entries that are stored or deleted meanwhile are not
+        complained about.
 
         Args:
+            catalog: Look at the catalogue as well, where there is one.
+            deep: Read every object and check every byte.
+            state: A folder where a deep check notes how far it is. One that was broken off, by a
+                signal too, goes on there; one that was complete begins anew.
+            resume_complete: Take the result of a complete one from ``state``, and read nothing.
             report: Told how far it is.
 
         Returns:
             What the index lacks (``missing``), only believes (``extra``) or has with another size
-            (``differing``), with examples; ``agrees`` where there is nothing of that.
+            (``differing``), with examples; what the catalogue has that is gone (``catalog``); what
+            is corrupt or could not be read (``deep``). ``agrees`` where there is nothing of that.
 
         Raises:
+            ConfigError: ``state`` is that of another corpus, or in use.
             CorruptEntryError: The index is unusable; the message names the file.
+            TierError: The folder for temporary files, or that of ``state``, cannot be written.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+        """
+        from s3ec.corpus.audit import audit
+        from s3ec.corpus.deep_check import AuditState
+
+        name = self.choose(namespace, model=model)
+        place = str(self.settings.corpus)
+        opened = (
+            AuditState(state, place, name, again=not resume_complete)
+            if state is not None and deep
+            else None
+        )
+
+        async def work(store: Store, layout: Layout) -> Audit:
+            return await audit(
+                store,
+                layout,
+                self._build_options(report),
+                tenant=self.tenant,
+                catalog=catalog,
+                deep=deep,
+                state=opened,
+            )
+
+        try:
+            return self.within(work, name)
+        finally:
+            if opened is not None:
+                opened.close()
+
+    def repair(
+        self,
+        found: Audit,
+        namespace: str | None = None,
+        *,
+        model: str | None = None,
+        report: Report = unreported,
+    ) -> Repair:
+        """Mend what verify found.
+
+        Corrupt objects are read again and deleted where they still are, so that producers store
+        them again. Where the index differs it is made anew from a listing. Rows of the catalogue
+        whose entry is gone are dropped. What could not be read is left alone.
+
+        Args:
+            found: By verify, of the same namespace.
+            report: Told how far it is.
+
+        Raises:
+            ConfigError: The server ignores conditional writes, so no index can be made.
+            UnavailableError, AccessError: Some may be mended; it can be done again.
             TierError: The folder for temporary files is full.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
+        from s3ec.corpus.repair import repair
 
-        async def work(store: Store, layout: Layout) -> Verified:
-            from s3ec.index.base_writer import BuildOptions
-            from s3ec.index.rebuild import verify
+        async def work(store: Store, layout: Layout) -> Repair:
+            options = self._build_options(report)
+            return await repair(store, layout, found, options, tenant=self.tenant)
 
-            options = BuildOptions(bloom_fpr=self.settings.bloom_fpr, report=report)
-            return await verify(store, layout, options)
+        differs = not found.index_agrees
+        return self.within(work, namespace, model=model, write=True, compacts=differs)
 
-        return self.within(work, namespace, model=model)
+    def _build_options(self, report: Report) -> BuildOptions:
+        from s3ec.index.base_writer import BuildOptions
+
+        return BuildOptions(bloom_fpr=self.settings.bloom_fpr, report=report)
 
     # -- catalogue -----------------------------------------------------------------------------
 
@@ -876,6 +999,15 @@ class Corpus:
             return adapter
         key = make_key(f"{adapter}:{'0' * 64}", self.tenant)
         return key.name.partition("/")[0] if key else None
+
+    def _folder_of(self, adapter: str | None) -> str | None:
+        folder = None if adapter is None else self.adapter_folder(adapter)
+        if adapter is not None and folder is None:
+            raise ConfigError(
+                "`adapter` is no name under which anything is stored; leave it out for all entries",
+                field="adapter",
+            )
+        return folder
 
     def key_of(self, text: str, *, by_name: bool = False) -> Key | None:
         """The key of an identifier; with ``by_name`` that of a label or an object's name.

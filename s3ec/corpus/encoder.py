@@ -8,24 +8,31 @@ bytes there, whether they came from a file, from a page that was drawn, or from 
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import logging
+import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from s3ec.errors import ConfigError, S3ECError, SourceError
 from s3ec.identity import Namespace
 from s3ec.settings import Settings
+
+if TYPE_CHECKING:
+    from s3ec.corpus.sources import SourceItem
 
 log = logging.getLogger(__name__)
 
 # What the last uploads may take once everything is encoded; the connector drains for 30 s.
 _CLOSE_S = 60
 _FIRST_VLLM = "0.28"
+_MOST_READERS = 8
 # Each picture is a new one: vLLM need not keep what it made of those before.
 _ENGINE_DEFAULTS: Mapping[str, Any] = {
     "enable_prefix_caching": False,
@@ -53,8 +60,11 @@ class Picture:
     Attributes:
         number: Of the item within the job.
         modality: ``image``, ``video`` or ``audio``.
-        data: The file's bytes.
+        data: The file's bytes; empty while only another process has them.
         uuid: The name that clients send with it; None where they send none.
+        sha256: Of the file's bytes, as hex digits.
+        nbytes: How many there are.
+        item: Where it lies, for who has to read it again.
         decoded: What was made of the bytes in this process, by how; not sent.
     """
 
@@ -62,10 +72,14 @@ class Picture:
     modality: str
     data: bytes = field(repr=False)
     uuid: str | None = None
+    sha256: str = ""
+    nbytes: int = 0
+    item: SourceItem | None = field(default=None, repr=False)
     decoded: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Picture, (self.number, self.modality, self.data, self.uuid)
+        names = ("number", "modality", "data", "uuid", "sha256", "nbytes", "item")
+        return Picture, tuple(getattr(self, name) for name in names)
 
     @property
     def url(self) -> str:
@@ -99,12 +113,32 @@ class Encoder(Protocol):
         """Whether an engine was started."""
         ...
 
+    @property
+    def readers(self) -> int:
+        """Items that are read and named at a time."""
+        ...
+
+    def confirmed_by(self, check: Callable[[str], bool]) -> None:
+        """Take note of what says whether the bucket has confirmed an identifier; any thread may."""
+        ...
+
     def namespace(self) -> Namespace:
         """Where it saves. Starts an engine only where nothing else can tell.
 
         Raises:
             ConfigError: The model or an argument cannot work; names what to change.
             EncoderError: The engine did not start.
+        """
+        ...
+
+    def read(self, number: int, item: SourceItem) -> Picture:
+        """Read an item. Callable from several threads at once.
+
+        Args:
+            number: Of the item within the job.
+
+        Raises:
+            SourceError: It cannot be read.
         """
         ...
 
@@ -119,8 +153,10 @@ class Encoder(Protocol):
         """
         ...
 
-    def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
+    def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
         """Encode some, in any order. Takes the next ones as it has room for them.
+
+        None among them says that there is none right now.
 
         Without a first picture no engine is started. After ``stop`` it ends soon, and says nothing
         of those that it has begun.
@@ -185,6 +221,14 @@ class VllmEncoder:
         """Whether an engine was started."""
         return self._llm is not None
 
+    @property
+    def readers(self) -> int:
+        """See Encoder."""
+        return min(_MOST_READERS, len(os.sched_getaffinity(0)))
+
+    def confirmed_by(self, check: Callable[[str], bool]) -> None:
+        """See Encoder; nothing of what is encoded here is lost while this process lives."""
+
     # -- without an engine -------------------------------------------------------------------
 
     def namespace(self) -> Namespace:
@@ -197,6 +241,12 @@ class VllmEncoder:
             self._start()  # which fetches the model, where it is not here yet
             weights = encoder_weights(config, self._settings)
         return namespace_of(config, self._settings, weights.fingerprint)
+
+    def read(self, number: int, item: SourceItem) -> Picture:
+        """See Encoder."""
+        data = item.read()
+        sha256 = hashlib.sha256(data).hexdigest()
+        return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
 
     def identify(self, picture: Picture) -> str | None:
         """See Encoder. What was decoded for it is used again by ``encode``."""
@@ -261,27 +311,30 @@ class VllmEncoder:
         except Exception as exc:
             raise EncoderError(f"vLLM did not start: {_reason(exc)}") from exc
 
-    def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
+    def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
         """See Encoder."""
         left = iter(pictures)
-        first = next(left, None)
+        first = next((picture for picture in left if picture is not None), None)
         if first is None:
             return
         self._vllm_config()
         if self._llm is None:
             self._start()
-        yield from self._run(_chain(first, left))
+        yield from self._run(itertools.chain([first], left))
 
-    def _run(self, pictures: Iterator[Picture]) -> Iterator[Encoded]:
+    def _run(self, pictures: Iterator[Picture | None]) -> Iterator[Encoded]:
         """Keep the engine at work until the last picture is encoded."""
         engine = self._llm.llm_engine
         under_way: dict[str, Picture] = {}
         is_last = False
         while not self._stopped.is_set():
             while not is_last and len(under_way) < self._batch and not self._stopped.is_set():
-                picture = next(pictures, None)
-                if picture is None:
+                try:
+                    picture = next(pictures)
+                except StopIteration:
                     is_last = True
+                    break
+                if picture is None:
                     break
                 try:
                     under_way[self._enqueue(picture)] = picture
@@ -508,11 +561,6 @@ def _import(module: str, name: str) -> Any:
         raise ConfigError(
             f"the job needs vLLM ({exc}); install {_FIRST_VLLM} or newer here"
         ) from exc
-
-
-def _chain(first: Picture, others: Iterator[Picture]) -> Iterator[Picture]:
-    yield first
-    yield from others
 
 
 def _reason(exc: BaseException) -> str:

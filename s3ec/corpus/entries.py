@@ -307,7 +307,7 @@ async def read_header(store: Store, entry: CorpusEntry) -> CorpusEntry | None:
     if blob is None:
         return None
     with _naming(entry):
-        header = _checked_header(blob, entry)
+        header = checked_header(blob, entry)
         if header.total_bytes != entry.nbytes:
             raise CorruptEntryError(
                 f"the object has {entry.nbytes} bytes, its header says {header.total_bytes}",
@@ -334,7 +334,7 @@ async def read_entry(store: Store, entry: CorpusEntry, report: Report) -> Embedd
         blob = await _download(store, entry, report)
         if blob is None:
             return None
-        header = _checked_header(blob, entry)
+        header = checked_header(blob, entry)
         view = memoryview(blob).toreadonly()
         codec.check_data(header, view[header.data_start :])
     return Embedding(replace(entry, header=header), header, view)
@@ -351,7 +351,7 @@ def _naming(entry: CorpusEntry) -> Iterator[None]:
         ) from exc
 
 
-def _checked_header(blob: Blob, entry: CorpusEntry) -> codec.Header:
+def checked_header(blob: Blob, entry: CorpusEntry) -> codec.Header:
     """Refuse an entry that lies where its own identifier does not belong."""
     header = codec.parse_header(blob)
     if key_of_header(header.identifier, digest_of_name(entry.plain_name)) is None:

@@ -39,7 +39,7 @@ from s3ec.modality import ModalityRecords
 from s3ec.node import destination_of, open_tier
 from s3ec.runtime import LoopThread
 from s3ec.store.base import Blob, Store, parts_as_they_come
-from s3ec.store.concurrency import in_parallel
+from s3ec.store.concurrency import Pace, in_parallel
 from s3ec.tenant import Tenant
 from s3ec.tier import Claim, Incoming, Tier
 from s3ec.tier.bad_objects import BadObjects
@@ -334,7 +334,7 @@ class _Hydrator:
         self._report = report
         self._records = ModalityRecords(store, layout)
         self._budget = ByteBudget(_MAX_INFLIGHT_BYTES)
-        self._pace = _Pace(options.rate_limit_bytes_per_s)
+        self._pace = Pace(options.rate_limit_bytes_per_s)
         self._found = Hydration(layout.namespace, str(tier.folders.root), options.dry_run)
         self._turn = asyncio.Lock()
         self._began_s = time.time()
@@ -627,23 +627,6 @@ class _Hydrator:
     async def _learn(self, modality: str) -> None:
         if await self._records.get(modality) is None:
             raise _MisfitError("no record of its modality")
-
-
-class _Pace:
-    """Lets requests begin no faster than a number of bytes per second allows."""
-
-    def __init__(self, bytes_per_s: int | None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0
-
-    async def take(self, nbytes: int) -> None:
-        """Wait for one's turn, and note how much is asked for."""
-        if self._bytes_per_s is None:
-            return
-        now_s = time.monotonic()
-        begin_s = max(now_s, self._free_s)
-        self._free_s = begin_s + nbytes / self._bytes_per_s
-        await asyncio.sleep(begin_s - now_s)
 
 
 def _identifier(key: Key, front: Blob) -> str:

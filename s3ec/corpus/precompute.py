@@ -7,7 +7,6 @@ its own waits for the bucket and writes the catalogue. ``encoder.py`` says who e
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
@@ -17,7 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -40,7 +39,6 @@ Identifier = Literal["content", "sha256"]
 
 # Items that are read and named ahead of the encoder, for each thread that reads.
 _AHEAD = 4
-_MOST_READERS = 8
 _REPORT_EVERY = 64
 
 
@@ -260,6 +258,7 @@ class Job:
         self._ledger = Ledger(self._corpus, namespace)
         self._ledger.open()
         self._confirmations = Confirmations(self._corpus, self._ledger)
+        self._encoder.confirmed_by(self._ledger.holds_identifier)
 
     def _encode_all(self) -> None:
         try:
@@ -371,7 +370,7 @@ class Job:
 
     def _plans(self) -> Iterator[_Planned]:
         """Plans of the items, in their order, made ahead by some threads."""
-        readers = min(_MOST_READERS, len(os.sched_getaffinity(0)))
+        readers = self._encoder.readers
         window: deque[Future[_Planned]] = deque()
         items = enumerate(self._mine())
         with ThreadPoolExecutor(readers, "s3ec-read") as pool:
@@ -407,13 +406,12 @@ class Job:
         ledger = self._require_ledger()
         stamp = stamp_of(item)
         mine = _row_of(item, ledger.catalogue.by_document(item.document, item.page))
-        data: bytes | None = None
+        picture: Picture | None = None
         if mine is not None and stamp is not None and mine.extra.get(STAMP) == stamp:
-            sha256 = mine.sha256
+            sha256, nbytes = mine.sha256, 0
         else:
-            data = item.read()
-            sha256 = hashlib.sha256(data).hexdigest()
-        nbytes = len(data or b"")
+            picture = self._encoder.read(number, item)
+            sha256, nbytes = picture.sha256, picture.nbytes
         origin = Origin(item, sha256, stamp)
         known = mine
         if mine is None or mine.sha256 != sha256 or not self._is_wanted(mine):
@@ -425,11 +423,12 @@ class Job:
                 if mine is not None and _says_the_same(mine, row):
                     return _Planned(nbytes, origin)
                 return _Planned(nbytes, origin, row=row, is_renewed=known is mine)
-        if data is None:
-            data = item.read()
-            nbytes = len(data)
-        uuid = f"sha256:{sha256}" if self._options.identifier == "sha256" else None
-        picture = Picture(number, item.modality, data, uuid)
+        if picture is None:
+            picture = self._encoder.read(number, item)
+            sha256, nbytes = picture.sha256, picture.nbytes
+            origin = Origin(item, sha256, stamp)
+        if self._options.identifier == "sha256":
+            picture = replace(picture, uuid=f"sha256:{sha256}")
         name = self._encoder.identify(picture)
         key = None if name is None else ledger.key(name)
         if name is not None and key is not None and ledger.holds(key):

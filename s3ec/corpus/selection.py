@@ -129,12 +129,12 @@ class CopyOptions:
 
     Attributes:
         deep: Read every byte of what is there already, and of what the server copied by itself.
-        bytes_per_s: At most so many on average; None for no limit.
-        width: Entries at a time.
+        max_concurrency: Entries at a time.
+        rate_limit_bytes_per_s: At most so many on average; None for no limit.
         report: Told how many entries are done.
     """
 
     deep: bool = False
-    bytes_per_s: float | None = None
-    width: int = REQUESTS_AT_A_TIME
+    max_concurrency: int = REQUESTS_AT_A_TIME
+    rate_limit_bytes_per_s: int | None = None
     report: Report = unreported

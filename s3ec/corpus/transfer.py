@@ -16,7 +16,7 @@ import fcntl
 import os
 import re
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _EXAMPLE = re.compile(r"([0-9a-f]{64})/encoder_cache\.safetensors")
 _EXAMPLE_NAME = "encoder_cache.safetensors"
 # obstore's names for what it is still writing.
-_UNFINISHED = re.compile(r"#\d+$")
+_UNFINISHED = re.compile(r"\.(?:safetensors|json|parquet)#\d+$")
 _CONTENT_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})" + re.escape(OBJECT_SUFFIX))
 _ALIGNMENT = 8  # what the safetensors library asks for
 
@@ -103,8 +103,11 @@ def folder_settings(folder: Path, settings: Settings) -> Settings:
 
 
 @asynccontextmanager
-async def _for_writing(folder: Path) -> AsyncIterator[None]:
+async def _for_writing(folder: Path, ours: str) -> AsyncIterator[None]:
     """Make a folder, keep other exports away, and remove what a killed one left.
+
+    Args:
+        ours: Pattern of the folders in it that exports write to; what else lies there is not ours.
 
     Raises:
         ConfigError: It cannot be made, or is no folder.
@@ -112,7 +115,7 @@ async def _for_writing(folder: Path) -> AsyncIterator[None]:
     """
     fd = await asyncio.to_thread(_open_folder, folder)
     try:
-        await asyncio.to_thread(_sweep, folder)
+        await asyncio.to_thread(_sweep, folder, ours)
         yield
         # The files have their names; this brings their bytes to the disk, which may be pulled out.
         with suppress(OSError):
@@ -145,10 +148,10 @@ def _open_folder(folder: Path) -> int:
     return fd
 
 
-def _sweep(folder: Path) -> None:
-    for above, _, names in os.walk(folder):
-        for name in names:
-            if _UNFINISHED.search(name):
+def _sweep(folder: Path, ours: str) -> None:
+    for below in folder.glob(ours):
+        for above, _, names in os.walk(below):
+            for name in filter(_UNFINISHED.search, names):
                 with suppress(OSError):
                     os.unlink(os.path.join(above, name))
 
@@ -178,7 +181,8 @@ async def export(
         NoSpaceError: Its disk is full. What was copied stays.
         UnavailableError, AccessError, TierError: As copy_namespace.
     """
-    async with _for_writing(folder), _opened(folder, settings) as target:
+    ours = "[0-9a-f]" * 64 if form == "vllm" else layout.namespace
+    async with _for_writing(folder, ours), _opened(folder, settings) as target:
         if form == "vllm":
             origin = NamespaceOrigin(
                 store, layout, wanted, fits=lambda name: _CONTENT_NAME.fullmatch(name) is not None
@@ -203,7 +207,7 @@ class ExampleTarget:
         self._store = store
         self._nbytes: dict[str, int] = {}
 
-    async def prepare(self) -> None:
+    async def prepare(self, names: Collection[str]) -> None:
         async for info in listed(self._store, ""):
             self._nbytes[info.name] = info.nbytes
 

@@ -118,6 +118,7 @@ STEPS = (
     Step("model", _VLLM, serving.model),
     Step("identifiers", _VLLM, serving.identifiers, ("model",)),
     Step("encoder_cache", _VLLM, serving.encoder_cache, ("model",)),
+    Step("without_pixels", _VLLM, serving.without_pixels, ("model",)),
     Step("namespace", _VLLM, serving.namespace, ("model",)),
     Step("corpus", "Corpus", serving.corpus, ("bucket",)),
     Step("latency", _PAYOFF, payoff.latency, ("write",)),
@@ -183,7 +184,7 @@ def examine(
             verdicts[step.name] = outcome.verdict
             yield Check(step.name, outcome, step.group)
         if imports_vllm:
-            context.child = VllmChild(loaded.settings, vllm_args)
+            context.child = VllmChild(loaded.settings, vllm_args, role=serving.role_of(context))
         for step in later:
             starting(step)
             outcome = _blocked(step, verdicts) or step.run(context)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def connector(context: CheckContext) -> Outcome:
     named = context.transfer.get("ec_connector", _CONNECTOR)
     if named != _CONNECTOR:
         return fail(f"ec_connector is `{named}`", f"set it to `{_CONNECTOR}`")
-    role = context.transfer.get("ec_role", _ROLES[-1])
+    role = role_of(context)
     if role not in _ROLES:
         return fail(f"ec_role is `{role}`", f"set it to one of {', '.join(_ROLES)}")
     if context.transfer.get("ec_connector_module_path"):
@@ -125,6 +126,11 @@ def connector(context: CheckContext) -> Outcome:
             f"add `{_PLUGIN}` to VLLM_PLUGINS, or {by_path}",
         )
     return ok(f"vLLM finds {_CONNECTOR} by its name ({_PLUGIN_GROUP})")
+
+
+def role_of(context: CheckContext) -> str:
+    """The ``ec_role`` under examination; where nobody said one, that which does all."""
+    return str(context.transfer.get("ec_role", _ROLES[-1]))
 
 
 def model(context: CheckContext) -> Outcome:
@@ -169,6 +175,17 @@ def encoder_cache(context: CheckContext) -> Outcome:
             return fail(told, "use vLLM 0.32 or newer, or leave it out")
         return ok("vLLM's own; it can be replaced from vLLM 0.32 on")
     return ok(str(answer["name"] or "vLLM's own (docs: Encoder cache)"))
+
+
+def without_pixels(context: CheckContext) -> Outcome:
+    """Whether requests can name pictures of the corpus and leave them out."""
+    answer = context.child.stage("without_pixels") if context.child else None
+    if context.child is None or answer is None:
+        return skip("vLLM could not be asked")
+    if answer["problem"]:
+        # An encoder needs none, and neither does who sends pixels.
+        return skip(f"not possible: {answer['problem']}", answer["mend"])
+    return ok(f"possible, for {' and '.join(answer['modalities'])}")
 
 
 def namespace(context: CheckContext) -> Outcome:
@@ -280,6 +297,7 @@ class VllmChild:
         vllm_args: Sequence[str] | None,
         *,
         pages: Sequence[str] = (),
+        role: str = _ROLES[-1],
         deadline_s: float = DEADLINE_S,
     ) -> None:
         """Start it.
@@ -288,6 +306,7 @@ class VllmChild:
             settings: Those under examination.
             vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
             pages: Pictures for the model's processor; empty for a blank page.
+            role: vLLM's ``ec_role``.
             deadline_s: How long it may take.
         """
         self._deadline_s = deadline_s
@@ -299,6 +318,7 @@ class VllmChild:
             "settings": settings.model_dump(mode="json"),
             "args": vllm_args,
             "pages": list(pages),
+            "role": role,
         }
         read_end, write_end = os.pipe()
         try:
@@ -419,16 +439,20 @@ def answer_parent() -> None:
             newest=compat.NEWEST_TESTED,
         )
         if request["args"] is not None:
-            _describe(request["args"], settings, request["pages"], reply)
+            _describe(request["args"], settings, request["pages"], request["role"], reply)
 
 
-def _describe(args: Sequence[str], settings: Settings, pages: Sequence[str], reply: Any) -> None:
+def _describe(
+    args: Sequence[str], settings: Settings, pages: Sequence[str], role: str, reply: Any
+) -> None:
     from s3ec.connector.vllm_config import (
+        FeatureReader,
         encoder_weights,
         identifier_problem,
         model_problem,
         namespace_of,
     )
+    from s3ec.connector.vllm_config import without_pixels as without_pixels_of
 
     vllm_config, ignored = _vllm_config(args)
     problem = model_problem(vllm_config)
@@ -436,6 +460,8 @@ def _describe(args: Sequence[str], settings: Settings, pages: Sequence[str], rep
     if problem is None:
         reply("identifiers", problem=identifier_problem(vllm_config))
         reply("encoder_cache", ignored=ignored, **_manager_of(vllm_config))
+        possible = without_pixels_of(vllm_config, FeatureReader(vllm_config.model_config), role)
+        reply("without_pixels", **asdict(possible))
         weights = encoder_weights(vllm_config, settings)
         namespace = namespace_of(vllm_config, settings, weights.fingerprint)
         reply(

@@ -583,46 +583,19 @@ def _of_entries(
     return {key: found[key.name] for key in keys}
 
 
-@dataclass(slots=True)
-class Older:
-    """Entries that were last changed before some time.
-
-    Attributes:
-        entries: How many.
-        nbytes: Their size.
-    """
-
-    entries: int = 0
-    nbytes: int = 0
-
-    def take(self, infos: Sequence[ObjectInfo], before_s: float) -> list[ObjectInfo]:
-        """Count those that are older, and return them. One without a time is not older."""
-        old = [info for info in infos if 0 < info.modified_s < before_s]
-        self.entries += len(old)
-        self.nbytes += sum(info.nbytes for info in old)
-        return old
-
-
-async def count_older(
-    store: Store, layout: Layout, before_s: float, *, report: Report = unreported
-) -> Older:
-    """What delete_older would delete, by an authoritative listing; raises what it raises."""
-    older = Older()
-    expected = await indexed_entries(store, layout)
-    listing = list_objects(store, layout, report=report, expected=expected)
-    async with aclosing(listing) as batches:
-        async for infos in batches:
-            older.take(infos, before_s)
-    return older
-
-
-async def delete_older(
-    store: Store, layout: Layout, before_s: float, *, report: Report = unreported
-) -> Older:
-    """Delete all entries that were last changed before a time, by an authoritative listing.
+async def delete_chosen(
+    store: Store,
+    layout: Layout,
+    choose: Callable[[Sequence[ObjectInfo]], Sequence[ObjectInfo]],
+    *,
+    deleted: Callable[[Sequence[Key]], None] = lambda _: None,
+    report: Report = unreported,
+) -> None:
+    """Delete objects that an authoritative listing shows, 10,000 a round.
 
     Args:
-        before_s: Seconds since the epoch, by the server's clock.
+        choose: Given some listed objects, says which of them go.
+        deleted: Told of entries that are gone, and whose deletion is announced.
         report: Told how many objects were looked at.
 
     Raises:
@@ -630,30 +603,31 @@ async def delete_older(
         AccessError: It refuses.
         TierError: As deleting.
     """
-    older = Older()
-    waiting: dict[Key, Sequence[str]] = {}  # old objects, until they fill a round
-    kept: set[Key] = set()  # entries of several objects, of which one is young
+    waiting: dict[Key, Sequence[str]] = {}  # what goes, until it fills a round
+    kept: set[Key] = set()  # entries of several objects, of which one stays
     async with deleting(store, layout) as deleter:
+
+        async def delete(objects: dict[Key, Sequence[str]]) -> None:
+            kept.update(await _with_first_object(store, layout, objects))
+            await deleter.delete(objects, kept=kept)
+            deleted([key for key in objects if key not in kept])
+
         expected = await indexed_entries(store, layout)
         listing = list_objects(store, layout, report=report, expected=expected)
         async with aclosing(listing) as batches:
             async for infos in batches:
-                old = {info.name for info in older.take(infos, before_s)}
+                chosen = {info.name for info in choose(infos)}
                 found = [(info.name, *key_of_object(layout, info.name)) for info in infos]
                 for name, key, _ in found:
-                    if name in old:
+                    if name in chosen:
                         waiting[key] = [*waiting.get(key, ()), name]
                 # A server that lists by name has the revisions before the first object.
                 for name, key, revision in found:
-                    if name not in old and (revision or key in waiting):
+                    if name not in chosen and (revision or key in waiting):
                         kept.add(key)
                 while sum(map(len, waiting.values())) >= ROUND_OBJECTS:
-                    full = _take_batch(waiting, ROUND_OBJECTS)
-                    kept |= await _with_first_object(store, layout, full)
-                    await deleter.delete(full, kept=kept)
-        kept |= await _with_first_object(store, layout, waiting)
-        await deleter.delete(waiting, kept=kept)
-    return older
+                    await delete(_take_batch(waiting, ROUND_OBJECTS))
+        await delete(waiting)
 
 
 async def _with_first_object(

@@ -114,7 +114,7 @@ async def list_objects(
         expected: How many there may be, for ``report``.
     """
     objects, count = layout.objects, 0
-    listing = list_side_by_side(store, objects, lambda: _prefixes(store, objects))
+    listing = list_side_by_side(store, objects, lambda: leaf_folders(store, objects))
     async with aclosing(listing) as batches:
         async for infos in batches:
             entries = [
@@ -153,8 +153,8 @@ async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
             await asyncio.sleep(PAUSE_S * failures)
 
 
-async def _prefixes(store: Store, objects: str) -> list[str]:
-    """Prefixes of the folders named by the first two digits of a hash, also those of adapters."""
+async def leaf_folders(store: Store, objects: str) -> list[str]:
+    """The folders that hold objects, by the first two digits of a hash, also those of adapters."""
     top = await store.list_folders(objects)
     adapters = [folder for folder in top if not _FAN_OUT.fullmatch(folder)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,15 +220,30 @@ class Verified:
     corrupt: dict[str, str] = field(default_factory=dict)
 
     @property
-    def agrees(self) -> bool:
+    def index_agrees(self) -> bool:
         """Whether nothing is missing, extra, differing or corrupt."""
         return not (self.missing or self.extra or self.differing or self.corrupt)
 
+    @property
+    def agrees(self) -> bool:
+        """Whether there is nothing to complain about."""
+        return self.index_agrees
 
-async def verify(store: Store, layout: Layout, options: BuildOptions | None = None) -> Verified:
+
+async def verify(
+    store: Store,
+    layout: Layout,
+    options: BuildOptions | None = None,
+    *,
+    look: Callable[[Rows], None] | None = None,
+) -> Verified:
     """Read the whole index and list the whole bucket; memory as for compact.
 
     Entries that are announced or deleted meanwhile are not complained about.
+
+    Args:
+        options: None for the defaults.
+        look: Given the listed entries, range by range.
 
     Raises:
         UnavailableError: The store does not answer now.
@@ -265,6 +281,8 @@ async def verify(store: Store, layout: Layout, options: BuildOptions | None = No
             latest = await news.between(first, last, keep_tombstones=True)
             there = await asyncio.to_thread(listed.sorted_between, first, last)
             _compare(found, index, latest, there, young_s)
+            if look is not None:
+                await asyncio.to_thread(look, there)
     wanted = {digest for kind in _WITH_OBJECT for digest in found.examples.get(kind, ())}
     if wanted:
         found.objects_of = await _find_names(store, layout, wanted, options.report)

@@ -87,6 +87,7 @@ class KnownPictures:
         *,
         folder: str = "",
         most_bytes: int,
+        urls: Callable[[str], Decoded | None] | None = None,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """Nothing is known yet.
@@ -96,11 +97,13 @@ class KnownPictures:
             folder: The one that vLLM reads files from (``--allowed-local-media-path``); empty for
                 none.
             most_bytes: Of one file.
+            urls: What is known of pictures on other machines; None where they never are.
             now_ns: Nanoseconds since the epoch.
         """
         self._names = names
         self._folder = Path(folder).resolve() if folder else None
         self._most_bytes = most_bytes
+        self._urls = urls
         self._now_ns = now_ns
         self._known: LRUCache[bytes, _Known] = LRUCache(_REMEMBERED)
         self._lock = threading.Lock()
@@ -127,16 +130,22 @@ class KnownPictures:
         elif picture.url[:5].lower() == "file:":
             mark, data, remember = self._look_at_file(picture)
         else:
-            raise UntouchedError("url")
+            return self._name_of_url(picture)
         known = self._get(mark)
         if known is None or not self._is_enough(known, picture):
             data = data if data is not None else self._bytes_of(picture.url)
             known = self._learn(mark, data, remember, quickly=picture.uuid is None)
         if picture.uuid is None:
             return known.identifier, None
-        if known.placeholder is None:
-            raise UntouchedError("client_ids")
-        return picture.uuid, known.placeholder
+        return picture.uuid, _size_of(known)
+
+    def _name_of_url(self, picture: Picture) -> tuple[str, Mapping[str, Any] | None]:
+        found = None if self._urls is None else self._urls(picture.url)
+        if found is None:
+            raise UntouchedError("url")
+        if picture.uuid is None:
+            return found.identifier, None
+        return picture.uuid, _size_of(found)
 
     def _learn(self, mark: bytes, data: bytes, remember: bool, *, quickly: bool) -> _Known:
         identifier = self._names.quick(data) if quickly else None
@@ -231,6 +240,13 @@ class KnownPictures:
         except (ValueError, OSError, RuntimeError):  # also what urllib3 raises
             return None
         return path if self._folder in path.parents else None
+
+
+def _size_of(picture: Decoded) -> Mapping[str, Any]:
+    """What sizes its placeholder, where a client's own name is to count."""
+    if picture.placeholder is None:
+        raise UntouchedError("client_ids")
+    return picture.placeholder
 
 
 def _state(status: os.stat_result) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ from s3ec.middleware.bodies import (
 )
 from s3ec.middleware.chat_pictures import MARK, UntouchedError, parse
 from s3ec.middleware.known_pictures import KnownPictures, Lease, Leases
+from s3ec.middleware.trusted_urls import are_trusted, trusted_urls
 from s3ec.runtime import DaemonPool, DiskCalls, DiskWatch, in_thread
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class SkipPictures:
         self.counters = Counters()
         self._app = app
         self._limit_bytes = limit_bytes()
+        are_trusted()  # or the server would start with a word that means nothing
         self._open_node = open_node or _open_node
         self._clock = clock
         self._node: Node | None = None
@@ -486,11 +488,17 @@ def _open_node(state: Any, counters: Counters) -> Node | str:
         check_values=True,
     )
     folder = getattr(config.model_config, "allowed_local_media_path", "") or ""
-    pictures = KnownPictures(names, folder=folder, most_bytes=limit_bytes())
+    urls = None
+    if are_trusted():
+        domains = getattr(config.model_config, "allowed_media_domains", None) or ()
+        urls = trusted_urls(settings, namespace.name, domains)
+    pictures = KnownPictures(names, folder=folder, most_bytes=limit_bytes(), urls=urls)
     log.debug("SkipPictures reads namespace %s in %s", namespace.name, settings.cache_dir)
 
     def close() -> None:
         pictures.close()
+        if urls is not None:
+            urls.close()
         tier.close()
 
     keys = vllm_names.api_keys_of(getattr(state, "args", None))

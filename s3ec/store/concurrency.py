@@ -338,6 +338,23 @@ async def read_body(reply: Reply, max_bytes: int, what: str, extend: Extend) -> 
         reply.close()
 
 
+class Pace:
+    """Lets requests begin no faster than a number of bytes per second allows."""
+
+    def __init__(self, bytes_per_s: int | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+
+    async def take(self, nbytes: int) -> None:
+        """Wait for one's turn, and note how much is asked for."""
+        if self._bytes_per_s is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        begin_s = max(now_s, self._free_s)
+        self._free_s = begin_s + nbytes / self._bytes_per_s
+        await asyncio.sleep(begin_s - now_s)
+
+
 REQUESTS_AT_A_TIME = 16
 
 

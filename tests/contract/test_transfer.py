@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,11 +17,13 @@ import pytest
 from s3ec.corpus import CopyOptions, Corpus
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError
 from s3ec.settings import Settings
+from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import Configure, Transport
 from tests.support.corpora import IDS, Filled
 from tests.support.folders import object_name, objects_of
-from tests.unit.cli.corpus import entry_bytes
+from tests.support.waiting import eventually
+from tests.unit.cli.corpus import content_hash, entry_bytes
 
 pytestmark = pytest.mark.s3
 Prefix = Callable[[str], str]
@@ -84,6 +91,24 @@ def test_what_is_no_entry_is_not_copied_by_the_server(here: Filled, other_bucket
         assert (done.status, done.by_server, len(done.failures)) == ("partial", 4, 1)
 
 
+def test_where_the_server_refuses_to_copy_the_bytes_pass_here(
+    here: Filled, other_bucket: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where other credentials may read the one bucket and write to the other."""
+    asked: list[str] = []
+
+    async def refuse(_: BotocoreStore, bucket: str, key: str, name: str, **__: object) -> None:
+        asked.append(name)
+        raise AccessError(f"COPY {bucket}/{key}: denied", is_general=False)
+
+    monkeypatch.setattr(BotocoreStore, "copy_from", refuse)
+    with Corpus.open(other_bucket) as there:
+        done = here.corpus.copy_to(there, options=CopyOptions(max_concurrency=1))
+        assert (done.status, done.copied, done.by_server) == ("complete", 4, 0)
+        assert len(asked) == 1
+        assert there.verify().agrees
+
+
 def test_another_server_gets_the_bytes_through_here(
     here: Filled,
     guarded_s3: LocalS3,
@@ -120,6 +145,41 @@ def test_a_bucket_goes_to_a_folder_and_into_another_bucket(
         assert (done.status, done.copied, done.announced) == ("complete", 4, 4)
         assert objects_of(there, here.name) == objects_of(here.corpus, here.name)
         assert there.verify().agrees
+
+
+IMPORT = """
+import json, sys
+from s3ec.corpus import CopyOptions, Corpus
+with Corpus.open(json.loads(sys.argv[1])) as corpus:
+    corpus.import_from(
+        sys.argv[2], options=CopyOptions(rate_limit_bytes_per_s=3000, max_concurrency=2)
+    )
+"""
+
+
+def test_a_killed_import_is_finished_by_the_next_one(
+    here: Filled, other_bucket: Settings, local_s3: LocalS3, tmp_path: Path
+) -> None:
+    """Also readers are told of what the first one had stored, and had told nobody of."""
+    for number in range(60):
+        here.entry(here.name, content_hash(f"page {number}"))
+    here.corpus.export(tmp_path / "disk")
+    given = other_bucket.model_dump(mode="json", include={"bucket", "prefix", "endpoint_url"})
+    child = subprocess.Popen(
+        [sys.executable, "-c", IMPORT, json.dumps(given), str(tmp_path / "disk")],
+        env=os.environ | local_s3.env() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    with Corpus.open(other_bucket) as there:
+        eventually(lambda: len(objects_of(there, here.name)) > 3, "the import began", pause_s=0.05)
+        child.kill()
+        assert child.wait() == -signal.SIGKILL
+        left = len(objects_of(there, here.name))
+        assert 3 < left < 64
+        done = there.import_from(tmp_path / "disk")
+        assert (done.status, done.present, done.announced) == ("complete", left, 64)
+        assert objects_of(there, here.name) == objects_of(here.corpus, here.name)
+        found = there.verify()
+        assert (found.agrees, found.entries, found.unannounced) == (True, 64, 0)
 
 
 async def test_a_copy_replaces_nothing_and_is_compared(

@@ -8,33 +8,40 @@ import os
 from pathlib import Path
 from typing import Any
 
+from s3ec.identity import make_key
+
 ROOTS_VARIABLE = "VANISHING_ROOTS"
 LOG_VARIABLE = "VANISHING_LOG"
-HEADER = (b"x-vanish", b"yes")
+HEADER = b"x-vanish"
 
 
 class Vanishing:
-    """For requests with the header: deletes all entries, and notes what the server answers."""
+    """For a request whose header names an entry: deletes that, and notes what is answered."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or HEADER not in scope["headers"]:
+        name = dict(scope["headers"]).get(HEADER) if scope["type"] == "http" else None
+        if name is None:
             await self._app(scope, receive, send)
             return
-        _delete()
+        _delete(name.decode())
 
         async def noting(message: Any) -> None:
-            _note({"status": message.get("status"), "body": message.get("body", b"").decode()})
+            body = message.get("body", b"").decode()
+            _note({"name": name.decode(), "status": message.get("status"), "body": body})
             await send(message)
 
         await self._app(scope, receive, noting)
 
 
-def _delete() -> None:
+def _delete(identifier: str) -> None:
+    key = make_key(identifier)
+    if key is None:
+        raise ValueError(f"{identifier} has no key")
     for root in os.environ[ROOTS_VARIABLE].split(os.pathsep):
-        for path in Path(root).rglob("objects/**/*.safetensors"):
+        for path in Path(root).rglob(f"objects/**/{Path(key.name).name}"):
             path.unlink()
 
 

@@ -376,19 +376,21 @@ class World:
 
 
 ACTIONS = st.tuples(
-    st.sampled_from(["append", "append", "merge", "read", "refresh", "kill", *["go"] * 12]),
+    st.sampled_from(["append", "append", "merge", "read", "refresh", "kill", *["go"] * 14]),
     st.integers(0, 7),
 )
+# Two parts, so that there is something to merge from the beginning.
+FIRST = [("append", 0), *[("go", 0)] * 4, ("append", 1), *[("go", 0)] * 4, ("merge", 0)]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(ACTIONS, max_size=90))
+@given(st.lists(ACTIONS, min_size=40, max_size=120))
 def test_no_order_of_appends_merges_and_deaths_loses_the_newest_row(
     actions: Sequence[tuple[str, int]],
 ) -> None:
     async def live() -> None:
         world = World()
-        for action in actions:
+        for action in [*FIRST, *actions]:
             world.step(action)
             await world.settle()
         while not all(job.task.done() for job in world.jobs):

@@ -350,6 +350,7 @@ def test_the_examples_of_the_page_run(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("S3EC_ENDPOINT_URL", moto_server.endpoint_url)
     monkeypatch.setenv("S3EC_CONNECT_TIMEOUT_S", "10")  # the machine may be busy
+    monkeypatch.setenv("S3EC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     assert len(blocks) >= 5

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "obstore": {"store": "anywhere", "dev": "inside"},
     "awscrt": {"dev": "inside"},
     "duckdb": {"corpus": "inside"},
-    "pyarrow": {"client": "inside", "corpus": "inside", "middleware": "inside", "dev": "inside"},
+    "pyarrow": dict.fromkeys(("cli", "client", "corpus", "middleware", "dev"), "inside"),
     "pypdfium2": {"corpus": "inside"},
     "ray": {"corpus": "inside", "dev": "inside"},
 }  # fmt: skip

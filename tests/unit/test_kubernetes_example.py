@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ByteSize, TypeAdapter
+from typer.testing import CliRunner
 
+from s3ec.cli.app import app
 from s3ec.config import load_settings
+from s3ec.identity import Namespace
+from s3ec.namespaces import slug_of
 from s3ec.settings import ENV_PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +38,7 @@ def nbytes(quantity: str) -> int:
 DEPLOYMENT = read("deployment.yaml")
 POD = DEPLOYMENT["spec"]["template"]["spec"]
 [CONTAINER] = POD["containers"]
+[INIT] = POD["initContainers"]
 ENV = {one["name"]: one for one in CONTAINER["env"]}
 MOUNTS = {one["mountPath"]: one["name"] for one in CONTAINER["volumeMounts"]}
 VOLUMES = {one["name"]: one["emptyDir"] for one in POD["volumes"]}
@@ -67,6 +72,23 @@ def test_tier_lies_in_a_volume_that_it_cannot_outgrow() -> None:
     resources = CONTAINER["resources"]
     assert total <= nbytes(resources["requests"]["ephemeral-storage"])
     assert total <= nbytes(resources["limits"]["ephemeral-storage"])
+
+
+def test_the_tier_is_filled_where_the_engine_looks_for_it_and_the_engine_starts_anyway() -> None:
+    assert INIT["image"] == CONTAINER["image"]
+    assert all(one in CONTAINER["volumeMounts"] for one in INIT["volumeMounts"])
+    assert all(ENV[one["name"]] == one for one in INIT["env"])
+    [command] = INIT["args"]
+    assert command.startswith("timeout 15m s3ec hydrate ")
+    assert command.endswith(" || true")
+    known = CliRunner().invoke(app, ["hydrate", "--help"], env={"COLUMNS": "200"}).stdout
+    options = re.findall(r"--[a-z-]+", command)
+    assert options
+    assert all(one in known for one in options)
+    # As the namespace of the engine's model spells it.
+    assert re.search(r"--model (\S+)", command)[1] in slug_of(  # type: ignore[index]
+        Namespace.from_descriptor({"model": argument("--model")}).name
+    )
 
 
 def test_shared_memory_is_in_memory_and_below_the_limit() -> None:

@@ -49,6 +49,15 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert list(trace.read(path)) == [one for one in events if isinstance(one, Access)]
 
 
+def test_names_of_objects_are_read_back_and_no_others(tmp_path: Path) -> None:
+    name = f"my-lora/ab/{'ab' * 32}.safetensors"
+    assert [one.name for one in trace.read(with_line(tmp_path / "t", name=name))] == [None, name]
+    for bad in ("../../etc/passwd.safetensors", "a/b", "/a.safetensors", 7):
+        path = with_line(tmp_path / "u", name=bad)
+        with pytest.raises(ConfigError, match="line 3: `name` is not the name of an object"):
+            list(trace.read(path))
+
+
 def test_what_an_outcome_took_is_of_its_kind() -> None:
     assert FULL.cost_s == 0.021
     encoded = Access(0.0, "r", "i", 4, "encoded", fetch_s=9.0, encode_s=0.13)

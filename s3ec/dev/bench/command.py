@@ -132,6 +132,25 @@ def _fetch(
     _one(f"fetch{latency_ms or ''}", json_file, plot, quick)
 
 
+def _hydrate(
+    objects: Annotated[
+        int | None,
+        typer.Option(
+            "--objects",
+            metavar="N",
+            min=1,
+            max=100_000,
+            help="How many, of 2.75 MB. Unset: 5,000, or fewer where the disk has not eight times "
+            "their size free.",
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    quick: Quick = False,
+) -> None:
+    _one("hydrate", json_file, plot, quick, objects=objects)
+
+
 def _node(
     processes: Annotated[
         int, typer.Option("--processes", metavar="N", min=2, max=32, help="How many share it.")
@@ -348,6 +367,7 @@ def _rag(
 # Those with options of their own.
 _COMMANDS: dict[str, Callable[..., None]] = {
     "fetch": _fetch,
+    "hydrate": _hydrate,
     "node": _node,
     "index": _index,
     "policy": _policy,
@@ -370,6 +390,7 @@ def _command(name: str) -> Callable[..., None]:
 def _examples(name: str) -> str:
     own = {
         "fetch": [("s3ec bench fetch --latency-ms 80", "from a bucket that is far away")],
+        "hydrate": [("s3ec bench hydrate --objects 500", "with fewer of them")],
         "node": [("s3ec bench node --processes 8", "with more of them")],
         "soak": [("s3ec bench soak --minutes 5 --seed 7", "shorter, with other faults")],
         "policy": [

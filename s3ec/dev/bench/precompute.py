@@ -185,7 +185,7 @@ def _job_child(pipe: Connection, model: str, settings: Mapping[str, Any]) -> Non
         seconds = 0.0
         clock: _Clock | None = None
 
-        def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
+        def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
             if self.clock is None:
                 self._vllm_config()
                 self._start()
@@ -267,7 +267,8 @@ def _command(
     )
     seconds = time.monotonic() - began_s
     if done.returncode:
-        raise CannotMeasureError(f"the job ended with {done.returncode}: {done.stderr[-2000:]}")
+        lines = done.stderr.strip().splitlines() or [""]
+        raise CannotMeasureError(f"the job ended with {done.returncode}: {lines[-1][:500]}")
     report: dict[str, Any] = json.loads(done.stdout)
     return report, seconds
 

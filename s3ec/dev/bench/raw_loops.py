@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET loops into memory with nothing around them: what each S3 client can do at best here.
+"""GET loops with nothing around them: what each S3 client can do at best here.
 
-Every loop keeps 16 requests in flight, reads each body whole, looks at its length and drops it.
-No retries, no checksums, no deadlines.
+Every loop keeps 16 requests in flight, reads each body whole, looks at its length and drops it, or
+writes it to a fresh file. No retries, no checksums, no deadlines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from s3ec.dev.bench.corpus import IN_FLIGHT, Corpus
@@ -46,6 +49,24 @@ def open_loops(corpus: Corpus) -> tuple[dict[str, RawLoop], dict[str, str]]:
     for name, make in makers.items():
         try:
             loops[name] = make(corpus)
+        except ImportError as exc:
+            missing[name] = str(exc)
+    return loops, missing
+
+
+def open_file_loops(corpus: Corpus, folder: Path) -> tuple[dict[str, RawLoop], dict[str, str]]:
+    """Loops that write each body to a file of the folder, and why others are not there."""
+    loops: dict[str, RawLoop] = {}
+    missing: dict[str, str] = {}
+    makers: dict[str, Callable[[Corpus, Path], RawLoop]] = {
+        "obstore": ObstoreToFileLoop,
+        "obstore in threads": ObstoreThreadsLoop,
+        "http.client in threads": HttpThreadsLoop,
+        "awscrt": CrtToFileLoop,
+    }
+    for name, make in makers.items():
+        try:
+            loops[name] = make(corpus, folder)
         except ImportError as exc:
             missing[name] = str(exc)
     return loops, missing
@@ -148,6 +169,75 @@ class ObstoreToFileLoop(ObstoreLoop):
             path.unlink()
 
 
+class ObstoreThreadsLoop(ObstoreLoop):
+    """obstore's blocking calls, in 16 threads that write as well."""
+
+    def __init__(self, corpus: Corpus, folder: Path) -> None:
+        super().__init__(corpus)
+        self._folder = folder
+
+    def fetch(self) -> None:
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            _require_all(self._corpus, pool.map(self._keep, self._corpus.object_names))
+
+    def _keep(self, name: str) -> int:
+        import obstore
+
+        body = obstore.get(self._store, name).bytes()
+        return _write(self._folder / name.rpartition("/")[2], body)
+
+
+class HttpThreadsLoop:
+    """Python's own HTTP client in 16 threads, with signed URLs, and a buffer for each thread."""
+
+    def __init__(self, corpus: Corpus, folder: Path) -> None:
+        import boto3
+        from botocore.config import Config
+
+        self._corpus = corpus
+        self._folder = folder
+        client = boto3.client(
+            "s3",
+            endpoint_url=corpus.endpoint_url,
+            region_name=REGION,
+            aws_access_key_id=corpus.env["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=corpus.env["AWS_SECRET_ACCESS_KEY"],
+            config=Config(signature_version="s3v4", s3={"addressing_style": "path"}),
+        )
+        self._urls = {
+            name: client.generate_presigned_url(
+                "get_object", {"Bucket": corpus.bucket, "Key": name}, ExpiresIn=86_400
+            ).removeprefix(corpus.endpoint_url)
+            for name in corpus.object_names
+        }
+
+    def fetch(self) -> None:
+        names: SimpleQueue[str | None] = SimpleQueue()
+        for name in (*self._urls, *[None] * IN_FLIGHT):
+            names.put(name)
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            kept = [pool.submit(self._some, names) for _ in range(IN_FLIGHT)]
+            _require_all(self._corpus, [nbytes for one in kept for nbytes in one.result()])
+
+    def _some(self, names: SimpleQueue[str | None]) -> list[int]:
+        buffer, sizes = memoryview(bytearray(self._corpus.entry_bytes)), []
+        with contextlib.closing(
+            http.client.HTTPConnection(self._corpus.endpoint_url.removeprefix("http://"))
+        ) as connection:
+            while (name := names.get()) is not None:
+                connection.request("GET", self._urls[name])
+                reply = connection.getresponse()
+                done = 0
+                while count := reply.readinto(buffer[done:]):
+                    done += count
+                _write(self._folder / name.rpartition("/")[2], buffer[:done])
+                sizes.append(done)
+        return sizes
+
+    def close(self) -> None:
+        pass
+
+
 class OneByOneLoop(ObstoreLoop):
     """One object after the other."""
 
@@ -245,6 +335,36 @@ class CrtLoop:
         shut_down.wait(10)
 
 
+class CrtToFileLoop(CrtLoop):
+    """The same, each body written to a fresh file by awscrt itself."""
+
+    def __init__(self, corpus: Corpus, folder: Path) -> None:
+        super().__init__(corpus)
+        self._folder = folder
+
+    def _request(
+        self, name: str, bodies: dict[str, list[bytes]], slots: threading.Semaphore
+    ) -> Any:
+        from awscrt import http, s3
+
+        bodies[name] = []
+
+        def on_done(*, error: Exception | None, **_: Any) -> None:
+            if error is None:  # awscrt may flush the file a moment later
+                del bodies[name]
+            slots.release()
+
+        host = self._corpus.endpoint_url.removeprefix("http://")
+        return self._client.make_request(
+            type=s3.S3RequestType.GET_OBJECT,
+            request=http.HttpRequest(
+                "GET", f"/{self._corpus.bucket}/{name}", http.HttpHeaders([("Host", host)])
+            ),
+            recv_filepath=str(self._folder / name.rpartition("/")[2]),
+            on_done=on_done,
+        )
+
+
 async def _all_of(corpus: Corpus, get: Callable[[str], Awaitable[int]]) -> None:
     names = iter(corpus.object_names)
 
@@ -257,6 +377,11 @@ async def _all_of(corpus: Corpus, get: Callable[[str], Awaitable[int]]) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(IN_FLIGHT):
             group.create_task(some())
+
+
+def _require_all(corpus: Corpus, sizes: Iterable[int]) -> None:
+    if [*sizes] != [corpus.entry_bytes] * len(corpus.keys):
+        raise RuntimeError("not every object came whole")
 
 
 def _write(path: Path, body: Any) -> int:

@@ -157,6 +157,36 @@ ENTRIES: dict[str, Entry] = {
         1500,
         alone=True,
     ),
+    "hydrate": Entry(
+        "s3ec.dev.bench.hydrate",
+        "A corpus to a node's tier, verified, beside raw loops that write files to the same disk.",
+        900,
+        alone=True,
+    ),
+    "verify": Entry(
+        "s3ec.dev.bench.verify",
+        "Every byte of a corpus checked, beside loops that read the same and check nothing.",
+        60,
+        alone=True,
+    ),
+    "gc": Entry(
+        "s3ec.dev.bench.gc",
+        "20,000 small objects deleted, beside boto3 with batches of 1000.",
+        240,
+        alone=True,
+    ),
+    "reference": Entry(
+        "s3ec.dev.bench.reference",
+        "A request that names a picture, beside the same one with pixels: bytes, CPU, first token.",
+        180,
+        alone=True,
+    ),
+    "middleware": Entry(
+        "s3ec.dev.bench.middleware",
+        "A server with SkipPictures beside one without: pictures of 2048 pixels square.",
+        240,
+        alone=True,
+    ),
 }
 
 # `s3ec bench data`: how bytes move.
@@ -165,7 +195,7 @@ DATA = (
     *("interference", "load", "save", "node"),
 )
 # `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
-CORPUS: tuple[str, ...] = ("precompute",)
+CORPUS = ("precompute", "hydrate", "verify", "gc", "reference", "middleware")
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 

@@ -8,12 +8,15 @@ import pty
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from s3ec import trace
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
-from s3ec.identity import Layout
+from s3ec.identity import Layout, make_key
 from s3ec.testing.server import MotoServer
 from tests.unit.cli.conftest import Cli, all_shown_on
 from tests.unit.cli.corpus import MODEL, OTHER, Corpus, content_hash
@@ -102,6 +105,56 @@ def test_gc_with_yes_deletes_what_is_older(
 @pytest.mark.parametrize("age", ["", "90", "d", "-1d", "0d", "1y", "1e9d"])
 def test_gc_refuses_what_is_no_age(cli: Cli, corpus: Corpus, namespace: str, age: str) -> None:
     assert "is no age" in cli("gc", f"--older-than={age}", code=2).stderr
+
+
+def test_gc_says_what_is_left_and_what_it_saves(cli: Cli, corpus: Corpus, namespace: str) -> None:
+    found = cli.json("gc", "--max-bytes", "0", "--prices", "aws")
+    assert (found["entry_count"], found["left_count"], found["left_bytes"]) == (4, 0, 0)
+    assert found["month_dollars"] == pytest.approx(found["bytes"] / 1e9 * 0.023)
+    assert (found["max_bytes"], found["older_than_s"], found["adapter"]) == (0, None, None)
+    assert "of $0.00 a month" in cli("gc", "--max-bytes", "0").stdout
+    both = cli.json("gc", "--max-bytes", "0", "--older-than", "90d", "--yes")
+    assert (both["entry_count"], both["left_count"], both["deleted"]) == (0, 4, 0)
+    assert "the other rules keep them" in cli("gc", "--max-bytes=0", "--older-than=90d").stderr
+    assert cli.json("gc", "--max-bytes", "0", "--adapter", "my-lora")["entry_count"] == 0
+    assert cli.json("gc", "--max-bytes", "0", "--yes")["deleted"] == 4
+    assert labels(cli) == set()
+    assert cli.json("verify")["ok"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "nothing says what is to go; give `--older-than`"),
+        (("--unused-for", "1h"), "name what your nodes have recorded"),
+        (("--unused-for", "1h", "--trace", "absent.jsonl"), "cannot read absent.jsonl"),
+        (("--max-bytes", "much"), "is no size"),
+        (("--max-bytes", "1GB", "--prices", "moon"), "is none of aws"),
+    ],
+)
+def test_gc_refuses_rules_that_are_none(
+    cli: Cli, corpus: Corpus, namespace: str, options: tuple[str, ...], says: str
+) -> None:
+    assert says in cli("gc", *options, code=2).stderr
+    assert cli.json("gc", *options, code=2)["error"]["field"]
+
+
+def test_gc_by_use_takes_what_no_trace_has(
+    cli: Cli, corpus: Corpus, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3ec.cli.options._UNITS_S", {"min": -60})
+    key = make_key("page 1")
+    assert key is not None
+    began_s = time.time() - 60.0
+    lines = [
+        trace.header_line(trace.Header(began_s, (trace.Engine(namespace),))),
+        trace.event_line(trace.Access(3600.0, "r", "i", 4, "node", name=key.name)),
+    ]
+    path = tmp_path / "node.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    found = cli.json("gc", "--unused-for", "1min", "--trace", str(path), "--yes")
+    assert (found["deleted"], found["left_count"]) == (3, 1)
+    assert labels(cli) == {f"x-{content_hash('page 1')}"}
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])

@@ -61,7 +61,7 @@ def test_exit_status_tells_a_part_from_nothing(cli: Cli, here: Filled, tmp_path:
     disk = str(tmp_path / "disk")
     absent = tmp_path / "absent.txt"
     absent.write_text(f"{content_hash('nothing')}\n")
-    assert cli.json("export", disk, "--list", str(absent), code=1)["status"] == "failed"
+    assert cli.json("export", disk, "--ids", str(absent), code=1)["status"] == "failed"
     put_over(tmp_path / "here", object_name(here.name, IDS[1]), b"not an entry")
     assert cli.json("export", disk, code=3)["status"] == "partial"
     shown = cli("export", disk, code=3)
@@ -74,21 +74,21 @@ def test_a_list_may_come_from_stdin_or_a_file_of_windows(
 ) -> None:
     listed = tmp_path / "listed.txt"
     listed.write_bytes(f"{IDS[0]}\r\n\r\n{IDS[3]}\r\n".encode())
-    assert cli.json("export", str(tmp_path / "disk"), "--list", str(listed))["copied"] == 2
+    assert cli.json("export", str(tmp_path / "disk"), "--ids", str(listed))["copied"] == 2
 
 
 @pytest.mark.parametrize(
     ("words", "field"),
     [
-        (["--list", "NOTHING"], "list"),
-        (["--list", "EMPTY"], "list"),
-        (["--limit-rate", "fast"], "limit_rate"),
-        (["--limit-rate", "0"], None),
+        (["--ids", "NOTHING"], "ids"),
+        (["--ids", "EMPTY"], "ids"),
+        (["--rate-limit", "fast"], "rate_limit"),
+        (["--rate-limit", "0"], "rate_limit"),
         (["--adapter", "\ud800"], "adapter"),
     ],
 )
 def test_bad_options_are_named(
-    cli: Cli, here: Filled, tmp_path: Path, words: list[str], field: str | None
+    cli: Cli, here: Filled, tmp_path: Path, words: list[str], field: str
 ) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     places = {"NOTHING": str(tmp_path / "nothing.txt"), "EMPTY": str(tmp_path / "empty.txt")}

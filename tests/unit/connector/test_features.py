@@ -17,7 +17,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
 )
 
-from s3ec.connector.vllm_config import FeatureReader
+from s3ec.connector.vllm_config import FeatureReader, without_pixels
 
 UTILS = "vllm.distributed.ec_transfer.ec_connector.utils"
 FIELDS = {"image": {"image_grid_thw"}, "video": {"video_grid_thw", "timestamps"}, "audio": set()}
@@ -152,3 +152,53 @@ def test_a_release_that_declares_nothing_knows_no_placeholders(
     reader = FeatureReader(FIELDS)
     assert not reader.needs_embedding(feature(pixel_values=torch.zeros(4)))
     assert reader.placeholder(feature(image_grid_thw=GRID)) == {}
+
+
+# -- whether an engine takes requests without pixels -------------------------------------------
+
+
+def engine(kind: str = "qwen3_vl", *, ec: Any = True, **multimodal: bool) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(model_type=kind),
+            multimodal_config=SimpleNamespace(**multimodal),
+        ),
+        ec_transfer_config=ec,
+    )
+
+
+TAKEN = {"allow_missing_mm_embeddings": True, "enable_mm_embeds": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "role", "said"),
+    [
+        (engine(**TAKEN), "ec_consumer", "yes, for image and video"),
+        (engine(**TAKEN), "ec_both", "yes, for image and video"),
+        (engine("qwen2_5_vl", **TAKEN), "ec_both", "yes, for image"),
+        (engine(**TAKEN), "ec_producer", "no, since `ec_role` is ec_producer; set it to"),
+        (engine(), "ec_consumer", "no, since this vLLM is older than them; use vLLM 0.30"),
+        (
+            engine(**TAKEN | {"enable_mm_embeds": False}),
+            "ec_consumer",
+            "no, since vLLM does not take embeddings; add --enable-mm-embeds",
+        ),
+        # The doctor asks without a connector in the arguments, and names the role itself.
+        (
+            engine(ec=None, **dict.fromkeys(TAKEN, False)),
+            "ec_consumer",
+            "yes, for image and video",
+        ),
+    ],
+)
+def test_model_release_role_and_flags_decide_whether_pixels_may_be_left_out(
+    config: Any, role: str, said: str, reader: FeatureReader
+) -> None:
+    assert str(without_pixels(config, reader, role)).startswith(said)
+
+
+def test_a_model_without_sizes_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = SimpleNamespace(PlaceholderMetadataResolver=Resolver)
+    monkeypatch.setitem(sys.modules, UTILS, module)
+    told = without_pixels(engine("gemma3", **TAKEN), FeatureReader({}), "ec_consumer")
+    assert told.problem == "vLLM declares no sizes for models of type `gemma3`"

@@ -13,6 +13,7 @@ from s3ec import trace
 from s3ec.connector.recorder import Recorder, Recording, TraceWriter
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
+from s3ec.identity import make_key
 from s3ec.tier.files import Folders, is_temp_name
 from s3ec.tier.trace_requests import LONGEST_S, TraceFolder, TraceRequest
 from s3ec.trace import Access, Engine, Hasher, Lost
@@ -128,8 +129,8 @@ class Bench:
             **more,
         )
 
-    def ask(self) -> TraceRequest:
-        request = TraceRequest.new(self.clock.now_s, SECONDS)
+    def ask(self, *, with_names: bool = False) -> TraceRequest:
+        request = TraceRequest.new(self.clock.now_s, SECONDS, with_names=with_names)
         self.folder.ask(request)
         self.writer.exchange()
         return request
@@ -181,6 +182,19 @@ def test_a_trace_holds_neither_names_nor_the_secret(bench: Bench) -> None:
     assert "a-secret-name" not in text
     assert '"r"' not in text
     assert asked.secret not in text
+
+
+def test_a_trace_that_was_asked_for_with_names_says_what_the_objects_are_called(
+    bench: Bench,
+) -> None:
+    bench.ask(with_names=True)
+    bench.access("a")
+    bench.access("")  # nothing is stored under it
+    bench.writer.exchange()
+    found = [one.name for one in bench.events() if isinstance(one, Access)]
+    key = make_key("a")
+    assert key is not None
+    assert found == [key.name, None]
 
 
 def test_a_request_is_answered_once(bench: Bench) -> None:

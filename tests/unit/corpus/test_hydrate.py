@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -392,3 +396,50 @@ def test_a_pinned_entry_and_one_in_use_stay_when_the_tier_is_full(rig: Rig) -> N
     rig.open(cache_bytes=2 * NBYTES).hydrate()
     assert rig.is_here(IDS[0], IDS[1])
     tier.close()
+
+
+# Stops in the middle of a large entry, when the others are here.
+CHILD = """
+import sys
+from s3ec.config import load_settings
+from s3ec.corpus import Corpus, hydrate
+from s3ec.store.open import open_store
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
+
+url, folder, large = sys.argv[1:]
+hydrate.PART_BYTES = 2**16
+settings = load_settings({"url": url, "cache_dir": folder, "min_free_bytes": 0}).settings
+store = FaultStore(open_store(settings), Script([Fault("get_range", large, skip=3, gate=Gate())]))
+Corpus(settings, store=store).hydrate()
+"""
+
+
+def test_a_killed_run_leaves_whole_entries_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    url, folder = f"file://{tmp_path}/bucket", tmp_path / "cache"
+    (tmp_path / "bucket").mkdir()
+    settings = {"cache_dir": str(folder), "min_free_bytes": 0}
+    with Corpus.open(settings, url=url) as corpus:
+        bucket = Bucket(corpus)
+        name = bucket.namespace(MODEL)
+        bucket.put(Layout(name).modality("image"), RECORD)
+        for one in IDS[1:4]:
+            bucket.entry(name, one)
+        bucket.entry(name, IDS[0], entry_bytes(IDS[0], name, rows=40_000))
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, url, str(folder), IDS[0]], env={**os.environ}
+        )
+        objects, incoming = folder / "v1" / "objects", folder / "v1" / "incoming"
+        try:
+            eventually(
+                lambda: (
+                    len(list(objects.rglob("*.safetensors"))) == 3
+                    and any(one.stat().st_size for one in incoming.iterdir())
+                )
+            )
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+        found = corpus.hydrate()
+        assert (found.here, found.fetched, found.status) == (3, 1, "complete")
+    assert list(incoming.iterdir()) == []
+    assert sum(one.stat().st_size > 100_000 for one in objects.rglob("*.safetensors")) == 1

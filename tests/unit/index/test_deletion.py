@@ -15,9 +15,8 @@ from s3ec.index import delete as deletion
 from s3ec.index import listing, manifest
 from s3ec.index.compaction import compact
 from s3ec.index.delete import (
-    count_older,
+    delete_chosen,
     delete_entries,
-    delete_older,
     find_objects,
     remove_namespace,
     survey,
@@ -59,6 +58,13 @@ async def delete_keys(
 
 async def delete(store: Store, *numbers: int) -> None:
     await delete_keys(store, [KEYS[number] for number in numbers])
+
+
+async def delete_older(store: Store, before_s: float) -> None:
+    def older(infos: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+        return [info for info in infos if info.modified_s < before_s]
+
+    await delete_chosen(store, LAYOUT, older)
 
 
 @pytest.mark.parametrize("in_base", [False, True])
@@ -185,8 +191,8 @@ async def test_readers_that_could_not_be_told_are_an_error(
         await delete(FaultStore(memory, Script([fault])), 1)
     assert LAYOUT.object(KEYS[1]) in memory.bucket.objects
     second = Fault("put_if_absent", "/delta/", skip=1, error=UnavailableError)
+    same = FaultStore(MemoryStore(memory.bucket, clock=clock), Script([second]))
     with pytest.raises(UnavailableError, match="what is deleted and what is not"):
-        same = FaultStore(MemoryStore(memory.bucket, clock=clock), Script([second]))
         await delete_keys(same, KEYS[1:2], clock)
     assert LAYOUT.object(KEYS[1]) not in memory.bucket.objects
     assert set(await view(memory)) == set()
@@ -256,24 +262,10 @@ async def test_old_entries_of_all_folders_share_requests_and_deltas(
     for number in range(1500):
         await put_object(memory, key_of(("many", number)), 9)
     store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script())
-    assert (await delete_older(store, LAYOUT, 2.0**40)).entries == 1500
+    await delete_older(store, 2.0**40)
+    assert not [name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)]
     assert store.calls["delete_many"] == 2
     assert len(names(memory.bucket)) in (2, 3)  # one again where it taught what time it is
-
-
-async def test_only_what_is_older_is_deleted(memory: MemoryStore, clock: Clock) -> None:
-    for number in range(4):
-        await put_entry(memory, number)
-        clock.now_s += 1000
-    timeless = MemoryStore(memory.bucket, clock=lambda: 0.0)
-    await put_object(timeless, KEYS[6], 9)
-    before_s = clock.now_s - 2500
-    older = await count_older(memory, LAYOUT, before_s)
-    assert (older.entries, older.nbytes) == (2, 201)
-    assert len(await view(memory)) == 4
-    assert await delete_older(memory, LAYOUT, before_s) == older
-    assert set(await view(memory)) == {KEYS[2].digest, KEYS[3].digest}
-    assert LAYOUT.object(KEYS[6]) in memory.bucket.objects
 
 
 async def gone(memory: MemoryStore, number: int) -> None:
@@ -355,7 +347,7 @@ async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
         # The first tombstone comes twice, since it teaches what time it is.
         Fault("put_if_absent", "/delta/", skip=2, gate=told),
     ]
-    task = asyncio.create_task(delete_older(FaultStore(memory, Script(faults)), LAYOUT, 2.0**40))
+    task = asyncio.create_task(delete_older(FaultStore(memory, Script(faults)), 2.0**40))
     await gone(memory, 0)
     await reached(told)
     listed.release()
@@ -422,8 +414,7 @@ async def test_old_objects_of_an_entry_go_and_readers_keep_it_for_the_young_one(
     for name in memory.bucket.modified_s:
         memory.bucket.modified_s[name] = 100.0
     memory.bucket.modified_s[LAYOUT.object(KEYS[1], young)] = 900.0
-    older = await delete_older(memory, LAYOUT, 500.0)
-    assert older.entries == 3
+    await delete_older(memory, 500.0)
     left = {name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)}
     assert left == {LAYOUT.object(KEYS[1], young)}
     assert set(await view(memory)) == {KEYS[1].digest}
@@ -450,7 +441,7 @@ async def test_an_old_revision_far_from_a_young_object_is_not_the_whole_entry(
             for info in sorted(found, key=lambda info: info.name == LAYOUT.object(young, 1)):
                 yield info
 
-    await delete_older(RevisionLast(memory.bucket), LAYOUT, 500.0)
+    await delete_older(RevisionLast(memory.bucket), 500.0)
     assert [name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)] == [
         LAYOUT.object(young)
     ]

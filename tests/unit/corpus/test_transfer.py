@@ -16,12 +16,12 @@ import pytest
 from s3ec import codec
 from s3ec.config import load_settings
 from s3ec.corpus import CopyOptions, Corpus, Selection
-from s3ec.corpus.catalog import CatalogRow
 from s3ec.errors import AccessError, ConfigError, ConflictError, NotFoundError, UnavailableError
 from s3ec.identity import Namespace
 from s3ec.store.base import NoSpaceError
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
+from tests.support.catalogues import row
 from tests.support.corpora import IDS, Filled
 from tests.support.disks import small_tmpfs
 from tests.support.folders import files_of, in_folder, object_name, objects_of, put_over
@@ -169,29 +169,10 @@ def test_selection_that_cannot_be_meant_is_refused(
     assert not (tmp_path / "disk").exists()
 
 
-def row(identifier: str, document: str, **changes: object) -> CatalogRow:
-    fields: dict[str, object] = {
-        "document": document,
-        "page": None,
-        "uri": f"file:///{document}",
-        "sha256": content_hash(document),
-        "identifier": identifier,
-        "modality": "image",
-        "rows": 4,
-        "width": 8,
-        "dtype": "bfloat16",
-        "placeholder": {"image_grid_thw": [1, 2, 2]},
-        "nbytes": 512,
-        "stored_s": 1_800_000_000.0,
-        "extra": {},
-    }
-    return CatalogRow(**{**fields, **changes})  # type: ignore[arg-type]
-
-
 def test_a_condition_on_the_catalogue_chooses_and_the_rows_go_along(
     here: Filled, there: Corpus, tmp_path: Path
 ) -> None:
-    rows = [row(identifier, f"manuals/{n}.png") for n, identifier in enumerate(IDS)]
+    rows = [row(f"manuals/{n}.png", identifier=identifier) for n, identifier in enumerate(IDS)]
     here.corpus.catalog().append(rows)
     chosen = Selection(where="document IN ('manuals/0.png', 'manuals/3.png')")
     done = here.corpus.export(tmp_path / "disk", chosen)
@@ -211,12 +192,12 @@ def test_rows_of_the_catalogue_are_merged_and_the_newer_one_counts(
     with in_folder(disk) as exported:
         exported.catalog().append(
             [
-                row(IDS[0], "old", stored_s=1.0),
-                row(IDS[0], "new", stored_s=3.0),
-                row(content_hash("nothing"), "whose entry is gone"),
+                row("old", identifier=IDS[0], stored_s=1.0),
+                row("new", identifier=IDS[0], stored_s=3.0),
+                row("whose entry is gone", identifier=content_hash("nothing")),
             ]
         )
-    mine = [row(IDS[1], name, stored_s=2.0) for name in ("old", "new", "own")]
+    mine = [row(name, identifier=IDS[1], stored_s=2.0) for name in ("old", "new", "own")]
     there.catalog().append(mine)
     assert there.import_from(disk).catalogued == 1
     found = {r.document: r.identifier for r in there.catalog().rows()}
@@ -375,7 +356,7 @@ def test_other_namespaces_need_the_word_that_the_encoders_are_the_same(
 def test_entries_are_sealed_anew_for_another_namespace(here: Filled) -> None:
     """An object of one namespace in the folder of another would be refused by every reader."""
     other = Filled.namespace(here, OTHER)
-    here.corpus.catalog(NAMESPACE).append([row(IDS[0], "page")])
+    here.corpus.catalog(NAMESPACE).append([row("page", identifier=IDS[0])])
     done = here.corpus.copy_to(
         here.corpus, namespace=NAMESPACE, to_namespace=other[:-3], same_encoder=True
     )
@@ -499,7 +480,7 @@ EXPORT = """
 import sys
 from s3ec.corpus import CopyOptions, Corpus
 with Corpus.open(url=sys.argv[1]) as corpus:
-    corpus.export(sys.argv[2], options=CopyOptions(bytes_per_s=2000, width=2))
+    corpus.export(sys.argv[2], options=CopyOptions(rate_limit_bytes_per_s=2000, max_concurrency=2))
 """
 
 
@@ -523,13 +504,18 @@ def test_a_killed_export_leaves_nothing_half_and_the_next_one_goes_on(
     assert 3 < len(left) < len(whole)
     assert all(whole[name] == body for name, body in left.items())
     put_over(disk, f"{object_name(NAMESPACE, IDS[0])}#1", b"what obstore was writing")
+    for mine in ("notes.json#1", f"{NAMESPACE}/chapter#1"):
+        put_over(disk, mine, b"somebody's own")
     done = here.corpus.export(disk)
     assert (done.status, done.present, done.copied) == (
         "complete",
         len(left),
         len(whole) - len(left),
     )
-    assert not [name for name in files_of(disk) if "#" in name]
+    assert {name for name in files_of(disk) if "#" in name} == {
+        "notes.json#1",
+        f"{NAMESPACE}/chapter#1",
+    }
     with in_folder(disk) as exported:
         assert objects_of(exported, NAMESPACE) == whole
         assert exported.verify().agrees
@@ -600,7 +586,7 @@ def test_an_outage_ends_it_and_the_next_run_goes_on(tmp_path: Path) -> None:
     corpus, store = faulty(Script([Fault("get", error=UnavailableError, skip=10)]))
     with corpus:
         with pytest.raises(UnavailableError):
-            corpus.export(tmp_path / "disk", options=CopyOptions(width=1))
+            corpus.export(tmp_path / "disk", options=CopyOptions(max_concurrency=1))
         store.plan = Script()
         done = corpus.export(tmp_path / "disk")
         assert done.status == "complete"
@@ -611,5 +597,5 @@ def test_an_outage_ends_it_and_the_next_run_goes_on(tmp_path: Path) -> None:
 def test_a_refusal_of_everything_ends_it_at_once(tmp_path: Path) -> None:
     corpus, store = faulty(Script([Fault("get_range", error=AccessError)]))
     with corpus, pytest.raises(AccessError):
-        corpus.export(tmp_path / "disk", options=CopyOptions(width=1))
+        corpus.export(tmp_path / "disk", options=CopyOptions(max_concurrency=1))
     assert store.calls["get_range"] == 1

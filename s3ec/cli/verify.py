@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec verify``: do index, objects and catalogue agree, is every byte right; and mending that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from s3ec.cli.manifest import index_document, print_verified
+from s3ec.cli.options import (
+    CONSENT,
+    Consent,
+    JsonOption,
+    NamespaceChoice,
+    SettingsSource,
+    with_namespace,
+)
+from s3ec.cli.output import (
+    EXIT_WRONG,
+    counting,
+    epilog,
+    facts,
+    human_bytes,
+    many,
+    print_json,
+    print_note,
+    safe,
+)
+from s3ec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from s3ec.corpus.audit import Audit
+    from s3ec.corpus.deep_check import BadObject, DeepCheck
+    from s3ec.corpus.repair import Repair
+
+_SHOWN = 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``verify`` to the tree."""
+    app.command(
+        "verify",
+        epilog=epilog(
+            ("s3ec verify", "index, listing and catalogue; exit status 1 where they differ"),
+            ("s3ec verify --deep --state ./audit", "every byte; killed, it goes on there"),
+            ("s3ec verify --deep --state ./audit --repair --yes", "and mend what it found"),
+            ("s3ec verify --deep --json | jq '.deep.corrupt[].object'", "for machines"),
+        ),
+    )(with_namespace(verify, CONSENT))
+
+
+def verify(
+    source: SettingsSource,
+    choice: NamespaceChoice,
+    consent: Consent,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every object and check every byte of it.")
+    ] = False,
+    state: Annotated[
+        str | None,
+        typer.Option(
+            "--state",
+            metavar="FOLDER",
+            help="Where --deep notes how far it is; the same folder goes on there.",
+        ),
+    ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Mend what was found: delete corrupt objects, so that producers store them again, "
+            "make a wrong index anew, drop rows of the catalogue without an entry. A complete "
+            "--state is not read again.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether index, objects and catalogue agree; with --deep whether every byte is right.
+
+    Exit status 1 where something is wrong and was not mended. With --repair and without --yes,
+    nothing is changed unless you agree at a terminal. Objects that could not be read are never
+    deleted. What is stored or deleted meanwhile is not complained about.
+    """
+    if state is not None and not deep:
+        raise ConfigError("`--state` is that of a deep check; give `--deep` too", field="state")
+    if consent.yes and not repair:
+        raise ConfigError("`--yes` agrees to a repair; give `--repair` too", field="yes")
+    with source.corpus() as corpus:
+        namespace = choice.within(corpus)
+        with counting("reading the index") as report:
+            found = corpus.verify(
+                namespace, deep=deep, state=state, resume_complete=repair, report=report
+            )
+        if not as_json:
+            _print(found)
+        done: Repair | None = None
+        wanted = _repairable(found) if repair else ""
+        if wanted and consent.ask(f"{wanted}?", as_json=as_json):
+            with counting("mending") as report:
+                done = corpus.repair(found, namespace, report=report)
+            if not as_json:
+                _print_repair(done)
+    is_right = found.agrees or (done is not None and _is_mended(found, done))
+    if as_json:
+        document = {"namespace": namespace, "ok": is_right, **_document(found)}
+        if repair:
+            document["repaired"] = None if done is None else _repair_document(done)
+            document["dry_run"] = done is None
+        print_json(document)
+    elif wanted and done is None and consent.dry_run:
+        print_note(f"would {wanted}")
+    if not is_right:
+        raise typer.Exit(EXIT_WRONG)
+
+
+def _repairable(found: Audit) -> str:
+    """What a repair would do; empty where there is nothing that it can do."""
+    wanted = []
+    if found.deep is not None and found.deep.bad:
+        wanted.append(f"delete {many(len(found.deep.bad), 'corrupt object')}")
+    if not found.index_agrees:
+        wanted.append("make the index anew")
+    if found.catalog is not None and found.catalog.gone:
+        wanted.append(f"drop {many(found.catalog.gone, 'row')} of the catalogue")
+    return ", ".join(wanted)
+
+
+def _is_mended(found: Audit, done: Repair) -> bool:
+    """Whether nothing is left to complain about."""
+    deep, catalog = found.deep, found.catalog
+    if deep is not None and (deep.unread or deep.corrupt > len(deep.bad) or done.spared):
+        return False
+    return not done.unmerged and (catalog is None or not catalog.problem)
+
+
+def _print(found: Audit) -> None:
+    print_verified(found)
+    catalog, deep = found.catalog, found.deep
+    if catalog is not None and catalog.problem:
+        print_note(f"the catalogue cannot be read: {safe(catalog.problem, limit=2000)}")
+    elif catalog is not None:
+        facts(
+            [
+                ("catalogue", many(catalog.rows, "row")),
+                ("gone", f"{many(catalog.gone, 'row')} of entries that have no object"),
+                ("uncatalogued", f"{many(catalog.unlisted, 'entry', 'entries')} without a row"),
+            ]
+        )
+        for document in catalog.examples:
+            typer.echo(f"  {'gone':<9}  {safe(document)}")
+    if deep is not None:
+        _print_deep(deep)
+
+
+def _print_deep(deep: DeepCheck) -> None:
+    resumed = f", {deep.resumed:,} of them before" if deep.resumed else ""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(deep.reasons.items()))
+    facts(
+        [
+            ("read", f"{many(deep.objects, 'object')}, {human_bytes(deep.nbytes)}{resumed}"),
+            ("corrupt", f"{deep.corrupt:,}" + (f" ({reasons})" if reasons else "")),
+            ("unread", f"{deep.unread:,} could not be read; they may be good"),
+            ("unstable", f"{deep.unstable:,} came bad once, and good then"),
+            ("foreign", f"{deep.foreign:,} below objects/ have no name of s3ec's"),
+        ]
+    )
+    for kind, some in (("corrupt", deep.bad), ("unread", deep.unreadable)):
+        for bad in some[:_SHOWN]:
+            typer.echo(f"  {kind:<9}  {safe(bad.name)}  {safe(bad.message)}")
+
+
+def _print_repair(done: Repair) -> None:
+    mended = []
+    if done.deleted:
+        mended.append(f"{many(done.deleted, 'corrupt object')} deleted")
+    if done.version is not None:
+        mended.append(f"index made anew as base {done.version}")
+    if done.dropped:
+        mended.append(f"{many(done.dropped, 'row')} of the catalogue dropped")
+    typer.echo("; ".join(mended) or "nothing was mended")
+    if done.spared:
+        print_note(f"{many(done.spared, 'object')} not deleted: not bad, gone, or not to be read")
+
+
+def _document(found: Audit) -> dict[str, Any]:
+    catalog, deep = found.catalog, found.deep
+    document = index_document(found)
+    if catalog is not None:
+        document["catalog"] = {
+            "row_count": catalog.rows,
+            "gone_count": catalog.gone,
+            "uncatalogued_count": catalog.unlisted,
+            "documents": catalog.examples,
+            "problem": catalog.problem or None,
+        }
+    if deep is not None:
+        document["deep"] = {
+            "object_count": deep.objects,
+            "bytes": deep.nbytes,
+            "resumed_count": deep.resumed,
+            "gone_count": deep.gone,
+            "foreign_count": deep.foreign,
+            "unstable_count": deep.unstable,
+            "corrupt_count": deep.corrupt,
+            "unread_count": deep.unread,
+            "reasons": dict(deep.reasons),
+            "corrupt": [_bad(one) for one in deep.bad],
+            "unread": [_bad(one) for one in deep.unreadable],
+        }
+    return document
+
+
+def _bad(one: BadObject) -> dict[str, str]:
+    return {"object": one.name, "reason": one.reason, "message": one.message}
+
+
+def _repair_document(done: Repair) -> dict[str, Any]:
+    return {
+        "deleted": done.deleted,
+        "spared_count": done.spared,
+        "version": done.version,
+        "dropped_row_count": done.dropped,
+    }

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says whether index, listing, objects and catalogue of a namespace agree; changes nothing.
+
+The index is compared with a listing by ``s3ec.index.rebuild``, the catalogue with the same listing,
+and what the objects hold with what they should by ``deep_check``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from s3ec.corpus.deep_check import AuditState, DeepCheck, check_objects
+from s3ec.errors import (
+    ConfigError,
+    CorruptEntryError,
+)
+from s3ec.identity import Layout, make_key
+from s3ec.index.base_writer import BuildOptions
+from s3ec.index.rebuild import Verified, verify
+from s3ec.index.rows import Rows, find_in
+from s3ec.store.base import Store
+from s3ec.tenant import Tenant
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_SHOWN = 20
+
+
+@dataclass(slots=True)
+class CatalogCheck:
+    """How the catalogue compares with the listing.
+
+    Attributes:
+        rows: Of the catalogue, the newest of each document, page and modality.
+        gone: Rows whose entry has no object.
+        unlisted: Entries without a row; that is no fault.
+        gone_identifiers: Those of the rows in ``gone``.
+        examples: Documents of some of these rows.
+        problem: Why the catalogue cannot be read; empty where it can.
+    """
+
+    rows: int = 0
+    gone: int = 0
+    unlisted: int = 0
+    gone_identifiers: set[str] = field(default_factory=set)
+    examples: list[str] = field(default_factory=list)
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class Audit(Verified):
+    """What an audit found; the attributes of ``Verified`` are about the index.
+
+    Attributes:
+        catalog: None where there is none, or it was not looked at.
+        deep: None where no object was read.
+    """
+
+    catalog: CatalogCheck | None = None
+    deep: DeepCheck | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether there is nothing to complain about."""
+        catalog_agrees = self.catalog is None or not (self.catalog.gone or self.catalog.problem)
+        return self.index_agrees and catalog_agrees and (self.deep is None or self.deep.agrees)
+
+
+async def audit(
+    store: Store,
+    layout: Layout,
+    options: BuildOptions,
+    *,
+    tenant: Tenant | None = None,
+    catalog: bool = True,
+    deep: bool = False,
+    state: AuditState | None = None,
+) -> Audit:
+    """Compare index, listing and catalogue of a namespace, and read every object with ``deep``.
+
+    Costs a download of the index and of the catalogue, and a listing of everything; ``deep`` a
+    second listing and a GET of each object. Memory: some 200 MiB for the index, the catalogue's
+    identifiers, and 16 objects of up to 8 MiB; larger ones come in parts of 8 MiB.
+
+    Args:
+        options: Those of a base, for their report and their folder.
+        tenant: Whose secret is in the names.
+        catalog: Look at the catalogue, if there is one.
+        state: Where a deep check goes on; None to begin and to keep nothing.
+
+    Raises:
+        UnavailableError, AccessError: The store does not answer now, or refuses; ``state`` knows
+            how far it came.
+        CorruptEntryError: The base of the index is unusable.
+        TierError: The folder for temporary files is full, or the state cannot be written.
+    """
+    # First the catalogue, then the listing: a row comes after its entry.
+    rows = await _CatalogRows.read(store, layout, tenant) if catalog else None
+    looks = [rows.look] if isinstance(rows, _CatalogRows) else []
+    compared = await verify(store, layout, options, look=looks[0] if looks else None)
+    found = Audit(**{one.name: getattr(compared, one.name) for one in fields(Verified)})
+    if rows is not None:
+        found.catalog = rows.result() if isinstance(rows, _CatalogRows) else rows
+    if deep:
+        found.deep = await check_objects(
+            store, layout, state, expected=found.objects, report=options.report
+        )
+    return found
+
+
+# -- the catalogue -----------------------------------------------------------------------------
+
+
+class _CatalogRows:
+    """The catalogue's entries as digests, and which of them a listing has shown."""
+
+    def __init__(self, table: pa.Table, tenant: Tenant | None) -> None:
+        self._table = table
+        names = table.column("identifier").unique().to_pylist()
+        keys = {name: make_key(name, tenant) for name in names}
+        # What can have no object is gone in any case.
+        self._keyed = {key.digest: name for name, key in keys.items() if key is not None}
+        self._unkeyed = [name for name, key in keys.items() if key is None]
+        halves = np.frombuffer(b"".join(sorted(self._keyed)), ">u8").reshape(-1, 2)
+        zeros = np.zeros(len(halves), np.uint64)
+        self._rows = Rows.of_digests(
+            halves[:, 0], halves[:, 1], nbytes=zeros, time_s=zeros.astype(np.uint32)
+        )
+        self._there: npt.NDArray[np.bool_] = np.zeros(len(halves), np.bool_)
+        self._unlisted = 0
+
+    @classmethod
+    async def read(
+        cls, store: Store, layout: Layout, tenant: Tenant | None
+    ) -> _CatalogRows | CatalogCheck | None:
+        """None where there is no catalogue; what is wrong where it cannot be read."""
+        from s3ec.corpus.catalog import list_parts, read_table
+
+        if not await list_parts(store, layout):
+            return None
+        try:
+            return cls(await read_table(store, layout), tenant)
+        except (ConfigError, CorruptEntryError) as exc:
+            return CatalogCheck(problem=str(exc))
+
+    def look(self, there: Rows) -> None:
+        """Note the entries of one range of the listing."""
+        at, found = find_in(there, self._rows)
+        self._there[at[found]] = True
+        self._unlisted += int((~found).sum())
+
+    def result(self) -> CatalogCheck:
+        """What came out, when all ranges were looked at."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        absent = [self._rows.digest(int(row)) for row in np.flatnonzero(~self._there)]
+        gone = {self._keyed[digest] for digest in absent} | set(self._unkeyed)
+        wanted = pa.array(sorted(gone), pa.string())
+        column = self._table.column("identifier").cast(pa.string())
+        rows = self._table.filter(pc.is_in(column, value_set=wanted))
+        examples = rows.column("document").slice(0, _SHOWN).to_pylist()
+        return CatalogCheck(len(self._table), len(rows), self._unlisted, gone, examples)

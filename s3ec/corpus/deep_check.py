@@ -1,0 +1,585 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads every object of a namespace and checks every byte of it; can be broken off and go on.
+
+It goes through the names in their order, so that one name, the cursor, says how far it is.
+``AuditState`` keeps that in a file.
+
+**What changes meanwhile.** An object that is stored behind the cursor is read by the next check.
+One that is deleted before its turn is not missed. Objects are never replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from s3ec import codec
+from s3ec.corpus.entries import CorpusEntry, checked_header
+from s3ec.counters import Report, unreported
+from s3ec.errors import (
+    AccessError,
+    ConfigError,
+    CorruptEntryError,
+    S3ECError,
+    TierError,
+    UnavailableError,
+)
+from s3ec.identity import Layout, entry_name
+from s3ec.index.listing import FEW, leaf_folders, listed
+from s3ec.store.base import PART_BYTES, ObjectInfo, Store, VanishedError, whole_parts
+from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
+from s3ec.tier.files import try_lock
+
+MOST_KEPT = 100_000
+"""Bad objects whose names are kept, for a repair; further ones are only counted."""
+# Objects in a row that could not be read are no trouble of these objects.
+_OUTAGE = 16
+_ATTEMPTS = 3
+_SAVE_S = 1.0
+_FORMAT = "s3ec-verify"
+_VERSION = 1
+_COUNTS = ("objects", "nbytes", "gone", "foreign", "unstable", "corrupt")
+
+
+@dataclass(frozen=True, slots=True)
+class BadObject:
+    """An object that is not what it should be, or that could not be read.
+
+    Attributes:
+        name: Relative to the corpus's prefix.
+        reason: A word, see CorruptEntryError; ``unavailable`` or ``access`` where it was not read.
+        message: What is wrong, for people.
+    """
+
+    name: str
+    reason: str
+    message: str
+
+
+@dataclass(slots=True)
+class DeepCheck:
+    """What reading the objects found. It counts over all runs with the same state.
+
+    Attributes:
+        objects: That were read whole, corrupt ones included.
+        nbytes: Their size.
+        gone: Deleted between the listing and their turn.
+        foreign: Objects below ``objects/`` with no name of ours; not read.
+        unstable: Came bad once and good when they were read again: damaged on their way.
+        corrupt: Came whole twice with the same bytes, which are bad.
+        unread: Could not be read whole, or came differently each time. They may be good.
+        reasons: How many of ``corrupt`` for which reason.
+        bad: The corrupt ones, up to MOST_KEPT.
+        unreadable: The unread ones, likewise.
+        resumed: Objects of earlier runs with this state, of all.
+        complete: Whether every name has had its turn.
+    """
+
+    objects: int = 0
+    nbytes: int = 0
+    gone: int = 0
+    foreign: int = 0
+    unstable: int = 0
+    corrupt: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    bad: list[BadObject] = field(default_factory=list)
+    unreadable: list[BadObject] = field(default_factory=list)
+    resumed: int = 0
+    complete: bool = False
+
+    @property
+    def unread(self) -> int:
+        """How many could not be read."""
+        return len(self.unreadable)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all objects are as they should be."""
+        return not self.corrupt and not self.unreadable and self.complete
+
+
+async def check_objects(
+    store: Store,
+    layout: Layout,
+    state: AuditState | None = None,
+    *,
+    expected: int | None = None,
+    width: int = REQUESTS_AT_A_TIME,
+    report: Report = unreported,
+) -> DeepCheck:
+    """Read every object of a namespace and check every byte of it, 16 at a time.
+
+    An object is corrupt where two reads bring it whole, with the same bytes, and these are bad. So
+    neither a store that fails nor something on the way that damages what passes makes one corrupt.
+
+    Args:
+        state: Where to go on, and where progress is kept; nothing is read where it is complete.
+        expected: How many objects there may be, for ``report``.
+        width: Objects that are read at a time.
+
+    Raises:
+        UnavailableError, AccessError: Many objects in a row could not be read, or not be listed.
+        TierError: The state cannot be written.
+    """
+    if state is not None and state.found.complete:
+        return state.found
+    check = _DeepRun(store, layout, state, expected=expected, report=report)
+    try:
+        await check.run(width)
+    finally:
+        check.save()
+    return check.found
+
+
+class _DeepRun:
+    """One run of check_objects. Objects end in any order; the cursor waits for the first."""
+
+    def __init__(
+        self,
+        store: Store,
+        layout: Layout,
+        state: AuditState | None,
+        *,
+        expected: int | None,
+        report: Report,
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._state = state
+        self._expected = expected
+        self._report = report
+        self.found = DeepCheck() if state is None else state.found
+        self._cursor = "" if state is None else state.cursor
+        self.found.resumed = self.found.objects
+        self._numbers = 0
+        self._ended: list[tuple[int, str]] = []  # a heap of those before which one is under way
+        self._first = 0
+        self._outage = 0
+        # What ends above the cursor would be read again: it counts when the cursor has passed it.
+        self._waiting: dict[int, Outcome] = {}
+
+    async def run(self, width: int) -> None:
+        """Read all that is left."""
+        turns = asyncio.Lock()
+        async with aclosing(_in_order(self._store, self._layout, self._cursor)) as infos:
+
+            async def work(_: int) -> None:
+                while True:
+                    async with turns:
+                        info = await anext(infos, None)
+                        number, self._numbers = self._numbers, self._numbers + 1
+                    if info is None:
+                        return
+                    self._end(number, info, await self._look(info))
+
+            await in_parallel(range(width), work, width=width)
+        await self._read_again()
+        self.found.complete = True
+
+    async def _look(self, info: ObjectInfo) -> Outcome:
+        if entry_name(info.name.removeprefix(self._layout.objects)) is None:
+            return Outcome("foreign")
+        outcome = await check_object(self._store, self._layout, info)
+        if outcome.error is None:
+            self._outage = 0
+        else:
+            self._outage += 1
+            if self._outage == _OUTAGE:
+                raise outcome.error
+        return outcome
+
+    def _end(self, number: int, info: ObjectInfo, outcome: Outcome) -> None:
+        heapq.heappush(self._ended, (number, info.name))
+        self._waiting[number] = outcome
+        while self._ended and self._ended[0][0] == self._first:
+            self._first, self._cursor = self._first + 1, heapq.heappop(self._ended)[1]
+            self._count(self._waiting.pop(self._first - 1))
+        self._report("checking bytes", self.found.objects, self._most)
+        if self._state is not None and self._state.is_due(self._cursor):
+            self.save()
+
+    @property
+    def _most(self) -> int | None:
+        return None if self._expected is None else max(self._expected, self.found.objects)
+
+    def _count(self, outcome: Outcome) -> None:
+        found = self.found
+        if outcome.kind in ("good", "unstable", "corrupt"):
+            found.objects += 1
+            found.nbytes += outcome.nbytes
+        match outcome.kind, outcome.bad:
+            case "gone", _:
+                found.gone += 1
+            case "foreign", _:
+                found.foreign += 1
+            case "unstable", _:
+                found.unstable += 1
+            case "corrupt", BadObject() as bad:
+                found.corrupt += 1
+                found.reasons[bad.reason] += 1
+                if len(found.bad) < MOST_KEPT:
+                    found.bad.append(bad)
+            case "unread", BadObject() as bad:
+                found.unreadable.append(bad)
+                if len(found.unreadable) > MOST_KEPT:
+                    raise outcome.error or UnavailableError(bad.message)
+
+    async def _read_again(self) -> None:
+        """Those that could not be read when it was their turn."""
+        before, self.found.unreadable = self.found.unreadable, []
+        left = list(before)
+        try:
+            for bad in before:
+                info = await self._store.head(bad.name)
+                outcome = Outcome("gone") if info is None else await self._look(info)
+                self._count(outcome)
+                left.pop(0)
+        finally:
+            self.found.unreadable += left
+
+    def save(self) -> None:
+        """Keep how far it is."""
+        if self._state is not None:
+            self._state.save(self._cursor)
+
+
+async def _in_order(store: Store, layout: Layout, after: str) -> AsyncGenerator[ObjectInfo, None]:
+    """The objects of a namespace in the order of their names. To be closed.
+
+    Memory: the names of two folders, which are some 1/256 of all each.
+
+    Args:
+        after: Only those with a later name; empty for all.
+    """
+    few = await _up_to(store, layout.objects, FEW)
+    if few is not None:
+        for info in _later(few, after):
+            yield info
+        return
+    prefixes = sorted(await leaf_folders(store, layout.objects))
+    left = [prefix for prefix in prefixes if prefix + "\U0010ffff" > after]
+    coming: asyncio.Task[list[ObjectInfo]] | None = None
+
+    def begin() -> asyncio.Task[list[ObjectInfo]] | None:
+        return asyncio.create_task(_all_below(store, left.pop(0))) if left else None
+
+    coming = begin()
+    try:
+        while coming is not None:
+            infos, coming = await coming, None
+            coming = begin()
+            for info in _later(infos, after):
+                yield info
+    finally:
+        if coming is not None:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+
+
+def _later(infos: list[ObjectInfo], after: str) -> list[ObjectInfo]:
+    later = [info for info in infos if info.name > after]
+    later.sort(key=lambda info: info.name)
+    return later
+
+
+async def _up_to(store: Store, prefix: str, most: int) -> list[ObjectInfo] | None:
+    """All objects below a prefix; None if there are more than ``most``."""
+    found: list[ObjectInfo] = []
+    async with aclosing(listed(store, prefix)) as listing:
+        async for info in listing:
+            if len(found) == most:
+                return None
+            found.append(info)
+    return found
+
+
+async def _all_below(store: Store, prefix: str) -> list[ObjectInfo]:
+    return [info async for info in listed(store, prefix)]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What reading one object came to.
+
+    Attributes:
+        kind: ``good``, ``gone``, ``foreign``, ``unstable``, ``corrupt`` or ``unread``.
+        nbytes: That were read.
+        bad: What is wrong with it.
+        error: Of the store, where that did not give it.
+    """
+
+    kind: str
+    nbytes: int = 0
+    bad: BadObject | None = None
+    error: S3ECError | None = None
+
+
+async def check_object(store: Store, layout: Layout, info: ObjectInfo) -> Outcome:
+    """Read one object until it is good, or twice the same and bad.
+
+    What the store raises is part of the answer.
+    """
+    seen: set[str] = set()
+    reading = _Reading("unread")
+    for attempt in range(_ATTEMPTS):
+        reading = await _read(store, layout, info)
+        if reading.kind == "good" and attempt:
+            return Outcome("unstable", info.nbytes)
+        if reading.kind != "corrupt" and (reading.kind != "unread" or reading.error is not None):
+            break
+        if reading.kind == "corrupt" and reading.digest in seen:
+            break
+        seen.add(reading.digest)
+    else:
+        reading.kind = "unread"
+    return reading.outcome(info)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One reading of an object.
+
+    Attributes:
+        kind: ``good``, ``gone``, ``corrupt`` (it came whole, and is bad) or ``unread``.
+        digest: Of all bytes, where it is corrupt.
+    """
+
+    kind: str
+    digest: str = ""
+    reason: str = ""
+    message: str = ""
+    error: S3ECError | None = None
+
+    def outcome(self, info: ObjectInfo) -> Outcome:
+        """What it means for the object."""
+        bad = BadObject(info.name, self.reason, self.message) if self.reason else None
+        read = self.kind in ("good", "corrupt")
+        return Outcome(self.kind, info.nbytes if read else 0, bad, self.error)
+
+
+async def _read(store: Store, layout: Layout, info: ObjectInfo) -> _Reading:
+    entry = CorpusEntry(
+        layout.namespace, info.name.removeprefix(layout.objects), info.nbytes, info.modified_s
+    )
+    try:
+        if info.nbytes > PART_BYTES:
+            return await _read_parts(store, entry)
+        # One byte at least: an empty object is asked for too.
+        blob = await store.get(info.name, max_bytes=max(info.nbytes, 1))
+    except VanishedError:
+        return _Reading("gone")
+    except CorruptEntryError as exc:  # it did not come whole
+        return _Reading("unread", reason=exc.reason, message=str(exc))
+    except (UnavailableError, AccessError) as exc:
+        word = "access" if isinstance(exc, AccessError) else "unavailable"
+        return _Reading("unread", reason=word, message=str(exc), error=exc)
+    if blob is None:
+        return _Reading("gone")
+    if len(blob) != info.nbytes:
+        return _Reading(
+            "unread", reason="length", message=f"{len(blob)} of {info.nbytes} bytes came"
+        )
+    try:
+        header = checked_header(blob, entry)
+        codec.check_data(header, memoryview(blob)[header.data_start :])
+    except CorruptEntryError as exc:
+        return _Reading("corrupt", codec.checksum(blob), exc.reason, str(exc))
+    return _Reading("good")
+
+
+async def _read_parts(store: Store, entry: CorpusEntry) -> _Reading:
+    """A large object, part after part; what is bad about it is told when all of it has come.
+
+    Raises:
+        VanishedError, CorruptEntryError, UnavailableError, AccessError: It did not come whole.
+    """
+    digest = codec.running_checksum()
+    verifier: codec.Verifier | None = None
+    problem: CorruptEntryError | None = None
+    coming = whole_parts(store, entry.object_name, entry.nbytes, at_a_time=1)
+    async with aclosing(coming) as parts:
+        async for at, part in parts:
+            digest.update(part)
+            try:
+                if at == 0:
+                    identifier = checked_header(part, entry).identifier
+                    verifier = codec.Verifier(
+                        part, namespace=entry.namespace, identifier=identifier
+                    )
+                elif verifier is not None and problem is None:
+                    verifier.feed(part)
+            except CorruptEntryError as exc:
+                problem = exc
+            del part
+    try:
+        if verifier is not None and problem is None:
+            verifier.finish()
+    except CorruptEntryError as exc:
+        problem = exc
+    if problem is not None:
+        return _Reading("corrupt", digest.hexdigest(), problem.reason, str(problem))
+    return _Reading("good")
+
+
+# -- where it was ------------------------------------------------------------------------------
+
+
+class AuditState:
+    """How far a deep check of one namespace is, in a file; one process at a time.
+
+    The file is JSON Lines: a header, then at most one line a second with the cursor, all counts,
+    and the bad objects that came since the line before. A last line that is cut counts for nothing.
+    So a run that is killed reads again what it has read since its last line.
+
+    States: open, until ``close``. A check that is complete begins anew when it is opened again,
+    unless the caller wants its result.
+
+    Attributes:
+        found: What was found so far.
+        cursor: Every object up to this name has had its turn.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], corpus: str, namespace: str, *, again: bool = True
+    ) -> None:
+        """Open or make it.
+
+        Args:
+            folder: Made where it is absent.
+            corpus: The corpus's address; a state is of one.
+            namespace: Likewise.
+            again: Begin anew where it is complete.
+
+        Raises:
+            ConfigError: It is that of another corpus, in use, or no state at all.
+            TierError: The disk refuses.
+        """
+        self.path = Path(folder) / f"{namespace}.jsonl"
+        self.found = DeepCheck()
+        self.cursor = ""
+        self._about = {"corpus": corpus, "namespace": namespace}
+        self._kept = self._kept_unread = 0
+        self._due_s = 0.0
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._fd = os.open(self.path, flags, 0o600)
+        except OSError as exc:
+            raise TierError(f"cannot write {self.path}: {exc.strerror}") from exc
+        try:
+            if not try_lock(self._fd):
+                raise ConfigError(
+                    f"`--state`: another audit uses {self.path}; wait for its end, or name "
+                    "another folder",
+                    field="state",
+                )
+            self._read(again=again)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> AuditState:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let others have it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def is_due(self, cursor: str) -> bool:
+        """Whether it is time for a line, and there is something to say."""
+        return cursor != self.cursor and time.monotonic() >= self._due_s
+
+    def save(self, cursor: str) -> None:
+        """Keep how far it is.
+
+        Raises:
+            TierError: The disk refuses.
+        """
+        found, self.cursor = self.found, cursor
+        new = found.bad[self._kept :]
+        self._kept = len(found.bad)
+        self._write(
+            {
+                "cursor": cursor,
+                **{name: getattr(found, name) for name in _COUNTS},
+                "complete": found.complete,
+                "reasons": dict(found.reasons),
+                "bad": [[one.name, one.reason, one.message] for one in new],
+                "unreadable": [[one.name, one.reason, one.message] for one in found.unreadable],
+            }
+        )
+        self._due_s = time.monotonic() + _SAVE_S
+
+    def _write(self, document: Mapping[str, Any]) -> None:
+        try:
+            whole = json.dumps(document, separators=(",", ":")).encode() + b"\n"
+            while whole:
+                whole = whole[os.write(self._fd, whole) :]
+        except OSError as exc:
+            raise TierError(f"cannot write {self.path}: {exc.strerror}") from exc
+
+    def _read(self, *, again: bool) -> None:
+        try:
+            text = self.path.read_bytes()
+        except OSError as exc:
+            raise TierError(f"cannot read {self.path}: {exc.strerror}") from exc
+        lines = text.split(b"\n")[
+            :-1
+        ]  # behind the last end of a line stands a torn one, or nothing
+        if lines:
+            self._check_header(lines[0])
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            for line in lines[1:]:
+                self._take(json.loads(line))
+        if (self.found.complete and again) or not lines:
+            self.found, self.cursor = DeepCheck(), ""
+            self._restart()
+        elif not text.endswith(b"\n"):
+            os.ftruncate(self._fd, text.rindex(b"\n") + 1)
+        self._kept = len(self.found.bad)
+
+    def _restart(self) -> None:
+        os.ftruncate(self._fd, 0)
+        self._write({"format": _FORMAT, "version": _VERSION, **self._about})
+
+    def _check_header(self, line: bytes) -> None:
+        try:
+            header = json.loads(line)
+            fits = header["format"] == _FORMAT and header["version"] == _VERSION
+            same = {name: header[name] for name in self._about} == self._about
+        except (ValueError, TypeError, KeyError):
+            fits = same = False
+        if not fits:
+            raise ConfigError(
+                f"`--state`: {self.path} is no state of `s3ec verify`; name another folder",
+                field="state",
+            )
+        if not same:
+            raise ConfigError(
+                f"`--state`: {self.path} is that of another corpus; name another folder",
+                field="state",
+            )
+
+    def _take(self, line: dict[str, Any]) -> None:
+        found = self.found
+        for name in _COUNTS:
+            setattr(found, name, int(line[name]))
+        found.complete = bool(line["complete"])
+        found.reasons = Counter(line["reasons"])
+        found.bad += [BadObject(*one) for one in line["bad"]]
+        found.unreadable = [BadObject(*one) for one in line["unreadable"]]
+        self.cursor = str(line["cursor"])

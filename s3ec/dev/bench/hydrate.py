@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench hydrate``: a whole corpus to a node's tier, beside raw loops that write files.
+
+All clients ask one SeaweedFS on this machine for the same objects, 16 at a time, and write them to
+the same disk as the server's own. In each round every client begins with nothing dirty in the page
+cache, and none syncs what it writes, as the tier does not. ``ratio_to_raw`` is to the moment from
+which the bytes are on the device: each round ends with one ``syncfs``, which both sides' times
+include. A corpus that is larger than the page cache takes dirty pages cannot have it otherwise.
+``ratio_in_memory`` is to the moment at which the client is done, so it depends on the processor.
+
+The objects and one copy have to fit on the disk. Where 5,000 do not, there are fewer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from s3ec.dev.bench import measure
+from s3ec.dev.bench.context import Bench, Context
+from s3ec.dev.bench.result import Spec
+
+if TYPE_CHECKING:
+    from s3ec.dev.bench.corpus import Corpus
+
+OBJECTS = 5000
+_QUICK_OBJECTS = 32
+_ROUNDS = 5
+# Of the free space for the objects and their copies: the disk is not ours alone.
+_SHARE = 0.25
+_OURS = "s3ec hydrate"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One round of one client.
+
+    Attributes:
+        seconds: Until the client was done.
+        synced_s: Until the bytes were on the device, from the same start.
+        cpu_s: Of this process.
+    """
+
+    seconds: float
+    synced_s: float
+    cpu_s: float
+
+
+def run(context: Context, *, objects: int | None = None) -> None:
+    """Measure; needs the SeaweedFS binary.
+
+    Args:
+        context: Where rows go.
+        objects: How many; None for OBJECTS, or what a quarter of the free space takes twice.
+
+    Raises:
+        CannotMeasureError: There is no server to be had.
+    """
+    from s3ec.dev.bench.corpus import SHAPE, filled
+
+    free_bytes = shutil.disk_usage(context.scratch).free
+    fitting = int(free_bytes * _SHARE / (2 * SHAPE.nbytes))
+    count = objects or (_QUICK_OBJECTS if context.quick else max(1, min(OBJECTS, fitting)))
+    with ExitStack() as stack:
+        server, corpus = stack.enter_context(filled(context, count))
+        server.client().put_object(
+            Bucket=corpus.bucket,
+            Key=f"{corpus.namespace.name}/namespace.json",
+            Body=corpus.namespace.to_json(),
+        )
+        cases, missing = _cases(corpus, context.scratch / "copies", stack)
+        context.say(f"{context.rounds(_ROUNDS)} rounds of {count} objects")
+        kept = measure.interleave(cases, rounds=context.rounds(_ROUNDS))
+    _report(context, corpus, kept, missing)
+
+
+def _cases(
+    corpus: Corpus, folder: Path, stack: ExitStack
+) -> tuple[dict[str, Callable[[], Sample]], dict[str, str]]:
+    """A round of each client, and why others are not there."""
+    from s3ec.corpus import Corpus as Opened
+    from s3ec.dev.bench import raw_loops
+
+    loops, missing = raw_loops.open_file_loops(corpus, folder)
+    for loop in loops.values():
+        stack.callback(loop.close)
+    opened = stack.enter_context(Opened(corpus.settings(folder, "auto")))
+
+    def hydrate() -> None:
+        found = opened.hydrate(namespace=corpus.namespace.name)
+        if found.fetched != len(corpus.keys):
+            raise RuntimeError(f"{found.fetched} entries came: {found.stopped}")
+
+    def case(work: Callable[[], None]) -> Callable[[], Sample]:
+        return lambda: _sample(folder, work)
+
+    cases = {f"raw {name}": case(loop.fetch) for name, loop in loops.items()}
+    return {**cases, _OURS: case(hydrate)}, missing
+
+
+def _sample(folder: Path, work: Callable[[], None]) -> Sample:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    os.sync()
+    cpu_s, started = time.process_time(), time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    cpu_s = time.process_time() - cpu_s
+    _sync(folder)
+    return Sample(seconds, time.perf_counter() - started, cpu_s)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until all of a file system is on its device; Python has no call for one alone."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd):
+            raise OSError(ctypes.get_errno(), "syncfs")
+    finally:
+        os.close(fd)
+
+
+def _report(
+    context: Context, corpus: Corpus, kept: dict[str, list[Sample]], missing: dict[str, str]
+) -> None:
+    figures: dict[str, Callable[[Sample], float]] = {
+        "ratio_to_raw": lambda one: 1 / one.synced_s,
+        "ratio_in_memory": lambda one: 1 / one.seconds,
+        "cpu_ratio_to_raw": lambda one: one.cpu_s,
+    }
+    for row, figure in figures.items():
+        values = {case: [figure(one) for one in rounds] for case, rounds in kept.items()}
+        raw = {case: statistics.median(found) for case, found in values.items() if case != _OURS}
+        best = (
+            min(raw, key=raw.__getitem__)
+            if row.startswith("cpu")
+            else max(raw, key=raw.__getitem__)
+        )
+        ratios = {case: measure.ratios(found, values[best]) for case, found in values.items()}
+        context.report(
+            f"hydrate.{row}",
+            statistics.median(ratios[_OURS]),
+            samples=len(corpus.keys) * len(ratios[_OURS]),
+            detail={
+                "note": f"over the best, {best}",
+                "spread": measure.spread(ratios[_OURS]),
+                "cases": measure.medians(ratios),
+                "objects": len(corpus.keys),
+                "object_bytes": corpus.entry_bytes,
+                "in_flight": 16,
+                "seconds": _medians(kept, lambda one: one.seconds),
+                "synced_s": _medians(kept, lambda one: one.synced_s),
+                "not_installed": missing,
+            },
+        )
+
+
+def _medians(kept: dict[str, list[Sample]], figure: Callable[[Sample], float]) -> dict[str, float]:
+    return {case: statistics.median(map(figure, rounds)) for case, rounds in kept.items()}
+
+
+BENCH = Bench(
+    (
+        Spec("hydrate.ratio_to_raw", "ratio", ">= 0.9"),
+        Spec("hydrate.ratio_in_memory", "ratio", None),
+        Spec("hydrate.cpu_ratio_to_raw", "ratio", None),
+    ),
+    run,
+)

@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deep checks, their states, and repairs, on a bucket in memory and on one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from s3ec.corpus import deep_check
+from s3ec.corpus.audit import Audit, audit
+from s3ec.corpus.catalog import CatalogRow, append_rows, read_table
+from s3ec.corpus.deep_check import AuditState, DeepCheck, check_objects
+from s3ec.corpus.repair import Repair, repair
+from s3ec.errors import (
+    AccessError,
+    ConfigError,
+    CorruptEntryError,
+    TierError,
+    UnavailableError,
+)
+from s3ec.identity import Layout, Namespace, make_key
+from s3ec.index.base_writer import BuildOptions
+from s3ec.index.compaction import compact
+from s3ec.index.rows import EntryInfo
+from s3ec.store import base
+from s3ec.store.base import Store
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip
+from s3ec.testing.memory_store import MemoryStore
+from tests.support.waiting import reached
+from tests.unit.cli.corpus import MODEL, content_hash, entry_bytes
+from tests.unit.index.manifests import put_delta, view
+
+NAMESPACE = Namespace.from_descriptor(MODEL)
+LAYOUT = Layout(NAMESPACE.name)
+IDS = [content_hash(f"page {number}") for number in range(20)]
+LORA = f"my-lora:{content_hash('adapted')}"
+
+
+def object_of(identifier: str, revision: int = 0) -> str:
+    key = make_key(identifier)
+    assert key is not None
+    return LAYOUT.object(key, revision)
+
+
+def put(memory: MemoryStore, identifier: str, body: bytes | None = None, revision: int = 0) -> str:
+    """Past any store, as damage comes."""
+    name = object_of(identifier, revision)
+    memory.bucket.objects[name] = entry_bytes(identifier, NAMESPACE.name) if body is None else body
+    memory.bucket.modified_s[name] = 1000.0
+    return name
+
+
+async def announce(memory: MemoryStore, number: int, *identifiers: str) -> None:
+    rows = {}
+    for identifier in identifiers:
+        key = make_key(identifier)
+        assert key is not None
+        nbytes = len(memory.bucket.objects.get(object_of(identifier), b""))
+        rows[key] = EntryInfo(nbytes, time_s=1)
+    await put_delta(memory, number, rows, LAYOUT)
+
+
+def flipped(identifier: str) -> bytes:
+    body = bytearray(entry_bytes(identifier, NAMESPACE.name))
+    body[-1] ^= 1
+    return bytes(body)
+
+
+@pytest.fixture
+async def memory() -> MemoryStore:
+    """Of 20 entries and one of an adapter, all announced."""
+    store = MemoryStore()
+    await store.put_if_absent(LAYOUT.descriptor, [NAMESPACE.to_json()])
+    for identifier in (*IDS, LORA):
+        put(store, identifier)
+    await announce(store, 1, *IDS, LORA)
+    return store
+
+
+async def look(store: Store, *, deep: bool = True, state: AuditState | None = None) -> Audit:
+    return await audit(store, LAYOUT, BuildOptions(), deep=deep, state=state)
+
+
+async def mend(store: Store, found: Audit) -> Repair:
+    return await repair(store, LAYOUT, found, BuildOptions())
+
+
+def deep_of(found: Audit) -> DeepCheck:
+    assert found.deep is not None
+    return found.deep
+
+
+@pytest.mark.parametrize("few", [0, 4096], ids=["by folders", "at once"])
+async def test_sound_corpus_agrees_and_every_object_is_read_once(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    monkeypatch.setattr(deep_check, "FEW", few)
+    store = FaultStore(memory)
+    found = await look(store)
+    assert found.agrees
+    deep = deep_of(found)
+    assert (deep.objects, deep.corrupt, deep.unread, deep.gone) == (21, 0, 0, 0)
+    assert deep.nbytes == sum(
+        len(body) for name, body in memory.bucket.objects.items() if "/objects/" in name
+    )
+    read = [name for op, name in store.log if op == "get" and "/objects/" in name]
+    assert sorted(read) == sorted(map(object_of, (*IDS, LORA)))
+
+
+DAMAGE = {
+    "checksum": flipped(IDS[0]),
+    "length": entry_bytes(IDS[0], NAMESPACE.name)[:-2],
+    "identifier": entry_bytes(IDS[1], NAMESPACE.name),
+    "namespace": entry_bytes(IDS[0], "other-0123456789abcdef"),
+    "header": b"\x08" + bytes(7) + b"no JSON!" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGE)
+async def test_damaged_object_is_named_with_its_reason(memory: MemoryStore, reason: str) -> None:
+    name = put(memory, IDS[0], DAMAGE[reason])
+    deep = deep_of(await look(memory))
+    assert [(bad.name, bad.reason) for bad in deep.bad] == [(name, reason)]
+    assert (deep.corrupt, deep.unread, dict(deep.reasons)) == (1, 0, {reason: 1})
+    assert not deep.agrees
+
+
+async def test_empty_object_is_corrupt_since_it_keeps_others_from_storing(
+    memory: MemoryStore,
+) -> None:
+    name = put(memory, IDS[0], b"")
+    found = await look(memory)
+    assert [bad.name for bad in deep_of(found).bad] == [name]
+    await mend(memory, found)
+    assert name not in memory.bucket.objects
+
+
+async def test_large_object_is_read_in_parts_and_every_byte_counts(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (deep_check, base):
+        monkeypatch.setattr(module, "PART_BYTES", 20_000)
+    good = put(memory, "large", entry_bytes("large", NAMESPACE.name, rows=100, width=500))
+    store = FaultStore(memory)
+    assert deep_of(await look(store)).agrees
+    ranges = [name for op, name in store.log if op == "get_range" and name == good]
+    assert len(ranges) == 6
+    body = bytearray(memory.bucket.objects[good])
+    for at in (9, 30_000, len(body) - 1):
+        damaged = bytearray(body)
+        damaged[at] ^= 1
+        memory.bucket.objects[good] = bytes(damaged)
+        assert [bad.name for bad in deep_of(await look(memory)).bad] == [good]
+
+
+async def test_foreign_objects_are_counted_and_not_read(memory: MemoryStore) -> None:
+    memory.bucket.objects[f"{LAYOUT.objects}ab/readme.txt"] = b"x"
+    deep = deep_of(await look(memory))
+    assert (deep.foreign, deep.objects, deep.agrees) == (1, 21, True)
+
+
+# -- a store that fails ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [UnavailableError, AccessError])
+async def test_object_that_cannot_be_read_is_not_corrupt_and_never_deleted(
+    memory: MemoryStore, error: type[Exception]
+) -> None:
+    name = object_of(IDS[3])
+    memory.bucket.objects[name] = flipped(IDS[3])  # and nobody can know
+    store = FaultStore(memory, Script([Fault("get|get_range", name, error=error)]))
+    found = await look(store)
+    deep = deep_of(found)
+    assert (deep.corrupt, deep.unread, deep.objects) == (0, 1, 20)
+    assert not found.agrees
+    done = await mend(store, found)
+    assert (done.deleted, done.version, done.dropped) == (0, None, 0)
+    assert name in memory.bucket.objects
+
+
+@pytest.mark.parametrize("change", [cut(50), flip(-9)], ids=["cut", "flipped"])
+async def test_damage_on_the_way_makes_nothing_corrupt(
+    memory: MemoryStore, change: Callable[[bytes], bytes]
+) -> None:
+    fault = Fault("get", object_of(IDS[3]), change=change, times=1)
+    deep = deep_of(await look(FaultStore(memory, Script([fault]))))
+    assert (deep.unstable, deep.corrupt, deep.unread, deep.objects) == (1, 0, 0, 21)
+    assert deep.agrees
+
+
+async def test_object_that_comes_cut_each_time_is_unread(memory: MemoryStore) -> None:
+    fault = Fault("get", object_of(IDS[3]), change=cut(50))
+    deep = deep_of(await look(FaultStore(memory, Script([fault]))))
+    assert (deep.unread, deep.corrupt) == (1, 0)
+
+
+async def test_object_that_comes_differently_each_time_is_unread(memory: MemoryStore) -> None:
+    name = object_of(IDS[3])
+    faults = [Fault("get", name, change=flip(-9 - at), times=1) for at in range(99)]
+    deep = deep_of(await look(FaultStore(memory, Script(faults))))
+    assert (deep.unread, deep.corrupt) == (1, 0)
+
+
+async def test_body_that_breaks_off_is_unread(memory: MemoryStore) -> None:
+    def broken(message: str) -> Exception:
+        return CorruptEntryError(message, reason="length")
+
+    fault = Fault("get", object_of(IDS[3]), error=broken)
+    deep = deep_of(await look(FaultStore(memory, Script([fault]))))
+    assert (deep.unread, deep.corrupt) == (1, 0)
+
+
+async def test_object_that_failed_once_is_read_again_at_the_end(memory: MemoryStore) -> None:
+    fault = Fault("get", object_of(IDS[3]), error=UnavailableError, times=1)
+    deep = deep_of(await look(FaultStore(memory, Script([fault]))))
+    assert (deep.unread, deep.objects, deep.agrees) == (0, 21, True)
+
+
+async def test_outage_is_an_error_and_no_list_of_bad_objects(
+    memory: MemoryStore, tmp_path: Path
+) -> None:
+    fault = Fault("get", "/objects/", skip=3, error=UnavailableError)
+    with new_state(tmp_path) as state, pytest.raises(UnavailableError):
+        await look(FaultStore(memory, Script([fault])), state=state)
+    with new_state(tmp_path) as state:
+        deep = deep_of(await look(memory, state=state))
+    assert (deep.objects, deep.corrupt, deep.unread) == (21, 0, 0)
+
+
+async def test_object_that_is_deleted_before_its_turn_is_not_missed(memory: MemoryStore) -> None:
+    class Deleting(FaultStore):
+        async def get(self, name: str, *, max_bytes: int) -> bytes | memoryview | None:
+            if name == object_of(IDS[5]):
+                await memory.delete(name)
+            return await super().get(name, max_bytes=max_bytes)
+
+    deep = deep_of(await look(Deleting(memory)))
+    assert (deep.gone, deep.objects, deep.agrees) == (1, 20, True)
+
+
+# -- going on ----------------------------------------------------------------------------------
+
+
+def new_state(folder: Path, *, again: bool = True) -> AuditState:
+    return AuditState(folder, "s3://b", LAYOUT.namespace, again=again)
+
+
+@pytest.mark.parametrize("few", [0, 4096], ids=["by folders", "at once"])
+async def test_check_that_is_broken_off_goes_on_where_it_was(
+    memory: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    monkeypatch.setattr(deep_check, "FEW", few)
+    names = sorted(map(object_of, (*IDS, LORA)))
+    memory.bucket.objects[names[2]] = b"bad"
+    memory.bucket.objects[names[18]] = b"bad"
+    gate = Gate()
+    with new_state(tmp_path) as state:
+        held = FaultStore(memory, Script([Fault("get", names[10], gate=gate)]))
+        task = asyncio.create_task(check_objects(held, LAYOUT, state, width=4))
+        await reached(gate)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    again = FaultStore(memory)
+    with new_state(tmp_path) as state:
+        deep = await check_objects(again, LAYOUT, state, width=4)
+    read = {name for op, name in again.log if op == "get"}
+    assert read == set(names[10:])
+    assert (deep.objects, deep.resumed, deep.corrupt) == (21, 10, 2)
+    assert [bad.name for bad in deep.bad] == [names[2], names[18]]
+    assert deep.complete
+
+
+async def test_what_is_stored_behind_the_cursor_is_left_to_the_next_check(
+    memory: MemoryStore, tmp_path: Path
+) -> None:
+    names = sorted(map(object_of, (*IDS, LORA)))
+    gate = Gate()
+    with new_state(tmp_path) as state:
+        held = FaultStore(memory, Script([Fault("get", names[10], gate=gate)]))
+        task = asyncio.create_task(check_objects(held, LAYOUT, state, width=1))
+        await reached(gate)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    late = [content_hash(f"late {number}") for number in range(40)]
+    for identifier in late:
+        put(memory, identifier, b"bad")
+    with new_state(tmp_path) as state:
+        deep = await check_objects(memory, LAYOUT, state)
+    assert deep.corrupt == sum(object_of(one) > names[9] for one in late)
+    with new_state(tmp_path) as state:  # it was complete, so this one begins anew
+        assert (await check_objects(memory, LAYOUT, state)).corrupt == len(late)
+
+
+async def test_complete_check_is_not_done_again_for_a_repair(
+    memory: MemoryStore, tmp_path: Path
+) -> None:
+    name = put(memory, IDS[0], b"bad")
+    with new_state(tmp_path) as state:
+        await check_objects(memory, LAYOUT, state)
+    store = FaultStore(memory)
+    with new_state(tmp_path, again=False) as state:
+        found = await look(store, state=state)
+    assert [bad.name for bad in deep_of(found).bad] == [name]
+    assert not [name for op, name in store.log if op == "get" and "/objects/" in name]
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.99])
+async def test_state_of_a_killed_process_may_end_in_the_middle_of_a_line(
+    memory: MemoryStore, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deep_check, "_SAVE_S", 0.0)
+    put(memory, IDS[0], b"bad")
+    with new_state(tmp_path) as state:
+        await check_objects(memory, LAYOUT, state)
+        path = state.path
+    text = path.read_bytes()
+    path.write_bytes(text[: int(len(text) * kept)])
+    with new_state(tmp_path) as state:
+        deep = await check_objects(memory, LAYOUT, state)
+    assert (deep.objects, deep.corrupt, len(deep.bad)) == (21, 1, 1)
+
+
+async def test_state_of_something_else_is_refused(memory: MemoryStore, tmp_path: Path) -> None:
+    with new_state(tmp_path), pytest.raises(ConfigError, match="another audit uses") as caught:
+        new_state(tmp_path)
+    assert caught.value.field == "state"
+    with pytest.raises(ConfigError, match="another corpus"):
+        AuditState(tmp_path, "s3://other", LAYOUT.namespace)
+    (tmp_path / f"{LAYOUT.namespace}.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(ConfigError, match="no state of"):
+        new_state(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match="cannot write"):
+        new_state(tmp_path / "file" / "x")
+
+
+async def test_of_very_many_bad_objects_some_are_kept_and_all_counted(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deep_check, "MOST_KEPT", 3)
+    for identifier in IDS[:9]:
+        put(memory, identifier, b"bad")
+    deep = deep_of(await look(memory))
+    assert (deep.corrupt, len(deep.bad)) == (9, 3)
+
+
+# -- repairs -----------------------------------------------------------------------------------
+
+
+async def test_corrupt_object_is_deleted_and_producers_may_store_it_again(
+    memory: MemoryStore,
+) -> None:
+    name = put(memory, IDS[0], flipped(IDS[0]))
+    await announce(memory, 2, IDS[0])
+    key = make_key(IDS[0])
+    assert key is not None
+    done = await mend(memory, await look(memory))
+    assert (done.deleted, done.spared) == (1, 0)
+    assert name not in memory.bucket.objects
+    assert key.digest not in await view(memory, LAYOUT)
+    assert (await look(memory)).agrees
+    await memory.put_if_absent(name, [entry_bytes(IDS[0], NAMESPACE.name)])
+
+
+async def test_of_a_bad_object_with_a_good_revision_readers_are_told_nothing(
+    memory: MemoryStore,
+) -> None:
+    name = put(memory, IDS[0], b"bad")
+    put(memory, IDS[0], revision=1)
+    key = make_key(IDS[0])
+    assert key is not None
+    await mend(memory, await look(memory))
+    assert name not in memory.bucket.objects
+    assert object_of(IDS[0], 1) in memory.bucket.objects
+    assert key.digest in await view(memory, LAYOUT)
+
+
+async def test_object_that_is_good_when_it_is_read_again_is_spared(memory: MemoryStore) -> None:
+    name = put(memory, IDS[0], b"bad")
+    found = await look(memory)
+    put(memory, IDS[0])
+    done = await mend(memory, found)
+    assert (done.deleted, done.spared) == (0, 1)
+    assert name in memory.bucket.objects
+
+
+@pytest.mark.parametrize("op", ["get", "head"])
+async def test_store_that_fails_in_a_repair_deletes_nothing(memory: MemoryStore, op: str) -> None:
+    names = [put(memory, identifier, b"bad") for identifier in IDS[:3]]
+    found = await look(memory)
+    store = FaultStore(memory, Script([Fault(op, "/objects/", error=UnavailableError)]))
+    try:
+        done = await mend(store, found)
+        assert (done.deleted, done.spared) == (0, 3)
+    except UnavailableError:
+        pass
+    assert set(names) <= memory.bucket.objects.keys()
+
+
+async def test_index_that_differs_is_made_anew(memory: MemoryStore) -> None:
+    await compact(memory, LAYOUT)
+    await memory.delete(object_of(IDS[0]))
+    put(memory, "stored by other means")
+    memory.bucket.modified_s[object_of("stored by other means")] = 1.0
+    found = await look(memory)
+    assert (found.missing, found.extra, deep_of(found).agrees) == (1, 1, True)
+    done = await mend(memory, found)
+    assert done.version == 2
+    assert (await look(memory)).agrees
+    assert len(await view(memory, LAYOUT)) == 21
+
+
+def row_of(document: str, identifier: str) -> CatalogRow:
+    return CatalogRow(
+        document=document,
+        page=None,
+        uri=f"file:///corpus/{document}",
+        sha256="ab" * 32,
+        identifier=identifier,
+        modality="image",
+        rows=4,
+        width=8,
+        dtype="bfloat16",
+        placeholder=None,
+        nbytes=100,
+        stored_s=1000.0,
+        extra={},
+    )
+
+
+def rows_for(identifiers: Sequence[str]) -> list[CatalogRow]:
+    return [row_of(f"doc {at}", one) for at, one in enumerate(identifiers)]
+
+
+async def test_rows_of_the_catalogue_without_an_object_are_found_and_dropped(
+    memory: MemoryStore,
+) -> None:
+    await append_rows(memory, LAYOUT, rows_for([*IDS[:4], "sha256:" + "0" * 64]))
+    await memory.delete(object_of(IDS[1]))
+    found = await look(memory, deep=False)
+    catalog = found.catalog
+    assert catalog is not None
+    assert (catalog.rows, catalog.gone, catalog.unlisted) == (5, 2, 17)
+    assert catalog.examples == ["doc 1", "doc 4"]
+    assert not found.agrees
+    done = await mend(memory, found)
+    assert done.dropped == 2
+    table = await read_table(memory, LAYOUT)
+    assert table.column("document").to_pylist() == ["doc 0", "doc 2", "doc 3"]
+    assert (await look(memory)).agrees
+
+
+async def test_row_whose_entry_came_back_stays(memory: MemoryStore) -> None:
+    await append_rows(memory, LAYOUT, rows_for(IDS[:2]))
+    await memory.delete(object_of(IDS[1]))
+    found = await look(memory, deep=False)
+    put(memory, IDS[1])
+    assert (await mend(memory, found)).dropped == 0
+    assert len(await read_table(memory, LAYOUT)) == 2
+
+
+async def test_older_row_of_a_dropped_one_does_not_come_back(memory: MemoryStore) -> None:
+    await append_rows(memory, LAYOUT, [row_of("doc", IDS[0])])
+    await append_rows(memory, LAYOUT, [row_of("doc", IDS[1])])
+    await memory.delete(object_of(IDS[1]))
+    assert (await mend(memory, await look(memory, deep=False))).dropped == 1
+    assert len(await read_table(memory, LAYOUT)) == 0
+
+
+async def test_catalogue_that_is_damaged_is_said_and_the_rest_is_still_looked_at(
+    memory: MemoryStore,
+) -> None:
+    await append_rows(memory, LAYOUT, [row_of("doc", IDS[0])])
+    for name in list(memory.bucket.objects):
+        if name.startswith(LAYOUT.catalog):
+            memory.bucket.objects[name] = b"no Parquet"
+    found = await look(memory)
+    assert found.catalog is not None
+    assert found.catalog.problem
+    assert not found.agrees
+    assert deep_of(found).agrees
+
+
+async def test_no_catalogue_is_no_fault(memory: MemoryStore) -> None:
+    found = await look(memory, deep=False)
+    assert (found.catalog, found.deep, found.agrees) == (None, None, True)
+
+
+def test_state_is_plain_lines(tmp_path: Path) -> None:
+    with new_state(tmp_path) as state:
+        state.save("a")
+        lines = [json.loads(line) for line in state.path.read_text().splitlines()]
+    assert [line.get("cursor") for line in lines] == [None, "a"]

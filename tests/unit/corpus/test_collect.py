@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which entries ``gc`` takes: by age, by what traces say, until the rest fits, of one adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from s3ec import trace
+from s3ec.corpus.catalog import append_rows, read_table
+from s3ec.corpus.collect import Choice, Rules, Uses, choose, collect, collect_garbage
+from s3ec.errors import ConfigError, UnavailableError
+from s3ec.identity import make_key
+from s3ec.index import listing
+from s3ec.store.base import Store
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
+from s3ec.testing.memory_store import MemoryStore
+from s3ec.trace import Access, Engine, Event, Header, Lost
+from tests.support.waiting import reached
+from tests.unit.cli.corpus import content_hash
+from tests.unit.corpus.test_audit import rows_for
+from tests.unit.index.basics import LAYOUT
+
+IDS = [content_hash(f"page {number}") for number in range(8)]
+LORA = [f"my-lora:{content_hash(f'page {number}')}" for number in range(2)]
+NOW_S = 1_000_000.0
+HOUR_S = 3600.0
+
+
+def name_of(identifier: str) -> str:
+    key = make_key(identifier)
+    assert key is not None
+    return key.name
+
+
+def put(memory: MemoryStore, identifier: str, age_s: float, nbytes: int = 100) -> None:
+    name = LAYOUT.objects + name_of(identifier)
+    memory.bucket.objects[name] = bytes(nbytes)
+    memory.bucket.modified_s[name] = NOW_S - age_s
+
+
+@pytest.fixture
+def memory() -> MemoryStore:
+    """Eight entries, the first of which is the youngest, of 1 to 8 hours; two of an adapter."""
+    store = MemoryStore(clock=lambda: NOW_S)
+    for number, identifier in enumerate(IDS):
+        put(store, identifier, (number + 1) * HOUR_S)
+    for identifier in LORA:
+        put(store, identifier, 10 * HOUR_S)
+    return store
+
+
+def left(memory: MemoryStore) -> set[str]:
+    return {
+        name.removeprefix(LAYOUT.objects)
+        for name in memory.bucket.objects
+        if name.startswith(LAYOUT.objects)
+    }
+
+
+def names_of(*identifiers: str) -> set[str]:
+    return set(map(name_of, identifiers))
+
+
+async def run(memory: Store, rules: Rules) -> Choice:
+    choice = await choose(memory, LAYOUT, rules, NOW_S)
+    done = await collect(memory, LAYOUT, choice)
+    assert (done.objects, done.nbytes, done.left_objects, done.left_bytes) == (
+        choice.objects,
+        choice.nbytes,
+        choice.left_objects,
+        choice.left_bytes,
+    )
+    return done
+
+
+def write_trace(path: Path, began_s: float, *events: Event, namespace: str = "") -> Path:
+    engine = Engine(namespace or LAYOUT.namespace, "tiny", "ec_both")
+    lines = [trace.header_line(Header(began_s, (engine,))), *map(trace.event_line, events)]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def use(identifier: str, at_s: float) -> Access:
+    return Access(at_s, "r", "i", 4, "node", name=name_of(identifier))
+
+
+@pytest.fixture
+def uses(tmp_path: Path) -> Uses:
+    """Of the last five hours: page 6 was used four hours ago, page 7 three times an hour ago."""
+    path = write_trace(
+        tmp_path / "node.jsonl",
+        NOW_S - 5 * HOUR_S,
+        use(IDS[6], HOUR_S),
+        *[use(IDS[7], 4 * HOUR_S)] * 3,
+        use("another", 5 * HOUR_S - 1),
+    )
+    return Uses.read([path], LAYOUT.namespace)
+
+
+async def test_what_is_older_goes(memory: MemoryStore) -> None:
+    done = await run(memory, Rules(older_than_s=5.5 * HOUR_S))
+    assert (done.objects, done.nbytes) == (5, 500)
+    assert left(memory) == names_of(*IDS[:5])
+
+
+async def test_what_is_larger_than_the_limit_goes_from_the_oldest_on(memory: MemoryStore) -> None:
+    done = await run(memory, Rules(max_bytes=650))
+    assert (done.objects, done.left_bytes) == (4, 600)
+    assert left(memory) == names_of(*IDS[:6])
+    assert (await run(memory, Rules(max_bytes=650))).objects == 0
+
+
+async def test_nothing_is_left_where_nothing_fits(memory: MemoryStore) -> None:
+    assert (await run(memory, Rules(max_bytes=0))).left_bytes == 0
+    assert left(memory) == set()
+
+
+async def test_rules_that_are_given_together_narrow(memory: MemoryStore) -> None:
+    done = await run(memory, Rules(older_than_s=7.5 * HOUR_S, max_bytes=100))
+    assert (done.objects, done.left_bytes) == (3, 700)
+    assert left(memory) == names_of(*IDS[:7])
+
+
+async def test_only_what_is_of_the_adapter_goes_and_counts(memory: MemoryStore) -> None:
+    done = await run(memory, Rules(max_bytes=150, adapter="my-lora"))
+    assert (done.objects, done.left_objects) == (1, 1)
+    assert len(left(memory) & names_of(*LORA)) == 1
+    assert names_of(*IDS) <= left(memory)
+
+
+async def test_what_no_trace_has_goes_if_it_was_there_all_the_time(
+    memory: MemoryStore, uses: Uses
+) -> None:
+    await run(memory, Rules(unused_for_s=4.9 * HOUR_S, uses=uses))
+    assert left(memory) == names_of(*IDS[:4], IDS[6], IDS[7])
+
+
+async def test_what_was_used_too_long_ago_goes(memory: MemoryStore, uses: Uses) -> None:
+    await run(memory, Rules(unused_for_s=3.5 * HOUR_S, uses=uses))
+    assert left(memory) == names_of(*IDS[:3], IDS[7])
+
+
+async def test_with_traces_what_is_least_used_goes_first(memory: MemoryStore, uses: Uses) -> None:
+    await run(memory, Rules(max_bytes=300, uses=uses))
+    assert left(memory) == names_of(IDS[0], IDS[6], IDS[7])
+
+
+async def test_what_is_stored_while_it_is_chosen_stays(memory: MemoryStore, uses: Uses) -> None:
+    choice = await choose(memory, LAYOUT, Rules(max_bytes=100, uses=uses), NOW_S)
+    put(memory, "new", -1.0)
+    await collect(memory, LAYOUT, choice)
+    assert left(memory) == names_of(IDS[7], "new")
+
+
+async def test_object_without_a_time_stays(memory: MemoryStore) -> None:
+    memory.bucket.modified_s[LAYOUT.objects + name_of(IDS[7])] = 0.0
+    await run(memory, Rules(older_than_s=0.0))
+    assert left(memory) == names_of(IDS[7])
+
+
+async def test_a_choice_is_the_same_however_the_store_lists(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many of one second: what goes must be the same in the listing that counts and the next."""
+    for number in range(50):
+        put(memory, f"same {number}", 9 * HOUR_S)
+    choice = await choose(memory, LAYOUT, Rules(max_bytes=3000), NOW_S)
+    monkeypatch.setattr(listing, "FEW", 0)
+    done = await collect(memory, LAYOUT, choice)
+    assert (done.objects, done.left_bytes) == (30, 3000)
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+async def refused(memory: MemoryStore, rules: Rules) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        await choose(memory, LAYOUT, rules, NOW_S)
+    assert len(left(memory)) == 10
+    return caught.value
+
+
+async def test_no_rule_is_an_error(memory: MemoryStore) -> None:
+    assert (await refused(memory, Rules(adapter="my-lora"))).field == "older_than"
+
+
+async def test_use_without_traces_is_an_error_that_says_where_they_come_from(
+    memory: MemoryStore,
+) -> None:
+    exc = await refused(memory, Rules(unused_for_s=HOUR_S))
+    assert exc.field == "unused_for"
+    assert "`s3ec trace --names`" in str(exc)
+
+
+async def test_traces_that_do_not_look_back_so_far_are_refused(
+    memory: MemoryStore, uses: Uses
+) -> None:
+    exc = await refused(memory, Rules(unused_for_s=6 * HOUR_S, uses=uses))
+    assert exc.field == "unused_for"
+    assert "cover 83% of that time" in str(exc)
+
+
+def test_gap_between_traces_is_not_covered_and_overlap_counts_once(tmp_path: Path) -> None:
+    first = write_trace(tmp_path / "1", 0.0, use(IDS[0], 40.0))
+    second = write_trace(tmp_path / "2", 20.0, use(IDS[0], 30.0))
+    third = write_trace(tmp_path / "3", 90.0, use(IDS[0], 10.0))
+    uses = Uses.read([third, first, second], LAYOUT.namespace)
+    with pytest.raises(ConfigError, match="cover 60% of that time"):
+        uses.require(0.0, 100.0)
+    uses.require(90.0, 100.0)
+    uses.require(2.0, 50.0)
+
+
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [(Access(1.0, "r", "i", 4, "node"), "hashes and no names"), (Lost(1.0, 3), "lacks 3 accesses")],
+)
+def test_trace_that_does_not_tell_what_was_used_is_refused(
+    tmp_path: Path, event: Event, says: str
+) -> None:
+    path = write_trace(tmp_path / "trace", 0.0, event)
+    with pytest.raises(ConfigError, match=says) as caught:
+        Uses.read([path], LAYOUT.namespace)
+    assert caught.value.field == "trace"
+
+
+def test_traces_of_other_namespaces_or_none_are_refused(tmp_path: Path) -> None:
+    other = write_trace(tmp_path / "trace", 0.0, namespace="other-0123456789abcdef")
+    with pytest.raises(ConfigError, match="none of these is of namespace"):
+        Uses.read([other], LAYOUT.namespace)
+    with pytest.raises(ConfigError, match="cannot read"):
+        Uses.read([tmp_path / "absent"], LAYOUT.namespace)
+
+
+# -- what goes with them -----------------------------------------------------------------------
+
+
+async def test_rows_of_the_catalogue_go_with_their_entries(memory: MemoryStore) -> None:
+    memory.bucket.objects[LAYOUT.descriptor] = b'{"model": "tiny"}'
+    await append_rows(memory, LAYOUT, rows_for(IDS))
+    rules = Rules(older_than_s=5.5 * HOUR_S)
+    tried = await collect_garbage(
+        memory, LAYOUT, rules, tenant=None, dry_run=True, clock=lambda: NOW_S
+    )
+    assert (tried.objects, tried.done, len(await read_table(memory, LAYOUT))) == (5, False, 8)
+    done = await collect_garbage(
+        memory, LAYOUT, rules, tenant=None, dry_run=False, clock=lambda: NOW_S
+    )
+    assert (done.objects, done.done, done.dropped_rows, done.problem) == (5, True, 3, "")
+    table = await read_table(memory, LAYOUT)
+    assert table.column("identifier").to_pylist() == IDS[:5]
+
+
+async def test_catalogue_that_cannot_be_had_is_said_when_the_entries_are_gone(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "PAUSE_S", 0.0)
+    store = FaultStore(memory, Script([Fault("list", LAYOUT.catalog, error=UnavailableError)]))
+    rules = Rules(older_than_s=5.5 * HOUR_S)
+    done = await collect_garbage(
+        store, LAYOUT, rules, tenant=None, dry_run=False, clock=lambda: NOW_S
+    )
+    assert done.objects == 5
+    assert done.problem
+
+
+async def test_entry_that_a_producer_stored_again_is_deleted_only_as_what_was_listed(
+    memory: MemoryStore,
+) -> None:
+    """It went by other means and came back young, between the two listings."""
+    choice = await choose(memory, LAYOUT, Rules(older_than_s=5.5 * HOUR_S), NOW_S)
+    put(memory, IDS[6], 0.0)
+    await collect(memory, LAYOUT, choice)
+    assert left(memory) == names_of(*IDS[:5], IDS[6])
+
+
+async def test_readers_hear_of_it_before_the_first_object_goes(memory: MemoryStore) -> None:
+    gate = Gate()
+    store = FaultStore(memory, Script([Fault("delete_many", gate=gate)]))
+    choice = await choose(store, LAYOUT, Rules(older_than_s=0.0), NOW_S)
+    task = asyncio.create_task(collect(store, LAYOUT, choice))
+    await reached(gate)
+    assert [name for name in memory.bucket.objects if name.startswith(LAYOUT.deltas)]
+    assert len(left(memory)) == 10
+    gate.release()
+    await task
+    assert left(memory) == set()

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers on a real Ray of this machine: what a dead one had goes to the others, and only that."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec.corpus.encoder import Encoded, EncoderError, Picture
+from s3ec.corpus.ray_encoder import RayEncoder, RayOptions, start_ray
+from s3ec.corpus.sources import SourceItem, open_source
+from s3ec.errors import ConfigError, SourceError
+from tests.support.copying import Copier
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    """One for all tests; an encoder uses the one that is there."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        start_ray(4, folder)
+        import ray
+
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "log"
+    path.touch()
+    return path
+
+
+def lines(log: Path, what: str) -> list[tuple[int, int]]:
+    """Process and number of each line about something."""
+    found = (line.split() for line in log.read_text().splitlines())
+    return [(int(pid), int(number)) for pid, kind, number in found if kind == what]
+
+
+def source(folder: Path, *bodies: bytes) -> list[SourceItem]:
+    folder.mkdir()
+    for number, body in enumerate(bodies):
+        (folder / f"{number:04}.png").write_bytes(body)
+    return list(open_source(str(folder)))
+
+
+def encoder(log: Path, workers: tuple[int, int] = (2, 2), **given: Any) -> RayEncoder:
+    more = {name: given.pop(name) for name in ("model", "gate") if name in given}
+    return RayEncoder(
+        partial(Copier, log, **more), RayOptions(workers=workers, gpus=0, cpus=1, **given)
+    )
+
+
+def pictures(made: RayEncoder, items: list[SourceItem]) -> Iterator[Picture]:
+    with ThreadPoolExecutor(4) as pool:
+        yield from pool.map(made.read, range(len(items)), items)
+
+
+def run(made: RayEncoder, items: list[SourceItem]) -> list[Encoded]:
+    try:
+        made.namespace()
+        return sorted(made.encode(pictures(made, items)), key=lambda each: each.number)
+    finally:
+        made.close()
+
+
+def test_all_items_are_encoded_once_by_who_has_read_them(tmp_path: Path, log: Path) -> None:
+    items = source(tmp_path / "pages", *(b"%d" % number for number in range(40)))
+    found = run(encoder(log, given=4), items)
+    assert found == [Encoded(number, f"id-{number}") for number in range(40)]
+    assert sorted(number for _, number in lines(log, "encoded")) == list(range(40))
+
+
+def test_item_that_cannot_be_read_or_encoded_is_told(tmp_path: Path, log: Path) -> None:
+    items = source(tmp_path / "pages", b"good" * 1000, b"bad", b"gone")
+    made = encoder(log, (1, 1))
+    made.namespace()
+    read = [made.read(number, item) for number, item in enumerate(items)]
+    assert (read[0].data, read[0].nbytes, len(read[0].sha256)) == (b"", 4000, 64)
+    (tmp_path / "pages" / "0002.png").unlink()
+    with pytest.raises(SourceError, match="no such file"):
+        made.read(3, items[2])
+    found = list(made.encode(read))
+    made.close()
+    assert Encoded(1, None, "no picture") in found
+    assert len(found) == 3  # the bytes of the third were kept
+
+
+def test_items_of_a_killed_worker_are_done_by_the_other(tmp_path: Path, log: Path) -> None:
+    """And nothing else is done twice. Which items it was at is what it says itself."""
+    items = source(tmp_path / "pages", *(b"%d" % number for number in range(60)))
+    gate = tmp_path / "gate"
+    made = encoder(log, given=4, gate=gate)
+    killed: list[int] = []
+
+    def kill() -> None:
+        eventually(lambda: len({pid for pid, _ in lines(log, "given")}) == 2)
+        killed.append(lines(log, "given")[0][0])
+        os.kill(killed[0], signal.SIGKILL)
+        gate.touch()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = run(made, items)
+    killer.join()
+    assert [each.number for each in found] == list(range(60))
+    assert not [each for each in found if each.problem]
+    encoded = Counter(number for _, number in lines(log, "encoded"))
+    assert set(encoded) == set(range(60))
+    given = Counter(number for _, number in lines(log, "given"))
+    again = {number for number, count in given.items() if count > 1}
+    assert again
+    assert again <= {number for pid, number in lines(log, "given") if pid == killed[0]}
+
+
+def test_item_that_ends_its_worker_is_a_failure_and_the_others_are_done(
+    tmp_path: Path, log: Path
+) -> None:
+    items = source(tmp_path / "pages", b"good", b"kills", b"good", b"ends", b"good")
+    found = run(encoder(log, given=8), items)
+    assert [each.number for each in found] == [0, 1, 2, 3, 4]
+    problem = "3 workers have ended while they had this item"
+    assert [each.problem for each in found] == ["", problem, "", problem, ""]
+
+
+def test_what_only_a_dead_worker_had_is_encoded_again(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told as encoded, and the bucket has not confirmed it."""
+    monkeypatch.setattr("s3ec.corpus.ray_encoder._GRACE_S", 0.0)
+    items = source(tmp_path / "pages", b"a", b"b")
+    made = encoder(log, (2, 2))
+    made.namespace()
+    confirmed: set[str] = set()
+    made.confirmed_by(confirmed.__contains__)
+    found = made.encode(pictures(made, items))
+    first = [next(found), next(found)]
+    ((dead, number), *_) = lines(log, "encoded")
+    confirmed.update({"id-0", "id-1"} - {f"id-{number}"})
+    os.kill(dead, signal.SIGKILL)
+
+    def confirm() -> None:
+        eventually(lambda: len(lines(log, "encoded")) == 3)
+        confirmed.add(f"id-{number}")
+
+    watching = threading.Thread(target=confirm)
+    watching.start()
+    assert list(found) == []
+    watching.join()
+    made.close()
+    assert {each.number for each in first} == {0, 1}
+    again = Counter(each for _, each in lines(log, "encoded"))
+    assert again[number] == 2
+    assert again[1 - number] == 1
+
+
+def test_more_workers_start_while_all_are_busy(tmp_path: Path, log: Path) -> None:
+    items = source(tmp_path / "pages", *[b"good"] * 12)
+    gate = tmp_path / "gate"
+    made = encoder(log, (1, 3), given=2, gate=gate)
+
+    def open_gate() -> None:
+        eventually(lambda: len({pid for pid, _ in lines(log, "given")}) == 3)
+        gate.touch()
+
+    opener = threading.Thread(target=open_gate)
+    opener.start()
+    found = run(made, items)
+    opener.join()
+    assert len(found) == 12
+
+
+def test_stop_ends_soon_and_closes_the_workers(tmp_path: Path, log: Path) -> None:
+    items = source(tmp_path / "pages", *[b"good"] * 4)
+    made = encoder(log, (1, 1), gate=tmp_path / "never")
+
+    def stop() -> None:
+        eventually(lambda: bool(lines(log, "given")))
+        made.stop()
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    assert run(made, items) == []
+    stopper.join()
+    assert len(lines(log, "closed")) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "says"),
+    [
+        ("wrong", ConfigError, "no such model"),
+        ("never", EncoderError, "3 workers in a row did not start; the last: vLLM did not"),
+        ("own", EncoderError, "saves to another namespace"),
+    ],
+)
+def test_workers_that_cannot_work_end_the_job(
+    model: str, error: type[Exception], says: str, tmp_path: Path, log: Path
+) -> None:
+    items = source(tmp_path / "pages", b"good", b"good")
+    workers = (2, 2) if model == "own" else (1, 1)
+    with pytest.raises(error, match=says):
+        run(encoder(log, workers, model=model), items)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"workers": (0, 1)}, "ray_workers"),
+        ({"workers": (2, 1)}, "ray_workers"),
+        ({"gpus": -1}, "ray_gpus"),
+        ({"cpus": 2000}, "ray_cpus"),
+        ({"given": 0}, "given"),
+    ],
+)
+def test_option_out_of_its_range_is_refused(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RayOptions(**given)
+    assert caught.value.field == field
