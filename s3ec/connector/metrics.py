@@ -275,6 +275,7 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "width": "The entry has another width than the namespace's record.",
             "dtype": "The entry has another data type than the namespace's record.",
             "modality": "The entry is of another modality than the request's item.",
+            "placeholder": "A request without pixels claims another size than the entry has.",
             "index": "The index knows other rows, width or data type, so nothing was fetched.",
             "size": "The object is larger than the request's embedding can be.",
             "no_record": "The namespace has no record of width and data type yet.",

@@ -195,12 +195,11 @@ class Parts:
                 "(`trust_client_ids`); vllm:s3ec_refused_client_ids counts them"
             )
         features = self.features = self.features or FeatureReader(config.model_config)
-        log.info(
-            "requests without pixels: %s",
-            without_pixels(config, features, config.ec_transfer_config.ec_role),
-        )
         topology = topology_of(config)
         role = _role_of(config, topology, settings)
+        if role.consumer:
+            possible = without_pixels(config, features, config.ec_transfer_config.ec_role)
+            log.info("requests without pixels: %s", possible)
         if topology.problem is not None and role.consumer:
             log.warning(
                 "nothing will be loaded: ranks may run on other nodes than the scheduler, and %s",

@@ -33,7 +33,7 @@ from s3ec.connector.recorder import Recorder
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth
-from s3ec.connector.vllm_config import PASSED_THROUGH, Role
+from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
 from s3ec.connector.waiting import SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
@@ -145,6 +145,7 @@ class SchedulerHalf:
         self._disk = disk
         self._hung = False  # as of the request being scheduled
         self._needs_embedding = needs_embedding
+        self._placeholder_of = placeholder_of
         self._counters = counters
         self._ranks = ranks
         self._clock = clock
@@ -379,7 +380,10 @@ class SchedulerHalf:
         if state is READY:
             item.touched_s = now
             if item.fits(rows, feature.modality):
-                return READY
+                if not self._is_misshapen(feature, item):
+                    return READY
+                self._counters.add("mismatch.placeholder")
+                return None
             self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
             return None
         if state is FAILED:
@@ -396,6 +400,17 @@ class SchedulerHalf:
         if out_of_reach and not self._needs_embedding(feature):
             return ABSENT  # on its way when the store went down, and of use to a later request
         return FETCHING
+
+    def _is_misshapen(self, feature: Any, item: Item) -> bool:
+        """Whether a feature without pixels claims another arrangement of the stored rows.
+
+        vLLM would place them by what it claims, and its prefix cache would give the outcome to all
+        who ask under this identifier.
+        """
+        if item.pin is None or not self._needs_embedding(feature):
+            return False
+        stored = item.pin.header.placeholder or {}
+        return contradicts(stored, self._placeholder_of(feature) or {})
 
     def _look_at_failed(
         self, feature: Any, item: Item, rows: int, needed_now: bool, now: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,12 @@ PASSED_THROUGH = "prompt_embeds"
 # With `--mm-processor-cache-type shm` an item holds three numbers, which say where the worker
 # finds its fields (vLLM 0.32, multimodal/cache/shm.py, `address_as_item`).
 _SHM_ADDRESS = "address"
-# vLLM 0.30 to 0.32 lets these send a video's grid alone, and then places its frames a second apart,
-# whatever their seconds are (qwen2_5_vl.py, `second_per_grid_ts`).
-_BY_SECONDS = ("qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker")
+# A video's grid alone says where its frames are in time for these only. Qwen2.5-VL, and what is
+# made after it, place them by seconds, which such a request cannot carry (vLLM 0.30 to 0.32,
+# qwen2_5_vl.py, `second_per_grid_ts`). vLLM then takes one second, and the answers are others.
+_TIMED_BY_GRID = ("qwen2_vl",)
+_TIMES = "timestamps"
+_ROUNDED = 0.01  # of the seconds in a size; all else in one are whole numbers
 # Settings of the multimodal configuration that change an encoder's output but not vLLM's hash
 # of the image. A release that lacks one counts as having it unset.
 _MULTIMODAL_SETTINGS = ("video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
@@ -211,12 +214,39 @@ class FeatureReader:
         return found
 
 
+def contradicts(stored: Mapping[str, Any], claimed: Mapping[str, Any]) -> bool:
+    """Whether a request without pixels claims another size than is stored with the embedding.
+
+    Fields that only one of them has are not compared, nor how numbers are nested. Times may have
+    been rounded on their way.
+    """
+    for name in stored.keys() & claimed.keys():
+        ours, theirs = list(_flat(stored[name])), list(_flat(claimed[name]))
+        if len(ours) != len(theirs) or not all(map(_are_alike, ours, theirs)):
+            return True
+    return False
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return abs(one - other) <= _ROUNDED
+    return bool(one == other)
+
+
 @dataclass(frozen=True, slots=True)
 class WithoutPixels:
     """Whether an engine takes requests that name a picture and do not bring it.
 
     Attributes:
-        modalities: For which its answers are those that the pixels would give.
+        modalities: For which vLLM is told all that the pixels would tell it.
         problem: What is missing; empty where it takes them.
         mend: What to do about that; empty where nothing can be done.
     """
@@ -241,9 +271,8 @@ def without_pixels(vllm_config: Any, features: FeatureReader, role: str) -> With
     multimodal = vllm_config.model_config.multimodal_config
     config = getattr(vllm_config.model_config, "hf_config", None)
     kind = str(getattr(config, "model_type", ""))
-    modalities = tuple(
-        one for one in features.modalities if not (one == "video" and kind in _BY_SECONDS)
-    )
+    is_timed = kind in _TIMED_BY_GRID or _TIMES in features.fields_for("video")
+    modalities = tuple(one for one in features.modalities if one != "video" or is_timed)
     if not hasattr(multimodal, "allow_missing_mm_embeddings"):
         return WithoutPixels((), "this vLLM is older than them", "use vLLM 0.30 or newer")
     if not modalities:

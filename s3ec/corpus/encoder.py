@@ -78,8 +78,8 @@ class Picture:
     decoded: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = ("number", "modality", "data", "uuid", "sha256", "nbytes", "item")
-        return Picture, tuple(getattr(self, name) for name in names)
+        sent = (self.number, self.modality, self.data, self.uuid, self.sha256, self.nbytes)
+        return Picture, (*sent, self.item)
 
     @property
     def url(self) -> str:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -31,6 +32,7 @@ from s3ec.errors import ConfigError, S3ECError, SourceError
 if TYPE_CHECKING:
     from s3ec.corpus.catalog_file import CatalogRow
     from s3ec.corpus.corpus import Corpus
+    from s3ec.corpus.ray_encoder import RayOptions
 
 log = logging.getLogger(__name__)
 
@@ -494,6 +496,7 @@ def make_job(
     read: ReadOptions | None = None,
     column: str | None = None,
     engine: str = "local",
+    ray: RayOptions | None = None,
     engine_args: Mapping[str, Any] | None = None,
     batch: int = 64,
     report: Report = unreported,
@@ -507,7 +510,8 @@ def make_job(
         options: How it works.
         read: How items are read.
         column: Of a dataset with several columns of files.
-        engine: ``local``, which is vLLM here.
+        engine: ``local``, which is vLLM here; or ``ray``, one vLLM for each worker of a cluster.
+        ray: Which cluster, and how many workers; one worker on one GPU if None.
         engine_args: Further arguments of ``vllm.LLM``, by their Python names.
         batch: Pictures that an engine has at a time.
         report: Told how many items are done.
@@ -517,15 +521,24 @@ def make_job(
     """
     if batch < 1:
         raise ConfigError("`batch` must be 1 or more", field="batch")
-    if engine != "local":
-        raise ConfigError(f"`engine` {engine!r:.50} is none; it is `local`", field="engine")
+    if engine not in ("local", "ray"):
+        raise ConfigError(
+            f"`engine` {engine!r:.50} is none; it is `local` or `ray`", field="engine"
+        )
+    if ray is not None and engine != "ray":
+        raise ConfigError("options of Ray are for `engine` = ray", field="engine")
     options = options or JobOptions()
     read = read or ReadOptions(settings=corpus.settings)
 
     def items() -> Iterator[SourceItem]:
         return open_source(source, read, column=column)
 
-    encoder = VllmEncoder(model, corpus.settings, engine_args=engine_args, batch=batch)
+    make = partial(VllmEncoder, model, corpus.settings, engine_args=engine_args, batch=batch)
+    encoder: Encoder = make()  # which says what is wrong with the arguments, whoever encodes
+    if engine == "ray":
+        from s3ec.corpus.ray_encoder import RayEncoder, RayOptions
+
+        encoder = RayEncoder(make, ray or RayOptions(given=2 * batch))
     first = items()  # before anything is counted: it says what is wrong with the source
     total = total_of(source, items, options)
     return Job(corpus, first, encoder, options, total=total, report=report)

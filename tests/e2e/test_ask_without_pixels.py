@@ -278,11 +278,14 @@ def test_a_video_without_frames_is_answered_as_with_them(
     assert asked.ask(part) == asked.with_pixels[_FILM]
 
 
-@pytest.mark.parametrize("factor", [0.5, 2], ids=["too small", "too large"])
-def test_a_wrong_grid_is_refused_alone(factor: float, asked: Asked) -> None:
+@pytest.mark.parametrize(
+    "factors", [(0.5, 0.5), (2, 2), (0.5, 2)], ids=["too small", "too large", "other shape"]
+)
+def test_a_wrong_grid_is_refused_alone(factors: tuple[float, float], asked: Asked) -> None:
     (part,) = asked.pictures.parts("left")
     frames, *sides = part["image_embeds"]["image_grid_thw"]
-    even = [round(side * factor / 2) * 2 for side in sides]  # 2 x 2 patches are one embedding
+    # 2 x 2 patches are one embedding. Of 7 x 7 of those no other shape is near, so rows differ.
+    even = [round(side * by / 2) * 2 for side, by in zip(sides, factors, strict=True)]
     wrong = {**part, "image_embeds": {"image_grid_thw": [frames, *even]}}
     once = asked.client.with_options(max_retries=0)
     with pytest.raises(openai.InternalServerError):

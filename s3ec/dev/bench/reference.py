@@ -54,6 +54,8 @@ _FLAGS: dict[str, str | int | None] = {
     "--max-num-batched-tokens": 8192,
     "--max-num-seqs": 2,
     "--skip-mm-profiling": None,
+    # The encoder cache then has room for one picture.
+    "--limit-mm-per-prompt": '{"image": 1, "video": 0}',
     # Or the second question about a picture would need no embedding.
     "--no-enable-prefix-caching": None,
 }

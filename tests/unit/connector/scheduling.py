@@ -87,6 +87,7 @@ class FakePrefetcher:
         self.demoted: list[str] = []
         self.open: dict[str, FetchRequest] = {}
         self.done: list[FetchResult] = []
+        self.placeholder: dict[str, Any] = {}  # of every entry
         self.live: set[Path] = set()
         self.released: list[Path] = []
         self._pins = 0
@@ -136,7 +137,9 @@ class FakePrefetcher:
         if outcome is FetchOutcome.READY:
             self._pins += 1
             shape = Shape(want.rows, 32, "bfloat16")
-            header = Header(identifier, LAYOUT.namespace, want.modality, shape, "0" * 32)
+            header = Header(
+                identifier, LAYOUT.namespace, want.modality, shape, "0" * 32, self.placeholder
+            )
             pin = Pin(Path(f"/pins/{self._pins}"), shape.nbytes, header)
             self.live.add(pin.path)
         self.done.append(FetchResult(want, outcome, pin, source if pin else None, seconds))

@@ -17,7 +17,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
 )
 
-from s3ec.connector.vllm_config import FeatureReader, without_pixels
+from s3ec.connector.vllm_config import FeatureReader, contradicts, without_pixels
 
 UTILS = "vllm.distributed.ec_transfer.ec_connector.utils"
 FIELDS = {"image": {"image_grid_thw"}, "video": {"video_grid_thw", "timestamps"}, "audio": set()}
@@ -175,7 +175,6 @@ TAKEN = {"allow_missing_mm_embeddings": True, "enable_mm_embeds": True}
     [
         (engine(**TAKEN), "ec_consumer", "yes, for image and video"),
         (engine(**TAKEN), "ec_both", "yes, for image and video"),
-        (engine("qwen2_5_vl", **TAKEN), "ec_both", "yes, for image"),
         (engine(**TAKEN), "ec_producer", "no, since `ec_role` is ec_producer; set it to"),
         (engine(), "ec_consumer", "no, since this vLLM is older than them; use vLLM 0.30"),
         (
@@ -197,8 +196,39 @@ def test_model_release_role_and_flags_decide_whether_pixels_may_be_left_out(
     assert str(without_pixels(config, reader, role)).startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"), [("qwen2_vl", "yes, for image and video"), ("qwen2_5_vl", "yes, for image")]
+)
+def test_a_video_counts_where_its_grid_says_when_its_frames_are(
+    kind: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = SimpleNamespace(PlaceholderMetadataResolver=Resolver)
+    monkeypatch.setitem(sys.modules, UTILS, module)
+    reader = FeatureReader({**FIELDS, "video": {"video_grid_thw"}})
+    assert str(without_pixels(engine(kind, **TAKEN), reader, "ec_both")) == said
+
+
 def test_a_model_without_sizes_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = SimpleNamespace(PlaceholderMetadataResolver=Resolver)
     monkeypatch.setitem(sys.modules, UTILS, module)
     told = without_pixels(engine("gemma3", **TAKEN), FeatureReader({}), "ec_consumer")
     assert told.problem == "vLLM declares no sizes for models of type `gemma3`"
+
+
+@pytest.mark.parametrize(
+    ("stored", "claimed", "expected"),
+    [
+        ({"image_grid_thw": [1, 16, 16]}, {"image_grid_thw": [[1, 16, 16]]}, False),
+        ({"image_grid_thw": [1, 16, 16]}, {"image_grid_thw": [1, 8, 32]}, True),
+        ({"image_grid_thw": [1, 16, 16]}, {"image_grid_thw": [1, 16]}, True),
+        ({"timestamps": [0.1, 0.30000000000000004]}, {"timestamps": [[0.1, 0.3]]}, False),
+        ({"timestamps": [0.1, 0.3]}, {"timestamps": [0.1, 0.5]}, True),
+        ({"audio_num_tokens": 25}, {"audio_num_tokens": [25]}, False),
+        ({"image_grid_thw": [1, 16, 16]}, {}, False),
+        ({}, {"image_grid_thw": [1, 16, 16]}, False),
+    ],
+)
+def test_a_claimed_size_is_compared_with_the_stored_one(
+    stored: dict[str, Any], claimed: dict[str, Any], expected: bool
+) -> None:
+    assert contradicts(stored, claimed) is expected

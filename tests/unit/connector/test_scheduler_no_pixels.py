@@ -55,6 +55,20 @@ def test_it_is_waited_for_beside_one_of_another_size_that_nobody_would_fetch(
     assert world.run(asker, 0) == [True]
 
 
+def test_a_size_of_as_many_rows_in_another_arrangement_fails_alone(world: World) -> None:
+    """The prefix cache would give the outcome to others who ask under this identifier."""
+    world.prefetcher.placeholder = {"image_grid_thw": [1, 4, 1]}
+    world.placeholders = {"image_grid_thw": [[1, 2, 2]]}
+    liar = world.deferred(request("liar", bare("a")))
+    world.finish("a")
+    assert not world.ask(liar)
+    assert world.failed() == {"liar"}
+    assert world.counters.get("mismatch.placeholder") == 1
+    world.placeholders = {"image_grid_thw": [[1, 4, 1]]}
+    assert world.run(request("honest", bare("a"))) == [True]
+    assert world.failed() == set()
+
+
 def test_it_is_given_up_at_once_where_what_is_stored_does_not_fit(world: World) -> None:
     asker = world.deferred(request("r", feature("x"), bare("a", 10)))
     world.finish("a", FetchOutcome.MISMATCH)
