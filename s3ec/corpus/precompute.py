@@ -430,7 +430,8 @@ class Job:
                 return _Planned(nbytes, origin, row=row, is_renewed=known is mine)
         if picture is None:
             picture = self._encoder.read(number, item)
-            nbytes = picture.nbytes
+            sha256, nbytes = picture.sha256, picture.nbytes
+            origin = Origin(item, sha256, stamp)
         if self._options.identifier == "sha256":
             picture = replace(picture, uuid=f"sha256:{sha256}")
         name = self._encoder.identify(picture)

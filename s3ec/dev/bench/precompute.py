@@ -267,7 +267,8 @@ def _command(
     )
     seconds = time.monotonic() - began_s
     if done.returncode:
-        raise CannotMeasureError(f"the job ended with {done.returncode}: {done.stderr[-2000:]}")
+        lines = done.stderr.strip().splitlines() or [""]
+        raise CannotMeasureError(f"the job ended with {done.returncode}: {lines[-1][:500]}")
     report: dict[str, Any] = json.loads(done.stdout)
     return report, seconds
 
