@@ -95,6 +95,7 @@ NAMESPACE_VARIABLE = "S3EC_NAMESPACE"
 # Of each request: work of thousands of requests should not end with the first that fails.
 ATTEMPTS = 5
 _CLOSE_S = 5.0
+_DISK_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,8 @@ class Corpus:
         self._store = RetryStore(store or open_store(settings), Counters(), attempts=attempts)
         self._wording = wording or Wording()
         self._note = note or (lambda text: log.info("%s", text))
-        self._thread = LoopThread("s3ec-corpus")
+        # Nobody's scheduler is beside it, as beside a node's.
+        self._thread = LoopThread("s3ec-corpus", disk_threads=_DISK_THREADS)
         self._thread.share(Batch)
         self._closed = False
         # Several threads may fill these, each with the same.

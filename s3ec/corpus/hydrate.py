@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -567,6 +567,8 @@ class _Hydrator:
                 received = await self._receive(one, name, nbytes, used_s)
             except CorruptEntryError as exc:
                 reason = exc.reason
+                if reason == "size" and nbytes:  # a catalogue or a trace may be older than it
+                    return await self._twice(replace(one, nbytes=0), revision, used_s)
                 log.warning("%s is unusable (attempt %d): %s", name, attempt, exc)
                 continue
             finally:

@@ -273,6 +273,13 @@ def test_a_limit_of_bytes_is_kept(rig: Rig) -> None:
     assert (found.fetched, found.left_out, found.stopped) == (3, 9, "max_bytes")
 
 
+def test_a_rate_limit_is_kept(rig: Rig) -> None:
+    rig.fill(*IDS[:5])
+    found = rig.open().hydrate(options=HydrateOptions(rate_limit_bytes_per_s=20 * NBYTES))
+    assert found.fetched == 5
+    assert found.seconds >= 4 * 0.99 * NBYTES / (20 * NBYTES)  # the first one waits for nobody
+
+
 def test_a_dry_run_brings_nothing(rig: Rig) -> None:
     rig.fill(*IDS[:3])
     found = rig.open().hydrate([IDS[0], content_hash("none")], options=HydrateOptions(dry_run=True))
@@ -296,6 +303,12 @@ def test_what_is_absent_or_damaged_is_named_and_the_rest_comes(rig: Rig) -> None
     assert found.damaged == {IDS[2]: "checksum", IDS[3]: "identifier", CLIENTS: "identifier"}
     assert found.status == "partial"
     assert len(rig.names()) == 2
+
+
+def test_an_object_that_is_larger_than_the_catalogue_knew_comes(rig: Rig) -> None:
+    rig.fill(IDS[0])
+    found = rig.open().hydrate(of_catalog([row(identifier=IDS[0], nbytes=100)]))
+    assert (found.fetched, found.status) == (1, "complete")
 
 
 def test_the_revision_of_a_damaged_object_comes(rig: Rig) -> None:

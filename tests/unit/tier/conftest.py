@@ -67,6 +67,7 @@ def make_tier(root: Path, counters: Counters, clock: Clock) -> Iterator[Callable
         namespace: str = NAMESPACE,
         budget_bytes: int = 1 << 30,
         min_free_bytes: int = 0,
+        evicts: bool = True,
     ) -> Tier:
         tier = Tier(
             folder,
@@ -75,6 +76,7 @@ def make_tier(root: Path, counters: Counters, clock: Clock) -> Iterator[Callable
             min_free_bytes=min_free_bytes,
             counters=counters,
             clock=clock,
+            evicts=evicts,
         )
         made.append(tier)
         return tier

@@ -282,6 +282,30 @@ def test_what_was_saved_and_never_asked_for_is_told_apart_when_it_is_evicted(
     assert counters.get("tier.never_read_bytes") == 2 * SIZE
 
 
+def test_who_does_not_evict_stops_where_the_others_would_begin(make_tier: MakeTier) -> None:
+    budget = 20 * len(entry(even(0)))
+    fill(make_tier(budget_bytes=budget), *range(17))
+    ours = make_tier(budget_bytes=budget, evicts=False)
+    assert ours.evictor.room_bytes() == 2 * budget // 20  # of 95%
+    fill(ours, 17, 18)
+    with pytest.raises(evictor.NoRoomError, match="would make the node's processes evict"):
+        fill(ours, 19)
+    assert ours.evictor.room_bytes() == 0
+    assert ours.evictor.make_room(budget, at_least_bytes=budget, wait=True) == 0
+    assert left(ours, 20) == set(range(19))
+
+
+def test_who_does_not_evict_counts_a_folder_that_nobody_has_counted(make_tier: MakeTier) -> None:
+    budget = 20 * len(entry(even(0)))
+    tier = make_tier(budget_bytes=budget)
+    fill(tier, *range(10))
+    tier.folders.usage.unlink()
+    ours = make_tier(budget_bytes=budget, evicts=False)
+    assert ours.evictor.room_bytes() == 9 * budget // 20
+    fill(ours, 10)
+    assert left(ours, 20) == set(range(11))
+
+
 def test_make_room_below_the_budget_does_nothing(make_tier: MakeTier) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, *range(10))
