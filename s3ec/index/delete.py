@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import sys
 import time
 from collections.abc import (
     AsyncIterator,
@@ -591,7 +592,9 @@ async def delete_chosen(
     deleted: Callable[[Sequence[Key]], None] = lambda _: None,
     report: Report = unreported,
 ) -> None:
-    """Delete objects that an authoritative listing shows, 10,000 a round.
+    """Delete objects that an authoritative listing shows, while it is still being read.
+
+    A round takes what has come since the last one began, 1000 to 10,000 objects.
 
     Args:
         choose: Given some listed objects, says which of them go.
@@ -605,6 +608,7 @@ async def delete_chosen(
     """
     waiting: dict[Key, Sequence[str]] = {}  # what goes, until it fills a round
     kept: set[Key] = set()  # entries of several objects, of which one stays
+    under_way: asyncio.Task[None] | None = None
     async with deleting(store, layout) as deleter:
 
         async def delete(objects: dict[Key, Sequence[str]]) -> None:
@@ -614,19 +618,37 @@ async def delete_chosen(
 
         expected = await indexed_entries(store, layout)
         listing = list_objects(store, layout, report=report, expected=expected)
-        async with aclosing(listing) as batches:
-            async for infos in batches:
-                chosen = {info.name for info in choose(infos)}
-                found = [(info.name, *key_of_object(layout, info.name)) for info in infos]
-                for name, key, _ in found:
-                    if name in chosen:
-                        waiting[key] = [*waiting.get(key, ()), name]
-                # A server that lists by name has the revisions before the first object.
-                for name, key, revision in found:
-                    if name not in chosen and (revision or key in waiting):
-                        kept.add(key)
-                while sum(map(len, waiting.values())) >= ROUND_OBJECTS:
-                    await delete(_take_batch(waiting, ROUND_OBJECTS))
+        try:
+            async with aclosing(listing) as batches:
+                async for infos in batches:
+                    chosen = {info.name for info in choose(infos)}
+                    found = [(info.name, *key_of_object(layout, info.name)) for info in infos]
+                    for name, key, _ in found:
+                        if name in chosen:
+                            waiting[key] = [*waiting.get(key, ()), name]
+                    # A server that lists by name has the revisions before the first object.
+                    for name, key, revision in found:
+                        if name not in chosen and (revision or key in waiting):
+                            kept.add(key)
+                    count = sum(map(len, waiting.values()))
+                    if under_way is not None and (under_way.done() or count >= ROUND_OBJECTS):
+                        await under_way
+                        under_way = None
+                    if under_way is None and count >= min(DELETE_AT_A_TIME, ROUND_OBJECTS):
+                        full = max(count // DELETE_AT_A_TIME * DELETE_AT_A_TIME, 1)
+                        some = _take_batch(waiting, min(full, ROUND_OBJECTS))
+                        under_way = asyncio.create_task(delete(some), name="s3ec-delete")
+        except UnavailableError:
+            if under_way is not None:  # what has begun is told
+                await asyncio.wait([under_way])
+            raise
+        finally:
+            if under_way is not None and not under_way.done():
+                if sys.exc_info()[0] is not None:
+                    under_way.cancel()
+                await asyncio.wait([under_way])
+        if under_way is not None:
+            await under_way
         await delete(waiting)
 
 
