@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,6 +82,13 @@ def register(app: typer.Typer) -> None:
             ("s3ec catalog sql 'SELECT sum(bytes) FROM catalog' --json", "for machines"),
         ),
     )(with_namespace(sql))
+    group.command(
+        "merge",
+        epilog=epilog(
+            ("s3ec catalog merge", "where those who append may not delete"),
+            ("s3ec catalog merge --json", "for machines"),
+        ),
+    )(with_namespace(merge))
     app.add_typer(group, name="catalog")
 
 
@@ -221,7 +229,7 @@ def find(
             "`s3ec catalog show` says what it holds"
         )
     if as_json:
-        print_json({"namespace": name, "rows": rows})
+        print_json({"namespace": name, "entries": rows})
     else:
         _print_rows(rows)
 
@@ -234,26 +242,26 @@ def _matching(table: pa.Table, column: str, text: str, page: int | None) -> list
     found = table.filter(pc.equal(table.column(column), text))
     if page is not None:
         found = found.filter(pc.equal(found.column("page"), page))
-    return list(plain_rows(found))
+    rows = []
+    for row in plain_rows(found):
+        stored_s = datetime.fromisoformat(row.pop("time")).timestamp()
+        rows.append({**row, "age_s": time.time() - stored_s})
+    return rows
 
 
 def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    from datetime import datetime
-
-    shown = []
-    for row in rows[:_SHOWN_ROWS]:
-        age_s = time.time() - datetime.fromisoformat(row["time"]).timestamp()
-        shown.append(
-            {
-                "document": row["document"],
-                "page": row["page"] or "-",
-                "modality": row["modality"],
-                "shape": f"{row['rows']} x {row['width']} {row['dtype']}",
-                "size": human_bytes(row["bytes"]),
-                "age": human_age(age_s),
-                "identifier": _short(row["identifier"]),
-            }
-        )
+    shown = [
+        {
+            "document": row["document"],
+            "page": row["page"],
+            "modality": row["modality"],
+            "shape": f"{row['rows']} x {row['width']} {row['dtype']}",
+            "size": human_bytes(row["bytes"]),
+            "age": human_age(row["age_s"]),
+            "identifier": _short(row["identifier"]),
+        }
+        for row in rows[:_SHOWN_ROWS]
+    ]
     _print_table(list(shown[0]), shown, len(rows))
 
 
@@ -295,7 +303,7 @@ def export(
     name, table = _read(source, choice)
     export_table(table, path)
     if as_json:
-        print_json({"namespace": name, "path": str(path), "row_count": len(table)})
+        print_json({"namespace": name, "file": str(path), "row_count": len(table)})
     else:
         print_note(f"{many(len(table), 'row')} written to {safe(str(path))}")
 
@@ -319,7 +327,30 @@ def sql(
     with progress("asking"):
         answer = run_sql(table, query)
     if as_json:
-        print_json({"namespace": name, "rows": list(plain_values(answer))})
+        print_json({"namespace": name, "answer": list(plain_values(answer))})
         return
     rows = list(plain_values(answer.slice(0, _SHOWN_ROWS)))
     _print_table(answer.schema.names, rows, len(answer))
+
+
+def merge(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
+    """Make few files of many small ones. No row is lost, whoever appends or reads meanwhile.
+
+    Jobs do this by themselves where they may delete. It needs that right.
+    """
+
+    async def work(store: Store, layout: Layout) -> tuple[int, int]:
+        from s3ec.corpus.catalog import list_parts, merge_parts
+
+        merged = 0
+        while count := await merge_parts(store, layout, fewest=2):
+            merged += count
+        return merged, len(await list_parts(store, layout))
+
+    with progress("merging"), source.corpus() as corpus:
+        name = choice.within(corpus)
+        merged, left = corpus.within(work, name, write=True)
+    if as_json:
+        print_json({"namespace": name, "merged": merged, "part_count": left})
+    else:
+        typer.echo(f"{many(merged, 'part')} merged; {left:,} now")

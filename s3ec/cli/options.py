@@ -182,14 +182,20 @@ class SettingsSource:
             config: Text of its own ``--config``; None for this one.
 
         Raises:
-            ConfigError: It is no URL.
+            ConfigError: It is no URL, or an option names a place as well.
         """
         if "://" not in url:
             raise ConfigError(
                 f"{url!r:.200} is no place; write it as s3://BUCKET/PREFIX, file:///FOLDER, "
                 "gs://BUCKET or az://CONTAINER"
             )
-        own = {name: value for name, value in self.overrides.items() if name not in _PLACE}
+        for name in _PLACE:
+            if name in self.overrides:
+                raise ConfigError(
+                    f"`--{name}` beside places that are given as arguments; leave it out",
+                    field=name,
+                )
+        own = dict(self.overrides)
         if not url.startswith("s3://"):
             own = {name: value for name, value in own.items() if name not in _S3_OPTIONS}
         label = self.label if config is None else "--to-config"

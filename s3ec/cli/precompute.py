@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from s3ec.corpus.confirmations import Failure
     from s3ec.corpus.precompute import Job, PrecomputeReport
+    from s3ec.corpus.ray_encoder import RayOptions
 
 _SHOWN_FAILURES = 20
 _EXIT = {"complete": EXIT_OK, "partial": EXIT_PARTIAL, "failed": EXIT_WRONG}
@@ -49,6 +50,11 @@ def register(app: typer.Typer) -> None:
             ("s3ec precompute /data/pages --model google/gemma-3-27b-it", "files below a folder"),
             ("s3ec precompute report.pdf --model M --dpi 200", "the pages of a PDF file"),
             ("s3ec precompute list.jsonl --model M --shard 0/4", "a quarter of a list"),
+            (
+                "s3ec precompute list.jsonl --model M --engine ray --ray-address auto "
+                "--ray-workers 1-8",
+                "on the GPUs of a Ray cluster",
+            ),
         ),
     )(with_settings(precompute))
 
@@ -95,8 +101,37 @@ def precompute(
         typer.Option("--column", metavar="NAME", help="The files' column of a dataset."),
     ] = None,
     engine: Annotated[
-        str, typer.Option("--engine", metavar="KIND", help="`local`: vLLM in this process.")
+        str,
+        typer.Option(
+            "--engine",
+            metavar="KIND",
+            help="`local`: vLLM in this process. `ray`: vLLM in each worker of a Ray cluster.",
+        ),
     ] = "local",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-address",
+            metavar="ADDRESS",
+            help="The cluster, such as `auto`; else `RAY_ADDRESS`, else a Ray of its own here.",
+        ),
+    ] = None,
+    ray_workers: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-workers",
+            metavar="N",
+            help="Workers, or the least and the most of them, `1-8`; 1 if unset.",
+        ),
+    ] = None,
+    ray_gpus: Annotated[
+        float | None,
+        typer.Option("--ray-gpus", metavar="N", help="GPUs of each worker; 1 if unset."),
+    ] = None,
+    ray_cpus: Annotated[
+        float | None,
+        typer.Option("--ray-cpus", metavar="N", help="CPUs of each worker; 1 if unset."),
+    ] = None,
     engine_args: Annotated[
         str | None,
         typer.Option(
@@ -127,6 +162,8 @@ def precompute(
 
     options = JobOptions(identifier, _shard(shard), limit)
     arguments = _engine_args(engine_args)
+    ray = {"address": ray_address, "workers": ray_workers, "gpus": ray_gpus, "cpus": ray_cpus}
+    on_ray = _ray_options(engine, {name: it for name, it in ray.items() if it is not None}, batch)
     if report_file is not None and not report_file.absolute().parent.is_dir():
         raise ConfigError(
             f"`--report`: no folder {report_file.absolute().parent}; make it first", field="report"
@@ -145,6 +182,7 @@ def precompute(
             read=ReadOptions(DPI if dpi is None else dpi, settings=corpus.settings),
             column=column,
             engine=engine,
+            ray=on_ray,
             engine_args=arguments,
             batch=batch,
             report=tell,
@@ -172,6 +210,26 @@ def _shard(text: str) -> tuple[int, int]:
             f"`--shard` {text!r:.50} is none; write it as 0/4, from 0/4 to 3/4", field="shard"
         )
     return int(number), int(parts)
+
+
+def _ray_options(engine: str, given: dict[str, Any], batch: int) -> RayOptions | None:
+    """Options of Ray; None for another engine."""
+    if engine != "ray":
+        if given:
+            name = next(iter(given))
+            raise ConfigError(f"`--ray-{name}` is for `--engine ray`", field=f"ray_{name}")
+        return None
+    from s3ec.corpus.ray_encoder import RayOptions
+
+    if "workers" in given:
+        least, _, most = given["workers"].partition("-")
+        if not (least.isdecimal() and (most or least).isdecimal()):
+            raise ConfigError(
+                f"`--ray-workers` {given['workers']!r:.50}: write it as `4` or `1-8`",
+                field="ray_workers",
+            )
+        given["workers"] = int(least), int(most or least)
+    return RayOptions(**given, given=2 * max(batch, 1))
 
 
 def _engine_args(text: str | None) -> Mapping[str, Any]:

@@ -131,7 +131,7 @@ def _is_mended(found: Audit, done: Repair) -> bool:
     deep, catalog = found.deep, found.catalog
     if deep is not None and (deep.unread or deep.corrupt > len(deep.bad) or done.spared):
         return False
-    return not done.unmerged and (catalog is None or not catalog.problem)
+    return catalog is None or not catalog.problem
 
 
 def _print(found: Audit) -> None:

@@ -196,7 +196,7 @@ class NamespaceOrigin:
         return self._revisions
 
     async def read(self, entry: CorpusEntry) -> Content | None:
-        embedding = await read_entry(self._store, entry, unreported)
+        embedding = await read_entry(self._store, entry, unreported, header_first=False)
         if embedding is None:
             return None
         return Content(embedding.header, [embedding.file], embedding.data)
@@ -311,7 +311,8 @@ class NamespaceTarget:
         there = CorpusEntry(self._layout.namespace, name, info.nbytes, info.modified_s)
         try:
             if deep:
-                return await read_entry(self._store, there, unreported) is not None
+                found = await read_entry(self._store, there, unreported, header_first=False)
+                return found is not None
             return await read_header(self._store, there) is not None
         except CorruptEntryError:
             return False

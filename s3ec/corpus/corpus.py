@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from s3ec.corpus.collect import Collection
     from s3ec.corpus.hydrate import HydrateOptions, Hydration, Wanted
     from s3ec.corpus.precompute import PrecomputeReport
+    from s3ec.corpus.ray_encoder import RayOptions
     from s3ec.corpus.reading import ReadOptions
     from s3ec.corpus.repair import Repair
     from s3ec.index.base_writer import BuildOptions
@@ -687,6 +688,7 @@ class Corpus:
         read: ReadOptions | None = None,
         column: str | None = None,
         engine: str = "local",
+        ray: RayOptions | None = None,
         engine_args: Mapping[str, Any] | None = None,
         batch: int = 64,
         report: Report = unreported,
@@ -708,7 +710,9 @@ class Corpus:
             limit: Most items that are looked at.
             read: How items are read: dots per inch of a PDF's pages, above all.
             column: Of a dataset with several columns of files.
-            engine: ``local``, which is vLLM in this process.
+            engine: ``local``, which is vLLM in this process; or ``ray``, vLLM in each worker of a
+                Ray cluster (extra ``s3ec[ray]``).
+            ray: Which cluster and how many workers, a ``s3ec.corpus.ray_encoder.RayOptions``.
             engine_args: Further arguments of ``vllm.LLM``, by their Python names.
             batch: Pictures that the engine has at a time.
             report: Told how many items are done.
@@ -732,6 +736,7 @@ class Corpus:
             read=read,
             column=column,
             engine=engine,
+            ray=ray,
             engine_args=engine_args,
             batch=batch,
             report=report,

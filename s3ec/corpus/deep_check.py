@@ -575,11 +575,14 @@ class AuditState:
             )
 
     def _take(self, line: dict[str, Any]) -> None:
-        found = self.found
-        for name in _COUNTS:
-            setattr(found, name, int(line[name]))
-        found.complete = bool(line["complete"])
-        found.reasons = Counter(line["reasons"])
-        found.bad += [BadObject(*one) for one in line["bad"]]
-        found.unreadable = [BadObject(*one) for one in line["unreadable"]]
-        self.cursor = str(line["cursor"])
+        counts = {name: int(line[name]) for name in _COUNTS}
+        bad = [BadObject(*one) for one in line["bad"]]
+        unreadable = [BadObject(*one) for one in line["unreadable"]]
+        reasons, complete, cursor = Counter(line["reasons"]), line["complete"], line["cursor"]
+        # Not before all of the line was understood.
+        for name, count in counts.items():
+            setattr(self.found, name, count)
+        self.found.bad += bad
+        self.found.unreadable = unreadable
+        self.found.reasons, self.found.complete = reasons, bool(complete)
+        self.cursor = str(cursor)

@@ -65,15 +65,21 @@ class Picture:
         sha256: Of the file's bytes, as hex digits.
         nbytes: How many there are.
         item: Where it lies, for who has to read it again.
+        decoded: What was made of the bytes in this process, by how; not sent.
     """
 
     number: int
     modality: str
-    data: bytes
+    data: bytes = field(repr=False)
     uuid: str | None = None
     sha256: str = ""
     nbytes: int = 0
     item: SourceItem | None = field(default=None, repr=False)
+    decoded: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sent = (self.number, self.modality, self.data, self.uuid, self.sha256, self.nbytes)
+        return Picture, (*sent, self.item)
 
     @property
     def url(self) -> str:
@@ -250,8 +256,9 @@ class VllmEncoder:
         try:
             found = self._names.of(picture)
         except Exception as exc:  # whatever a decoder raises
-            self._shelf.drop(picture.url)
             raise SourceError(_reason(exc)) from exc
+        finally:
+            self._shelf.drop(picture.url)
         return picture.uuid or found
 
     def _vllm_config(self) -> Any:
@@ -266,6 +273,11 @@ class VllmEncoder:
                 ) from exc
             except (OSError, ValueError) as exc:
                 raise ConfigError(f"vLLM refuses the model: {exc}", field="model") from exc
+            from s3ec.connector.vllm_config import model_problem
+
+            problem = model_problem(self._config)
+            if problem is not None:
+                raise ConfigError(f"`model`: {problem}; take another one", field="model")
             self._shelf.open()
             self._names = _Names(self._config.model_config, self._shelf)
         return self._config
@@ -392,23 +404,6 @@ class VllmEncoder:
         self._shelf.close()
 
 
-class _Kept:
-    """One picture's bytes, and what vLLM made of them: decoded once, for naming and encoding."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._lock = threading.Lock()
-        self._decoded: dict[str, Any] = {}
-
-    def load(self, media_io: Any) -> Any:
-        """What a loader of vLLM's makes of the bytes."""
-        how = f"{type(media_io).__name__} {vars(media_io)}"
-        with self._lock:
-            if how not in self._decoded:
-                self._decoded[how] = media_io.load_bytes(self._data)
-            return self._decoded[how]
-
-
 class _Shelf:
     """What stands behind the URLs of pictures, for vLLM's loader of media. Thread-safe.
 
@@ -417,17 +412,17 @@ class _Shelf:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._pictures: dict[str, Picture] = {}
         self._registry: dict[str, type] = {}
         self._replaced: tuple[str, Any] | None = None
 
     def put(self, picture: Picture) -> None:
-        """Have its URL stand for its bytes; one that does so already keeps what was decoded."""
-        self._kept.setdefault(picture.url, _Kept(picture.data))
+        """Have its URL stand for its bytes."""
+        self._pictures[picture.url] = picture
 
     def drop(self, url: str) -> None:
         """Let go of it."""
-        self._kept.pop(url, None)
+        self._pictures.pop(url, None)
 
     def open(self) -> None:
         """Take our place in vLLM's registry."""
@@ -436,7 +431,7 @@ class _Shelf:
         import vllm.envs
         from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
-        kept, name = self._kept, str(vllm.envs.VLLM_MEDIA_CONNECTOR)
+        pictures, name = self._pictures, str(vllm.envs.VLLM_MEDIA_CONNECTOR)
         registry = self._registry = MEDIA_CONNECTOR_REGISTRY.name2class
         theirs: Any = registry[name]
 
@@ -444,10 +439,10 @@ class _Shelf:
             """vLLM's own, which knows our URLs too."""
 
             def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
-                found = kept.get(url)
-                if found is None:
+                picture = pictures.get(url)
+                if picture is None:
                     return super().load_from_url(url, media_io, **options)
-                return found.load(media_io)
+                return _decode(picture, media_io)
 
         self._replaced = name, theirs
         registry[name] = FromShelf
@@ -463,7 +458,15 @@ class _Shelf:
         replaced, self._replaced = self._replaced, None
         if replaced is not None:
             self._registry[replaced[0]] = replaced[1]
-        self._kept.clear()
+        self._pictures.clear()
+
+
+def _decode(picture: Picture, media_io: Any) -> Any:
+    """What a loader of vLLM's makes of the bytes; once, for naming and for encoding."""
+    how = f"{type(media_io).__name__} {vars(media_io)}"
+    if how not in picture.decoded:
+        picture.decoded[how] = media_io.load_bytes(picture.data)
+    return picture.decoded[how]
 
 
 class _Names:
@@ -502,12 +505,10 @@ class _Names:
         with self._lock:
             if self._loader is not None:
                 return
-            multimodal = self._model_config.multimodal_config
-            if multimodal is None:
-                raise ConfigError("the model takes no images, audio or video", field="model")
             from vllm.multimodal import MULTIMODAL_REGISTRY
 
             self._processor = MULTIMODAL_REGISTRY.create_processor(self._model_config)
+            multimodal = self._model_config.multimodal_config
             self._loader = self._shelf.loader(multimodal.media_io_kwargs)
 
     def _hash(self, modality: str, media: Any) -> str:

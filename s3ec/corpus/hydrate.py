@@ -13,7 +13,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -60,6 +61,8 @@ _MAX_INFLIGHT_BYTES = 2**30
 _FIRST_LOOK_S = 0.01
 _LAST_LOOK_S = 0.25
 _CLAIM_PATIENCE_S = 30.0
+# Entries that are looked at in one call of a disk thread.
+_LOOKS = 16
 # The room on the disk is looked at again after so long, since others write there too.
 _ROOM_EVERY_S = 0.5
 # Each of them was asked for five times. A store that is down is not asked for everything.
@@ -118,6 +121,10 @@ class Wanted:
     label: str
     nbytes: int = 0
     revision: int = 0
+
+
+ENOUGH = ("full", "max_bytes")
+"""Reasons to stop that are no fault: what was begun comes."""
 
 
 @dataclass(slots=True)
@@ -236,8 +243,8 @@ def wanted_by_name(name: str, nbytes: int = 0, revision: int = 0) -> Wanted:
     return Wanted(key, label, nbytes, revision)
 
 
-async def everything(store: Store, layout: Layout) -> AsyncIterator[Wanted]:
-    """All entries of a namespace as a listing shows them, in no order; of revisions the entry."""
+async def everything(store: Store, layout: Layout) -> AsyncGenerator[Wanted, None]:
+    """All entries of a namespace as a listing shows them, in no order. To be closed."""
     from s3ec.index.listing import key_of_object, list_objects
 
     later: list[Wanted] = []  # a few: what was stored a second time
@@ -293,13 +300,16 @@ async def hydrate(
             counters=counters,
         )
         work = _Hydrator(store, layout, loop, tier, bad_objects, options, report)
-        return await work.run(everything(store, layout) if wanted is None else _each(wanted))
+        source = everything(store, layout) if wanted is None else _each(wanted)
+        async with aclosing(source):
+            return await work.run(source)
     finally:
         await loop.disk_long(tier.close)
 
 
 class _Look(Enum):
     HERE = "here"
+    ABSENT = "absent"  # and there is room for it
     LEFT_OUT = "left out"
 
 
@@ -337,9 +347,11 @@ class _Hydrator:
         self._pace = Pace(options.rate_limit_bytes_per_s)
         self._found = Hydration(layout.namespace, str(tier.folders.root), options.dry_run)
         self._turn = asyncio.Lock()
+        self._looked_at: deque[tuple[Wanted, _Look]] = deque()
         self._began_s = time.time()
         self._rank = 0
         self._failures = 0
+        self._has_given_up = False
         # What may still come, and until when that is believed.
         self._room_bytes = 0
         self._room_until_s = 0.0
@@ -359,40 +371,51 @@ class _Hydrator:
         return self._found
 
     async def _work(self, _number: int) -> None:
-        while True:
-            async with self._turn:
-                one = await anext(self._wanted, None)
-                self._rank += 1
-                used_s = self._began_s - self._rank * _RANK_S
-            if one is None:
-                return
-            await self._bring(one, used_s)
+        while (taken := await self._next()) is not None:
+            await self._bring(*taken)
             self._report("hydrating", self._found.fetched_bytes, None)
 
-    async def _bring(self, one: Wanted, used_s: float) -> None:
-        """See that one entry is here, or count why it is not."""
+    async def _next(self) -> tuple[Wanted, float, _Look] | None:
+        """What is next, with its time of use and how it was found; None at the end.
+
+        Some are looked at together: handing a call to a disk thread takes longer than the look.
+        """
+        async with self._turn:
+            if not self._looked_at:
+                some: list[Wanted] = []
+                while len(some) < _LOOKS and (one := await anext(self._wanted, None)) is not None:
+                    some.append(one)
+                if not some:
+                    return None
+                found = await self._disk(self._look_at, some)
+                self._looked_at.extend(zip(some, found, strict=True))
+            one, look = self._looked_at.popleft()
+            self._rank += 1
+            return one, self._began_s - self._rank * _RANK_S, look
+
+    async def _bring(self, one: Wanted, used_s: float, look: _Look) -> None:
+        """Bring an entry that is absent; count it in any case."""
         found = self._found
-        held = await self._look_patiently(one)
-        if held is _Look.HERE:
+        if look is _Look.HERE:
             found.here += 1
-        elif not isinstance(held, Claim):
+            return
+        if look is _Look.LEFT_OUT or self._has_given_up:
             self._leave_out(one)
-        else:
-            brought_bytes = 0
-            try:
-                brought_bytes = await self._take(one, used_s)
-                self._failures = 0
-            except _MisfitError as exc:
-                found.damaged[one.label] = str(exc)
-            except (UnavailableError, AccessError) as exc:
-                self._fail(one, exc)
-            except TierError as exc:
-                self._stop(_full_or(exc))
-                self._leave_out(one)
-            finally:
-                self._ended_bytes += one.nbytes
-                self._unused_bytes += one.nbytes - brought_bytes
-                self._disk_soon(self._let_go, held)
+            return
+        brought_bytes = 0
+        try:
+            brought_bytes = await self._take(one, used_s)
+            self._failures = 0
+        except _MisfitError as exc:
+            found.damaged[one.label] = str(exc)
+        except (UnavailableError, AccessError) as exc:
+            self._fail(one, exc)
+        except TierError as exc:
+            self._stop(_full_or(exc))
+            self._leave_out(one)
+        finally:
+            self._ended_bytes += one.nbytes
+            self._unused_bytes += one.nbytes - brought_bytes
 
     def _leave_out(self, one: Wanted) -> None:
         self._found.left_out += 1
@@ -401,6 +424,7 @@ class _Hydrator:
     def _stop(self, reason: str) -> None:
         """The first reason counts."""
         self._found.stopped = self._found.stopped or reason
+        self._has_given_up = self._has_given_up or reason not in ENOUGH
 
     def _fail(self, one: Wanted, exc: UnavailableError | AccessError) -> None:
         self._found.failed[one.label] = str(exc)
@@ -411,38 +435,35 @@ class _Hydrator:
 
     # -- what is here ----------------------------------------------------------------------------
 
-    async def _look_patiently(self, one: Wanted) -> Claim | _Look:
-        """Look for an entry; claim it where it is absent and there is room.
+    def _look_at(self, some: Sequence[Wanted]) -> list[_Look]:
+        """Whether entries are here, and whether there is room for those that are not. Blocking."""
+        self._bad_objects.catch_up()
+        found = []
+        for one in some:
+            if self._tier.entries.contains(one.key):
+                found.append(_Look.HERE)
+            else:
+                found.append(_Look.ABSENT if self._reserve(one.nbytes) else _Look.LEFT_OUT)
+        return found
+
+    async def _claim_patiently(self, one: Wanted) -> Claim | None:
+        """Claim an entry; None where it is here by now.
 
         What another process fetches is waited for. One that hangs is not: then two fetch it.
         """
         looks, waited_s = LookAgain(_FIRST_LOOK_S, _LAST_LOOK_S), 0.0
         while True:
-            held = await self._disk(
-                self._look, one, waited_s >= _CLAIM_PATIENCE_S, undo=self._let_go
-            )
-            if held is not None:
-                return held
+            # A few system calls on a file in memory, and here: nothing waits for this loop.
+            claim = self._tier.claims.take(one.key.digest)
+            if claim is None and waited_s >= _CLAIM_PATIENCE_S:
+                claim = Claim()
+            if claim is not None:
+                # In this order: who had the claim before us has published by now.
+                if not self._tier.entries.contains(one.key):
+                    return claim
+                self._tier.claims.release(claim)
+                return None
             waited_s += await looks.pause()
-
-    def _look(self, one: Wanted, ignore_claim: bool) -> Claim | _Look | None:
-        """As above; None where another process fetches it. Blocking."""
-        entries, claims = self._tier.entries, self._tier.claims
-        if entries.contains(one.key):
-            return _Look.HERE
-        claim = claims.take(one.key.digest)
-        if claim is None and not ignore_claim:
-            return _Look.LEFT_OUT if self._found.stopped else None
-        claim = claim or Claim()
-        # In this order: who had the claim before us has published by now.
-        if entries.contains(one.key):
-            claims.release(claim)
-            return _Look.HERE
-        if not self._reserve(one.nbytes):
-            claims.release(claim)
-            return _Look.LEFT_OUT
-        self._bad_objects.catch_up()
-        return claim
 
     def _reserve(self, nbytes: int) -> bool:
         """Make sure of room for so much more; without it everything stops. Blocking."""
@@ -470,10 +491,6 @@ class _Hydrator:
             if nbytes > self._room_bytes:
                 self._stop("full")
 
-    def _let_go(self, held: Claim | _Look | None) -> None:
-        if isinstance(held, Claim):
-            self._tier.claims.release(held)
-
     # -- what the bucket has ---------------------------------------------------------------------
 
     async def _take(self, one: Wanted, used_s: float) -> int:
@@ -484,6 +501,18 @@ class _Hydrator:
         """
         if self._options.dry_run:
             return await self._take_nothing(one)
+        # Before the claim: who has one and waits keeps others waiting.
+        await self._pace.take(one.nbytes)
+        claim = await self._claim_patiently(one)
+        if claim is None:
+            self._found.here += 1
+            return 0
+        try:
+            return await self._take_claimed(one, used_s)
+        finally:
+            self._tier.claims.release(claim)
+
+    async def _take_claimed(self, one: Wanted, used_s: float) -> int:
         bad, found = self._bad_objects, self._found
         revision, reason = bad.revision(one.key), ""
         while revision <= MAX_REVISION:
@@ -532,7 +561,6 @@ class _Hydrator:
         nbytes = 0 if revision else one.nbytes
         reason = ""
         for attempt in (1, 2):
-            await self._pace.take(nbytes)
             held_bytes = min(nbytes or PART_BYTES, PARTS_AT_A_TIME * PART_BYTES)
             await self._budget.take(held_bytes)
             try:
@@ -544,7 +572,7 @@ class _Hydrator:
             finally:
                 self._budget.free(held_bytes)
             if received is not None and not nbytes:
-                await self._pace.take(received)
+                await self._pace.take(received - one.nbytes)
             return received
         return reason
 
@@ -649,7 +677,7 @@ def _full_or(exc: TierError) -> str:
     return "full" if full else str(exc)
 
 
-async def _each(wanted: Iterable[Wanted]) -> AsyncIterator[Wanted]:
+async def _each(wanted: Iterable[Wanted]) -> AsyncGenerator[Wanted, None]:
     for one in wanted:
         yield one
 

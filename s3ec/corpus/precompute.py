@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -30,6 +32,7 @@ from s3ec.errors import ConfigError, S3ECError, SourceError
 if TYPE_CHECKING:
     from s3ec.corpus.catalog_file import CatalogRow
     from s3ec.corpus.corpus import Corpus
+    from s3ec.corpus.ray_encoder import RayOptions
 
 log = logging.getLogger(__name__)
 
@@ -243,6 +246,9 @@ class Job:
         try:
             self._open()
             self._encode_all()
+        except BaseException as exc:
+            self.report.problem = str(exc) or type(exc).__name__
+            raise
         finally:
             self._end()
             self.report.seconds = time.monotonic() - began_s
@@ -264,6 +270,8 @@ class Job:
             log.exception("the job ends")
             self.report.problem = str(exc)
         self.report.is_stopped = self._stopped.is_set()
+        if not (self.report.items or self.report.is_stopped or self._options.shard[1] > 1):
+            self.report.problem = self.report.problem or "the source has nothing to encode"
 
     def _end(self) -> None:
         """Let saves come to their end, and count."""
@@ -282,7 +290,8 @@ class Job:
                 ledger.close()
         left = "the job ended before it was encoded"
         if self.report.problem:
-            self.report.unconfirmed += [each.failure(left) for each in self._under_way.values()]
+            lost = [*self._under_way.values(), *itertools.chain(*self._twins.values())]
+            self.report.unconfirmed += [each.failure(left) for each in lost]
 
     def _take_counts(self) -> None:
         confirmations = self._confirmations
@@ -486,6 +495,7 @@ def make_job(
     read: ReadOptions | None = None,
     column: str | None = None,
     engine: str = "local",
+    ray: RayOptions | None = None,
     engine_args: Mapping[str, Any] | None = None,
     batch: int = 64,
     report: Report = unreported,
@@ -499,7 +509,8 @@ def make_job(
         options: How it works.
         read: How items are read.
         column: Of a dataset with several columns of files.
-        engine: ``local``, which is vLLM here.
+        engine: ``local``, which is vLLM here; or ``ray``, one vLLM for each worker of a cluster.
+        ray: Which cluster, and how many workers; one worker on one GPU if None.
         engine_args: Further arguments of ``vllm.LLM``, by their Python names.
         batch: Pictures that an engine has at a time.
         report: Told how many items are done.
@@ -509,34 +520,66 @@ def make_job(
     """
     if batch < 1:
         raise ConfigError("`batch` must be 1 or more", field="batch")
-    if engine != "local":
-        raise ConfigError(f"`engine` {engine!r:.50} is none; it is `local`", field="engine")
+    if engine not in ("local", "ray"):
+        raise ConfigError(
+            f"`engine` {engine!r:.50} is none; it is `local` or `ray`", field="engine"
+        )
+    if ray is not None and engine != "ray":
+        raise ConfigError("options of Ray are for `engine` = ray", field="engine")
     options = options or JobOptions()
     read = read or ReadOptions(settings=corpus.settings)
 
     def items() -> Iterator[SourceItem]:
         return open_source(source, read, column=column)
 
-    encoder = VllmEncoder(model, corpus.settings, engine_args=engine_args, batch=batch)
+    make = partial(VllmEncoder, model, corpus.settings, engine_args=engine_args, batch=batch)
+    encoder: Encoder = make()  # which says what is wrong with the arguments, whoever encodes
+    if engine == "ray":
+        from s3ec.corpus.ray_encoder import RayEncoder, RayOptions
+
+        encoder = RayEncoder(make, ray or RayOptions(given=2 * batch))
     first = items()  # before anything is counted: it says what is wrong with the source
-    total = total_of(items, options)
+    total = total_of(source, items, options)
     return Job(corpus, first, encoder, options, total=total, report=report)
 
 
-def total_of(make_items: Callable[[], Iterable[SourceItem]], options: JobOptions) -> Any:
-    """Count the items of a source beside the job; what is known of that by now."""
-    counted: list[int | None] = [None]
+def total_of(
+    source: str, items: Callable[[], Iterable[SourceItem]], options: JobOptions
+) -> Callable[[], int | None]:
+    """Count the items of a source beside the job; answers with what is known of that by now.
+
+    Of a list only the rows are counted: PDF files from elsewhere would be fetched for their pages.
+    """
+    counted: list[int] = []
 
     def count() -> None:
         number, parts = options.shard
         try:
-            total = sum(
-                1 for item in make_items() if parts == 1 or _shard_of(item, parts) == number
-            )
-        except Exception:
+            rows = _count_rows(source)
+            if rows is not None:
+                total = rows // parts
+            else:
+                mine = (one for one in items() if parts == 1 or _shard_of(one, parts) == number)
+                total = sum(1 for _ in mine)
+        except Exception:  # only the time left is not known then
             log.debug("the items are not counted", exc_info=True)
             return
-        counted[0] = total if options.limit is None else min(total, options.limit)
+        counted.append(total if options.limit is None else min(total, options.limit))
 
     threading.Thread(target=count, name="s3ec-count", daemon=True).start()
-    return lambda: counted[0]
+    return lambda: counted[0] if counted else None
+
+
+def _count_rows(source: str) -> int | None:
+    """Rows of a list; None of what is no list."""
+    path = Path(source)
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl" and path.is_file():
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    if suffix in (".parquet", ".pq") and path.is_file():
+        from pyarrow import parquet
+
+        rows: int = parquet.read_metadata(path).num_rows
+        return rows
+    return None

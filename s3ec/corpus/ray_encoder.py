@@ -75,7 +75,6 @@ class RayOptions:
         gpus: Of each worker.
         cpus: Of each worker.
         given: Items that a worker has at a time; twice what its engine has keeps that busy.
-        temp_dir: Where a Ray of its own keeps its files; short, since sockets lie below it.
 
     Raises:
         ConfigError: A number is out of its range.
@@ -86,7 +85,6 @@ class RayOptions:
     gpus: float = 1.0
     cpus: float = 1.0
     given: int = 128
-    temp_dir: str | None = None
 
     def __post_init__(self) -> None:
         least, most = self.workers
@@ -116,12 +114,13 @@ def _import_ray(*, stays_here: bool) -> Any:
     return require("ray", "'s3ec[ray]'", "`--engine ray`")
 
 
-def start_ray(cpus: int, temp_dir: str | None = None) -> None:
+def start_ray(cpus: int) -> None:
     """Start a Ray of our own on this machine; ``ray.shutdown`` ends it.
+
+    Its files are where ``RAY_TMPDIR`` says. Sockets lie below that, so the path must be short.
 
     Args:
         cpus: That its workers share.
-        temp_dir: Of its files; short, since sockets lie below it. Ray's own if None.
     """
     _import_ray(stays_here=True).init(
         "local",
@@ -129,7 +128,6 @@ def start_ray(cpus: int, temp_dir: str | None = None) -> None:
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,
-        _temp_dir=temp_dir,
     )
 
 
@@ -242,7 +240,7 @@ class RayEncoder:
             cpus = len(os.sched_getaffinity(0))
             if options.gpus == 0:  # however few there are: so many workers were asked for
                 cpus = max(cpus, math.ceil(options.workers[1] * options.cpus))
-            start_ray(cpus, options.temp_dir)
+            start_ray(cpus)
             self._own_cluster = True
         except (ConnectionError, OSError, RuntimeError, ValueError) as exc:
             raise EncoderError(f"Ray cannot be reached or started: {exc}") from exc

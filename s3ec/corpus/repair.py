@@ -39,14 +39,12 @@ class Repair:
         spared: Of those that were found corrupt: good, gone or unreadable when they were read
             again.
         version: Of the new base of the index; None where the old one was right.
-        unmerged: Deltas that could not be read, with why; the new base is without them.
         dropped: Rows of the catalogue.
     """
 
     deleted: int = 0
     spared: int = 0
     version: int | None = None
-    unmerged: int = 0
     dropped: int = 0
 
 
@@ -74,8 +72,7 @@ async def repair(
     if found.deep is not None and found.deep.bad:
         await _delete_corrupt(store, layout, found.deep.bad, done, options)
     if not found.index_agrees:
-        made = await rebuild(store, layout, options)
-        done.version, done.unmerged = made.head.version, len(made.corrupt)
+        done.version = (await rebuild(store, layout, options)).head.version
     if found.catalog is not None and found.catalog.gone_identifiers:
         done.dropped = await drop_gone_rows(
             store, layout, sorted(found.catalog.gone_identifiers), tenant

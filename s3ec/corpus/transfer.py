@@ -5,13 +5,15 @@ Ours has the names of the bucket, so that ``url: file:///FOLDER`` serves it as i
 of its ECExampleConnector (0.32): a folder for each content hash with one file in it, which says
 nothing of model, modality or checksum.
 
-Each file appears whole or not at all: the store of ``file`` URLs writes beside it and links. What
-a killed export leaves beside is removed by the next one. No symbolic link is followed.
+Each file appears whole or not at all: the store of ``file`` URLs writes beside it and links, and
+where the file system has no links (those of memory sticks) it is renamed. What a killed export
+leaves beside is removed by the next one. No symbolic link is followed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import re
@@ -36,7 +38,7 @@ from s3ec.corpus.corpus import ATTEMPTS
 from s3ec.corpus.entries import CorpusEntry
 from s3ec.corpus.selection import CopyOptions, Transferred, Wanted
 from s3ec.counters import Counters
-from s3ec.errors import ConfigError, ConflictError, CorruptEntryError
+from s3ec.errors import ConfigError, ConflictError, CorruptEntryError, UnavailableError
 from s3ec.identity import OBJECT_SUFFIX, Layout, canonical_json, make_key
 from s3ec.index.announce import BATCH_ITEMS
 from s3ec.index.base_writer import BuildOptions
@@ -44,10 +46,11 @@ from s3ec.index.listing import listed
 from s3ec.index.manifest import newest_head, take_snapshot
 from s3ec.index.rebuild import rebuild
 from s3ec.safetensors_file import plain_json
-from s3ec.store.base import Store
+from s3ec.store.base import NoSpaceError, Store, Wrapper
 from s3ec.store.open import PROBE_PREFIX, open_store
 from s3ec.store.retry import RetryStore
 from s3ec.tenant import Tenant
+from s3ec.tier.files import NO_LINK, TempFile
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
@@ -56,8 +59,8 @@ if TYPE_CHECKING:
 # vllm/distributed/ec_transfer/ec_connector/example_connector.py of 0.32.
 _EXAMPLE = re.compile(r"([0-9a-f]{64})/encoder_cache\.safetensors")
 _EXAMPLE_NAME = "encoder_cache.safetensors"
-# obstore's names for what it is still writing.
-_UNFINISHED = re.compile(r"\.(?:safetensors|json|parquet)#\d+$")
+# obstore's names for what it is still writing, and ours.
+_UNFINISHED = re.compile(r"\.(?:safetensors|json|parquet)#\d+$|^\.tmp-\d+-[0-9a-f]{16}$")
 _CONTENT_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})" + re.escape(OBJECT_SUFFIX))
 _ALIGNMENT = 8  # what the safetensors library asks for
 
@@ -66,8 +69,12 @@ _ALIGNMENT = 8  # what the safetensors library asks for
 
 
 @asynccontextmanager
-async def _opened(folder: Path, settings: Settings) -> AsyncIterator[Store]:
-    store = RetryStore(open_store(folder_settings(folder, settings)), Counters(), attempts=ATTEMPTS)
+async def _opened(
+    folder: Path, settings: Settings, *, has_links: bool = True
+) -> AsyncIterator[Store]:
+    bare = open_store(folder_settings(folder, settings))
+    plain = bare if has_links else _Renaming(bare, folder)
+    store = RetryStore(plain, Counters(), attempts=ATTEMPTS)
     try:
         yield store
     finally:
@@ -103,11 +110,14 @@ def folder_settings(folder: Path, settings: Settings) -> Settings:
 
 
 @asynccontextmanager
-async def _for_writing(folder: Path, ours: str) -> AsyncIterator[None]:
+async def _for_writing(folder: Path, ours: str) -> AsyncIterator[bool]:
     """Make a folder, keep other exports away, and remove what a killed one left.
 
     Args:
         ours: Pattern of the folders in it that exports write to; what else lies there is not ours.
+
+    Yields:
+        Whether its file system has hard links.
 
     Raises:
         ConfigError: It cannot be made, or is no folder.
@@ -116,7 +126,7 @@ async def _for_writing(folder: Path, ours: str) -> AsyncIterator[None]:
     fd = await asyncio.to_thread(_open_folder, folder)
     try:
         await asyncio.to_thread(_sweep, folder, ours)
-        yield
+        yield await asyncio.to_thread(_has_links, folder)
         # The files have their names; this brings their bytes to the disk, which may be pulled out.
         with suppress(OSError):
             await asyncio.to_thread((folder / PROBE_PREFIX).rmdir)
@@ -146,6 +156,45 @@ def _open_folder(folder: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _has_links(folder: Path) -> bool:
+    try:
+        with TempFile(str(folder), private=False) as file:
+            link = f"{file.path}-link"
+            os.link(file.path, link)
+            os.unlink(link)
+    except OSError as exc:
+        return exc.errno not in NO_LINK  # what else is wrong, the first entry will tell
+    return True
+
+
+class _Renaming(Wrapper):
+    """A folder without hard links, for the only one who writes there: looks, and renames."""
+
+    def __init__(self, inner: Store, folder: Path) -> None:
+        super().__init__(inner)
+        self._folder = folder
+
+    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        if await self.head(name) is not None:  # which follows no symbolic link either
+            raise ConflictError(f"PUT {name}: it is there already")
+        try:
+            await asyncio.to_thread(self._write, self._folder / name, body)
+        except OSError as exc:
+            said = f"{self._folder / name}: {exc.strerror}"
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoSpaceError(f"{said}: the disk is full; free some of it") from exc
+            raise UnavailableError(said) from exc
+
+    @staticmethod
+    def _write(path: Path, body: Sequence[bytes | memoryview]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TempFile(str(path.parent), private=False) as file:
+            file.append(body)
+            file.close()
+            os.replace(file.path, path)
+            file.is_named = True
 
 
 def _sweep(folder: Path, ours: str) -> None:
@@ -182,7 +231,10 @@ async def export(
         UnavailableError, AccessError, TierError: As copy_namespace.
     """
     ours = "[0-9a-f]" * 64 if form == "vllm" else layout.namespace
-    async with _for_writing(folder, ours), _opened(folder, settings) as target:
+    async with (
+        _for_writing(folder, ours) as has_links,
+        _opened(folder, settings, has_links=has_links) as target,
+    ):
         if form == "vllm":
             origin = NamespaceOrigin(
                 store, layout, wanted, fits=lambda name: _CONTENT_NAME.fullmatch(name) is not None

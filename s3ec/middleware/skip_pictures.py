@@ -468,6 +468,7 @@ def _open_node(state: Any, counters: Counters) -> Node | str:
     config = getattr(state, "vllm_config", None) or getattr(client, "vllm_config", None)
     if config is None:
         return "the application has no vLLM configuration"
+    set_up_logging("INFO")  # so that the reason is seen
     problem = vllm_names.release_problem() or vllm_names.connector_problem(config)
     if problem is not None:
         return problem

@@ -22,7 +22,7 @@ from s3ec.settings import Settings
 log = logging.getLogger(__name__)
 
 _OLDEST = (0, 30)  # the first one that takes a picture's metadata in place of its pixels
-_CONNECTORS = ("S3ECConnector",)
+_CONNECTOR = "S3ECConnector"
 _MODALITY = "image"
 # What is tried at the start. Other formats can change their mode while they are decoded.
 _MODES = {
@@ -52,7 +52,7 @@ class VLLMNames:
     """
 
     def __init__(self, processor: Any, fields: frozenset[str]) -> None:
-        """Try which pictures can be named without decoding them; takes some 20 ms.
+        """Try which pictures can be named without decoding them.
 
         Args:
             processor: vLLM's, for this model.
@@ -88,7 +88,7 @@ class VLLMNames:
             None where it takes ``decode`` to know, or vLLM would not decode it.
         """
         found = self._look(data)
-        return self._name(data, found[1]) if found in self._modes and found is not None else None
+        return None if found is None or found not in self._modes else self._name(data, found[1])
 
     def decode(self, data: bytes) -> Decoded:
         """Name a picture as vLLM does for a request.
@@ -196,8 +196,8 @@ def connector_problem(vllm_config: Any) -> str | None:
     transfer = getattr(vllm_config, "ec_transfer_config", None)
     if transfer is None:
         return "no --ec-transfer-config is given"
-    if transfer.ec_connector not in _CONNECTORS:
-        return f"ec_connector is {transfer.ec_connector}, not {_CONNECTORS[0]}"
+    if transfer.ec_connector != _CONNECTOR:
+        return f"ec_connector is {transfer.ec_connector}, not {_CONNECTOR}"
     if not transfer.is_ec_consumer:
         return f"ec_role is {transfer.ec_role}, which loads nothing"
     if getattr(vllm_config, "kv_transfer_config", None) is not None:

@@ -451,6 +451,8 @@ class Evictor:
         if not figures.counted:
             self.make_room(0, wait=True)
             figures = self._total.read()
+            if not figures.counted:
+                raise TierError("nobody has counted the folder, and another process evicts in it")
         left_bytes = self._budget_bytes - self._spared_bytes - figures.total_bytes
         return min(left_bytes, self._free_bytes() - self._floor_bytes)
 

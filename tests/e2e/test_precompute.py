@@ -31,7 +31,7 @@ ENGINE = {
     "max_model_len": 4096,
     "max_num_seqs": 8,
 }
-MANY = 120
+MANY = 240
 
 
 @dataclass
@@ -79,6 +79,10 @@ class Place:
 
     def objects(self) -> set[str]:
         return {key for key in keys(self.server.client(), self.bucket) if "/objects/" in key}
+
+    def deltas(self) -> set[str]:
+        found = keys(self.server.client(), self.bucket)
+        return {key for key in found if "/manifest/delta/" in key}
 
     def corpus(self) -> Corpus:
         return Corpus.open(self.settings)
@@ -156,29 +160,38 @@ def test_each_run_adds_what_the_others_lacked_and_the_last_starts_no_engine(plac
     assert report["read_bytes"] == 0
 
 
-def test_a_killed_job_goes_on_with_what_was_not_confirmed(place: Place) -> None:
+def test_a_job_that_was_stopped_and_then_killed_goes_on_with_what_was_not_confirmed(
+    place: Place,
+) -> None:
     for number in range(MANY):
         colour = (number, 255 - number, 3 * number % 256)
         Image.new("RGB", (48, 48), colour).save(place.folder / f"{number:03}.png")
+    report = place.root / "stopped.json"
+    stopped = place.start("--report", str(report))
+    eventually(lambda: len(place.deltas()) > 0, "the first embeddings are announced")
+    os.kill(stopped.pid, signal.SIGINT)
+    stopped.wait(DEADLINE_S)
+    first = json.loads(report.read_text())
+    assert (first["status"], first["stopped"], first["unconfirmed"]) == ("partial", True, [])
+    assert 0 < first["encoded_count"] < MANY
+    assert len(place.objects()) == first["encoded_count"]
+
+    before = len(place.deltas())
     killed = place.start()
-    client = place.server.client()
-    eventually(
-        lambda: any("/manifest/delta/" in key for key in keys(client, place.bucket)),
-        "the first embeddings are announced",
-    )
+    eventually(lambda: len(place.deltas()) > before, "more embeddings are announced")
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait(DEADLINE_S)
     with place.corpus() as corpus:
         announced = corpus.verify().entries
         catalogued = {row.identifier for row in corpus.catalog().rows()}
         assert all(corpus.find(identifier) is not None for identifier in catalogued)
-    assert announced > 0
+    assert announced > first["encoded_count"] == len(catalogued)
 
-    second = place.run()
-    assert second["status"] == "complete"
-    assert second["done_before_count"] == len(catalogued)
-    assert second["done_before_count"] + second["catalogued_count"] >= announced
-    assert second["encoded_count"] <= MANY - announced
+    last = place.run()
+    assert last["status"] == "complete"
+    assert last["done_before_count"] == len(catalogued)
+    assert last["done_before_count"] + last["catalogued_count"] >= announced
+    assert last["encoded_count"] <= MANY - announced
     assert len(place.objects()) == MANY
     with place.corpus() as corpus:
         assert len(list(corpus.catalog().rows())) == MANY

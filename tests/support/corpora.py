@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +116,40 @@ class CorpusSuite:
         assert list(corpus.list()) == []
         assert corpus.verify().objects == 0
         assert any("/manifest/delta/" in name for name in self.names(corpus))
+
+    def test_deep_verify_finds_what_is_corrupt_and_repair_mends_it(
+        self, filled: Filled, tmp_path: Path
+    ) -> None:
+        corpus = filled.corpus
+        corpus.delete(IDS[0])
+        filled.entry(filled.name, IDS[0], entry_bytes(IDS[1], filled.name))
+        assert corpus.verify().agrees
+        found = corpus.verify(deep=True, state=tmp_path)
+        assert found.deep is not None
+        assert [bad.reason for bad in found.deep.bad] == ["identifier"]
+        assert (found.deep.objects, found.deep.unread, found.agrees) == (4, 0, False)
+        done = corpus.repair(found)
+        assert (done.deleted, done.spared) == (1, 0)
+        assert corpus.find(IDS[0]) is None
+        assert corpus.verify(deep=True, state=tmp_path).agrees
+
+    def test_gc_takes_what_the_rules_say_and_no_more(self, filled: Filled) -> None:
+        corpus = filled.corpus
+        nbytes = sum(entry.nbytes for entry in corpus.list())
+        assert corpus.gc(older_than_s=3600.0).objects == 0
+        tried = corpus.gc(max_bytes=0, adapter="my-lora", dry_run=True)
+        assert (tried.objects, tried.left_objects, tried.done) == (1, 0, False)
+        done = corpus.gc(max_bytes=nbytes - 1)
+        assert (done.objects, done.left_objects, done.done) == (1, 3, True)
+        assert len(list(corpus.list())) == 3
+        assert corpus.gc(max_bytes=0).objects == 3
+        assert corpus.verify().objects == 0
+        with pytest.raises(ConfigError, match="nothing says what is to go"):
+            corpus.gc()
+        with pytest.raises(ConfigError, match="name what your nodes have"):
+            corpus.gc(unused_for_s=60.0)
+        with pytest.raises(ConfigError, match="`adapter`"):
+            corpus.gc(older_than_s=60.0, adapter="\ud800")
 
     def test_entries_are_deleted_where_they_were_listed_and_nowhere_else(
         self, filled: Filled

@@ -234,7 +234,7 @@ def _replaced(server: ApiServer) -> float:
 
 
 def _picture(number: int) -> str:
-    """A picture of its own as a data URL: some 6 MB, as a photograph's would be."""
+    """A picture of its own as a data URL: some 7 MB, as a photograph's would be."""
     import io
 
     import numpy as np

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -62,11 +63,11 @@ def run(context: Context) -> None:
     from s3ec.testing.server import LocalS3
 
     with contextlib.ExitStack() as stack:
+        if importlib.util.find_spec("vllm") is None:
+            raise CannotMeasureError("vllm is not installed")
         try:
-            import vllm  # noqa: F401
-
             server = stack.enter_context(LocalS3())
-        except (ConfigError, ImportError) as exc:
+        except ConfigError as exc:
             raise CannotMeasureError(str(exc)) from exc
         server.create_bucket(_BUCKET)
         stack.enter_context(mock.patch.dict("os.environ", server.env()))
@@ -184,7 +185,7 @@ def _job_child(pipe: Connection, model: str, settings: Mapping[str, Any]) -> Non
         seconds = 0.0
         clock: _Clock | None = None
 
-        def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
+        def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
             if self.clock is None:
                 self._vllm_config()
                 self._start()

@@ -187,6 +187,12 @@ ENTRIES: dict[str, Entry] = {
         240,
         alone=True,
     ),
+    "ray": Entry(
+        "s3ec.dev.bench.ray",
+        "A job on a local Ray with two real engines, one of which is killed.",
+        180,
+        alone=True,
+    ),
 }
 
 # `s3ec bench data`: how bytes move.
@@ -195,7 +201,7 @@ DATA = (
     *("interference", "load", "save", "node"),
 )
 # `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
-CORPUS = ("precompute", "hydrate", "verify", "gc", "reference", "middleware")
+CORPUS = ("precompute", "ray", "hydrate", "verify", "gc", "reference", "middleware")
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 

@@ -13,9 +13,10 @@ locals {
   arn    = "arn:${data.aws_partition.current.partition}:s3:::${var.name}"
   region = data.aws_service.s3.region
 
-  # All that s3ec writes is put-if-absent: embeddings, records of widths, the manifest's files.
+  # All that s3ec writes is put-if-absent: embeddings, records of widths, the files of the manifest
+  # and of the catalogue.
   immutable = [
-    for below in ["objects/*", "modality/*", "manifest/*", "namespace.json"] :
+    for below in ["objects/*", "modality/*", "manifest/*", "catalog/*", "namespace.json"] :
     "${local.arn}/${var.prefix}*/${below}"
   ]
 

@@ -135,6 +135,8 @@ def test_cp_refuses_what_is_no_place(cli: Cli, here: Filled, tmp_path: Path) -> 
     assert "same place" in cli("cp", src, src, code=2).stderr
     assert "s3://BUCKET/PREFIX" in cli("cp", src, "elsewhere", code=2).stderr
     assert "no such folder" in cli("cp", src, f"{src}-not", code=1).stderr
+    found = cli.json("cp", src, f"{src}-not", "--bucket", "embeddings", code=2)["error"]
+    assert (found["field"], found["fix"]) == ("bucket", "leave it out")
     assert "--to-config" in cli("cp", src, f"{src}-not", "--to-config", "{", code=2).stderr
 
 

@@ -52,20 +52,24 @@ class Handler:
             yield f"data: {number}\n\n"
 
 
-async def post(middleware: str | None, path: str, content: Any) -> tuple[Any, Handler]:
-    app, handler = fastapi.FastAPI(), Handler()
-    app.state.openai_serving_chat = app.state.serving_tokens = handler
-    app.include_router(chat_routes.router)
-    app.include_router(generate_routes.router)
-    args = Namespace(
+def args_of(*middleware: str) -> Namespace:
+    return Namespace(
         allowed_origins=["*"],
         allow_credentials=False,
         allowed_methods=["*"],
         allowed_headers=["*"],
         api_key=["key"],
         enable_request_id_headers=True,
-        middleware=[middleware] if middleware else [],
+        middleware=list(middleware),
     )
+
+
+async def post(middleware: str | None, path: str, content: Any) -> tuple[Any, Handler]:
+    app, handler = fastapi.FastAPI(), Handler()
+    app.state.openai_serving_chat = app.state.serving_tokens = handler
+    app.include_router(chat_routes.router)
+    app.include_router(generate_routes.router)
+    args = args_of(*([middleware] if middleware else []))
     register.init_entrypoints_middleware(args, app, ("generate",))
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app),
@@ -114,3 +118,33 @@ async def test_hashes_for_generate_are_taken_by_vllm_and_refused_here(
         assert reply.status_code == 400
         assert handler.asked == []
         assert STOLEN not in json.dumps(reply.json())
+
+
+# -- pictures that are skipped ---------------------------------------------------------------------
+
+WITHOUT_PIXELS = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]},
+                  "uuid": STOLEN}  # fmt: skip
+
+
+def test_the_middleware_that_is_named_last_is_asked_first() -> None:
+    """So names are stripped before SkipPictures gives pictures those of their content."""
+    app = fastapi.FastAPI()
+    names = ("s3ec.middleware.SkipPictures", "s3ec.middleware.StripClientIds")
+    register.init_entrypoints_middleware(args_of(*names), app, ("generate",))
+    first, second = app.user_middleware[:2]
+    assert (first.cls.__name__, second.cls.__name__) == ("StripClientIds", "SkipPictures")
+
+
+async def test_a_chat_request_may_have_metadata_in_place_of_a_picture() -> None:
+    content = {"model": "m", "messages": [{"role": "user", "content": [WITHOUT_PIXELS]}]}
+    reply, handler = await post(None, CHAT, content)
+    assert reply.status_code == 200
+    assert list(handler.asked[0].messages[0]["content"]) == [WITHOUT_PIXELS]
+
+
+def test_a_request_for_responses_may_not() -> None:
+    """So SkipPictures leaves those alone."""
+    protocol = pytest.importorskip("vllm.entrypoints.openai.responses.protocol")
+    asked = {"role": "user", "content": [WITHOUT_PIXELS]}
+    with pytest.raises(ValueError, match=r"image_embeds|input"):
+        protocol.ResponsesRequest(model="m", input=[asked])

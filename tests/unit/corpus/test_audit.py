@@ -325,6 +325,17 @@ async def test_state_of_a_killed_process_may_end_in_the_middle_of_a_line(
     assert (deep.objects, deep.corrupt, len(deep.bad)) == (21, 1, 1)
 
 
+async def test_line_of_a_state_that_is_none_ends_what_is_believed_of_it(
+    memory: MemoryStore, tmp_path: Path
+) -> None:
+    with new_state(tmp_path) as state:
+        state.save(object_of(IDS[0]))
+        with state.path.open("a") as file:
+            file.write('{"cursor": "z", "objects": 99, "nbytes": "many"}\n')
+    with new_state(tmp_path) as state:
+        assert (state.cursor, state.found.objects) == (object_of(IDS[0]), 0)
+
+
 async def test_state_of_something_else_is_refused(memory: MemoryStore, tmp_path: Path) -> None:
     with new_state(tmp_path), pytest.raises(ConfigError, match="another audit uses") as caught:
         new_state(tmp_path)
@@ -400,6 +411,14 @@ async def test_store_that_fails_in_a_repair_deletes_nothing(memory: MemoryStore,
     except UnavailableError:
         pass
     assert set(names) <= memory.bucket.objects.keys()
+
+
+async def test_unusable_announcement_is_mended_by_a_new_index(memory: MemoryStore) -> None:
+    memory.bucket.objects[LAYOUT.delta("0" * 25 + "9")] = b"no delta"
+    found = await look(memory)
+    assert (len(found.corrupt), found.agrees) == (1, False)
+    await mend(memory, found)
+    assert (await look(memory)).agrees
 
 
 async def test_index_that_differs_is_made_anew(memory: MemoryStore) -> None:

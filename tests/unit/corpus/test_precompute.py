@@ -63,16 +63,27 @@ class FakeEncoder:
     is_closed: bool = False
     stopped: threading.Event = field(default_factory=threading.Event)
 
+    readers: int = 2
+
+    def confirmed_by(self, check: Callable[[str], bool]) -> None:
+        pass
+
     def namespace(self) -> Namespace:
         return NAMESPACE
+
+    def read(self, number: int, item: SourceItem) -> Picture:
+        data = item.read()
+        sha256 = hashlib.sha256(data).hexdigest()
+        return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
 
     def identify(self, picture: Picture) -> str | None:
         if picture.data.startswith(b"broken"):
             raise SourceError("cannot identify image file")
         return picture.uuid or (name_of(picture.data) if self.can_name else None)
 
-    def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
+    def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
         for picture in pictures:
+            assert picture is not None
             self.is_running = True
             self.before_each(len(self.encoded))
             if self.stopped.is_set():
@@ -252,6 +263,27 @@ def test_what_cannot_be_read_is_listed_and_stops_nothing(desk: Desk) -> None:
     (desk.folder / "d.png").unlink()
     report, encoder = desk.run()
     assert (report.status, report.done_before, encoder.encoded) == ("complete", 2, [])
+
+
+def test_an_empty_source_is_a_failure_but_for_an_empty_shard(desk: Desk) -> None:
+    report, _ = desk.run()
+    assert (report.status, report.problem) == ("failed", "the source has nothing to encode")
+    report, _ = desk.run(JobOptions(shard=(0, 4)))
+    assert report.status == "complete"
+
+
+def test_a_bucket_that_refuses_at_the_start_is_in_the_report_too(
+    desk: Desk, bucket: MemoryBucket, open_corpus: Callable[..., Corpus]
+) -> None:
+    desk.write(a=b"one")
+    fault = Fault("list.*", "/manifest/", error=AccessError)
+    sick = Desk(open_corpus(FaultStore(MemoryStore(bucket), Script([fault]))), desk.folder)
+    encoder = FakeEncoder(sick.corpus)
+    job = sick.job(encoder)
+    with pytest.raises(AccessError):
+        job.run()
+    assert job.report.status == "failed"
+    assert encoder.is_closed
 
 
 def test_nothing_but_bad_files_is_a_failure(desk: Desk) -> None:

@@ -35,7 +35,8 @@ def _cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        start_ray(4, folder)
+        patch.setenv("RAY_TMPDIR", folder)
+        start_ray(4)
         import ray
 
         yield

@@ -165,6 +165,52 @@ def test_choices_are_those_that_are_asked_for(n: Any, choices: int) -> None:
     assert parse(body(chat(part(), n=n))).choices == choices
 
 
+LONG = "data:image/png;base64," + "A" * 5000
+
+
+@pytest.mark.parametrize(
+    ("content", "urls"),
+    [
+        (chat(part(LONG), TEXT, part(LONG + "B"), part("data:short")),
+         [LONG, LONG + "B", "data:short"]),
+        (chat(part(LONG), {"type": "text", "text": LONG}), [LONG]),
+        (chat(part(LONG), {"type": "text", "text": f'the "{LONG}" of it'}), [LONG]),
+        (chat(part(LONG), {"type": "text", "text": f'\\"{LONG}'}), [LONG]),
+        (chat(part(LONG + "\u00e9"), part(LONG + "\\")), [LONG + "\u00e9", LONG + "\\"]),
+        (chat(part(LONG), stop=[LONG]), [LONG]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("as_ascii", [True, False])
+def test_long_pictures_are_found_and_long_texts_are_kept(
+    content: Any, urls: list[str], as_ascii: bool
+) -> None:
+    content = copy.deepcopy(content)
+    request = parse(json.dumps(content, ensure_ascii=as_ascii).encode())
+    assert [picture.url for picture in request.pictures] == urls
+    fresh = json.loads(request.without_pixels(named(len(urls))))
+    numbers = iter(range(len(urls)))
+    for message in content["messages"]:
+        message["content"] = [
+            without(next(numbers)) if one["type"] == "image_url" else one
+            for one in message["content"]
+        ]
+    assert fresh == content
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b'{"messages":[{"content":[{"type":"image_url","image_url":{"url":"x"%s"}}]}]}',
+        b'{"messages":[{"content":[{"type":"image_url","image_url":{"url":"%s}}]}]}',
+        b'{"messages":[{"content":[{"type":"image_url","image_url":{"url":%s"}}]}]}',
+        b'{"messages":[{"content":[{"type":"image_url","image_url":{"url":"%s" x}}]}]}',
+        b'{"messages":[{"content":[{"type":"image_url","image_url":{"url":"data:\n%s"}}]}]}',
+    ],
+)
+def test_what_is_no_json_is_none_without_its_long_pictures(odd: bytes) -> None:
+    assert reason_of(odd % LONG.encode()) == "unreadable"
+
+
 json_values: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: (
@@ -177,7 +223,7 @@ json_values: Any = st.recursive(
     ),
     max_leaves=15,
 )
-pictures = st.builds(part, st.sampled_from([URL, "http://a/b", "file:///c"]))
+pictures = st.builds(part, st.sampled_from([URL, LONG, "http://a/b"]))
 odd_parts = json_values | pictures | st.just(TEXT)
 
 

@@ -87,6 +87,7 @@ run "embeddings_are_write_once" {
         "arn:aws:s3:::embeddings/team-a/*/objects/*",
         "arn:aws:s3:::embeddings/team-a/*/modality/*",
         "arn:aws:s3:::embeddings/team-a/*/manifest/*",
+        "arn:aws:s3:::embeddings/team-a/*/catalog/*",
         "arn:aws:s3:::embeddings/team-a/*/namespace.json",
       ]
       Condition = {

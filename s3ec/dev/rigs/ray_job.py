@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job on a Ray of this machine, with two real engines of which one is killed in the middle.
+
+The driver is a process of its own. Each worker notes in a file what its model runner has encoded,
+at the connector's hook, so that what was encoded twice is the workers' word and not the report's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from s3ec.corpus import Corpus
+from s3ec.corpus.encoder import VllmEncoder
+
+WORKERS = 2
+# Items that a worker has at a time, so many more than its engine has.
+GIVEN, BATCH = 12, 4
+# The killed one has encoded so many.
+_KILLED_AFTER = 3
+_POLL_S = 0.005
+ENGINE: Mapping[str, Any] = {
+    "enforce_eager": True,
+    "gpu_memory_utilization": 0.3,
+    "max_model_len": 1024,
+    "max_num_seqs": 4,
+}
+
+
+class NotingEncoder(VllmEncoder):
+    """Notes each start and each embedding; goes on when ``gate`` is there.
+
+    A line is ``PID started`` or ``PID HASH``.
+    """
+
+    def __init__(self, notes: Path, gate: Path, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._notes = notes
+        self._gate = gate
+
+    def _note(self, what: str) -> None:
+        with self._notes.open("a") as file:  # one write a line, so lines of two stay whole
+            file.write(f"{os.getpid()} {what}\n")
+
+    def _start(self) -> None:
+        from s3ec.connector.connector import S3ECConnector
+
+        save = S3ECConnector.save_caches
+
+        def noting(connector: Any, encoder_cache: Any, mm_hash: str, **more: Any) -> None:
+            self._note(mm_hash)
+            save(connector, encoder_cache, mm_hash, **more)
+
+        S3ECConnector.save_caches = noting  # type: ignore[assignment, method-assign]
+        super()._start()
+        self._note("started")
+        while not self._gate.exists():
+            time.sleep(_POLL_S)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended of which a worker was killed.
+
+    Attributes:
+        report: The job's own, as JSON.
+        encoded: How often each item was encoded, by vLLM's name for it.
+        of_killed: What the killed worker had encoded by its own notes.
+        confirmed: Of these, what the bucket had before the kill.
+        seconds: From the kill to the end.
+    """
+
+    report: Mapping[str, Any]
+    encoded: Mapping[str, int]
+    of_killed: frozenset[str]
+    confirmed: frozenset[str]
+    seconds: float
+
+    @property
+    def twice(self) -> frozenset[str]:
+        """What was encoded more than once."""
+        return frozenset(name for name, count in self.encoded.items() if count > 1)
+
+    @property
+    def beyond_flight(self) -> frozenset[str]:
+        """What was encoded again though no worker that died had it in flight."""
+        return self.twice - (self.of_killed - self.confirmed)
+
+
+def run_killing_one(
+    folder: Path,
+    pictures: Path,
+    model: Path,
+    settings: Mapping[str, Any],
+    *,
+    env: Mapping[str, str],
+    timeout_s: float,
+) -> Outcome:
+    """Encode a folder of pictures by two workers, and kill one of them by SIGKILL.
+
+    Args:
+        folder: For notes and logs; its path is short enough for sockets below it.
+        settings: Of the corpus.
+        env: Of the driver, which its workers inherit.
+        timeout_s: For all of it.
+
+    Raises:
+        RuntimeError: It did not come to its end; the message has the end of the log.
+    """
+    notes, gate, report = folder / "notes", folder / "gate", folder / "report.json"
+    notes.touch()
+    spec = {
+        "source": str(pictures),
+        "model": str(model),
+        "settings": dict(settings),
+        "notes": str(notes),
+        "gate": str(gate),
+        "report": str(report),
+    }
+    end_s = time.monotonic() + timeout_s
+    with (folder / "log").open("ab") as log:
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "s3ec.dev.rigs.ray_job", json.dumps(spec)],
+            env={**env, "RAY_TMPDIR": str(folder), "HOME": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            until = partial(_until, driver, end_s)
+            until(lambda: len(_notes(notes, "started")) == WORKERS)
+            gate.touch()
+            until(lambda: max(_counts(notes).values(), default=0) >= _KILLED_AFTER)
+            ((killed, _),) = _counts(notes).most_common(1)
+            confirmed = stored(settings)
+            os.kill(killed, signal.SIGKILL)
+            killed_s = time.monotonic()
+            driver.wait(max(end_s - time.monotonic(), 0.0))
+        except (RuntimeError, subprocess.TimeoutExpired) as exc:
+            driver.terminate()
+            driver.wait()
+            text = (folder / "log").read_text(errors="replace")
+            raise RuntimeError(f"the job did not end ({exc}): {text[-4000:]}") from exc
+    seconds = time.monotonic() - killed_s
+    if not report.exists():
+        text = (folder / "log").read_text(errors="replace")
+        raise RuntimeError(f"the job left no report: {text[-4000:]}")
+    made = [(pid, name) for pid, name in _lines(notes) if name != "started"]
+    return Outcome(
+        json.loads(report.read_text()),
+        Counter(name for _, name in made),
+        frozenset(name for pid, name in made if pid == killed),
+        frozenset(name for _, name in made if name in confirmed),
+        seconds,
+    )
+
+
+def _until(driver: subprocess.Popen[bytes], end_s: float, condition: Callable[[], bool]) -> None:
+    while not condition():
+        if driver.poll() is not None:
+            raise RuntimeError(f"the driver has ended with {driver.returncode}")
+        if time.monotonic() > end_s:
+            raise RuntimeError("it took too long")
+        time.sleep(_POLL_S)
+
+
+def _lines(notes: Path) -> list[tuple[int, str]]:
+    whole = (line for line in notes.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    found = (line.split() for line in whole)
+    return [(int(pid), what) for pid, what in found]
+
+
+def _notes(notes: Path, what: str) -> list[int]:
+    return [pid for pid, each in _lines(notes) if each == what]
+
+
+def _counts(notes: Path) -> Counter[int]:
+    """Embeddings by process."""
+    return Counter(pid for pid, what in _lines(notes) if what != "started")
+
+
+def stored(settings: Mapping[str, Any]) -> frozenset[str]:
+    """Names of all embeddings in the bucket, by a listing; none where there is no namespace."""
+    with Corpus.open(settings) as corpus:
+        if not corpus.namespaces():
+            return frozenset()
+        return frozenset(entry.label for entry in corpus.list())
+
+
+def main() -> None:
+    """The driver."""
+    spec = json.loads(sys.argv[1])
+    from s3ec.config import load_settings
+    from s3ec.corpus.precompute import Job
+    from s3ec.corpus.ray_encoder import RayEncoder, RayOptions
+    from s3ec.corpus.sources import open_source
+
+    settings = load_settings(spec["settings"]).settings
+    make = partial(
+        NotingEncoder,
+        Path(spec["notes"]),
+        Path(spec["gate"]),
+        spec["model"],
+        settings,
+        engine_args=ENGINE,
+        batch=BATCH,
+    )
+    options = RayOptions(workers=(WORKERS, WORKERS), gpus=0, cpus=1, given=GIVEN)
+    with Corpus(settings) as corpus:
+        job = Job(corpus, open_source(spec["source"]), RayEncoder(make, options))
+        try:
+            job.run()
+        finally:
+            Path(spec["report"]).write_text(json.dumps(job.report.to_json()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec catalog`` against moto."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from s3ec.corpus.catalog import CatalogRow, append_rows
+from s3ec.identity import Layout
+from s3ec.testing.memory_store import MemoryStore
+from tests.support.catalogues import row
+from tests.unit.cli.conftest import Cli
+from tests.unit.cli.corpus import MODEL, Corpus
+from tests.unit.cli.test_vocabulary import check, pairs
+
+ROWS = [
+    row("b.pdf", page=1, sha256="1" * 64, identifier="sha256:" + "1" * 64, extra={"title": "B"}),
+    row("b.pdf", page=2, sha256="2" * 64, identifier="2" * 64),
+    row("copy.png", sha256="2" * 64, identifier="2" * 64, nbytes=1),
+    row("a.wav", modality="audio", sha256="3" * 64, identifier="page \x1b[31m"),
+]
+
+
+def append(corpus: Corpus, namespace: str, rows: list[CatalogRow]) -> None:
+    """Append rows past the command line, whose commands only read."""
+
+    async def work() -> MemoryStore:
+        store = MemoryStore()
+        await append_rows(store, Layout(namespace), rows)
+        return store
+
+    for name, body in asyncio.run(work()).bucket.objects.items():
+        corpus.put(name, body)
+
+
+@pytest.fixture
+def namespace(corpus: Corpus) -> str:
+    name = corpus.namespace(MODEL)
+    append(corpus, name, ROWS)
+    return name
+
+
+def test_show_counts_by_modality(cli: Cli, namespace: str) -> None:
+    found = cli.json("catalog", "show")
+    assert found["namespace"] == namespace
+    counts = ("row_count", "document_count", "entry_count", "bytes", "part_count")
+    assert [found[name] for name in counts] == [4, 3, 3, 3 * 16640 + 1, 1]
+    assert [each["modality"] for each in found["modalities"]] == ["audio", "image"]
+    assert [each["row_count"] for each in found["modalities"]] == [1, 3]
+    assert found["age_s"] > 0
+    assert found["unusable"] == []
+    text = cli("catalog", "show").stdout
+    for part in ("audio", "3 rows of 2 documents", "1 part"):
+        assert part in text
+
+
+def test_empty_catalogue_is_shown_and_has_nothing(cli: Cli, corpus: Corpus) -> None:
+    corpus.namespace(MODEL)
+    found = cli.json("catalog", "show")
+    assert (found["row_count"], found["bytes"], found["age_s"], found["modalities"]) == (
+        *(0, 0, None, []),
+    )
+    assert "0 parts" in cli("catalog", "show").stdout
+    assert "catalog show" in cli("catalog", "find", "a.pdf", code=1).stderr
+    assert cli.json("catalog", "sql", "SELECT count(*) AS n FROM catalog")["answer"] == [{"n": 0}]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["b.pdf"], [("b.pdf", 1), ("b.pdf", 2)]),
+        (["b.pdf", "--page", "2"], [("b.pdf", 2)]),
+        (["--sha256", "2" * 64], [("b.pdf", 2), ("copy.png", None)]),
+        (["--identifier", "sha256:" + "1" * 64], [("b.pdf", 1)]),
+    ],
+)
+def test_find_by_document_file_and_identifier(
+    cli: Cli, namespace: str, words: list[str], found: list[tuple[str, int | None]]
+) -> None:
+    document = cli.json("catalog", "find", *words)
+    assert document["namespace"] == namespace
+    assert [(each["document"], each["page"]) for each in document["entries"]] == found
+    text = cli("catalog", "find", *words).stdout
+    for name, _ in found:
+        assert name in text
+    assert "64 x 128 bfloat16" in text
+
+
+def test_find_prints_no_control_characters(cli: Cli, namespace: str) -> None:
+    text = cli("catalog", "find", "a.wav").stdout
+    assert r"\x1b[31m" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    "words", [["c.pdf"], ["b.pdf", "--page", "3"], ["--sha256", "4" * 64], ["--identifier", "?"]]
+)
+def test_find_says_where_there_is_nothing(cli: Cli, namespace: str, words: list[str]) -> None:
+    assert cli.json("catalog", "find", *words, code=1)["error"]["kind"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["b.pdf", "--sha256", "1" * 64], ["--identifier", "i", "--page", "1"]]
+)
+def test_find_looks_for_one_thing(cli: Cli, namespace: str, words: list[str]) -> None:
+    assert "give DOCUMENT" in cli("catalog", "find", *words, code=2).stderr
+
+
+def test_every_key_is_explained(cli: Cli, namespace: str, tmp_path: Path) -> None:
+    for words in (["show"], ["find", "b.pdf"], ["export", str(tmp_path / "c.csv")]):
+        for key, value in pairs(cli.json("catalog", *words)):
+            if key not in ("title", "image_grid_thw"):
+                check(key, value)
+
+
+def test_export_writes_a_file(cli: Cli, namespace: str, tmp_path: Path) -> None:
+    for name in ("c.parquet", "c.csv", "c.jsonl"):
+        found = cli.json("catalog", "export", str(tmp_path / name))
+        assert found == {"namespace": namespace, "file": str(tmp_path / name), "row_count": 4}
+    assert pq.read_table(tmp_path / "c.parquet").num_rows == 4
+    lines = (tmp_path / "c.jsonl").read_text().splitlines()
+    assert json.loads(lines[1])["extra"] == {"title": "B"}
+    assert "4 rows written" in cli("catalog", "export", str(tmp_path / "c.csv")).stderr
+    assert ".jsonl" in cli("catalog", "export", str(tmp_path / "c.xls"), code=2).stderr
+
+
+def test_sql_asks_and_prints(cli: Cli, namespace: str) -> None:
+    query = "SELECT document, count(*) AS pages FROM catalog GROUP BY ALL ORDER BY ALL"
+    assert cli.json("catalog", "sql", query) == {
+        "namespace": namespace,
+        "answer": [
+            {"document": "a.wav", "pages": 1},
+            {"document": "b.pdf", "pages": 2},
+            {"document": "copy.png", "pages": 1},
+        ],
+    }
+    assert "pages" in cli("catalog", "sql", query).stdout
+    strange = (
+        "SELECT 'nan'::DOUBLE AS a, 1.5::DECIMAL AS b, 'x'::BLOB AS c, [1] AS d, time FROM catalog"
+    )
+    assert list(cli.json("catalog", "sql", strange)["answer"][0].values()) == [
+        *(None, "1.500", "78", [1], "2023-11-14T22:13:20.250000+00:00"),
+    ]
+
+
+def test_sql_shows_some_rows_and_says_so(
+    cli: Cli, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3ec.cli.catalog._SHOWN_ROWS", 3)
+    result = cli("catalog", "sql", "SELECT document FROM catalog")
+    assert "and 1 more" in result.stderr
+
+
+@pytest.mark.parametrize("query", ["SELEC", "SELECT * FROM '/etc/passwd'", "SELECT * FROM other"])
+def test_sql_that_is_refused_is_an_error_of_usage(cli: Cli, namespace: str, query: str) -> None:
+    document = cli.json("catalog", "sql", query, code=2)
+    assert (document["error"]["kind"], document["error"]["field"]) == ("usage", "query")
+
+
+def test_damaged_part_is_named(cli: Cli, corpus: Corpus, namespace: str) -> None:
+    name = Layout(namespace).catalog_part("01JC0000000000000000000000")
+    corpus.put(name, b"PAR1")
+    found = cli.json("catalog", "show", code=1)
+    assert (found["row_count"], found["part_count"]) == (4, 2)
+    assert name in found["unusable"][0]
+    assert name in cli("catalog", "show", code=1).stderr
+    result = cli("catalog", "find", "b.pdf")
+    assert name in result.stderr
+    assert "b.pdf" in result.stdout
+
+
+def test_catalogue_of_damaged_parts_alone(cli: Cli, corpus: Corpus) -> None:
+    name = Layout(corpus.namespace(MODEL)).catalog_part("01JC0000000000000000000000")
+    corpus.put(name, b"PAR1")
+    assert name in cli.json("catalog", "show", code=1)["unusable"][0]
+    assert cli.json("catalog", "find", "b.pdf", code=1)["error"]["kind"] == "corrupt"
+
+
+def test_merge_makes_one_part_of_several(cli: Cli, corpus: Corpus, namespace: str) -> None:
+    append(corpus, namespace, [row("late.png")])
+    assert cli.json("catalog", "merge") == {"namespace": namespace, "merged": 2, "part_count": 1}
+    assert cli.json("catalog", "show")["row_count"] == 5
+    assert "0 parts merged; 1 now" in cli("catalog", "merge").stdout
+
+
+def test_missing_extra_is_named(cli: Cli, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    assert "s3ec[corpus]" in cli("catalog", "sql", "SELECT 1", code=2).stderr
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    for words in (["show"], ["find", "b.pdf"]):
+        assert "s3ec[corpus]" in cli("catalog", *words, code=2).stderr
+
+
+def test_ns_rm_takes_the_catalogue_along(cli: Cli, corpus: Corpus, namespace: str) -> None:
+    assert cli.json("ns", "rm", namespace)["object_count"] == 2
+    cli("ns", "rm", namespace, "--yes", "--idle", "0")
+    found = corpus.client.list_objects_v2(Bucket=corpus.bucket).get("Contents", [])
+    assert [each["Key"] for each in found] == []
