@@ -39,8 +39,8 @@ class AmbiguousError(ConfigError):
 class NotFoundError(S3ECError):
     """The namespace that was asked for is not in the bucket; on the command line, the entry too.
 
-    The caller names another one; the message lists what there is. An entry that is absent is no
-    exception but None.
+    For ``s3ec.client`` it is a document that the catalogue lacks. The caller names another one; the
+    message lists what there is. An entry that is absent is no exception but None.
     """
 
 

@@ -305,7 +305,12 @@ def test_an_embedding_that_is_gone_is_asked_for_with_its_pixels(
 
     def stream() -> Any:
         chunks = asked.pictures.chat(asked.client, **request(*streamed), stream=True)
-        return [token for chunk in chunks for one in chunk.choices for token in one.token_ids or ()]
+        return [
+            token
+            for chunk in chunks
+            for one in chunk.choices
+            for token in getattr(one, "token_ids", None) or ()
+        ]
 
     async def chat() -> Any:
         async with (

@@ -232,6 +232,7 @@ def test_everything_but_the_engine_side_works_without_torch_and_vllm() -> None:
         "s3ec.prefetch",
         "s3ec.node",
         "s3ec.cli",
+        "s3ec.client",
         "s3ec.doctor",
         "s3ec.testing.memory_store",
         "s3ec.testing.fault_store",
