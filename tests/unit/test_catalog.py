@@ -184,7 +184,6 @@ async def test_no_catalogue_where_a_secret_hides_the_names() -> None:
 # -- damage ----------------------------------------------------------------------------------------
 
 GOOD = part_table(row(), row("b.png"))
-HUGE = pa.concat_tables([part_table(row("x" * 4096))] * 200_000).combine_chunks()
 
 
 def with_column(name: str, values: pa.Array) -> pa.Table:
@@ -233,7 +232,6 @@ BAD = {
     "part is later": (parquet(part_table(row(), ulid=LATER)), "`part` is later"),
     "no hash": (parquet(with_column("sha256", text("ab" * 32, "x" * 64))), "`sha256`"),
     "a long text": (parquet(with_column("uri", text("u" * 2**15, "u"))), "`uri` has more than"),
-    "texts too long together": (parquet(HUGE), "too long together"),
 }
 
 
@@ -251,6 +249,16 @@ async def test_damaged_part_is_named_and_left_out(case: str) -> None:
     table = await read_table(store, LAYOUT, note=notes.append)
     assert list(to_rows(table)) == [row("good.png")]
     assert [name in note for note in notes] == [True]
+
+
+async def test_part_whose_texts_are_too_long_together_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A text that is there many times is in the file once.
+    body = parquet(pa.concat_tables([part_table(row("x" * 4096))] * 100).combine_chunks())
+    monkeypatch.setattr("s3ec.corpus.catalog_file.MAX_UNPACKED_BYTES", 100_000)
+    with pytest.raises(CorruptEntryError, match="too long together"):
+        decode_part(body, LAYOUT.namespace, ulid=ULID, name="part")
 
 
 async def test_damaged_part_is_a_warning_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,9 +11,9 @@ from s3ec.corpus import catalog
 from s3ec.identity import Layout, make_key
 from s3ec.testing.server import MotoServer
 from s3ec.trace import Access, Engine, Header, event_line, header_line
+from tests.support.catalogues import row
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash, entry_bytes
-from tests.unit.test_catalog import row
 
 IDS = [content_hash(text) for text in "abc"]
 

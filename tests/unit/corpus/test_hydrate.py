@@ -30,11 +30,11 @@ from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import LocalKeys, Tier
 from s3ec.tier.files import is_unread
 from s3ec.trace import Access, Engine, Header, event_line, header_line
+from tests.support.catalogues import row
 from tests.support.corpora import Bucket
 from tests.support.on_disk import audit_of
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.cli.corpus import MODEL, content_hash, entry_bytes
-from tests.unit.test_catalog import row
 
 IDS = [content_hash(f"picture {number}") for number in range(12)]
 CLIENTS = "page 12 of a report"
