@@ -347,6 +347,7 @@ class _Hydrator:
         self._pace = Pace(options.rate_limit_bytes_per_s)
         self._found = Hydration(layout.namespace, str(tier.folders.root), options.dry_run)
         self._turn = asyncio.Lock()
+        self._learning = asyncio.Lock()
         self._looked_at: deque[tuple[Wanted, _Look]] = deque()
         self._began_s = time.time()
         self._rank = 0
@@ -655,7 +656,9 @@ class _Hydrator:
         return None
 
     async def _learn(self, modality: str) -> None:
-        if await self._records.get(modality) is None:
+        async with self._learning:  # one request for all who ask at once
+            record = await self._records.get(modality)
+        if record is None:
             raise _MisfitError("no record of its modality")
 
 

@@ -244,7 +244,9 @@ def test_a_full_tier_keeps_what_it_has_and_takes_the_most_wanted(rig: Rig) -> No
     kept = rig.names()
     # 95% of the budget is for what is there and five entries more.
     budget = int(6.5 * NBYTES / 0.95)
-    found = rig.open(cache_bytes=budget).hydrate(IDS, options=ONE_BY_ONE)
+    corpus = rig.open(cache_bytes=budget)
+    entries = {entry.identifier: entry for entry in corpus.list()}  # they know their sizes
+    found = corpus.hydrate([entries[one] for one in IDS])
     assert (found.stopped, found.status) == ("full", "partial")
     assert (found.here, found.fetched, found.left_out) == (1, 5, 6)
     assert rig.is_here(*IDS[:5])
