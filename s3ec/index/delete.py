@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
 from s3ec.identity import Key, Layout
+from s3ec.index import listing as listing_module
 from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import in_temporary_folder, server_time
 from s3ec.index.listing import (
@@ -211,6 +212,8 @@ FLUSH_S = 60.0
 """An announcement takes no longer where the bucket answers at all."""
 # How long it is found out what a request without an answer has left.
 _LOOK_S = 10.0
+# Deleting is slower than listing page after page, which leaves more of the server to it.
+_PAGES_AHEAD = 16
 # From so many entries on, one listing of all objects is tried first.
 _MANY = 32
 ROUND_OBJECTS = 10_000
@@ -617,7 +620,9 @@ async def delete_chosen(
             deleted([key for key in objects if key not in kept])
 
         expected = await indexed_entries(store, layout)
-        listing = list_objects(store, layout, report=report, expected=expected)
+        listing = list_objects(
+            store, layout, report=report, expected=expected, few=_PAGES_AHEAD * listing_module.FEW
+        )
         try:
             async with aclosing(listing) as batches:
                 async for infos in batches:

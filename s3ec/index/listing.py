@@ -37,6 +37,7 @@ async def list_side_by_side(
     prefixes: Callable[[], Awaitable[Iterable[str]]],
     *,
     width: int = REQUESTS_AT_A_TIME,
+    few: int | None = None,
 ) -> AsyncGenerator[list[ObjectInfo], None]:
     """List objects, some at a time, in no order. To be closed.
 
@@ -48,6 +49,7 @@ async def list_side_by_side(
             to skip that.
         prefixes: Finds prefixes that hold all of them; asked where there are more than FEW.
         width: Prefixes that are listed at a time. Each waits until what it found is taken.
+        few: In place of FEW, for who is slower than a listing page after page.
 
     Raises:
         UnavailableError: The store does not answer now; part of the listing is missing.
@@ -56,6 +58,7 @@ async def list_side_by_side(
     found: asyncio.Queue[list[ObjectInfo]] = asyncio.Queue(1)
     known: set[str] = set()  # what was listed before the prefixes
     is_all = False  # that is all there is
+    most = FEW if few is None else few
 
     async def hand_on(infos: AsyncIterator[ObjectInfo]) -> None:
         batch: list[ObjectInfo] = []
@@ -67,10 +70,10 @@ async def list_side_by_side(
         if batch:
             await found.put(batch)
 
-    async def few(prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def first_ones(prefix: str) -> AsyncIterator[ObjectInfo]:
         nonlocal is_all
         async for info in listed(store, prefix):
-            if len(known) == FEW:
+            if len(known) == most:
                 return
             known.add(info.name)
             yield info
@@ -81,7 +84,7 @@ async def list_side_by_side(
 
     async def read_all() -> None:
         if first is not None:
-            await hand_on(few(first))
+            await hand_on(first_ones(first))
         if not is_all:
             await in_parallel(await prefixes(), read, width=width)
 
@@ -103,7 +106,12 @@ async def list_side_by_side(
 
 
 async def list_objects(
-    store: Store, layout: Layout, *, report: Report = unreported, expected: int | None = None
+    store: Store,
+    layout: Layout,
+    *,
+    report: Report = unreported,
+    expected: int | None = None,
+    few: int | None = None,
 ) -> AsyncGenerator[list[ObjectInfo], None]:
     """List every entry. Objects that are empty or have no name of ours are left out.
 
@@ -112,9 +120,10 @@ async def list_objects(
     Args:
         report: Told how many were taken.
         expected: How many there may be, for ``report``.
+        few: As for list_side_by_side.
     """
     objects, count = layout.objects, 0
-    listing = list_side_by_side(store, objects, lambda: leaf_folders(store, objects))
+    listing = list_side_by_side(store, objects, lambda: leaf_folders(store, objects), few=few)
     async with aclosing(listing) as batches:
         async for infos in batches:
             entries = [
