@@ -21,7 +21,7 @@ from s3ec.cli.options import (
     with_namespace,
 )
 from s3ec.cli.output import (
-    EXIT_WRONG,
+    EXIT_PARTIAL,
     counting,
     epilog,
     facts,
@@ -114,7 +114,7 @@ def hydrate(
     Nothing that is in the tier goes for what comes: where it is full, the rest is left out. What is
     there already costs no request, so a run that was broken off goes on. Engines may run meanwhile.
 
-    Exit status 1 where anything that was wanted is not on this node afterwards.
+    Exit status 3 where anything that was wanted is not on this node afterwards.
     """
     from s3ec.corpus.hydrate import HydrateOptions
 
@@ -145,7 +145,7 @@ def hydrate(
     else:
         _print(found)
     if found.status != "complete":
-        raise typer.Exit(EXIT_WRONG)
+        raise typer.Exit(EXIT_PARTIAL)
 
 
 def _require_one(**given: str | None) -> None:

@@ -48,7 +48,8 @@ EXIT_PARTIAL = 3
 
 EXIT_CODES = (
     "Exit status: [bold]0[/bold] all is well, [bold]1[/bold] something is wrong (not found, "
-    "unreachable, corrupt, a failed check), [bold]2[/bold] bad usage or bad settings."
+    "unreachable, corrupt, a failed check), [bold]2[/bold] bad usage or bad settings, "
+    "[bold]3[/bold] a job that is done in part."
 )
 
 

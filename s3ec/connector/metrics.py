@@ -391,6 +391,7 @@ NOT_EXPORTED = {
     "index.junk": "Listed objects with a name that is none of ours.",
     "index.not_kept": "Files of the index that this node's disk did not take.",
     "index.vanished_base": "Bases that were deleted while they were downloaded.",
+    "skip.": "Chat requests that SkipPictures saw; it has a metric of its own.",
     "tier.pin_copies": "Pins that are copies, since the file system has no hard links.",
     "tier.published": "Entries that this process wrote to the tier.",
     "tier.published_bytes": "Bytes of these entries.",

@@ -225,8 +225,9 @@ _UNTOLD = (
     "readers could not be told what is deleted and what is not: they find out by asking for it; "
     "`s3ec manifest rebuild` tells them"
 )
-# Each takes a server half a second or more. S3 allows 3500 deletions a second below one prefix.
-_REQUESTS_AT_A_TIME = 2
+# Each takes a server half a second or more. S3 allows 3500 deletions a second below one prefix, and
+# what it refuses for that is sent again.
+_REQUESTS_AT_A_TIME = 4
 
 
 class Deleter:

@@ -71,12 +71,12 @@ def test_a_list_comes_from_a_file_with_a_limit(cli: Cli, tmp_path: Path) -> None
     assert (found["here"], found["fetched"]) == (2, 2)
 
 
-def test_what_is_missing_is_named_and_ends_with_1(
+def test_what_is_missing_is_named_and_ends_with_3(
     cli: Cli, corpus: Corpus, namespace: str, tmp_path: Path
 ) -> None:
     corpus.entry(namespace, "bad", entry_bytes("another", namespace))
     (tmp_path / "ids").write_text(f"{IDS[0]}\nno such\nbad\n")
-    result = cli("hydrate", "--ids", str(tmp_path / "ids"), code=1)
+    result = cli("hydrate", "--ids", str(tmp_path / "ids"), code=3)
     assert "absent: no such" in result.stderr
     assert "damaged: bad (identifier)" in result.stderr
     assert "partial" in result.stdout
@@ -84,7 +84,7 @@ def test_what_is_missing_is_named_and_ends_with_1(
 
 @pytest.mark.usefixtures("namespace")
 def test_a_full_tier_says_what_was_left_out(cli: Cli) -> None:
-    result = cli("hydrate", "--max-bytes", "1", code=1)
+    result = cli("hydrate", "--max-bytes", "1", code=3)
     assert "left out" in result.stdout
     assert "4 entries" in result.stdout
     assert "`--max-bytes` is reached" in result.stdout
