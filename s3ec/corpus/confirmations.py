@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from s3ec.corpus.catalog import append_rows, read_table
+from s3ec.corpus.catalog import append_rows, check_row, read_table
 from s3ec.corpus.catalog_file import CatalogRow
 from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.encoder import EncoderError
@@ -92,6 +92,10 @@ class Origin:
             stored_s=stored_s,
             extra=extra,
         )
+
+
+# For what is not known of an item before it is encoded.
+_ANY = CatalogRow("", None, "", "", "0" * 64, "image", 1, 1, "bfloat16", None, 1, 0.0, {})
 
 
 def failure_of(item: SourceItem, reason: str) -> Failure:
@@ -221,6 +225,15 @@ class Ledger:
             stored_s=0.0,
             extra={},
         )
+
+    def require_row(self, origin: Origin) -> None:
+        """Refuse an item that the catalogue cannot name, before it is encoded.
+
+        Raises:
+            ConfigError: Says what is wrong with it; all rows written with its own would be lost.
+        """
+        if self.has_catalogue:
+            check_row(origin.row(_ANY, 0.0))
 
     async def append(self, store: Store, rows: Sequence[CatalogRow]) -> None:
         """Add rows to the catalogue, confirmed when this returns."""

@@ -174,6 +174,25 @@ class _Planned:
     picture: Picture | None = None
 
 
+@dataclass(slots=True)
+class _UnderWay:
+    """A picture that the encoder has, and who waits for it.
+
+    Attributes:
+        origin: Of the item.
+        digest: Of its key, as far as that is known.
+        twins: Items with the same picture.
+    """
+
+    origin: Origin
+    digest: bytes | None
+    twins: list[Origin] = field(default_factory=list)
+
+    @property
+    def origins(self) -> list[Origin]:
+        return [self.origin, *self.twins]
+
+
 class Job:
     """Brings the items of a source into a corpus. Used once.
 
@@ -216,9 +235,8 @@ class Job:
         self._total = total
         self._tell = report
         self._stopped = threading.Event()
-        self._under_way: dict[int, Origin] = {}
-        self._begun: set[bytes] = set()  # keys of these, as far as they are known
-        self._twins: dict[bytes, list[Origin]] = {}
+        self._under_way: dict[int, _UnderWay] = {}
+        self._begun: dict[bytes, _UnderWay] = {}  # the same by their key, as far as that is known
         self.report = PrecomputeReport()
         self._ledger: Ledger | None = None
         self._confirmations: Confirmations | None = None
@@ -290,8 +308,9 @@ class Job:
                 ledger.close()
         left = "the job ended before it was encoded"
         if self.report.problem:
-            lost = [*self._under_way.values(), *itertools.chain(*self._twins.values())]
-            self.report.unconfirmed += [each.failure(left) for each in lost]
+            self.report.unconfirmed += [
+                origin.failure(left) for each in self._under_way.values() for origin in each.origins
+            ]
 
     def _take_counts(self) -> None:
         confirmations = self._confirmations
@@ -345,29 +364,31 @@ class Job:
         if key is not None:
             if confirmations.join(key, plan.origin):
                 return None
-            if key.digest in self._begun:
-                self._twins.setdefault(key.digest, []).append(plan.origin)
+            if (begun := self._begun.get(key.digest)) is not None:
+                begun.twins.append(plan.origin)
                 return None
-            self._begun.add(key.digest)
-        self._under_way[plan.picture.number] = plan.origin
+        begun = _UnderWay(plan.origin, None if key is None else key.digest)
+        self._under_way[plan.picture.number] = begun
+        if begun.digest is not None:
+            self._begun[begun.digest] = begun
         return plan.picture
 
     def _take(self, encoded: Encoded) -> None:
         """Note what became of a picture, and of those that are the same."""
-        origin = self._under_way.pop(encoded.number)
+        begun = self._under_way.pop(encoded.number)
+        if begun.digest is not None:
+            self._begun.pop(begun.digest, None)
         key = None
         if encoded.identifier is not None:
             key = self._require_ledger().key(encoded.identifier)
-        problem = encoded.problem or "nothing is stored under its identifier"
-        twins = self._twins.pop(key.digest, []) if key is not None else []
         if key is not None and encoded.identifier is not None:
-            self._begun.discard(key.digest)
             add = self._require_confirmations().add
-            add(encoded.identifier, key, origin, encoded=True)
-            for twin in twins:
+            add(encoded.identifier, key, begun.origin, encoded=True)
+            for twin in begun.twins:
                 add(encoded.identifier, key, twin, encoded=False)
         else:
-            self.report.failures.append(origin.failure(problem))
+            problem = encoded.problem or "nothing is stored under its identifier"
+            self.report.failures += [origin.failure(problem) for origin in begun.origins]
         self._show()
 
     def _plans(self) -> Iterator[_Planned]:
@@ -418,6 +439,7 @@ class Job:
             picture = self._encoder.read(number, item)
             sha256, nbytes = picture.sha256, picture.nbytes
         origin = Origin(item, sha256, stamp)
+        ledger.require_row(origin)
         known = mine
         if mine is None or mine.sha256 != sha256 or not self._is_wanted(mine):
             known = ledger.catalogue.by_sha256(sha256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import threading
 import time
@@ -51,6 +52,7 @@ class FakeEncoder:
     Attributes:
         encoded: Bytes of what it was given.
         before_each: Called with the number of those before each picture.
+        at_once: Takes all pictures before it encodes the first.
     """
 
     corpus: Corpus
@@ -61,6 +63,7 @@ class FakeEncoder:
     encoded: list[bytes] = field(default_factory=list)
     is_running: bool = False
     is_closed: bool = False
+    at_once: bool = False
     stopped: threading.Event = field(default_factory=threading.Event)
 
     readers: int = 2
@@ -82,7 +85,7 @@ class FakeEncoder:
         return picture.uuid or (name_of(picture.data) if self.can_name else None)
 
     def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
-        for picture in pictures:
+        for picture in list(pictures) if self.at_once else pictures:
             assert picture is not None
             self.is_running = True
             self.before_each(len(self.encoded))
@@ -300,6 +303,30 @@ def test_the_same_picture_is_encoded_once(desk: Desk) -> None:
     assert (report.encoded, report.catalogued) == (1, 2)
     assert {row.identifier for row in desk.rows().values()} == {name_of(b"one")}
     assert len(desk.rows()) == 3
+
+
+def test_every_item_of_a_picture_that_cannot_be_encoded_is_listed(desk: Desk) -> None:
+    desk.write(a=b"too large", b=b"too large", c=b"one")
+    report, encoder = desk.run(at_once=True)
+    assert sorted(encoder.encoded) == [b"one", b"too large"]
+    assert [failure.document for failure in report.failures] == ["a.png", "b.png"]
+    assert (report.status, report.encoded) == ("partial", 1)
+
+
+def test_an_item_that_the_catalogue_cannot_name_is_listed_and_costs_no_other_its_row(
+    desk: Desk, tmp_path: Path
+) -> None:
+    desk.write(a=b"one", b=b"two")
+    names = {"a": "d" * 5000, "b": "good"}
+    lines = [json.dumps({"id": name, "path": f"pages/{at}.png"}) for at, name in names.items()]
+    source = tmp_path / "list.jsonl"
+    source.write_text("\n".join(lines))
+    encoder = FakeEncoder(desk.corpus)
+    report = desk.job(encoder, items=open_source(str(source))).run()
+    assert encoder.encoded == [b"two"]
+    assert list(desk.rows()) == ["good"]
+    assert report.status == "partial"
+    assert "`document`" in report.failures[0].reason
 
 
 def test_an_encoder_that_cannot_name_pictures_says_it_when_it_has_encoded_them(desk: Desk) -> None:
