@@ -227,7 +227,7 @@ _UNTOLD = (
 )
 # Each takes a server half a second or more. S3 allows 3500 deletions a second below one prefix, and
 # what it refuses for that is sent again.
-_REQUESTS_AT_A_TIME = 4
+_REQUESTS_AT_A_TIME = 10
 
 
 class Deleter:

@@ -206,13 +206,13 @@ def test_a_model_that_needs_its_pixels_is_left_alone(folder: Path, settings: Set
     ("change", "reason"),
     [
         ({"lora_config": SimpleNamespace(enable_tower_connector_lora=True)}, "LoRA"),
-        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+        ({"kv_transfer_config": SimpleNamespace()}, "--kv-transfer-config"),
         ({"parallel_config.data_parallel_size": 4, "parallel_config.data_parallel_size_local": 2},
          "engines on other nodes"),
         ({"model_config.hf_config.use_unified_vision_chunk": True}, "as one kind"),
         ({"model_config.multimodal_config.enable_mm_embeds": False}, "enable_mm_embeds"),
         ({"ec_transfer_config.ec_connector": "ECExampleConnector"}, "not S3ECConnector"),
-        ({"weight_transfer_config": object()}, "--weight-transfer-config"),
+        ({"weight_transfer_config": SimpleNamespace()}, "--weight-transfer-config"),
     ],
     ids=str,
 )  # fmt: skip
