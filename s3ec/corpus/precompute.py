@@ -439,7 +439,6 @@ class Job:
             picture = self._encoder.read(number, item)
             sha256, nbytes = picture.sha256, picture.nbytes
         origin = Origin(item, sha256, stamp)
-        ledger.require_row(origin)
         known = mine
         if mine is None or mine.sha256 != sha256 or not self._is_wanted(mine):
             known = ledger.catalogue.by_sha256(sha256)
@@ -449,11 +448,13 @@ class Job:
                 row = origin.row(known, time.time())
                 if mine is not None and _says_the_same(mine, row):
                     return _Planned(nbytes, origin)
+                ledger.require_row(origin)
                 return _Planned(nbytes, origin, row=row, is_renewed=known is mine)
         if picture is None:
             picture = self._encoder.read(number, item)
             sha256, nbytes = picture.sha256, picture.nbytes
             origin = Origin(item, sha256, stamp)
+        ledger.require_row(origin)
         if self._options.identifier == "sha256":
             picture = replace(picture, uuid=f"sha256:{sha256}")
         name = self._encoder.identify(picture)
