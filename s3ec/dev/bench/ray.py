@@ -25,7 +25,7 @@ ROWS = (
     Spec(_TWICE, "items"),  # bounded by what was in flight: the row below
     Spec(_BEYOND, "items", "== 0"),
 )
-_PICTURES, _PICTURES_QUICK = 120, 30
+_PICTURES, _PICTURES_QUICK = 120, 60
 _TIMEOUT_S = 900.0
 
 

@@ -26,8 +26,9 @@ from s3ec.corpus.encoder import VllmEncoder
 WORKERS = 2
 # Items that a worker has at a time, so many more than its engine has.
 GIVEN, BATCH = 12, 4
-# The killed one has encoded so many.
-_KILLED_AFTER = 3
+# Between two embeddings of a worker: announcements come every 2 s, and one has to come before the
+# last picture is encoded.
+_PAUSE_S = 0.15
 _POLL_S = 0.005
 ENGINE: Mapping[str, Any] = {
     "enforce_eager": True,
@@ -59,6 +60,7 @@ class NotingEncoder(VllmEncoder):
 
         def noting(connector: Any, encoder_cache: Any, mm_hash: str, **more: Any) -> None:
             self._note(mm_hash)
+            time.sleep(_PAUSE_S)
             save(connector, encoder_cache, mm_hash, **more)
 
         S3ECConnector.save_caches = noting  # type: ignore[assignment, method-assign]
@@ -140,9 +142,7 @@ def run_killing_one(
             until = partial(_until, driver, end_s)
             until(lambda: len(_notes(notes, "started")) == WORKERS)
             gate.touch()
-            until(lambda: max(_counts(notes).values(), default=0) >= _KILLED_AFTER)
-            ((killed, _),) = _counts(notes).most_common(1)
-            confirmed = _announced(settings, folder / "tier of the killer", notes)
+            killed, confirmed = _find_victim(settings, folder / "tier of the killer", notes, until)
             os.kill(killed, signal.SIGKILL)
             killed_s = time.monotonic()
             driver.wait(max(end_s - time.monotonic(), 0.0))
@@ -184,26 +184,49 @@ def _notes(notes: Path, what: str) -> list[int]:
     return [pid for pid, each in _lines(notes) if each == what]
 
 
-def _counts(notes: Path) -> Counter[int]:
-    """Embeddings by process."""
-    return Counter(pid for pid, what in _lines(notes) if what != "started")
+def _encoded(notes: Path) -> dict[int, set[str]]:
+    """What each process has encoded so far."""
+    found: dict[int, set[str]] = {}
+    for pid, what in _lines(notes):
+        if what != "started":
+            found.setdefault(pid, set()).add(what)
+    return found
 
 
-def _announced(settings: Mapping[str, Any], cache_dir: Path, notes: Path) -> frozenset[str]:
-    """Of what was encoded so far, what the index tells of; that is what a job waits for."""
+def _find_victim(
+    settings: Mapping[str, Any],
+    cache_dir: Path,
+    notes: Path,
+    until: Callable[[Callable[[], bool]], None],
+) -> tuple[int, frozenset[str]]:
+    """A process that has announced something of what it has encoded, and not all of it.
+
+    Returns:
+        Its number, and what the index tells of, of all processes.
+    """
     from s3ec.corpus.confirmations import Ledger
     from s3ec.identity import Namespace
 
+    victims: list[int] = []
+    told: frozenset[str] = frozenset()
     with Corpus.open({**settings, "cache_dir": str(cache_dir)}) as corpus:
-        if not corpus.namespaces():
-            return frozenset()
+        until(lambda: bool(corpus.namespaces()))
         ledger = Ledger(corpus, Namespace(corpus.choose(), {}))
+
+        def look() -> bool:
+            nonlocal told
+            corpus.run(lambda store: ledger.refresh())
+            encoded = _encoded(notes)
+            told = frozenset(filter(ledger.holds_identifier, set().union(*encoded.values())))
+            victims.extend(pid for pid, names in encoded.items() if names & told and names - told)
+            return bool(victims)
+
         try:
             ledger.open()
-            names = {name for _, name in _lines(notes) if name != "started"}
-            return frozenset(name for name in names if ledger.holds_identifier(name))
+            until(look)
         finally:
             ledger.close()
+    return victims[0], told
 
 
 def stored(settings: Mapping[str, Any]) -> frozenset[str]:
