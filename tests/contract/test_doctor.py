@@ -265,7 +265,7 @@ def test_bucket_and_node_are_examined_before_vllm_is_imported(
     class ImportedError(Exception):
         pass
 
-    def start(*args: object) -> None:
+    def start(*args: object, **more: object) -> None:
         raise ImportedError
 
     monkeypatch.setattr(run, "has_vllm", lambda: True)

@@ -296,6 +296,7 @@ def _entry(identifier: str, namespace: str) -> bytes:
 def scheduler_shell(node: Node) -> S3ECConnector:
     """S3ECConnector as its constructor leaves it, without the model that it would look into."""
     config = engine_config("S3ECConnector", {})
+    config.model_config = SimpleNamespace(multimodal_config=None)
     parts = Parts(config)
     with _as_for_qwen2_vl():
         parts.start_scheduler(node)
