@@ -299,6 +299,7 @@ class Confirmations:
         self._waiting: dict[bytes, _Unconfirmed] = {}
         self._rows: list[tuple[CatalogRow, Counted]] = []
         self._ending = False
+        self._is_asked = False
         self._is_idle = True
         self._problem = ""
         self._has_failed = False
@@ -324,6 +325,15 @@ class Confirmations:
             if waiting is not None:
                 waiting.others.append(origin)
             return waiting is not None
+
+    def tells(self, identifier: str) -> bool:
+        """Whether the bucket has confirmed an identifier; if not, it is asked again soon."""
+        if self._ledger.holds_identifier(identifier):
+            return True
+        with self._changed:
+            self._is_asked = True
+            self._changed.notify_all()
+        return False
 
     def add_row(self, row: CatalogRow, *, is_new: bool) -> None:
         """Write a row for an embedding that is there.
@@ -384,7 +394,7 @@ class Confirmations:
         written_s = time.monotonic()
         while True:
             with self._changed:
-                while not (self._waiting or self._rows or self._ending):
+                while not (self._waiting or self._rows or self._is_asked or self._ending):
                     self._is_idle = True
                     self._changed.notify_all()
                     self._changed.wait()
@@ -409,14 +419,15 @@ class Confirmations:
             if is_last or self._has_failed:
                 return
             with self._changed:
-                if not self._ending and (self._waiting or self._problem):
+                if not self._ending and (self._waiting or self._is_asked or self._problem):
                     self._changed.wait(_LOOK_S)
 
     def _look(self) -> None:
         """Ask the index, and read the headers of what it tells of."""
         with self._changed:
-            if not self._waiting:
+            if not (self._waiting or self._is_asked):
                 return
+            self._is_asked = False
         found = self._corpus.run(self._confirmed)
         now_s = self._clock()
         with self._changed:

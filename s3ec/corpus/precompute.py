@@ -278,7 +278,7 @@ class Job:
         self._ledger = Ledger(self._corpus, namespace)
         self._ledger.open()
         self._confirmations = Confirmations(self._corpus, self._ledger)
-        self._encoder.confirmed_by(self._ledger.holds_identifier)
+        self._encoder.confirmed_by(self._confirmations.tells)
 
     def _encode_all(self) -> None:
         try:
@@ -366,6 +366,10 @@ class Job:
                 return None
             if (begun := self._begun.get(key.digest)) is not None:
                 begun.twins.append(plan.origin)
+                return None
+            if self._require_ledger().holds(key) and plan.found is not None:
+                # Another item with this picture was confirmed after this one was looked at.
+                confirmations.add(plan.found, key, plan.origin, encoded=False)
                 return None
         begun = _UnderWay(plan.origin, None if key is None else key.digest)
         self._under_way[plan.picture.number] = begun

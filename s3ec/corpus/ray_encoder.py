@@ -165,6 +165,23 @@ class _Member:
     reads: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Orphan:
+    """An item of a dead worker.
+
+    Attributes:
+        picture: The item.
+        identifier: Its embedding's.
+        until_s: When it is taken for lost.
+        is_told: Whether the worker had said that it is encoded.
+    """
+
+    picture: Picture
+    identifier: str
+    until_s: float
+    is_told: bool
+
+
 class RayEncoder:
     """An Encoder whose work is done by actors. See the module, and ``encoder.Encoder``.
 
@@ -194,10 +211,11 @@ class RayEncoder:
         self._namespace: Namespace | None = None
         self._again: deque[Picture] = deque()  # that dead workers were at
         self._deaths: dict[int, int] = {}
-        self._failed: list[Encoded] = []
+        self._results: list[Encoded] = []  # that no worker will say
+        self._names: LRUCache[int, str] = LRUCache(_REMEMBERED_READERS)  # what workers called items
         self._lost: deque[Picture] = deque()  # encoded by dead workers, and not confirmed
-        # The same, before that; and until when to wait for the bucket's word.
-        self._orphans: dict[int, tuple[Picture, str, float]] = {}
+        # Of dead workers, what they may have announced: until when to wait for the bucket's word.
+        self._orphans: dict[int, _Orphan] = {}
         self._known: set[int] = set()  # told to the job, and encoded once more
         self._failures = 0  # of workers, since one has encoded something
         self._start_failures = 0
@@ -363,11 +381,15 @@ class RayEncoder:
             with suppress(Exception):
                 self._ray.kill(member.actor)
             log.warning("a worker is gone (%s): %s", member.where or "while it started", reason)
-            for picture in member.given.values():
-                self._try_again(picture)
             until_s = time.monotonic() + _GRACE_S
+            for number, picture in member.given.items():
+                name = picture.uuid or self._names.get(number)
+                if name is None:
+                    self._try_again(picture)
+                else:  # it may have announced it before it could say so
+                    self._orphans[number] = _Orphan(picture, name, until_s, is_told=False)
             for number, (picture, identifier) in member.unconfirmed.items():
-                self._orphans[number] = picture, identifier, until_s
+                self._orphans[number] = _Orphan(picture, identifier, until_s, is_told=True)
             self._failures += 1
             if self._failures > _DEATHS * (1 + self._options.workers[1]):
                 raise EncoderError(
@@ -382,7 +404,7 @@ class RayEncoder:
             self._again.append(picture)
         elif number not in self._known:
             problem = f"{_DEATHS} workers have ended while they had this item"
-            self._failed.append(Encoded(number, None, problem))
+            self._results.append(Encoded(number, None, problem))
 
     # -- items ---------------------------------------------------------------------------------
 
@@ -399,6 +421,9 @@ class RayEncoder:
         reader = self._readers.get(picture.number)
         _, name = self._ask(lambda member: member.actor.identify.remote(picture), reader)
         found: str | None = name
+        if found is not None:
+            with self._lock:
+                self._names[picture.number] = found
         return found
 
     def _ask(self, call: Callable[[_Member], Any], first: _Member | None = None) -> tuple[Any, Any]:
@@ -428,7 +453,7 @@ class RayEncoder:
         moved_s = time.monotonic()
         while not self._stopped.is_set():
             ready = self._ready()
-            found = [*self._collect(ready), *self._take_failed()]
+            found = [*self._collect(ready), *self._take_results()]
             yield from found
             if self._prune() or found:
                 moved_s = time.monotonic()
@@ -480,15 +505,16 @@ class RayEncoder:
             return
         self._failures = 0
         self._deaths.pop(encoded.number, None)
+        self._names.pop(encoded.number, None)
         if encoded.identifier is not None:
             member.unconfirmed[encoded.number] = picture, encoded.identifier
         if encoded.number not in self._known:
             yield encoded
 
-    def _take_failed(self) -> list[Encoded]:
+    def _take_results(self) -> list[Encoded]:
         with self._lock:
-            failed, self._failed = self._failed, []
-        return failed
+            results, self._results = self._results, []
+        return results
 
     def _prune(self) -> int:
         """Hear what the bucket has confirmed. What it has not of dead workers is to be done again.
@@ -511,14 +537,18 @@ class RayEncoder:
                 for number in confirmed:
                     del member.unconfirmed[number]
                 count += len(confirmed)
-            for number, (picture, identifier, until_s) in list(self._orphans.items()):
-                if self._is_confirmed(identifier):
+            for number, orphan in list(self._orphans.items()):
+                if self._is_confirmed(orphan.identifier):
                     count += 1
-                elif now_s < until_s:
+                    if not orphan.is_told and number not in self._known:
+                        self._results.append(Encoded(number, orphan.identifier))
+                elif now_s < orphan.until_s:
                     continue
-                else:
+                elif orphan.is_told:
                     self._known.add(number)
-                    self._lost.append(picture)
+                    self._lost.append(orphan.picture)
+                else:
+                    self._try_again(orphan.picture)
                 del self._orphans[number]
         return count
 
@@ -571,7 +601,7 @@ class RayEncoder:
     def _is_encoding(self) -> bool:
         with self._lock:
             given = any(member.given for member in self._members)
-            return given or bool(self._again or self._lost or self._failed)
+            return given or bool(self._again or self._lost or self._results)
 
     def _is_unconfirmed(self) -> bool:
         with self._lock:

@@ -31,6 +31,7 @@ from s3ec.tenant import Tenant
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.support.pdfs import make_pdf
+from tests.support.waiting import eventually
 from tests.unit.cli.corpus import MODEL, entry_bytes
 from tests.unit.index.manifests import delta_bytes
 
@@ -64,7 +65,10 @@ class FakeEncoder:
     is_running: bool = False
     is_closed: bool = False
     at_once: bool = False
+    named: int = 0
     stopped: threading.Event = field(default_factory=threading.Event)
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     readers: int = 2
 
@@ -82,6 +86,8 @@ class FakeEncoder:
     def identify(self, picture: Picture) -> str | None:
         if picture.data.startswith(b"broken"):
             raise SourceError("cannot identify image file")
+        with self.lock:
+            self.named += 1
         return picture.uuid or (name_of(picture.data) if self.can_name else None)
 
     def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
@@ -303,6 +309,24 @@ def test_the_same_picture_is_encoded_once(desk: Desk) -> None:
     assert (report.encoded, report.catalogued) == (1, 2)
     assert {row.identifier for row in desk.rows().values()} == {name_of(b"one")}
     assert len(desk.rows()) == 3
+
+
+def test_picture_that_is_confirmed_after_its_twin_was_looked_at_is_encoded_once(
+    desk: Desk,
+) -> None:
+    desk.write(a=b"one", b=b"two", c=b"one")
+
+    def before_each(count: int) -> None:
+        if count == 0:
+            eventually(lambda: encoder.named == 3, "all are looked at")
+        else:
+            eventually(lambda: job.progress.encoded == 1, "the first one is confirmed")
+
+    encoder = FakeEncoder(desk.corpus, before_each=before_each)
+    job = desk.job(encoder)
+    report = job.run()
+    assert encoder.encoded == [b"one", b"two"]
+    assert (report.status, report.encoded, report.catalogued) == ("complete", 2, 1)
 
 
 def test_every_item_of_a_picture_that_cannot_be_encoded_is_listed(desk: Desk) -> None:
