@@ -307,7 +307,7 @@ class Job:
             if ledger is not None:
                 ledger.close()
         left = "the job ended before it was encoded"
-        if self.report.problem:
+        if not self.report.is_stopped:
             self.report.unconfirmed += [
                 origin.failure(left) for each in self._under_way.values() for origin in each.origins
             ]

@@ -594,6 +594,9 @@ class RayEncoder:
     def _give(self, member: _Member, picture: Picture) -> None:
         self._is_running = True
         with self._lock:
+            if member not in self._members:  # it ended since it was chosen
+                self._again.append(picture)
+                return
             member.given[picture.number] = picture
         # Nobody waits for it: if it fails, so will the call for results.
         member.actor.give.remote([picture])
