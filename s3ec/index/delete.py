@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import sys
 import time
+from collections import deque
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -216,8 +216,8 @@ _LOOK_S = 10.0
 _PAGES_AHEAD = 16
 # From so many entries on, one listing of all objects is tried first.
 _MANY = 32
-ROUND_OBJECTS = 10_000
-"""Objects that are deleted before readers are told; their tombstones are 420 kB."""
+ROUND_OBJECTS = 2500
+"""Objects that are deleted before readers are told; their tombstones are 105 kB."""
 # The first tombstone is so much earlier than the second: times of rows are whole seconds.
 _APART_S = 1
 _UNHIDDEN = "nothing was deleted, since readers could not be told"
@@ -228,10 +228,12 @@ _UNTOLD = (
 # Each takes a server half a second or more. S3 allows 3500 deletions a second below one prefix, and
 # what it refuses for that is sent again.
 _REQUESTS_AT_A_TIME = 10
+# While the objects of one round are deleted, readers are told of another one.
+_ROUNDS_AT_A_TIME = 4
 
 
 class Deleter:
-    """Deletes entries in rounds of up to 10,000 objects; made by ``deleting``.
+    """Deletes entries in rounds of up to 2500 objects; made by ``deleting``.
 
     States of an entry:
 
@@ -261,7 +263,8 @@ class Deleter:
     give a wrong tensor, since a name stands for the same bytes for ever.
 
     A request that fails does not stop the others of its round. The error is raised at the end of
-    the round, and no other round begins.
+    the round, and no other round begins. Calls of ``delete`` may overlap if no entry is in two of
+    them; together they have 10 requests under way.
     """
 
     def __init__(
@@ -277,6 +280,7 @@ class Deleter:
         self._announcer = announcer
         self._times = times
         self._clock = clock
+        self._requests = asyncio.Semaphore(_REQUESTS_AT_A_TIME)
 
     async def delete(
         self,
@@ -357,13 +361,18 @@ class Deleter:
         batches = _equal_batches(objects)
         errors: dict[int, S3ECError] = {}
         unknown: dict[Key, Sequence[str]] = {}  # there was no answer about them
-        asked_s = self._clock()
+        asked_s = self._clock()  # for the last one
 
         async def delete(number: int) -> None:
+            async with self._requests:
+                await request(number)
+
+        async def request(number: int) -> None:
             """Note errors and do not raise them, so that the other requests can end."""
+            nonlocal asked_s
             batch = batches[number]
             # Before the request, so that its time is before that of whoever stores an entry again.
-            at_s = self._clock()
+            at_s = asked_s = self._clock()
             left: dict[str, S3ECError] = {}
             refused: Set[Key] = set()
             unanswered: Set[Key] = batch.keys()
@@ -385,7 +394,7 @@ class Deleter:
                 unknown.update((key, batch[key]) for key in unanswered & told)
 
         try:
-            await in_parallel(range(len(batches)), delete, width=_REQUESTS_AT_A_TIME)
+            await in_parallel(range(len(batches)), delete, width=len(batches))
         finally:
             self._hide(await self._gone(unknown), asked_s, gone, confirmed)
         return [errors[number] for number in sorted(errors)]
@@ -598,7 +607,7 @@ async def delete_chosen(
 ) -> None:
     """Delete objects that an authoritative listing shows, while it is still being read.
 
-    A round takes what has come since the last one began, 1000 to 10,000 objects.
+    Rounds have 2500 objects, and four of them overlap.
 
     Args:
         choose: Given some listed objects, says which of them go.
@@ -612,13 +621,25 @@ async def delete_chosen(
     """
     waiting: dict[Key, Sequence[str]] = {}  # what goes, until it fills a round
     kept: set[Key] = set()  # entries of several objects, of which one stays
-    under_way: asyncio.Task[None] | None = None
+    rounds: deque[asyncio.Task[None]] = deque()
     async with deleting(store, layout) as deleter:
 
         async def delete(objects: dict[Key, Sequence[str]]) -> None:
-            kept.update(await _with_first_object(store, layout, objects))
-            await deleter.delete(objects, kept=kept)
-            deleted([key for key in objects if key not in kept])
+            # Its first object may go in a later round, which is to tell readers then.
+            stays = kept | await _with_first_object(store, layout, objects)
+            await deleter.delete(objects, kept=stays)
+            deleted([key for key in objects if key not in stays])
+
+        def has_no_room() -> bool:
+            return len(rounds) == _ROUNDS_AT_A_TIME and not rounds[0].done()
+
+        async def begin() -> int:
+            """Begin a round, when there is room for one; answers how many objects it has."""
+            if len(rounds) == _ROUNDS_AT_A_TIME:
+                await rounds.popleft()
+            some = _take_batch(waiting, ROUND_OBJECTS)
+            rounds.append(asyncio.create_task(delete(some), name="s3ec-delete"))
+            return sum(map(len, some.values()))
 
         expected = await indexed_entries(store, layout)
         listing = list_objects(
@@ -637,25 +658,24 @@ async def delete_chosen(
                         if name not in chosen and (revision or key in waiting):
                             kept.add(key)
                     count = sum(map(len, waiting.values()))
-                    if under_way is not None and (under_way.done() or count >= ROUND_OBJECTS):
-                        await under_way
-                        under_way = None
-                    if under_way is None and count >= min(DELETE_AT_A_TIME, ROUND_OBJECTS):
-                        full = max(count // DELETE_AT_A_TIME * DELETE_AT_A_TIME, 1)
-                        some = _take_batch(waiting, min(full, ROUND_OBJECTS))
-                        under_way = asyncio.create_task(delete(some), name="s3ec-delete")
-        except UnavailableError:
-            if under_way is not None:  # what has begun is told
-                await asyncio.wait([under_way])
+                    while count >= ROUND_OBJECTS * (1 + has_no_room()):
+                        count -= await begin()
+            while waiting:
+                await begin()
+            while rounds:
+                await rounds.popleft()
+        except UnavailableError:  # what has begun is told
+            await _ended(rounds)
             raise
         finally:
-            if under_way is not None and not under_way.done():
-                if sys.exc_info()[0] is not None:
-                    under_way.cancel()
-                await asyncio.wait([under_way])
-        if under_way is not None:
-            await under_way
-        await delete(waiting)
+            for each in rounds:
+                each.cancel()
+            await _ended(rounds)
+
+
+async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Wait until some tasks have ended, however that was."""
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _with_first_object(

@@ -250,6 +250,7 @@ class LastModifiedIndex:
         self._deltas = Segment.of(Rows.empty())
         self._shards: dict[Shard, Segment | None] = {}
         self._of_byte: list[Shard | None] = [None] * 256
+        self._downloading = asyncio.Lock()
 
     async def open(self) -> None:
         """Read the head and the deltas.
@@ -279,8 +280,9 @@ class LastModifiedIndex:
             UnavailableError, AccessError, TierError: As open.
         """
         wanted = {self._of_byte[key.digest[0]] for key in keys}
-        for shard in sorted(filter(None, wanted - self._shards.keys()), key=lambda s: s.first):
-            self._shards[shard] = await self._load(shard)
+        async with self._downloading:
+            for shard in sorted(filter(None, wanted - self._shards.keys()), key=lambda s: s.first):
+                self._shards[shard] = await self._load(shard)
 
     async def _load(self, shard: Shard) -> Segment | None:
         if self._head is None:

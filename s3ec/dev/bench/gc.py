@@ -2,7 +2,7 @@
 """``bench gc``: ``s3ec gc`` beside boto3 that deletes the same objects as s5cmd does.
 
 Both list the objects of one namespace and delete them by batches of 1000, several at a time. s3ec
-reads the index as well, and tells readers before and after each 10,000. Every round puts the
+reads the index as well, and tells readers before and after each 2500. Every round puts the
 objects there anew, untimed. The loops of boto3 have 4 and 16 threads; the faster one counts.
 """
 
