@@ -218,8 +218,9 @@ def test_workers_that_cannot_work_end_the_job(
 ) -> None:
     items = source(tmp_path / "pages", b"good", b"good")
     workers = (2, 2) if model == "own" else (1, 1)
+    # The first one must not be done before the other is there.
     with pytest.raises(error, match=says):
-        run(encoder(log, workers, model=model), items)
+        run(encoder(log, workers, model=model, gate=tmp_path / "never"), items)
 
 
 @pytest.mark.parametrize(
