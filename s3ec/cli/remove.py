@@ -82,9 +82,9 @@ def rm(
 ) -> None:
     """Delete entries from the bucket with their revision, and tell every reader by the index.
 
-    Without --yes, nothing is deleted unless you agree at a terminal. A node that has a copy on its
-    disk serves it until it is evicted. Exit status 1 where one was not there; the others are
-    deleted all the same.
+    The catalogue's rows of them go too. Without --yes, nothing is deleted unless you agree at a
+    terminal. A node that has a copy on its disk serves it until it is evicted. Exit status 1 where
+    one was not there; the others are deleted all the same.
     """
     with source.corpus() as corpus:
         for text in identifiers:
@@ -104,21 +104,21 @@ def rm(
             typer.echo(f"deleted {what}" if consent.yes else f"would delete {what}")
             for text in absent:
                 print_note(f"not there: {safe(text)}")
-        deleted = consent.yes
         # What is absent may be in the index, so it is deleted as well.
-        if count and not deleted and consent.ask(f"delete {what}?", as_json=as_json):
-            delete(dry_run=False)
+        if count and not found.done and consent.ask(f"delete {what}?", as_json=as_json):
+            found = delete(dry_run=False)
             typer.echo(f"deleted {what}")
-            deleted = True
+    _note_rows(found)
     if as_json:
         print_json(
             {
                 "namespace": name,
                 "entry_count": count,
                 "bytes": found.nbytes,
-                "deleted": count if deleted else 0,
+                "deleted": count if found.done else 0,
                 "absent": absent,
-                "dry_run": not deleted,
+                "dropped_row_count": found.dropped_rows,
+                "dry_run": not found.done,
             }
         )
     if absent:
@@ -226,8 +226,7 @@ def gc(
         if found.objects and not found.done and consent.ask(question, as_json=as_json):
             found = collect(dry_run=False)
             typer.echo(f"deleted {sum_of(found)}")
-    if found.problem:
-        print_note(f"rows of the catalogue are left: {safe(found.problem, limit=2000)}")
+    _note_rows(found)
     if most is not None and found.left_bytes > most:
         print_note(f"{human_bytes(found.left_bytes)} are left, since the other rules keep them")
     if as_json:
@@ -247,6 +246,11 @@ def gc(
                 "dry_run": not found.done,
             }
         )
+
+
+def _note_rows(found: Collection | Deletion) -> None:
+    if found.problem:
+        print_note(f"rows of the catalogue are left: {safe(found.problem, limit=2000)}")
 
 
 def _prices(name: str | None, corpus: Corpus) -> StorePreset:

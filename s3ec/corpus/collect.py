@@ -367,11 +367,8 @@ async def collect_garbage(
         deleted=lambda keys: names.update(key.name for key in keys),
         report=report,
     )
-    try:
-        dropped = await drop_deleted_rows(store, layout, names, tenant)
-    except (ConfigError, UnavailableError, AccessError) as exc:
-        return _collection(done, done=True, problem=str(exc))
-    return _collection(done, done=True, dropped_rows=dropped)
+    dropped, problem = await drop_deleted_rows(store, layout, names, tenant)
+    return _collection(done, done=True, dropped_rows=dropped, problem=problem)
 
 
 def _collection(
@@ -391,8 +388,8 @@ def _collection(
 
 async def drop_deleted_rows(
     store: Store, layout: Layout, names: Set[str], tenant: Tenant | None
-) -> int:
-    """Drop the catalogue's rows of entries that were deleted; answers how many.
+) -> tuple[int, str]:
+    """Drop the catalogue's rows of entries that were deleted.
 
     Costs a listing where there is no catalogue, and else to read and write it.
 
@@ -400,17 +397,19 @@ async def drop_deleted_rows(
         names: Of the entries' objects, below ``objects/``.
         tenant: Whose secret is in the names.
 
-    Raises:
-        ConfigError: There is a catalogue, and the extra is missing.
-        UnavailableError, AccessError: The store does not answer now, or refuses.
+    Returns:
+        How many, and why they are left: the extra is missing, or the store does not answer; empty
+        where they are not.
     """
     from s3ec.corpus.catalog import drop_rows, list_parts
-
-    if not names or not await list_parts(store, layout):
-        return 0
 
     def is_gone(identifier: str) -> bool:
         key = make_key(identifier, tenant)
         return key is not None and key.name in names
 
-    return await drop_rows(store, layout, is_gone)
+    try:
+        if not names or not await list_parts(store, layout):
+            return 0, ""
+        return await drop_rows(store, layout, is_gone), ""
+    except (ConfigError, UnavailableError, AccessError) as exc:
+        return 0, str(exc)

@@ -107,11 +107,15 @@ class Deletion:
         objects: The objects of each identifier as they were, revisions included; none where the
             entry was not there.
         done: Whether they were deleted; False of a dry run.
+        dropped_rows: Rows of the catalogue that went with them.
+        problem: Why the catalogue's rows are left, empty where they are not.
     """
 
     namespace: str
     objects: Mapping[str, Sequence[ObjectInfo]]
     done: bool
+    dropped_rows: int = 0
+    problem: str = ""
 
     @property
     def count(self) -> int:
@@ -454,10 +458,11 @@ class Corpus:
         """Delete entries with all their revisions, and tell every reader by the index.
 
         The index says so before the objects go, and once more behind. What is absent is announced
-        too, since the index may hold it. A node that has a copy on its disk serves it until it is
-        evicted. Costs a listing for each entry, 16 at a time, one request for each 1000 objects,
-        and two announcements for each 10,000. The first deletion also tries a conditional write,
-        with four small requests.
+        too, since the index may hold it. Rows of the catalogue go with them. A node that has a copy
+        on its disk serves it until it is evicted. Costs a listing for each entry, 16 at a time, one
+        request for each 1000 objects, and two announcements for each 2500. The first deletion also
+        tries a conditional write, with four small requests. Where there is a catalogue, it is read
+        and written.
 
         Args:
             identifiers: In full, as vLLM spells them; or entries, all of one namespace, which need
@@ -491,13 +496,17 @@ class Corpus:
             )
 
         async def work(store: Store, layout: Layout) -> Deletion:
+            from s3ec.corpus.collect import drop_deleted_rows
             from s3ec.index.delete import delete_entries, find_objects
 
             found = await find_objects(store, layout, keys.values(), report=report)
-            if not dry_run:
-                await delete_entries(store, layout, found, report=report)
             by_text = {text: tuple(found[key]) for text, key in keys.items()}
-            return Deletion(layout.namespace, by_text, done=not dry_run)
+            if dry_run:
+                return Deletion(layout.namespace, by_text, done=False)
+            await delete_entries(store, layout, found, report=report)
+            names = {key.name for key in keys.values()}
+            dropped, problem = await drop_deleted_rows(store, layout, names, self.tenant)
+            return Deletion(layout.namespace, by_text, True, dropped, problem)
 
         return self.within(work, name, write=not dry_run)
 

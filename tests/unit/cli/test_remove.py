@@ -18,8 +18,10 @@ from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.identity import Layout, make_key
 from s3ec.testing.server import MotoServer
+from tests.support.catalogues import row
 from tests.unit.cli.conftest import Cli, all_shown_on
 from tests.unit.cli.corpus import MODEL, OTHER, Corpus, content_hash
+from tests.unit.cli.test_catalog import append
 from tests.unit.cli.test_manifest import announce
 
 
@@ -45,12 +47,23 @@ def test_rm_deletes_by_identifier_and_tells_the_index(
         "bytes": found["bytes"],
         "deleted": 2,
         "absent": [],
+        "dropped_row_count": 0,
         "dry_run": False,
     }
     assert found["bytes"] > 0
     assert labels(cli) == {content_hash("b"), f"x-{content_hash('page 2')}"}
     assert cli.json("manifest", "verify")["ok"]
     assert cli.json("manifest", "compact")["entry_count"] == 2
+
+
+def test_rm_takes_the_rows_of_the_catalogue_along(cli: Cli, corpus: Corpus, namespace: str) -> None:
+    rows = [row("a.png", identifier=content_hash("a")), row("b.png", identifier=content_hash("b"))]
+    append(corpus, namespace, [*rows, row("again.png", identifier=content_hash("a"))])
+    cli("rm", content_hash("a"), "--dry-run")
+    assert cli.json("catalog", "show")["row_count"] == 3
+    assert cli.json("rm", content_hash("a"), "--yes")["dropped_row_count"] == 2
+    assert cli.json("catalog", "show")["row_count"] == 1
+    assert cli.json("verify")["ok"]
 
 
 def test_rm_takes_no_part_of_a_hash(cli: Cli, corpus: Corpus, namespace: str) -> None:
