@@ -40,7 +40,9 @@ class Fetcher:
 
     def __init__(self, corpus: Corpus, cache_dir: Path, transport: str) -> None:
         self.corpus = corpus
-        settings = corpus.settings(cache_dir, transport)
+        # Else a server that this machine is too busy for counts as down after 1.5 s.
+        patient = {"defer_timeout_s": _TIMEOUT_S}
+        settings = corpus.settings(cache_dir, transport).model_copy(update=patient)
         self.node = Node(settings, corpus.namespace, name=f"s3ec-bench-{transport}")
         self._pins: list[Pin] = []
         shape = corpus.shape
