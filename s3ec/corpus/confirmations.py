@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -300,6 +301,7 @@ class Confirmations:
         self._rows: list[tuple[CatalogRow, Counted]] = []
         self._ending = False
         self._is_asked = False
+        self._looked_s = -math.inf  # when the last look that came to its end began
         self._is_idle = True
         self._problem = ""
         self._has_failed = False
@@ -326,14 +328,25 @@ class Confirmations:
                 waiting.others.append(origin)
             return waiting is not None
 
-    def tells(self, identifier: str) -> bool:
-        """Whether the bucket has confirmed an identifier; if not, it is asked again soon."""
+    def tells(self, identifier: str, since_s: float) -> bool | None:
+        """Whether the bucket has confirmed an identifier; if not, it is asked again soon.
+
+        Args:
+            since_s: Only a look that began since then says no; by ``time.monotonic``.
+
+        Returns:
+            None while that is not known.
+        """
+        with self._changed:
+            looked_s = self._looked_s
         if self._ledger.holds_identifier(identifier):
             return True
+        if looked_s >= since_s:
+            return False
         with self._changed:
             self._is_asked = True
             self._changed.notify_all()
-        return False
+        return None
 
     def add_row(self, row: CatalogRow, *, is_new: bool) -> None:
         """Write a row for an embedding that is there.
@@ -428,9 +441,11 @@ class Confirmations:
             if not (self._waiting or self._is_asked):
                 return
             self._is_asked = False
+        began_s = time.monotonic()
         found = self._corpus.run(self._confirmed)
         now_s = self._clock()
         with self._changed:
+            self._looked_s = began_s
             for digest, facts in found:
                 each = self._waiting.pop(digest)
                 self._rows += [(one.row(facts, now_s), "encoded") for one in each.encoded]

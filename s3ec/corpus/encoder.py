@@ -46,6 +46,13 @@ _OWN_ARGUMENTS: Mapping[str, str] = {
 }
 
 
+ConfirmedCheck = Callable[[str, float], bool | None]
+"""Whether the bucket has confirmed an identifier, and since when one who says no must have looked.
+
+The time is by ``time.monotonic``. None while that is not known.
+"""
+
+
 class EncoderError(S3ECError):
     """The engine did not start, or it has ended; no further item can be encoded here.
 
@@ -118,7 +125,7 @@ class Encoder(Protocol):
         """Items that are read and named at a time."""
         ...
 
-    def confirmed_by(self, check: Callable[[str], bool]) -> None:
+    def confirmed_by(self, check: ConfirmedCheck) -> None:
         """Take note of what says whether the bucket has confirmed an identifier; any thread may."""
         ...
 
@@ -226,7 +233,7 @@ class VllmEncoder:
         """See Encoder."""
         return min(_MOST_READERS, len(os.sched_getaffinity(0)))
 
-    def confirmed_by(self, check: Callable[[str], bool]) -> None:
+    def confirmed_by(self, check: ConfirmedCheck) -> None:
         """See Encoder; nothing of what is encoded here is lost while this process lives."""
 
     # -- without an engine -------------------------------------------------------------------

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
 
-from s3ec.corpus.encoder import Encoded, Encoder, EncoderError, Picture
+from s3ec.corpus.encoder import ConfirmedCheck, Encoded, Encoder, EncoderError, Picture
 from s3ec.corpus.ray_workers import Worker
 from s3ec.corpus.reading import require
 from s3ec.errors import ConfigError, S3ECError, SourceError
@@ -172,7 +172,7 @@ class _Orphan:
     Attributes:
         picture: The item.
         identifier: Its embedding's.
-        until_s: When it is taken for lost.
+        until_s: If a look at the index that began later does not know it, it is lost.
         is_told: Whether the worker had said that it is encoded.
     """
 
@@ -219,7 +219,7 @@ class RayEncoder:
         self._known: set[int] = set()  # told to the job, and encoded once more
         self._failures = 0  # of workers, since one has encoded something
         self._start_failures = 0
-        self._is_confirmed: Callable[[str], bool] = lambda identifier: True
+        self._is_confirmed: ConfirmedCheck = lambda identifier, since_s: True
         self._pruned_s = 0.0
         self._own_cluster = False
         self._is_running = False
@@ -229,7 +229,7 @@ class RayEncoder:
         """See Encoder."""
         return self._is_running
 
-    def confirmed_by(self, check: Callable[[str], bool]) -> None:
+    def confirmed_by(self, check: ConfirmedCheck) -> None:
         """See Encoder."""
         self._is_confirmed = check
 
@@ -532,18 +532,19 @@ class RayEncoder:
                 confirmed = [
                     number
                     for number, (_, identifier) in member.unconfirmed.items()
-                    if self._is_confirmed(identifier)
+                    if self._is_confirmed(identifier, math.inf)
                 ]
                 for number in confirmed:
                     del member.unconfirmed[number]
                 count += len(confirmed)
             for number, orphan in list(self._orphans.items()):
-                if self._is_confirmed(orphan.identifier):
+                told = self._is_confirmed(orphan.identifier, orphan.until_s)
+                if told is None:
+                    continue
+                if told:
                     count += 1
                     if not orphan.is_told and number not in self._known:
                         self._results.append(Encoded(number, orphan.identifier))
-                elif now_s < orphan.until_s:
-                    continue
                 elif orphan.is_told:
                     self._known.add(number)
                     self._lost.append(orphan.picture)

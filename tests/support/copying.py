@@ -10,11 +10,11 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from s3ec.corpus.encoder import Encoded, EncoderError, Picture
+from s3ec.corpus.encoder import ConfirmedCheck, Encoded, EncoderError, Picture
 from s3ec.corpus.sources import SourceItem
 from s3ec.errors import ConfigError
 from s3ec.identity import Namespace
@@ -41,7 +41,7 @@ class Copier:
         with self.log.open("a") as file:
             file.write(f"{os.getpid()} {what} {number}\n")
 
-    def confirmed_by(self, check: Callable[[str], bool]) -> None:
+    def confirmed_by(self, check: ConfirmedCheck) -> None:
         pass
 
     def namespace(self) -> Namespace:

@@ -18,7 +18,7 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus
-from s3ec.corpus.encoder import Encoded, EncoderError, Picture, VllmEncoder
+from s3ec.corpus.encoder import ConfirmedCheck, Encoded, EncoderError, Picture, VllmEncoder
 from s3ec.corpus.precompute import Job, JobOptions, PrecomputeReport, make_job
 from s3ec.corpus.reading import ReadOptions
 from s3ec.corpus.sources import SourceItem, open_source
@@ -72,7 +72,7 @@ class FakeEncoder:
 
     readers: int = 2
 
-    def confirmed_by(self, check: Callable[[str], bool]) -> None:
+    def confirmed_by(self, check: ConfirmedCheck) -> None:
         pass
 
     def namespace(self) -> Namespace:

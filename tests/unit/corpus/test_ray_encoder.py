@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import signal
 import tempfile
@@ -152,7 +153,7 @@ def test_what_only_a_dead_worker_had_is_encoded_again(
     made = encoder(log, (2, 2))
     made.namespace()
     confirmed: set[str] = set()
-    made.confirmed_by(confirmed.__contains__)
+    made.confirmed_by(lambda name, since_s: name in confirmed)
     found = made.encode(pictures(made, items))
     first = [next(found), next(found)]
     ((dead, number), *_) = lines(log, "encoded")
@@ -172,6 +173,34 @@ def test_what_only_a_dead_worker_had_is_encoded_again(
     again = Counter(each for _, each in lines(log, "encoded"))
     assert again[number] == 2
     assert again[1 - number] == 1
+
+
+def test_item_of_a_dead_worker_waits_until_the_bucket_was_asked(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: the driver may have been too busy to ask."""
+    monkeypatch.setattr("s3ec.corpus.ray_encoder._GRACE_S", 0.0)
+    monkeypatch.setattr("s3ec.corpus.ray_encoder._PRUNE_S", 0.0)
+    made = encoder(log, (2, 2))
+    made.namespace()
+    asked: Counter[str] = Counter()
+
+    def check(name: str, since_s: float) -> bool | None:
+        asked[name] += since_s < math.inf
+        is_told = number is not None and (name != f"id-{number}" or asked[name] > 3)
+        return True if is_told else None
+
+    number: int | None = None
+    made.confirmed_by(check)
+    found = made.encode(pictures(made, source(tmp_path / "pages", b"a", b"b")))
+    ends = [next(found), next(found)]
+    ((dead, number), *_) = lines(log, "encoded")
+    os.kill(dead, signal.SIGKILL)
+    assert list(found) == []
+    made.close()
+    assert {each.number for each in ends} == {0, 1}
+    assert asked[f"id-{number}"] > 3
+    assert len(lines(log, "encoded")) == 2
 
 
 def test_more_workers_start_while_all_are_busy(tmp_path: Path, log: Path) -> None:
