@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -621,7 +620,7 @@ async def delete_chosen(
     """
     waiting: dict[Key, Sequence[str]] = {}  # what goes, until it fills a round
     kept: set[Key] = set()  # entries of several objects, of which one stays
-    rounds: deque[asyncio.Task[None]] = deque()
+    rounds: list[asyncio.Task[None]] = []
     async with deleting(store, layout) as deleter:
 
         async def delete(objects: dict[Key, Sequence[str]]) -> None:
@@ -631,12 +630,15 @@ async def delete_chosen(
             deleted([key for key in objects if key not in stays])
 
         def has_no_room() -> bool:
-            return len(rounds) == _ROUNDS_AT_A_TIME and not rounds[0].done()
+            return len(rounds) == _ROUNDS_AT_A_TIME and not any(each.done() for each in rounds)
 
         async def begin() -> int:
             """Begin a round, when there is room for one; answers how many objects it has."""
             if len(rounds) == _ROUNDS_AT_A_TIME:
-                await rounds.popleft()
+                await asyncio.wait(rounds, return_when=asyncio.FIRST_COMPLETED)
+            for each in [one for one in rounds if one.done()]:
+                rounds.remove(each)
+                await each  # after one that failed no other begins
             some = _take_batch(waiting, ROUND_OBJECTS)
             rounds.append(asyncio.create_task(delete(some), name="s3ec-delete"))
             return sum(map(len, some.values()))
@@ -662,8 +664,8 @@ async def delete_chosen(
                         count -= await begin()
             while waiting:
                 await begin()
-            while rounds:
-                await rounds.popleft()
+            for each in rounds:
+                await each
         except UnavailableError:  # what has begun is told
             await _ended(rounds)
             raise

@@ -28,7 +28,7 @@ from s3ec.store.base import ObjectInfo, Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.support.clock import Clock
-from tests.support.waiting import reached, until
+from tests.support.waiting import DEADLINE_S, reached, until
 from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.manifests import (
     MortalStore,
@@ -271,6 +271,25 @@ async def test_readers_are_told_of_a_round_while_another_one_is_deleted(
     held.release()
     await task
     assert set(await view(memory)) == set()
+    assert (await verify(memory, LAYOUT)).agrees
+
+
+async def test_after_a_round_that_failed_no_other_one_begins(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "FEW", 0)  # so each folder comes by itself
+    monkeypatch.setattr(deletion, "ROUND_OBJECTS", 1)
+    monkeypatch.setattr(deletion, "_ROUNDS_AT_A_TIME", 2)
+    for number in range(5):
+        await put_entry(memory, number)
+    held = Gate()
+    hung = Fault("delete_many", "", times=1, gate=held)
+    refused = Fault("delete_many", "", error=AccessError)
+    store = FaultStore(memory, Script([hung, refused]))
+    task = asyncio.create_task(delete_older(store, 2.0**40))
+    with pytest.raises(AccessError):
+        await asyncio.wait_for(task, DEADLINE_S)
+    assert store.calls["delete_many"] == 2
     assert (await verify(memory, LAYOUT)).agrees
 
 
