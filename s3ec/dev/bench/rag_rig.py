@@ -65,6 +65,11 @@ class Config:
     warm_tier: bool = False
 
     @property
+    def name_without_manager(self) -> str:
+        """Where vLLM has its own, whatever is asked for."""
+        return self.name.rpartition(" + ")[2]
+
+    @property
     def has_bucket(self) -> bool:
         """Whether the latency of a bucket matters."""
         return self.store in ("s3ec", "mount")
@@ -120,6 +125,8 @@ ENCODERS: Mapping[str, Encoder] = {
     "30": _sleeping("embedding-30mb", 1024, 7328, "pixtral-12b"),
     "67": _sleeping("embedding-67mb", 1024, 16384, "qwen3-vl-8b"),
 }
+# As a GPU has it: at its full resolution.
+ON_GPU = Encoder("gemma3-27b", "bfloat16", 256, 5376, 0.0, "real, Gemma3-27B's")
 # For a look that takes no time.
 TINY = Encoder("tiny", "bfloat16", 64, 64, 0.1, "sleeps 100 ms")
 
@@ -134,6 +141,7 @@ class Setup:
         tier_share: Of all embeddings, how many the node's disk may hold.
         clients: Requests at a time (closed loop); None where requests arrive at their times.
         device: ``cpu`` or ``cuda``.
+        managers: Whether vLLM takes other managers of its encoder cache; else it has its own.
     """
 
     encoder: Encoder
@@ -141,6 +149,7 @@ class Setup:
     tier_share: float = 1.0
     clients: int | None = 2
     device: str = "cpu"
+    managers: bool = True
 
 
 @dataclass(slots=True)
@@ -150,6 +159,7 @@ class Leg:
     Attributes:
         number: Of the configuration.
         latency_ms: Added to each request to the bucket.
+        managers: As in Setup.
         first_s: Seconds to the first token, of each request.
         seconds: Until all had ended, without the engines' starts.
         start_s: Of both engines, until they were ready.
@@ -164,6 +174,7 @@ class Leg:
 
     number: int
     latency_ms: int
+    managers: bool = True
     first_s: list[float] = field(default_factory=list)
     seconds: float = 0.0
     start_s: float = 0.0
@@ -185,7 +196,8 @@ class Leg:
     def name(self) -> str:
         """For people."""
         far = f", {self.latency_ms} ms" if self.config.has_bucket else ""
-        return f"({self.number}) {self.config.name}{far}"
+        name = self.config.name if self.managers else self.config.name_without_manager
+        return f"({self.number}) {name}{far}"
 
     @property
     def loads(self) -> int:
@@ -417,7 +429,7 @@ class Rig:
             # What memory an encode takes is no question on a CPU, and asking it takes seconds.
             "skip_mm_profiling": setup.device == "cpu",
         }
-        if config.manager is not None:
+        if config.manager is not None and setup.managers:
             options["ec_manager_config"] = {"encoder_cache_manager_cls": f"s3ec.{config.manager}"}
         if setup.device == "cuda":
             options |= {"enforce_eager": False, "gpu_memory_utilization": 0.5}

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ ENGINE: Mapping[str, Any] = {
 class NotingEncoder(VllmEncoder):
     """Notes each start and each embedding; goes on when ``gate`` is there.
 
-    A line is ``PID started`` or ``PID HASH``.
+    A line is ``PID started`` or ``PID HASH``. The namespace is in a file beside the notes.
     """
 
     def __init__(self, notes: Path, gate: Path, *args: Any, **options: Any) -> None:
@@ -65,6 +65,7 @@ class NotingEncoder(VllmEncoder):
 
         S3ECConnector.save_caches = noting  # type: ignore[assignment, method-assign]
         super()._start()
+        _namespace_file(self._notes).write_text(self.namespace().name)
         self._note("started")
         while not self._gate.exists():
             time.sleep(_POLL_S)
@@ -80,6 +81,7 @@ class Outcome:
         of_killed: What the killed worker had encoded by its own notes.
         confirmed: What the index told of before the kill: stored, and announced by its writer.
         seconds: From the kill to the end.
+        account: Who encoded what, and the end of the driver's log, for people.
     """
 
     report: Mapping[str, Any]
@@ -87,6 +89,7 @@ class Outcome:
     of_killed: frozenset[str]
     confirmed: frozenset[str]
     seconds: float
+    account: str
 
     @property
     def twice(self) -> frozenset[str]:
@@ -141,8 +144,7 @@ def run_killing_one(
         try:
             until = partial(_until, driver, end_s)
             until(lambda: len(_notes(notes, "started")) == WORKERS)
-            gate.touch()
-            killed, confirmed = _find_victim(settings, folder / "tier of the killer", notes, until)
+            killed, confirmed = _find_victim(settings, folder, notes, gate, until)
             os.kill(killed, signal.SIGKILL)
             killed_s = time.monotonic()
             driver.wait(max(end_s - time.monotonic(), 0.0))
@@ -162,7 +164,19 @@ def run_killing_one(
         frozenset(name for pid, name in made if pid == killed),
         confirmed,
         seconds,
+        _account(killed, made, confirmed, (folder / "log").read_text(errors="replace")),
     )
+
+
+def _account(
+    killed: int, made: Sequence[tuple[int, str]], confirmed: frozenset[str], log: str
+) -> str:
+    lines = [f"killed: {killed}"]
+    lines += [
+        f"{pid} {name[:12]}{' confirmed before the kill' if name in confirmed else ''}"
+        for pid, name in made
+    ]
+    return "\n".join([*lines, log[-20_000:]])
 
 
 def _until(driver: subprocess.Popen[bytes], end_s: float, condition: Callable[[], bool]) -> None:
@@ -193,25 +207,33 @@ def _encoded(notes: Path) -> dict[int, set[str]]:
     return found
 
 
+def _namespace_file(notes: Path) -> Path:
+    return notes.with_name("namespace")
+
+
 def _find_victim(
     settings: Mapping[str, Any],
-    cache_dir: Path,
+    folder: Path,
     notes: Path,
+    gate: Path,
     until: Callable[[Callable[[], bool]], None],
 ) -> tuple[int, frozenset[str]]:
     """A process that has announced something of what it has encoded, and not all of it.
 
+    The index is opened before the gate. While it has no base it lists the objects when it is
+    opened, and a listing has what is stored and not announced.
+
     Returns:
-        Its number, and what the index tells of, of all processes.
+        Its number, and what was announced, by all processes.
     """
     from s3ec.corpus.confirmations import Ledger
     from s3ec.identity import Namespace
 
     victims: list[int] = []
     told: frozenset[str] = frozenset()
+    cache_dir = folder / "tier of the killer"
     with Corpus.open({**settings, "cache_dir": str(cache_dir)}) as corpus:
-        until(lambda: bool(corpus.namespaces()))
-        ledger = Ledger(corpus, Namespace(corpus.choose(), {}))
+        ledger = Ledger(corpus, Namespace(_namespace_file(notes).read_text(), {}))
 
         def look() -> bool:
             nonlocal told
@@ -223,6 +245,7 @@ def _find_victim(
 
         try:
             ledger.open()
+            gate.touch()
             until(look)
         finally:
             ledger.close()
