@@ -232,7 +232,10 @@ class _Engine:
 
         # Not by LLM.get_metrics, which rounds counters to whole numbers.
         found: dict[str, float] = {}
-        for metric in REGISTRY.collect():
+        metrics = list(REGISTRY.collect())
+        if not any(metric.name.startswith("vllm:s3ec_") for metric in metrics):
+            metrics += self._our_metrics()
+        for metric in metrics:
             for sample in metric.samples:
                 count = f"{metric.name}_count"
                 if sample.name not in (metric.name, f"{metric.name}_total", count):
@@ -242,6 +245,14 @@ class _Engine:
                 name += f"{{{','.join(labels)}}}" if labels else ""
                 found[name] = found.get(name, 0) + sample.value
         return found
+
+    def _our_metrics(self) -> list[Any]:
+        """What a vLLM before 0.31 does not show; nothing where the engine is another process."""
+        from s3ec.connector.exporter import Exposition
+
+        core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
+        parts = getattr(core and core.scheduler.ec_connector, "parts", None)
+        return [] if parts is None else list(Exposition(parts.figures, {}).collect())
 
     def shutdown(self) -> None:
         # In order and with time to finish saves; collecting the object would allow 5 seconds.
