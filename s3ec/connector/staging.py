@@ -395,7 +395,7 @@ class Accelerator:
 class AcceleratorStaging:
     """Through pinned memory, on a side stream for each direction.
 
-    A buffer is reused after the event behind its copy, never earlier. Not measured on a GPU.
+    A buffer is reused after the event behind its copy, never earlier.
 
     Attributes:
         loads: Where buffers for loads come from; bounded.

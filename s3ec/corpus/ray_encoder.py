@@ -500,14 +500,17 @@ class RayEncoder:
                 yield from self._note(member, encoded)
 
     def _note(self, member: _Member, encoded: Encoded) -> Iterator[Encoded]:
-        picture = member.given.pop(encoded.number, None)
-        if picture is None:
-            return
-        self._failures = 0
-        self._deaths.pop(encoded.number, None)
-        self._names.pop(encoded.number, None)
-        if encoded.identifier is not None:
-            member.unconfirmed[encoded.number] = picture, encoded.identifier
+        with self._lock:
+            if member not in self._members:
+                return  # a reader has found it gone meanwhile, and its items are seen to
+            picture = member.given.pop(encoded.number, None)
+            if picture is None:
+                return
+            self._failures = 0
+            self._deaths.pop(encoded.number, None)
+            self._names.pop(encoded.number, None)
+            if encoded.identifier is not None:
+                member.unconfirmed[encoded.number] = picture, encoded.identifier
         if encoded.number not in self._known:
             yield encoded
 

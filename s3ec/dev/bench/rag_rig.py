@@ -432,7 +432,7 @@ class Rig:
         if config.manager is not None and setup.managers:
             options["ec_manager_config"] = {"encoder_cache_manager_cls": f"s3ec.{config.manager}"}
         if setup.device == "cuda":
-            options |= {"enforce_eager": False, "gpu_memory_utilization": 0.5}
+            options["gpu_memory_utilization"] = 0.5
         self._engines += 1
         return EngineProcess(
             self._model,
@@ -441,7 +441,8 @@ class Rig:
             media=self._scratch,
             env=self._server.env() | ONE_PROCESS,
             options=options,
-            nursery=self._nursery,
+            # It has imported vLLM's runner for the CPU, which takes the place of CUDA's events.
+            nursery=self._nursery if setup.device == "cpu" else None,
         )
 
     def _settings(self, latency_ms: int, folder: str) -> dict[str, Any]:

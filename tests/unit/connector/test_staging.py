@@ -183,6 +183,18 @@ def test_save_runs_behind_the_computation_and_keeps_the_output_s_memory() -> Non
     assert torch.equal(copy.wait(), torch.full((4, 8), 7.0))
 
 
+def test_what_computes_next_writes_to_an_output_only_when_that_was_copied() -> None:
+    fake = FakeAccelerator()
+    device = accelerated(fake)
+    fake.streams[1].held = True
+    output = values(1)
+    copy = device.to_host(output)
+    fake.computing.queue(lambda: output.fill_(9))
+    fake.release()
+    assert torch.equal(copy.wait(), values(1))
+    assert torch.equal(output, values(9))
+
+
 def test_released_save_buffer_is_not_reused_while_its_copy_is_held_back() -> None:
     fake = FakeAccelerator()
     device = accelerated(fake)

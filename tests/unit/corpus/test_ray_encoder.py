@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from s3ec.corpus.encoder import Encoded, EncoderError, Picture
-from s3ec.corpus.ray_encoder import RayEncoder, RayOptions, start_ray
+from s3ec.corpus.ray_encoder import RayEncoder, RayOptions, _Member, start_ray
 from s3ec.corpus.sources import SourceItem, open_source
 from s3ec.errors import ConfigError, SourceError
 from tests.support.copying import Copier
@@ -201,6 +201,18 @@ def test_item_of_a_dead_worker_waits_until_the_bucket_was_asked(
     assert {each.number for each in ends} == {0, 1}
     assert asked[f"id-{number}"] > 3
     assert len(lines(log, "encoded")) == 2
+
+
+def test_result_of_a_worker_that_a_reader_has_just_found_gone_is_told_once(log: Path) -> None:
+    made = encoder(log)
+    made.stop()  # no other one is started
+    item = Picture(0, "image", b"", uuid="id-0")
+    member = _Member(None, None, 0.0, given={0: item})
+    made._members.append(member)
+    made._bury(member, "it was killed")
+    assert list(made._note(member, Encoded(0, "id-0"))) == []
+    made._prune()
+    assert made._take_results() == [Encoded(0, "id-0")]
 
 
 def test_more_workers_start_while_all_are_busy(tmp_path: Path, log: Path) -> None:
