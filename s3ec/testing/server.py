@@ -2,8 +2,8 @@
 """S3 servers on this machine: SeaweedFS as a child process, moto as a thread.
 
 ``LocalS3`` is the real thing: durable, checks signatures and identities, refuses the second
-conditional PUT also under races. ``MotoServer`` has the semantics without the signatures.
-Both listen on 127.0.0.1 only.
+conditional PUT also under races. ``MotoServer`` answers as S3 does, but checks no signatures, and
+of writers that race for a name two may win there. Both listen on 127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ class LocalS3(S3Server):
 
 
 class MotoServer(S3Server):
-    """moto's S3 as a thread of this process: real semantics, signatures not checked."""
+    """moto's S3 as a thread of this process; no signatures are checked, and no races decided."""
 
     def __init__(self) -> None:
         """Prepare a server; nothing runs until ``start``.

@@ -18,6 +18,7 @@ from tests.contract.conftest import BUCKET, READER, WRITER, Configure, Transport
 
 class TestOnMoto(StoreContract):
     list_count = 120
+    decides_races = False
 
     @pytest.fixture
     def make_store(
