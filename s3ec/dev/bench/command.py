@@ -499,12 +499,12 @@ def _check_file(path: str | Path | None, option: str) -> None:
 
 @contextmanager
 def _saying(what: str) -> Iterator[Callable[[str], None]]:
-    """One line of progress on stderr, where that is a terminal.
+    """Progress on stderr: one line that changes on a terminal, else a line for each.
 
     No spinner: its thread would run beside what is measured.
     """
     if not sys.stderr.isatty():
-        yield lambda _line: None
+        yield lambda line: print(f"bench {what}: {line}", file=sys.stderr, flush=True)
         return
 
     def say(line: str) -> None:

@@ -113,6 +113,9 @@ class Context:
         if row.spec.name in self._rows:
             raise ValueError(f"{row.spec.name} was reported before")
         self._rows[row.spec.name] = row
+        # The result comes at the end, which one that is cut off does not reach.
+        if row.value is not None:
+            self.say(f"{row.spec.name}: {row.value:.4g}")
 
     def rows(self, why: str) -> list[Row]:
         """All rows in their declared order; ``why`` stands where nothing was reported."""

@@ -139,6 +139,10 @@ def run(context: Context, options: Options | None = None) -> None:
             for number, leg in enumerate(legs, 1):
                 context.say(f"half {half + 1}, {number} of {len(legs)}: {leg.name}")
                 rig.ask(leg, requests, first=not half)
+                context.say(
+                    f"so far: {leg.ttft_s(50):.3g} s to the first token (median), "
+                    f"{leg.seconds:.3g} s in all, {leg.encodes} encodes"
+                )
     report(context, legs, whys, _about(options, workload, setup))
 
 

@@ -433,6 +433,9 @@ class Rig:
             options["ec_manager_config"] = {"encoder_cache_manager_cls": f"s3ec.{config.manager}"}
         if setup.device == "cuda":
             options["gpu_memory_utilization"] = 0.5
+            # Both halves of vLLM's cache of processed pictures forget in the same order only where
+            # they see requests in the same order; a replay renders all before it asks for any.
+            options["mm_processor_cache_gb"] = 16
         self._engines += 1
         return EngineProcess(
             self._model,

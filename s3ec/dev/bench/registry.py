@@ -105,6 +105,12 @@ ENTRIES: dict[str, Entry] = {
         240,
         alone=True,
     ),
+    "encode": Entry(
+        "s3ec.dev.bench.encode",
+        "What one encode takes on this GPU, beside the estimate of `s3ec cost`.",
+        300,
+        alone=True,
+    ),
     "rag": Entry(
         "s3ec.dev.bench.rag",
         "Questions over document images: vLLM alone, with s3ec, and with ECExampleConnector.",

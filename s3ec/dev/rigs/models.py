@@ -16,11 +16,13 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -128,18 +130,20 @@ def write_qwen_vl(
 
     Of a picture of 224 pixels square, ``qwen2-vl`` and ``qwen2.5-vl`` make 64 rows of 64 values,
     and ``qwen3-vl`` makes 49 rows of 192: the last layer's values and those of two layers before
-    it. All take videos too. A folder that already holds it is left as it is.
+    it. All take videos too. ``qwen2.5-vl-7b`` and ``qwen3-vl-8b`` have those models' encoders at
+    their real size before two narrow layers of text. A folder that already holds it is left as it
+    is.
 
     Args:
         out: Folder of the model, made if missing.
-        family: One of QWEN_VL_FAMILIES.
+        family: One of QWEN_VL_FAMILIES or QWEN_VL_ENCODERS.
         seed: Of the weights.
         max_pixels: A larger picture is made smaller.
 
     Raises:
         KeyError: No such family.
     """
-    build = QWEN_VL_FAMILIES[family]
+    build = (QWEN_VL_FAMILIES | QWEN_VL_ENCODERS)[family]
     recipe = {"family": family, "seed": seed, "max_pixels": max_pixels}
     return build_once(out, recipe, lambda: build(out, seed, max_pixels))
 
@@ -286,45 +290,92 @@ def _build_qwen2_vl(out: Path, seed: int, max_pixels: int) -> None:
     _save_qwen_vl_processor(out, "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14, max_pixels)
 
 
-def _build_qwen2_5_vl(out: Path, seed: int, max_pixels: int) -> None:
+_QWEN2_5_VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [1],
+    "tokens_per_second": 2,
+}
+_QWEN2_5_VISION_7B = _QWEN2_5_VISION | {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_QWEN2_5_TEXT_7B = {
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "mrope_section": [16, 24, 24],
+}
+_QWEN3_VISION = {
+    "depth": 3,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "num_position_embeddings": 256,
+    "deepstack_visual_indexes": [0, 1],
+}
+_QWEN3_VISION_8B = _QWEN3_VISION | {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "out_hidden_size": 4096,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+_QWEN3_TEXT = {"head_dim": 32, "mrope_section": [6, 5, 5]}
+_QWEN3_TEXT_8B = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "mrope_section": [24, 20, 20],
+}
+
+
+def _build_qwen2_5_vl(
+    out: Path,
+    seed: int,
+    max_pixels: int,
+    vision: Mapping[str, Any] = _QWEN2_5_VISION,
+    text: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    vision = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 14,
-        "window_size": 112,
-        "fullatt_block_indexes": [1],
-        "tokens_per_second": 2,
-    }
     config = Qwen2_5_VLConfig(
-        text_config=_qwen_vl_text(max_pixels),
-        vision_config=vision,
+        text_config=_qwen_vl_text(max_pixels, **text),
+        vision_config=dict(vision),
         **_save_qwen_vl_tokenizer(out),
     )
     save_weights(out, lambda: Qwen2_5_VLForConditionalGeneration(config), seed)
     _save_qwen_vl_processor(out, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14, max_pixels)
 
 
-def _build_qwen3_vl(out: Path, seed: int, max_pixels: int) -> None:
+def _build_qwen3_vl(
+    out: Path,
+    seed: int,
+    max_pixels: int,
+    vision: Mapping[str, Any] = _QWEN3_VISION,
+    text: Mapping[str, Any] = _QWEN3_TEXT,
+) -> None:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    vision = {
-        "depth": 3,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 16,
-        "num_position_embeddings": 256,
-        "deepstack_visual_indexes": [0, 1],
-    }
-    text = _qwen_vl_text(max_pixels) | {"head_dim": 32}
-    text["rope_parameters"] |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, **_save_qwen_vl_tokenizer(out))
+    words = _qwen_vl_text(max_pixels, **text)
+    words["rope_parameters"] |= {"mrope_interleaved": True}
+    config = Qwen3VLConfig(
+        text_config=words, vision_config=dict(vision), **_save_qwen_vl_tokenizer(out)
+    )
     save_weights(out, lambda: Qwen3VLForConditionalGeneration(config), seed)
     _save_qwen_vl_processor(out, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, max_pixels)
 
@@ -333,6 +384,10 @@ QWEN_VL_FAMILIES: dict[str, Callable[[Path, int, int], None]] = {
     "qwen2-vl": _build_qwen2_vl,
     "qwen2.5-vl": _build_qwen2_5_vl,
     "qwen3-vl": _build_qwen3_vl,
+}
+QWEN_VL_ENCODERS: dict[str, Callable[[Path, int, int], None]] = {
+    "qwen2.5-vl-7b": partial(_build_qwen2_5_vl, vision=_QWEN2_5_VISION_7B, text=_QWEN2_5_TEXT_7B),
+    "qwen3-vl-8b": partial(_build_qwen3_vl, vision=_QWEN3_VISION_8B, text=_QWEN3_TEXT_8B),
 }
 
 
@@ -357,7 +412,9 @@ def _save_qwen_vl_tokenizer(out: Path) -> dict[str, Any]:
     }
 
 
-def _qwen_vl_text(max_pixels: int) -> dict[str, Any]:
+def _qwen_vl_text(
+    max_pixels: int, mrope_section: Sequence[int] = (4, 6, 6), **more: int
+) -> dict[str, Any]:
     return {
         "vocab_size": len(_QWEN_VL_SPECIAL) + 256,  # a token per byte
         "hidden_size": 64,
@@ -370,8 +427,9 @@ def _qwen_vl_text(max_pixels: int) -> dict[str, Any]:
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e4,
-            "mrope_section": [4, 6, 6],
+            "mrope_section": list(mrope_section),
         },
+        **more,
     }
 
 
