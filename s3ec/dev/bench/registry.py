@@ -172,7 +172,7 @@ ENTRIES: dict[str, Entry] = {
     "verify": Entry(
         "s3ec.dev.bench.verify",
         "Every byte of a corpus checked, beside loops that read the same and check nothing.",
-        60,
+        240,
         alone=True,
     ),
     "gc": Entry(

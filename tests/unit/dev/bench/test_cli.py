@@ -80,6 +80,20 @@ def test_json_without_a_file_goes_to_stdout(args: list[str]) -> None:
     assert json.loads(invoke("data", *args).stdout)["bench"] == "data"
 
 
+def test_progress_goes_to_stderr_line_by_line_where_that_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run_here(which: str, *, quick: bool, say: Callable[[str], None]) -> Result:
+        say("the first")
+        say("the second")
+        return fakes.result(name=which)
+
+    monkeypatch.setattr(run, "run_here", run_here)
+    result = invoke("hooks", "--json")
+    assert result.stderr.splitlines() == ["bench hooks: the first", "bench hooks: the second"]
+    assert json.loads(result.stdout)["bench"] == "hooks"
+
+
 def test_data_runs_the_benchmarks_of_the_data_path(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 

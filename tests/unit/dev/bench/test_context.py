@@ -42,6 +42,14 @@ def test_second_report_of_a_row_is_refused(tmp_path: Path) -> None:
         made.cannot("fake.ratio", "no")
 
 
+def test_reported_rows_are_said_at_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    made = Context(fakes.bench(lambda _: None), quick=False, scratch=tmp_path, say=said.append)
+    made.report("fake.plain_us", 1234.5, samples=1)
+    made.cannot("fake.ratio", "no")
+    assert said == ["fake.plain_us: 1234"]
+
+
 def test_missing_names_what_was_not_reported(tmp_path: Path) -> None:
     made = context(tmp_path)
     made.report("fake.ratio", 1.0, samples=1)
