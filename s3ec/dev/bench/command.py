@@ -503,19 +503,19 @@ def _saying(what: str) -> Iterator[Callable[[str], None]]:
 
     No spinner: its thread would run beside what is measured.
     """
-    if not sys.stderr.isatty():
-        yield lambda line: print(f"bench {what}: {line}", file=sys.stderr, flush=True)
-        return
+    is_terminal = sys.stderr.isatty()
+    before, behind = ("\r\x1b[2K", "") if is_terminal else ("", "\n")
 
     def say(line: str) -> None:
-        sys.stderr.write(f"\r\x1b[2Kbench {what}: {line}")
+        sys.stderr.write(f"{before}bench {what}: {line}{behind}")
         sys.stderr.flush()
 
     try:
         yield say
     finally:
-        sys.stderr.write("\r\x1b[2K")
-        sys.stderr.flush()
+        if is_terminal:
+            sys.stderr.write(before)
+            sys.stderr.flush()
 
 
 def _publish(results: list[Result], whole: Result, json_file: str | None) -> None:
