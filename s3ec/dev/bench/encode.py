@@ -19,7 +19,8 @@ from s3ec.dev.bench import engines, measure
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
 from s3ec.dev.bench.result import Spec
 from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
-from s3ec.payoff import GPUS, MODELS, Gpu
+from s3ec.doctor.advise import preset_of
+from s3ec.payoff import MODELS, Gpu
 
 _PAGE = (1240, 1754)
 _MAX_PIXELS = 2_200_000  # so that the page stays as large as it is
@@ -74,10 +75,9 @@ def run(context: Context) -> None:
                 "gpu": gpu.label,
             },
         )
-    worst = max(learned.values(), key=lambda one: max(one, 1 / one))
     context.report(
         _LEARNED,
-        max(worst, 1 / worst),
+        measure.furthest_from_one(learned.values()),
         samples=count * len(learned),
         detail={"learned_over_true": learned},
     )
@@ -91,7 +91,7 @@ def _gpu() -> Gpu:
     if not torch.cuda.is_available():
         raise CannotMeasureError("there is no CUDA device here")
     name = torch.cuda.get_device_name()
-    found = next((gpu for gpu in GPUS.values() if gpu.label in name.split()), None)
+    found = preset_of(name)
     if found is None:
         raise CannotMeasureError(f"{name} is none of those that are estimated")
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import statistics
 
-from s3ec.dev.bench import engines
+from s3ec.dev.bench import engines, measure
 from s3ec.dev.bench.context import Context
 from s3ec.dev.bench.result import Spec
 
@@ -52,10 +52,9 @@ def run(context: Context) -> None:
                 true = statistics.median(took / rows for took, rows in found["times"][-_TOLD:])
                 errors[f"{role}, {1000 * seconds:.0f} ms"] = ratio = row_s / true
                 context.say(f"{role} {kind} {1000 * seconds:.0f} ms: learned {ratio:.3f} of it")
-    worst = max(errors.values(), key=lambda one: max(one, 1 / one))
     context.report(
         _RATIO,
-        max(worst, 1 / worst),
+        measure.furthest_from_one(errors.values()),
         samples=count * len(errors),
         detail={"learned_over_true": errors},
     )

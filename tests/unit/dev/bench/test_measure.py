@@ -120,3 +120,8 @@ def test_spread_tells_how_far_rounds_lie_apart() -> None:
         "p75": 4.0,
         "rounds": 5,
     }
+
+
+def test_too_small_is_as_far_from_one_as_too_large() -> None:
+    assert measure.furthest_from_one([0.5, 1.2, 1.9]) == 2.0
+    assert measure.furthest_from_one([0.9, 4.0]) == 4.0
