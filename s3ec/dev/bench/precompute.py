@@ -43,7 +43,9 @@ ROWS = (
     Spec(_HITS, "ratio", ">= 1"),
 )
 _ROUNDS = 5
-_PICTURES = 8  # in each round
+# In each round as many as keep an encoder busy for a while: an encode takes 1 to 20 s on a core.
+_FIRST_PICTURES, _MOST_PICTURES = 2, 8
+_ROUND_S = 30.0
 _ITEMS, _QUICK_ITEMS = 10_000, 200
 _ASKED = 12
 _SIDE = 448
@@ -53,6 +55,8 @@ _ENGINE = {
     "max_model_len": 4096,
     "max_num_seqs": 8,
 }
+# Where a processor does not compute with bfloat16, such an encoder takes minutes for a picture.
+_LARGE_ENGINE = {**_ENGINE, "dtype": "float32"}
 _START_S = 900.0
 _BUCKET = "precompute"
 
@@ -111,30 +115,30 @@ def _measure_overhead(context: Context, server: LocalS3) -> None:
     context.say("writing an encoder like Gemma3-27B's")
     model = write_gemma3(context.scratch / "model-27b", preset="encoder-27b")
     rounds = context.rounds(_ROUNDS) + 1  # the first one warms up
-    count = 2 if context.quick else _PICTURES
-    folders: dict[str, list[Path]] = {"job": [], "loop": []}
-    for number in range(2 * rounds):
-        whose = "job" if number % 2 else "loop"
-        folder = context.scratch / f"pages-{number}"
-        _write_pictures(folder, count, 2 * _SIDE, seed=number)
-        folders[whose].append(folder)
     env = {**ONE_PROCESS, **engine_env()}
     settings = _settings(server, context.scratch / "tier-27b")
     took: dict[str, list[dict[str, float]]] = {"job": [], "loop": []}
+    count = _FIRST_PICTURES
     with (
         mock.patch.dict("os.environ", env),
         Child(_job_child, str(model), settings) as job,
         Child(_loop_child, str(model), str(context.scratch)) as loop,
     ):
         for number in range(rounds):
-            context.say(f"encoding, round {number} of {rounds - 1}")
+            context.say(f"encoding, round {number} of {rounds - 1}, {count} pictures each")
             # In turn, and who is first changes: the machine is not the same from one to the next.
             pair = [("job", job), ("loop", loop)]
+            answers = {}
             for whose, child in pair if number % 2 else reversed(pair):
-                child.tell(str(folders[whose][number]))
-                answer = child.answer(_START_S)
-                if number:
+                folder = context.scratch / f"pages-{number}-{whose}"
+                _write_pictures(folder, count, 2 * _SIDE, seed=2 * number + (whose == "job"))
+                child.tell(str(folder))
+                answers[whose] = child.answer(_START_S)
+            if number:
+                for whose, answer in answers.items():
                     took[whose].append(answer)
+            elif not context.quick:
+                count = _pictures_a_round(answers["job"]["encoder_s"] / count)
     alone = [each["seconds"] / each["encoder_s"] - 1 for each in took["job"]]
     # The loop's own time beside its encoder: two encoders of one model differ by more than that.
     its_own = [each["seconds"] / each["encoder_s"] - 1 for each in took["loop"]]
@@ -151,6 +155,10 @@ def _measure_overhead(context: Context, server: LocalS3) -> None:
             "confirm_s": measure.medians({"": [each["confirm_s"] for each in took["job"]]})[""],
         },
     )
+
+
+def _pictures_a_round(encode_s: float) -> int:
+    return max(_FIRST_PICTURES, min(_MOST_PICTURES, round(_ROUND_S / encode_s)))
 
 
 class _Clock:
@@ -202,7 +210,7 @@ def _job_child(pipe: Connection, model: str, settings: Mapping[str, Any]) -> Non
             super().close()
 
     with Corpus.open(settings) as corpus:
-        encoder = Kept(model, corpus.settings, engine_args=_ENGINE)
+        encoder = Kept(model, corpus.settings, engine_args=_LARGE_ENGINE)
         with contextlib.suppress(EOFError):
             while True:
                 folder = pipe.recv()
@@ -229,7 +237,7 @@ def _loop_child(pipe: Connection, model: str, folder: str) -> None:
         ec_role="ec_producer",
         ec_connector_extra_config={"shared_storage_path": f"{folder}/example"},
     )
-    options: dict[str, Any] = {**NEW_PICTURES, **_ENGINE}
+    options: dict[str, Any] = {**NEW_PICTURES, **_LARGE_ENGINE}
     llm = LLM(model=model, allowed_local_media_path=folder, ec_transfer_config=example, **options)
     clock = _Clock(llm)
     with contextlib.suppress(EOFError):
