@@ -503,8 +503,7 @@ def _saying(what: str) -> Iterator[Callable[[str], None]]:
 
     No spinner: its thread would run beside what is measured.
     """
-    is_terminal = sys.stderr.isatty()
-    before, behind = ("\r\x1b[2K", "") if is_terminal else ("", "\n")
+    before, behind = ("\r\x1b[2K", "") if sys.stderr.isatty() else ("", "\n")
 
     def say(line: str) -> None:
         sys.stderr.write(f"{before}bench {what}: {line}{behind}")
@@ -513,9 +512,8 @@ def _saying(what: str) -> Iterator[Callable[[str], None]]:
     try:
         yield say
     finally:
-        if is_terminal:
-            sys.stderr.write(before)
-            sys.stderr.flush()
+        sys.stderr.write(before)
+        sys.stderr.flush()
 
 
 def _publish(results: list[Result], whole: Result, json_file: str | None) -> None:

@@ -8,10 +8,9 @@ vLLM's hooks is compared with what was measured around the encoder.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,28 +111,25 @@ def _encode(context: Context, name: str, page: Path, count: int) -> tuple[list[f
     from s3ec.dev.rigs.engine import EngineProcess, ec_config
     from s3ec.dev.rigs.models import write_gemma3, write_qwen_vl
 
-    folder = context.scratch / name
-    write: Callable[[Path], Path] = (
-        (lambda out: write_gemma3(out, name))
-        if name.startswith("gemma3")
-        else (lambda out: write_qwen_vl(out, name, max_pixels=_MAX_PIXELS))
-    )
+    model = context.scratch / name
+    if name.startswith("gemma3"):
+        write_gemma3(model, name)
+    else:
+        write_qwen_vl(model, name, max_pixels=_MAX_PIXELS)
     settings = {
         "url": (context.scratch / f"bucket-{name}").as_uri(),
         "cache_dir": str(context.scratch / f"tier of {name}"),
         "min_free_bytes": 0,
         "weights": "name",
     }
-    engine = EngineProcess(
-        write(folder),
+    with EngineProcess(
+        model,
         ec=ec_config("ec_both", settings, ec_connector_module_path="s3ec.connector"),
         log_path=context.scratch / f"{name}.log",
         media=context.scratch,
         env=ONE_PROCESS,
         options=_OPTIONS,
-    )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(engine)
+    ) as engine:
         for number in range(_FIRST + count):
             if number == _FIRST:  # the first ones compile and tune
                 engine.encoder()

@@ -43,7 +43,7 @@ ROWS = (
     Spec(_HITS, "ratio", ">= 1"),
 )
 _ROUNDS = 5
-# In each round as many as keep an encoder busy for a while: an encode takes 1 to 20 s on a core.
+# In each round as many as keep an encoder busy for a while: an encode takes 1 to 25 s on a core.
 _FIRST_PICTURES, _MOST_PICTURES = 2, 8
 _ROUND_S = 30.0
 _ITEMS, _QUICK_ITEMS = 10_000, 200

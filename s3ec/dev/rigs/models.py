@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -309,6 +308,7 @@ _QWEN2_5_VISION_7B = _QWEN2_5_VISION | {
     "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
+_QWEN2_5_TEXT = {"mrope_section": [4, 6, 6]}
 _QWEN2_5_TEXT_7B = {
     "hidden_size": 3584,
     "num_attention_heads": 28,
@@ -349,7 +349,7 @@ def _build_qwen2_5_vl(
     seed: int,
     max_pixels: int,
     vision: Mapping[str, Any] = _QWEN2_5_VISION,
-    text: Mapping[str, Any] = MappingProxyType({}),
+    text: Mapping[str, Any] = _QWEN2_5_TEXT,
 ) -> None:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
