@@ -580,10 +580,10 @@ class Corpus:
     ) -> Audit:
         """Compare index, objects and catalogue with a listing of all objects; changes nothing.
 
-        Costs a download of the whole index and a listing of everything, 16 requests at a time; of
-        a deep check a second listing and a download of everything. Memory: some 200 MiB; temporary
-        files of 42 bytes for each entry. Entries that are stored or deleted meanwhile are not
-        complained about.
+        Costs a download of the whole index and a listing of everything, 16 requests at a time; a
+        deep check a download of everything too, and one more listing of all but small corpora.
+        Memory: some 200 MiB; temporary files of 42 bytes for each entry. Entries that are stored or
+        deleted meanwhile are not complained about.
 
         Args:
             catalog: Look at the catalogue as well, where there is one.

@@ -210,7 +210,7 @@ class Wrapper:
     async def head(self, name: str) -> ObjectInfo | None:
         return await self._around("head", name, lambda: self._inner.head(name))
 
-    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+    async def list(self, prefix: str, *, start_after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         pages = self._inner.list(prefix, start_after=start_after)
         next_entry = self._next_of(prefix, pages)
         try:

@@ -8,7 +8,7 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
@@ -195,7 +195,7 @@ class FaultStore(Wrapper):
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         return await self._run(self._strike(op, name), name, call)
 
-    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+    async def list(self, prefix: str, *, start_after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         fault = self._strike("list", prefix)
         pages = self._inner.list(prefix, start_after=start_after)
         if fault is not None:

@@ -99,9 +99,12 @@ async def test_sound_corpus_agrees_and_every_object_is_read_once(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
     monkeypatch.setattr(deep_check, "FEW", few)
+    monkeypatch.setattr("s3ec.corpus.audit.FEW", few)
     store = FaultStore(memory)
     found = await look(store)
     assert found.agrees
+    # Few are listed once, and not for the index and for the objects.
+    assert store.log.count(("list", LAYOUT.objects)) == (1 if few else 2)
     deep = deep_of(found)
     assert (deep.objects, deep.corrupt, deep.unread, deep.gone) == (21, 0, 0, 0)
     assert deep.nbytes == sum(

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 import sys
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import aioboto3
 import botocore.session
 import pytest
+from botocore.utils import parse_timestamp
 
 from s3ec.config import load_settings
 from s3ec.dev.rigs import proxy_faults as faults
@@ -29,7 +31,7 @@ from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.credentials import ChainCredentials
 from s3ec.store.open import open_store
 from s3ec.store.s3 import ObstoreStore
-from s3ec.store.s3_client import Address, address_of, check_settings, open_client
+from s3ec.store.s3_client import Address, address_of, check_settings, open_client, parse_time
 from tests.unit.store.conftest import KEY_ID, ROLE, SECRET, Configure
 
 TOKEN = "t0ken-unit-test-that-nobody-may-see"
@@ -457,6 +459,25 @@ async def test_no_log_and_no_traceback_holds_the_credentials(
     text = "\n".join([*told, caplog.text, repr(store)])
     assert SECRET not in text
     assert TOKEN not in text
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["2026-11-26T09:44:10Z", "2026-11-26T09:44:10.123Z", "2026-11-26T09:44:10+01:00",
+     "Thu, 26 Nov 2026 09:44:10 GMT", "1795686830", "20260101", "2026-11-26", 1795686830, 1.5],
+)  # fmt: skip
+def test_time_is_read_as_by_the_sdk(value: object) -> None:
+    assert parse_time(value) == parse_timestamp(value)
+
+
+async def test_times_of_a_listing_are_not_left_to_the_sdk(
+    make: Make, keys: None, transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(prefix=transport.__name__)
+    await store.put_if_absent("a", [b"body"])
+    monkeypatch.delattr(s3_client, "parse_timestamp")
+    [info] = [info async for info in store.list("")]
+    assert abs(info.modified_s - time.time()) < 3600
 
 
 def test_log_level_that_somebody_chose_for_the_sdk_stays(sdk_levels: None) -> None:
