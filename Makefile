@@ -34,6 +34,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 # Sets of names have the same order in every run of a test.
 export PYTHONHASHSEED ?= 0
+# Every process of the tests would compile every file again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test test-fast test-versions check lint bench docs dashboard prometheus fuzz audit audit-terraform dist lock clean
 

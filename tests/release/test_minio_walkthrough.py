@@ -129,7 +129,7 @@ def stand_in_engine() -> Iterator[StandIn]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         engine = StandIn(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield engine

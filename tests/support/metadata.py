@@ -67,7 +67,11 @@ class MetadataService:
                 """Who asked did not wait."""
 
         self._server = Server((HOST, 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.01},
+            daemon=True,
+        )
 
     @property
     def env(self) -> dict[str, str]:

@@ -287,6 +287,7 @@ async def test_part_that_is_too_large_is_not_downloaded() -> None:
     assert set(store.calls) == {"list"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bit", range(8))
 def test_no_flipped_bit_makes_another_row(bit: int) -> None:
     """Parquet's checksums cover the pages, not what is around them."""

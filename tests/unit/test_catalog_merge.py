@@ -422,6 +422,7 @@ ACTIONS = st.tuples(
 FIRST = [("append", 0), *[("go", 0)] * 4, ("append", 1), *[("go", 0)] * 4, ("merge", 0)]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.lists(ACTIONS, min_size=40, max_size=120))
 def test_no_order_of_appends_merges_and_deaths_loses_the_newest_row(

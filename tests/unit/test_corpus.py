@@ -209,6 +209,7 @@ def test_request_is_sent_again_where_one_answer_fails(make: Make) -> None:
     assert filled.corpus.get(IDS[0]) is not None
 
 
+@pytest.mark.slow
 def test_store_that_does_not_answer_or_refuses_says_so(make: Make) -> None:
     for kind in (UnavailableError, AccessError):
         filled = faulty(make, Fault(op="list", error=kind))

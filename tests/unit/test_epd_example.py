@@ -37,10 +37,7 @@ class StandIn:
     """An instance of vLLM; ``answers`` maps a path to a status and a body."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.status = 200
-        self.body = b"{}"
+        self.begin_anew({})
         stand_in = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -67,8 +64,18 @@ class StandIn:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.01},
+        )
         self._thread.start()
+
+    def begin_anew(self, answer: Any) -> None:
+        """Forget what was asked, and give this answer."""
+        self.asked: list[tuple[str, str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.status = 200
+        self.body = json.dumps(answer).encode()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -76,20 +83,28 @@ class StandIn:
         self._server.server_close()
 
 
-@pytest.fixture
-def encoder() -> Iterator[StandIn]:
-    made = StandIn()
-    made.body = json.dumps({"choices": [], "ec_transfer_params": NAMES}).encode()
-    yield made
-    made.close()
+@pytest.fixture(scope="module")
+def encoder_server() -> Iterator[StandIn]:
+    with contextlib.closing(StandIn()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def language_server() -> Iterator[StandIn]:
+    with contextlib.closing(StandIn()) as made:
+        yield made
 
 
 @pytest.fixture
-def language() -> Iterator[StandIn]:
-    made = StandIn()
-    made.body = b'{"choices": ["an answer"]}'
-    yield made
-    made.close()
+def encoder(encoder_server: StandIn) -> StandIn:
+    encoder_server.begin_anew({"choices": [], "ec_transfer_params": NAMES})
+    return encoder_server
+
+
+@pytest.fixture
+def language(language_server: StandIn) -> StandIn:
+    language_server.begin_anew({"choices": ["an answer"]})
+    return language_server
 
 
 @contextlib.contextmanager
@@ -115,22 +130,31 @@ def proxy(encoder: str, language: str, log_path: Path) -> Iterator[str]:
 Post = Callable[..., tuple[int, bytes]]
 
 
+@pytest.fixture(scope="module")
+def proxy_url(
+    encoder_server: StandIn, language_server: StandIn, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    log_path = tmp_path_factory.mktemp("proxy") / "proxy.log"
+    with proxy(encoder_server.url, language_server.url, log_path) as url:
+        yield url
+
+
 @pytest.fixture
-def post(encoder: StandIn, language: StandIn, tmp_path: Path) -> Iterator[Post]:
-    with proxy(encoder.url, language.url, tmp_path / "proxy.log") as url:
+def post(proxy_url: str, encoder: StandIn, language: StandIn) -> Post:
+    """Ask the proxy between the two."""
 
-        def post(body: Any, path: str = "/v1/chat/completions") -> tuple[int, bytes]:
-            data = body if isinstance(body, bytes) else json.dumps(body).encode()
-            headers = {"Content-Type": "application/json", "Authorization": "Bearer key"}
-            asked = urllib.request.Request(f"{url}{path}", data, headers)
-            try:
-                with urllib.request.urlopen(asked, timeout=60) as reply:
-                    assert reply.headers["X-From"] == "vLLM"
-                    return reply.status, reply.read()
-            except urllib.error.HTTPError as exc:
-                return exc.code, exc.read()
+    def post(body: Any, path: str = "/v1/chat/completions") -> tuple[int, bytes]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer key"}
+        asked = urllib.request.Request(f"{proxy_url}{path}", data, headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=60) as reply:
+                assert reply.headers["X-From"] == "vLLM"
+                return reply.status, reply.read()
+        except urllib.error.HTTPError as exc:
+            return exc.code, exc.read()
 
-        yield post
+    return post
 
 
 def chat(*parts: Any, **more: Any) -> dict[str, Any]:

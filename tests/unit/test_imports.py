@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -111,11 +112,14 @@ def walk(
             )
 
 
-IMPORTS = [
-    found
-    for module in sorted(PACKAGE.rglob("*.py"))
-    for found in walk(ast.parse(module.read_text()), module)
-]
+@functools.cache
+def imports() -> list[Import]:
+    """Of all modules; when a test asks, since each process of a run collects all tests."""
+    return [
+        found
+        for module in sorted(PACKAGE.rglob("*.py"))
+        for found in walk(ast.parse(module.read_text()), module)
+    ]
 
 
 def test_every_part_has_its_layer() -> None:
@@ -123,12 +127,12 @@ def test_every_part_has_its_layer() -> None:
         part_of(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")
     }
     assert parts - set(LAYER_OF) == set()
-    assert len(IMPORTS) > 300
+    assert len(imports()) > 300
 
 
 def test_imports_point_down() -> None:
     wrong = []
-    for each in IMPORTS:
+    for each in imports():
         if each.target.split(".")[0] != "s3ec":
             continue
         below = part_of(tuple(each.target.split(".")[1:]))
@@ -147,7 +151,7 @@ def test_heavy_libraries_stay_where_they_belong(library: str) -> None:
     allowed = MAY_IMPORT[library]
     wrong = [
         str(each)
-        for each in IMPORTS
+        for each in imports()
         if each.target.split(".")[0] == library and not each.typing_only
         if not (allowed.get(each.part) == "anywhere" or (each.part in allowed and each.inside))
     ]
@@ -157,7 +161,7 @@ def test_heavy_libraries_stay_where_they_belong(library: str) -> None:
 def test_the_sdk_stays_behind_the_store_and_the_doctor() -> None:
     wrong = [
         str(each)
-        for each in IMPORTS
+        for each in imports()
         if each.target.split(".")[0] in ("boto3", "botocore") and each.part not in SDK_MODULES
     ]
     assert wrong == []
@@ -166,17 +170,17 @@ def test_the_sdk_stays_behind_the_store_and_the_doctor() -> None:
 def test_the_extra_transport_is_one_module() -> None:
     """aioboto3 is not installed with s3ec, nor is what it brings."""
     extra = {"aioboto3", "aiobotocore", "aiohttp"}
-    modules = {each.module.name for each in IMPORTS if each.target.split(".")[0] in extra}
+    modules = {each.module.name for each in imports() if each.target.split(".")[0] in extra}
     assert modules == {"aioboto3_s3.py", "raw_loops.py"}
 
 
 def test_tests_are_not_imported() -> None:
-    assert [str(each) for each in IMPORTS if each.target.split(".")[0] == "tests"] == []
+    assert [str(each) for each in imports() if each.target.split(".")[0] == "tests"] == []
 
 
 def test_private_names_stay_in_their_part() -> None:
     wrong = []
-    for each in IMPORTS:
+    for each in imports():
         names = each.target.split(".")
         foreign = names[0] == "s3ec" and each.part not in names
         if foreign and any(name.startswith("_") and name != "__version__" for name in names):

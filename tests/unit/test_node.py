@@ -204,6 +204,7 @@ def test_a_node_whose_loop_cannot_be_stopped_gives_its_tier_back_all_the_same(
 # -- forks -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_forked_child_makes_a_node_of_its_own_and_leaves_its_parents_alone(
     tmp_path: Path,
 ) -> None:

@@ -133,7 +133,9 @@ def server() -> Iterator[Server]:
             """Nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, daemon=True)
+        thread = threading.Thread(
+            target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         thread.start()
         script.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
         yield script

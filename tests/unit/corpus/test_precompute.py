@@ -514,6 +514,7 @@ def test_a_catalogue_that_cannot_be_written_loses_nothing(
 # -- which items, and what is refused -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_shards_share_the_items_and_new_ones_move_no_others(desk: Desk) -> None:
     desk.write(**{f"page-{number:02}": bytes([number]) for number in range(20)})
     found = [desk.run(JobOptions(shard=(number, 3)))[1].encoded for number in range(3)]

@@ -101,7 +101,7 @@ def serving() -> Iterator[tuple[str, list[str]]]:
     ended = threading.Event()
     handler = type("Handler", (Pages,), {"asked": asked, "ended": ended})
     with ThreadingHTTPServer((HOST, 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield f"http://{HOST}:{server.server_port}", asked

@@ -261,6 +261,7 @@ def test_scheme_of_another_kind_is_an_item_that_cannot_be_read(tmp_path: Path) -
     assert reason_of(elsewhere) == "a `file` URL has three slashes, file:///FOLDER/FILE"
 
 
+@pytest.mark.slow
 def test_long_list_is_not_held_in_memory(tmp_path: Path) -> None:
     """Nor is what was read of it kept."""
     line = json.dumps({"id": "a", "path": "a.png", "text": "x" * 1000}).encode() + b"\n"

@@ -484,6 +484,7 @@ with Corpus.open(url=sys.argv[1]) as corpus:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_export_leaves_nothing_half_and_the_next_one_goes_on(
     here: Filled, tmp_path: Path
 ) -> None:
@@ -539,6 +540,7 @@ with Corpus.open(url=sys.argv[1]) as corpus:
 """
 
 
+@pytest.mark.slow
 def test_a_memory_stick_without_hard_links_takes_an_export(here: Filled, tmp_path: Path) -> None:
     large = content_hash("large")
     here.entry(NAMESPACE, large, entry_bytes(large, NAMESPACE, rows=8192))

@@ -200,7 +200,9 @@ def service(answers: Callable[[str, dict[str, str]], object]) -> Iterator[str]:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
