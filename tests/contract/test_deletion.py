@@ -15,6 +15,7 @@ from s3ec.index.delete import (
     remove_namespace,
 )
 from s3ec.index.rebuild import verify
+from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import LocalS3
@@ -26,7 +27,14 @@ ENTRIES = 1010  # a request takes 1000
 KEYS = [key_of(("deletion", number)) for number in range(ENTRIES)]
 
 
-@pytest.mark.parametrize("by", ["age", "key", "namespace"])
+# botocore's deletions are obstore's as well.
+@pytest.mark.parametrize(
+    ("transport", "by"),
+    [
+        *((ObstoreStore, by) for by in ("age", "key", "namespace")),
+        (Aioboto3Store, "key"),
+    ],
+)
 async def test_more_than_a_thousand_entries_go_with_two_requests_and_few_deltas(
     on_seaweed: Configure, transport: Transport, local_s3: LocalS3, by: str
 ) -> None:
