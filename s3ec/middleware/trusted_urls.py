@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from s3ec.errors import ConfigError, S3ECError
@@ -55,14 +55,14 @@ def are_trusted() -> bool:
 
 
 class TrustedUrls:
-    """The catalogue's pictures by their URL, read again every five minutes in the background.
+    """The catalogue's pictures by their URL, looked at again every five minutes in the background.
 
     A URL under which the catalogue has two contents is not known.
     """
 
     def __init__(
         self,
-        read: Callable[[], Iterable[Row]],
+        read: Callable[[], Iterable[Row] | None],
         *,
         domains: Collection[str] = (),
         refresh_s: float = _REFRESH_S,
@@ -70,10 +70,10 @@ class TrustedUrls:
         """Start reading; returns at once.
 
         Args:
-            read: All rows of pictures; blocks.
+            read: All rows of pictures; None where they are those of the last time. Blocks.
             domains: The only ones that vLLM reads from (``--allowed-media-domains``); empty for
                 any.
-            refresh_s: Between two readings.
+            refresh_s: Between two looks.
         """
         self._read = read
         self._domains = frozenset(domains)
@@ -98,38 +98,73 @@ class TrustedUrls:
 
     def _refresh(self, pause: Callable[[], None]) -> float:
         try:
-            self._rows = self._found(pause)
+            rows = self._read()
+            if rows is not None:
+                self._rows = _by_url(rows, pause)
         except S3ECError as exc:
             log.warning("SkipPictures cannot read the catalogue, trying again later: %s", exc)
         self._background.wake()  # again, after the rest
         return self._refresh_s
 
-    def _found(self, pause: Callable[[], None]) -> Mapping[str, Row]:
-        found: dict[str, Row] = {}
-        twice: set[str] = set()
-        for number, row in enumerate(self._read()):
-            if number % 1000 == 0:
-                pause()
-            if not row.uri.startswith(("http://", "https://")):
-                continue
-            # vLLM would call it by its content.
-            if not is_content_hash(row.identifier) or ":" in row.identifier:
-                continue
-            known = found.setdefault(row.uri, row)
-            if known.identifier != row.identifier:
-                twice.add(row.uri)
-            if len(found) >= _MOST:
-                log.warning("SkipPictures knows the first %d URLs of the catalogue only", _MOST)
-                break
-        return {url: row for url, row in found.items() if url not in twice}
+
+def _by_url(rows: Iterable[Row], pause: Callable[[], None]) -> Mapping[str, Row]:
+    found: dict[str, Row] = {}
+    twice: set[str] = set()
+    for number, row in enumerate(rows):
+        if number % 1000 == 0:
+            pause()
+        if not row.uri.startswith(("http://", "https://")):
+            continue
+        # vLLM would call it by its content.
+        if not is_content_hash(row.identifier) or ":" in row.identifier:
+            continue
+        known = found.setdefault(row.uri, row)
+        if known.identifier != row.identifier:
+            twice.add(row.uri)
+        if len(found) >= _MOST:
+            log.warning("SkipPictures knows the first %d URLs of the catalogue only", _MOST)
+            break
+    return {url: row for url, row in found.items() if url not in twice}
+
+
+class CatalogPictures:
+    """The rows of a catalogue's pictures, for TrustedUrls. For one thread.
+
+    A look that finds the same parts as the last one costs one LIST.
+    """
+
+    def __init__(self, settings: Settings, namespace: str) -> None:
+        """No request goes out.
+
+        Args:
+            settings: Of the corpus.
+        """
+        self._settings = settings
+        self._namespace = namespace
+        self._parts: frozenset[str] | None = None
+
+    def __call__(self) -> Iterator[Row] | None:
+        """All rows; None where all were taken before, and there is no other part since.
+
+        Raises:
+            S3ECError: The catalogue cannot be read; also when the rows are taken.
+        """
+        from s3ec.corpus.catalog import list_parts
+        from s3ec.corpus.corpus import Corpus
+
+        with Corpus.open(self._settings) as corpus:
+            parts = frozenset(corpus.within(list_parts, self._namespace))
+        return None if parts == self._parts else self._rows(parts)
+
+    def _rows(self, parts: frozenset[str]) -> Iterator[Row]:
+        from s3ec.corpus.corpus import Corpus
+
+        with Corpus.open(self._settings) as corpus:
+            yield from corpus.catalog(self._namespace).rows("modality = 'image'")
+        # What was appended meanwhile may be in it or not: the next look has more parts.
+        self._parts = parts
 
 
 def trusted_urls(settings: Settings, namespace: str, domains: Collection[str]) -> TrustedUrls:
     """Of the corpus that some settings name."""
-    from s3ec.corpus.corpus import Corpus
-
-    def read() -> Iterable[Row]:
-        with Corpus.open(settings) as corpus:
-            yield from corpus.catalog(namespace).rows("modality = 'image'")
-
-    return TrustedUrls(read, domains=domains)
+    return TrustedUrls(CatalogPictures(settings, namespace), domains=domains)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,16 @@ import pytest
 from s3ec.errors import ConfigError, UnavailableError
 from s3ec.middleware.chat_pictures import Picture, UntouchedError
 from s3ec.middleware.known_pictures import KnownPictures
-from s3ec.middleware.trusted_urls import VARIABLE, Row, TrustedUrls, are_trusted
+from s3ec.middleware.trusted_urls import (
+    VARIABLE,
+    CatalogPictures,
+    Row,
+    TrustedUrls,
+    are_trusted,
+)
+from tests.support.catalogues import row
+from tests.support.corpora import Filled
+from tests.support.folders import in_folder
 from tests.support.waiting import eventually
 from tests.unit.middleware.test_known_pictures import GRID, Names, name_of
 
@@ -85,6 +95,34 @@ def test_a_bucket_that_does_not_answer_is_read_again(
     urls = make(read, refresh_s=0.0)
     eventually(lambda: urls("https://a/1.png") is not None)
     assert "trying again later: down" in caplog.text
+
+
+def test_what_is_as_it_was_stays_known(make: Make) -> None:
+    answers: list[list[Row] | None] = [[FakeRow("https://a/1.png", ONE)], None, None]
+    urls = make(lambda: answers.pop(0) if answers else None, refresh_s=0.0)
+    eventually(lambda: not answers, "the catalogue is looked at again")
+    assert urls("https://a/1.png") is not None
+
+
+def test_a_catalogue_is_read_again_only_where_it_has_another_part(tmp_path: Path) -> None:
+    with in_folder(tmp_path) as corpus:
+        filled = Filled(corpus)
+        catalog = corpus.catalog()
+        look = CatalogPictures(corpus.settings, filled.name)
+
+        def uris() -> list[str] | None:
+            rows = look()
+            return None if rows is None else sorted(one.uri for one in rows)
+
+        catalog.append([row("a"), row("sound", modality="audio")])
+        assert uris() == ["file:///corpus/a"]
+        assert uris() is None
+        catalog.append([row("b")])
+        begun = look()
+        assert begun is not None
+        next(iter(begun))  # broken off: the next look has to bring all of it
+        assert uris() == ["file:///corpus/a", "file:///corpus/b"]
+        assert uris() is None
 
 
 def test_a_trusted_picture_is_named_without_a_look_at_it() -> None:
