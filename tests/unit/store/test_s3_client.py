@@ -473,7 +473,7 @@ def test_time_is_read_as_by_the_sdk(value: object) -> None:
 async def test_times_of_a_listing_are_not_left_to_the_sdk(
     make: Make, keys: None, transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = make(prefix=transport.__name__)
+    store = make(prefix=f"times/{transport.__name__}")
     await store.put_if_absent("a", [b"body"])
     monkeypatch.delattr(s3_client, "parse_timestamp")
     [info] = [info async for info in store.list("")]
