@@ -91,7 +91,7 @@ test: setup  ## all tests, with real vLLM engines; ARGS goes to pytest
 	@$(PY) -m pytest $(PARALLEL) --ignore=tests/e2e -m "not e2e" $(ARGS)
 	$(PY) -m pytest tests/e2e $(ENGINES) $(ARGS)
 
-test-fast: setup  ## the tests without engines, servers and crowds of processes, under two minutes
+test-fast: setup  ## the tests without engines, servers and crowds of processes, two to four minutes on two cores
 	@$(PY) -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(FAR)) -m "not slow" $(ARGS)
 
 lint: setup  ## ruff and mypy
