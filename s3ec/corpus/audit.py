@@ -131,18 +131,19 @@ class _ListedOnce(Wrapper):
         self._infos: list[ObjectInfo] | None = None
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        if self._infos is not None and prefix == self._prefix and not start_after:
+        # One that goes on after a failure has not all of it.
+        is_whole = prefix == self._prefix and not start_after
+        if is_whole and self._infos is not None:
             for info in self._infos:
                 yield info
             return
         infos: list[ObjectInfo] = []
         async with aclosing(super().list(prefix, start_after=start_after)) as listing:
             async for info in listing:
-                if len(infos) <= FEW:
+                if is_whole and len(infos) <= FEW:
                     infos.append(info)
                 yield info
-        # A listing that goes on after a failure has not all of it.
-        if prefix == self._prefix and not start_after and len(infos) <= FEW:
+        if is_whole and len(infos) <= FEW:
             self._infos = infos
 
 

