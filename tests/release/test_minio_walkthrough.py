@@ -14,7 +14,6 @@ import shutil
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import yaml
 
 from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.testing.server import Identity, LocalS3
+from tests.support.serving import running
 from tests.terraform.cases import PLUGINS, environment
 
 ROOT = Path(__file__).parents[2]
@@ -127,15 +127,10 @@ def stand_in_engine() -> Iterator[StandIn]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        engine = StandIn(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield engine
-        finally:
-            server.shutdown()
-            thread.join()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    engine = StandIn(f"http://127.0.0.1:{server.server_port}")
+    with running(server):
+        yield engine
 
 
 def command(folder: Path, name: str, script: str) -> None:

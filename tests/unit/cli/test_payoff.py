@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from s3ec.payoff import GPUS, MODELS, STORES
+from tests.support.serving import running
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import Corpus
 
@@ -43,14 +43,9 @@ def page(text: str) -> Iterator[str]:
         def log_message(self, *args: object) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        )
-        thread.start()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with running(server):
         yield f"http://127.0.0.1:{server.server_address[1]}/metrics"
-        server.shutdown()
-        thread.join()
 
 
 def test_cost_calculates_with_what_is_given(cli: Cli) -> None:

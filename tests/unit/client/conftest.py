@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from s3ec.corpus.catalog_file import CatalogRow
+from tests.support.serving import running
 
 GRID = {"image_grid_thw": [1, 16, 16]}
 WITHOUT, WITH = "without pixels", "with pixels"
@@ -132,12 +132,7 @@ def server() -> Iterator[Server]:
         def log_message(self, *_: object) -> None:
             """Nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(
-            target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        )
-        thread.start()
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with running(http):
         script.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
         yield script
-        http.shutdown()
-        thread.join()

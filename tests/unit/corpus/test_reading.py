@@ -28,6 +28,7 @@ from s3ec.errors import SourceError
 from s3ec.settings import Settings
 from s3ec.testing.server import HOST, REGION, LocalS3
 from tests.support.pdfs import make_pdf
+from tests.support.serving import running
 from tests.support.waiting import DEADLINE_S
 
 MOST = 1000
@@ -100,15 +101,12 @@ def serving() -> Iterator[tuple[str, list[str]]]:
     asked: list[str] = []
     ended = threading.Event()
     handler = type("Handler", (Pages,), {"asked": asked, "ended": ended})
-    with ThreadingHTTPServer((HOST, 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    server = ThreadingHTTPServer((HOST, 0), handler)
+    with running(server):
         try:
             yield f"http://{HOST}:{server.server_port}", asked
         finally:
             ended.set()
-            server.shutdown()
-            thread.join()
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from s3ec.dev.rigs.proxy import Fault, FaultProxy, Rule
 from s3ec.errors import UnavailableError
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.s3_client import Exchange
+from tests.support.serving import running
 from tests.support.waiting import eventually, until
 from tests.unit.store.conftest import PATIENCE_S, ROLE, Configure
 
@@ -199,14 +199,9 @@ def service(answers: Callable[[str, dict[str, str]], object]) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        )
-        thread.start()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with running(server):
         yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 def in_hours(hours: float) -> datetime.datetime:
