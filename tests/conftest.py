@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,16 +35,48 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _numbers = itertools.count()
+_E2E = "tests/e2e/"
+# Of the files with engines, those with a model and a corpus of their own; the others share theirs.
+# What of those is left out here is so that both groups take about as long.
+_APART = (
+    "test_ask_without_pixels.py",
+    "test_audio.py",
+    "test_epd.py",
+    "test_no_pixels.py",
+    "test_observability.py",
+    "test_request_scoped.py",
+    "test_skip_pictures.py",
+    "test_soak.py",
+    "test_weights.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay in one process, with its servers; those that share engines likewise.
+
+    xdist 3.8's groups would need an older pytest.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServers(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            if not path.startswith(_E2E):
+                return path
+            return "apart" if path.removeprefix(_E2E) in _APART else "shared"
+
+    return ByServers(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the users of real servers; files with the slowest tests first.
+    """Mark the users of real servers; engines first, then files with the slowest tests.
 
     Where processes share the files out, the others then wait for no long one at the end.
     """
     slowest = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slowest)
+    items.sort(key=lambda item: (not item.nodeid.startswith(_E2E), item.path not in slowest))
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "local_s3" in fixtures:

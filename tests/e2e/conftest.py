@@ -2,7 +2,8 @@
 """Engines and recordings that several end-to-end modules share; made once per session.
 
 A start takes one core and nearly all of the time, so there are two at once: within this process
-(``at_once``), and by a second process for the modules that share nothing with the others.
+(``at_once``), and by a second process for the modules that share nothing with the others
+(``tests/conftest.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,19 +44,6 @@ from tests.e2e.rig import (
 )
 
 _HERE = Path(__file__).parent
-# They have a model and a corpus of their own; the others share theirs.
-# What of those is left out here is so that both groups take about as long.
-_APART = (
-    "test_ask_without_pixels.py",
-    "test_audio.py",
-    "test_epd.py",
-    "test_no_pixels.py",
-    "test_observability.py",
-    "test_request_scoped.py",
-    "test_skip_pictures.py",
-    "test_soak.py",
-    "test_weights.py",
-)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,18 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests that share engines stay in one process (xdist 3.8's groups need an older pytest)."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByEngines(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "apart" if any(name in nodeid for name in _APART) else "shared"
-
-    return ByEngines(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
