@@ -17,6 +17,8 @@ VERSIONS ?= 0.31.0 0.30.0 0.29.0 0.28.0 0.27.1 0.27.0
 # last. Two processes more than there are cores, since many tests wait.
 WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
 PARALLEL ?= --numprocesses $(WORKERS) --no-loadscope-reorder
+# Of what tests/e2e has in engines these are the main cases once more; see test-versions.
+AGAIN := --ignore=tests/versions/test_main_job.py
 # Servers, engines and processes that are killed; to collect these takes its time as well.
 FAR := contract e2e faults terraform
 
@@ -85,7 +87,7 @@ demo: setup  ## encode real pictures into a bucket, answer from it; PRESET=gemma
 	@$(PY) -m s3ec.dev.demo --preset $(PRESET) $(ARGS)
 
 test: setup  ## all tests, with real vLLM engines; ARGS goes to pytest
-	@$(PY) -m pytest $(PARALLEL) $(ARGS)
+	@$(PY) -m pytest $(PARALLEL) $(AGAIN) $(ARGS)
 
 test-fast: setup  ## the tests without engines, servers and crowds of processes, two to four minutes on two cores
 	@$(PY) -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(FAR)) -m "not slow" $(ARGS)
