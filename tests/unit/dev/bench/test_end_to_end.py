@@ -75,7 +75,15 @@ def of_vllm() -> Ran:
 @pytest.fixture(scope="module")
 def of_bytes() -> Ran:
     need_server()
-    return Ran(fetch={}, fetch80={}, fetch_8kb={}, fetch_30mb_far={}, interference={})
+    return Ran(
+        fetch={},
+        fetch80={},
+        fetch_8kb={},
+        fetch_30mb_far={},
+        interference={},
+        hydrate={},
+        verify={},
+    )
 
 
 @needs_vllm
@@ -183,6 +191,20 @@ def test_lateness_is_measured_idle_here_and_beside_another_process(of_bytes: Ran
     assert ratio["value"] is not None or ratio["detail"]["why"]
     for added in ("p99_added_ms", "p99_added_by_interpreter_ms"):
         assert here in rows[f"interference.{added}"]["detail"]["cases"]
+
+
+def test_hydrating_is_measured_beside_loops_that_write_files(of_bytes: Ran) -> None:
+    rows = of_bytes.rows("hydrate")
+    assert all(row["value"] > 0 for row in rows.values())
+    cases = rows["hydrate.ratio_to_raw"]["detail"]["cases"]
+    assert {"s3ec hydrate", "raw obstore", "raw http.client in threads"} <= cases.keys()
+
+
+def test_a_deep_check_is_measured_beside_loops_that_only_read(of_bytes: Ran) -> None:
+    rows = of_bytes.rows("verify")
+    assert all(row["value"] > 0 for row in rows.values())
+    cases = rows["verify.ratio_to_raw"]["detail"]["cases"]
+    assert {"s3ec verify --deep", "raw aioboto3", "raw obstore"} <= cases.keys()
 
 
 @needs_vllm
