@@ -11,6 +11,7 @@ from itertools import islice
 from urllib.parse import parse_qs, urlsplit
 
 from s3ec.identity import OBJECT_SUFFIX
+from tests.support.serving import running
 
 _PAGE = 1000
 _DIGITS = 64
@@ -49,11 +50,7 @@ class Pages:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.01},
-            name="pages",
-        )
+        self._running = running(self._server)
 
     @property
     def url(self) -> str:
@@ -65,13 +62,11 @@ class Pages:
         return 3 * -(-self.entries // 100)
 
     def __enter__(self) -> Pages:
-        self._thread.start()
+        self._running.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._running.__exit__(None, None, None)
 
     def name(self, number: int) -> str:
         """Of one entry, below the prefix."""

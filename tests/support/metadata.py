@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
 from s3ec.testing.server import HOST, REGION, S3Server
+from tests.support.serving import running
 
 _ROLES = "/latest/meta-data/iam/security-credentials/"
 
@@ -67,11 +68,7 @@ class MetadataService:
                 """Who asked did not wait."""
 
         self._server = Server((HOST, 0), Handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.01},
-            daemon=True,
-        )
+        self._running = running(self._server)
 
     @property
     def env(self) -> dict[str, str]:
@@ -88,7 +85,7 @@ class MetadataService:
         }
 
     def __enter__(self) -> MetadataService:
-        self._thread.start()
+        self._running.__enter__()
         return self
 
     def __exit__(
@@ -99,6 +96,4 @@ class MetadataService:
     ) -> None:
         self._ended = True
         self.answering.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._running.__exit__(None, None, None)

@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.serving import running
 from tests.support.waiting import eventually
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "epd"
@@ -64,11 +64,8 @@ class StandIn:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.01},
-        )
-        self._thread.start()
+        self._running = running(self._server)
+        self._running.__enter__()
 
     def begin_anew(self, answer: Any) -> None:
         """Forget what was asked, and give this answer."""
@@ -78,9 +75,7 @@ class StandIn:
         self.body = json.dumps(answer).encode()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._running.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="module")
