@@ -151,8 +151,8 @@ class ChainCredentials:
     async def _wait(self) -> None:
         if self._asking is None:
             return
-        await asyncio.wait({self._asking}, timeout=self.patience_s)
-        if self._asking is not None:
+        answered, _ = await asyncio.wait({self._asking}, timeout=self.patience_s)
+        if not answered:  # another look may have begun by now
             raise UnavailableError("the credentials are still being looked for")
 
     async def _look(self) -> None:

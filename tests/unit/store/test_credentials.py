@@ -126,6 +126,24 @@ async def test_a_refusal_by_mistake_is_forgotten_once_a_later_request_is_taken(
     assert chain.walks == 2
 
 
+async def test_a_look_that_has_ended_is_an_answer_though_another_has_begun(chain: Chain) -> None:
+    assert await chain.name_used() == "first"
+
+    def slowly() -> Any:
+        chain.now_s += 10
+        return chain.find()
+
+    chain.credentials._find = slowly
+    chain.now_s += 10
+    chain.credentials.refused("ExpiredToken", chain.now_s)
+
+    async def twice() -> list[str]:
+        return [await chain.name_used(), await chain.name_used()]
+
+    assert await asyncio.gather(twice(), chain.name_used()) == [["first", "first"], "first"]
+    assert chain.walks == 3
+
+
 async def test_a_source_in_vain_is_remembered_for_a_while(chain: Chain) -> None:
     chain.name = None
     for _ in range(3):
