@@ -78,8 +78,7 @@ def ask_server(place: Place) -> Exchange:
     """One picture, posted as a data URL by a client that calls it like another one's hash.
 
     The server's flag is what `terraform output` gives for such a store; what is this node's own
-    stands in the environment. The bucket is read through aioboto3. It starts as deployed: each of
-    its processes is spawned, and imports.
+    stands in the environment. The bucket is read through aioboto3.
     """
     where = {"bucket": place.corpus.bucket, "endpoint_url": place.server.endpoint_url}
     node = settings(
@@ -103,6 +102,7 @@ def ask_server(place: Place) -> Exchange:
             "--enable-prefix-caching": None,
             "--middleware": "s3ec.middleware.StripClientIds",
         },
+        nursery=place.nursery,
     ) as server:
         stolen = Path(place.corpus.objects["single"]).stem
         answer = _post(server.url, place.gallery["posted"], uuid=stolen)

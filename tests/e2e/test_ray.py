@@ -74,7 +74,7 @@ def by_command(
         [
             *(sys.executable, "-m", "s3ec", "precompute", str(pictures), "--model", str(model)),
             *("--config", json.dumps(where), "--engine-args", json.dumps(ENGINE)),
-            *("--engine", "ray", "--ray-workers", "1-2", "--ray-gpus", "0", "--ray-cpus", "1"),
+            *("--engine", "ray", "--ray-workers", "1", "--ray-gpus", "0", "--ray-cpus", "1"),
             "--json",
         ],
         env=dict(env),

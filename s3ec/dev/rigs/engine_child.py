@@ -26,6 +26,7 @@ _OPTIONS: dict[str, Any] = {
     "disable_log_stats": False,
     "limit_mm_per_prompt": {"image": 16},
 }
+_CPU_BLOCK_TOKENS = 128  # vLLM's choice
 _SHUTDOWN_TIMEOUT_S = 100
 _OUR_LABELS = ("source", "tier", "outcome", "reason", "field")
 
@@ -34,8 +35,13 @@ class _Engine:
     def __init__(self, spec: Mapping[str, Any]) -> None:
         from vllm import LLM
         from vllm.config import ECTransferConfig
+        from vllm.platforms import current_platform
 
         options = {**_OPTIONS, **spec["options"]}
+        if current_platform.is_cpu():
+            # All sequences at full length. vLLM clears the memory of every block as it starts.
+            blocks = options["max_model_len"] // options.get("block_size", _CPU_BLOCK_TOKENS)
+            options.setdefault("num_gpu_blocks_override", options["max_num_seqs"] * blocks)
         if spec["ec"] is not None:
             options["ec_transfer_config"] = ECTransferConfig(**spec["ec"])
         self._llm: Any = LLM(model=spec["model"], **options)

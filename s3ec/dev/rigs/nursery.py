@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process that has imported vLLM, and forks engines: importing is two thirds of a start.
+"""One process that has imported vLLM, and forks engines: importing is most of a start.
 
-Its engines differ from those that EngineProcess starts by itself in nothing but that: an engine of
-several processes forks the others, where it would spawn them on a CPU. What is read from the
-environment while vLLM and torch are imported is the same for all of them. It forks vLLM's API
-server as well.
+Its engines differ from those that EngineProcess starts by itself in what costs time at a start and
+an end: an engine of several processes forks the others, where it would spawn them on a CPU; vLLM
+looks at a model's class here and not in one more process; torch compiles nothing; nothing that was
+imported is freed. What is read from the environment while vLLM and torch are imported is the same
+for all of them. It forks vLLM's API server as well.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import multiprocessing
@@ -37,6 +40,8 @@ _MODULES = (
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "transformers.tokenization_mistral_common",
     "s3ec.dev.rigs.engine_child",
 )
 # Read while those are imported, so an engine cannot have another value.
@@ -168,11 +173,21 @@ class EngineForkServer:
 
 def main() -> None:
     """Import; then fork an engine for each message, until the socket ends."""
+    atexit.register(_leave)  # the first one runs last
+    # Without it vLLM compiles one helper when it is first asked for log probabilities.
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
     for name in _MODULES:
         with suppress(ImportError):
             importlib.import_module(name)
     from s3ec.dev.rigs import engine_child
 
+    with suppress(ImportError):
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = lambda look: look()
+    # A collection writes to each object, and what is written to is copied for the writer alone.
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that ended
     with socket.socket(fileno=int(sys.argv[1])) as messages:
         while True:
@@ -191,6 +206,7 @@ def main() -> None:
                 os.close(fd)
     # The new process from here on.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    gc.unfreeze = lambda: None  # by vLLM as an engine ends; what was imported stays as it is
     asked = json.loads(message)
     os.environ.clear()
     os.environ.update(asked["env"])
@@ -207,6 +223,13 @@ def main() -> None:
         runpy.run_module(asked["module"], run_name="__main__")
     else:
         engine_child.serve(*pipes)
+
+
+def _leave() -> None:
+    """End without freeing every object that was imported: that would copy nearly all of them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # nobody asks for the status
 
 
 if __name__ == "__main__":

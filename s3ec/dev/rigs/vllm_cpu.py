@@ -58,6 +58,9 @@ _FIXED = {
 }
 _DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    # vLLM's own choice. A child with another HOME would not find what is known of a model's class,
+    # and vLLM would start one more process to look at it.
+    "VLLM_CACHE_ROOT": os.path.expanduser("~/.cache/vllm"),
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
 }
