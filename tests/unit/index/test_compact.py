@@ -570,14 +570,14 @@ async def test_memory_is_bounded_by_a_shard_and_not_by_the_base(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of many megabytes: what other threads allocate meanwhile counts, too."""
-    monkeypatch.setattr(manifest, "MAX_SHARD_ROWS", 2**16)
-    monkeypatch.setattr(segment, "ROWS_PER_RUN", 2**16)
+    monkeypatch.setattr(manifest, "MAX_SHARD_ROWS", 2**14)
+    monkeypatch.setattr(segment, "ROWS_PER_RUN", 2**14)
     await compacted(memory)
     for number in range(64):
-        rows = {key_of((number, i)): facts_of(i) for i in range(1, 16_001)}
+        rows = {key_of((number, i)): facts_of(i) for i in range(1, 4_001)}
         await put_delta(memory, number, rows)
     first = await compacted(memory)
-    assert first.head.entries == 64 * 16_000
+    assert first.head.entries == 64 * 4_000
     await put_delta(memory, 100, {KEYS[1]: facts_of(1)})
     store = Forgetful(memory)
     gc.collect()
@@ -587,7 +587,7 @@ async def test_memory_is_bounded_by_a_shard_and_not_by_the_base(
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert store.written > 64 * 16_000 * 40
+    assert store.written > 64 * 4_000 * 40
     assert peak_bytes < 8 * store.largest
     assert peak_bytes < store.written / 2
     assert os.listdir(tmp_path) == []
