@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -26,7 +24,6 @@ from s3ec.connector.metrics import (
 )
 from s3ec.counters import TIME_BOUNDS_S, Counters, Increments
 from s3ec.fetch import FetchOutcome
-from tests.support.waiting import DEADLINE_S
 
 pytest.importorskip("vllm")
 stats = pytest.importorskip("s3ec.connector.stats")
@@ -155,44 +152,37 @@ def test_a_gauge_of_two_reports_in_one_step_is_that_of_the_later_one() -> None:
     assert first.data == {"level.spool_entries": 3, "hits": 2}
 
 
-# As vLLM's several API servers: processes that share a folder, and one that reads it.
-SEVERAL_READERS = """
-import os
-from types import SimpleNamespace
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
-from s3ec.connector.stats import S3ECPromMetrics
+def test_several_readers_show_the_last_gauge_and_the_sum_of_what_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's several API servers: processes that share a folder, and one that reads it."""
+    from prometheus_client import multiprocess, values
 
-types = {kind: kind for kind in (Counter, Gauge, Histogram)}
-config = SimpleNamespace(ec_transfer_config=None)
-metrics = S3ECPromMetrics(config, types, ["engine"], {0: ["0"]})
-child = os.fork()
-if child == 0:
-    metrics.observe({"level.spool_entries": 8, "pace.withheld": 4, "hits": 1})
-    metrics.observe({"load_time#3": 1, "load_time+3": 0.008})
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-metrics.observe({"level.spool_entries": 3, "pace.withheld": -1, "hits": 1})
-metrics.observe({"load_time#3": 2, "load_time+3": 0.016})
-registry = CollectorRegistry()
-MultiProcessCollector(registry)
-print(generate_latest(registry).decode())
-"""
-
-
-@pytest.mark.slow
-def test_several_readers_show_the_last_gauge_and_the_sum_of_what_is_counted(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL_READERS],
-        env=os.environ
-        | {"PYTHONPATH": str(PACKAGE.parent), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    kinds = (prometheus.Counter, prometheus.Gauge, prometheus.Histogram)
+    types = {kind: functools.partial(kind, registry=None) for kind in kinds}
+    config = SimpleNamespace(ec_transfer_config=None)
+    reports: dict[str, list[dict[str, Any]]] = {
+        "first": [
+            {"level.spool_entries": 8, "pace.withheld": 4, "hits": 1},
+            {"load_time#3": 1, "load_time+3": 0.008},
+        ],
+        "second": [
+            {"level.spool_entries": 3, "pace.withheld": -1, "hits": 1},
+            {"load_time#3": 2, "load_time+3": 0.016},
+        ],
+    }
+    for process, told in reports.items():
+        shared = values.MultiProcessValue(lambda name=process: name)
+        monkeypatch.setattr(values, "ValueClass", shared)
+        metrics = stats.S3ECPromMetrics(config, types, ["engine"], {0: ["0"]})
+        for report in told:
+            metrics.observe(report)
+        shared.close_all_files()
+    registry = prometheus.CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    lines = prometheus.generate_latest(registry).decode().splitlines()
+    assert {file.stem.rpartition("_")[2] for file in tmp_path.iterdir()} == reports.keys()
     for sample in ("spool_entries 3.0", "places_withheld 3.0", "hits_total 2.0"):
         name, value = sample.split()
         assert f'vllm:s3ec_{name}{{engine="0"}} {value}' in lines
