@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from s3ec.dev.rigs.vllm_cpu import install_here
 from s3ec.errors import ConfigError
 from s3ec.testing.server import LocalS3, MotoServer, find_weed
+from tests.support.waiting import DEADLINE_S
 
 # A deadline per example, and the check of how long examples take to make, are timed assertions:
 # they fail on a busy machine, and on nothing else. By default a test tries the same examples each
@@ -96,6 +97,17 @@ def _clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         patch.setenv("AWS_CONFIG_FILE", str(nowhere / "config"))
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(nowhere / "credentials"))
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _credentials_are_waited_for() -> Iterator[None]:
+    """An engine waits 5 s for them; a busy machine may take longer to look into its environment."""
+    from s3ec.store.credentials import ChainCredentials
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChainCredentials, "patience_s", DEADLINE_S)
+        patch.setattr(ChainCredentials, "longest_look_s", DEADLINE_S)
         yield
 
 

@@ -221,7 +221,9 @@ class Corpus:
             ConfigError: Profile, region or CA file cannot be used.
         """
         self.settings = settings
-        self._store = RetryStore(store or open_store(settings), Counters(), attempts=attempts)
+        self._store = RetryStore(
+            store or open_store(settings, patient=True), Counters(), attempts=attempts
+        )
         self._wording = wording or Wording()
         self._note = note or (lambda text: log.info("%s", text))
         # Nobody's scheduler is beside it, as beside a node's.
@@ -921,7 +923,7 @@ class Corpus:
 
         async def work(source: Store, layout: Layout) -> Transferred:
             # A store serves one loop, so this is not the one of the other corpus.
-            bare = open_store(target.settings)
+            bare = open_store(target.settings, patient=True)
             store = RetryStore(bare, Counters(), attempts=ATTEMPTS)
             try:
                 places = Places(source, layout, await with_conditional_put(store), Layout(to))

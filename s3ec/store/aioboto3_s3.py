@@ -46,14 +46,14 @@ class Aioboto3Store(BotocoreStore):
     Limits, deadlines and errors are those of BotocoreStore.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: Settings, *, patient: bool = False) -> None:
+        super().__init__(settings, patient=patient)
         self._resources = contextlib.AsyncExitStack()
 
     async def _connect(self) -> Opened:
         settings = self._settings
         core = configured(get_session(), settings)
-        credentials = chain_credentials(settings)
+        credentials = chain_credentials(settings, patient=self._patient)
         core.get_component("credential_provider").providers.insert(0, _Provider(credentials))
         config = AioConfig(http_session_cls=StrictSession, **config_for(settings, core))
         client = await self._resources.enter_async_context(

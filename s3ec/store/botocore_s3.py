@@ -103,6 +103,7 @@ class BotocoreStore:
 
     Args:
         settings: Where the bucket is and how to reach it.
+        patient: Whether a request waits for credentials as long as a look for them takes.
 
     Attributes:
         page_size: Entries asked for per page of a listing.
@@ -113,9 +114,10 @@ class BotocoreStore:
 
     page_size = 1000
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, patient: bool = False) -> None:
         check_settings(settings)
         self._settings = settings
+        self._patient = patient
         self._root = f"{settings.prefix}/" if settings.prefix else ""
         self._slots = RequestSlots(settings)
         self._opening = asyncio.Lock()
@@ -353,7 +355,8 @@ class BotocoreStore:
     async def _connect(self) -> Opened:
         """Make what the first request needs; called under the lock of _open."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, open_client, self._settings)
+        opening = functools.partial(open_client, self._settings, patient=self._patient)
+        return await loop.run_in_executor(self._pool, opening)
 
     async def _disconnect(self, opened: Opened) -> None:
         """Let go of the connections that _connect's client has made."""

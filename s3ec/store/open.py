@@ -27,8 +27,13 @@ _answers: WeakKeyDictionary[Store, ConditionalPut] = WeakKeyDictionary()
 log = logging.getLogger(__name__)
 
 
-def open_store(settings: Settings) -> Store:
+def open_store(settings: Settings, *, patient: bool = False) -> Store:
     """Make the store that the settings ask for; no request goes out yet.
+
+    Args:
+        settings: Where the bucket is and how to reach it.
+        patient: Whether a request waits for credentials as long as a look for them takes: a command
+            has nothing else to do, an engine has.
 
     Raises:
         ConfigError: Profile, region or CA file cannot be used, or the transport is not installed.
@@ -42,14 +47,14 @@ def open_store(settings: Settings) -> Store:
     if transport.name == "aioboto3":
         from s3ec.store.aioboto3_s3 import Aioboto3Store
 
-        return Aioboto3Store(settings)
+        return Aioboto3Store(settings, patient=patient)
     if transport.name == "botocore":
         from s3ec.store.botocore_s3 import BotocoreStore
 
-        return BotocoreStore(settings)
+        return BotocoreStore(settings, patient=patient)
     from s3ec.store.s3 import ObstoreStore
 
-    return ObstoreStore(settings)
+    return ObstoreStore(settings, patient=patient)
 
 
 def resilient(store: Store, endpoint: Endpoint, counters: Counters, *, hedge: bool) -> Store:

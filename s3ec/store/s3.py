@@ -145,8 +145,8 @@ class ObstoreStore(BotocoreStore):
       is ending, see obstore_runtime.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: Settings, *, patient: bool = False) -> None:
+        super().__init__(settings, patient=patient)
         self._address: Address | None = None
         self._signed_by: Any = None
         self._clients: dict[str, S3Store] = {}

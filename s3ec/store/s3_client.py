@@ -366,11 +366,11 @@ def quiet_sdk_logs() -> None:
             logger.setLevel(logging.INFO)
 
 
-def open_client(settings: Settings) -> Opened:
+def open_client(settings: Settings, *, patient: bool = False) -> Opened:
     """Make botocore's S3 client; no request goes out. Threads use it within an Exchange.
 
-    The first request looks for credentials. Takes about 0.1 s of CPU the first time: the SDK's
-    service model.
+    The first request looks for credentials, ``patient`` as in ``chain_credentials``. Takes about
+    0.1 s of CPU the first time: the SDK's service model.
 
     Raises:
         AccessError: Plain http to another machine that nobody has allowed.
@@ -390,12 +390,19 @@ def open_client(settings: Settings) -> Opened:
         max_pool_connections=settings.max_concurrency,
     )
     client.meta.events.register("before-send.s3", transport.send)
-    return Opened(client, chain_credentials(settings), roots, transport)
+    return Opened(client, chain_credentials(settings, patient=patient), roots, transport)
 
 
-def chain_credentials(settings: Settings) -> ChainCredentials:
-    """What signs, for each SDK; nothing is looked for yet."""
-    return ChainCredentials(functools.partial(find_credentials, settings))
+def chain_credentials(settings: Settings, *, patient: bool) -> ChainCredentials:
+    """What signs, for each SDK; nothing is looked for yet.
+
+    Args:
+        patient: Whether a request waits for as long as a look takes. In an engine it does not.
+    """
+    found = ChainCredentials(functools.partial(find_credentials, settings))
+    if patient:
+        found.patience_s = found.longest_look_s
+    return found
 
 
 def find_credentials(settings: Settings) -> Any:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from s3ec.corpus import Corpus
 from s3ec.dev.rigs.proxy import Exchange, Reply, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.prefetch import FetchOutcome
@@ -18,7 +21,7 @@ from tests.faults.embeddings import key_at
 from tests.faults.engine import Engine, Kind, warnings_of
 from tests.faults.site import Site
 from tests.support.metadata import MetadataService
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 transports = pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
 NOBODY = Identity("nobody")
@@ -143,6 +146,41 @@ def test_clocks_an_hour_apart_are_named_with_the_difference_and_heal(
         clock.behind = datetime.timedelta()
         engine.fetch_in_the_end(0)
     assert 2 <= clock.refused < 20  # no storm
+
+
+@transports
+def test_a_command_waits_for_a_source_that_takes_its_time_and_an_engine_does_not(
+    transport: Kind,
+    site: Site,
+    local_s3: LocalS3,
+    hasty: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    site.stock(0)
+    gate, keys, config = tmp_path / "gate", tmp_path / "keys", tmp_path / "config"
+    found = {"AccessKeyId": local_s3.access_key, "SecretAccessKey": local_s3.secret_key}
+    keys.write_text(json.dumps({"Version": 1, **found}))
+    look = f"sh -c 'until [ -e {gate} ]; do sleep 0.05; done; cat {keys}'"
+    config.write_text(f"[default]\ncredential_process = {look}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setattr(credentials.ChainCredentials, "patience_s", 0.05)
+    monkeypatch.setattr(credentials.ChainCredentials, "longest_look_s", DEADLINE_S)
+    settings = site.settings(transport=transport)
+    with (
+        Engine(settings) as engine,
+        Corpus.open(settings) as corpus,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        listed = pool.submit(corpus.namespaces)
+        try:
+            assert engine.outcomes(0) == [FetchOutcome.UNAVAILABLE]
+            with pytest.raises(TimeoutError):  # nor is it an error after all of its attempts
+                listed.result(2.0)
+        finally:
+            gate.touch()
+        assert len(listed.result(DEADLINE_S)) == 1
+        engine.fetch_in_the_end(0)
 
 
 @transports
