@@ -243,7 +243,7 @@ def measure_bucket(settings: Settings, nbytes: int) -> StoreLatency:
         S3ECError: As measure_store, and ConfigError.
     """
     loop = LoopThread("s3ec-advise")
-    store = open_store(settings)
+    store = open_store(settings, patient=True)
     try:
         name = probe_name()
         return loop.run(measure_store(store, name, nbytes), LATENCY_LIMIT_S)

@@ -210,7 +210,7 @@ class CheckContext:
         from s3ec.store.open import open_store
 
         if self._store is None:
-            self._store = open_store(self.settings)
+            self._store = open_store(self.settings, patient=True)
         return self._store
 
     def close(self, timeout_s: float) -> None:
