@@ -86,8 +86,7 @@ class Site:
         self.proxy.add(Rule(fault, method="PUT", target=f"/{LAYOUT.deltas}"))
 
     def let_through(self) -> None:
-        self.proxy.clear()
-        self.proxy.add(Rule(self.created))
+        self.proxy.clear(Rule(self.created))
 
     def gets(self) -> list[str]:
         """Names of the objects that were asked for since the proxy was cleared, in order."""

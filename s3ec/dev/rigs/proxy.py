@@ -230,9 +230,9 @@ class FaultProxy:
         self._rules = [other for other in self._rules if other is not rule]
         self.release()
 
-    def clear(self) -> None:
-        """Forget rules and requests, and let stalled exchanges end."""
-        self._rules.clear()
+    def clear(self, *rules: Rule) -> None:
+        """Have these rules alone, forget the requests, and let stalled exchanges end."""
+        self._rules = list(rules)  # at once: what is stalled comes again as soon as it has ended
         self.requests.clear()
         self.release()
 
