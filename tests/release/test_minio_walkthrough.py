@@ -25,6 +25,7 @@ import pytest
 import yaml
 
 from s3ec.dev.rigs.proxy import FaultProxy
+from s3ec.dev.rigs.vllm_cpu import engine_env
 from s3ec.testing.server import Identity, LocalS3
 from tests.support.serving import running
 from tests.terraform.cases import PLUGINS, environment
@@ -184,6 +185,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     env = {
         **environment(),
         "HOME": str(home),
+        # Or vLLM would look at the model's class once more, in one more process.
+        "VLLM_CACHE_ROOT": engine_env()["VLLM_CACHE_ROOT"],
         "PATH": f"{commands}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "TF_CLI_CONFIG_FILE": str(here / "terraform.rc"),
