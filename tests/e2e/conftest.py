@@ -67,7 +67,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def nursery(_vllm_is_here: None, workdir: Path) -> Iterator[EngineForkServer]:
-    """Starts engines in a third of the time; others start as deployed."""
+    """Starts engines with what they import imported; others start as deployed."""
     with EngineForkServer(workdir / "nursery.log", STEADY) as here:
         yield here
 
