@@ -229,15 +229,6 @@ class Settings(BaseModel):
         "encoded; 0 never waits. It may wait as long again for what lies on this node's disk. A "
         "request without pixels waits 10 s or more.",
     )
-    probe_unknown_ms: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description="Longest that a request waits for an embedding that no index knows, in "
-        "milliseconds: it is asked for once, since another node may have stored it a moment ago. "
-        "0 asks for nothing of the kind. With `wait: auto` only where encoding is known to take "
-        "longer than this; never with `wait: never`.",
-    )
     connect_timeout_s: float = Field(
         1.0, gt=0, le=60, description="Longest wait for a connection to the store."
     )

@@ -44,7 +44,7 @@ _READERS = 16
 _HEADER_LIMIT = 100_000_000
 _DIGEST_CHARS = 32
 
-# Formats in which vLLM 0.24 to 0.33 reads the checkpoint's own files. Tensorizer's are somewhere
+# Formats in which vLLM 0.26 to 0.33 reads the checkpoint's own files. Tensorizer's are somewhere
 # else, and what a plugin loads nobody knows.
 _FROM_FILES = frozenset(
     ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +26,6 @@ from s3ec.identity import with_adapter
 from s3ec.weights import Adapter, read_adapter
 
 log = logging.getLogger(__name__)
-
-# Releases that do not say when a request ends leave its record behind. Those that wait are asked
-# about all the time, however many they are; who is asked about later only waits for a look anew.
-_KEPT_S = 300.0
 
 
 @dataclass(slots=True)
@@ -104,14 +100,12 @@ class _Asked:
     Attributes:
         needs: Number of the look at the adapter's files that it waits for.
         since_s: When it came.
-        asked_s: When somebody asked about it last.
         view: The request as the scheduler half sees it, and the digest that it was made with.
     """
 
     adapter: _Known
     needs: int
     since_s: float
-    asked_s: float
     view: _Request | None = None
     digest: str | None = None
 
@@ -203,8 +197,7 @@ class AdapterNames:
         self._clock = clock
         self._adapters: dict[int, dict[tuple[str, str], _Known]] = {}  # by number
         self._by_name: dict[str, _Known] = {}  # of the request that was asked about last
-        # Who was asked about last is last.
-        self._requests: OrderedDict[str, _Asked] = OrderedDict()
+        self._requests: dict[str, _Asked] = {}
         self._to_look_at: dict[int, _Known] = {}
         self._looks = _Looks()
         self._number = 0  # of the last look that was started
@@ -235,23 +228,13 @@ class AdapterNames:
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return None
-        now_s = self._clock()
         asked = self._requests.get(request.request_id)
         if asked is None:
             adapter = self._adapter_of(lora)
             # One that is under way may have read the files before they were replaced.
-            asked = _Asked(adapter, self._number + 1, now_s, now_s)
+            asked = _Asked(adapter, self._number + 1, self._clock())
             self._requests[request.request_id] = asked
-        else:
-            asked.asked_s = now_s
-            self._requests.move_to_end(request.request_id)
         return asked
-
-    def _drop_old(self) -> None:
-        """What nobody has asked about for long has ended."""
-        until_s = self._clock() - _KEPT_S
-        while self._requests and next(iter(self._requests.values())).asked_s < until_s:
-            self._requests.popitem(last=False)
 
     def _adapter_of(self, lora: Any) -> _Known:
         alike = self._adapters.setdefault(lora.lora_int_id, {})
@@ -371,7 +354,6 @@ class AdapterNames:
                 plan.adapters[identifier] = use
         self._replaced.clear()
         self._look()
-        self._drop_old()
         return plan
 
     def _look(self) -> None:

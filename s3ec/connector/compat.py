@@ -17,12 +17,19 @@ import torch
 from vllm import __version__ as _vllm_version
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 
-OLDEST = (0, 24)
+# Before it nobody tells when a request ends, so what is kept of requests would only grow.
+OLDEST = (0, 26)
 NEWEST_TESTED = (0, 33)
 
+_REQUIRED_HOOKS = (
+    "ensure_cache_available",
+    "has_cache_item",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "request_finished",
+)
 # Hooks that not every supported release has, and what is lost without them.
 OPTIONAL_HOOKS = {
-    "ensure_cache_available": "requests are not deferred: an image is loaded from its second use",
     "build_connector_worker_meta": "pins are given back by time, not by the worker's report",
     "take_unavailable_requests": "a request without pixels waits until its client gives up",
     "get_ec_connector_stats": "no metrics on vLLM's /metrics; set `metrics_port`",
@@ -46,8 +53,19 @@ def release(version: str) -> tuple[int, int] | None:
 def installed_hooks() -> dict[str, bool]:
     """Every hook s3ec can use and whether the installed vLLM's base class declares it."""
     declared = {name for name, _ in inspect.getmembers(ECConnectorBase, inspect.isfunction)}
-    always = ("has_cache_item", "update_state_after_alloc", "build_connector_meta")
-    return {name: name in declared for name in (*always, *OPTIONAL_HOOKS)}
+    return {name: name in declared for name in (*_REQUIRED_HOOKS, *OPTIONAL_HOOKS)}
+
+
+def release_problem() -> str | None:
+    """Why s3ec cannot work with this vLLM; None if it can."""
+    this = release(vllm_version())
+    if this is None or this >= OLDEST:
+        return None
+    return f"vLLM {vllm_version()} is older than s3ec supports; install {_dotted(OLDEST)} or newer"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def passes_reports() -> bool:
@@ -63,7 +81,7 @@ def summary() -> str:
     line = f"vLLM {vllm_version()}"
     this = release(vllm_version())
     if this is not None and not OLDEST <= this <= NEWEST_TESTED:
-        line += f" (tested with {OLDEST[0]}.{OLDEST[1]} to {NEWEST_TESTED[0]}.{NEWEST_TESTED[1]})"
+        line += f" (tested with {_dotted(OLDEST)} to {_dotted(NEWEST_TESTED)})"
     costs = [f"no {name}: {OPTIONAL_HOOKS.get(name, 'required')}" for name in missing]
     return "; ".join([line, *costs])
 
@@ -138,7 +156,7 @@ def can_pin_memory() -> bool:
 
 @functools.cache
 def sync_allowed() -> Callable[[], AbstractContextManager[Any]]:
-    """What tells vLLM's sync checker (VLLM_GPU_SYNC_CHECK, 0.25 and newer) that a copy may wait.
+    """What tells vLLM's sync checker (VLLM_GPU_SYNC_CHECK) that a copy may wait.
 
     Returns:
         Called anew for each block of such copies.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """S3ECConnector: a shell that routes vLLM's hooks to a scheduler half or a worker half.
 
-vLLM makes one instance per role and process. Signatures follow vLLM 0.24 to 0.33; hooks that
+vLLM makes one instance per role and process. Signatures follow vLLM 0.26 to 0.33; hooks that
 a release lacks are simply never called.
 """
 
@@ -20,7 +20,7 @@ from s3ec import runtime
 from s3ec.connector.adapters import AdapterNames
 from s3ec.connector.guard import fatal, guarded
 from s3ec.connector.kept_answers import KeptAnswers
-from s3ec.connector.messages import StepPlan, WorkerReport
+from s3ec.connector.messages import StepPlan, TierId, WorkerReport
 from s3ec.connector.parts import Parts
 from s3ec.connector.worker import WorkerHalf, load_without_a_half
 from s3ec.errors import ConfigError
@@ -294,18 +294,17 @@ class S3ECConnector(ECConnectorBase):
         if plan is None:
             return
         if worker is not None:
-            # Without orders to ranks there is nothing to follow.
-            followed = None if plan.ranks is None else self._follow(plan)
-            worker.start_load_caches(encoder_cache, followed or plan)
+            if plan.tier is not None:
+                self._look_for_tier(worker, plan.tier)
+            worker.start_load_caches(encoder_cache, plan)
         elif self.parts.worker is None:
             load_without_a_half(encoder_cache, plan)
         elif plan.loads:
             raise RuntimeError("s3ec loads nothing in a process that was forked from its worker")
 
     @guarded()
-    def _follow(self, plan: StepPlan) -> StepPlan | None:
-        worker = self.parts.worker
-        return None if worker is None else worker.follow(plan)
+    def _look_for_tier(self, worker: WorkerHalf, tier: TierId) -> None:
+        worker.look_for_tier(tier)
 
     @fatal
     def finish_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:

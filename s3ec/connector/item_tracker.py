@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from s3ec.connector.kept_answers import KeptAnswers
-from s3ec.connector.messages import WorkerReport
-from s3ec.connector.remote_ranks import Ranks
+from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import Fetching, FetchQueue
 from s3ec.counters import Counters
@@ -63,7 +62,7 @@ class Item:
         touched_s: When somebody asked last, or when it arrived or failed.
         modality: Of the pinned entry; before that, what was asked for.
         rows: Likewise.
-        pin: On this node. A FETCHING item has one while ranks elsewhere still fetch theirs.
+        pin: On this node. A FETCHING item has one while nobody knows whether all ranks see it.
         loads: Steps that were told to load it and have not reported.
         failures: Fetches in a row that brought nothing.
         may_come: Of one that has FAILED: another fetch may bring it.
@@ -75,8 +74,6 @@ class Item:
         was_absent: Of one that has FAILED: neither this node nor the bucket had it.
         downloaded: Nobody has loaded it since it came from the bucket.
         fetch_s: What its fetch took; None before that, and from the first load on.
-        probed: Of one that is FETCHING: nobody has said that the bucket holds it. Its fetch keeps
-            the place of a probe even after a request has named it, see Probes.
     """
 
     key: Key
@@ -94,7 +91,6 @@ class Item:
     asked_s: float = 0.0
     promised: bool = False
     was_absent: bool = False
-    probed: bool = False
     downloaded: bool = False
     fetch_s: float | None = None
 
@@ -117,7 +113,7 @@ class Item:
             return False
         if self.state is FAILED:
             return now - self.touched_s > RETRY_AFTER_S
-        # A fetch always ends; what has a pin and waits for other ranks need not.
+        # A fetch always ends; what has a pin and waits for a word of the ranks need not.
         return self.pin is not None and now - self.touched_s > LEASE_S
 
 
@@ -125,7 +121,7 @@ class Interest:
     """A relation between requests and identifiers, kept in both directions.
 
     It holds only identifiers that are being fetched or pinned, and each for as long as that
-    lasts: vLLM 0.24 and 0.25 do not tell when a request ends.
+    lasts.
 
     Attributes:
         requests: Request id to what it waits for. For reading, so that the hooks can tell in one
@@ -255,10 +251,8 @@ class ItemTracker:
     ========  ===============================  =============================================
     state     goes to                          when
     ========  ===============================  =============================================
-    FETCHING  READY                            its pin has come, and ranks elsewhere have theirs
-    FETCHING  FAILED                           nothing came, it does not fit, or ranks differ
-    FETCHING  unknown                          it was probed, and the bucket does not have it
-    READY     FETCHING                         other ranks fetch for themselves now
+    FETCHING  READY                            its pin has come, and all ranks see this tier
+    FETCHING  FAILED                           nothing came, or it does not fit
     READY     unknown                          it was loaded, or nobody asked for LEASE_S
     FAILED    FETCHING                         somebody asks again, see ``again``
     FAILED    unknown                          RETRY_AFTER_S have passed
@@ -281,7 +275,7 @@ class ItemTracker:
         prefetcher: PrefetchQueue,
         *,
         role: Role,
-        ranks: Ranks | None,
+        shared_tier: SharedTier | None,
         counters: Counters,
         clock: Callable[[], float],
         local: Callable[[Key], bool],
@@ -293,7 +287,7 @@ class ItemTracker:
         Args:
             prefetcher: Brings and pins entries.
             role: How many ranks load, and how long a request may wait.
-            ranks: Ranks that may not see this node's pins; None where all do for certain.
+            shared_tier: Whether all ranks see this node's tier; None where they do for certain.
             counters: Where to count.
             clock: Monotonic seconds.
             local: Whether this node's disk is believed to hold a key.
@@ -305,14 +299,12 @@ class ItemTracker:
         self._counters = counters
         self._local = local
         self._prefetcher = prefetcher
-        self._ranks = ranks
+        self._shared_tier = shared_tier
         # Where requests are not deferred, everything is fetched for a later request, so nothing is
         # ever fetched for nobody.
         self._requests_wait = role.defer_timeout_s > 0
         self._clock = clock
-        # Ranks elsewhere take some steps to get back what was released.
-        brief = self._requests_wait and ranks is None
-        self._unwanted_lease_s = UNWANTED_LEASE_S if brief else LEASE_S
+        self._unwanted_lease_s = UNWANTED_LEASE_S if self._requests_wait else LEASE_S
         self._steps = Steps(ranks=role.ranks, in_flight=role.steps_in_flight)
         self._interest = Interest()
         self.items: dict[str, Item] = {}
@@ -332,25 +324,17 @@ class ItemTracker:
         priority: Priority,
         *,
         promised: bool = False,
-        probed: bool = False,
     ) -> None:
         """Begin with an item that is not known.
 
         Args:
             promised: See Item.
-            probed: Likewise.
         """
         now = self._clock()
         item = Item(key, modality, FETCHING, priority, now, rows, asked_s=now)
-        item.promised, item.probed = promised, probed
+        item.promised = promised
         self.items[key.identifier] = item
         self._order(item, priority)
-
-    def promise(self, item: Item) -> None:
-        """A request names what is being probed: it is awaited like anything that is named."""
-        item.probed = False
-        item.promised = True
-        self._answers.changed(item.key.identifier)  # they were for a probe
 
     def again(
         self,
@@ -396,8 +380,6 @@ class ItemTracker:
             self._demand[identifier] = FetchRequest(item.key, item.modality, item.rows, priority)
             if self._queue is not None and item.fetching is None:
                 item.fetching = Fetching(self._queue.order(self._clock()))
-        if self._ranks is not None:
-            self._ranks.prepare(identifier, item.modality, item.rows, priority)
 
     def leave_all(self, request_id: str) -> None:
         """The request waits for nothing any more; perhaps nobody does now."""
@@ -440,11 +422,6 @@ class ItemTracker:
             return False
         self._answers.changed(identifier)
         item.touched_s = now
-        if item.probed and fetched.outcome is FetchOutcome.ABSENT:
-            # The index may tell of it at any moment. Until then Probes keeps it from being asked
-            # for again.
-            self._drop(identifier)
-            return False
         if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
             # What does not fit what is asked for never will. The fetch may have begun for something
             # else of that name.
@@ -462,76 +439,42 @@ class ItemTracker:
         item.fetch_s = fetched.seconds
         item.rows = fetched.pin.header.shape.rows
         item.modality = fetched.pin.header.modality
-        self._settle(identifier)
-        if item.pin is not None and not self._interest.is_wanted(identifier):
+        if self._shared_tier is None or self._shared_tier.asked is None:
+            self._grant(item)
+        if not self._interest.is_wanted(identifier):
             item.touched_s -= LEASE_S - self._unwanted_lease_s
         return True
 
-    def on_report(self, report: WorkerReport, on_device: Collection[str]) -> None:
-        """Learn what workers have loaded, and what ranks elsewhere have finished.
+    def loaded(self, steps: Mapping[int, set[int]], on_device: Collection[str]) -> None:
+        """Unpin what workers have loaded.
 
         Args:
+            steps: Step to the ranks that finished that step's loads.
             on_device: What vLLM's encoder cache holds.
         """
-        self._unpin_loaded(self._steps.reported(report.loaded), on_device)
-        ranks = self._ranks
-        if ranks is None:
-            return
-        update = ranks.on_report(report)
-        if update.moved:
-            self._prepare_again(ranks)
-        for identifier in update.failed:
-            self._fail(identifier)
-        for identifier in list(self.items) if update.moved else update.ready:
-            self._settle(identifier)
+        self._unpin_loaded(self._steps.reported(steps), on_device)
 
-    def _prepare_again(self, ranks: Ranks) -> None:
-        """Other ranks than before fetch for themselves, and hold nothing yet."""
-        self._answers.clear()
-        for identifier, item in self.items.items():
-            if item.state is FAILED:
-                continue
-            item.state = FETCHING
-            # Not `or`: the most urgent one is 0.
-            priority = Priority.LOOKAHEAD if item.priority is None else item.priority
-            ranks.prepare(identifier, item.modality, item.rows, priority)
-            if self._requests_wait and not self._interest.is_wanted(identifier):
-                item.priority = None
-                self._demoted[identifier] = None
+    def settle(self) -> None:
+        """All ranks see this node's tier: what has a pin can be granted."""
+        for item in self.items.values():
+            if item.state is FETCHING and item.pin is not None:
+                self._grant(item)
 
-    def _settle(self, identifier: str) -> None:
-        """Decide whether what has a pin can be granted, as far as that is known."""
-        item = self.items[identifier]
-        if item.state is not FETCHING or item.pin is None:
-            return
-        ready: bool | None = True
-        if self._ranks is not None:
-            ready = self._ranks.verdict(identifier, item.pin.header.checksum)
-        if ready:
-            self._answers.changed(identifier)
-            item.state = READY
-            item.probed = False
-            item.touched_s = self._clock()
-        elif ready is False:
-            self._counters.add("mismatch.ranks")
-            self._fail(identifier)
+    def _grant(self, item: Item) -> None:
+        self._answers.changed(item.key.identifier)
+        item.state = READY
+        item.touched_s = self._clock()
 
     def _fail(self, identifier: str, *, may_come: bool = True, was_absent: bool = False) -> None:
         self._answers.changed(identifier)
         item = self.items[identifier]
         item.state = FAILED
-        item.probed = False
         item.touched_s = self._clock()
         item.failures += 1
         item.may_come = may_come
         item.was_absent = was_absent
         item.was_local = self._local(item.key)
         self._interest.drop(identifier)
-        pin, item.pin = item.pin, None
-        if pin is not None:
-            self._prefetcher.release([pin])
-        if self._ranks is not None:
-            self._ranks.release(identifier)
 
     # -- loads, and the end of a step --------------------------------------------------------
 
@@ -589,11 +532,10 @@ class ItemTracker:
         for identifier in self._demoted:
             item = self.items.get(identifier)
             # Unless somebody wants it again.
-            if item is not None and item.state is FETCHING and item.priority is None:
-                if item.pin is None:
-                    keys.append(item.key)
-                if self._ranks is not None:
-                    self._ranks.demote(identifier)
+            if item is None or item.state is not FETCHING or item.priority is not None:
+                continue
+            if item.pin is None:
+                keys.append(item.key)
         self._demoted.clear()
         self._prefetcher.demote(keys)
 
@@ -623,8 +565,6 @@ class ItemTracker:
         item = self.items.pop(identifier)
         self._answers.changed(identifier)
         self._interest.drop(identifier)
-        if self._ranks is not None:
-            self._ranks.release(identifier)
         return [] if item.pin is None else [item.pin]
 
     def release(self, pins: list[Pin]) -> None:

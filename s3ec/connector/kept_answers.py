@@ -29,7 +29,8 @@ class KeptAnswers:
     kept        in force    a pass has begun, and what many requests depend on is as it was
     in force    kept        the pass has ended
     any         (none)      an item of the request has changed, its time is over, it was
-                            let go or has ended, or ``clear``: disk, store or ranks changed
+                            let go or has ended, or ``clear``: disk or store changed, or
+                            the ranks have answered
     ==========  ==========  ===============================================================
 
     Attributes:

@@ -2,7 +2,7 @@
 """Notices that the weights of a running engine may have changed.
 
 A namespace covers the weights that were loaded at the start. vLLM can change them later
-(reinforcement learning, `reload_weights`, `apply_model`). No release from 0.24 to 0.33 tells an
+(reinforcement learning, `reload_weights`, `apply_model`). No release from 0.26 to 0.33 tells an
 encoder-cache connector of it. All of these ways go through one of three methods of the process that
 schedules, called between two passes of the scheduler (vLLM 0.32, `v1/engine/core.py` and
 `v1/core/sched/scheduler.py`):

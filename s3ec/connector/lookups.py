@@ -90,8 +90,6 @@ class DeviceLookups:
             output: vLLM's SchedulerOutput.
         """
         scheduled = output.num_scheduled_tokens
-        for name in output.finished_req_ids:  # before vLLM 0.26 nobody else tells
-            self.end_request(name)
         for one in output.scheduled_new_reqs:
             if one.mm_features:
                 positions = [

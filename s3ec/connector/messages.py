@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from s3ec.codec import Shape
-from s3ec.prefetch import Priority
 
 if TYPE_CHECKING:
     from s3ec.tier import Pin
@@ -96,7 +95,7 @@ class EncodeTime:
 
 @dataclass(frozen=True, slots=True)
 class TierId:
-    """How a rank finds out whether it sees the scheduler's pins.
+    """How a rank finds out whether it sees the scheduler's tier.
 
     Attributes:
         host: The running kernel; a folder shared by network is not this node's disk.
@@ -106,43 +105,6 @@ class TierId:
 
     host: str
     folder: str
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """One embedding that ranks with a tier of their own should fetch and pin.
-
-    Attributes:
-        ticket: Names this order in reports and in its release; never used twice, except to
-            improve the priority.
-        identifier: What to bring.
-        modality: Selects the width and dtype that the entry must have.
-        rows: Rows that the request has room for.
-        priority: Place in the rank's queue.
-    """
-
-    ticket: int
-    identifier: str
-    modality: str
-    rows: int
-    priority: Priority
-
-
-@dataclass(slots=True)
-class RankOrders:
-    """What ranks with a tier of their own should do; obeyed in the order of the fields.
-
-    Attributes:
-        tier: Who need not obey.
-        release: Tickets whose pins are no longer needed.
-        prepare: What to bring.
-        demoted: Tickets that no request waits for at present.
-    """
-
-    tier: TierId
-    release: list[int] = field(default_factory=list)
-    prepare: list[Prepare] = field(default_factory=list)
-    demoted: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +132,8 @@ class StepPlan:
         adapters: Identifier by an adapter's content, as it stands in ``loads`` and ``saves``, to
             what it is for vLLM.
         encodes: By identifier.
-        ranks: None where all ranks are known to be on the scheduler's node.
+        tier: The scheduler's, which each loading rank is to look for; None where the answer is
+            known.
     """
 
     step: int = 0
@@ -179,26 +142,13 @@ class StepPlan:
     loads: list[Load] = field(default_factory=list)
     saves: dict[str, Save] = field(default_factory=dict)
     encodes: dict[str, Encode] = field(default_factory=dict)
-    ranks: RankOrders | None = None
+    tier: TierId | None = None
 
     @property
     def loaded_names(self) -> list[str]:
         """What this step loads, as vLLM calls it."""
         names = [load.identifier for load in self.loads]
         return [self.adapters[one].identifier if one in self.adapters else one for one in names]
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """What a rank says about itself.
-
-    Attributes:
-        incarnation: Random; another one means another process, which holds nothing yet.
-        shares: Whether it sees the scheduler's pins.
-    """
-
-    incarnation: str
-    shares: bool
 
 
 @dataclass(slots=True)
@@ -212,9 +162,7 @@ class WorkerReport:
         counts: Counter increments.
         levels: Rank to what its gauges say now, where that was looked at anew.
         encoded: What rank 0 has measured.
-        present: Rank to what it says about itself, where it was asked.
-        ready: Ticket to the ranks that hold its pin, each with the checksum of its bytes.
-        failed: Ticket to the ranks that could not have it.
+        sees_tier: Rank to whether it sees the scheduler's tier, where it was asked.
     """
 
     loaded: dict[int, set[int]] = field(default_factory=dict)
@@ -223,18 +171,13 @@ class WorkerReport:
     counts: dict[str, float] = field(default_factory=dict)
     levels: dict[int, Mapping[str, float]] = field(default_factory=dict)
     encoded: list[EncodeTime] = field(default_factory=list)
-    present: dict[int, RankStatus] = field(default_factory=dict)
-    ready: dict[int, dict[int, str]] = field(default_factory=dict)
-    failed: dict[int, set[int]] = field(default_factory=dict)
+    sees_tier: dict[int, bool] = field(default_factory=dict)
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Add another rank's report to this one."""
-        for mine, others in ((self.loaded, other.loaded), (self.failed, other.failed)):
-            for number, ranks in others.items():
-                mine.setdefault(number, set()).update(ranks)
-        for ticket, checksums in other.ready.items():
-            self.ready.setdefault(ticket, {}).update(checksums)
-        self.present.update(other.present)
+        for step, ranks in other.loaded.items():
+            self.loaded.setdefault(step, set()).update(ranks)
+        self.sees_tier.update(other.sees_tier)
         self.levels.update(other.levels)
         self.published += other.published
         self.stored += other.stored

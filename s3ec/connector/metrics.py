@@ -18,11 +18,6 @@ PLAIN = {
         "vllm:s3ec_waits_declined",
         "Decisions to encode at once, because waiting was expected to cost more (`wait`).",
     ),
-    "probe.made": (
-        "vllm:s3ec_probes",
-        "Embeddings that no index knew and that were asked for (`probe_unknown_ms`).",
-    ),
-    "probe.found": ("vllm:s3ec_probes_found", "Of those, the ones that were there."),
     "encode.seconds": (
         "vllm:s3ec_encode_seconds",
         "Time that the encoder ran, as rank 0 measured it.",
@@ -279,7 +274,6 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "index": "The index knows other rows, width or data type, so nothing was fetched.",
             "size": "The object is larger than the request's embedding can be.",
             "no_record": "The namespace has no record of width and data type yet.",
-            "ranks": "Ranks on several nodes hold different bytes.",
             "namespace": "Also counted as corrupt for that reason.",
             "version": "Also counted as corrupt for that reason.",
             "nonfinite": "Also counted as corrupt for that reason.",

@@ -17,10 +17,10 @@ from s3ec.connector.adapters import AdapterNames
 from s3ec.connector.exporter import Exporter
 from s3ec.connector.figures import Figures
 from s3ec.connector.recorder import Recorder, TraceWriter
-from s3ec.connector.remote_ranks import Ranks, tier_id
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.connector.shared_tier import SharedTier, tier_id
 from s3ec.connector.vllm_config import (
     FeatureReader,
     Role,
@@ -50,7 +50,6 @@ from s3ec.trace import Engine
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_TIMEOUT_S = 1.0
-_MOST_PROBES = 8
 
 
 class Parts:
@@ -242,7 +241,7 @@ class Parts:
             needs_embedding=features.needs_embedding,
             placeholder_of=features.placeholder,
             counters=node.counters,
-            ranks=_ranks_elsewhere(node, role, topology),
+            shared_tier=_shared_tier_of(node, role, topology),
             naming=node.naming,
             costs=costs,
             policy=policy,
@@ -322,6 +321,10 @@ def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
     if problem is not None:
         log.warning("%s", problem)
         return False
+    problem = compat.release_problem()
+    if problem is not None:
+        log.warning("%s. s3ec stays inactive", problem)
+        return False
     problem = identifier_problem(vllm_config)
     if problem is not None:
         raise ConfigError(problem, field="mm_processor_cache_gb")
@@ -351,9 +354,6 @@ def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
         asked_every_pass=this is None or this >= (0, 30),
         can_load=topology.problem is None,
         stores_again=compat.installed_hooks()["start_save_caches"] and not saves_worth,
-        probe_s=settings.probe_unknown_ms / 1000,
-        # Half of the places of the prefetcher stay free for what the index knows.
-        probes=max(1, min(_MOST_PROBES, settings.max_concurrency // 2)),
     )
 
 
@@ -379,16 +379,11 @@ def _worth_of(
     return SaveWorth(costs, node.counters, policy=policy)
 
 
-def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None:
-    """Bookkeeping for ranks that may not see this node's disk; None if there are none."""
+def _shared_tier_of(node: Node, role: Role, topology: Topology) -> SharedTier | None:
+    """What asks ranks that may not see this node's disk; None if there are none."""
     if topology.beside_scheduler or not role.consumer or not role.can_load:
         return None
-    return Ranks(
-        topology.ranks,
-        tier_id(node.tier),
-        steps_in_flight=role.steps_in_flight,
-        called_without_tokens=topology.called_without_tokens,
-    )
+    return SharedTier(topology.ranks, tier_id(node.tier))
 
 
 def _overflow(*, is_consumer: bool) -> Literal["block", "drop"]:

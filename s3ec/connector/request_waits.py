@@ -2,9 +2,8 @@
 """How a request waits for its embeddings: for which of them, for how long, and when in vain.
 
 All of it is in memory and belongs to the scheduler's thread. The parts, in this order: how long
-each request has waited for one source; which fetches of unknown keys are made; and the waits
-themselves. Which items there are is in ``item_tracker.py``, whether waiting costs less than
-encoding in ``waiting.py``.
+each request has waited for one source, and the waits themselves. Which items there are is in
+``item_tracker.py``, whether waiting costs less than encoding in ``waiting.py``.
 """
 
 from __future__ import annotations
@@ -14,21 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from s3ec.connector.item_tracker import FETCHING, LEASE_S, Item, ItemTracker
+from s3ec.connector.item_tracker import FETCHING, Item, ItemTracker
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.recorder import Recorder
-from s3ec.connector.remote_ranks import Ranks
+from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import Fetching, Lacking, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
-from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key
-from s3ec.index.missing import NEGATIVE_TTL_S, NegativeCache
-from s3ec.prefetch import FetchOutcome, FetchResult, Priority
+from s3ec.prefetch import FetchResult, Priority
 from s3ec.tier import Pin
 
-# vLLM 0.24 and 0.25 do not tell when a request ends; more than these do not wait at all.
-MAX_WAITS = 10_000
 # A request that came without pixels waits at least this long, whatever `defer_timeout_s` says:
 # it cannot be encoded instead, and would fail. Longer than a fetch that is tried again after a
 # silence of the store (`read_timeout_s`).
@@ -48,16 +43,14 @@ class _Wait:
     limit_s: float  # as of the last question
     spent_s: float = 0.0
     since_s: float | None = None
-    asked_s: float = 0.0
 
 
 class DeferralBudget:
     """Adds up the deferrals of each request and says when they have lasted long enough.
 
-    One object counts the waits for one source: the bucket, this node's disk, an encoder that has
-    not uploaded yet what a request names, or the bucket for what the index does not know. They are
-    counted apart, so that no trouble with the bucket keeps a request from an embedding that is
-    here.
+    One object counts the waits for one source: the bucket, this node's disk, or an encoder that has
+    not uploaded yet what a request names. They are counted apart, so that no trouble with the
+    bucket keeps a request from an embedding that is here.
 
     A source that answers, but too slowly for anybody to wait for, opens no breaker: small requests
     succeed. So a source is
@@ -103,31 +96,19 @@ class DeferralBudget:
         limit_s = max(self._limit_s, NO_PIXELS_WAIT_S) if no_pixels else self._limit_s
         wait = self._waits.get(request_id)
         if wait is None:
-            if limit_s <= 0 or len(self._waits) >= MAX_WAITS:
+            if limit_s <= 0:
                 return True
             wait = self._waits[request_id] = _Wait(features, limit_s)
         elif features > wait.features:
             wait.features = features
             wait.spent_s = 0.0
             wait.since_s = None
-        wait.asked_s = now
         wait.limit_s = limit_s
         if wait.spent_s >= limit_s:
             return True
         if wait.since_s is None:
             wait.since_s = now
         return wait.spent_s + now - wait.since_s >= limit_s
-
-    def has_time(self, request_id: str, features: int) -> bool:
-        """Whether a wait of this request could begin or go on; starts nothing. As is_over."""
-        now = self._clock()
-        if self._limit_s <= 0 or self._rests(now):
-            return False
-        wait = self._waits.get(request_id)
-        if wait is None:
-            return len(self._waits) < MAX_WAITS
-        waited_s = wait.spent_s + (0.0 if wait.since_s is None else now - wait.since_s)
-        return features > wait.features or waited_s < self._limit_s
 
     def ends_s(self, request_id: str) -> float:
         """When the request will have waited long enough, at the soonest; infinity if it does not
@@ -188,94 +169,6 @@ class DeferralBudget:
         """The request has ended."""
         self._waits.pop(request_id, None)
 
-    def sweep(self, idle_s: float) -> None:
-        """Drop requests that were not asked about for this long, once there are many."""
-        if len(self._waits) <= MAX_WAITS // 2:
-            return
-        now = self._clock()
-        for request_id, wait in list(self._waits.items()):
-            if now - wait.asked_s > idle_s:
-                del self._waits[request_id]
-
-
-class Probes:
-    """Says which fetches of unknown keys are made. One thread: the scheduler's.
-
-    A key is
-
-    =========  =========  ================================================================
-    state      goes to    when
-    =========  =========  ================================================================
-    (none)     under way  a request needs it now, a place is free, and it is worth the wait
-    under way  (none)     it was found, or bucket or disk have not answered
-    under way  absent     it is not to be had
-    absent     (none)     NEGATIVE_TTL_S have passed
-    =========  =========  ================================================================
-
-    A key for which no place is free is a miss and stays (none).
-
-    Attributes:
-        places: How many may be under way.
-        under_way: Identifiers. For reading.
-        absent: Digests of keys that are not asked for again. For reading.
-    """
-
-    def __init__(
-        self,
-        longest_s: float,
-        places: int,
-        *,
-        costs: EncodeCosts | None,
-        counters: Counters,
-        clock: Callable[[], float],
-    ) -> None:
-        """Start with nothing under way.
-
-        Args:
-            longest_s: That a request waits for one; 0 makes none.
-            places: How many may be under way.
-            costs: What encoding costs; None where that is not weighed.
-            counters: Where to count.
-            clock: Monotonic seconds.
-        """
-        self._longest_s = longest_s
-        self.places = places
-        self._costs = costs
-        self._counters = counters
-        self._absent = NegativeCache(NEGATIVE_TTL_S, clock)
-        self._under_way: set[str] = set()
-        self.under_way: Collection[str] = self._under_way
-        self.absent: Collection[bytes] = self._absent.until
-
-    def begin(self, key: Key, modality: str, rows: int) -> bool:
-        """Whether this key is to be asked for now; if so it is under way."""
-        if len(self._under_way) >= self.places or self._absent.holds(key.digest):
-            return False
-        if self._costs is not None:
-            # One in vain makes a request at most twice as late as its encoder alone.
-            encode_s = self._costs.known_s(modality, rows)
-            if encode_s is None or encode_s <= self._longest_s:
-                return False
-        self._under_way.add(key.identifier)
-        self._counters.add("probe.made")
-        return True
-
-    def end(self, fetched: FetchResult) -> bool:
-        """A fetch has ended; whether it says that the bucket has answered a probe."""
-        key = fetched.want.key
-        if key.identifier not in self._under_way:
-            return False
-        self._under_way.discard(key.identifier)
-        if fetched.outcome is FetchOutcome.READY:
-            self._counters.add("probe.found")
-        elif fetched.outcome is not FetchOutcome.UNAVAILABLE:
-            self._absent.add_locked(key.digest)
-        return fetched.source == "bucket" or fetched.outcome is FetchOutcome.ABSENT
-
-    def sweep(self) -> None:
-        """Drop what may be asked for again."""
-        self._absent.sweep_locked()
-
 
 class RequestWaits:
     """Which requests wait, for what, and until when.
@@ -291,11 +184,10 @@ class RequestWaits:
     waiting  waited   all is here, its time is over, the encoder is to make it, or it fails
     waited   waiting  something is on its way again and it has time left, as it has with each
                       turn of a session
-    any      (none)   it has ended; before 0.26 nobody tells, so once there are many, it was not
-                      asked about for long
+    any      (none)   it has ended
     =======  =======  ======================================================================
 
-    The time of a paused request stands still. There are four sources, each with a budget of its
+    The time of a paused request stands still. There are three sources, each with a budget of its
     own for each request: see DeferralBudget.
 
     Attributes:
@@ -307,7 +199,7 @@ class RequestWaits:
         tracker: ItemTracker,
         *,
         role: Role,
-        ranks: Ranks | None,
+        shared_tier: SharedTier | None,
         counters: Counters,
         clock: Callable[[], float],
         local: Callable[[Key], bool],
@@ -322,7 +214,7 @@ class RequestWaits:
         Args:
             tracker: Has the items.
             role: How long a request may wait.
-            ranks: Ranks that may not see this node's pins; None where all do for certain.
+            shared_tier: Whether all ranks see this node's tier; None where they do for certain.
             counters: Where to count.
             clock: Monotonic seconds.
             local: Whether this node's disk is believed to hold a key.
@@ -335,7 +227,7 @@ class RequestWaits:
         self._recorder = recorder or Recorder()
         self._tracker = tracker
         self._items = tracker.items
-        self._ranks = ranks
+        self._shared_tier = shared_tier
         self._counters = counters
         self._clock = clock
         self._local = local
@@ -346,12 +238,7 @@ class RequestWaits:
         self._bucket_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
         self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
         self._promise_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
-        probe_s = min(role.probe_s, role.defer_timeout_s)
-        self._probe_waits = DeferralBudget(probe_s, counters, clock)
-        self._known_budgets = (self._bucket_waits, self._tier_waits, self._promise_waits)
-        self._budgets = (*self._known_budgets, self._probe_waits)
-        costs = None if policy is None else policy.costs
-        self._probes = Probes(probe_s, role.probes, costs=costs, counters=counters, clock=clock)
+        self._budgets = (self._bucket_waits, self._tier_waits, self._promise_waits)
         self._promise_noted_s = clock()
         self._deferred_s: dict[str, float] = {}  # those that are waiting, and since when
         self._carried_s: dict[str, float] = {}  # what these had waited when they were paused
@@ -365,27 +252,7 @@ class RequestWaits:
             or request_id in self._bucket_waits.requests
             or request_id in self._tier_waits.requests
             or request_id in self._promise_waits.requests
-            or request_id in self._probe_waits.requests
         )
-
-    # -- what the index does not know --------------------------------------------------------
-
-    def may_probe(self, request: Any) -> bool:
-        """Whether anything that the index does not know may be asked for because of a request.
-
-        Not where nobody would wait for it: the bucket was too slow lately, this request has waited
-        its time, or ranks elsewhere cannot say what they hold.
-        """
-        if self._ranks is not None and self._ranks.cannot_answer:
-            return False
-        return self._probe_waits.has_time(request.request_id, len(request.mm_features))
-
-    def probe(self, key: Key, modality: str, rows: int) -> bool:
-        """Begin with an item that the index does not know; False where it is to be a miss."""
-        if not self._probes.begin(key, modality, rows):
-            return False
-        self._tracker.want(key, modality, rows, _DEMAND, probed=True)
-        return True
 
     # -- begin to wait, or go on -------------------------------------------------------------
 
@@ -400,8 +267,8 @@ class RequestWaits:
             cannot: one came without pixels, and it has waited its time.
         """
         request_id = request.request_id
-        is_new = not self._has_waited(request_id)
-        awaited = self._awaited(pending, request)
+        is_new = not any(request_id in budget.requests for budget in self._budgets)
+        awaited = self._worth_waiting(pending, request)
         if awaited is None:
             return None
         if not awaited:
@@ -423,43 +290,6 @@ class RequestWaits:
                 self._tracker.expect(request_id, identifier, _DEMAND)
         return not awaited
 
-    def _has_waited(self, request_id: str) -> bool:
-        return any(request_id in budget.requests for budget in self._budgets)
-
-    def _awaited(self, pending: list[Any], request: Any) -> list[Any] | None:
-        """As _worth_waiting, and what is probed: that is waited for beside the rest, or alone.
-
-        Not where the rest is to be encoded: the encoder runs then, and the bucket is too slow.
-        """
-        request_id = request.request_id
-        probed = list(filter(self._is_probed, pending))
-        if not probed:
-            self._probe_waits.end(request_id)
-            return self._worth_waiting(pending, request)
-        rest = [feature for feature in pending if not self._is_probed(feature)]
-        awaited: list[Any] = []
-        if rest:
-            worth = self._worth_waiting(rest, request)
-            if not worth:
-                return worth
-            awaited = worth
-        else:
-            self._end_known_waits(request_id)
-        can_wait = self._ranks is None or not self._ranks.cannot_answer
-        if not can_wait or self._probe_waits.is_over(request_id, len(request.mm_features)):
-            self._end_wait(self._probe_waits, request_id, in_vain=can_wait)
-            return awaited
-        if not rest and self._policy is not None:
-            self._policy.load.deferred()  # or what has decided about the rest has told it
-        return awaited + probed
-
-    def _is_probed(self, feature: Any) -> bool:
-        """Whether a pending feature is waited for as what the index does not know."""
-        item = self._items[feature.identifier]
-        if not item.probed or (item.pin is None and self._local(item.key)):
-            return False
-        return not self._needs_embedding(feature)
-
     def _worth_waiting(self, pending: list[Any], request: Any) -> list[Any] | None:
         """What of the pending features the request should still wait for.
 
@@ -478,7 +308,8 @@ class RequestWaits:
             elif item.failures:
                 promised.append(feature)
         rest = len(pending) - len(here) - len(promised)
-        can_wait = self._ranks is None or not self._ranks.cannot_answer
+        # Not while nobody knows whether all ranks see this node's tier: nothing is granted then.
+        can_wait = self._shared_tier is None or self._shared_tier.asked is None
         if can_wait and self._policy is not None and not self._pays(self._policy, request, pending):
             return []
         # First, since most requests wait for the bucket, and to look for pixels takes longer.
@@ -617,13 +448,9 @@ class RequestWaits:
 
     def _end_waits(self, request_id: str) -> None:
         self._count_wait(request_id)
-        self._end_known_waits(request_id)
-        self._probe_waits.end(request_id)
-
-    def _end_known_waits(self, request_id: str) -> None:
         if self._policy is not None:
             self._policy.end(request_id)
-        for budget in self._known_budgets:
+        for budget in self._budgets:
             budget.end(request_id)
 
     # -- the end of a wait -------------------------------------------------------------------
@@ -682,8 +509,6 @@ class RequestWaits:
                 budget = self._bucket_waits if fetched.source == "bucket" else self._tier_waits
                 budget.came(fetched.seconds)
                 self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
-            if self._probes.end(fetched):
-                self._probe_waits.came(fetched.seconds)
             item = self._items.get(fetched.want.key.identifier)
             had_failed = item is not None and item.failures > 0
             if self._tracker.arrived(fetched, now, unwanted) and item is not None:
@@ -693,58 +518,25 @@ class RequestWaits:
                     self._note_promise(item, now - item.asked_s)
         self._tracker.release(unwanted)
 
-    def sweep(self, now: float) -> None:
-        """Drop what is too old to matter."""
-        self._answers.expire(now)
-        for budget in self._budgets:
-            budget.sweep(LEASE_S)
-        self._probes.sweep()
-        # Whom the budgets have dropped by now: before 0.26 vLLM does not tell when a request ends.
-        for request_id in list(self._paused_s):
-            if not self._has_waited(request_id):
-                del self._paused_s[request_id]
-                self._count_wait(request_id)
-        if self._policy is not None:
-            for request_id in list(self._policy.waiting):
-                if not self._has_waited(request_id):
-                    self._policy.end(request_id)
-
-    def audit(self, *, requests: Collection[str], fetching: Collection[str]) -> list[str]:
-        """As SchedulerHalf.audit; ``fetching`` has what the prefetcher is about to be told, too."""
-        complaints = [
+    def audit(self, *, requests: Collection[str]) -> list[str]:
+        """As SchedulerHalf.audit."""
+        return [
             f"{what}: {name} is kept, and has ended"
-            for what, names in self._of_requests.items()
+            for what, names in self.remembered.items()
             for name in names
             if name not in requests
         ]
-        complaints += [
-            f"{identifier} holds the place of a probe that nobody makes"
-            for identifier in self._probes.under_way
-            if identifier not in fetching
-        ]
-        if len(self._probes.under_way) > self._probes.places:
-            complaints.append(f"{len(self._probes.under_way)} probes are under way")
-        return complaints
 
     @property
-    def _of_requests(self) -> dict[str, Collection[str]]:
+    def remembered(self) -> dict[str, Collection[str]]:
+        """All that is kept of requests; an audit at rest expects it to be empty."""
         return {
             "waits": self._bucket_waits.requests,
             "waits for the tier": self._tier_waits.requests,
             "waits for what was named": self._promise_waits.requests,
-            "waits for what was probed": self._probe_waits.requests,
             "interests": self._tracker.waiting,
             "deferrals": self._deferred_s,
             "paused waits": self.paused,
             "waits before a pause": self._carried_s,
             "answers": self._answers.requests,
-        }
-
-    @property
-    def remembered(self) -> dict[str, Collection[Any]]:
-        """All that is kept of requests and probes; an audit at rest expects it to be empty."""
-        return {
-            "probes": self._probes.under_way,
-            "probes in vain": self._probes.absent,
-            **self._of_requests,
         }

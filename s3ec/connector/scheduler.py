@@ -10,6 +10,7 @@ vLLM objects are used by attribute only: this module imports neither torch nor v
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
@@ -30,9 +31,9 @@ from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
 from s3ec.connector.messages import Encode, Load, StepPlan, WorkerReport
 from s3ec.connector.recorder import Recorder
-from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth
+from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
 from s3ec.connector.waiting import SourceTimes, WaitPolicy
 from s3ec.counters import Counters
@@ -42,8 +43,9 @@ from s3ec.index.base import Index
 from s3ec.prefetch import Priority
 from s3ec.tier import LocalKeys
 
+log = logging.getLogger(__name__)
+
 _SWEEP_EVERY_S = 1.0
-_MOST_SEEN = 10_000
 # As for the states: a global is found faster than a member of a class.
 _DEMAND, _LOOKAHEAD = Priority.DEMAND, Priority.LOOKAHEAD
 
@@ -98,7 +100,7 @@ class SchedulerHalf:
         needs_embedding: Callable[[Any], bool],
         placeholder_of: Callable[[Any], dict[str, Any] | None],
         counters: Counters,
-        ranks: Ranks | None = None,
+        shared_tier: SharedTier | None = None,
         naming: KeyPolicy | None = None,
         costs: EncodeCosts | None = None,
         policy: WaitPolicy | None = None,
@@ -120,7 +122,7 @@ class SchedulerHalf:
             placeholder_of: Placeholder metadata of a feature, stored with it; None where it
                 cannot be seen.
             counters: Where to count.
-            ranks: Ranks that may not see this node's pins; None where all do for certain.
+            shared_tier: Whether all ranks see this node's tier; None where they do for certain.
             naming: Which identifiers have keys, and which; None for the plain ones.
             costs: What encoding costs; None where there is a policy, which has it, or where nothing
                 is known yet.
@@ -137,7 +139,7 @@ class SchedulerHalf:
         self._fetch_times = SourceTimes() if policy is None else policy.times
         self._load_s = 0.0  # of an item, from this node's memory to the device
         self._wall_clock = wall_clock
-        self._seen: dict[str, None] = {}  # requests that were asked about; with a policy only
+        self._seen: set[str] = set()  # requests that were asked about; with a policy only
         self._index = index
         self._local = local
         self._prefetcher = prefetcher
@@ -147,16 +149,16 @@ class SchedulerHalf:
         self._needs_embedding = needs_embedding
         self._placeholder_of = placeholder_of
         self._counters = counters
-        self._ranks = ranks
+        self._shared_tier = shared_tier
         self._clock = clock
         self._keys = KeyCache(naming or KeyPolicy(), counters)
         self.answers = KeptAnswers()
-        # Of store, disk and ranks: what all requests that wait depend on.
-        self._outside = (False, False, False)
+        # Of store and disk: what all requests that wait depend on.
+        self._outside = (False, False)
         self.tracker = ItemTracker(
             prefetcher,
             role=role,
-            ranks=ranks,
+            shared_tier=shared_tier,
             counters=counters,
             clock=clock,
             local=local,
@@ -166,7 +168,7 @@ class SchedulerHalf:
         self.waits = RequestWaits(
             self.tracker,
             role=role,
-            ranks=ranks,
+            shared_tier=shared_tier,
             counters=counters,
             clock=clock,
             local=local,
@@ -186,7 +188,6 @@ class SchedulerHalf:
         self._rows_asked: dict[str, int] = {}
         self._must_grant: set[str] = set()  # of this request, while the disk hangs
         self._named: Collection[str] = ()  # by the request being scheduled
-        self._may_probe = False  # because of this request
         self._decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
         self._stored: set[str] = set()
@@ -261,9 +262,6 @@ class SchedulerHalf:
             window_end = features[-1].mm_position.offset + 1
         now = self._clock()
         self._hung = self._disk.hangs
-        if self._role.probe_s:
-            is_down = self._hung or self._store.is_open or not self._role.can_load
-            self._may_probe = not is_down and self.waits.may_probe(request)
         if self._must_grant:
             self._must_grant.clear()
         pending = []
@@ -298,8 +296,7 @@ class SchedulerHalf:
         """See what has changed since the last pass, and keep the answers that hold."""
         if self._prefetcher.has_news:
             self.waits.arrived(self._prefetcher.drain())
-        no_answer = self._ranks is not None and self._ranks.cannot_answer
-        outside = (self._store.is_open, self._disk.hangs, no_answer)
+        outside = (self._store.is_open, self._disk.hangs)
         if outside != self._outside:
             self._outside = outside
             self.answers.clear()
@@ -314,9 +311,7 @@ class SchedulerHalf:
         if request.request_id in self._seen:
             policy.load.asked()
             return
-        while len(self._seen) >= _MOST_SEEN:  # before 0.26 vLLM does not tell when a request ends
-            del self._seen[next(iter(self._seen))]
-        self._seen[request.request_id] = None
+        self._seen.add(request.request_id)
         policy.load.asked(delay_s=self._wall_clock() - request.arrival_time)
 
     def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
@@ -388,8 +383,6 @@ class SchedulerHalf:
             return None
         if state is FAILED:
             return self._look_at_failed(feature, item, rows, needed_now, now)
-        if item.probed and identifier in self._named:
-            self.tracker.promise(item)
         came = not item.was_local and self._local(item.key)
         awaited = identifier in self._named or self._needs_embedding(feature)
         if item.failures and not came and not awaited:
@@ -463,11 +456,7 @@ class SchedulerHalf:
         if key is None:
             return None
         if not self._is_worthwhile(feature, key):
-            may_probe = needed_now and self._may_probe
-            if not (may_probe and self.waits.probe(key, feature.modality, rows)):
-                return ABSENT
-            self._rows_asked[identifier] = rows
-            return FETCHING
+            return ABSENT
         if not self._role.can_load:
             return None
         priority = _DEMAND if needed_now else _LOOKAHEAD
@@ -631,14 +620,12 @@ class SchedulerHalf:
         step = self.tracker.next_step(self.on_device, now, sweep=is_late)
         if is_late:
             self._sweep(now)
-        orders = None
-        if self._ranks is not None:
-            orders = self._ranks.take_orders(scheduled_tokens=scheduled_tokens)
+        asked = None if self._shared_tier is None else self._shared_tier.asked
         if not scheduled_tokens:
-            return StepPlan(step, ranks=orders)
+            return StepPlan(step, tier=asked)
         plan, self._plan = self._plan, StepPlan()
         plan.step = step
-        plan.ranks = orders
+        plan.tier = asked
         if plan.loads:
             self.tracker.step_loads([load.identifier for load in plan.loads])
         return plan
@@ -673,7 +660,9 @@ class SchedulerHalf:
 
     def update_connector_output(self, report: WorkerReport) -> None:
         """Take the workers' report: unpin what was loaded, learn what was stored."""
-        self.tracker.on_report(report, self.on_device)
+        self.tracker.loaded(report.loaded, self.on_device)
+        if self._shared_tier is not None and self._shared_tier.on_report(report.sees_tier):
+            self._know_ranks(self._shared_tier.apart)
         for identifier in report.published:
             key = self._keys(identifier)
             if key is not None:
@@ -692,6 +681,19 @@ class SchedulerHalf:
         for one in report.encoded:
             self._costs.add(one.modality, one.rows, one.seconds, items=one.items)
 
+    def _know_ranks(self, apart: list[int]) -> None:
+        """Every rank has said whether it sees this node's tier; ``apart`` are those that do not."""
+        if not apart:
+            self.answers.clear()
+            self.tracker.settle()
+        elif self.stop(was_reset=False):
+            log.warning(
+                "ranks %s do not see the scheduler's `cache_dir`: they run on another node, or in "
+                "a container with another folder. Nothing is loaded or saved by this engine. Have "
+                "all tensor-parallel ranks on one node, with one folder",
+                ", ".join(map(str, apart)),
+            )
+
     def _sweep(self, now: float) -> None:
         """Drop what is too old to matter; at most once a second."""
         self._swept_s = now
@@ -705,7 +707,6 @@ class SchedulerHalf:
         if loads:
             self._load_s = self._counters.get("load.seconds") / loads
         self._save_orders.sweep(now)
-        self.waits.sweep(now)
 
     # -- the end of a request --------------------------------------------------------------
 
@@ -721,7 +722,7 @@ class SchedulerHalf:
             Of a pure producer the features that it does not store, by their places: what has no
             key. None of all others.
         """
-        self._seen.pop(request.request_id, None)
+        self._seen.discard(request.request_id)
         self._unavailable.discard(request.request_id)
         self.lookups.end_request(request.request_id)
         self.waits.end_request(request.request_id)
@@ -773,9 +774,7 @@ class SchedulerHalf:
         ]
         late_s = self._clock() - 2 * _SWEEP_EVERY_S
         complaints += self.tracker.audit(fetching=fetching, pins=pins, late_s=late_s)
-        complaints += self.waits.audit(
-            requests=requests, fetching={*fetching, *self.tracker.demand}
-        )
+        complaints += self.waits.audit(requests=requests)
         kept: dict[str, Collection[Any]] = {
             "rows": self._rows_asked,
             "decisions": self._decisions,

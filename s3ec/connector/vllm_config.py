@@ -60,8 +60,6 @@ class Role:
             them hold an embedding, nothing is granted.
         stores_again: Workers can store what the device holds already (vLLM's hook
             ``start_save_caches``, 0.30 and newer).
-        probe_s: Longest wait for what the index does not know; 0 where it is not asked for.
-        probes: How many of those are asked for at a time.
     """
 
     producer: bool
@@ -73,8 +71,6 @@ class Role:
     asked_every_pass: bool = True
     can_load: bool = True
     stores_again: bool = True
-    probe_s: float = 0.0
-    probes: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +80,12 @@ class Topology:
     Attributes:
         ranks: How many there are.
         beside_scheduler: Whether all of them certainly run on the scheduler's node.
-        problem: Why the scheduler cannot learn what the others hold; None if it can.
-        called_without_tokens: Whether they are called in steps that schedule no tokens.
+        problem: Why the scheduler cannot learn what the others see; None if it can.
     """
 
     ranks: int
     beside_scheduler: bool
     problem: str | None
-    called_without_tokens: bool
 
 
 def topology_of(vllm_config: Any) -> Topology:
@@ -100,7 +94,7 @@ def topology_of(vllm_config: Any) -> Topology:
     ranks = parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     stages = getattr(parallel, "pipeline_parallel_size", 1)
     backend = getattr(parallel, "distributed_executor_backend", None)
-    # The V2 runner calls the hooks in every step, and passes reports on through a pipeline.
+    # The V2 runner passes reports on through a pipeline.
     v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))
     beside = False
     problem = None
@@ -110,7 +104,7 @@ def topology_of(vllm_config: Any) -> Topology:
         beside = ranks <= ranks * stages // getattr(parallel, "nnodes_within_dp", 1)
     if not beside and problem is None:
         problem = _silence(backend, ranks, stages, v2=v2)
-    return Topology(ranks, beside, problem, v2)
+    return Topology(ranks, beside, problem)
 
 
 def _silence(backend: Any, ranks: int, stages: int, *, v2: bool) -> str | None:

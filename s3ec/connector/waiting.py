@@ -60,8 +60,6 @@ _LEAST_WEIGHT = 0.005
 _SILENT_FROM = 3
 # What is believed of a cost may be so many times too high.
 _FAR_TOO_HIGH = 10.0
-# Before 0.26 vLLM does not tell when a request ends.
-_MOST_REMEMBERED = 10_000
 # In one scheduling pass; 64 of them take less than a millisecond.
 MOST_DECISIONS = 64
 # A scheduler that runs nothing looks again after about this long (vLLM sleeps 1 ms).
@@ -479,8 +477,6 @@ class WaitPolicy:
         else:
             waited = self._waiting.pop(request_id, None)
             if waited is not None and not waited.is_new:
-                while len(self._over) >= _MOST_REMEMBERED:
-                    del self._over[next(iter(self._over))]
                 self._over[request_id] = features
         return waits
 

@@ -17,9 +17,9 @@ import torch
 from s3ec.connector import compat
 from s3ec.connector.adapters import AdapterCache, AdapterFiles, name_in_plan
 from s3ec.connector.loads import Loader, StepLoads, read_data
-from s3ec.connector.messages import Encode, EncodeTime, Load, StepPlan, WorkerReport
-from s3ec.connector.remote_ranks import LocalPins
+from s3ec.connector.messages import Encode, EncodeTime, Load, StepPlan, TierId, WorkerReport
 from s3ec.connector.saves import SaveQueue
+from s3ec.connector.shared_tier import sees_tier
 from s3ec.connector.staging import HostStaging, open_staging
 from s3ec.counters import Increments
 from s3ec.errors import CorruptEntryError
@@ -41,7 +41,7 @@ class EncodeTimer:
     ``bind_connector_metadata``, then ``start_save_caches`` in a producer (0.30 and newer), then
     ``start_load_caches`` in a consumer. They call it directly after it: with the first
     ``save_caches`` of what was encoded, and with ``get_finished``. So it was in the sources of
-    0.24.0 to 0.32.0, V1 runner and V2 (``v1/worker/ec_connector_model_runner_mixin.py``,
+    0.26.0 to 0.32.0, V1 runner and V2 (``v1/worker/ec_connector_model_runner_mixin.py``,
     ``v1/worker/gpu/ec_connector.py``).
 
     On a GPU both points are events in the stream that the encoder runs in. They are asked in later
@@ -164,9 +164,6 @@ class WorkerHalf:
     started    (none)     one cannot be had, or the step fails before it asks for them
     loaded     (none)     a report has told the scheduler
     =========  =========  ==================================================================
-
-    Attributes:
-        local_pins: What a rank holds that does not see the scheduler's pins. For reading.
     """
 
     def __init__(
@@ -214,12 +211,12 @@ class WorkerHalf:
         self._sync_allowed = compat.sync_allowed()
         self._increments = Increments(node.counters)
         self._told_levels: Mapping[str, float] = node.levels
-        self.local_pins = LocalPins(node.prefetcher, node.tier, node.naming.make_key)
+        self._sees_tier: dict[int, bool] = {}  # for the next report
         self._adapter_files = AdapterFiles()
 
-    def follow(self, plan: StepPlan) -> StepPlan:
-        """Obey orders to ranks on other nodes; the plan as this rank should execute it."""
-        return self.local_pins.follow(plan)
+    def look_for_tier(self, tier: TierId) -> None:
+        """Report whether this rank sees the scheduler's tier; some system calls."""
+        self._sees_tier = {self._rank(): sees_tier(tier, self._node.tier)}
 
     def start_load_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         """Begin to bring every granted embedding into the encoder cache.
@@ -350,11 +347,10 @@ class WorkerHalf:
 
     def report(self) -> WorkerReport | None:
         """What happened since the last report; None if nothing did."""
-        report = WorkerReport(loaded=self._loaded)
-        self._loaded = {}
+        report = WorkerReport(loaded=self._loaded, sees_tier=self._sees_tier)
+        self._loaded, self._sees_tier = {}, {}
         if self._saves is not None:
             report.published, report.stored = self._saves.take_report()
-        self.local_pins.report(report, self._rank)
         if self._measured:
             report.encoded = list(self._measured)
             self._measured.clear()

@@ -66,7 +66,7 @@ def vllm(context: CheckContext) -> Outcome:
         return _by_release(found, hooks)
     words = context.child.last_words()
     if "ec_transfer" in words:
-        return fail(f"{found} has no encoder-cache connectors", "install vLLM 0.24 or later")
+        return fail(f"{found} has no encoder-cache connectors", "install vLLM 0.26 or later")
     return fail(f"{found}, but its modules do not import: {words}", "mend the installation")
 
 
@@ -98,8 +98,6 @@ def hooks(context: CheckContext) -> Outcome:
     required = [name for name in missing if name not in answer["costs"]]
     if required:
         return fail(f"{found}; {'; '.join(costs)}", "install a supported vLLM")
-    if "ensure_cache_available" in missing:
-        return warn(f"{found}; {'; '.join(costs)}", "a later vLLM has them")
     return ok("; ".join([found, *costs]))
 
 

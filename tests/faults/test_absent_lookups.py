@@ -35,7 +35,7 @@ _FIRST_ABSENT = 10_000
 class Lookups:
     """A scheduler that is asked for one picture by each of its requests."""
 
-    def __init__(self, node: Node, clock: Clock, *, probe_s: float = 0.0) -> None:
+    def __init__(self, node: Node, clock: Clock) -> None:
         role = Role(
             producer=True,
             consumer=True,
@@ -43,7 +43,6 @@ class Lookups:
             ranks=1,
             steps_in_flight=1,
             defer_timeout_s=1e9,
-            probe_s=probe_s,
         )
         self.half = SchedulerHalf(
             role,
@@ -173,27 +172,3 @@ def test_what_a_filter_is_wrong_about_costs_one_request_for_each_negative_ttl(
         assert sum(gets.values()) == node.counters.get("fetch.absent")
         assert node.counters.get("index.vanished") == node.counters.get("fetch.absent")
         assert len(gets) < 0.06 * (popular + rounds * others)
-
-
-def test_what_is_asked_for_unknown_is_found_or_costs_one_request_for_each_negative_ttl(
-    local_s3: LocalS3, s3_bucket: str, proxy: FaultProxy, tmp_path: Path, clock: Clock
-) -> None:
-    """Another node has stored some pictures, and no index tells of them yet."""
-    bucket = fill(local_s3, s3_bucket, proxy, tmp_path, 0.01)
-    with noding(bucket.settings(tmp_path / "cache", index="exact", hedge="false")) as node:
-        refresh(node)
-        proxy.requests.clear()
-        lookups = Lookups(node, clock, probe_s=1e9)
-        nowhere, fresh = range(*_absent(8)), (5, 6)
-        for _ in range(2):
-            lookups.ask(nowhere)
-        bucket.stock(*fresh)
-        lookups.ask(fresh)
-        gets = asked_for_objects(proxy)
-        assert sorted(gets.values()) == 10 * [1]
-        clock.now_s += NEGATIVE_TTL_S
-        lookups.ask(nowhere)
-        assert sum(asked_for_objects(proxy).values()) == 18
-        assert node.counters.get("probe.found") == len(fresh)
-        assert all(node.local(key_at(number)) for number in fresh)
-        assert node.counters.get("index.forgotten") == node.counters.get("index.vanished") == 0

@@ -28,9 +28,9 @@ from vllm.v1.request import Request
 from s3ec.connector import live_weights, loads
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.recorder import Recorder, Recording
-from s3ec.connector.remote_ranks import Ranks, tier_id
-from s3ec.connector.request_waits import MAX_WAITS, NO_PIXELS_WAIT_S
+from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.connector.shared_tier import SharedTier, tier_id
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
@@ -61,8 +61,6 @@ NAMESPACE = Namespace.from_descriptor({"model": "fuzz"})
 _FAULTS = ("load.failed", "load.rescued", "load.hung", "internal_errors")
 # Between two passes of an engine that runs.
 _LONGEST_PAUSE_S = 0.1
-# Of what the index does not know.
-PROBES = 3
 # In this time a fetch ends for certain where nothing fails.
 _AMPLE_S = 2.0
 # The disk of a busy machine is not taken for one that hangs, which counts as a fault.
@@ -75,8 +73,8 @@ class Bench:
 
     Attributes:
         node: The scheduler's, and that of the workers beside it.
-        far_node: Of a worker on another machine.
-        files: Entries of both.
+        far_node: Of a worker that sees another folder.
+        files: Entries that are pinned.
     """
 
     node: Node
@@ -130,7 +128,9 @@ class Rank:
 
     def load(self, cache: dict[str, torch.Tensor], plan: StepPlan) -> None:
         try:
-            self.half.start_load_caches(cache, self.half.follow(plan))
+            if plan.tier is not None:
+                self.half.look_for_tier(plan.tier)
+            self.half.start_load_caches(cache, plan)
         except RuntimeError as exc:
             raise BrokenPromiseError(
                 "a granted embedding cannot be loaded", str(exc)[:300]
@@ -248,11 +248,9 @@ class S3EC(NoConnector):
     """s3ec's scheduler half with everything around it played, and every answer noted.
 
     Attributes:
-        far: Fetches of a rank on another node; None where there is none.
         scheduler_half: Its class; another one where a test wants faults.
         worker_half: Likewise.
         is_calm: Nothing fails and no clock jumps, so that everything comes in time.
-        most_waits: Requests that may be deferred for one source.
         device: What vLLM's encoder-cache manager holds.
         held: Likewise, the numbers of the inputs for which a request holds it.
         half: The real one.
@@ -286,10 +284,7 @@ class S3EC(NoConnector):
             ranks=options.ranks,
             steps_in_flight=options.depth,
             defer_timeout_s=options.defer_timeout_s,
-            probe_s=options.probe_s,
-            probes=PROBES,
         )
-        self.far = self._make_far(bench) if options.apart else None
         recorder = Recorder()
         self.recording = recorder.recording = Recording(wall_clock=self.clock)
         self._recorded: Counter[str] = Counter()
@@ -303,23 +298,21 @@ class S3EC(NoConnector):
             needs_embedding=needs_embedding,
             placeholder_of=lambda _: {},
             counters=self.counters,
-            ranks=None if self.far is None else self._make_bookkeeping(bench),
+            shared_tier=self._make_shared_tier(bench),
             policy=self._make_policy(),
             recorder=recorder,
             clock=self.clock,
             wall_clock=self.clock,
         )
         self.ranks = [
-            self._make_rank(bench.far_node if is_far else bench.node, rank)
+            self._make_rank(bench.far_node if rank == options.apart else bench.node, rank)
             for rank in range(options.ranks)
-            for is_far in (options.apart and rank == options.ranks - 1,)
         ]
         self.steps: Sequence[Step] = ()  # shared with the engine, which fills it
         self.device: Collection[str] = ()
         self.held: Mapping[str, Collection[int]] = {}
         self.inputs = HeldInputs()
         self.is_calm = False
-        self.most_waits = MAX_WAITS
         self.answers: list[tuple[str, Any]] = []
         self.requests: Mapping[str, Request] = {}  # vLLM's
         self._deferrals: dict[str, _Deferral] = {}
@@ -349,27 +342,15 @@ class S3EC(NoConnector):
         self.answers.append(("restore", seconds))
         return seconds
 
-    def _make_far(self, bench: Bench) -> PlayedPrefetcher:
-        """The fetches of a rank on another node, with the same bucket behind them."""
-        outside = Outside(self.clock)
-        outside.bucket = self.outside.bucket
-        # A pin that is given back too soon is missed when its file is read.
-        made = PlayedPrefetcher(outside, bench.files, lambda _: False)
-        bench.far_node.prefetcher = made  # type: ignore[assignment]
-        return made
-
     def _make_policy(self) -> WaitPolicy | None:
         if self.options.encode_row_s is None:
             return None
         return WaitPolicy(EncodeCosts(), EngineLoad(self.options.depth), FetchQueue(16))
 
-    def _make_bookkeeping(self, bench: Bench) -> Ranks:
-        return Ranks(
-            self.options.ranks,
-            tier_id(bench.node.tier),
-            steps_in_flight=self.options.depth,
-            called_without_tokens=self.options.v2,
-        )
+    def _make_shared_tier(self, bench: Bench) -> SharedTier | None:
+        if not self.options.asks_ranks:
+            return None
+        return SharedTier(self.options.ranks, tier_id(bench.node.tier))
 
     def _make_rank(self, node: Node, rank: int) -> Rank:
         half = self.worker_half(
@@ -381,11 +362,6 @@ class S3EC(NoConnector):
             drain_timeout_s=1,
         )
         return Rank(half, node, self.outside)
-
-    @property
-    def prefetchers(self) -> list[PlayedPrefetcher]:
-        """Of all nodes."""
-        return [self.prefetcher] if self.far is None else [self.prefetcher, self.far]
 
     def _is_read(self, path: Path) -> bool:
         return any(
@@ -531,18 +507,18 @@ class S3EC(NoConnector):
 
     def check_rest(self) -> None:
         """After every lease no pin is left."""
-        left = [len(one.live) for one in self.prefetchers]
-        if any(left):
-            raise BrokenPromiseError("pins are left behind", str(left))
+        if self.prefetcher.live:
+            raise BrokenPromiseError("pins are left behind", str(len(self.prefetcher.live)))
 
     def close(self) -> None:
         """End threads and remove files."""
         for rank in self.ranks:
             rank.close()
-        for prefetcher in self.prefetchers:
-            prefetcher.close()
+        self.prefetcher.close()
 
     def check_grant(self, identifier: str) -> None:
+        if self.options.apart is not None:
+            raise BrokenPromiseError("granted what a rank does not see", identifier[:12])
         if not self._pins_of(identifier):
             raise BrokenPromiseError("granted without a pin", identifier[:12])
 
@@ -569,11 +545,10 @@ class S3EC(NoConnector):
         """Whether a request certainly waits for what lies on this node."""
         return (
             self.is_calm
-            and self.far is None
+            and not self.options.asks_ranks
             and self.options.loads
             and self.options.encode_row_s is None
             and self.options.defer_timeout_s >= _AMPLE_S
-            and self.most_waits == MAX_WAITS
             and not self._is_stopped
         )
 
@@ -586,34 +561,22 @@ class S3EC(NoConnector):
         if not bare:
             raise BrokenPromiseError("a request with all its pixels is failed", name)
         fits = not any(map(self._misfits, bare))
-        is_asked = self.options.loads and not self._is_stopped and self.most_waits == MAX_WAITS
+        is_asked = self.options.loads and not self._is_stopped and self.options.apart is None
         waited_s = self._deferrals.get(name, _Deferral()).clock_s
         if is_asked and fits and waited_s < NO_PIXELS_WAIT_S - _LONGEST_PAUSE_S:
             raise BrokenPromiseError("a request is failed before its time", f"{name}: {waited_s}")
 
-    def _count_deferred(self) -> None:
-        """No more than may wait for the bucket, and as many for each other source."""
-        deferred = [
-            name
-            for name, wait in self._deferrals.items()
-            if wait.asked_s is not None and all(map(has_pixels, self.requests[name].mm_features))
-        ]
-        sources = 4 if self.options.probe_s else 3  # bucket, disk, what is named; what is probed
-        if self.is_calm and len(deferred) > sources * self.most_waits:  # a jump sweeps waits
-            raise BrokenPromiseError("too many requests are deferred", str(len(deferred)))
-
     def _note_deferral(self, request: Request, answer: bool) -> None:
         """Nobody waits longer than allowed: a request is let go, or named as one that cannot be.
 
-        Waits for the bucket, for this node's disk, for what is still uploaded and for what the
-        index does not know are counted apart, and so is the patience of a request without pixels.
+        Waits for the bucket, for this node's disk and for what is still uploaded are counted apart,
+        and so is the patience of a request without pixels.
         An engine that stood still has not deferred anybody, nor has a pass that did not ask.
         """
         now = self.clock()
         wait = self._deferrals.setdefault(request.request_id, _Deferral())
         asked_s, wait.asked_s = wait.asked_s, None if answer else now
         was_asked, wait.asked_in = self._passes <= wait.asked_in + 1, self._passes
-        self._count_deferred()
         if asked_s is not None:
             wait.clock_s += now - asked_s
         if answer or asked_s is None:
@@ -621,7 +584,7 @@ class S3EC(NoConnector):
         paused_s = min(now - asked_s, _LONGEST_PAUSE_S)
         wait.spent_s += paused_s
         wait.counted_s += paused_s if was_asked else 0.0
-        limit_s = 3 * self.options.defer_timeout_s + self.options.probe_s
+        limit_s = 3 * self.options.defer_timeout_s
         if not all(map(has_pixels, request.mm_features)):
             limit_s += NO_PIXELS_WAIT_S
         if wait.counted_s > limit_s:

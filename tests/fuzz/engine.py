@@ -69,13 +69,13 @@ class Options:
         reports: Whether the workers' reports reach the scheduler.
         depth: Steps in flight.
         ranks: Of tensor parallel.
-        apart: The last rank runs on another node, with a disk of its own.
+        asks_ranks: Only the ranks can tell whether they see the scheduler's tier.
+        apart: A rank that sees another one; None where all see it.
         batched_tokens: Of a step at most.
         blocks: Of the KV cache; few of them make requests preempt each other.
         cache_rows: Of the encoder cache, and of what a step may encode.
         lookahead: Tokens that a drafter looks ahead.
         defer_timeout_s: As the setting.
-        probe_s: As ``probe_unknown_ms``, in seconds.
         encode_row_s: What the workers say a row costs the encoder; None where waits are not weighed
             against it.
         manager: Of the encoder cache; vLLM's own is the first.
@@ -88,13 +88,13 @@ class Options:
     reports: bool = True
     depth: int = 1
     ranks: int = 1
-    apart: bool = False
+    asks_ranks: bool = False
+    apart: int | None = None
     batched_tokens: int = 128
     blocks: int = 80
     cache_rows: int = 256
     lookahead: int = 0
     defer_timeout_s: float = 2.0
-    probe_s: float = 0.0
     encode_row_s: float | None = None
     manager: Literal["fifo", "lru", "tiered"] = "fifo"
 

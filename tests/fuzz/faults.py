@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from s3ec.connector.messages import Load, StepPlan, WorkerReport
-from s3ec.connector.request_waits import MAX_WAITS
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.worker import WorkerHalf
 from s3ec.prefetch import FetchRequest
@@ -241,8 +240,8 @@ def crowded(options: Options, habits: Habits) -> tuple[Options, Habits]:
 def calm(options: Options, habits: Habits) -> tuple[Options, Habits]:
     """Nothing fails, and everything comes in time."""
     options, habits = crowded(options, habits)
-    habits = dataclasses.replace(habits, two_sizes=0.0, faults=0.0, outages=0.0, jumps=0.0)
-    return options, dataclasses.replace(habits, most_waits=MAX_WAITS)
+    options = dataclasses.replace(options, asks_ranks=False, apart=None)
+    return options, dataclasses.replace(habits, two_sizes=0.0, faults=0.0, outages=0.0, jumps=0.0)
 
 
 def reborn(options: Options, habits: Habits) -> tuple[Options, Habits]:

@@ -18,14 +18,12 @@ from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from s3ec.connector import request_waits
 from s3ec.connector.vllm_config import FeatureReader
 from s3ec.dev.rigs.models import write_qwen2_vl
 from tests.fuzz.connectors import Bench, Repeat, RepeatRank, bench
@@ -72,8 +70,7 @@ class Fuzz:
         run = Run(seed, self._model, self._bench, self._needs_embedding, **how)
         verdict = Verdict(seed)
         try:
-            with patch.object(request_waits, "MAX_WAITS", run.habits.most_waits):
-                run.live()
+            run.live()
         except Exception as exc:  # noqa: BLE001 - whatever ends an engine is a finding
             verdict.failure = _one_line(exc)
             verdict.trace = _trace(run, exc)

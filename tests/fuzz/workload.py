@@ -23,7 +23,6 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.engine.input_processor import InputProcessor
 
-from s3ec.connector.request_waits import MAX_WAITS
 from s3ec.prefetch import FetchOutcome
 from tests.fuzz.connectors import S3EC, Bench
 from tests.fuzz.engine import BLOCK, Asked, Engine, Options
@@ -117,7 +116,6 @@ class Habits:
         jumps: How often the clock jumps.
         resets: How often the prefix cache is reset.
         weights: How often the weights change.
-        most_waits: Requests that s3ec may defer at a time.
         named: How often a request names a picture, which an encoder may have uploaded or not.
     """
 
@@ -136,7 +134,6 @@ class Habits:
     jumps: float = 0.02
     resets: float = 0.005
     weights: float = 0.0
-    most_waits: int = MAX_WAITS
     named: float = 0.0
 
 
@@ -154,7 +151,7 @@ def draw(seed: int) -> tuple[Options, Habits]:
         reports=rnd.random() < 0.85,
         depth=rnd.choice([2, 2, 3]) if is_async else rnd.choice([1, 1, 2]),
         ranks=ranks,
-        apart=ranks > 1 and role != "producer" and rnd.random() < 0.4,
+        asks_ranks=role != "producer" and rnd.random() < 0.4,
         batched_tokens=rnd.choice([64, 128, 256]),
         blocks=rnd.choice([24, 40, 80, 200]),
         cache_rows=72 * rnd.choice([1, 2, 3, 6, 16]),
@@ -174,20 +171,16 @@ def draw(seed: int) -> tuple[Options, Habits]:
         outages=rnd.choice([0.0, 0.0, 0.01]),
         jumps=rnd.choice([0.0, 0.02, 0.02]),
         weights=rnd.choice([0.0, 0.0, 0.0, 0.01]),
-        most_waits=rnd.choice([MAX_WAITS] * 5 + [1, 4]),
     )
     # Drawn last, so that what an older seed was is what it is.
     row_s = rnd.choice([None, None, 1e-5, 1e-3, 1e-1])
     named = rnd.choice([0.0, 0.3, 0.9])
-    probe_s, announced = rnd.choice([0.0, 0.0, 0.08, 0.5]), 0.9
-    if probe_s:
-        announced = rnd.choice([0.0, 0.2, 0.6])
-        row_s = rnd.choice([row_s, None, None, 1e-1])
-        named = rnd.choice([named, 0.0])
+    announced = rnd.choice([0.9, 0.9, 0.9, 0.2])
     two_kinds = rnd.choice([0.0, 0.0, 0.0, 0.3])
     manager = rnd.choice(["fifo", "lru", "tiered"])
+    apart = rnd.randrange(ranks) if options.asks_ranks and rnd.random() < 0.3 else None
     return (
-        dataclasses.replace(options, encode_row_s=row_s, probe_s=probe_s, manager=manager),
+        dataclasses.replace(options, encode_row_s=row_s, manager=manager, apart=apart),
         dataclasses.replace(habits, named=named, announced=announced, two_kinds=two_kinds),
     )
 
@@ -238,7 +231,6 @@ class Run:
             manager = self.engine.scheduler.encoder_cache_manager
             self.s3ec.device = manager.cached
             self.s3ec.held = manager.request_cached_ids
-            self.s3ec.most_waits = habits.most_waits
             self.s3ec.is_calm = not (
                 habits.faults
                 or habits.outages
@@ -409,11 +401,10 @@ class Run:
 
     def _world(self, s3ec: S3EC) -> None:
         rnd, habits, outside = self._rnd, self.habits, s3ec.outside
-        for prefetcher in s3ec.prefetchers:
-            for identifier in sorted(prefetcher.open):
-                if rnd.random() < 0.4:
-                    fault = rnd.choice(_FAULTS) if rnd.random() < habits.faults else None
-                    prefetcher.end(identifier, fault)
+        for identifier in sorted(s3ec.prefetcher.open):
+            if rnd.random() < 0.4:
+                fault = rnd.choice(_FAULTS) if rnd.random() < habits.faults else None
+                s3ec.prefetcher.end(identifier, fault)
         if rnd.random() < 0.05:
             self._appear(s3ec, rnd.choice(self._pictures), rnd.choice([None, *self._loras]))
         if outside.tier and rnd.random() < 0.02:
@@ -466,9 +457,8 @@ class Run:
         for number in range(6):
             if self.s3ec is not None:
                 self.s3ec.clock.now_s += 40
-                for prefetcher in self.s3ec.prefetchers:
-                    for identifier in sorted(prefetcher.open):
-                        prefetcher.end(identifier)
+                for identifier in sorted(self.s3ec.prefetcher.open):
+                    self.s3ec.prefetcher.end(identifier)
             self.engine.add(Asked(f"rest{number}", [5, 6, 7], [], max_tokens=1))
             while self.engine.alive or self.engine.steps:
                 self._turn()

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from s3ec.codec import Header, Shape
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.recorder import Recorder
-from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
@@ -153,7 +153,7 @@ class World:
         self,
         clock: Clock | None = None,
         *,
-        ranks_apart: Ranks | None = None,
+        shared_tier: SharedTier | None = None,
         index: Index | None = None,
         naming: KeyPolicy | None = None,
         policy: WaitPolicy | None = None,
@@ -174,7 +174,6 @@ class World:
         self.index: Index = index or FakeIndex(self.counters, self.clock)
         self.local = LocalKeys()
         self.prefetcher = FakePrefetcher()
-        self.ranks = ranks_apart
         self.recorder = Recorder()
         self.policy = policy
         self.store = SimpleNamespace(is_open=False)
@@ -190,7 +189,7 @@ class World:
             needs_embedding=has_no_pixels,
             placeholder_of=lambda _: self.placeholders,
             counters=self.counters,
-            ranks=ranks_apart,
+            shared_tier=shared_tier,
             naming=naming,
             policy=policy,
             worth=worth,

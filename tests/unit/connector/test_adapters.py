@@ -292,24 +292,6 @@ def test_however_many_requests_wait_each_waits_for_its_adapter_once(tmp_path: Pa
     assert all(map(engine.ask, waiting))
 
 
-def test_what_is_known_of_a_request_goes_where_nobody_asks_about_it_for_minutes(
-    tmp_path: Path,
-) -> None:
-    """Releases before 0.26 do not tell when a request ends."""
-    engine = Engine()
-    write(tmp_path, 1)
-    asked, other = (adapted(name, name, lora(tmp_path)) for name in ("asked", "other"))
-    for one in (asked, other):
-        engine.until_asked(one)
-    for _ in range(10):
-        engine.world.clock.now_s += 60.0
-        assert engine.ask(asked)
-        engine.step()
-    kept = "a request is kept of {}".format
-    assert kept("other") not in engine.complaints("asked")
-    assert kept("asked") in engine.complaints("other")
-
-
 def test_requests_without_an_adapter_are_not_looked_at(tmp_path: Path) -> None:
     engine = Engine()
     plain = request("plain", feature("cat"))

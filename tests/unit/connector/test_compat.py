@@ -41,3 +41,16 @@ def test_the_device_is_asked_for_its_name_once(monkeypatch: pytest.MonkeyPatch) 
     finally:
         compat.device_name.cache_clear()
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"),
+    [("0.25.1", True), ("0.26.0", False), ("0.33.1", False), ("1.0.0", False), ("dev", False)],
+)
+def test_a_release_that_does_not_tell_when_a_request_ends_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_refused: bool
+) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    problem = compat.release_problem()
+    assert (problem is not None) is is_refused
+    assert problem is None or "install 0.26 or newer" in problem

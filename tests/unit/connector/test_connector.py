@@ -381,12 +381,15 @@ def test_a_half_that_cannot_be_built_leaves_an_engine_without_the_cache(
     it.shutdown()
 
 
-@pytest.mark.parametrize("why", ["it cannot be built", "it stays inactive"])
+@pytest.mark.parametrize("why", ["it cannot be built", "it stays inactive", "vLLM is too old"])
 def test_without_a_scheduler_half_a_request_without_pixels_fails_alone(
-    why: str, monkeypatch: pytest.MonkeyPatch
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     problem = "no encoder cache" if why == "it stays inactive" else None
+    if why == "vLLM is too old":
+        monkeypatch.setattr(parts_module.compat, "vllm_version", lambda: "0.25.1")
     it = _started(ECConnectorRole.SCHEDULER, monkeypatch, Panic("told to"), problem=problem)
+    assert ("s3ec could not start" in caplog.text) is (why == "it cannot be built")
     bare, served, left = (
         SimpleNamespace(request_id=name, mm_features=features, num_prompt_tokens=5)
         for name, features in [

@@ -115,7 +115,7 @@ def test_device_without_events_is_not_measured_and_ends_nothing(
 
 # -- in the worker half, as vLLM's runners call it ---------------------------------------------
 
-# Read in the sources of vLLM 0.24.0 to 0.32.0.
+# Read in the sources of vLLM 0.26.0 to 0.32.0.
 _CONSUMER = ("bind", "load", "encode", "finished")
 _CALLS = {
     "ec_consumer": _CONSUMER,

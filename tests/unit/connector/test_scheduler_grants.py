@@ -6,8 +6,6 @@ from __future__ import annotations
 import pytest
 
 from s3ec.connector.item_tracker import LEASE_S
-from s3ec.connector.messages import RankStatus, TierId
-from s3ec.connector.remote_ranks import Ranks
 from s3ec.prefetch import FetchOutcome, Priority
 from tests.unit.connector.scheduling import (
     ROWS,
@@ -493,31 +491,6 @@ def test_what_requests_leave_behind_is_given_back_in_time(world: World) -> None:
     world.step(freed=[299])
     assert world.leftovers() == []
     assert not world.prefetcher.live
-
-
-def test_a_new_process_prepares_what_is_urgent_first_and_what_nobody_wants_last() -> None:
-    mark = TierId("host", "folder")
-    ranks = Ranks(1, mark, steps_in_flight=2, called_without_tokens=True)
-    world = World(ranks_apart=ranks, ranks=1)
-    world.stock("a", "b")
-    world.report(0, present={0: RankStatus("one", shares=False)})
-    world.step()  # orders go out with steps
-    leaving = request("leaving", feature("b"))
-    assert not world.ask(request("waiting", feature("a")))
-    assert not world.ask(leaving)
-    world.step()
-    world.finish("b")  # pinned here; the rank elsewhere has not answered
-    world.ask(leaving)
-    world.report(1, ready={2: {0: "0" * 32}})
-    assert world.ask(leaving)
-    world.end(leaving)
-    world.step()
-    world.report(2, present={0: RankStatus("two", shares=False)})
-    orders = world.step().ranks
-    assert orders is not None
-    by_ticket = {order.ticket: (order.identifier, order.priority) for order in orders.prepare}
-    assert (identifier_of("a"), Priority.DEMAND) in by_ticket.values()
-    assert [by_ticket[ticket][0] for ticket in orders.demoted] == [identifier_of("b")]
 
 
 def test_what_an_earlier_request_of_the_pass_has_pushed_out_is_fetched(world: World) -> None:

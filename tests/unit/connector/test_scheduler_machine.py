@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from s3ec.connector.item_tracker import FETCHING, LEASE_S
-from s3ec.connector.messages import RankOrders, RankStatus, StepPlan, TierId, WorkerReport
-from s3ec.connector.remote_ranks import Ranks
+from s3ec.connector.messages import StepPlan, TierId, WorkerReport
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
+from s3ec.connector.shared_tier import SharedTier
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import (
     ROWS,
@@ -40,9 +40,7 @@ from tests.unit.connector.scheduling import (
 )
 
 TEXTS = "abc"
-CHECKSUM = "0" * 32  # of every entry that FakePrefetcher makes
 SPACING = 60
-PROBE_S = 0.5
 features = st.tuples(
     st.sampled_from(TEXTS), st.sampled_from([ROWS, ROWS, ROWS, ROWS + 1]), st.booleans()
 )
@@ -69,96 +67,30 @@ class Running:
         return int(last.offset + last.length)
 
 
-class RemoteRank:
-    """A rank with a tier of its own. Plans reach it in order; its fetches end when told to."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.lives = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """A new process."""
-        self.lives += 1
-        self.tickets: dict[int, str] = {}
-        self.open: dict[str, int] = {}
-        self.pinned: dict[str, int] = {}
-        self.report = WorkerReport()
-        # What was granted before the scheduler knows of this process is rescued from the bucket.
-        self.is_known = False
-        self.rescued: set[str] = set()
-
-    def execute(self, plan: StepPlan) -> None:
-        if plan.ranks is None:
-            return
-        for ticket in plan.ranks.release:
-            identifier = self.tickets.pop(ticket, None)
-            if identifier is not None:
-                for found in (self.open, self.pinned):
-                    if found.get(identifier) == ticket:
-                        del found[identifier]
-        for order in plan.ranks.prepare:
-            self.tickets[order.ticket] = order.identifier
-            if order.identifier in self.pinned:
-                self.pinned[order.identifier] = order.ticket
-                self.report.ready[order.ticket] = {self.rank: CHECKSUM}
-            else:
-                self.open[order.identifier] = order.ticket
-        for load in plan.loads:
-            assert load.identifier in self.pinned or load.identifier in self.rescued, (
-                f"rank {self.rank} was told to load what it does not hold"
-            )
-        for rank in range(self.rank + 1):
-            shares = rank != self.rank
-            self.report.present[rank] = RankStatus("0" if shares else str(self.lives), shares)
-
-    def fetched(self, identifier: str, fine: bool) -> None:
-        ticket = self.open.pop(identifier)
-        if fine:
-            self.pinned[identifier] = ticket
-            self.report.ready[ticket] = {self.rank: CHECKSUM}
-        else:
-            self.report.failed[ticket] = {self.rank}
-
-    def take_report(self) -> WorkerReport:
-        taken, self.report = self.report, WorkerReport()
-        return taken
-
-
 class HalfMachine(RuleBasedStateMachine):
     @initialize(
         producer=st.booleans(),
         ranks=st.integers(1, 2),
         steps_in_flight=st.integers(1, 3),
-        apart=st.booleans(),
-        probes=st.booleans(),
+        asked=st.booleans(),
+        apart=seldom,
     )
     def begin(
-        self, producer: bool, ranks: int, steps_in_flight: int, apart: bool, probes: bool
+        self, producer: bool, ranks: int, steps_in_flight: int, asked: bool, apart: bool
     ) -> None:
         """Make an engine.
 
         Args:
-            apart: The last rank is on another node, and only what it says tells what it has.
-            probes: What the index does not know is asked for.
+            asked: Only the ranks can tell whether they see the scheduler's tier.
+            apart: The last rank sees another one.
         """
-        self.remote: RemoteRank | None = None
-        bookkeeping = None
-        if apart:
-            self.remote = RemoteRank(ranks - 1)
-            bookkeeping = Ranks(
-                ranks,
-                TierId("host", "/pins"),
-                steps_in_flight=steps_in_flight,
-                called_without_tokens=False,
-            )
+        self.shared = SharedTier(ranks, TierId("host", "/pins")) if asked else None
+        self.sees = {rank: not apart or rank < ranks - 1 for rank in range(ranks)}
         self.world = World(
             producer=producer,
             ranks=ranks,
             steps_in_flight=steps_in_flight,
-            ranks_apart=bookkeeping,
-            probe_s=PROBE_S if probes else 0.0,
-            probes=2,
+            shared_tier=self.shared,
         )
         self.half = self.world.half
         self.live = self.world.prefetcher.live
@@ -169,9 +101,7 @@ class HalfMachine(RuleBasedStateMachine):
         self.carried: dict[str, int] = {}  # granted and allocated, not yet in a plan
         self.number = 0
         self.limit_s = 2.0
-        if probes:
-            self.limit_s += PROBE_S
-        self.world.stock(*(TEXTS[:1] if probes else TEXTS))
+        self.world.stock(*TEXTS)
 
     # -- the world around ---------------------------------------------------------------------
 
@@ -186,7 +116,7 @@ class HalfMachine(RuleBasedStateMachine):
     @rule(text=st.sampled_from(TEXTS))
     def the_tier_holds(self, text: str) -> None:
         # Each request may wait as long again for this node's disk.
-        self.limit_s = 4.0 + self.world.role.probe_s
+        self.limit_s = 4.0
         self.world.local.add(key_of(identifier_of(text)))
 
     @rule(down=st.booleans())
@@ -208,48 +138,19 @@ class HalfMachine(RuleBasedStateMachine):
     def all_fetches_end_well(self) -> None:
         for identifier in sorted(self.world.prefetcher.open):
             self.world.prefetcher.finish(identifier, holds=ROWS)
-        if self.remote is not None:
-            for identifier in sorted(self.remote.open):
-                self.remote.fetched(identifier, True)
 
-    # -- the rank on another node --------------------------------------------------------------
+    # -- the ranks -----------------------------------------------------------------------------
 
-    @precondition(lambda self: self.remote is not None and self.remote.open)
-    @rule(data=st.data(), fine=often)
-    def a_remote_fetch_ends(self, data: st.DataObject, fine: bool) -> None:
-        assert self.remote is not None
-        self.remote.fetched(data.draw(st.sampled_from(sorted(self.remote.open))), fine)
-
-    @precondition(lambda self: self.remote is not None)
-    @rule(lost=seldom)
-    def the_remote_rank_is_heard(self, lost: bool) -> None:
-        assert self.remote is not None
-        report = self.remote.take_report()
-        if lost:
-            return
-        self.half.update_connector_output(report)
-        if report.present and not self.remote.is_known:
-            self.remote.is_known = True
-            on_the_way = {load.identifier for plan, _ in self.in_flight for load in plan.loads}
-            self.remote.rescued &= on_the_way | self.carried.keys()
-
-    @precondition(lambda self: self.remote is not None and self.remote.pinned)
-    @rule(heard=st.booleans())
-    def the_remote_process_is_replaced(self, heard: bool) -> None:
-        assert self.remote is not None
-        self.remote.begin()
-        self.remote.rescued = set(map(identifier_of, TEXTS))
-        if heard:  # as it is once its first step has ended
-            self.remote.execute(StepPlan(ranks=RankOrders(TierId("host", "/pins"))))
-            self.the_remote_rank_is_heard(False)
+    @precondition(lambda self: self.in_flight and self.in_flight[0][0].tier is not None)
+    @rule(rank=st.integers(0, 1))
+    def a_rank_says_what_it_sees(self, rank: int) -> None:
+        if rank in self.sees:
+            report = WorkerReport(sees_tier={rank: self.sees[rank]})
+            self.half.update_connector_output(report)
 
     def retire(self) -> None:
-        """The oldest step ends; the rank on the other node has executed it by then."""
-        plan, _ = self.in_flight.popleft()
-        if self.remote is not None:
-            self.remote.execute(plan)
-            if self.remote.is_known and not self.in_flight and not self.carried:
-                self.remote.rescued.clear()
+        """The oldest step ends."""
+        self.in_flight.popleft()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -313,9 +214,9 @@ class HalfMachine(RuleBasedStateMachine):
             self.schedule(data)
         if data.draw(st.booleans()):
             self.a_rank_reports(0)
-        if self.remote is not None:
-            self.a_rank_reports(1)
-            self.the_remote_rank_is_heard(False)
+        if self.in_flight and self.in_flight[0][0].tier is not None:
+            for rank in self.sees:
+                self.a_rank_says_what_it_sees(rank)
 
     def make_room(self) -> None:
         """vLLM schedules the next step only when its queue of steps has room."""
@@ -453,9 +354,10 @@ class HalfMachine(RuleBasedStateMachine):
                 assert item.priority is None
 
     @invariant()
-    def few_probes_are_under_way(self) -> None:
-        if hasattr(self, "world"):
-            assert len(self.half.waits.remembered["probes"]) <= 2 * bool(self.world.role.probe_s)
+    def nothing_is_loaded_before_all_ranks_see_the_tier(self) -> None:
+        shared = getattr(self, "shared", None)
+        if shared is not None and (shared.asked is not None or shared.apart):
+            assert not any(plan.loads for plan, _ in self.in_flight)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -472,9 +374,7 @@ class HalfMachine(RuleBasedStateMachine):
         while self.in_flight:
             self.retire()
         assert not self.live
-        assert self.remote is None or not (self.remote.pinned or self.remote.open)
         assert self.world.leftovers() == []
-        assert self.world.ranks is None or len(self.world.ranks) == 0
 
 
 HalfMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)

@@ -348,19 +348,6 @@ def test_in_vllms_scheduler_what_is_not_named_is_encoded_twice(served: Served) -
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_in_vllms_scheduler_what_is_asked_for_unknown_is_encoded_once(
-    bench: Bench, tmp_path: Path
-) -> None:
-    served = Served(bench, tmp_path / "model", probe_s=0.1)
-    served.ask("cat", named=False)
-    served.upload("cat")
-    served.ask("dog", named=False)
-    served.finish()
-    served.wire.close()
-    assert served.encoded == ["dog"]
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_in_vllms_scheduler_an_encoders_answer_holds_its_items(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,21 +257,6 @@ def test_a_wait_ends_where_its_request_goes_on_without_the_embedding(
     assert world.counters.get("deferred_seconds") == pytest.approx(0.3)
 
 
-def test_paused_request_whose_end_nobody_tells_is_forgotten_with_its_waits(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM 0.24 and 0.25."""
-    monkeypatch.setattr("s3ec.connector.request_waits.MAX_WAITS", 2)
-    for name in ("a", "b"):
-        world.stock(name)
-        world.deferred(request(name, feature(name)))
-    world.step()
-    assert len(world.half.waits.paused) == 2
-    world.clock.now_s += 2 * LEASE_S
-    world.step()
-    assert not world.half.waits.paused
-
-
 def test_a_wait_that_ends_after_a_pause_is_in_vain_like_any_other(world: World) -> None:
     """So a slow bucket in a full engine costs MOST_IN_VAIN requests their time, and no more."""
     waits = []
@@ -299,37 +284,6 @@ def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
     world.step()
     assert world.wanted == [identifier_of("a")]
     assert world.counters.get("deferred_requests") == 0
-
-
-def test_more_waiting_requests_than_can_be_remembered_still_time_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("s3ec.connector.request_waits.MAX_WAITS", 10)
-    world = World()
-    world.stock("a")
-    askers = [request(str(number), feature("a")) for number in range(15)]
-    for _ in range(20):
-        answers = [world.ask(asker) for asker in askers]
-        world.step()
-        world.clock.now_s += 0.1
-    world.clock.now_s += 0.1
-    assert sum(answers) == 5
-    assert all(world.ask(asker) for asker in askers)
-
-
-def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.24 and 0.25 have no request_finished."""
-    monkeypatch.setattr("s3ec.connector.request_waits.MAX_WAITS", 10)
-    world = World()
-    world.stock("a")
-    for burst in range(5):
-        deferred = 0
-        for number in range(20):
-            deferred += not world.ask(request(f"gone {burst} {number}", feature("a")))
-            world.step()
-        assert deferred == 10
-        world.clock.now_s += LEASE_S + 0.1
-        world.step()
 
 
 def test_a_finished_request_is_forgotten(world: World) -> None:
@@ -570,25 +524,6 @@ def test_where_nobody_ever_waits_what_arrives_is_kept_for_the_next() -> None:
     world.clock.now_s += LEASE_S - 1
     world.step()
     assert world.run(request("second", feature("a"))) == [True]
-
-
-def test_interest_ends_with_the_item_where_vllm_does_not_tell_of_ended_requests(
-    world: World,
-) -> None:
-    """vLLM 0.24 and 0.25 have no request_finished."""
-    for number in range(100):
-        world.stock(number)
-        world.ask(request(str(number), feature(number)))
-        world.step()
-        world.finish(number)
-        world.step()
-    world.clock.now_s += LEASE_S + 1
-    world.step()
-    world.clock.now_s += LEASE_S + 1
-    world.step()
-    assert not world.half.tracker.items
-    assert not world.half.tracker.waiting
-    assert not world.prefetcher.live
 
 
 # -- a store that is down -------------------------------------------------------------------------

@@ -16,8 +16,14 @@ from s3ec.doctor.check import CheckContext, Verdict
 from s3ec.doctor.serving import VllmChild, without_command
 from tests.unit.doctor.conftest import MakePatient, says
 
-HOOKS = ("has_cache_item", "update_state_after_alloc", "build_connector_meta")
-LATER = ("ensure_cache_available", "build_connector_worker_meta")
+HOOKS = (
+    "has_cache_item",
+    "ensure_cache_available",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "request_finished",
+)
+LATER = ("build_connector_worker_meta",)
 Install = Callable[..., None]
 Examine = Callable[..., CheckContext]
 
@@ -67,9 +73,9 @@ def examine(make_patient: MakePatient) -> Iterator[Examine]:
 @pytest.mark.parametrize(
     ("version", "verdict", "part"),
     [
-        ("0.24.0", Verdict.OK, "0.24 to"),
+        ("0.26.0", Verdict.OK, "0.26 to"),
         ("0.32.1rc2+cpu", Verdict.OK, "version 0.32.1rc2+cpu"),
-        ("0.23.1", Verdict.FAIL, "too old"),
+        ("0.25.1", Verdict.FAIL, "too old"),
         ("7.1.0", Verdict.WARN, "newer"),
         ("dev", Verdict.WARN, "a build of its own"),
     ],
@@ -85,14 +91,14 @@ def test_version_is_compared_with_the_supported_range(
     ("hooks", "verdict", "part"),
     [
         ((*HOOKS, *LATER), Verdict.OK, "no take_unavailable_requests"),
-        (HOOKS, Verdict.WARN, "no ensure_cache_available: requests are not deferred"),
         (HOOKS[1:], Verdict.FAIL, "no has_cache_item: required"),
+        (HOOKS[:-1], Verdict.FAIL, "no request_finished: required"),
     ],
 )
 def test_missing_hooks_are_named_with_what_they_cost(
     install: Install, examine: Examine, hooks: Sequence[str], verdict: Verdict, part: str
 ) -> None:
-    install("__version__ = '0.24.0'", hooks)
+    install("__version__ = '0.26.0'", hooks)
     says(serving.hooks(examine()), verdict, found=part)
 
 
@@ -135,7 +141,7 @@ def test_vllm_that_hangs_is_given_up(install: Install, examine: Examine) -> None
 def test_vllm_in_the_current_folder_is_not_the_installed_one(
     install: Install, examine: Examine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    install("__version__ = '0.24.0'", HOOKS)
+    install("__version__ = '0.26.0'", HOOKS)
     checkout = tmp_path / "checkout" / "vllm"
     checkout.mkdir(parents=True)
     (checkout / "__init__.py").write_text("raise RuntimeError('a checkout')")
@@ -149,7 +155,7 @@ def test_model_that_was_not_named_is_skipped_with_how_to_ask(make_patient: MakeP
 
 def test_refused_arguments_fail_without_their_secrets(install: Install, examine: Examine) -> None:
     install(
-        "import sys\n__version__ = '0.24.0'\n"
+        "import sys\n__version__ = '0.26.0'\n"
         "class Refusing:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'vllm.engine.arg_utils':\n"
