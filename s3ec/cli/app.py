@@ -31,7 +31,6 @@ _MODULES = {
     "cp": "transfer",
     "manifest": "manifest",
     "tier": "tier",
-    "trace": "trace",
     "top": "top",
     "quarantine": "quarantine",
     "config": "config",

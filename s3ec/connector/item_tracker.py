@@ -74,7 +74,6 @@ class Item:
         promised: A request has named it and the index does not know it: it is being uploaded.
         was_absent: Of one that has FAILED: neither this node nor the bucket had it.
         downloaded: Nobody has loaded it since it came from the bucket.
-        fetch_s: What its fetch took; None before that, and from the first load on.
         probed: Of one that is FETCHING: nobody has said that the bucket holds it. Its fetch keeps
             the place of a probe even after a request has named it, see Probes.
     """
@@ -96,7 +95,6 @@ class Item:
     was_absent: bool = False
     probed: bool = False
     downloaded: bool = False
-    fetch_s: float | None = None
 
     def fits(self, rows: int, modality: str) -> bool:
         """Whether it is what a request asks for, or was asked for as that."""
@@ -459,7 +457,6 @@ class ItemTracker:
         item.failures = 0
         item.pin = fetched.pin
         item.downloaded = fetched.source == "bucket"
-        item.fetch_s = fetched.seconds
         item.rows = fetched.pin.header.shape.rows
         item.modality = fetched.pin.header.modality
         self._settle(identifier)
@@ -542,7 +539,6 @@ class ItemTracker:
             raise RuntimeError(f"granted item {item.key.digest.hex()} has no pin")
         item.loads += 1
         item.downloaded = False
-        item.fetch_s = None
         return item.pin
 
     def came_from_bucket(self, identifier: str) -> bool:

@@ -16,7 +16,6 @@ from s3ec.connector import compat, live_weights
 from s3ec.connector.adapters import AdapterNames
 from s3ec.connector.exporter import Exporter
 from s3ec.connector.figures import Figures
-from s3ec.connector.recorder import Recorder, TraceWriter
 from s3ec.connector.remote_ranks import Ranks, tier_id
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
@@ -45,7 +44,6 @@ from s3ec.managers.restore import RestoreCosts
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.open import choose_transport
-from s3ec.trace import Engine
 
 log = logging.getLogger(__name__)
 
@@ -222,16 +220,6 @@ class Parts:
             node.compact_the_index()
         costs = node.encode_costs(self._encoder())
         policy = _policy_of(role, settings, costs)
-        recorder = Recorder()
-        traces = TraceWriter(
-            node.tier.folders,
-            recorder,
-            _engine_of(config, node.namespace.name),
-            costs,
-            node.counters,
-            make_key=node.naming.make_key,
-        )
-        node.exchange("traces", traces.exchange, at_end=traces.close)
         half = SchedulerHalf(
             role,
             index=node.index,
@@ -247,7 +235,6 @@ class Parts:
             costs=costs,
             policy=policy,
             worth=_worth_of(role, settings, node, costs, policy),
-            recorder=recorder,
         )
         lora = getattr(config, "lora_config", None)
         if not getattr(lora, "enable_tower_connector_lora", False):
@@ -299,17 +286,6 @@ def _labels_of(vllm_config: Any) -> dict[str, str]:
     parallel = vllm_config.parallel_config
     engine = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     return {"model_name": str(model or ""), "engine": str(engine)}
-
-
-def _engine_of(vllm_config: Any, namespace: str) -> Engine:
-    """What traces say of an engine."""
-    rows = getattr(vllm_config.scheduler_config, "encoder_cache_size", None)
-    return Engine(
-        namespace,
-        str(getattr(vllm_config.model_config, "model", "")),
-        str(vllm_config.ec_transfer_config.ec_role),
-        rows if isinstance(rows, int) and rows >= 0 else None,
-    )
 
 
 def _is_for_us(vllm_config: Any, settings: Settings) -> bool:

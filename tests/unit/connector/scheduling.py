@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from s3ec.codec import Header, Shape
 from s3ec.connector.messages import StepPlan, WorkerReport
-from s3ec.connector.recorder import Recorder
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.scheduler import SchedulerHalf
@@ -175,7 +174,6 @@ class World:
         self.local = LocalKeys()
         self.prefetcher = FakePrefetcher()
         self.ranks = ranks_apart
-        self.recorder = Recorder()
         self.policy = policy
         self.store = SimpleNamespace(is_open=False)
         self.disk = SimpleNamespace(hangs=False)
@@ -194,7 +192,6 @@ class World:
             naming=naming,
             policy=policy,
             worth=worth,
-            recorder=self.recorder,
             clock=self.clock,
             wall_clock=self.clock,
         )
