@@ -14,8 +14,7 @@ from typing import Any, Literal
 from s3ec.config import load_settings, set_up_logging
 from s3ec.connector import compat, live_weights
 from s3ec.connector.adapters import AdapterNames
-from s3ec.connector.exporter import Exporter
-from s3ec.connector.figures import Figures
+from s3ec.connector.figures import Figures, LogLine
 from s3ec.connector.remote_ranks import Ranks, tier_id
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
@@ -35,7 +34,6 @@ from s3ec.connector.vllm_config import (
 )
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
-from s3ec.counters import Increments
 from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import ConfigError, TierError
 from s3ec.identity import Namespace
@@ -79,7 +77,7 @@ class Parts:
         self.worker: WorkerHalf | None = None
         self.features: FeatureReader | None = None
         self.figures: Figures | None = None
-        self._exporter: Exporter | None = None
+        self._log_line: LogLine | None = None
         self.weights = ""
 
     @property
@@ -162,12 +160,12 @@ class Parts:
         self.scheduler = None
         worker, self.worker = self.worker, None
         node, self.node = self.node, None
-        exporter, self._exporter, self.figures = self._exporter, None, None
+        line, self._log_line, self.figures = self._log_line, None, None
         try:
             if worker is not None:
                 worker.finish()
-            if exporter is not None and node is not None and not node.is_foreign:
-                exporter.close()
+            if line is not None and node is not None and not node.is_foreign:
+                line.close()
         finally:
             if node is not None:
                 node.release(_SHUTDOWN_TIMEOUT_S)
@@ -206,15 +204,8 @@ class Parts:
         if settings.live_weights == "stop":
             live_weights.watch()
         self.figures = Figures(node)
-        self._exporter = Exporter(
-            self.figures,
-            settings,
-            node.loop,
-            node.counters,
-            _labels_of(config),
-            take=Increments(node.counters).take,
-        )
-        self._exporter.start()
+        self._log_line = LogLine(node)
+        self._log_line.start()
         node.follow_the_bucket()
         if role.producer:
             node.compact_the_index()
@@ -278,14 +269,6 @@ class Parts:
             drain_timeout_s=4.0 if transfer.is_ec_consumer else 30.0,
             finish_later=compat.installed_hooks()["finish_load_caches"],
         )
-
-
-def _labels_of(vllm_config: Any) -> dict[str, str]:
-    """The labels that vLLM gives to an engine's metrics."""
-    model = getattr(vllm_config.model_config, "served_model_name", "")
-    parallel = vllm_config.parallel_config
-    engine = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
-    return {"model_name": str(model or ""), "engine": str(engine)}
 
 
 def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
