@@ -143,7 +143,7 @@ class Node:
         self._level_sources: list[Callable[[], Mapping[str, float]]] = []
         self._tier_bytes: int | None = None
         self._encode_costs: EncodeCosts | None = None
-        self._at_end: list[Callable[[], None]] = []
+        self._cost_file: CostFile | None = None
         self.settings = settings
         self.namespace = namespace
         self.naming = _naming(settings, namespace)
@@ -264,32 +264,21 @@ class Node:
         with self._sharing():
             if self._encode_costs is None:
                 self._encode_costs = EncodeCosts()
-                file = CostFile(
+                self._cost_file = CostFile(
                     self.tier.folders,
                     self.namespace.name,
                     device,
                     self._encode_costs,
                     self.counters,
                 )
-                self.exchange("what encoding costs", file.exchange, at_end=file.exchange)
+                self._following.append(self.loop.submit(self._exchange_forever(self._cost_file)))
             return self._encode_costs
 
-    def exchange(self, what: str, look: Callable[[], None], *, at_end: Callable[[], None]) -> None:
-        """Have small files of the folder looked at each second; returns at once.
-
-        Args:
-            what: It is about, for the log.
-            look: Called each second by a disk thread, and not while the disk hangs.
-            at_end: Called by one at the end of the node.
-        """
-        self._at_end.append(at_end)
-        self._following.append(self.loop.submit(self._exchange_forever(what, look)))
-
-    async def _exchange_forever(self, what: str, look: Callable[[], None]) -> None:
+    async def _exchange_forever(self, file: CostFile) -> None:
         while True:
-            with contained(self.counters, what):
+            with contained(self.counters, "what encoding costs"):
                 if not self.loop.watch.hangs:
-                    await self.loop.disk(look)
+                    await self.loop.disk(file.exchange)
             await asyncio.sleep(_EXCHANGE_EVERY_S)
 
     async def _refresh_forever(self) -> None:
@@ -364,9 +353,8 @@ class Node:
             self.loop.stop(timeout_s)
 
     async def _close(self) -> None:
-        for at_end in self._at_end:
-            if not self.loop.watch.hangs:
-                await self.loop.disk(at_end)
+        if self._cost_file is not None and not self.loop.watch.hangs:
+            await self.loop.disk(self._cost_file.exchange)
         self.prefetcher.stop()
         await self.index.close()
         await self.store.close()

@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 import random
-import socket
 import threading
 import time
 import weakref
@@ -875,7 +874,6 @@ process_number = 0
 _DESCRIPTORS = "/proc/self/fd"
 _paths: set[str] = set()
 _loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def keep_files(path: str) -> None:
@@ -896,17 +894,12 @@ def keep_loop(loop: asyncio.AbstractEventLoop) -> None:
     _loops.add(loop)
 
 
-def keep_socket(one: socket.socket) -> None:
-    """Have forked children close a socket: a port would be taken for as long as one lives."""
-    _sockets.add(one)
-
-
 def _in_child() -> None:
     global process_number  # noqa: PLW0603 - the one place that changes it
     process_number += 1
     # Replaced, not closed: their objects will close them once more.
     with suppress(OSError), open(os.devnull, "rb") as nothing:
-        for fd in itertools.chain(_of_loops(), _of_files(), _of_sockets()):
+        for fd in itertools.chain(_of_loops(), _of_files()):
             with suppress(OSError):
                 os.dup2(nothing.fileno(), fd, inheritable=False)
 
@@ -940,10 +933,6 @@ def _of_files() -> Iterator[int]:
         with suppress(OSError):  # the listing's own is closed again
             if os.readlink(f"{_DESCRIPTORS}/{name}").startswith(paths):
                 yield int(name)
-
-
-def _of_sockets() -> Iterator[int]:
-    yield from [one.fileno() for one in list(_sockets) if one.fileno() >= 0]
 
 
 os.register_at_fork(after_in_child=_in_child)

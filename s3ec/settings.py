@@ -315,21 +315,6 @@ class Settings(BaseModel):
     save_queue_bytes: ByteSize = Field(
         ByteSize(2**30), gt=0, description="Embeddings waiting to be written, at most."
     )
-    metrics_port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="Port on which an engine serves its metrics by itself, beside vLLM's own "
-        "`/metrics`; 0 is none. Of several engines of a node one has it. Needs "
-        "`pip install 's3ec[metrics]'`.",
-    )
-    metrics_host: str = Field(
-        "127.0.0.1",
-        min_length=1,
-        max_length=255,
-        description="Address of `metrics_port`. Whoever reaches it can read the metrics; "
-        "`0.0.0.0` is everybody who reaches this machine.",
-    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "INFO", description="Level of the `s3ec` loggers."
     )

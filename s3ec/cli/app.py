@@ -31,8 +31,6 @@ _MODULES = {
     "cp": "transfer",
     "manifest": "manifest",
     "tier": "tier",
-    "trace": "trace",
-    "top": "top",
     "quarantine": "quarantine",
     "config": "config",
     "serve-s3": "serve",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,10 +56,6 @@ def register(app: typer.Typer) -> None:
             ("s3ec gc --older-than 90d --dry-run", "how much is older than that?"),
             ("s3ec gc --older-than 90d --yes", "delete it"),
             ("s3ec gc --max-bytes 2TiB --yes", "the oldest, until the rest fits"),
-            (
-                "s3ec gc --unused-for 12h --trace node1.jsonl --trace node2.jsonl",
-                "what did no node ask for in that time?",
-            ),
         ),
     )(with_namespace(gc, CONSENT))
 
@@ -145,29 +140,12 @@ def gc(
             help="What was stored so long ago: `90d`, `12h`, `2w`, `30min`.",
         ),
     ] = None,
-    unused_for: Annotated[
-        str | None,
-        typer.Option(
-            "--unused-for",
-            metavar="AGE",
-            help="What was stored so long ago and not used since; needs --trace.",
-        ),
-    ] = None,
-    trace: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE",
-            help="What a node recorded with `s3ec trace --names`; give it once for each.",
-        ),
-    ] = None,
     max_bytes: Annotated[
         str | None,
         typer.Option(
             "--max-bytes",
             metavar="SIZE",
-            help="The oldest until the rest fits, such as `2TiB`; with --trace the least used "
-            "first.",
+            help="The oldest until the rest fits, such as `2TiB`.",
         ),
     ] = None,
     adapter: Annotated[
@@ -184,16 +162,12 @@ def gc(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete entries that are old, unused or too many, by a listing of all objects.
+    """Delete entries that are old or too many, by a listing of all objects.
 
     Rules that are given together narrow. Without --yes, nothing is deleted unless you agree at a
-    terminal. How often an entry is used is not known to the bucket; traces of your nodes know it.
-    An entry that is still needed is encoded and stored again.
+    terminal. An entry that is still needed is encoded and stored again.
     """
-    ages = {
-        "older_than_s": None if older_than is None else duration_s(older_than, "older_than"),
-        "unused_for_s": None if unused_for is None else duration_s(unused_for, "unused_for"),
-    }
+    age_s = None if older_than is None else duration_s(older_than, "older_than")
     most = None if max_bytes is None else size_bytes(max_bytes, "max_bytes")
     with source.corpus() as corpus:
         dollars_gb_month = _prices(prices, corpus).dollars_gb_month
@@ -203,11 +177,9 @@ def gc(
             with counting("listing objects" if dry_run else "deleting") as report:
                 return corpus.gc(
                     name,
-                    older_than_s=ages["older_than_s"],
-                    unused_for_s=ages["unused_for_s"],
+                    older_than_s=age_s,
                     max_bytes=most,
                     adapter=adapter,
-                    traces=trace or (),
                     dry_run=dry_run,
                     report=report,
                 )
@@ -233,7 +205,7 @@ def gc(
         print_json(
             {
                 "namespace": name,
-                **ages,
+                "older_than_s": age_s,
                 "max_bytes": most,
                 "adapter": adapter,
                 "entry_count": found.objects,

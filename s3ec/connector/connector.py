@@ -232,7 +232,7 @@ class S3ECConnector(ECConnectorBase):
     @classmethod
     @guarded()
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """For vLLM's own line in the log: nothing, since ours would say the same (exporter.py)."""
+        """For vLLM's own line in the log: nothing, since ours would say the same (figures.py)."""
         from s3ec.connector.stats import S3ECStats
 
         return S3ECStats()

@@ -73,7 +73,6 @@ class Item:
         promised: A request has named it and the index does not know it: it is being uploaded.
         was_absent: Of one that has FAILED: neither this node nor the bucket had it.
         downloaded: Nobody has loaded it since it came from the bucket.
-        fetch_s: What its fetch took; None before that, and from the first load on.
     """
 
     key: Key
@@ -92,7 +91,6 @@ class Item:
     promised: bool = False
     was_absent: bool = False
     downloaded: bool = False
-    fetch_s: float | None = None
 
     def fits(self, rows: int, modality: str) -> bool:
         """Whether it is what a request asks for, or was asked for as that."""
@@ -436,7 +434,6 @@ class ItemTracker:
         item.failures = 0
         item.pin = fetched.pin
         item.downloaded = fetched.source == "bucket"
-        item.fetch_s = fetched.seconds
         item.rows = fetched.pin.header.shape.rows
         item.modality = fetched.pin.header.modality
         if self._shared_tier is None or self._shared_tier.asked is None:
@@ -485,7 +482,6 @@ class ItemTracker:
             raise RuntimeError(f"granted item {item.key.digest.hex()} has no pin")
         item.loads += 1
         item.downloaded = False
-        item.fetch_s = None
         return item.pin
 
     def came_from_bucket(self, identifier: str) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from s3ec.connector.recorder import Recorder
 from s3ec.connector.vllm_config import PASSED_THROUGH
 from s3ec.counters import Counters
 
@@ -39,12 +38,10 @@ class _Inputs:
 
     Attributes:
         positions: Of all of them, in the prompt; None of what is no embedding of ours.
-        names: Identifier and modality of each, as vLLM has them.
         left: Numbers of those that no step has needed yet, in the order of the prompt.
     """
 
     positions: list[Any]
-    names: list[tuple[str, str]]
     left: list[int]
 
 
@@ -63,15 +60,13 @@ class DeviceLookups:
     ========  =========  ====================================================================
     """
 
-    def __init__(self, counters: Counters, recorder: Recorder | None = None) -> None:
+    def __init__(self, counters: Counters) -> None:
         """Start with no request.
 
         Args:
             counters: Where hits are counted.
-            recorder: Told of each input that a step needs, while a trace is recorded.
         """
         self._counters = counters
-        self._recorder = recorder or Recorder()
         self._prefilling: dict[str, _Inputs] = {}  # have something left
         self._prefilled: dict[str, _Inputs] = {}  # might be preempted
         self._allocated: dict[str, set[int]] = {}  # in this pass
@@ -96,10 +91,9 @@ class DeviceLookups:
                     None if feature.modality == PASSED_THROUGH else feature.mm_position
                     for feature in one.mm_features
                 ]
-                names = [(feature.identifier, feature.modality) for feature in one.mm_features]
                 name = one.req_id
                 self._prefilled.pop(name, None)
-                inputs = _Inputs(positions, names, list(range(len(positions))))
+                inputs = _Inputs(positions, list(range(len(positions))))
                 self._prefilling[name] = inputs
                 self._pass(name, inputs, one.num_computed_tokens, scheduled.get(name, 0))
         cached = output.scheduled_cached_reqs
@@ -113,27 +107,14 @@ class DeviceLookups:
                 going_on = self._prefilling.get(name)
                 if going_on is not None:
                     self._pass(name, going_on, computed, scheduled.get(name, 0))
-        if (recording := self._recorder.recording) is not None:
-            for name, indices in self._allocated.items():
-                found = self._prefilling.get(name) or self._prefilled.get(name)
-                if found is not None:
-                    self._record(name, found, sorted(indices))
-            recording.end_pass()
         self._allocated.clear()
-
-    def _record(self, name: str, inputs: _Inputs, indices: Iterable[int]) -> None:
-        recording = self._recorder.recording
-        if recording is not None:
-            for index in indices:
-                rows = inputs.positions[index].get_num_embeds()
-                recording.accessed(name, index, *inputs.names[index], rows)
 
     def _pass(self, name: str, inputs: _Inputs, computed: int, tokens: int) -> None:
         """A step computes so many tokens of a request, after so many."""
         allocated: Collection[int] = self._allocated.get(name, ())
         end = computed + tokens
         left: list[int] = []
-        hits: list[int] = []
+        hits = 0
         for number, index in enumerate(inputs.left):
             position = inputs.positions[index]
             if position is None or index in allocated:
@@ -145,14 +126,12 @@ class DeviceLookups:
             if position.offset + position.length <= computed:
                 continue
             if _has_rows(position, computed, end):
-                hits.append(index)
+                hits += 1
             else:
                 left.append(index)
         inputs.left = left
         if hits:
-            self._counters.add("lookups.device.hit", len(hits))
-            if self._recorder.recording is not None:
-                self._record(name, inputs, hits)
+            self._counters.add("lookups.device.hit", hits)
         if not left:
             del self._prefilling[name]
             self._prefilled[name] = inputs
@@ -161,8 +140,6 @@ class DeviceLookups:
         """The request has ended."""
         self._prefilling.pop(request_id, None)
         self._prefilled.pop(request_id, None)
-        if (recording := self._recorder.recording) is not None:
-            recording.end_request(request_id)
 
     @property
     def requests(self) -> Iterable[str]:

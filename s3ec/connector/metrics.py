@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every count of s3ec: its name on /metrics, its type and what it means.
 
-Data only. ``stats.py`` makes vLLM's metrics of it, ``exporter.py`` those of `metrics_port`, and
-``make docs`` makes docs/metrics.md of it, without vLLM.
+Data only. ``stats.py`` makes vLLM's metrics of it, and ``make docs`` makes docs/metrics.md of it,
+without vLLM.
 """
 
 from __future__ import annotations

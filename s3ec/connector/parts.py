@@ -14,9 +14,7 @@ from typing import Any, Literal
 from s3ec.config import load_settings, set_up_logging
 from s3ec.connector import compat, live_weights
 from s3ec.connector.adapters import AdapterNames
-from s3ec.connector.exporter import Exporter
-from s3ec.connector.figures import Figures
-from s3ec.connector.recorder import Recorder, TraceWriter
+from s3ec.connector.figures import Figures, LogLine
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
@@ -36,7 +34,6 @@ from s3ec.connector.vllm_config import (
 )
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
-from s3ec.counters import Increments
 from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import ConfigError, TierError
 from s3ec.identity import Namespace
@@ -45,7 +42,6 @@ from s3ec.managers.restore import RestoreCosts
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.open import choose_transport
-from s3ec.trace import Engine
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +76,7 @@ class Parts:
         self.worker: WorkerHalf | None = None
         self.features: FeatureReader | None = None
         self.figures: Figures | None = None
-        self._exporter: Exporter | None = None
+        self._log_line: LogLine | None = None
         self.weights = ""
 
     @property
@@ -163,12 +159,12 @@ class Parts:
         self.scheduler = None
         worker, self.worker = self.worker, None
         node, self.node = self.node, None
-        exporter, self._exporter, self.figures = self._exporter, None, None
+        line, self._log_line, self.figures = self._log_line, None, None
         try:
             if worker is not None:
                 worker.finish()
-            if exporter is not None and node is not None and not node.is_foreign:
-                exporter.close()
+            if line is not None and node is not None and not node.is_foreign:
+                line.close()
         finally:
             if node is not None:
                 node.release(_SHUTDOWN_TIMEOUT_S)
@@ -207,30 +203,13 @@ class Parts:
         if settings.live_weights == "stop":
             live_weights.watch()
         self.figures = Figures(node)
-        self._exporter = Exporter(
-            self.figures,
-            settings,
-            node.loop,
-            node.counters,
-            _labels_of(config),
-            take=Increments(node.counters).take,
-        )
-        self._exporter.start()
+        self._log_line = LogLine(node)
+        self._log_line.start()
         node.follow_the_bucket()
         if role.producer:
             node.compact_the_index()
         costs = node.encode_costs(self._encoder())
         policy = _policy_of(role, settings, costs)
-        recorder = Recorder()
-        traces = TraceWriter(
-            node.tier.folders,
-            recorder,
-            _engine_of(config, node.namespace.name),
-            costs,
-            node.counters,
-            make_key=node.naming.make_key,
-        )
-        node.exchange("traces", traces.exchange, at_end=traces.close)
         half = SchedulerHalf(
             role,
             index=node.index,
@@ -246,7 +225,6 @@ class Parts:
             costs=costs,
             policy=policy,
             worth=_worth_of(role, settings, node, costs, policy),
-            recorder=recorder,
         )
         lora = getattr(config, "lora_config", None)
         if not getattr(lora, "enable_tower_connector_lora", False):
@@ -290,25 +268,6 @@ class Parts:
             drain_timeout_s=4.0 if transfer.is_ec_consumer else 30.0,
             finish_later=compat.installed_hooks()["finish_load_caches"],
         )
-
-
-def _labels_of(vllm_config: Any) -> dict[str, str]:
-    """The labels that vLLM gives to an engine's metrics."""
-    model = getattr(vllm_config.model_config, "served_model_name", "")
-    parallel = vllm_config.parallel_config
-    engine = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
-    return {"model_name": str(model or ""), "engine": str(engine)}
-
-
-def _engine_of(vllm_config: Any, namespace: str) -> Engine:
-    """What traces say of an engine."""
-    rows = getattr(vllm_config.scheduler_config, "encoder_cache_size", None)
-    return Engine(
-        namespace,
-        str(getattr(vllm_config.model_config, "model", "")),
-        str(vllm_config.ec_transfer_config.ec_role),
-        rows if isinstance(rows, int) and rows >= 0 else None,
-    )
 
 
 def _is_for_us(vllm_config: Any, settings: Settings) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 
 from s3ec.connector.item_tracker import FETCHING, Item, ItemTracker
 from s3ec.connector.kept_answers import KeptAnswers
-from s3ec.connector.recorder import Recorder
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import Fetching, Lacking, SourceTimes, WaitPolicy
@@ -207,7 +206,6 @@ class RequestWaits:
         answers: KeptAnswers,
         times: SourceTimes,
         policy: WaitPolicy | None = None,
-        recorder: Recorder | None = None,
     ) -> None:
         """Start with nobody.
 
@@ -222,9 +220,7 @@ class RequestWaits:
             answers: Where answers are kept while nothing changes.
             times: Learns how long fetches take.
             policy: Weighs each wait against encoding; None where every wait is worth it.
-            recorder: Told of each wait that ends, while a trace is recorded.
         """
-        self._recorder = recorder or Recorder()
         self._tracker = tracker
         self._items = tracker.items
         self._shared_tier = shared_tier
@@ -443,8 +439,6 @@ class RequestWaits:
             self._counters.add("deferred_seconds", waited_s)
         waited_s += carried_s or 0.0
         self._counters.observe("wait_time", waited_s)
-        if (recording := self._recorder.recording) is not None:
-            recording.waited(request_id, waited_s)
 
     def _end_waits(self, request_id: str) -> None:
         self._count_wait(request_id)

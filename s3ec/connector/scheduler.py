@@ -30,7 +30,6 @@ from s3ec.connector.item_tracker import (
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
 from s3ec.connector.messages import Encode, Load, StepPlan, WorkerReport
-from s3ec.connector.recorder import Recorder
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth
 from s3ec.connector.shared_tier import SharedTier
@@ -105,7 +104,6 @@ class SchedulerHalf:
         costs: EncodeCosts | None = None,
         policy: WaitPolicy | None = None,
         worth: SaveWorth | None = None,
-        recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -128,12 +126,10 @@ class SchedulerHalf:
                 is known yet.
             policy: Weighs each wait against encoding; None where every wait is worth it.
             worth: Says what is worth storing; None where everything is.
-            recorder: Whether a trace is recorded, and what is; None for never.
             clock: Monotonic seconds.
             wall_clock: Seconds as in a request's ``arrival_time``.
         """
         self._role = role
-        self._recorder = recorder or Recorder()
         self._policy = policy
         self._costs = policy.costs if policy is not None else costs or EncodeCosts()
         self._fetch_times = SourceTimes() if policy is None else policy.times
@@ -176,10 +172,9 @@ class SchedulerHalf:
             answers=self.answers,
             times=self._fetch_times,
             policy=policy,
-            recorder=self._recorder,
         )
         self._items = self.tracker.items
-        self.lookups = DeviceLookups(counters, self._recorder)
+        self.lookups = DeviceLookups(counters)
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
         self.device: Container[str] | None = None
@@ -530,9 +525,6 @@ class SchedulerHalf:
             return
         granted = self._decisions.pop(identifier, False)
         self.lookups.allocated(request_id, index)
-        if (recording := self._recorder.recording) is not None:
-            item = self._items.get(identifier)
-            recording.allocated(request_id, index, granted=granted, item=item)
         if not granted:
             self._counters.add_all(FROM_NOWHERE)
         elif self.tracker.came_from_bucket(identifier):

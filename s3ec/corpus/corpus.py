@@ -518,14 +518,12 @@ class Corpus:
         *,
         model: str | None = None,
         older_than_s: float | None = None,
-        unused_for_s: float | None = None,
         max_bytes: int | None = None,
         adapter: str | None = None,
-        traces: Iterable[str | os.PathLike[str]] = (),
         dry_run: bool = False,
         report: Report = unreported,
     ) -> Collection:
-        """Delete entries that are old, unused or too many, and tell every reader by the index.
+        """Delete entries that are old or too many, and tell every reader by the index.
 
         Rules that are given together narrow: an entry goes where all agree. Costs a listing of
         everything, two with ``max_bytes``, and what delete costs for what goes. The catalogue's
@@ -533,11 +531,8 @@ class Corpus:
 
         Args:
             older_than_s: Those that were stored so long ago.
-            unused_for_s: Those that were stored so long ago and not used since. A bucket does not
-                know what is used, so ``traces`` have to cover this time.
-            max_bytes: The oldest, until the rest fits; with ``traces`` the least used first.
+            max_bytes: The oldest, until the rest fits.
             adapter: Only those of the LoRA adapter of this name.
-            traces: What nodes recorded with ``s3ec trace --names``.
             dry_run: Only say what would go.
             report: Told how many objects were looked at.
 
@@ -545,22 +540,14 @@ class Corpus:
             How much went, or would, and how much is left.
 
         Raises:
-            ConfigError: There is no rule, nothing is stored under this adapter, a trace cannot be
-                used, or they do not cover ``unused_for_s``.
+            ConfigError: There is no rule, or nothing is stored under this adapter.
             UnavailableError, AccessError, TierError: As delete.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
-        from s3ec.corpus.collect import Rules, Uses, collect_garbage
+        from s3ec.corpus.collect import Rules, collect_garbage
 
         name = self.choose(namespace, model=model)
-        paths = [Path(one) for one in traces]
-        rules = Rules(
-            older_than_s,
-            unused_for_s,
-            max_bytes,
-            self._folder_of(adapter),
-            Uses.read(paths, name) if paths else None,
-        )
+        rules = Rules(older_than_s, max_bytes, self._folder_of(adapter))
 
         async def work(store: Store, layout: Layout) -> Collection:
             return await collect_garbage(

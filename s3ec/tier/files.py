@@ -85,7 +85,6 @@ class Folders:
         incoming: Files that are being written; one folder, so that sweeping it needs no walk.
         index: Namespaces, each with this node's copy of what the index needs.
         costs: A small file per namespace; see encode_costs.py.
-        traces: What engines record for `s3ec trace`; see trace_requests.py.
         fetch_lock: A file. One byte per entry that some process fetches; see claims.py.
         usage: A file. The running total of all that is here.
         news: A file. Entries that were put here lately; see news.py.
@@ -106,14 +105,13 @@ class Folders:
         self.incoming = version / "incoming"
         self.index = version / "index"
         self.costs = version / "costs"
-        self.traces = version / "traces"
         self.fetch_lock = version / "fetch.lock"
         self.usage = version / "usage"
         self.news = version / "news"
         self.evict_lock = version / "evict.lock"
         self.inner = (
             *(self.objects, self.pins, self.spool, self.quarantine, self.bad_objects),
-            *(self.incoming, self.index, self.costs, self.traces),
+            *(self.incoming, self.index, self.costs),
         )
         self.shared_files = (self.fetch_lock, self.usage, self.news, self.evict_lock)
 

@@ -7,28 +7,20 @@ It saves through aioboto3; the others through obstore, which is what ``transport
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from s3ec import codec, trace
+from s3ec import codec
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS
 from s3ec.identity import Layout, digest_of_name, is_namespace_name, make_key
 from s3ec.index.rows import merge
 from s3ec.index.segment import parse_segment
-from s3ec.testing.server import LocalS3, free_port
-from s3ec.tier.files import Folders
-from s3ec.tier.trace_requests import TraceFolder
+from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     BOTH,
     FROM_BUCKET,
@@ -52,7 +44,6 @@ from tests.e2e.rig import (
     tier_of,
 )
 from tests.support.on_disk import audit_of, found_in
-from tests.support.waiting import DEADLINE_S
 
 _PURPOSES = [f"both-{number}" for number in range(BOTH)]
 _PREFIX = "fleet/a"
@@ -65,8 +56,6 @@ class _Run:
     Attributes:
         third: The last picture of the second round, asked about once more.
         counted: All metrics of vLLM at the end.
-        served: All samples of ``metrics_port`` at the end, summed over their labels.
-        trace: What was recorded of the second round and of the third.
     """
 
     first: Record
@@ -75,32 +64,7 @@ class _Run:
     saved: float
     objects: dict[str, bytes]
     counted: dict[str, float]
-    served: dict[str, float]
     log: str
-    trace: Path
-
-
-# As `s3ec`, with Ctrl-C also where this run's parent ignores it.
-_COMMAND = """
-import signal, sys
-from s3ec.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(main())
-"""
-
-
-@contextmanager
-def traced(tier: Path, out: Path) -> Iterator[None]:
-    """Run `s3ec trace` beside the block, until it ends."""
-    words = ["trace", "--seconds", "3600", "--out", str(out), "--cache-dir", str(tier)]
-    with subprocess.Popen([sys.executable, "-c", _COMMAND, *words]) as command:
-        try:
-            folder = TraceFolder(Folders(tier))
-            eventually(lambda: command.poll() is not None or bool(folder.recorded()))
-            yield
-        finally:
-            command.send_signal(signal.SIGINT)
-        assert command.wait(DEADLINE_S) == 0
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +72,7 @@ def run(
     workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: EngineForkServer
 ) -> Iterator[_Run]:
     bucket = local_s3.create_bucket("both")
-    port, trace_file = free_port(), workdir / "both-trace.jsonl"
-    more = {"prefix": _PREFIX, "transport": "aioboto3", "metrics_port": port}
+    more = {"prefix": _PREFIX, "transport": "aioboto3"}
     with EngineProcess(
         gemma,
         ec=ec_config("ec_both", settings(local_s3, bucket, workdir / "both-tier", **more)),
@@ -128,19 +91,18 @@ def run(
             return moved(before, engine.counters()).get(SAVES, 0.0)
 
         eventually(lambda: saved() >= BOTH, "all embeddings are confirmed by the bucket")
-        with traced(workdir / "both-tier", trace_file):
-            second = record(engine, Scenario("second", [gallery.again(name) for name in _PURPOSES]))
-            third = record(engine, Scenario("third", [gallery.again(_PURPOSES[-1], "third")]))
+        second = record(engine, Scenario("second", [gallery.again(name) for name in _PURPOSES]))
+        third = record(engine, Scenario("third", [gallery.again(_PURPOSES[-1], "third")]))
         total = saved()
         eventually(
             lambda: saved() and engine.counters().get("vllm:s3ec_spool_entries") == 0,
             "all embeddings are announced, and the gauge says so",
         )
-        counted, served = engine.counters(), samples_of(port)
+        counted = engine.counters()
     client = local_s3.client()
     objects = {key: body(client, bucket, key) for key in keys(client, bucket)}
     log = (workdir / "both.log").read_text()
-    yield _Run(first, second, third, total, objects, counted, served, log, trace_file)
+    yield _Run(first, second, third, total, objects, counted, log)
     local_s3.delete_bucket(bucket)
 
 
@@ -166,16 +128,6 @@ def test_reloaded_embeddings_give_the_answers_of_an_engine_without_the_connector
 ) -> None:
     expected = [said(reference[f"again {name}"][0]) for name in _PURPOSES]
     assert [said(answer) for answer in run.second.answers] == expected
-
-
-def samples_of(port: int) -> dict[str, float]:
-    """Samples of a ``metrics_port`` by name, summed over their labels."""
-    found: dict[str, float] = {}
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S) as reply:
-        for family in text_string_to_metric_families(reply.read().decode()):
-            for sample in family.samples:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
 
 
 def lookups(moved: Mapping[str, float]) -> dict[str, tuple[float, float]]:
@@ -211,37 +163,11 @@ def test_times_and_gauges_of_both_halves_reach_vllms_metrics(run: _Run) -> None:
     assert counted["vllm:s3ec_index_age_seconds"] >= 0
 
 
-def test_the_port_serves_what_vllm_serves(run: _Run) -> None:
-    for name in (HITS, MISSES, LOADS, SAVES, "vllm:s3ec_lookups"):
-        of_vllm = sum(n for found, n in run.counted.items() if found.partition("{")[0] == name)
-        assert run.served[f"{name}_total"] == of_vllm > 0
-    for name in ("tier_budget_bytes", "spool_entries", "save_time_seconds_count"):
-        assert run.served[f"vllm:s3ec_{name}"] == run.counted[f"vllm:s3ec_{name}"]
-
-
 def test_the_log_sums_up_in_one_line_what_vllm_does_not_say_as_well(run: _Run) -> None:
     lines = [line.partition(" s3ec: ")[2] for line in run.log.splitlines() if " s3ec: " in line]
     assert lines
     assert sum(int(line.partition(" hits")[0]) for line in lines) >= BOTH
     assert "EC Transfer metrics" not in run.log
-
-
-def test_a_trace_has_what_was_sent_and_where_it_was_found(run: _Run) -> None:
-    accesses = list(trace.read(run.trace))
-    (engine,) = trace.read_header(run.trace).engines
-    assert (engine.role, engine.encoder_cache_rows is None) == ("ec_both", False)
-    outcomes = [one.outcome for one in accesses]
-    loaded = int(run.second[HITS])
-    assert (outcomes.count("node"), outcomes.count("device")) == (loaded, BOTH + 1 - loaded)
-    assert len(outcomes) == BOTH + 1
-    assert len({one.item for one in accesses}) == BOTH
-    assert len({one.request for one in accesses}) == BOTH + 1
-    assert accesses[-1].item == accesses[-2].item
-    assert all(one.nbytes and one.fetch_s for one in accesses if one.outcome == "node")
-    assert all(one.encode_s for one in accesses)
-    text = run.trace.read_text()
-    names = [name.rpartition("/")[2].partition(".")[0] for name in run.objects]
-    assert not any(name in text for name in names if len(name) >= 32)
 
 
 def test_nothing_is_saved_twice(run: _Run) -> None:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from s3ec.cli.top import Watch
 from s3ec.dev.observability.panels import ROWS, Panel
 from s3ec.dev.observability.picture import draw, filled
-from s3ec.dev.observability.run import EXAMPLE, MODEL, Pace, Site, play, running
+from s3ec.dev.observability.run import EXAMPLE, Pace, Site, play, running
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.prometheus import find_tool
 from s3ec.errors import ConfigError, UnavailableError
@@ -36,16 +34,8 @@ RULES = {
 PANELS = [panel for row in ROWS for panel in row.panels]
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What runs, and what `s3ec top` saw of it."""
-
-    site: Site
-    watch: Watch
-
-
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory, nursery: EngineForkServer) -> Iterator[_Seen]:
+def site(tmp_path_factory: pytest.TempPathFactory, nursery: EngineForkServer) -> Iterator[Site]:
     """When the run is over; engine and Prometheus go on."""
     try:
         find_tool("prometheus")
@@ -53,21 +43,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory, nursery: EngineForkServer) ->
         pytest.skip(str(exc))
     folder = tmp_path_factory.mktemp("observability")
     with running(folder, _PACE.pictures, nursery) as here:
-        watch = Watch([here.metrics_url])
-        watch.look()
         play(here, _PACE)
-        watch.look()
         # A look at everything that has happened.
         eventually(
             lambda: here.prometheus.query("s3ec:bucket_fetch:mean_seconds10m") != [],
             "the rules were looked at",
         )
-        yield _Seen(here, watch)
-
-
-@pytest.fixture
-def site(seen: _Seen) -> Site:
-    return seen.site
+        yield here
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
@@ -144,14 +126,3 @@ def test_picture_of_the_dashboard_is_drawn(site: Site, tmp_path: Path) -> None:
         colours = image.convert("RGB").getcolors(2**24)
     assert colours is not None
     assert len(colours) > 50  # it is not a blank page
-
-
-def test_top_reads_the_same_engine(seen: _Seen) -> None:
-    found = seen.watch.everything()
-    assert found is not None
-    assert seen.watch.engines()[0].models == (MODEL,)
-    for tier in ("device", "node", "bucket", "all"):
-        assert found.lookups[tier].hit_ratio, tier
-    assert all(times.p50_s for times in found.times.values())
-    assert found.tier_budget_bytes
-    assert found.index_count

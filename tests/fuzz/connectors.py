@@ -12,7 +12,6 @@ import dataclasses
 import math
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from vllm.v1.request import Request
 
 from s3ec.connector import live_weights, loads
 from s3ec.connector.messages import StepPlan, WorkerReport
-from s3ec.connector.recorder import Recorder, Recording
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.shared_tier import SharedTier, tier_id
@@ -285,9 +283,6 @@ class S3EC(NoConnector):
             steps_in_flight=options.depth,
             defer_timeout_s=options.defer_timeout_s,
         )
-        recorder = Recorder()
-        self.recording = recorder.recording = Recording(wall_clock=self.clock)
-        self._recorded: Counter[str] = Counter()
         self.half = self.scheduler_half(
             role,
             index=self.outside.index,
@@ -300,7 +295,6 @@ class S3EC(NoConnector):
             counters=self.counters,
             shared_tier=self._make_shared_tier(bench),
             policy=self._make_policy(),
-            recorder=recorder,
             clock=self.clock,
             wall_clock=self.clock,
         )
@@ -435,16 +429,6 @@ class S3EC(NoConnector):
         complaint = self.inputs.complaint(self.counters)
         if complaint is not None:
             raise BrokenPromiseError("lookups are counted wrong", complaint)
-        for access in self.recording.take()[0]:
-            own = [(one.identifier, one.modality) for one in features.get(access.request, ())]
-            if (access.item, access.modality) not in own:
-                raise BrokenPromiseError("a trace has what nobody asked for", access.item[:12])
-            self._recorded[access.outcome] += 1
-        recorded = dict(self._recorded)
-        missed = self._recorded.total() - self._recorded["device"]
-        if (self._recorded["device"], missed) != (self.inputs.hits, self.inputs.misses):
-            detail = f"{recorded} for {self.inputs.hits} and {self.inputs.misses}"
-            raise BrokenPromiseError("a trace differs from what vLLM holds", detail)
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
         report = output.ec_connector_worker_meta

@@ -128,8 +128,6 @@ def test_every_setting_can_come_from_every_source(
         "save": "worth",
         "save_overflow": "drop",
         "save_queue_bytes": "1GB",
-        "metrics_port": "9464",
-        "metrics_host": "::1",
         "log_level": "DEBUG",
     }
     assert set(values) == set(Settings.model_fields) - {"url"}  # in place of some of them

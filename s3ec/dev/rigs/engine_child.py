@@ -238,10 +238,7 @@ class _Engine:
 
         # Not by LLM.get_metrics, which rounds counters to whole numbers.
         found: dict[str, float] = {}
-        metrics = list(REGISTRY.collect())
-        if not any(metric.name.startswith("vllm:s3ec_") for metric in metrics):
-            metrics += self._our_metrics()
-        for metric in metrics:
+        for metric in REGISTRY.collect():
             for sample in metric.samples:
                 count = f"{metric.name}_count"
                 if sample.name not in (metric.name, f"{metric.name}_total", count):
@@ -250,15 +247,17 @@ class _Engine:
                 name = count if sample.name == count else metric.name
                 name += f"{{{','.join(labels)}}}" if labels else ""
                 found[name] = found.get(name, 0) + sample.value
+        if not any(name.startswith("vllm:s3ec_") for name in found):
+            found |= self._our_metrics()
         return found
 
-    def _our_metrics(self) -> list[Any]:
+    def _our_metrics(self) -> dict[str, float]:
         """What a vLLM before 0.31 does not show; nothing where the engine is another process."""
-        from s3ec.connector.exporter import Exposition
-
         core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
         parts = getattr(core and core.scheduler.ec_connector, "parts", None)
-        return [] if parts is None else list(Exposition(parts.figures, {}).collect())
+        if parts is None:
+            return {}
+        return shown(parts.node.counters.snapshot() | parts.figures.levels())
 
     def shutdown(self) -> None:
         # In order and with time to finish saves; collecting the object would allow 5 seconds.
@@ -298,6 +297,31 @@ class _SlowEncoder:
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+def shown(figures: Mapping[str, float]) -> dict[str, float]:
+    """Counters and gauges of s3ec under the names that vLLM 0.31 shows them by."""
+    from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN, zeros
+    from s3ec.counters import observed
+
+    metric, _text, of_tier, cases = LOOKUPS
+    names = {ours: entry[0] for ours, entry in [*PLAIN.items(), *LEVELS.items(), *GAUGES.items()]}
+    for ours, values in cases.items():
+        labels = zip(of_tier, values, strict=True)
+        names[ours] = f"{metric}{{{','.join(f'{k}={v}' for k, v in labels)}}}"
+    figures = dict.fromkeys([*PLAIN, *LEVELS, *cases], 0.0) | zeros() | figures
+    for prefix, (metric, _text, label, _values) in LABELLED.items():
+        for ours in figures:
+            if ours.startswith(prefix):
+                names[ours] = f"{metric}{{{label}={ours.removeprefix(prefix)}}}"
+    found = {name: figures[ours] for ours, name in names.items() if ours in figures}
+    for bucket in observed(figures):
+        for prefix, (metric, _text, label, _values) in HISTOGRAMS.items():
+            if bucket.histogram.startswith(prefix):
+                value = bucket.histogram.removeprefix(prefix)
+                name = f"{metric}_count" + (f"{{{label}={value}}}" if label else "")
+                found[name] = found.get(name, 0.0) + bucket.many
+    return found
 
 
 def _serve_metrics() -> int:

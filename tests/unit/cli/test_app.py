@@ -17,7 +17,7 @@ from s3ec.cli.output import human_age, human_bytes, safe
 from tests.unit.cli.conftest import Cli
 
 COMMANDS = [
-    *("doctor", "ns", "ls", "stat", "get", "top", "serve-s3", "config show", "config docs"),
+    *("doctor", "ns", "ls", "stat", "get", "serve-s3", "config show", "config docs"),
     *("tier", "tier check", "tier evict"),
 ]
 

@@ -8,15 +8,12 @@ import pty
 import re
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
-from s3ec import trace
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
-from s3ec.identity import Layout, make_key
+from s3ec.identity import Layout
 from s3ec.testing.server import MotoServer
 from tests.support.catalogues import row
 from tests.unit.cli.conftest import Cli, all_shown_on
@@ -139,8 +136,6 @@ def test_gc_says_what_is_left_and_what_it_saves(cli: Cli, corpus: Corpus, namesp
     ("options", "says"),
     [
         ((), "nothing says what is to go; give `--older-than`"),
-        (("--unused-for", "1h"), "name what your nodes have recorded"),
-        (("--unused-for", "1h", "--trace", "absent.jsonl"), "cannot read absent.jsonl"),
         (("--max-bytes", "much"), "is no size"),
         (("--max-bytes", "1GB", "--prices", "moon"), "is none of aws"),
     ],
@@ -150,24 +145,6 @@ def test_gc_refuses_rules_that_are_none(
 ) -> None:
     assert says in cli("gc", *options, code=2).stderr
     assert cli.json("gc", *options, code=2)["error"]["field"]
-
-
-def test_gc_by_use_takes_what_no_trace_has(
-    cli: Cli, corpus: Corpus, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("s3ec.cli.options._UNITS_S", {"min": -60})
-    key = make_key("page 1")
-    assert key is not None
-    began_s = time.time() - 60.0
-    lines = [
-        trace.header_line(trace.Header(began_s, (trace.Engine(namespace),))),
-        trace.event_line(trace.Access(3600.0, "r", "i", 4, "node", name=key.name)),
-    ]
-    path = tmp_path / "node.jsonl"
-    path.write_text("".join(f"{line}\n" for line in lines))
-    found = cli.json("gc", "--unused-for", "1min", "--trace", str(path), "--yes")
-    assert (found["deleted"], found["left_count"]) == (3, 1)
-    assert labels(cli) == {f"x-{content_hash('page 1')}"}
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from s3ec.codec import Header, Shape
 from s3ec.connector.messages import StepPlan, WorkerReport
-from s3ec.connector.recorder import Recorder
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.shared_tier import SharedTier
@@ -174,7 +173,6 @@ class World:
         self.index: Index = index or FakeIndex(self.counters, self.clock)
         self.local = LocalKeys()
         self.prefetcher = FakePrefetcher()
-        self.recorder = Recorder()
         self.policy = policy
         self.store = SimpleNamespace(is_open=False)
         self.disk = SimpleNamespace(hangs=False)
@@ -193,7 +191,6 @@ class World:
             naming=naming,
             policy=policy,
             worth=worth,
-            recorder=self.recorder,
             clock=self.clock,
             wall_clock=self.clock,
         )

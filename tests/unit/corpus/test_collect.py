@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entries ``gc`` takes: by age, by what traces say, until the rest fits, of one adapter."""
+"""Which entries ``gc`` takes: by age, until the rest fits, of one adapter."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
-from s3ec import trace
 from s3ec.corpus.catalog import append_rows, read_table
-from s3ec.corpus.collect import Choice, Rules, Uses, choose, collect, collect_garbage
+from s3ec.corpus.collect import Choice, Rules, choose, collect, collect_garbage
 from s3ec.errors import ConfigError, UnavailableError
 from s3ec.identity import make_key
 from s3ec.index import listing
 from s3ec.store.base import Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.trace import Access, Engine, Event, Header, Lost
 from tests.support.waiting import reached
 from tests.unit.cli.corpus import content_hash
 from tests.unit.corpus.test_audit import rows_for
@@ -76,30 +73,6 @@ async def run(memory: Store, rules: Rules) -> Choice:
     return done
 
 
-def write_trace(path: Path, began_s: float, *events: Event, namespace: str = "") -> Path:
-    engine = Engine(namespace or LAYOUT.namespace, "tiny", "ec_both")
-    lines = [trace.header_line(Header(began_s, (engine,))), *map(trace.event_line, events)]
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
-
-
-def use(identifier: str, at_s: float) -> Access:
-    return Access(at_s, "r", "i", 4, "node", name=name_of(identifier))
-
-
-@pytest.fixture
-def uses(tmp_path: Path) -> Uses:
-    """Of the last five hours: page 6 was used four hours ago, page 7 three times an hour ago."""
-    path = write_trace(
-        tmp_path / "node.jsonl",
-        NOW_S - 5 * HOUR_S,
-        use(IDS[6], HOUR_S),
-        *[use(IDS[7], 4 * HOUR_S)] * 3,
-        use("another", 5 * HOUR_S - 1),
-    )
-    return Uses.read([path], LAYOUT.namespace)
-
-
 async def test_what_is_older_goes(memory: MemoryStore) -> None:
     done = await run(memory, Rules(older_than_s=5.5 * HOUR_S))
     assert (done.objects, done.nbytes) == (5, 500)
@@ -131,28 +104,11 @@ async def test_only_what_is_of_the_adapter_goes_and_counts(memory: MemoryStore) 
     assert names_of(*IDS) <= left(memory)
 
 
-async def test_what_no_trace_has_goes_if_it_was_there_all_the_time(
-    memory: MemoryStore, uses: Uses
-) -> None:
-    await run(memory, Rules(unused_for_s=4.9 * HOUR_S, uses=uses))
-    assert left(memory) == names_of(*IDS[:4], IDS[6], IDS[7])
-
-
-async def test_what_was_used_too_long_ago_goes(memory: MemoryStore, uses: Uses) -> None:
-    await run(memory, Rules(unused_for_s=3.5 * HOUR_S, uses=uses))
-    assert left(memory) == names_of(*IDS[:3], IDS[7])
-
-
-async def test_with_traces_what_is_least_used_goes_first(memory: MemoryStore, uses: Uses) -> None:
-    await run(memory, Rules(max_bytes=300, uses=uses))
-    assert left(memory) == names_of(IDS[0], IDS[6], IDS[7])
-
-
-async def test_what_is_stored_while_it_is_chosen_stays(memory: MemoryStore, uses: Uses) -> None:
-    choice = await choose(memory, LAYOUT, Rules(max_bytes=100, uses=uses), NOW_S)
+async def test_what_is_stored_while_it_is_chosen_stays(memory: MemoryStore) -> None:
+    choice = await choose(memory, LAYOUT, Rules(max_bytes=100), NOW_S)
     put(memory, "new", -1.0)
     await collect(memory, LAYOUT, choice)
-    assert left(memory) == names_of(IDS[7], "new")
+    assert left(memory) == names_of(IDS[0], "new")
 
 
 async def test_object_without_a_time_stays(memory: MemoryStore) -> None:
@@ -185,54 +141,6 @@ async def refused(memory: MemoryStore, rules: Rules) -> ConfigError:
 
 async def test_no_rule_is_an_error(memory: MemoryStore) -> None:
     assert (await refused(memory, Rules(adapter="my-lora"))).field == "older_than"
-
-
-async def test_use_without_traces_is_an_error_that_says_where_they_come_from(
-    memory: MemoryStore,
-) -> None:
-    exc = await refused(memory, Rules(unused_for_s=HOUR_S))
-    assert exc.field == "unused_for"
-    assert "`s3ec trace --names`" in str(exc)
-
-
-async def test_traces_that_do_not_look_back_so_far_are_refused(
-    memory: MemoryStore, uses: Uses
-) -> None:
-    exc = await refused(memory, Rules(unused_for_s=6 * HOUR_S, uses=uses))
-    assert exc.field == "unused_for"
-    assert "cover 83% of that time" in str(exc)
-
-
-def test_gap_between_traces_is_not_covered_and_overlap_counts_once(tmp_path: Path) -> None:
-    first = write_trace(tmp_path / "1", 0.0, use(IDS[0], 40.0))
-    second = write_trace(tmp_path / "2", 20.0, use(IDS[0], 30.0))
-    third = write_trace(tmp_path / "3", 90.0, use(IDS[0], 10.0))
-    uses = Uses.read([third, first, second], LAYOUT.namespace)
-    with pytest.raises(ConfigError, match="cover 60% of that time"):
-        uses.require(0.0, 100.0)
-    uses.require(90.0, 100.0)
-    uses.require(2.0, 50.0)
-
-
-@pytest.mark.parametrize(
-    ("event", "says"),
-    [(Access(1.0, "r", "i", 4, "node"), "hashes and no names"), (Lost(1.0, 3), "lacks 3 accesses")],
-)
-def test_trace_that_does_not_tell_what_was_used_is_refused(
-    tmp_path: Path, event: Event, says: str
-) -> None:
-    path = write_trace(tmp_path / "trace", 0.0, event)
-    with pytest.raises(ConfigError, match=says) as caught:
-        Uses.read([path], LAYOUT.namespace)
-    assert caught.value.field == "trace"
-
-
-def test_traces_of_other_namespaces_or_none_are_refused(tmp_path: Path) -> None:
-    other = write_trace(tmp_path / "trace", 0.0, namespace="other-0123456789abcdef")
-    with pytest.raises(ConfigError, match="none of these is of namespace"):
-        Uses.read([other], LAYOUT.namespace)
-    with pytest.raises(ConfigError, match="cannot read"):
-        Uses.read([tmp_path / "absent"], LAYOUT.namespace)
 
 
 # -- what goes with them -----------------------------------------------------------------------

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine tells about itself: the line in the log, and all ranks' gauges."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from s3ec.config import load_settings
+from s3ec.connector import figures, metrics
+from s3ec.connector.figures import Figures, LogLine, line_of
+from s3ec.identity import Namespace
+from s3ec.node import Node
+from s3ec.testing.memory_store import MemoryStore
+from tests.support.logs import ours
+from tests.support.waiting import eventually
+
+NAMESPACE = Namespace.from_descriptor({"model": "m"})
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    given = {"bucket": "corpus", "cache_dir": str(tmp_path), "min_free_bytes": 0}
+    one = Node(load_settings(given).settings, NAMESPACE, store=MemoryStore())
+    yield one
+    one.close(10)
+    assert one.counters.get("internal_errors") == 0
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in ours(caplog)]
+
+
+# -- the line in the log -----------------------------------------------------------------------
+
+
+def test_the_line_says_where_hits_came_from_and_what_was_encoded() -> None:
+    counts = {"lookups.device.hit": 98, "lookups.node.hit": 20, "lookups.bucket.hit": 5}
+    assert line_of({**counts, "hits": 25, "misses": 7}) == (
+        "s3ec: 123 hits (98 device, 20 node, 5 bucket), 7 encoded"
+    )
+
+
+def test_the_line_says_what_moved_and_what_went_wrong() -> None:
+    line = line_of(
+        {
+            "fetch_items.bucket": 2,
+            "fetch_bytes.bucket": 5e6,
+            "fetch_seconds.bucket": 0.1,
+            "load.items": 4,
+            "load.seconds": 0.01,
+            "save.items": 1,
+            "save.bytes": 2.5e6,
+            "deferred_requests": 3,
+            "deferred_seconds": 0.125,
+            "save_problem.dropped": 6,
+        }
+    )
+    assert line == (
+        "s3ec: 0 hits (0 device, 0 node, 0 bucket), 0 encoded, 5.0 MB fetched in 50.0 ms each, "
+        "4 loads in 2.50 ms each, 1 saved (2.5 MB), 3 requests waited, 0.12 s in all, "
+        "6 problems with saves"
+    )
+
+
+def test_nothing_is_said_of_a_minute_in_which_nothing_happened() -> None:
+    assert line_of({}) is None
+    assert line_of({"index.downloads": 3}) is None
+
+
+def test_the_line_comes_again_and_again_and_tells_each_thing_once(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(figures, "LINE_EVERY_S", 0.001)
+    with caplog.at_level(logging.INFO):
+        LogLine(node).start()
+        for number in (1, 2):
+            node.counters.add("misses", number)
+            said = f"s3ec: 0 hits (0 device, 0 node, 0 bucket), {number} encoded"
+            eventually(lambda said=said: messages(caplog).count(said) == 1)  # type: ignore[misc]
+
+
+def test_the_end_says_what_was_not_said_yet(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    one = LogLine(node)
+    one.start()
+    node.counters.add("misses", 3)
+    with caplog.at_level(logging.INFO):
+        one.close()
+        one.close()
+    assert messages(caplog) == ["s3ec: 0 hits (0 device, 0 node, 0 bucket), 3 encoded"]
+
+
+# -- gauges of all ranks -----------------------------------------------------------------------
+
+
+def test_gauges_of_ranks_are_added_up_or_compared_and_those_of_the_node_are_told_once(
+    node: Node,
+) -> None:
+    told = Figures(node)
+    node.levels = {"level.tier_bytes": 1000, "level.breaker_open": 0.0}
+    rank = {"level.spool_entries": 2, "level.spool_oldest_seconds": 5, "level.breaker_open": 0.0}
+    told.on_report({0: rank})
+    told.on_report({1: {**rank, "level.spool_oldest_seconds": 9, "level.breaker_open": 1.0}})
+    assert told.levels() == {
+        "level.tier_bytes": 1000,
+        "level.breaker_open": 1.0,
+        "level.spool_entries": 4,
+        "level.spool_oldest_seconds": 9,
+    }
+    told.on_report({1: {"level.spool_entries": 0}})
+    assert told.levels()["level.spool_entries"] == 2
+
+
+def test_gauges_are_told_again_though_nothing_has_changed(node: Node) -> None:
+    told = Figures(node)
+    for _ in range(2):  # the reader may have started in between
+        node.levels = {"level.tier_bytes": 1000}
+        assert told.news() == {"level.tier_bytes": 1000}
+        assert told.news() == {}
+
+
+def test_a_node_that_follows_the_bucket_keeps_all_its_gauges(node: Node) -> None:
+    node.follow_the_bucket()
+    own = metrics.GAUGES.keys() - {"level.index_lag_seconds"}
+    of_saves = {name for name in own if "spool" in name or "queue" in name}
+    eventually(lambda: node.levels.keys() == own - of_saves, f"{own - node.levels.keys()}")
+    assert node.levels["level.tier_budget_bytes"] == node.settings.cache_bytes
