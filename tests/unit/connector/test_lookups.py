@@ -26,13 +26,11 @@ def output(
     *,
     new: Mapping[str, Any] | None = None,
     resumed: Collection[str] = (),
-    finished: Collection[str] = (),
 ) -> Any:
     """A step: request to the tokens that it has and that it gets; ``new`` with their features."""
     features = new or {}
     going_on = [name for name in scheduled if name not in features]
     return SimpleNamespace(
-        finished_req_ids=set(finished),
         num_scheduled_tokens={name: tokens for name, (_, tokens) in scheduled.items()},
         scheduled_new_reqs=[
             SimpleNamespace(req_id=name, mm_features=of, num_computed_tokens=scheduled[name][0])
@@ -126,7 +124,7 @@ def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
     assert set(it.lookups.requests) == {"r", "s"}
     it.lookups.end_request("r")
     assert set(it.lookups.requests) == {"s"}
-    it.lookups.end_pass(output({}, finished=["r", "s"]))  # as old releases tell it
+    it.lookups.end_request("s")
     assert list(it.lookups.requests) == []
 
 
