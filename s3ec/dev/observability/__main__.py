@@ -40,7 +40,7 @@ def main(out: Path) -> None:
         tempfile.TemporaryDirectory(prefix="s3ec-dashboard-") as folder,
         running(Path(folder), _PACE.pictures) as site,
     ):
-        print_note(f"the engine shows its metrics on {site.metrics_url}")
+        print_note(f"s3ec top {site.metrics_url} shows it")
         play(site, _PACE, lambda part: print_note(f"{part} ..."))
         picture.draw(
             out,

@@ -28,7 +28,7 @@ _OPTIONS: dict[str, Any] = {
 }
 _CPU_BLOCK_TOKENS = 128  # vLLM's choice
 _SHUTDOWN_TIMEOUT_S = 100
-_OUR_LABELS = ("source", "tier", "outcome", "reason", "field")
+_OUR_LABELS = ("source", "tier", "outcome", "reason", "field", "event")
 
 
 class _Engine:
@@ -257,7 +257,7 @@ class _Engine:
         parts = getattr(core and core.scheduler.ec_connector, "parts", None)
         if parts is None:
             return {}
-        return shown(parts.node.counters.snapshot() | parts.figures.levels())
+        return _shown(parts.node.counters.snapshot() | parts.figures.levels())
 
     def shutdown(self) -> None:
         # In order and with time to finish saves; collecting the object would allow 5 seconds.
@@ -299,7 +299,7 @@ class _SlowEncoder:
             torch.cuda.synchronize()
 
 
-def shown(figures: Mapping[str, float]) -> dict[str, float]:
+def _shown(figures: dict[str, float]) -> dict[str, float]:
     """Counters and gauges of s3ec under the names that vLLM 0.31 shows them by."""
     from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN, zeros
     from s3ec.counters import observed

@@ -18,7 +18,7 @@ from tests.unit.cli.conftest import Cli
 
 COMMANDS = [
     *("doctor", "ns", "ls", "stat", "get", "serve-s3", "config show", "config docs"),
-    *("tier", "tier check", "tier evict"),
+    *("tier", "tier ls", "tier check", "tier evict"),
 ]
 
 
