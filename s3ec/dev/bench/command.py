@@ -37,8 +37,7 @@ app = App(
 _STDOUT = "-"
 _DEVELOPMENT = "For the development of s3ec"
 # Faults, servers far away, real engines: what they measure does not help to run a fleet.
-_OF_DEVELOPERS = ("fetch80", "fetch_30mb_far", "interference", "dead", "soak", "amplification",
-                  "metrics")  # fmt: skip
+_OF_DEVELOPERS = ("fetch80", "dead", "soak", "amplification", "metrics")
 
 
 class BenchCommand(Command):
@@ -149,17 +148,6 @@ def _hydrate(
     quick: Quick = False,
 ) -> None:
     _one("hydrate", json_file, plot, quick, objects=objects)
-
-
-def _node(
-    processes: Annotated[
-        int, typer.Option("--processes", metavar="N", min=2, max=32, help="How many share it.")
-    ] = 4,
-    json_file: JsonFile = None,
-    plot: PlotFile = None,
-    quick: Quick = False,
-) -> None:
-    _one("node", json_file, plot, quick, processes=processes)
 
 
 def _number_of_keys(text: str) -> int:
@@ -368,7 +356,6 @@ def _rag(
 _COMMANDS: dict[str, Callable[..., None]] = {
     "fetch": _fetch,
     "hydrate": _hydrate,
-    "node": _node,
     "index": _index,
     "policy": _policy,
     "soak": _soak,
@@ -391,7 +378,6 @@ def _examples(name: str) -> str:
     own = {
         "fetch": [("s3ec bench fetch --latency-ms 80", "from a bucket that is far away")],
         "hydrate": [("s3ec bench hydrate --objects 500", "with fewer of them")],
-        "node": [("s3ec bench node --processes 8", "with more of them")],
         "soak": [("s3ec bench soak --minutes 5 --seed 7", "shorter, with other faults")],
         "policy": [
             ("s3ec bench policy --trace trace.jsonl", "on what an engine was asked"),

@@ -45,7 +45,6 @@ class Corpus:
         keys: One per entry.
         entry_bytes: Size of each object.
         shape: Of each tensor.
-        hedge: Whether clients ask a slow server twice.
     """
 
     endpoint_url: str
@@ -54,7 +53,6 @@ class Corpus:
     keys: tuple[Key, ...]
     entry_bytes: int
     shape: Shape = SHAPE
-    hedge: bool = True
 
     @property
     def bucket(self) -> str:
@@ -83,7 +81,6 @@ class Corpus:
             "max_concurrency": IN_FLIGHT,
             "connect_timeout_s": _TIMEOUT_S,
             "read_timeout_s": _TIMEOUT_S,
-            "hedge": self.hedge,
         }
         return load_settings(extra).settings
 

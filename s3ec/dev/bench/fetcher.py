@@ -17,8 +17,6 @@ from s3ec.tier import Pin
 
 # How often the main thread looks for news, as a scheduler does at its steps.
 _LOOK_S = 0.01
-# Likewise, where the time of a single fetch is looked at.
-_LOOK_ONE_S = 0.0005
 _TIMEOUT_S = 120.0
 
 
@@ -50,43 +48,24 @@ class Fetcher:
         for key in corpus.keys:  # as a reader of the bucket's index knows them
             self.node.index.add(key, facts)
 
-    def submit(self) -> None:
-        """Want every entry; returns at once."""
-        self.node.prefetcher.submit(self.corpus.wants())
-
-    def take(self) -> bool:
-        """Collect what has come; whether that is all.
-
-        Raises:
-            RuntimeError: An entry could not be had.
-        """
-        for fetched in self.node.prefetcher.drain():
-            if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
-                raise RuntimeError(f"an entry ended as {fetched.outcome}")
-            self._pins.append(fetched.pin)
-        return len(self._pins) == len(self.corpus.keys)
-
     def fetch(self) -> None:
         """Bring every entry, verified, to the tier and pin it.
 
         Raises:
             RuntimeError: An entry could not be had, or not in time.
         """
-        self.submit()
-        self._wait_for(len(self.corpus.keys), _LOOK_S)
-
-    def fetch_one_by_one(self) -> None:
-        """The same, where each is asked for when the one before it is here."""
-        for number, want in enumerate(self.corpus.wants(), 1):
-            self.node.prefetcher.submit([want])
-            self._wait_for(number, _LOOK_ONE_S)
-
-    def _wait_for(self, count: int, look_s: float) -> None:
+        self.node.prefetcher.submit(self.corpus.wants())
         deadline = time.monotonic() + _TIMEOUT_S
-        while not self.take() and len(self._pins) < count:
+        while True:
+            for fetched in self.node.prefetcher.drain():
+                if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
+                    raise RuntimeError(f"an entry ended as {fetched.outcome}")
+                self._pins.append(fetched.pin)
+            if len(self._pins) == len(self.corpus.keys):
+                return
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{len(self._pins)} entries came within {_TIMEOUT_S:.0f} s")
-            time.sleep(look_s)
+            time.sleep(_LOOK_S)
 
     def empty(self) -> None:
         """Let go of the pins and evict every entry."""

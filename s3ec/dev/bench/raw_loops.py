@@ -238,41 +238,6 @@ class HttpThreadsLoop:
         pass
 
 
-class OneByOneLoop(ObstoreLoop):
-    """One object after the other."""
-
-    def fetch(self) -> None:
-        self._runner.run(self._one_by_one())
-
-    async def _one_by_one(self) -> None:
-        for name in self._corpus.object_names:
-            nbytes = await self._get(name)
-            if nbytes != self._corpus.entry_bytes:
-                raise RuntimeError(f"{nbytes} bytes came of {self._corpus.entry_bytes}")
-
-
-class ObstoreRangesLoop(OneByOneLoop):
-    """Likewise, each object as ranges that are all asked for at once."""
-
-    def __init__(self, corpus: Corpus, range_bytes: int) -> None:
-        super().__init__(corpus)
-        self._range_bytes = range_bytes
-
-    async def _get(self, name: str) -> int:
-        import obstore
-
-        whole = self._corpus.entry_bytes
-        parts = await asyncio.gather(
-            *(
-                obstore.get_range_async(
-                    self._store, name, start=at, end=min(at + self._range_bytes, whole)
-                )
-                for at in range(0, whole, self._range_bytes)
-            )
-        )
-        return sum(map(len, parts))
-
-
 class CrtLoop:
     """awscrt: Amazon's client in C, bodies as chunks in callbacks of its threads."""
 

@@ -57,16 +57,6 @@ ENTRIES: dict[str, Entry] = {
         90,
         attribute="LARGE",
     ),
-    "fetch_30mb_far": Entry(
-        "s3ec.dev.bench.fetch_far",
-        "One of 30 MB after the other, 30 ms away and 95 MiB/s a connection, beside raw ranges.",
-        60,
-    ),
-    "interference": Entry(
-        "s3ec.dev.bench.interference",
-        "How late a prefetch makes the scheduler's thread.",
-        60,
-    ),
     "load": Entry(
         "s3ec.dev.bench.load",
         "Into the encoder cache, verified, beside os.preadv and ECExampleConnector.",
@@ -76,11 +66,6 @@ ENTRIES: dict[str, Entry] = {
         "s3ec.dev.bench.save",
         "Inside save_caches, beside tensor.clone() and ECExampleConnector.",
         60,
-    ),
-    "node": Entry(
-        "s3ec.dev.bench.node",
-        "Processes of a node that want the same: requests to the server, speed of the tier.",
-        90,
     ),
     "index": Entry(
         "s3ec.dev.bench.index",
@@ -202,10 +187,7 @@ ENTRIES: dict[str, Entry] = {
 }
 
 # `s3ec bench data`: how bytes move.
-DATA = (
-    *("fetch", "fetch80", "fetch_8kb", "fetch_30mb", "fetch_30mb_far"),
-    *("interference", "load", "save", "node"),
-)
+DATA = ("fetch", "fetch80", "fetch_8kb", "fetch_30mb", "load", "save")
 # `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
 CORPUS = ("precompute", "ray", "hydrate", "verify", "gc", "reference", "middleware")
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")

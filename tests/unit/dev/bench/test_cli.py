@@ -122,20 +122,6 @@ def test_latency_is_part_of_the_name(
     assert ran == [name]
 
 
-def test_number_of_processes_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def run_here(which: str, *, quick: bool, say: object, processes: int) -> Result:
-        asked.append(processes)
-        return fakes.result(name=which)
-
-    monkeypatch.setattr(run, "run_here", run_here)
-    invoke("node")
-    invoke("node", "--processes", "8")
-    assert asked == [4, 8]
-    invoke("node", "--processes", "1", code=2)
-
-
 @pytest.mark.parametrize(
     ("args", "expected"),
     [

@@ -75,15 +75,7 @@ def of_vllm() -> Ran:
 @pytest.fixture(scope="module")
 def of_bytes() -> Ran:
     need_server()
-    return Ran(
-        fetch={},
-        fetch80={},
-        fetch_8kb={},
-        fetch_30mb_far={},
-        interference={},
-        hydrate={},
-        verify={},
-    )
+    return Ran(fetch={}, fetch80={}, fetch_8kb={}, hydrate={}, verify={})
 
 
 @needs_vllm
@@ -155,42 +147,6 @@ def test_small_entries_are_measured_beside_the_same_client(of_bytes: Ran) -> Non
     detail = rows["fetch_8kb.cpu_ratio_to_raw"]["detail"]
     assert 8192 < detail["object_bytes"] < 9216
     assert detail["cases"].keys() == {"s3ec obstore", "raw obstore to file"}
-
-
-def test_large_entries_far_away_are_measured_beside_ranges(of_bytes: Ran) -> None:
-    rows = of_bytes.rows("fetch_30mb_far")
-    detail = rows["fetch_30mb_far.ratio_to_ranges"]["detail"]
-    assert detail["object_bytes"] > 30e6
-    ranges = {"raw ranges of 2 MiB", "raw ranges of 4 MiB"}
-    assert detail["cases"].keys() == ranges | {"s3ec", "raw obstore, whole"}
-    fastest = detail["note"].removeprefix("over ")
-    assert fastest in ranges
-    # The other size may have won a single round, so its own ratio says nothing.
-    assert detail["cases"][fastest] == 1.0
-
-
-def test_requests_of_two_processes_are_counted_by_key() -> None:
-    need_server()
-    rows = Ran(node={"processes": 2}).rows("node")  # by itself: it counts requests of two others
-    gets = rows["node.gets_per_key"]
-    # More where the machine is so busy that a process no longer waits for the other.
-    assert 1.0 <= gets["value"] <= 2.0, gets["detail"]
-    assert gets["detail"]["keys_never_asked_for"] == 0
-    assert rows["node.tier_gb_per_s"]["value"] > 0
-
-
-def test_lateness_is_measured_idle_here_and_beside_another_process(of_bytes: Ran) -> None:
-    rows = of_bytes.rows("interference")
-    detail = rows["interference.p99_ms"]["detail"]
-    here = f"during, {detail['transport']}"
-    raw = "during a raw loop that writes files, obstore"
-    assert {"idle", here, raw, "while another process fetches, aioboto3"} <= detail["cases"].keys()
-    assert all(value > 0 for value in detail["cases"].values())
-    assert all(ticks > 0 for ticks in detail["ticks"].values())
-    ratio = rows["interference.ratio_to_files"]
-    assert ratio["value"] is not None or ratio["detail"]["why"]
-    for added in ("p99_added_ms", "p99_added_by_interpreter_ms"):
-        assert here in rows[f"interference.{added}"]["detail"]["cases"]
 
 
 def test_hydrating_is_measured_beside_loops_that_write_files(of_bytes: Ran) -> None:
