@@ -37,7 +37,7 @@ app = App(
 _STDOUT = "-"
 _DEVELOPMENT = "For the development of s3ec"
 # Faults, servers far away, real engines: what they measure does not help to run a fleet.
-_OF_DEVELOPERS = ("fetch80", "dead", "soak", "amplification", "metrics")
+_OF_DEVELOPERS = ("fetch80", "dead", "soak")
 
 
 class BenchCommand(Command):

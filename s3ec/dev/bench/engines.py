@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from s3ec.testing.server import LocalS3
 
 ROWS, WIDTH = 64, 64  # of the tiny model's embeddings
-HITS = "vllm:s3ec_hits"
 _SAVES = "vllm:s3ec_saves"
 _BUCKET = "engines"
 _PATIENCE_S = 120.0
@@ -53,18 +52,12 @@ class Engines:
 def running(
     context: Context,
     roles: Mapping[str, tuple[str, Mapping[str, Any]] | None],
-    *,
-    options: Mapping[str, Any] | None = None,
-    connectors: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Iterator[Engines]:
     """Start a server, a proxy and the engines, each with a tier of its own.
 
     Args:
         context: Of the benchmark.
         roles: Name of an engine to its role and further settings; None for one without s3ec.
-        options: Further arguments of ``vllm.LLM``.
-        connectors: Name of an engine to what names its connector in ``--ec-transfer-config``; all
-            others have s3ec's.
 
     Raises:
         CannotMeasureError: There is no server or no vLLM.
@@ -100,15 +93,14 @@ def running(
             ec = None
             if role is not None:
                 own = {**settings, **role[1], "cache_dir": str(scratch / f"tier of {name}")}
-                usual = {"ec_connector_module_path": "s3ec.connector"}
-                ec = ec_config(role[0], own, **(connectors or {}).get(name, usual))
+                ec = ec_config(role[0], own, ec_connector_module_path="s3ec.connector")
             engines[name] = EngineProcess(
                 model,
                 ec=ec,
                 log_path=scratch / f"{name}.log",
                 media=context.scratch,
                 env=server.env() | ONE_PROCESS,
-                options={**NEW_PICTURES, **(options or {})},
+                options=NEW_PICTURES,
             )
             stack.callback(engines[name].stop, 5)
         with ThreadPoolExecutor(len(engines)) as pool:
@@ -139,24 +131,6 @@ def fill(producer: EngineProcess, pictures: Sequence[Path], names: Sequence[str]
     for number, name in enumerate(names):
         producer.chat([prompt([pictures[number % len(pictures)]], [name])], max_tokens=1)
     until(lambda: counters(producer).get(_SAVES, 0) - before >= len(names), "all is stored")
-
-
-def follow(consumer: EngineProcess, picture: Path, sentinels: Sequence[str]) -> None:
-    """Wait until the consumer knows what was stored.
-
-    Args:
-        consumer: Its requests must wait for the bucket.
-        picture: Any.
-        sentinels: What was stored last. Each can be asked for once.
-    """
-    left = iter(sentinels)
-
-    def is_hit() -> bool:
-        before = counters(consumer).get(HITS, 0)
-        consumer.chat([prompt([picture], [next(left)])], max_tokens=1)
-        return counters(consumer).get(HITS, 0) > before
-
-    until(is_hit, "the consumer has read the index", pause_s=1.0)
 
 
 def until(condition: Callable[[], bool], what: str, pause_s: float = 0.1) -> None:

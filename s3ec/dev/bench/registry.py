@@ -74,20 +74,8 @@ ENTRIES: dict[str, Entry] = {
     ),
     "payoff": Entry(
         "s3ec.dev.bench.payoff",
-        "What weighing waits gains: vLLM's scheduler with a virtual clock, and real engines.",
-        1800,
-        alone=True,
-    ),
-    "fresh": Entry(
-        "s3ec.dev.bench.fresh",
-        "How soon an embedding that was just encoded is a hit elsewhere; two real engines.",
-        240,
-        alone=True,
-    ),
-    "advise": Entry(
-        "s3ec.dev.bench.advise",
-        "What `s3ec advise` foretells of a hit, beside what a hit gains in real engines.",
-        240,
+        "What weighing waits gains, in vLLM's scheduler with a virtual clock.",
+        600,
         alone=True,
     ),
     "encode": Entry(
@@ -114,12 +102,6 @@ ENTRIES: dict[str, Entry] = {
         alone=True,
         attribute="REPLAY",
     ),
-    "metrics": Entry(
-        "s3ec.dev.bench.metrics",
-        "Engine steps per second with all metrics, beside a real engine without them.",
-        180,
-        alone=True,
-    ),
     "weights": Entry(
         "s3ec.dev.bench.weights",
         "The fingerprint of a 27B model's encoder, as an engine takes it when it starts.",
@@ -136,11 +118,6 @@ ENTRIES: dict[str, Entry] = {
         "An hour of faults around real engines: wrong answers, deaths, losses, memory.",
         3900,
         alone=True,
-    ),
-    "amplification": Entry(
-        "s3ec.dev.bench.amplification",
-        "What a server that answers 503 to everything is sent, before the breaker opens and after.",
-        20,
     ),
     "precompute": Entry(
         "s3ec.dev.bench.precompute",
