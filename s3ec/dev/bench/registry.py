@@ -143,30 +143,12 @@ ENTRIES: dict[str, Entry] = {
         240,
         alone=True,
     ),
-    "reference": Entry(
-        "s3ec.dev.bench.reference",
-        "A request that names a picture, beside the same one with pixels: bytes, CPU, first token.",
-        180,
-        alone=True,
-    ),
-    "middleware": Entry(
-        "s3ec.dev.bench.middleware",
-        "A server with SkipPictures beside one without: pictures of 2048 pixels square.",
-        240,
-        alone=True,
-    ),
-    "ray": Entry(
-        "s3ec.dev.bench.ray",
-        "A job on a local Ray with two real engines, one of which is killed.",
-        180,
-        alone=True,
-    ),
 }
 
 # `s3ec bench data`: how bytes move.
 DATA = ("fetch", "fetch80", "fetch_8kb", "fetch_30mb", "load", "save")
-# `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
-CORPUS = ("precompute", "ray", "hydrate", "verify", "gc", "reference", "middleware")
+# `s3ec bench corpus`: jobs over a corpus.
+CORPUS = ("precompute", "hydrate", "verify", "gc")
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 

@@ -13,7 +13,7 @@ from s3ec.dev.bench import machine, registry
 from s3ec.dev.bench.run import ALL_TIME_S, child_env
 
 # Those that are about more than their name says.
-ALSO = {"index": ("bloom.", "compact."), "amplification": ("dead.",), "precompute": ("corpus.",)}
+ALSO = {"index": ("bloom.", "compact."), "precompute": ("corpus.",)}
 
 
 @pytest.mark.parametrize("name", registry.ENTRIES)
