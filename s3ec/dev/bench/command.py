@@ -195,120 +195,6 @@ def _soak(
     _one("soak", json_file, plot, quick, minutes=minutes, seed=seed)
 
 
-def _zipf(text: str) -> tuple[float, int]:
-    """Exponent and number of pictures, as 1.0,10000."""
-    exponent, _, items = text.partition(",")
-    try:
-        found = float(exponent), _whole(items)
-    except ValueError:
-        found = 0.0, 0
-    if not (0 < found[0] <= 10 and 2 <= found[1] <= 10_000_000):
-        raise typer.BadParameter(
-            f"{text!r} is not an exponent up to 10 and a number of pictures, such as 1.0,10000"
-        )
-    return found
-
-
-def _sizes(text: str) -> list[int]:
-    """Numbers of rows, with commas between them."""
-    try:
-        found = [_whole(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise typer.BadParameter(f"{text!r} is not one or more numbers of rows, such as 4096,16384")
-    return found
-
-
-def _whole(text: str) -> int:
-    number = float(text)
-    if not number.is_integer():
-        raise ValueError(text)
-    return int(number)
-
-
-def _policy(
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            readable=True,
-            help="Replay what `s3ec trace` has recorded.",
-        ),
-    ] = None,
-    zipf: Annotated[
-        Any,
-        typer.Option(
-            "--zipf",
-            metavar="A,N",
-            parser=_zipf,
-            help="N pictures under Zipf's law with this exponent, and one scan in the middle.",
-        ),
-    ] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            "--workload",
-            metavar="NAME",
-            parser=rag_options.one_of("workload", rag_options.workload_names),
-            help="One of `s3ec bench rag`'s workloads.",
-        ),
-    ] = None,
-    cache_rows: Annotated[
-        Any,
-        typer.Option(
-            "--cache-embeds",
-            metavar="ROWS[,ROWS...]",
-            parser=_sizes,
-            help="Rows on the device; the first is that of the figures. Left out: 5% of all.",
-        ),
-    ] = None,
-    factor: Annotated[
-        float, typer.Option("--factor", metavar="X", min=1e-4, help="Scales the workload.")
-    ] = 0.1,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="S", min=0, help="The same one asks the same.")
-    ] = 1,
-    encode_ms: Annotated[
-        float, typer.Option("--encode-ms", min=0.001, help="Of an embedding of 256 rows.")
-    ] = 120.0,
-    node_ms: Annotated[
-        float, typer.Option("--node-ms", min=0.001, help="From the node's disk to the device.")
-    ] = 3.0,
-    bucket_ms: Annotated[
-        float, typer.Option("--bucket-ms", min=0.001, help="From the bucket to the device.")
-    ] = 60.0,
-    json_file: JsonFile = None,
-    plot: PlotFile = None,
-    quick: Quick = False,
-) -> None:
-    given = {"--trace": trace, "--zipf": zipf, "--workload": workload}
-    chosen = [name for name, value in given.items() if value is not None]
-    if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)}: give one of them")
-    costs: dict[str, Any] = {
-        "encode_ms": encode_ms,
-        "node_ms": node_ms,
-        "bucket_ms": bucket_ms,
-        "seed": seed,
-    }
-    if not chosen and cache_rows is None:
-        _one("policy", json_file, plot, quick, **costs)
-        return
-    _one(
-        *("policy_replay", json_file, plot, quick),
-        trace=trace,
-        zipf=zipf,
-        workload=workload,
-        cache_rows=cache_rows or (),
-        factor=factor,
-        **costs,
-    )
-
-
 def _rag(
     workload: rag_options.Workload = "questions",
     requests: rag_options.RequestsFile = None,
@@ -357,7 +243,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "fetch": _fetch,
     "hydrate": _hydrate,
     "index": _index,
-    "policy": _policy,
     "soak": _soak,
     "rag": _rag,
 }
@@ -379,10 +264,6 @@ def _examples(name: str) -> str:
         "fetch": [("s3ec bench fetch --latency-ms 80", "from a bucket that is far away")],
         "hydrate": [("s3ec bench hydrate --objects 500", "with fewer of them")],
         "soak": [("s3ec bench soak --minutes 5 --seed 7", "shorter, with other faults")],
-        "policy": [
-            ("s3ec bench policy --trace trace.jsonl", "on what an engine was asked"),
-            ("s3ec bench policy --zipf 0.8,50000 --cache-embeds 16384", "on another assumption"),
-        ],
         "index": [("s3ec bench index --keys 1e8", "of a larger corpus; 7 GB of scratch space")],
         "rag": [
             ("s3ec bench rag --html rag.html", "and a page with plots"),

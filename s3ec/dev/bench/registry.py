@@ -90,18 +90,6 @@ ENTRIES: dict[str, Entry] = {
         900,
         alone=True,
     ),
-    "policy": Entry(
-        "s3ec.dev.bench.policy",
-        "What vLLM's encoder cache gives up: four rules, real managers, replayed requests.",
-        180,
-    ),
-    "policy_replay": Entry(
-        "s3ec.dev.bench.policy",
-        "The same for a trace or a workload: `bench policy --trace FILE`.",
-        120,
-        alone=True,
-        attribute="REPLAY",
-    ),
     "weights": Entry(
         "s3ec.dev.bench.weights",
         "The fingerprint of a 27B model's encoder, as an engine takes it when it starts.",
