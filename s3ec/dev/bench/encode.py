@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from s3ec.dev.bench import engines, measure
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
 from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
 from s3ec.doctor.advise import preset_of
 from s3ec.payoff import MODELS, Gpu

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, Context, Spec
 
 if TYPE_CHECKING:
     from s3ec.dev.bench.corpus import Corpus
@@ -121,7 +120,7 @@ def run(context: Context, plan: Plan) -> None:
     from s3ec.codec import Shape
     from s3ec.dev.bench.corpus import filled
     from s3ec.dev.bench.floor import floor_ms
-    from s3ec.dev.bench.folders import memory_folder
+    from s3ec.dev.bench.measure import memory_folder
     from s3ec.dev.rigs.relay import Relay
 
     shape = Shape(plan.rows, plan.width, "bfloat16")

@@ -21,16 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
-from s3ec.dev.bench.folders import memory_folder
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
+from s3ec.dev.bench.measure import memory_folder
 from s3ec.dev.bench.syscalls import count_syscalls
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from s3ec.dev.bench.hooks_rig import Passes
-    from s3ec.dev.bench.result import Result
 
 
 _P50, _P99 = "hooks.has_cache_item_p50_us", "hooks.has_cache_item_p99_us"
@@ -381,34 +377,4 @@ def _report_waiting(context: Context, rounds: Mapping[str, Sequence[float]]) -> 
     )
 
 
-def plot(figure: Figure, result: Result) -> None:
-    """The medians of single calls on one logarithmic axis, with the 5 us they must keep below."""
-    from s3ec.dev.bench import plot as drawing
-
-    bars: list[tuple[str, float, str]] = []
-    for row in result.rows:
-        if row.value is None or row.spec.unit != "us" or "p50" not in row.spec.name:
-            continue
-        hook = row.spec.name.removeprefix("hooks.").removesuffix("_p50_us")
-        for case, value in row.detail.get("cases", {}).items():
-            colour = drawing.OTHER if EXAMPLE in case else drawing.GOOD
-            bars.append((f"{hook}: {case}", float(value), colour))
-    if not bars:
-        drawing.draw(figure, result)
-        return
-    figure.set_size_inches(10, 1.4 + 0.26 * len(bars))
-    figure.suptitle(drawing.title(result))
-    axes = figure.subplots()
-    for place, (_, value, colour) in enumerate(bars):
-        axes.barh(place, value, color=colour, height=0.7)
-        axes.annotate(f" {value:.3g}", (value, place), va="center", fontsize=8)
-    axes.axvline(5, color=drawing.BAD, linewidth=1)
-    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize=8)
-    axes.set_xlabel(
-        "microseconds per call, median (blue: s3ec, yellow: vLLM's Example, line: 5 us)", fontsize=8
-    )
-    axes.set_xscale("log")
-    drawing.settle(axes, [])
-
-
-BENCH = Bench(rows=ROWS, run=run, plot=plot)
+BENCH = Bench(ROWS, run)

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, Context, Spec
 
 if TYPE_CHECKING:
     from s3ec.connector.messages import Load
@@ -47,8 +46,8 @@ def run(context: Context) -> None:
     Raises:
         CannotMeasureError: It is not there.
     """
-    from s3ec.dev.bench.folders import memory_folder
     from s3ec.dev.bench.hooks import need_vllm
+    from s3ec.dev.bench.measure import memory_folder
 
     need_vllm(context)
     from s3ec.dev.bench.worker_rig import worker_rig

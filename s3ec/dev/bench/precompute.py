@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
 from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS, engine_env
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ _TOKENS = 4
 _SIDE, _BLOCKS = 112, 7
 
 
-def write_patterns(out: Path, count: int, seed: int, *, side: int = _SIDE) -> list[Path]:
-    """Write pictures of coloured blocks, 1 ms each; no two are alike. ``side`` is in pixels."""
+def write_patterns(out: Path, count: int, seed: int) -> list[Path]:
+    """Write pictures of coloured blocks, 1 ms each; no two are alike."""
     from PIL import Image
 
     out.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def write_patterns(out: Path, count: int, seed: int, *, side: int = _SIDE) -> li
         source = random.Random(f"{seed} {number}")
         blocks = Image.frombytes("RGB", (_BLOCKS, _BLOCKS), source.randbytes(3 * _BLOCKS**2))
         path = out / f"pattern-{number:05d}.png"
-        blocks.resize((side, side), Image.Resampling.NEAREST).save(path)
+        blocks.resize((_SIDE, _SIDE), Image.Resampling.NEAREST).save(path)
         paths.append(path)
     return paths
 

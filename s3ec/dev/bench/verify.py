@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, Context, Spec
 
 _ROW = "verify.ratio_to_raw"
 _SPEED = "verify.gb_per_s"

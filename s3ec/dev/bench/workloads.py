@@ -59,7 +59,7 @@ class Workload:
     """Requests in the order of their arrival.
 
     Attributes:
-        name: Which it is, or the file that it was read from.
+        name: Which it is.
         requests: All of them.
         about: What it was made of, for a report: factor, seed, rate and exponent where it has one.
     """

@@ -17,9 +17,6 @@ from typing import Any, cast
 import pytest
 
 from s3ec.dev.bench import soak, soak_engine, soak_report, soak_run
-from s3ec.dev.bench.context import Context
-from s3ec.dev.bench.result import Result
-from s3ec.dev.bench.soak import LOST, ROWS
 from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, Sample, compare, growths
 from s3ec.dev.rigs.engine import EngineError, EngineProcess
 from tests.support.waiting import eventually
@@ -194,12 +191,3 @@ def test_the_first_interrupt_ends_it_early_and_with_a_report() -> None:
         assert stop.wait(10)
         assert signal.getsignal(signal.SIGTERM) == before
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_its_plot_is_drawn_also_where_nothing_was_measured(tmp_path: Path) -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    context = Context(soak.BENCH, quick=False, scratch=tmp_path, say=str)
-    context.report(LOST, 0, samples=1)
-    soak.draw(figure, Result("soak", {"cpus": 2}, context.rows("for a test")))
-    assert len(figure.axes) == 3
-    assert {spec.name for spec in ROWS} >= {LOST}
