@@ -211,6 +211,30 @@ class Context:
         """
         self._put(Row(self._specs[name], value, samples, self._marked(detail or {})))
 
+    def report_median(
+        self,
+        name: str,
+        cases: Mapping[str, Sequence[float]],
+        case: str,
+        *,
+        samples: int,
+        note: str,
+        detail: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Give a row the median of one case, beside those of all others.
+
+        Args:
+            name: The row.
+            cases: Case to its value in each round.
+            case: The one that gives the value.
+            samples: Measurements behind the value.
+            note: One line for people.
+            detail: More to tell.
+        """
+        medians = measure.medians(cases)
+        about = {"spread": measure.spread(cases[case]), "cases": medians, "note": note}
+        self.report(name, medians[case], samples=samples, detail=about | dict(detail or {}))
+
     def report_slowest(
         self,
         name: str,
@@ -218,6 +242,7 @@ class Context:
         *,
         samples: int,
         others: Mapping[str, float] | None = None,
+        note: str = "",
         detail: Mapping[str, Any] | None = None,
     ) -> None:
         """Give a row the median of its slowest case.
@@ -227,16 +252,14 @@ class Context:
             cases: Case to its value in each round.
             samples: Measurements behind the value.
             others: Shown beside the cases, never the value.
+            note: Goes in front of the name of the slowest case.
             detail: More to tell.
         """
-        shown = measure.medians(cases)
-        slowest = max(shown, key=lambda case: shown[case])
-        about = {
-            "spread": measure.spread(cases[slowest]),
-            "note": f"the slowest case: {slowest}",
-            "cases": shown | dict(others or {}),
-        }
-        self.report(name, shown[slowest], samples=samples, detail=about | dict(detail or {}))
+        medians = measure.medians(cases)
+        slowest = max(medians, key=lambda case: medians[case])
+        note = f"{note}; the slowest case: {slowest}" if note else f"the slowest case: {slowest}"
+        shown = {"cases": medians | dict(others or {}), **(detail or {})}
+        self.report_median(name, cases, slowest, samples=samples, note=note, detail=shown)
 
     def cannot(self, name: str, why: str, **detail: Any) -> None:
         """Say that one row cannot be measured here."""

@@ -119,7 +119,7 @@ def run(context: Context, plan: Plan) -> None:
     """
     from s3ec.codec import Shape
     from s3ec.dev.bench.corpus import filled
-    from s3ec.dev.bench.floor import floor_ms
+    from s3ec.dev.bench.fetcher import floor_ms
     from s3ec.dev.bench.measure import memory_folder
     from s3ec.dev.rigs.relay import Relay
 
@@ -221,15 +221,11 @@ def _report(
     }
 
     def report(row: str, values: Mapping[str, Sequence[float]], note: str) -> None:
-        if row not in plan.reaches:
-            return
-        detail = {
-            "spread": measure.spread(values[clients.auto]),
-            "cases": measure.medians(values),
-            "note": note,
-        }
-        value = statistics.median(values[clients.auto])
-        context.report(f"{plan.name}.{row}", value, samples=samples, detail=detail | about)
+        if row in plan.reaches:
+            name = f"{plan.name}.{row}"
+            context.report_median(
+                name, values, clients.auto, samples=samples, note=note, detail=about
+            )
 
     def over(values: Mapping[str, Sequence[float]], other: str) -> dict[str, list[float]]:
         cases = (*same, TO_FILE) if other != TO_FILE else tuple(same)

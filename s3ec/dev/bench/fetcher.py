@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node of s3ec that brings a whole corpus to its tier, again and again."""
+"""A node of s3ec that fetches a whole corpus again and again, and the least it has to pay."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from s3ec import codec
 from s3ec.dev.bench.context import CannotMeasureError
 from s3ec.dev.bench.corpus import Corpus
 from s3ec.index.rows import EntryInfo
@@ -18,6 +22,7 @@ from s3ec.tier import Pin
 # How often the main thread looks for news, as a scheduler does at its steps.
 _LOOK_S = 0.01
 _TIMEOUT_S = 120.0
+_REPEATS = 25
 
 
 def transports(corpus: Corpus, cache_dir: Path) -> tuple[list[str], str]:
@@ -81,3 +86,38 @@ class Fetcher:
     def close(self) -> None:
         """End the node."""
         self.node.close(10)
+
+
+def floor_ms(folder: Path, nbytes: int) -> dict[str, float]:
+    """Processor milliseconds, median, of what bringing ``nbytes`` into a folder is made of.
+
+    A fresh file is the kernel finding and clearing pages, then copying; one that is there
+    already is the copy alone.
+    """
+    data = os.urandom(nbytes)
+    path = folder / "floor"
+
+    def write() -> None:
+        with open(path, "wb" if not path.exists() else "r+b", buffering=0) as file:
+            file.write(data)
+
+    def fresh() -> float:
+        path.unlink(missing_ok=True)
+        return _cpu_ms(write)
+
+    try:
+        return {
+            "write a fresh file": statistics.median(fresh() for _ in range(_REPEATS)),
+            "write over a file": statistics.median(_cpu_ms(write) for _ in range(_REPEATS)),
+            "xxh3-128": statistics.median(
+                _cpu_ms(lambda: codec.checksum(data)) for _ in range(_REPEATS)
+            ),
+        }
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _cpu_ms(work: Callable[[], object]) -> float:
+    before = time.thread_time_ns()
+    work()
+    return (time.thread_time_ns() - before) / 1e6

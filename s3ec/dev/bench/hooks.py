@@ -129,30 +129,8 @@ class Reporter:
             for label, name in (others or {}).items()
         }
         count = sum(map(self._samples.count, cases.values()))
-        self._worst(row, rounds, count, beside, note, {})
-
-    def _worst(
-        self,
-        row: str,
-        rounds: Mapping[str, Sequence[float]],
-        count: int,
-        beside: Mapping[str, float],
-        note: str,
-        detail: Mapping[str, Any],
-    ) -> None:
-        medians = {label: statistics.median(values) for label, values in rounds.items()}
-        worst = max(medians, key=lambda label: medians[label])
-        self._context.report(
-            row,
-            medians[worst],
-            samples=count,
-            detail={
-                "spread": measure.spread(rounds[worst]),
-                "note": f"{note}{'; ' if note else ''}the slowest case: {worst}",
-                "cases": medians | dict(beside),
-                **detail,
-                **self._about,
-            },
+        self._context.report_slowest(
+            row, rounds, samples=count, others=beside, note=note, detail=self._about
         )
 
     def _has_cache_item(self) -> None:
@@ -200,7 +178,8 @@ class Reporter:
             for label, (above, below) in cases.items()
         }
         count = sum(self._samples.count(above) for above, _ in cases.values())
-        self._worst(row, rounds, count, {}, note, {"denominator": denominator})
+        detail = {"denominator": denominator, **self._about}
+        self._context.report_slowest(row, rounds, samples=count, note=note, detail=detail)
 
     def _ratios(self) -> None:
         decision = (
@@ -360,17 +339,15 @@ def _report_syscalls(context: Context, passes: Passes) -> None:
 
 def _report_waiting(context: Context, rounds: Mapping[str, Sequence[float]]) -> None:
     """The slower of the two; a median pass, with the mean beside it."""
-    medians = {name: statistics.median(ratios) for name, ratios in rounds.items()}
     # The reach is for passes in which nothing has changed.
-    worst = max(("always", "auto"), key=lambda name: medians[name])
-    context.report(
+    judged = {name: rounds[name] for name in ("always", "auto")}
+    context.report_slowest(
         SCHEDULE,
-        medians[worst],
+        judged,
         samples=sum(map(len, rounds.values())),
+        others=measure.medians({name: rounds[name] for name in rounds if name not in judged}),
+        note="by the setting `wait`",
         detail={
-            "spread": measure.spread(rounds[worst]),
-            "note": f"the slower case: `wait` = {worst}",
-            "cases": medians,
             "means": {name: statistics.fmean(ratios) for name, ratios in rounds.items()},
             "denominator": "schedule() with a connector that defers all and does nothing else",
         },

@@ -92,7 +92,7 @@ def _cases(
     from s3ec.corpus import Corpus as Opened
     from s3ec.dev.bench import raw_loops
 
-    loops, missing = raw_loops.open_file_loops(corpus, folder)
+    loops, missing = raw_loops.open_loops(corpus, folder)
     for loop in loops.values():
         stack.callback(loop.close)
     opened = stack.enter_context(Opened(corpus.settings(folder, "auto")))
@@ -159,14 +159,13 @@ def _report(
             else max(raw, key=raw.__getitem__)
         )
         ratios = {case: measure.ratios(found, values[best]) for case, found in values.items()}
-        context.report(
+        context.report_median(
             f"hydrate.{row}",
-            statistics.median(ratios[_OURS]),
+            ratios,
+            _OURS,
             samples=len(corpus.keys) * len(ratios[_OURS]),
+            note=f"over the best, {best}",
             detail={
-                "note": f"over the best, {best}",
-                "spread": measure.spread(ratios[_OURS]),
-                "cases": measure.medians(ratios),
                 "objects": len(corpus.keys),
                 "object_bytes": corpus.entry_bytes,
                 "in_flight": 16,

@@ -72,13 +72,13 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def timed(function: Callable[[], object]) -> Callable[[], int]:
-    """A round that calls ``function`` once and returns nanoseconds."""
+def timed(function: Callable[[], object]) -> Callable[[], float]:
+    """A round that calls ``function`` once and returns seconds."""
 
-    def round_() -> int:
-        started = time.perf_counter_ns()
+    def round_() -> float:
+        started = time.perf_counter()
         function()
-        return time.perf_counter_ns() - started
+        return time.perf_counter() - started
 
     return round_
 
