@@ -132,7 +132,7 @@ def _encode(context: Context, name: str, page: Path, count: int) -> tuple[list[f
         for number in range(_FIRST + count):
             if number == _FIRST:  # the first ones compile and tune
                 engine.encoder()
-            engine.chat([engines.prompt([page], [secrets.token_hex(32)])], max_tokens=1)
+            engine.chat([engines.prompt(page, secrets.token_hex(32))], max_tokens=1)
         found = engine.encoder()
     ((_kind, row_s),) = found["learned"].items()
     times = found["times"]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from s3ec.dev.bench import engines
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
 from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS, STEADY
 
@@ -101,28 +102,21 @@ class _Scene:
 
 @contextlib.contextmanager
 def _scene(context: Context, minutes: float, seed: int, stop: threading.Event) -> Iterator[_Scene]:
-    from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, write_patterns
+    from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet
     from s3ec.dev.bench.soak_run import Cast, Site
     from s3ec.dev.rigs.models import write_gemma3
     from s3ec.dev.rigs.nursery import EngineForkServer
     from s3ec.dev.rigs.proxy import FaultProxy
-    from s3ec.errors import ConfigError
-    from s3ec.testing.server import LocalS3
 
     scratch = context.scratch
     with contextlib.ExitStack() as stack:
         context.say("starting the server and writing pictures")
-        try:
-            server = LocalS3()
-            model = write_gemma3(scratch / "model")
-        except (ConfigError, ImportError) as exc:
-            raise CannotMeasureError(str(exc)) from exc
-        stack.enter_context(server)
-        server.create_bucket(_BUCKET)
+        server = stack.enter_context(engines.local_server(_BUCKET))
+        model = write_gemma3(scratch / "model")
         proxy = stack.enter_context(FaultProxy(server.endpoint_url))
         disk = stack.enter_context(_small_disk(scratch / "disk"))
         count = _PICTURES + round(_PICTURES_PER_MINUTE * minutes)
-        paths = write_patterns(scratch / "pictures", count, seed)
+        paths = engines.write_patterns(scratch / "pictures", count, seed)
         site = Site(server, proxy, _BUCKET, (disk or scratch) / "tier", disk)
         context.say("starting three engines")
         nursery = stack.enter_context(EngineForkServer(scratch / "nursery.log", STEADY))
@@ -131,15 +125,15 @@ def _scene(context: Context, minutes: float, seed: int, stop: threading.Event) -
         if stop.is_set():
             raise CannotMeasureError("it was ended before it began")
         album = PictureSet(list(reference))
-        engines = [
+        live = [
             LiveEngine(name, engine, album=album, reference=reference, seed=seed)
             for name, engine in (("saver", trio.saver), ("reader", trio.reader))
         ]
-        site.kill_engine = engines[0].killed
+        site.kill_engine = live[0].killed
         try:
-            yield _Scene(Cast(site, engines, album), lambda: trio.saver.log)
+            yield _Scene(Cast(site, live, album), lambda: trio.saver.log)
         finally:
-            for engine in engines:
+            for engine in live:
                 engine.stop()
 
 

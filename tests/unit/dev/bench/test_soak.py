@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from s3ec.dev.bench import soak, soak_engine, soak_report, soak_run
+from s3ec.dev.bench import engines, soak, soak_engine, soak_report, soak_run
 from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, Sample, compare, growths
 from s3ec.dev.rigs.engine import EngineError, EngineProcess
 from tests.support.waiting import eventually
@@ -160,7 +160,7 @@ def test_pictures_that_come_later_are_asked_about_later() -> None:
 
 
 def test_no_two_patterns_are_alike(tmp_path: Path) -> None:
-    paths = soak_engine.write_patterns(tmp_path, 5, seed=1)
+    paths = engines.write_patterns(tmp_path, 5, seed=1)
     assert len({path.read_bytes() for path in paths}) == 5
 
 
