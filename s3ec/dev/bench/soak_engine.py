@@ -258,9 +258,14 @@ class LiveEngine:
         except EngineError:
             return None
 
+    @property
+    def log(self) -> str:
+        """All that the engine has logged, in all of its lives."""
+        return self._engine.log
+
     def errors(self) -> list[str]:
         """The first errors of s3ec in the engine's log, each with its traceback."""
-        return [found[0][:3000] for found in islice(_ERROR.finditer(self._engine.log), 5)]
+        return [found[0][:3000] for found in islice(_ERROR.finditer(self.log), 5)]
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:

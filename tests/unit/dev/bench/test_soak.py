@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from s3ec.dev.bench import engines, soak, soak_engine, soak_report, soak_run
+from s3ec.dev.bench import engines, soak, soak_engine, soak_run
 from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, Sample, compare, growths
 from s3ec.dev.rigs.engine import EngineError, EngineProcess
 from tests.support.waiting import eventually
@@ -177,7 +177,7 @@ def test_growth_is_that_of_each_long_life_after_its_warm_up() -> None:
 def test_the_last_confirmation_of_each_entry_is_read_from_the_log() -> None:
     digest = "ab" * 16
     line = "DEBUG 11-22 05:00:0{} [s3ec.connector.uploads] stored digest={} nbytes=1 seconds=0.1\n"
-    found = soak_report.confirmations(
+    found = soak.confirmations(
         "".join(line.format(second, digest) for second in (1, 7)) + "INFO something else\n"
     )
     assert list(found) == [digest]
