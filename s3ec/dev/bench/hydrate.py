@@ -82,7 +82,7 @@ def run(context: Context, *, objects: int | None = None) -> None:
         cases, missing = _cases(corpus, context.scratch / "copies", stack)
         context.say(f"{context.rounds(_ROUNDS)} rounds of {count} objects")
         kept = measure.interleave(cases, rounds=context.rounds(_ROUNDS))
-    _report(context, corpus, kept, missing)
+    report(context, corpus, kept, missing)
 
 
 def _cases(
@@ -142,9 +142,10 @@ def _sync(folder: Path) -> None:
         os.close(fd)
 
 
-def _report(
+def report(
     context: Context, corpus: Corpus, kept: dict[str, list[Sample]], missing: dict[str, str]
 ) -> None:
+    """Report all rows from the rounds of all clients."""
     figures: dict[str, Callable[[Sample], float]] = {
         "ratio_to_raw": lambda one: 1 / one.synced_s,
         "ratio_in_memory": lambda one: 1 / one.seconds,

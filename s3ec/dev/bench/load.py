@@ -66,7 +66,7 @@ def run(context: Context) -> None:
         kept = measure.interleave(cases, rounds=context.rounds(ROUNDS), warmup=2)
         for rig in rigs:
             rig.check()
-    _report(context, list(folders), kept)
+    report(context, list(folders), kept)
 
 
 def _cases(rig: WorkerRig, place: str) -> dict[str, Callable[[], list[float]]]:
@@ -164,9 +164,10 @@ def _check(rig: WorkerRig, step: _Step, files: Sequence[Load]) -> None:
         raise RuntimeError("a loaded tensor is not what was stored")
 
 
-def _report(
+def report(
     context: Context, places: Sequence[str], kept: Mapping[str, Sequence[Sequence[float]]]
 ) -> None:
+    """Report all rows from the microseconds of an item, by case and round, in each step."""
     medians = {case: [statistics.median(times) for times in kept[case]] for case in kept}
     steps = [(size, place) for size in _STEPS for place in places]
 

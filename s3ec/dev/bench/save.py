@@ -61,7 +61,7 @@ def run(context: Context) -> None:
         context.say(f"{context.rounds(ROUNDS)} rounds")
         kept = measure.interleave(_cases(rig), rounds=context.rounds(ROUNDS), warmup=2)
         rig.check()
-    _report(context, kept, {"tmpfs": on_tmpfs})
+    report(context, kept, {"tmpfs": on_tmpfs})
 
 
 def _cases(rig: WorkerRig) -> dict[str, Callable[[], list[float]]]:
@@ -122,9 +122,10 @@ def _save(rig: WorkerRig, step: Sequence[str]) -> float:
     return (ended - started) / 1000 / len(step)
 
 
-def _report(
+def report(
     context: Context, kept: Mapping[str, Sequence[Sequence[float]]], about: Mapping[str, Any]
 ) -> None:
+    """Report all rows from the microseconds of an item, by case and round, in each step."""
     medians = {case: [statistics.median(times) for times in kept[case]] for case in kept}
     ours = {_ours(size): medians[_ours(size)] for size in _STEPS}
 
