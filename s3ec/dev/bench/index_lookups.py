@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from s3ec.dev.bench import measure
 from s3ec.dev.bench.children import Child, anonymous_bytes
 from s3ec.dev.bench.context import CannotMeasureError, Context
-from s3ec.dev.bench.folders import memory_folder
 from s3ec.dev.bench.index_made import Keys, Made, Mode, check_answers, keys_of, load, reader
+from s3ec.dev.bench.measure import memory_folder
 
 if TYPE_CHECKING:
     from s3ec.identity import Key

@@ -27,22 +27,6 @@ AT_ONCE = 8
 # between log probabilities. Another picture's embedding changes the tokens, or moves them further.
 _TOLERANCE = 0.003
 _TOKENS = 4
-_SIDE, _BLOCKS = 112, 7
-
-
-def write_patterns(out: Path, count: int, seed: int, *, side: int = _SIDE) -> list[Path]:
-    """Write pictures of coloured blocks, 1 ms each; no two are alike. ``side`` is in pixels."""
-    from PIL import Image
-
-    out.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for number in range(count):
-        source = random.Random(f"{seed} {number}")
-        blocks = Image.frombytes("RGB", (_BLOCKS, _BLOCKS), source.randbytes(3 * _BLOCKS**2))
-        path = out / f"pattern-{number:05d}.png"
-        blocks.resize((side, side), Image.Resampling.NEAREST).save(path)
-        paths.append(path)
-    return paths
 
 
 def prompt(path: Path) -> list[dict[str, Any]]:
@@ -150,7 +134,6 @@ def _place(source: random.Random, there: int, window: int) -> int:
 
 HITS, MISSES = "vllm:s3ec_hits", "vllm:s3ec_misses"
 FROM_BUCKET = "vllm:s3ec_fetches{source=bucket}"
-INTERNAL_ERRORS = "vllm:s3ec_internal_errors"
 _KEPT = 20
 # No answer for so long: the engine hangs.
 HANGS_S = 180.0
@@ -275,9 +258,14 @@ class LiveEngine:
         except EngineError:
             return None
 
+    @property
+    def log(self) -> str:
+        """All that the engine has logged, in all of its lives."""
+        return self._engine.log
+
     def errors(self) -> list[str]:
         """The first errors of s3ec in the engine's log, each with its traceback."""
-        return [found[0][:3000] for found in islice(_ERROR.finditer(self._engine.log), 5)]
+        return [found[0][:3000] for found in islice(_ERROR.finditer(self.log), 5)]
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from s3ec.cli.output import EXIT_USAGE, print_error, print_note
-from s3ec.dev.bench.plot import need_matplotlib
 from s3ec.dev.observability import grafana, picture
 from s3ec.dev.observability.run import Pace, play, running
+from s3ec.dev.plots import need_matplotlib
 from s3ec.errors import ConfigError
 
 _PACE = Pace(

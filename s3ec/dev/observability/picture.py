@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from s3ec.cli.output import human_bytes
-from s3ec.dev.bench.plot import need_matplotlib
 from s3ec.dev.observability.panels import OVER, ROWS, Panel
 from s3ec.dev.observability.run import DOWN
+from s3ec.dev.plots import need_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -71,7 +71,7 @@ def test_fix_is_the_end_of_the_message_with_the_choices_below_it() -> None:
         ("get x -o /nowhere/there --url file:///nowhere/here", "access", None, 1),
         ("serve-s3 --bucket B", "usage", None, 2),
         ("doctor --config {}", "usage", "bucket", 2),
-        ("bench hooks --plot nowhere.txt", "usage", None, 2),
+        ("bench index --keys many", "usage", "keys", 2),
     ],
 )
 def test_every_failure_is_one_object_under_json(
