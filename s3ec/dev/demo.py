@@ -137,7 +137,7 @@ class Picture:
     @property
     def identical(self) -> bool:
         """Whether both engines gave the same tokens with the same log probabilities."""
-        return self.ours["token_ids"] == self.theirs["token_ids"] and self.logprob_gap == 0
+        return all(self.ours[part] == self.theirs[part] for part in ("token_ids", "logprobs"))
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class _Stage:
             nursery=self.nursery,
         )
         try:
-            with _step(f"starting and warming up the {name} (often a minute)"):
+            with _step(f"starting and warming up the {name} (can take a minute)"):
                 engine.start()
                 engine.slow_encoder(self.encoder.pause_s)
                 # The first forward of each kind costs seconds on a CPU, which belong to no picture.
@@ -380,7 +380,7 @@ def show(report: Report, console: Console) -> None:
         table.add_row(name, *map(_seconds, row), _yes(one.identical))
     console.print(table)
     gap = max(one.logprob_gap for one in report.pictures)
-    probabilities = "equal" if gap == 0 else f"apart by up to {gap:g}"
+    probabilities = "equal" if same else f"apart by up to {gap:g}"
     facts = {
         "preset": f"{report.preset}: {_ENCODERS[report.preset].meaning}",
         "bucket": f"{report.objects} embeddings, one of them of a warm-up; {report.nbytes:,} bytes",
