@@ -438,6 +438,33 @@ def test_question_writes_nothing(catalog: Catalog, tmp_path: Path, statement: st
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "COPY catalog TO '.tmp/x.csv'",
+        "EXPLAIN ANALYZE COPY catalog TO '.tmp/x.csv'",
+        "PREPARE p AS COPY (SELECT 1) TO '.tmp/x.csv'; EXECUTE p",
+        "SELECT 1; COPY (SELECT 1) TO '.tmp/x.csv'; SELECT 2",
+        "EXPORT DATABASE '.tmp/x'",
+        "ATTACH '.tmp/x'",
+        "SELECT * FROM read_text('.tmp/there')",
+        "SELECT * FROM read_blob(['.tmp/there'])",
+        "SELECT * FROM glob('.tmp/*')",
+        "SET temp_directory='.tmp'",
+    ],
+)
+def test_question_sees_no_folder_for_temporary_files(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    """DuckDB lets a question use it, `.tmp` of the working folder, whatever else is off."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".tmp").mkdir()
+    (tmp_path / ".tmp/there").write_text("not for questions")
+    with pytest.raises(ConfigError):
+        catalog.sql(statement)
+    assert [path.name for path in (tmp_path / ".tmp").iterdir()] == ["there"]
+
+
 @pytest.mark.parametrize("where", ["", "rows >", "no_column = 1", "true) UNION SELECT 1 --"])
 def test_condition_that_is_none_is_refused(catalog: Catalog, where: str) -> None:
     with pytest.raises(ConfigError, match="`where`"):
