@@ -14,6 +14,7 @@ import typer
 
 from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, duration_s, size_bytes
 from s3ec.cli.output import (
+    echo,
     human_age,
     human_bytes,
     many,
@@ -302,7 +303,7 @@ def _print(name: str, found: Found, now_s: float, *, as_json: bool, as_lines: bo
     else:
         for entry, _ in found.entries:
             age = human_age(entry.age_s(now_s))
-            typer.echo(f"{human_bytes(entry.nbytes):>10}  {age:>8}  {entry.label}")
+            echo(f"{human_bytes(entry.nbytes):>10}  {age:>8}  {entry.label}")
     if found.unreadable:
         left_out = many(found.unreadable, "entry", "entries")
         print_note(f"{left_out} left out: no header can be read there")

@@ -24,6 +24,7 @@ from s3ec.cli.output import (
     epilog,
     facts,
     human_bytes,
+    json_text,
     many,
     print_json,
     print_note,
@@ -287,7 +288,7 @@ def _stdout_kept() -> Iterator[None]:
 def _write(path: Path, report: PrecomputeReport) -> None:
     from s3ec.cli.browse import save
 
-    text = json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n"
+    text = json_text(report.to_json(), 2) + "\n"
     save(path.absolute(), [text.encode("utf-8", "backslashreplace")], force=True)
 
 

@@ -22,6 +22,7 @@ from s3ec.cli.output import (
     EXIT_PARTIAL,
     EXIT_WRONG,
     counting,
+    echo,
     epilog,
     human_bytes,
     many,
@@ -363,7 +364,7 @@ def _tell(done: Transferred, places: str, *, as_json: bool) -> None:
         )
     else:
         entries = many(done.copied, "entry", "entries")
-        typer.echo(f"copied {entries}, {human_bytes(done.nbytes)}, {places}")
+        echo(f"copied {entries}, {human_bytes(done.nbytes)}, {places}")
         counts = {
             "were there": done.present,
             "copied by the server": done.by_server,
@@ -371,7 +372,7 @@ def _tell(done: Transferred, places: str, *, as_json: bool) -> None:
             "rows of the catalogue": done.catalogued,
             "failed": len(done.failures),
         }
-        typer.echo(", ".join(f"{number:,} {what}" for what, number in counts.items() if number))
+        echo(", ".join(f"{number:,} {what}" for what, number in counts.items() if number))
         for what, why in list(done.failures.items())[:_SHOWN_FAILURES]:
             print_note(f"failed: {safe(what)}: {safe(why)}")
         if len(done.failures) > _SHOWN_FAILURES:
