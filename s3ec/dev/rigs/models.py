@@ -113,13 +113,13 @@ def write_gemma3(out: Path, preset: str = "tiny", seed: int = 0) -> Path:
     return build_once(out, recipe, lambda: _build_gemma3(out, shape, seed))
 
 
-def write_qwen2_vl(out: Path, seed: int = 0) -> Path:
+def write_qwen2_vl(out: Path) -> Path:
     """Write a tiny Qwen2-VL-shaped model; return its folder.
 
     The model for requests with a grid and a uuid but no pixels. A picture of 224 pixels
     square gives 64 rows of 64 values. A folder that already holds it is left as it is.
     """
-    return write_qwen_vl(out, "qwen2-vl", seed=seed)
+    return write_qwen_vl(out, "qwen2-vl")
 
 
 def write_qwen_vl(
