@@ -200,7 +200,6 @@ class ElectedCompactor:
         backlog: Callable[[], Backlog],
         files: IndexFiles,
         counters: Counters,
-        options: BuildOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before ``run_forever``.
@@ -208,7 +207,6 @@ class ElectedCompactor:
         Args:
             backlog: As far as this process knows; no I/O.
             files: This node's, for their claims: one of its processes compacts at a time.
-            options: How to compact; None for the defaults.
             clock: Monotonic seconds.
         """
         self._store = store
@@ -216,7 +214,6 @@ class ElectedCompactor:
         self._backlog = backlog
         self._files = files
         self._counters = counters
-        self._options = options or BuildOptions()
         self._clock = clock
         self._left: Set[str] = frozenset()  # deltas that the last compaction could not merge...
         self._left_until_s = 0.0  # ...and how long they do not count
@@ -262,7 +259,7 @@ class ElectedCompactor:
             if not (await self._real_backlog()).is_large:
                 return False
             await require_conditional_put(self._store)
-            made = await compact(self._store, self._layout, self._options)
+            made = await compact(self._store, self._layout)
         finally:
             await asyncio.to_thread(self._files.claims.release, claim)
         if made is not None:
