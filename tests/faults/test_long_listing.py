@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listings of many pages with junk in them, some of which break off: gone on with, and counted.
+"""Listings of many pages with junk in them, some of which break off: gone on with, and right.
 
 The pages are made up (see pages.py): no server here holds a million objects. The transports and
 all that is above them are the real ones.
@@ -53,7 +53,7 @@ def key_of(name: str) -> Key:
 
 
 @pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
-def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_counted(
+def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_left_out(
     tmp_path: Path, transport: str
 ) -> None:
     loop = LoopThread("listing")
@@ -61,14 +61,14 @@ def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_counted(
         store = store_of(pages, tmp_path, transport)
         try:
             found: set[bytes] = set()
-            junk = loop.run(list_digests(store, LAYOUT, found), _TIMEOUT_S)
+            loop.run(list_digests(store, LAYOUT, found), _TIMEOUT_S)
         finally:
             loop.run(store.close(), _TIMEOUT_S)
             loop.stop(_TIMEOUT_S)
         assert pages.broken >= 3
         given = len(pages.asked) - pages.broken
         assert given == -(-(pages.entries + pages.junk) // 1000)  # no page twice
-        assert junk == pages.junk
+        assert pages.junk > 0
         assert found == {digest_of_name(pages.name(number)) for number in range(pages.entries)}
 
 
