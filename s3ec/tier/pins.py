@@ -39,7 +39,7 @@ from s3ec.tier.files import (
 )
 
 LOCK_NAME = ".lock"
-_FOLDER = re.compile(r"([1-9][0-9]{0,9})-([0-9]{1,20})(?:-[0-9a-f]{8})?")
+_FOLDER = re.compile(r"([1-9][0-9]{0,9})-([0-9]{1,20})-[0-9a-f]{8}")
 _PIN = re.compile(r"[0-9]{1,19}-[0-9a-f]{32}" + re.escape(OBJECT_SUFFIX))
 # Each attempt to pin fails only if another process replaces the entry within microseconds.
 _ATTEMPTS = 20
