@@ -35,7 +35,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 # Options that many commands have; docs/commands.md explains them once, at its beginning.
 _SETTINGS = {
     "--config", "--url", "--bucket", "--prefix", "--endpoint-url", "--region", "--profile",
-    "--role-arn", "--ca-bundle", "--allow-http", "--cache-dir", "--cache-bytes",
+    "--ca-bundle", "--allow-http", "--cache-dir", "--cache-bytes",
 }  # fmt: skip
 _SHARED = {"--json", "--namespace", "--model", "--yes", "--dry-run"}
 _LEFT_OUT = {"--help", "--install-completion", "--show-completion"}

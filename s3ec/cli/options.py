@@ -54,7 +54,6 @@ _SETTINGS_OPTIONS = {
     "endpoint_url": _option("--endpoint-url", "URL", "URL of an S3-compatible server."),
     "region": _option("--region", "NAME", "Region to sign for."),
     "profile": _option("--profile", "NAME", "Profile of the SDK's shared configuration."),
-    "role_arn": _option("--role-arn", "ARN", "Role to assume with the found credentials."),
     "ca_bundle": _option("--ca-bundle", "FILE", "PEM file of the authorities to trust."),
     "allow_http": Annotated[
         bool | None,
@@ -68,7 +67,7 @@ _SETTINGS_OPTIONS = {
 
 
 _PLACE = ("url", "bucket", "prefix")
-_S3_OPTIONS = ("endpoint_url", "region", "profile", "role_arn", "ca_bundle", "allow_http")
+_S3_OPTIONS = ("endpoint_url", "region", "profile", "ca_bundle", "allow_http")
 
 
 def _stored_namespaces(ctx: typer.Context) -> list[str]:
