@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from s3ec.cli.app import app
-from s3ec.dev.bench import command, rag_rig, workloads
+from s3ec.dev.bench import command, rag_rig
 from s3ec.dev.bench.command import Entry
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result
 from s3ec.errors import ConfigError
@@ -425,12 +425,11 @@ def test_keys_that_are_no_number_of_keys_are_refused(keys: str) -> None:
 
 
 def test_options_of_rag_reach_it(asked: list[tuple[str, dict[str, Any]]]) -> None:
-    args = "--workload zipf --factor 0.5 --latency-ms 5,20,5 --loop open --rate 2 --configs 3,1"
+    args = "--factor 0.5 --latency-ms 5,20,5 --loop open --rate 2 --configs 3,1"
 
     invoke("rag", *args.split(), "--object-mb", "30", "--seed", "7")
 
     options = asked[0][1]["options"]
-    assert options.workload == "zipf"
     assert options.factor == 0.5
     assert options.latency_ms == (5, 20)
     assert (options.loop, options.rate_per_s, options.seed) == ("open", 2.0, 7)
@@ -455,9 +454,7 @@ def test_rag_shows_its_legs() -> None:
 
 
 @pytest.mark.usefixtures("asked")
-def test_rag_takes_every_workload_size_and_configuration() -> None:
-    for name in workloads.NAMES:
-        invoke("rag", "--workload", name)
+def test_rag_takes_every_size_and_configuration() -> None:
     for size in rag_rig.ENCODERS:
         invoke("rag", "--object-mb", size)
     invoke("rag", "--configs", ",".join(map(str, rag_rig.CONFIGS)))
@@ -467,7 +464,6 @@ def test_rag_takes_every_workload_size_and_configuration() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--workload", "letters"], "choose of questions, decks, zipf, scan, pool"),
         (["--latency-ms", "20,far"], "whole numbers from 0 to 1000"),
         (["--latency-ms", "2000"], "whole numbers from 0 to 1000"),
         (["--configs", "1,7"], "configurations are 1 to 6"),
