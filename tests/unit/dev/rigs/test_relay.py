@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -63,33 +62,3 @@ def test_bytes_arrive_whole_in_both_directions_and_not_early() -> None:
         # Not a speed: less would mean that nothing was delayed.
         assert time.monotonic() - started >= LATENCY_S
         assert say(relay.url, BIG) == BIG
-
-
-def test_connections_are_delayed_beside_one_another_and_not_in_a_row() -> None:
-    with echo_server() as server, Relay(server, LATENCY_S) as relay:
-        answers: list[bytes] = []
-        threads = [
-            threading.Thread(target=lambda n=n: answers.append(say(relay.url, b"%d" % n)))  # type: ignore[misc]
-            for n in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert sorted(answers) == [b"%d" % n for n in range(8)]
-
-
-def test_server_that_is_gone_ends_the_connection_and_not_the_relay() -> None:
-    with echo_server() as server, Relay("http://127.0.0.1:1", LATENCY_S) as nowhere:
-        for _ in range(2):
-            with contextlib.suppress(OSError):  # or an orderly end, as it comes
-                assert say(nowhere.url, b"a") == b""
-        with Relay(server, LATENCY_S) as relay:
-            assert say(relay.url, b"a") == b"a"
-
-
-def test_relay_ends_with_its_block() -> None:
-    with echo_server() as server, Relay(server, LATENCY_S) as relay:
-        parts = urlsplit(relay.url)
-    with socket.socket() as probe:
-        assert probe.connect_ex((str(parts.hostname), int(parts.port or 0))) != 0
