@@ -3,30 +3,11 @@
 
 from __future__ import annotations
 
-import shutil
-from collections import Counter, namedtuple
 from typing import get_args
 
 import pytest
 
-from s3ec.dev.bench import command
-from s3ec.dev.bench.index_lookups import time_lookups
-from s3ec.dev.bench.index_made import Keys, Made, Mode, keys_of, make, reader
-from s3ec.identity import Key
-
-_MIB = 2**20
-
-
-def test_too_little_scratch_space_is_said_before_any_of_it_is_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10**9, 10**9, 0))
-    result = command.run_here("index", quick=True, say=lambda _line: None, keys=10**8)
-    assert [row.spec.name for row in result.rows] == [
-        spec.name for spec in command.load("index").rows
-    ]
-    assert all(row.value is None and "1e+08 keys need" in row.detail["why"] for row in result.rows)
+from s3ec.dev.bench.index_made import Keys, Made, Mode, make, reader
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +23,3 @@ def test_reader_opens_the_files_that_are_here_and_downloads_none(made: Made, mod
         assert not all(map(node.index.maybe_contains, keys.misses(500)))
         assert node.counters.get("index.downloads") == 0
         assert all(map(node.index.holds, keys.hits(10))) == (mode == "exact")
-
-
-def test_keys_of_two_rounds_are_not_the_same(made: Made) -> None:
-    keys = Keys(made.base())
-    for fresh in (keys.hits, keys.misses):
-        first, second = ({key.digest for key in fresh(100)} for _ in range(2))
-        assert len(first & second) < 10
-
-
-def test_every_key_is_looked_up_once() -> None:
-    asked: Counter[bytes] = Counter()
-
-    def contains(key: Key) -> None:
-        asked[key.digest] += 1
-
-    keys = keys_of([number.to_bytes(16, "big") for number in range(500)])
-    times = time_lookups(contains, keys)
-    assert asked == Counter(key.digest for key in keys)
-    assert len(times.each) == 250
-    assert times.in_a_row > 0
