@@ -16,19 +16,6 @@ from s3ec.cli import bench
 from s3ec.cli.output import safe
 from tests.unit.cli.conftest import Cli
 
-COMMANDS = [
-    *("doctor", "ns", "ls", "stat", "get", "serve-s3", "config show", "config docs"),
-    *("tier", "tier ls", "tier check", "tier evict"),
-]
-
-
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_has_examples_and_exit_codes(cli: Cli, command: str) -> None:
-    text = cli(*command.split(), "--help").stdout
-    assert "Examples" in text
-    assert f"s3ec {command}".strip() in text
-    assert "Exit status" in text
-
 
 def test_starting_imports_no_sdk_no_torch_no_settings() -> None:
     code = (

@@ -27,15 +27,6 @@ def hidden(outcome: Outcome, *secrets: str) -> bool:
     return not any(secret in outcome.found + outcome.mend for secret in secrets)
 
 
-def test_credentials_of_the_environment_are_named_not_shown(
-    make_patient: MakePatient, moto_server: MotoServer
-) -> None:
-    outcome = bucket.credentials(make_patient())
-    assert outcome.verdict == Verdict.OK
-    assert outcome.found.startswith("env ")
-    assert hidden(outcome, moto_server.access_key, moto_server.secret_key)
-
-
 def test_credentials_of_a_profile_are_found_in_the_shared_file(
     make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
