@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, with_namespace
+from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, option, with_namespace
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
@@ -195,15 +195,12 @@ def find(
     document: Annotated[
         str | None, typer.Argument(metavar="[DOCUMENT]", help="Id of a document.")
     ] = None,
-    page: Annotated[
-        int | None, typer.Option("--page", min=1, metavar="N", help="Only this page of it.")
-    ] = None,
+    page: Annotated[int | None, option("--page", "N", "Only this page of it.", min=1)] = None,
     sha256: Annotated[
-        str | None,
-        typer.Option("--sha256", metavar="HEX", help="By the SHA-256 of a file's bytes."),
+        str | None, option("--sha256", "HEX", "By the SHA-256 of a file's bytes.")
     ] = None,
     identifier: Annotated[
-        str | None, typer.Option("--identifier", metavar="ID", help="By an identifier, in full.")
+        str | None, option("--identifier", "ID", "By an identifier, in full.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from s3ec.cli.options import JsonOption, SettingsSource, with_settings
+from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
 from s3ec.cli.output import EXIT_WRONG, console, epilog, print_json, safe
 from s3ec.errors import ConfigError
 
@@ -65,11 +65,11 @@ def doctor(
     ] = False,
     timeout_s: Annotated[
         float | None,
-        typer.Option(
+        option(
             "--timeout",
-            metavar="SECONDS",
+            "SECONDS",
+            "How long bucket and node may take, from the start on. [1.6, with vLLM 10]",
             min=0.1,
-            help="How long bucket and node may take, from the start on. [1.6, with vLLM 10]",
             show_default=False,
         ),
     ] = None,

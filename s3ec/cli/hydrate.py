@@ -16,6 +16,7 @@ from s3ec.cli.options import (
     NamespaceChoice,
     SettingsSource,
     lines_of,
+    option,
     size_bytes,
     with_namespace,
 )
@@ -60,12 +61,7 @@ def hydrate(
     choice: NamespaceChoice,
     cache: dict[str, Any],
     ids: Annotated[
-        str | None,
-        typer.Option(
-            "--ids",
-            metavar="FILE",
-            help="Only these: a file with one identifier a line, or -.",
-        ),
+        str | None, option("--ids", "FILE", "Only these: a file with one identifier a line, or -.")
     ] = None,
     by_name: Annotated[
         bool,
@@ -74,26 +70,17 @@ def hydrate(
         ),
     ] = False,
     where: Annotated[
-        str | None,
-        typer.Option(
-            "--where",
-            metavar="SQL",
-            help="Only the catalogue's rows of which this is true.",
-        ),
+        str | None, option("--where", "SQL", "Only the catalogue's rows of which this is true.")
     ] = None,
-    top: Annotated[
-        int | None, typer.Option("--top", metavar="N", min=1, help="No more than the first N.")
-    ] = None,
+    top: Annotated[int | None, option("--top", "N", "No more than the first N.", min=1)] = None,
     rate_limit: Annotated[
-        str | None,
-        typer.Option("--rate-limit", metavar="SIZE", help="Bytes per second, such as `100MB`."),
+        str | None, option("--rate-limit", "SIZE", "Bytes per second, such as `100MB`.")
     ] = None,
     max_bytes: Annotated[
-        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Bring no more than this.")
+        str | None, option("--max-bytes", "SIZE", "Bring no more than this.")
     ] = None,
     max_concurrency: Annotated[
-        int,
-        typer.Option("--max-concurrency", metavar="N", help="Objects asked for at a time."),
+        int, option("--max-concurrency", "N", "Objects asked for at a time.")
     ] = 16,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be brought.")

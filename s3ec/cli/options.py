@@ -35,10 +35,13 @@ JsonOption = Annotated[
 ]
 
 
+def option(name: str, metavar: str, text: str, **more: Any) -> Any:
+    """An option of one name that takes a value; ``more`` is typer's."""
+    return typer.Option(name, metavar=metavar, help=text, **more)
+
+
 def _option(name: str, metavar: str, text: str) -> Any:
-    return Annotated[
-        str | None, typer.Option(name, metavar=metavar, help=text, rich_help_panel=_PANEL)
-    ]
+    return Annotated[str | None, option(name, metavar, text, rich_help_panel=_PANEL)]
 
 
 _SETTINGS_OPTIONS = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from s3ec.cli.doctor import completed
-from s3ec.cli.options import JsonOption, SettingsSource, with_options, with_settings
+from s3ec.cli.options import JsonOption, SettingsSource, option, with_options, with_settings
 from s3ec.cli.output import console, epilog, print_json, print_note, progress, safe
 from s3ec.errors import ConfigError
 from s3ec.payoff import (
@@ -44,8 +44,7 @@ _QUESTIONS = {
 
 _FIGURES = {
     "like": Annotated[
-        str | None,
-        typer.Option("--like", metavar="MODEL", help=f"A model of the table: {', '.join(MODELS)}."),
+        str | None, option("--like", "MODEL", f"A model of the table: {', '.join(MODELS)}.")
     ],
     "rows": Annotated[
         int | None,
@@ -137,10 +136,7 @@ def advise(
         ),
     ] = None,
     from_metrics: Annotated[
-        str | None,
-        typer.Option(
-            "--from-metrics", metavar="URL", help="/metrics of an engine that runs with s3ec."
-        ),
+        str | None, option("--from-metrics", "URL", "/metrics of an engine that runs with s3ec.")
     ] = None,
     no_probe: Annotated[
         bool, typer.Option("--no-probe", help="Measure neither the bucket nor the disk tier.")

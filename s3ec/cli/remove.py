@@ -16,6 +16,7 @@ from s3ec.cli.options import (
     SettingsSource,
     complete_namespace,
     duration_s,
+    option,
     size_bytes,
     with_namespace,
 )
@@ -134,30 +135,20 @@ def gc(
     consent: Consent,
     older_than: Annotated[
         str | None,
-        typer.Option(
-            "--older-than",
-            metavar="AGE",
-            help="What was stored so long ago: `90d`, `12h`, `2w`, `30min`.",
-        ),
+        option("--older-than", "AGE", "What was stored so long ago: `90d`, `12h`, `2w`, `30min`."),
     ] = None,
     max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--max-bytes",
-            metavar="SIZE",
-            help="The oldest until the rest fits, such as `2TiB`.",
-        ),
+        str | None, option("--max-bytes", "SIZE", "The oldest until the rest fits, such as `2TiB`.")
     ] = None,
     adapter: Annotated[
-        str | None,
-        typer.Option("--adapter", metavar="NAME", help="Only entries of this LoRA adapter."),
+        str | None, option("--adapter", "NAME", "Only entries of this LoRA adapter.")
     ] = None,
     prices: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--prices",
-            metavar="NAME",
-            help=f"Whose storage it saves: {', '.join(STORES)}. Unset: by the endpoint.",
+            "NAME",
+            f"Whose storage it saves: {', '.join(STORES)}. Unset: by the endpoint.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -249,11 +240,7 @@ def ns_rm(
     ],
     idle: Annotated[
         str,
-        typer.Option(
-            "--idle",
-            metavar="AGE",
-            help="Refuse where something was stored more recently; `0` takes all.",
-        ),
+        option("--idle", "AGE", "Refuse where something was stored more recently; `0` takes all."),
     ] = "10min",
     as_json: JsonOption = False,
 ) -> None:

@@ -14,6 +14,7 @@ from s3ec.cli.options import (
     Consent,
     JsonOption,
     SettingsSource,
+    option,
     size_bytes,
     with_cache_settings,
 )
@@ -273,10 +274,10 @@ def evict(
     consent: Consent,
     to: Annotated[
         str,
-        typer.Option(
+        option(
             "--to",
-            metavar="SIZE",
-            help="Size to come down to, such as `10GiB` or `0`: of the whole folder, or with "
+            "SIZE",
+            "Size to come down to, such as `10GiB` or `0`: of the whole folder, or with "
             "--namespace of its entries.",
         ),
     ],

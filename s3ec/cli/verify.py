@@ -14,6 +14,7 @@ from s3ec.cli.options import (
     JsonOption,
     NamespaceChoice,
     SettingsSource,
+    option,
     with_namespace,
 )
 from s3ec.cli.output import (
@@ -59,10 +60,8 @@ def verify(
     ] = False,
     state: Annotated[
         str | None,
-        typer.Option(
-            "--state",
-            metavar="FOLDER",
-            help="Where --deep notes how far it is; the same folder goes on there.",
+        option(
+            "--state", "FOLDER", "Where --deep notes how far it is; the same folder goes on there."
         ),
     ] = None,
     repair: Annotated[
