@@ -22,8 +22,8 @@ from s3ec.cli.options import (
 )
 from s3ec.cli.output import (
     EXIT_PARTIAL,
+    App,
     counting,
-    epilog,
     facts,
     human_bytes,
     many,
@@ -45,14 +45,12 @@ _STOPPED = {
 }
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add ``hydrate`` to the tree."""
     app.command(
         "hydrate",
-        epilog=epilog(
-            ("s3ec hydrate --model gemma-3 --rate-limit 200MB", "everything there is room for"),
-            ("s3ec tier ls --names | s3ec hydrate --ids - --name", "what another node has used"),
-        ),
+        ("s3ec hydrate --model gemma-3 --rate-limit 200MB", "everything there is room for"),
+        ("s3ec tier ls --names | s3ec hydrate --ids - --name", "what another node has used"),
     )(with_namespace(hydrate, CACHE))
 
 

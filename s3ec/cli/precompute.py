@@ -20,8 +20,8 @@ from s3ec.cli.output import (
     EXIT_OK,
     EXIT_PARTIAL,
     EXIT_WRONG,
+    App,
     counting,
-    epilog,
     facts,
     human_bytes,
     many,
@@ -42,19 +42,17 @@ _SHOWN_FAILURES = 20
 _EXIT = {"complete": EXIT_OK, "partial": EXIT_PARTIAL, "failed": EXIT_WRONG}
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add the command to the tree."""
     app.command(
         "precompute",
-        epilog=epilog(
-            ("s3ec precompute /data/pages --model google/gemma-3-27b-it", "files below a folder"),
-            ("s3ec precompute report.pdf --model M --dpi 200", "the pages of a PDF file"),
-            ("s3ec precompute list.jsonl --model M --shard 0/4", "a quarter of a list"),
-            (
-                "s3ec precompute list.jsonl --model M --engine ray --ray-address auto "
-                "--ray-workers 1-8",
-                "on the GPUs of a Ray cluster",
-            ),
+        ("s3ec precompute /data/pages --model google/gemma-3-27b-it", "files below a folder"),
+        ("s3ec precompute report.pdf --model M --dpi 200", "the pages of a PDF file"),
+        ("s3ec precompute list.jsonl --model M --shard 0/4", "a quarter of a list"),
+        (
+            "s3ec precompute list.jsonl --model M --engine ray --ray-address auto "
+            "--ray-workers 1-8",
+            "on the GPUs of a Ray cluster",
         ),
     )(with_settings(precompute))
 

@@ -22,8 +22,8 @@ from s3ec.cli.options import (
 )
 from s3ec.cli.output import (
     EXIT_WRONG,
+    App,
     counting,
-    epilog,
     facts,
     human_age,
     human_bytes,
@@ -42,22 +42,18 @@ if TYPE_CHECKING:
     from s3ec.store.base import Store
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add the two commands to the tree; ``ns rm`` stands beside ``ns``."""
     app.command(
         "rm",
-        epilog=epilog(
-            ("s3ec rm page-12-of-report", "is it there, and how large is it? asks at a terminal"),
-            ("s3ec rm --name x-3f9a01bc... --yes", "delete what `s3ec ls` prints, all 64 digits"),
-        ),
+        ("s3ec rm page-12-of-report", "is it there, and how large is it? asks at a terminal"),
+        ("s3ec rm --name x-3f9a01bc... --yes", "delete what `s3ec ls` prints, all 64 digits"),
     )(with_namespace(rm, CONSENT))
     app.command(
         "gc",
-        epilog=epilog(
-            ("s3ec gc --older-than 90d --dry-run", "how much is older than that?"),
-            ("s3ec gc --older-than 90d --yes", "delete it"),
-            ("s3ec gc --max-bytes 2TiB --yes", "the oldest, until the rest fits"),
-        ),
+        ("s3ec gc --older-than 90d --dry-run", "how much is older than that?"),
+        ("s3ec gc --older-than 90d --yes", "delete it"),
+        ("s3ec gc --max-bytes 2TiB --yes", "the oldest, until the rest fits"),
     )(with_namespace(gc, CONSENT))
 
 

@@ -22,8 +22,8 @@ from s3ec.cli.options import (
 from s3ec.cli.output import (
     EXIT_PARTIAL,
     EXIT_WRONG,
+    App,
     counting,
-    epilog,
     human_bytes,
     many,
     print_json,
@@ -164,31 +164,25 @@ FormOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add the commands to the tree."""
     app.command(
         "export",
-        epilog=epilog(
-            ("s3ec export /media/disk/corpus", "everything of the newest namespace"),
-            ("s3ec export corpus --where \"document LIKE 'manuals/%'\"", "a part of it"),
-            ("s3ec export ec --layout vllm", "for vLLM's ECExampleConnector"),
-        ),
+        ("s3ec export /media/disk/corpus", "everything of the newest namespace"),
+        ("s3ec export corpus --where \"document LIKE 'manuals/%'\"", "a part of it"),
+        ("s3ec export ec --layout vllm", "for vLLM's ECExampleConnector"),
     )(with_namespace(export, _OPTIONS))
     app.command(
         "import",
-        epilog=epilog(
-            ("s3ec import /media/disk/corpus", "what an export wrote, into the bucket"),
-            ("s3ec import ec --layout vllm --model vision-9b", "what ECExampleConnector wrote"),
-        ),
+        ("s3ec import /media/disk/corpus", "what an export wrote, into the bucket"),
+        ("s3ec import ec --layout vllm --model vision-9b", "what ECExampleConnector wrote"),
     )(with_namespace(import_, _OPTIONS, _TO_OPTIONS))
     app.command(
         "cp",
-        epilog=epilog(
-            ("s3ec cp s3://old/corpus s3://new/corpus", "between two buckets of one server"),
-            (
-                "s3ec cp s3://here/c s3://there/c --to-endpoint-url https://minio.example:9000",
-                "to another server",
-            ),
+        ("s3ec cp s3://old/corpus s3://new/corpus", "between two buckets of one server"),
+        (
+            "s3ec cp s3://here/c s3://there/c --to-endpoint-url https://minio.example:9000",
+            "to another server",
         ),
     )(with_namespace(cp, _OPTIONS, _TO_OPTIONS))
 

@@ -445,7 +445,7 @@ Quick = Annotated[
 ]
 
 
-@app.command("list", epilog=epilog(("s3ec bench list", "what can be measured")))
+@app.command("list", ("s3ec bench list", "what can be measured"))
 def list_benches(as_json: JsonOption = False) -> None:
     """Name all benchmarks."""
     if as_json:
