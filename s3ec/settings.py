@@ -144,7 +144,7 @@ PLAIN_HTTP = (
 
 # Settings that do not apply to a corpus that `url` names.
 OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
-          "role_arn", "sse", "sse_kms_key_id")  # fmt: skip
+          "sse", "sse_kms_key_id")  # fmt: skip
 
 
 def _default_cache_dir() -> Path:
@@ -186,7 +186,6 @@ class Settings(BaseModel):
         "can read and change what is sent. `127.0.0.1`, `::1` and `localhost` need no leave.",
     )
     profile: str | None = Field(None, description="Profile of the SDK's shared configuration.")
-    role_arn: str | None = Field(None, description="Role to assume with the found credentials.")
     ca_bundle: Path | None = Field(None, description="PEM file of the authorities to trust.")
     sse: Literal["none", "AES256", "aws:kms"] = Field(
         "none",

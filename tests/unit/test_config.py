@@ -101,7 +101,6 @@ def test_every_setting_can_come_from_every_source(
         "addressing_style": "path",
         "allow_http": "true",
         "profile": "p",
-        "role_arn": "arn:aws:iam::1:role/r",
         "ca_bundle": str(bundle),
         "sse": "aws:kms",
         "sse_kms_key_id": "key",
@@ -514,7 +513,6 @@ def test_a_place_in_the_json_that_contradicts_a_variable_is_refused(
         ("region", "eu-west-1"),
         ("addressing_style", "path"),
         ("profile", "p"),
-        ("role_arn", "arn:aws:iam::1:role/r"),
         ("sse", "AES256"),
     ],
 )
