@@ -144,7 +144,7 @@ PLAIN_HTTP = (
 
 # Settings that do not apply to a corpus that `url` names.
 OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
-          "role_arn", "sse", "sse_kms_key_id")  # fmt: skip
+          "sse", "sse_kms_key_id")  # fmt: skip
 
 
 def _default_cache_dir() -> Path:
@@ -186,7 +186,6 @@ class Settings(BaseModel):
         "can read and change what is sent. `127.0.0.1`, `::1` and `localhost` need no leave.",
     )
     profile: str | None = Field(None, description="Profile of the SDK's shared configuration.")
-    role_arn: str | None = Field(None, description="Role to assume with the found credentials.")
     ca_bundle: Path | None = Field(None, description="PEM file of the authorities to trust.")
     sse: Literal["none", "AES256", "aws:kms"] = Field(
         "none",
@@ -249,24 +248,11 @@ class Settings(BaseModel):
         "mapped from disk), `bloom` its filters, which say yes to a few keys that are not there; "
         "`auto` takes `bloom` where the columns are over 1/8 of `cache_bytes`.",
     )
-    bloom_fpr: float = Field(
-        0.01,
-        ge=0.001,
-        le=0.1,
-        description="Share of wrong yes of the filters that a compaction by this process makes.",
-    )
     verify: Literal["always", "download"] = Field(
         "always",
         description="When an entry's values are hashed: `always` again at each load, `download` "
         "only when they come from the bucket or from the encoder. Then nobody notices what the "
         "node's disk or memory does to them later, such as zeros after a power cut.",
-    )
-    quarantine_s: float = Field(
-        3600.0,
-        ge=1,
-        le=2_592_000,
-        description="How long an object that came bad from the bucket twice is not asked for "
-        "again by this node; `s3ec quarantine` shows and clears them.",
     )
     model_identity: str | None = Field(
         None,

@@ -26,17 +26,15 @@ from s3ec.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from s3ec.corpus import Corpus
-    from s3ec.counters import Report
     from s3ec.identity import Layout
-    from s3ec.index.base_writer import BuildOptions, BuildResult
+    from s3ec.index.base_writer import BuildResult
     from s3ec.index.rebuild import Verified
     from s3ec.store.base import Store
 
 _KINDS = ("missing", "extra", "differing")
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add ``manifest`` to the tree."""
     group = App(
         help="The index in the bucket: what it holds, whether that is true, making it anew.",
@@ -49,31 +47,23 @@ def register(app: typer.Typer) -> None:
     )
     group.command(
         "show",
-        epilog=epilog(
-            ("s3ec manifest show --bucket embeddings", "of the only namespace"),
-            ("s3ec manifest show --json | jq .deltas.waiting_count", "for machines"),
-        ),
+        ("s3ec manifest show --bucket embeddings", "of the only namespace"),
+        ("s3ec manifest show --json | jq .deltas.waiting_count", "for machines"),
     )(with_namespace(show))
     group.command(
         "compact",
-        epilog=epilog(
-            ("s3ec manifest compact", "merge what writers announced, delete what is superseded"),
-            ("s3ec manifest compact --namespace google-gemma --json", "one model's, for machines"),
-        ),
+        ("s3ec manifest compact", "merge what writers announced, delete what is superseded"),
+        ("s3ec manifest compact --namespace google-gemma --json", "one model's, for machines"),
     )(with_namespace(compact))
     group.command(
         "verify",
-        epilog=epilog(
-            ("s3ec manifest verify", "exit status 1 where it differs from the bucket"),
-            ("s3ec manifest verify --json | jq '.missing[].object'", "for machines"),
-        ),
+        ("s3ec manifest verify", "exit status 1 where it differs from the bucket"),
+        ("s3ec manifest verify --json | jq '.missing[].object'", "for machines"),
     )(with_namespace(verify))
     group.command(
         "rebuild",
-        epilog=epilog(
-            ("s3ec manifest rebuild", "after objects were deleted or copied by other means"),
-            ("s3ec manifest rebuild --json", "for machines"),
-        ),
+        ("s3ec manifest rebuild", "after objects were deleted or copied by other means"),
+        ("s3ec manifest rebuild --json", "for machines"),
     )(with_namespace(rebuild))
     app.add_typer(group, name="manifest")
 
@@ -103,7 +93,6 @@ def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = 
                 "shard_count": len(head.shards),
                 "bytes": head.nbytes,
                 "bloom_bytes": head.bloom_nbytes,
-                "bloom_fpr": head.bloom_fpr,
             }
         return {
             "namespace": layout.namespace,
@@ -132,12 +121,11 @@ def _print_show(document: dict[str, Any]) -> None:
     else:
         age = human_age(base["age_s"])
         size = f"{human_bytes(base['bytes'])} in {many(base['shard_count'], 'shard')}"
-        bloom = f"{human_bytes(base['bloom_bytes'])} for {100 * base['bloom_fpr']:g}% false hits"
         rows += [
             ("base", f"version {base['version']}, {age} old"),
             ("entries", base["entry_count"]),
             ("size", size),
-            ("filters", bloom),
+            ("filters", human_bytes(base["bloom_bytes"])),
         ]
     waiting = f"{many(deltas['waiting_count'], 'delta')}, {human_bytes(deltas['waiting_bytes'])}"
     others = f"{many(superseded['object_count'], 'object')}, {human_bytes(superseded['bytes'])}"
@@ -157,9 +145,10 @@ def compact(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption
     with counting("compacting") as report, source.corpus() as corpus:
 
         async def work(store: Store, layout: Layout) -> BuildResult | None:
+            from s3ec.index.base_writer import BuildOptions
             from s3ec.index.compaction import compact as make
 
-            return await make(store, layout, _build_options(corpus, report))
+            return await make(store, layout, BuildOptions(report=report))
 
         made = corpus.within(work, choice.within(corpus), compacts=True)
     if made is None:
@@ -179,9 +168,10 @@ def rebuild(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption
     with counting("listing objects") as report, source.corpus() as corpus:
 
         async def work(store: Store, layout: Layout) -> BuildResult:
+            from s3ec.index.base_writer import BuildOptions
             from s3ec.index.rebuild import rebuild as make
 
-            return await make(store, layout, _build_options(corpus, report))
+            return await make(store, layout, BuildOptions(report=report))
 
         made = corpus.within(work, choice.within(corpus), compacts=True)
     _report(made, as_json=as_json)
@@ -286,9 +276,3 @@ def print_verified(found: Verified) -> None:
         print_note(f"unusable: {safe(problem)}")
     if not found.index_agrees:
         print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")
-
-
-def _build_options(corpus: Corpus, report: Report) -> BuildOptions:
-    from s3ec.index.base_writer import BuildOptions
-
-    return BuildOptions(bloom_fpr=corpus.settings.bloom_fpr, report=report)

@@ -42,20 +42,8 @@ _REFUSED, _UNAVAILABLE = 400, 500
 _TRANSIENT = (0, 408, 409, 429, 502, 503, 504)
 
 
-class Pictures:
-    """Parts of a chat about documents that a corpus holds. Thread-safe.
-
-    **Documents.** They are named as in the catalogue: the path relative to the source, or the id
-    that a list gave. Each part has the ``uuid`` under which the corpus has its embedding.
-
-    **Pixels** are read only where they are needed: from ``uri`` of the catalogue's row, or by
-    ``fetch``. Their sha256 must be that of the row, or another picture would get the uuid. An
-    ``http`` or ``https`` address is not read here but handed to the server, which reads it; what it
-    leads to must not change.
-
-    **Servers that do not take parts without pixels** are found out by their answer to the first
-    request, which is then sent with pixels, and so are all later ones for that model.
-    """
+class _Pictures:
+    """What both kinds are made of."""
 
     def __init__(
         self,
@@ -84,6 +72,22 @@ class Pictures:
         allowed = () if without_pixels is False else modalities
         self._maker = PartMaker(self._known, allowed, fetch)
         self._requests = _Requests(self._maker, without_pixels)
+
+
+class Pictures(_Pictures):
+    """Parts of a chat about documents that a corpus holds. Thread-safe.
+
+    **Documents.** They are named as in the catalogue: the path relative to the source, or the id
+    that a list gave. Each part has the ``uuid`` under which the corpus has its embedding.
+
+    **Pixels** are read only where they are needed: from ``uri`` of the catalogue's row, or by
+    ``fetch``. Their sha256 must be that of the row, or another picture would get the uuid. An
+    ``http`` or ``https`` address is not read here but handed to the server, which reads it; what it
+    leads to must not change.
+
+    **Servers that do not take parts without pixels** are found out by their answer to the first
+    request, which is then sent with pixels, and so are all later ones for that model.
+    """
 
     def parts(
         self,
@@ -166,27 +170,11 @@ class Pictures:
         self.close()
 
 
-class AsyncPictures:
-    """``Pictures`` for an ``openai.AsyncOpenAI``: files and buckets are read in a thread."""
+class AsyncPictures(_Pictures):
+    """``Pictures`` for an ``openai.AsyncOpenAI``: files and buckets are read in a thread.
 
-    def __init__(
-        self,
-        catalog: Source,
-        *,
-        without_pixels: bool | None = None,
-        modalities: Collection[str] = ("image",),
-        fetch: Fetch | None = None,
-        refresh_s: float = REFRESH_S,
-    ) -> None:
-        """As Pictures; ``fetch`` is a plain function, called in a thread.
-
-        Raises:
-            ConfigError: An argument is wrong, or the extra ``s3ec[corpus]`` is missing.
-        """
-        self._known = KnownCatalog(catalog, refresh_s)
-        allowed = () if without_pixels is False else modalities
-        self._maker = PartMaker(self._known, allowed, fetch)
-        self._requests = _Requests(self._maker, without_pixels)
+    ``fetch`` is a plain function, called in a thread.
+    """
 
     async def parts(
         self,

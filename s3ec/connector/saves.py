@@ -308,7 +308,6 @@ class SaveQueue:
         return {
             "level.save_queue_entries": self._in_memory,
             "level.spool_entries": self._spool.count,
-            "level.spool_bytes": self._spool.nbytes,
             "level.spool_oldest_seconds": self._spool.oldest_s(),
         }
 

@@ -193,7 +193,6 @@ class SchedulerHalf:
         self._plan = StepPlan()
         self._save_orders = SaveOrders(index, placeholder_of, clock, worth)
         self._swept_s = clock()
-        self._counted_price = 0.0
         self._stopped = False
 
     def stop(self, *, was_reset: bool) -> bool:
@@ -689,9 +688,6 @@ class SchedulerHalf:
     def _sweep(self, now: float) -> None:
         """Drop what is too old to matter; at most once a second."""
         self._swept_s = now
-        if self._policy is not None and (price := self._policy.load.price) != self._counted_price:
-            self._counters.add("wait.price", price - self._counted_price)
-            self._counted_price = price
         if not self._role.asked_every_pass:
             for identifier in self._rows_asked.keys() - self._items.keys():
                 del self._rows_asked[identifier]

@@ -126,7 +126,6 @@ def test_every_bucket_option_names_a_setting_and_wins(cli: Cli, tmp_path: Path) 
     options = {
         "bucket": "embeddings",
         "endpoint_url": "http://10.0.0.1:9000",
-        "role_arn": "arn:aws:iam::1:role/reader",
         "ca_bundle": str(bundle),
     }
     words = [w for name, value in options.items() for w in (f"--{name.replace('_', '-')}", value)]
@@ -141,19 +140,6 @@ def test_plain_http_names_the_option_and_the_variable(cli: Cli) -> None:
     assert error["field"] == "allow_http"
     assert "--allow-http" in error["fix"]
     assert "S3EC_ALLOW_HTTP" in error["fix"]
-
-
-def test_size_that_is_none_gets_an_example(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("S3EC_CACHE_BYTES", "lots")
-    error = cli("ls", "--bucket", "bbb", code=2).stderr
-    assert "S3EC_CACHE_BYTES" in error
-    assert "`50GiB`" in error
-
-
-def test_bucket_may_be_an_s3_url(cli: Cli) -> None:
-    found = cli.json("config", "show", "--bucket", "s3://embeddings/team/a")["settings"]
-    assert found["bucket"] == {"value": "embeddings", "origin": "--bucket"}
-    assert found["prefix"] == {"value": "team/a", "origin": "--bucket"}
 
 
 def test_docs_is_the_table_of_the_code(cli: Cli) -> None:
