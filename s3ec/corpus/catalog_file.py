@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from s3ec.corpus.parquet_pages import unpacked_bytes
+from s3ec.corpus.reading import without_secrets
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, is_ulid
 from s3ec.safetensors_file import plain_json
@@ -76,7 +77,7 @@ class CatalogRow:
     Attributes:
         document: Its id; of a file the path relative to the source.
         page: From 1; None where there are no pages.
-        uri: Where it came from.
+        uri: Where it came from; stored without what may be secret in a URL.
         sha256: Of the file's bytes as the encoder was given them, 64 hex digits; of a PDF page
             those of its PNG.
         identifier: As vLLM spells it: its content hash, or ``sha256:HEX`` for clients that send
@@ -180,6 +181,8 @@ def _to_value(name: str, value: Any) -> Any:
         return round(value * 1e6)
     if name in ("page", "rows", "width", "nbytes") and value is not None:
         return operator.index(value)  # Arrow would cut off a fraction
+    if name == "uri" and isinstance(value, str):
+        return without_secrets(value)  # whoever may read the bucket reads it
     if name in _JSON and value is not None:
         return canonical_json(
             _with_long_numbers_as_text(dict(value)) if name == "extra" else dict(value)

@@ -21,6 +21,7 @@ from s3ec.corpus.catalog_file import CatalogRow
 from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.encoder import EncoderError
 from s3ec.corpus.entries import CorpusEntry, find_entry, read_header
+from s3ec.corpus.reading import without_secrets
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout, Namespace, naming_of
@@ -81,7 +82,7 @@ class Origin:
         return CatalogRow(
             document=self.item.document,
             page=self.item.page,
-            uri=self.item.uri,
+            uri=without_secrets(self.item.uri),
             sha256=self.sha256,
             identifier=like.identifier,
             modality=self.item.modality,
@@ -100,7 +101,7 @@ _ANY = CatalogRow("", None, "", "", "0" * 64, "image", 1, 1, "bfloat16", None, 1
 
 
 def failure_of(item: SourceItem, reason: str) -> Failure:
-    return Failure(item.document, item.page, item.uri, reason)
+    return Failure(item.document, item.page, without_secrets(item.uri), reason)
 
 
 class Ledger:

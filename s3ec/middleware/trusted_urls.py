@@ -245,6 +245,8 @@ def _rows_of(table: pa.Table) -> Iterator[Row]:
     """The pictures of a part that have a content hash and a URL of another machine."""
     import pyarrow.compute as pc
 
+    from s3ec.corpus.reading import is_whole
+
     is_picture = pc.equal(table.column("modality"), "image")
     uris = table.column("uri")
     is_away = pc.or_(pc.starts_with(uris, "http://"), pc.starts_with(uris, "https://"))
@@ -254,8 +256,8 @@ def _rows_of(table: pa.Table) -> Iterator[Row]:
     for batch in some.to_batches(max_chunksize=_BATCH_ROWS):
         columns = (column.to_pylist() for column in batch.columns)
         for document, page, uri, identifier, size, part in zip(*columns, strict=True):
-            # vLLM would call it by its content.
-            if is_content_hash(identifier) and ":" not in identifier:
+            # vLLM would call it by its content. A URL that is not whole names something else.
+            if is_whole(uri) and is_content_hash(identifier) and ":" not in identifier:
                 key = hash((document, page))
                 yield Row(uri, identifier, size, key, parts.setdefault(part, part))
 

@@ -72,6 +72,12 @@ async def test_long_number_of_a_source_comes_back_as_text() -> None:
     assert found.extra == {"id": [str(10**18), {"of": str(-(10**15))}], "n": True}
 
 
+async def test_secrets_in_urls_are_not_stored() -> None:
+    store = MemoryStore()
+    await append_rows(store, LAYOUT, [row(uri="https://me:secret@h/a.png?sig=secret")])
+    assert [one.uri for one in await rows_of(store)] == ["https://h/a.png?..."]
+
+
 async def test_without_rows_nothing_is_written() -> None:
     store = FaultStore(MemoryStore())
     await append_rows(store, LAYOUT, [])

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -397,6 +398,54 @@ def test_what_the_source_says_is_renewed(desk: Desk) -> None:
     report = desk.job(encoder, items=items).run()
     assert (report.done_before, report.catalogued, encoder.is_running) == (1, 0, False)
     assert desk.rows()["a.png"].extra["title"] == "A"
+
+
+@pytest.fixture
+def host() -> Iterator[str]:
+    """A server that has `/a.png` under any query, and nothing else."""
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b"one" if self.path.startswith("/a.png") else b""
+            self.send_response(200 if body else 403)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_secrets_in_urls_reach_neither_catalogue_nor_report(desk: Desk, host: str) -> None:
+    listed = desk.folder / "list.jsonl"
+    urls = [
+        f"http://{host}/a.png?X-Amz-Signature=SECRET",
+        f"http://{host}/b.png?sig=SECRET",
+        f"http://me:SECRET@{host}/a.png",
+        f"ftp://me:SECRET@{host}/a.png",
+        f" http://me:SECRET@{host}/a.png",
+        "http://me:SECRET@[half/a.png",
+        "http://me:SECRET@ho\u2100st/a.png",
+        "s3://KEY:SECRET@bucket/a.png",
+    ]
+    rows = [{"document": str(number), "url": url} for number, url in enumerate(urls)]
+    listed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run() -> PrecomputeReport:
+        return desk.job(FakeEncoder(desk.corpus), items=open_source(str(listed))).run()
+
+    report = run()
+    assert (report.encoded, len(report.failures)) == (1, len(urls) - 1)
+    assert "SECRET" not in json.dumps(report.to_json())
+    assert desk.rows()["0"].uri == f"http://{host}/a.png?..."
+    listed.write_text(listed.read_text().replace("Signature=SECRET", "Signature=OTHER"))
+    again = run()
+    assert (again.done_before, again.catalogued) == (1, 0)
 
 
 def test_clients_that_send_the_hash_of_the_file_get_entries_under_that(desk: Desk) -> None:

@@ -148,6 +148,7 @@ def test_a_catalogue_is_read_again_only_where_it_has_another_part(tmp_path: Path
                 row("a", uri="https://a/1"),
                 row("sound", uri="https://a/2", modality="audio"),
                 row("file"),
+                row("signed", uri="https://a/5?sig=secret"),
                 row("named", uri="https://a/3", identifier=f"sha256:{ONE}"),
                 row("adapter", uri="https://a/4", identifier=f"lora:{ONE}"),
             ]
