@@ -806,7 +806,7 @@ def test_save_whose_name_a_bad_object_has_is_given_up(
         monkeypatch.setattr(rig.node.tier.writer, "publish", refuse)
     queue = rig.queue(pauses=uploads.Pauses(first_s=0.001))
     for count in (1, 2):
-        assert queue.put(HASHES[0], IMAGE, tensor(count))
+        eventually(lambda count=count: queue.put(HASHES[0], IMAGE, tensor(count)))
         eventually(lambda count=count: rig.counted("save_problem.bad_object") == count)
         eventually(lambda: rig.spooled() == 0)
     assert queue.drain(DEADLINE_S) == 0
