@@ -257,24 +257,11 @@ class Settings(BaseModel):
         "mapped from disk), `bloom` its filters, which say yes to a few keys that are not there; "
         "`auto` takes `bloom` where the columns are over 1/8 of `cache_bytes`.",
     )
-    bloom_fpr: float = Field(
-        0.01,
-        ge=0.001,
-        le=0.1,
-        description="Share of wrong yes of the filters that a compaction by this process makes.",
-    )
     verify: Literal["always", "download"] = Field(
         "always",
         description="When an entry's values are hashed: `always` again at each load, `download` "
         "only when they come from the bucket or from the encoder. Then nobody notices what the "
         "node's disk or memory does to them later, such as zeros after a power cut.",
-    )
-    quarantine_s: float = Field(
-        3600.0,
-        ge=1,
-        le=2_592_000,
-        description="How long an object that came bad from the bucket twice is not asked for "
-        "again by this node; `s3ec quarantine` shows and clears them.",
     )
     model_identity: str | None = Field(
         None,

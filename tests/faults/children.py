@@ -22,8 +22,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,10 +35,9 @@ from s3ec.identity import Key
 from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.compaction import compact
-from s3ec.index.delete import delete_entries, find_objects
+from s3ec.index.delete import delete_entries
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Limits
-from s3ec.store.base import ObjectInfo
 from tests.faults.embeddings import LAYOUT, ROWS, body_at, identifier_at, key_at
 from tests.faults.engine import Engine
 from tests.faults.indexed import facts_of
@@ -245,11 +244,9 @@ def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
         life.save_unless_known(number)
     say("saved")
     wait_until_saved(life, range(first, first + 6))
-    sockets = open_sockets()
     pid = os.fork()
     if pid == 0:
         try:
-            say(f"shared {len(sockets & open_sockets())} of {len(sockets)}")
             own = Life(settings, first)
             own.use(*range(stock // 2, stock))
             say(f"left {own.close(30)}")
@@ -267,15 +264,6 @@ def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
     say("went on")
     life.finish()
     say("done")
-
-
-def open_sockets() -> set[str]:
-    """Of this process, by their inodes."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return {name for name in found if name.startswith("socket:")}
 
 
 # -- told to end while they save -------------------------------------------------------------------
@@ -581,11 +569,11 @@ def tell(*, settings: dict[str, str], first: int, count: int) -> None:
             announcer.add(key_at(number), facts_of(number, 0), lambda _: None)
         await announcer.flush()
 
-    async def remove(found: Mapping[Key, Sequence[ObjectInfo]]) -> None:
+    async def remove(key: Key) -> None:
         # Bases are replaced many times a second here, so one may go while it is read.
         while True:
             try:
-                return await delete_entries(node.store, LAYOUT, found)
+                return await delete_entries(node.store, LAYOUT, [key])
             except UnavailableError:
                 await asyncio.sleep(0.01)
 
@@ -593,8 +581,7 @@ def tell(*, settings: dict[str, str], first: int, count: int) -> None:
         announcer = Announcer(node.store, LAYOUT, node.counters, batch_s=0.01)
         for start in range(first, first + count, 5):
             await store(announcer, range(start, start + 5))
-            found = await find_objects(node.store, LAYOUT, [key_at(start)])
-            await remove(found)
+            await remove(key_at(start))
         announcer.close()
 
     node.loop.run(work(), DEADLINE_S)
@@ -635,7 +622,7 @@ def main() -> None:
     import torch
 
     import s3ec.connector.saves
-    import s3ec.store.aioboto3_s3  # noqa: F401
+    import s3ec.store.s3  # noqa: F401
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps at once

@@ -137,11 +137,11 @@ def make_request(name: str, identifiers: Sequence[str]) -> Request:
     )
 
 
-def step_output(freed: Sequence[str] = (), tokens: int = 1) -> SchedulerOutput:
+def step_output(freed: Sequence[str] = ()) -> SchedulerOutput:
     """What vLLM hands to build_connector_meta."""
     output = SchedulerOutput.make_empty()
     output.free_encoder_mm_hashes = list(freed)
-    output.total_num_scheduled_tokens = tokens
+    output.total_num_scheduled_tokens = 1
     return output
 
 

@@ -317,7 +317,7 @@ def measure_filters(context: Context, made: Made) -> None:
         BLOOM_FPR,
         wrong / count,
         samples=count,
-        detail={"asked_for": made.head.bloom_fpr, "entries": made.entries, "wrong": wrong},
+        detail={"entries": made.entries, "wrong": wrong},
     )
 
 

@@ -99,11 +99,11 @@ def timer_ns(calls: int = 20_000) -> float:
     return percentile(time_each(_nothing, [(None, 0)] * calls), 50)
 
 
-def clock_ns(reads: int = 2_000) -> float:
+def clock_ns() -> float:
     """What is measured where nothing lies between two looks at the clock; median, nanoseconds."""
     clock = time.perf_counter_ns
-    out = [0] * reads
-    for number in range(reads):
+    out = [0] * 2_000
+    for number in range(len(out)):
         started = clock()
         out[number] = clock() - started
     return percentile(out, 50)

@@ -49,20 +49,16 @@ def references(
     """
     found: dict[Path, Answer] = {}
     said: dict[tuple[int, ...], list[Answer]] = {}
-    for some in _batches(paths):
+    for start in range(0, len(paths), AT_ONCE):
         if stop():
             break
+        some = paths[start : start + AT_ONCE]
         for path, answer in zip(some, ask(engine, some), strict=True):
             alike = said.setdefault(tuple(answer["token_ids"]), [])
             if _is_clear(answer) and not any(compare(answer, other).right for other in alike):
                 found[path] = answer
             alike.append(answer)
     return found
-
-
-def _batches(paths: Sequence[Path]) -> Iterator[Sequence[Path]]:
-    for start in range(0, len(paths), AT_ONCE):
-        yield paths[start : start + AT_ONCE]
 
 
 def _is_clear(answer: Answer) -> bool:
@@ -120,16 +116,11 @@ class PictureSet:
         """Some pictures for requests at one time; one may come twice."""
         there = self.window + int((len(self.paths) - self.window) * min(self.share, 1.0))
         there = min(there, len(self.paths))
-        return [self.paths[_place(source, there, self.window)] for _ in range(_how_many(source))]
-
-
-def _how_many(source: random.Random) -> int:
-    return source.randint(1, AT_ONCE)
-
-
-def _place(source: random.Random, there: int, window: int) -> int:
-    first = 0 if source.random() < 0.3 else max(0, there - window)
-    return source.randrange(first, there)
+        picked = []
+        for _ in range(source.randint(1, AT_ONCE)):
+            first = 0 if source.random() < 0.3 else max(0, there - self.window)
+            picked.append(self.paths[source.randrange(first, there)])
+        return picked
 
 
 HITS, MISSES = "vllm:s3ec_hits", "vllm:s3ec_misses"
@@ -412,10 +403,9 @@ class Sample:
 class Watch:
     """Takes a sample of each engine every few seconds, in a thread of its own."""
 
-    def __init__(self, engines: Sequence[LiveEngine], *, every_s: float = _EVERY_S) -> None:
+    def __init__(self, engines: Sequence[LiveEngine]) -> None:
         self.samples: list[Sample] = []
         self._engines = engines
-        self._every_s = every_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="soak-watch", daemon=True)
 
@@ -428,7 +418,7 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(self._every_s):
+        while not self._ended.wait(_EVERY_S):
             for engine in self._engines:
                 life, pid = engine.life, engine.pid
                 found = None if pid is None else _look(family(pid))

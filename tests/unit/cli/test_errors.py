@@ -96,12 +96,10 @@ def test_json_behind_two_dashes_is_not_ours(cli: Cli) -> None:
     assert cli("doctor", "--config", "{", "--", "--json", code=2).stdout == ""
 
 
-@pytest.mark.parametrize("transport", ["obstore", "aioboto3"])
 @pytest.mark.parametrize("command", ["ns", "ls", "stat x", "rm x", "manifest show"])
 def test_refused_connection_is_told_in_the_words_of_the_doctor(
-    cli: Cli, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, transport: str, command: str
+    cli: Cli, corpus: Corpus, command: str
 ) -> None:
-    monkeypatch.setenv("S3EC_TRANSPORT", transport)
     where = "http://127.0.0.1:1"
     out = cli(*command.split(), "--endpoint-url", where, code=1)
     assert out.stderr == (

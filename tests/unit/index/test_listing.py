@@ -35,16 +35,15 @@ async def test_every_kind_of_entry_of_the_namespace_is_found(memory: MemoryStore
     keys = [key for key in map(make_key, names) if key]
     await store(memory, *keys)
     await store(memory, key_of(1), layout=OTHER)
-    await memory.put_if_absent(LAYOUT.object(keys[0], 1), [b"revision"])
     await memory.put_if_absent(LAYOUT.descriptor, [b"{}"])
     await memory.put_if_absent(LAYOUT.modality("image"), [b"{}"])
     found: set[bytes] = set()
-    assert await list_digests(memory, LAYOUT, found) == 0
+    await list_digests(memory, LAYOUT, found)
     assert found == {key.digest for key in keys}
     assert len(found) == 4
 
 
-async def test_junk_is_counted_and_not_taken_for_entries(corpus: Corpus, reader: Reader) -> None:
+async def test_junk_is_not_taken_for_entries(corpus: Corpus, reader: Reader) -> None:
     name = hashlib.sha256(b"x").hexdigest()
     junk = {
         "": b"x",  # a directory marker
@@ -53,6 +52,7 @@ async def test_junk_is_counted_and_not_taken_for_entries(corpus: Corpus, reader:
         f"{name}.safetensors": b"x",
         f"zz/{name}.safetensors": b"x",
         f"{name[:2]}/{name}.safetensors.part": b"x",
+        f"{name[:2]}/{name}.r1.safetensors": b"x",
         f"{name[:2]}/{name}.safetensors": b"",  # an upload that wrote nothing
         f"{name[:2]}/{name[:-1]}\u0661.safetensors": b"x",
         f"{name[:2]}/\u00e9.safetensors": b"x",
@@ -61,10 +61,9 @@ async def test_junk_is_counted_and_not_taken_for_entries(corpus: Corpus, reader:
         corpus.put(LAYOUT.objects + each, body)
     corpus.store("a")
     found: set[bytes] = set()
-    assert await list_digests(corpus.memory, LAYOUT, found) == len(junk)
+    await list_digests(corpus.memory, LAYOUT, found)
     assert found == {key_of("a").digest}
     await reader.refresh()
-    assert reader.counters.get("index.junk") == len(junk)
 
 
 class Frail:
