@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -429,6 +432,63 @@ def test_what_the_fingerprint_leaves_out_vllm_calls_the_language_model(
         Checkpoint(str(write(tmp_path / "base" / "model.safetensors", tensors).parent))
     ).fingerprint
     assert {name for name, mark in marks.items() if mark == base} == set(language_model)
+
+
+_WRAPPERS = ("model", "vlm", "thinker", "base_model", "language_model", "text_model", "llm",
+             "language", "text")  # fmt: skip
+_ENDS = ("layers.0.w", "norm.weight", "final_norm.weight", "final_layernorm.weight", "ln_f.weight",
+         "lm_head.weight", "output.weight", "h.0.w", "blocks.0.w", "transformer.h.0.w",
+         "transformer.blocks.0.w", "transformer.ln_f.weight")  # fmt: skip
+# In a process of its own: it imports all models of vLLM.
+_LOOK_AT_ALL_MODELS = """
+import importlib, json, sys
+from vllm.model_executor.models import registry
+
+names, seen = json.load(sys.stdin), 0
+for arch, (module, kind) in registry._MULTIMODAL_MODELS.items():
+    try:
+        kind = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), kind)
+        parts = kind.get_mm_mapping(kind)
+    except (AttributeError, ImportError):  # not of this platform, or known to an instance only
+        continue
+    seen += 1
+    mapper = getattr(kind, "hf_to_vllm_mapper", None)
+    encoder = tuple(f"{one.rstrip('.')}." for one in [*parts.tower_model, *parts.connector])
+    for name in names:
+        mapped = mapper.map_name(name) if mapper is not None else name
+        if mapped is not None and mapped.startswith(encoder):
+            print(arch, name, mapped)
+print(seen)
+"""
+
+
+def _is_left_out(name: str, folder: Path) -> bool:
+    marks = set()
+    for number, content in enumerate((b"a", b"b")):
+        file = folder / str(number) / "model.safetensors"
+        place = write(file, {"vision.w": b"v", name: content}).parent
+        marks.add(weights_of(Checkpoint(str(place))).fingerprint)
+    return len(marks) == 1
+
+
+def test_what_the_fingerprint_leaves_out_is_no_encoder_s_in_any_model_of_vllm(
+    tmp_path: Path,
+) -> None:
+    fronts = ["", *(f"{one}." for one in _WRAPPERS)]
+    fronts += [f"{one}.{other}." for one in _WRAPPERS for other in _WRAPPERS]
+    names = [f"{front}{end}" for front in fronts for end in _ENDS]
+    left_out = [name for name in names if _is_left_out(name, tmp_path)]
+    assert len(left_out) > 500
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK_AT_ALL_MODELS],
+        input=json.dumps(left_out),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *wrong, seen = done.stdout.splitlines()
+    assert [line for line in wrong if "INFO" not in line and "WARNING" not in line] == []
+    assert int(seen) > 50
 
 
 # -- an adapter that touches the encoder, through both halves ----------------------------------
