@@ -701,6 +701,7 @@ class SchedulerHalf:
         """Take the workers' report: unpin what was loaded, learn what was stored."""
         self.tracker.loaded(report.loaded, self.on_device)
         if report.has_other_weights and self.stop(was_reset=False):
+            self._counters.add("stopped_by_weights")
             log.error(
                 "the model's weights were replaced while this engine started: nothing is loaded or "
                 "saved from here on. Start it again"
