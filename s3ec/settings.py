@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote, urlsplit
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -154,6 +155,13 @@ def _default_cache_dir() -> Path:
     return Path("~/.cache/s3ec")
 
 
+def _check_epoch(value: Any) -> str:
+    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else "?"
+    if not re.fullmatch(r"[A-Za-z0-9._-]{0,64}", text):
+        raise ValueError("a number, or up to 64 letters, digits, `.`, `_` and `-`, such as 2")
+    return text
+
+
 class Settings(BaseModel):
     """Every setting of s3ec; frozen. Sizes are bytes, times are seconds."""
 
@@ -263,9 +271,15 @@ class Settings(BaseModel):
     )
     weights: Literal["fingerprint", "name"] = Field(
         "fingerprint",
-        description="What tells two checkpoints of one model apart: `fingerprint` reads 2 MiB of "
-        "the encoder's weights, so that a folder with other weights is another namespace; `name` "
-        "trusts the model's name and revision.",
+        description="What tells two checkpoints of one model apart: `fingerprint` reads samples of "
+        "each tensor of encoder and projector, so that a folder with other weights is another "
+        "namespace, and nothing is loaded or saved where they cannot be had; `name` trusts the "
+        "model's name and revision.",
+    )
+    encoder_epoch: Annotated[str, BeforeValidator(_check_epoch)] = Field(
+        "",
+        description="A number or a word that starts over on purpose: engines with another one "
+        "share nothing, such as after a release of vLLM that encoded wrongly.",
     )
     tenant_key: Annotated[str | None, AfterValidator(check_reference)] = Field(
         None,

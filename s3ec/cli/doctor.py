@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
-from s3ec.cli.output import (
-    EXIT_WRONG,
-    App,
-    console,
-    echo,
-    print_json,
-    safe,
-)
+from s3ec.cli.output import EXIT_WRONG, App, console, echo, print_json, safe
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,14 +15,7 @@ import typer
 
 from s3ec.cli.doctor import completed
 from s3ec.cli.options import JsonOption, SettingsSource, option, with_options, with_settings
-from s3ec.cli.output import (
-    App,
-    console,
-    print_json,
-    print_note,
-    progress,
-    safe,
-)
+from s3ec.cli.output import App, console, print_json, print_note, progress, safe
 from s3ec.errors import ConfigError
 from s3ec.payoff import (
     GPUS,

@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.options import JsonOption
-from s3ec.cli.output import (
-    App,
-    print_json,
-    print_note,
-    progress,
-)
+from s3ec.cli.output import App, print_json, print_note, progress
 from s3ec.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:

@@ -21,14 +21,7 @@ from typing import Any
 from cachetools import TTLCache
 
 from s3ec.client.known import REFRESH_S, KnownCatalog, Source
-from s3ec.client.parts import (
-    Fetch,
-    Message,
-    Part,
-    PartMaker,
-    modalities_with_pixels,
-    references,
-)
+from s3ec.client.parts import Fetch, Message, Part, PartMaker, modalities_with_pixels, references
 from s3ec.errors import S3ECError
 
 log = logging.getLogger(__name__)

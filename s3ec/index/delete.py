@@ -12,12 +12,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 

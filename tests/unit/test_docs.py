@@ -104,6 +104,30 @@ def test_links_lead_to_files_and_headings_that_exist(document: str) -> None:
             assert anchor in anchors(found), f"{target}#{anchor}"
 
 
+def test_links_of_the_site_are_those_of_the_checkout() -> None:
+    from docs.site_links import OUTSIDE, rewritten
+
+    for name in OUTSIDE:
+        assert (ROOT / name).is_file()
+    pages = {"a.md", "b.md", "SECURITY.md", "examples/minio/README.md"}
+    assert rewritten("[x](b.md#y)", "a.md", pages) == "[x](b.md#y)"
+    assert rewritten("[x](../SECURITY.md#y)", "a.md", pages) == "[x](SECURITY.md#y)"
+    assert rewritten("[x](docs/a.md)", "SECURITY.md", pages) == "[x](a.md)"
+    deep = "examples/minio/README.md"
+    assert rewritten("[x](../../SECURITY.md)", deep, pages) == "[x](../../SECURITY.md)"
+    assert rewritten("[x](../s3ec/node.py)", "a.md", pages) == "x"
+    assert rewritten("[x](https://example.org/a)", "a.md", pages) == "[x](https://example.org/a)"
+
+
+def test_readme_and_deployment_give_the_same_commands() -> None:
+    said = [
+        set(re.findall(r"^```bash\n(.*?)^```$", (ROOT / document).read_text(), re.S | re.M))
+        for document in ("README.md", "docs/deployment.md")
+    ]
+    for command in ("pip install", "vllm serve", "s3ec doctor"):
+        assert [block for block in said[0] & said[1] if block.startswith(command)], command
+
+
 # -- what they say about the code --------------------------------------------------------------
 
 
@@ -154,6 +178,11 @@ def test_documents_name_only_settings_that_exist() -> None:
             # The last two are the middleware's, which is not the engine.
             other = {"NAME", "CONFIG", "NAMESPACE", "MAX_REQUEST_BYTES", "SKIP_URLS"}
             assert name in other or name.startswith("TEST_") or name.lower() in known, name
+
+
+def test_every_setting_has_a_description_that_ends_like_a_sentence() -> None:
+    for name, field in Settings.model_fields.items():
+        assert (field.description or "").endswith((".", "only.")), name
 
 
 def command_of(words: list[str]) -> tuple[Any, Any]:

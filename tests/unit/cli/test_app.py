@@ -13,8 +13,52 @@ from typing import IO
 import pytest
 
 from s3ec.cli import bench
-from s3ec.cli.output import safe
+from s3ec.cli.output import human_age, human_bytes, safe
 from tests.unit.cli.conftest import Cli
+
+COMMANDS = [
+    *("doctor", "ns", "ls", "stat", "get", "serve-s3", "config show", "config docs"),
+    *("tier", "tier ls", "tier check", "tier evict"),
+]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_has_examples_and_exit_codes(cli: Cli, command: str) -> None:
+    text = cli(*command.split(), "--help").stdout
+    assert "Examples" in text
+    assert f"s3ec {command}".strip() in text
+    assert "Exit status" in text
+
+
+def test_root_help_says_the_exit_status_once(cli: Cli) -> None:
+    assert cli("--help").stdout.count("Exit status") == 1
+
+
+@pytest.mark.parametrize("command", ["", "ls", "ns", "config", "bench", "bench hooks"])
+def test_help_shows_flags_without_a_type(cli: Cli, command: str) -> None:
+    text = cli(*command.split(), "--help").stdout
+    assert "--help" in text
+    assert "<bool>" not in text
+
+
+@pytest.mark.parametrize("group", ["", "bench", "config", "manifest"])
+def test_group_alone_prints_its_help_and_ends_well(cli: Cli, group: str) -> None:
+    alone = cli(*group.split())
+    assert alone.stdout == cli(*group.split(), "--help").stdout
+    assert alone.stderr == ""
+
+
+def test_completion_is_installed_by_the_root_alone(cli: Cli) -> None:
+    assert "--install-completion" in cli("--help").stdout
+    assert "--install-completion" not in cli("bench", "--help").stdout
+
+
+def test_unknown_option_is_bad_usage(cli: Cli) -> None:
+    cli("ls", "--no-such-option", code=2)
+
+
+def test_version_is_printed(cli: Cli) -> None:
+    assert cli("--version").stdout.startswith("s3ec ")
 
 
 def test_starting_imports_no_sdk_no_torch_no_settings() -> None:
@@ -34,6 +78,17 @@ def test_benchmarks_are_not_in_the_package_and_it_says_where_they_are(
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     assert " bench " in cli("--help").stdout
     assert "In a checkout" in cli("bench", *words, code=2).stderr
+
+
+def test_sizes_and_ages_are_short() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 2_752_512, 5 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "2.6 MiB",
+        "5.0 TiB",
+    ]
+    ages = [human_age(s) for s in (None, -3, 59, 61, 7200, 1e6)]
+    assert ages == ["?", "0 s", "59 s", "1 min", "2 h", "12 d"]
 
 
 def test_safe_cuts_and_escapes() -> None:

@@ -52,6 +52,11 @@ def test_ns_shows_half_a_surrogate_pair_as_jsons_escape(cli: Cli, corpus: Corpus
     assert "\\ud800x" in cli("ns").stdout
 
 
+def test_ns_of_an_empty_bucket_is_empty_and_well(cli: Cli, corpus: Corpus) -> None:
+    assert cli.json("ns") == {"namespaces": []}
+    assert "no namespace here yet" in cli("ns").stderr
+
+
 def test_ls_of_the_only_namespace_needs_no_name(cli: Cli, corpus: Corpus) -> None:
     name = corpus.namespace(MODEL)
     hashed, named = content_hash("a"), "page 1 of the report"
@@ -146,6 +151,29 @@ def test_prefix_shorter_than_eight_digits_is_no_prefix(cli: Cli, corpus: Corpus)
     assert "8 or more" in cli("stat", identifier[:7], code=1).stderr
 
 
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda blob: blob[:-1], "length"),
+        (lambda blob: b"\0" * 100, "header"),
+        (lambda blob: b"", "length"),
+        (lambda blob: b"<html></html>" * 10, "header"),
+        (lambda blob: entry_bytes(content_hash("b"), "ns-0123456789abcdef"), "identifier"),
+        (lambda blob: entry_bytes(content_hash("a"), "ns-0123456789abcdef"), "namespace"),
+    ],
+)
+def test_stat_says_what_is_wrong_with_a_bad_entry(
+    cli: Cli, corpus: Corpus, damage: Callable[[bytes], bytes], reason: str
+) -> None:
+    name = corpus.namespace(MODEL)
+    identifier = content_hash("a")
+    corpus.entry(name, identifier, damage(entry_bytes(identifier, name)))
+    error = cli("stat", identifier, code=1).stderr
+    assert f"({reason})" in error
+    assert identifier in error
+    assert "Traceback" not in error
+
+
 def test_only_verify_finds_a_flipped_bit_of_the_tensor(cli: Cli, corpus: Corpus) -> None:
     name = corpus.namespace(MODEL)
     identifier = content_hash("a")
@@ -191,6 +219,10 @@ def test_ns_tells_age_weights_and_what_the_index_holds(cli: Cli, corpus: Corpus)
     assert cli.json("ns")["namespaces"][0]["indexed_count"] is None
 
 
+def test_options_before_a_command_of_ns_are_refused(cli: Cli, corpus: Corpus) -> None:
+    cli("ns", "--count", "nosuchcommand", code=2)
+
+
 def test_control_characters_of_an_identifier_do_not_reach_the_terminal(
     cli: Cli, corpus: Corpus
 ) -> None:
@@ -201,3 +233,9 @@ def test_control_characters_of_an_identifier_do_not_reach_the_terminal(
     assert "\x1b" not in text
     assert "[bold]hi[/bold]" in text
     assert cli.json("stat", identifier)["identifier"] == identifier
+
+
+def test_missing_bucket_is_one_line_and_exit_code_1(cli: Cli, corpus: Corpus) -> None:
+    out = cli("ns", "--bucket", "nosuchbucket", code=1)
+    assert out.stderr.count("\n") == 1
+    assert "NoSuchBucket" in out.stderr

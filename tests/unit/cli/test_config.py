@@ -142,5 +142,18 @@ def test_plain_http_names_the_option_and_the_variable(cli: Cli) -> None:
     assert "S3EC_ALLOW_HTTP" in error["fix"]
 
 
+def test_size_that_is_none_gets_an_example(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("S3EC_CACHE_BYTES", "lots")
+    error = cli("ls", "--bucket", "bbb", code=2).stderr
+    assert "S3EC_CACHE_BYTES" in error
+    assert "`50GiB`" in error
+
+
+def test_bucket_may_be_an_s3_url(cli: Cli) -> None:
+    found = cli.json("config", "show", "--bucket", "s3://embeddings/team/a")["settings"]
+    assert found["bucket"] == {"value": "embeddings", "origin": "--bucket"}
+    assert found["prefix"] == {"value": "team/a", "origin": "--bucket"}
+
+
 def test_docs_is_the_table_of_the_code(cli: Cli) -> None:
     assert cli("config", "docs").stdout == settings_table()

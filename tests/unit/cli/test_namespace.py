@@ -189,6 +189,14 @@ def complete(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
     return complete
 
 
+def test_namespaces_and_models_are_completed(
+    complete: Callable[[str], list[str]], three: tuple[str, str, str]
+) -> None:
+    assert complete("s3ec ls --namespace ") == sorted(three)
+    assert complete("s3ec manifest show -n other") == [three[2]]
+    assert complete("s3ec ls --model ") == ["acme-vision-9b", "other-reader-2b"]
+
+
 def test_completion_asks_the_bucket_that_the_line_names(
     complete: Callable[[str], list[str]],
     three: tuple[str, str, str],
@@ -205,6 +213,11 @@ def test_completion_is_silent_where_nothing_listens(
     complete: Callable[[str], list[str]], corpus: Corpus
 ) -> None:
     assert complete("s3ec ls --endpoint-url http://127.0.0.1:1 --namespace ") == []
+
+
+def test_commands_are_completed(complete: Callable[[str], list[str]]) -> None:
+    assert {"ls", "ns", "stat", "bench"} <= set(complete("s3ec "))
+    assert complete("s3ec mani") == ["manifest"]
 
 
 def test_what_bash_is_given_completes_in_bash(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from s3ec.payoff import STORES
+from s3ec.payoff import GPUS, MODELS, STORES
 from tests.support.serving import running
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import Corpus
@@ -58,6 +58,21 @@ def test_cost_calculates_with_what_is_given(cli: Cli) -> None:
     assert document["verdicts"]["latency"]["verdict"] == "yes"
     assert document["settings"]["wait"] == "auto"
     assert document["prices_as_of"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_of_the_table_on_every_gpu_and_store(cli: Cli, model: str) -> None:
+    for gpu in GPUS:
+        for store in STORES:
+            document = cli.json("cost", "--like", model, "--gpu", gpu, "--store", store)
+            assert set(document["verdicts"]) == {"latency", "throughput", "money"}
+
+
+def test_cost_for_people_says_what_was_assumed(cli: Cli) -> None:
+    text = cli("cost", "--like", "gemma3-27b").stdout
+    assert "`--gpu` names another" in text
+    assert "settings that follow: wait = auto" in text
+    assert "prices of 20" in text
 
 
 @pytest.mark.parametrize(

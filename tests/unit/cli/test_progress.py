@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
+
 import pytest
 
 from s3ec.cli.output import Lines
 from tests.support.clock import Clock
-from tests.unit.cli.conftest import Cli
+from tests.unit.cli.conftest import Cli, all_shown_on
 from tests.unit.cli.corpus import MODEL, Corpus
 from tests.unit.cli.test_manifest import announce
 
@@ -24,6 +29,22 @@ def test_a_line_every_ten_seconds_has_count_rate_and_time_left() -> None:
     ]
 
 
+def test_without_a_total_there_is_no_time_left_and_another_work_has_a_rate_of_its_own() -> None:
+    clock, lines = Clock(0.0), list[str]()
+    report = Lines(clock=clock, write=lines.append, in_bytes=True)
+    report("reading", 0, None)
+    clock.now_s = 10
+    report("reading", 20 << 20, None)
+    clock.now_s = 15
+    report("writing", 0, 4)
+    clock.now_s = 20
+    report("writing", 1 << 20, 4 << 20)
+    assert lines == [
+        "reading: 20.0 MiB, 2.0 MiB a second",
+        "writing: 1.0 MiB of 4.0 MiB, 204.8 KiB a second, 15 s left",
+    ]
+
+
 @pytest.mark.parametrize("command", ["gc --older-than 1h", "manifest rebuild", "manifest verify"])
 def test_progress_goes_to_stderr_and_json_stays_alone(
     cli: Cli, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, command: str
@@ -34,3 +55,23 @@ def test_progress_goes_to_stderr_and_json_stays_alone(
     assert result.stdout.count("\n") == 1
     assert result.stdout.startswith("{")
     assert "listing objects: 2" in result.stderr
+
+
+def test_a_terminal_gets_a_bar_that_is_gone_at_the_end() -> None:
+    code = """
+from s3ec.cli.output import counting
+with counting("looking") as report:
+    for done in (1, 2):
+        report("reading entries", done << 20, 4 << 20)
+print("done")
+"""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs
+    ) as shown:
+        os.close(theirs)
+        screen = all_shown_on(ours)
+        told, _ = shown.communicate()
+    assert told == b"done\n"
+    assert "reading entries" in screen
+    assert screen.rstrip().endswith("\x1b[2K")

@@ -115,6 +115,17 @@ def test_show_has_a_line_per_picture_and_one_of_totals() -> None:
     assert "PROBLEM" not in text
 
 
+def test_show_says_how_far_probabilities_are_apart() -> None:
+    text = shown(report([picture(0, answer(0, 7, shift=0.125))]))
+    assert "log probabilities apart by up to 0.125" in text
+
+
+def test_show_cuts_names_but_no_figures_where_the_terminal_is_narrow() -> None:
+    long = replace(picture(0), name="photo-04-hubble_deep_field-which-is-too-long.jpg")
+    text = shown(report([long, picture(1)]), width=64)
+    assert line(text, "photo-").endswith(" 4.00 s 500 ms 5.00 s yes")
+
+
 @pytest.mark.parametrize(
     ("with_s", "encode_s", "said"),
     [
@@ -189,6 +200,17 @@ def test_a_run_that_breaks_off_says_why(
     assert result.exit_code == status
     assert said in result.stderr
     assert result.stdout == ""
+
+
+def test_unknown_preset_is_bad_usage() -> None:
+    assert CliRunner().invoke(demo.app, ["--preset", "huge"]).exit_code == 2
+
+
+def test_missing_vllm_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = CliRunner().invoke(demo.app, [])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: vLLM is not installed")
 
 
 def test_keys_profiles_and_proxies_of_the_caller_are_forgotten() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
-from s3ec.dev.rigs.proxy_faults import Answer, html_page, s3_error
+from s3ec.dev.rigs.proxy_faults import Answer, Stall, html_page, s3_error
 from s3ec.doctor import bucket
 from s3ec.doctor.check import CheckContext, Outcome, Verdict
 from s3ec.errors import ConfigError
@@ -25,6 +25,15 @@ from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, says
 def hidden(outcome: Outcome, *secrets: str) -> bool:
     """Whether no secret stands in what a check says."""
     return not any(secret in outcome.found + outcome.mend for secret in secrets)
+
+
+def test_credentials_of_the_environment_are_named_not_shown(
+    make_patient: MakePatient, moto_server: MotoServer
+) -> None:
+    outcome = bucket.credentials(make_patient())
+    assert outcome.verdict == Verdict.OK
+    assert outcome.found.startswith("env ")
+    assert hidden(outcome, moto_server.access_key, moto_server.secret_key)
 
 
 def test_credentials_of_a_profile_are_found_in_the_shared_file(
@@ -118,6 +127,13 @@ def test_unreachable_endpoint_fails_with_the_reason(
     port = moto_server.endpoint_url.rpartition(":")[2]
     patient = make_patient(endpoint_url=url.format(open=port))
     says(bucket.endpoint(patient), Verdict.FAIL, found=found, mend=mend)
+
+
+def test_endpoint_that_never_replies_fails_in_the_end(
+    make_patient: MakePatient, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(Stall()))
+    says(bucket.endpoint(make_patient(read_timeout_s=0.3)), Verdict.FAIL)
 
 
 @pytest.mark.parametrize("status", [200, 404, 503])

@@ -154,6 +154,10 @@ def test_no_hard_links_is_a_warning(
     assert os.listdir(tmp_path) == []
 
 
+def test_room_for_the_budget_is_well(make_patient: MakePatient) -> None:
+    says(node.cache_space(make_patient(cache_bytes="1MiB", min_free_bytes=0)), Verdict.OK)
+
+
 def test_folder_that_another_check_takes_away_meanwhile_is_not_the_disk(
     make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

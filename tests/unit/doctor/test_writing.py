@@ -29,6 +29,15 @@ CHECKS = (
 )
 
 
+def test_every_check_is_well_on_moto_and_leaves_nothing(
+    make_patient: MakePatient, left_over: LeftOver
+) -> None:
+    patient = make_patient(sse="AES256")
+    for check in CHECKS:
+        assert check(patient).verdict == Verdict.OK, check(patient)
+    assert left_over() == []
+
+
 def test_consumer_does_not_write(
     make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
 ) -> None:

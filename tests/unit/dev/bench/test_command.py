@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec bench``: how benchmarks run, what is printed, how it ends."""
+"""``s3ec bench``: which rows there are, how benchmarks run, what is printed, how it ends."""
 
 from __future__ import annotations
 
@@ -19,6 +19,75 @@ from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result
 from s3ec.errors import ConfigError
 from s3ec.testing.server import find_weed
 from tests.unit.dev.bench import fakes
+
+# People compare rows between releases, so their names stay.
+_ENSURE = "ensure_cache_available"
+ROWS = {
+    "hooks": [
+        *("has_cache_item_p50_us", "has_cache_item_p99_us", "has_cache_item_ratio_to_example"),
+        *(f"{_ENSURE}_p50_us", f"{_ENSURE}_p99_us", f"{_ENSURE}_ratio_to_example"),
+        *(f"{_ENSURE}_ratio_to_noop", f"{_ENSURE}_4_images_p50_us", f"{_ENSURE}_cold_p50_us"),
+        *(f"{_ENSURE}_first_sight_p50_us", "decision_per_image_ratio_to_example"),
+        *("update_state_after_alloc_p50_us", "build_connector_meta_p50_us"),
+        *("schedule_1000x20_ratio", "syscalls_per_call"),
+    ],
+    "fetch": [
+        *("ratio_to_files", "cpu_ratio_to_files", "ratio_to_raw", "cpu_ratio_to_raw"),
+        *("gb_per_s", "cpu_ms_per_object"),
+    ],
+    "fetch80": ["ratio_to_raw", "gb_per_s"],
+    "fetch_8kb": ["cpu_ratio_to_raw", "ratio_to_raw", "cpu_ms"],
+    "fetch_30mb": ["ratio_to_raw", "ratio_to_files", "cpu_ratio_to_files", "gb_per_s", "cpu_ms"],
+    "load": ["ratio_to_preadv", "ratio_to_preadv_disk", "ratio_to_example", "us_per_item"],
+    "save": ["ratio_to_clone", "ratio_to_example", "us_per_item"],
+    "index": [
+        *("lookup_p50_us", "lookup_ratio_to_example", "lookup_ratio_to_head", "growth_1e6_to_max"),
+        *("private_bytes_per_key", "/bloom.bytes_per_key", "/bloom.fpr", "open_ms"),
+        *("cold_ratio_to_raw", "/compact.peak_mib", "/compact.seconds", "visible_p99_s"),
+        "idle_lists_per_refresh",
+    ],
+    "payoff": [
+        *("sim_over_110_share", "sim_p50_worst", "sim_p99_worst", "sim_throughput_worst"),
+        *("sim_encode_learned_ratio", "decide_us"),
+    ],
+    "encode": [
+        *("gemma3-27b_over_estimate", "qwen2.5-vl-7b_over_estimate", "qwen3-vl-8b_over_estimate"),
+        "learned_ratio",
+    ],
+    "rag": [
+        *("total_ratio", "ttft_p50_ratio", "ttft_p99_ratio", "ratio_to_example_disk"),
+        *("ratio_to_example_mount", "legs"),
+    ],
+    "weights": ["fingerprint_ms"],
+    "dead": ["ttft_p99_ratio", "step_p99_ratio"],
+    "soak": [
+        *("wrong_answers", "dead_engines", "lost_entries", "memory_growth", "hits_not_back"),
+        *("faults", "requests", "hits"),
+    ],
+    "precompute": ["overhead", "resume_encodes", "resume_ms_per_item", "/corpus.server_hit_ratio"],
+    "hydrate": ["ratio_to_raw", "ratio_in_memory", "cpu_ratio_to_raw"],
+    "verify": ["ratio_to_raw", "gb_per_s"],
+    "gc": ["deletes_per_s_ratio", "deletes_per_s"],
+}
+
+
+def test_every_benchmark_has_its_rows_under_names_that_stay() -> None:
+    found = {name: [spec.name for spec in command.load(name).rows] for name in command.ENTRIES}
+    assert found == {
+        name: [row[1:] if row[0] == "/" else f"{name}.{row}" for row in rows]
+        for name, rows in ROWS.items()
+    }
+
+
+def test_any_latency_has_rows_of_its_own() -> None:
+    assert [spec.name for spec in command.load("fetch5").rows] == [
+        "fetch5.ratio_to_raw",
+        "fetch5.gb_per_s",
+    ]
+    for name in ("fetch0", "fetch-1", "fetch80x", "no-such-benchmark"):
+        with pytest.raises(KeyError):
+            command.load(name)
+
 
 # -- running them ----------------------------------------------------------------------------------
 
@@ -67,6 +136,12 @@ def test_what_cannot_be_measured_stays_in_the_result(use: Callable[[Bench], None
     assert [row.ok for row in result.rows] == [None, True, None]
     assert result.rows[0].detail["why"] == "no vLLM here"
     assert not result.failed
+
+
+def test_row_that_was_forgotten_is_a_fault(use: Callable[[Bench], None]) -> None:
+    use(fakes.bench(lambda context: context.report("fake.ratio", 0.5, samples=1)))
+    with pytest.raises(RuntimeError, match=r"fake\.speed_us"):
+        command.run_here("fake", quick=False, say=quiet)
 
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -182,3 +257,16 @@ def test_options_reach_the_benchmark(
 ) -> None:
     invoke(*args)
     assert asked == [(name, options)]
+
+
+def test_options_of_rag_reach_it(asked: list[tuple[str, dict[str, Any]]]) -> None:
+    args = "--factor 0.5 --latency-ms 5,20,5 --loop open --rate 2 --configs 3,1"
+
+    invoke("rag", *args.split(), "--object-mb", "30", "--seed", "7")
+
+    options = asked[0][1]["options"]
+    assert options.factor == 0.5
+    assert options.latency_ms == (5, 20)
+    assert (options.loop, options.rate_per_s, options.seed) == ("open", 2.0, 7)
+    assert options.configs == (3, 1)
+    assert options.object_mb == "30"
