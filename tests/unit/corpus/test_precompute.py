@@ -400,6 +400,71 @@ def test_what_the_source_says_is_renewed(desk: Desk) -> None:
     assert desk.rows()["a.png"].extra["title"] == "A"
 
 
+def two_folders(desk: Desk, one: bytes, other: bytes) -> tuple[Path, Path]:
+    """Two folders with a file of one name, of one age."""
+    folders = desk.folder / "one", desk.folder / "other"
+    for folder, data in zip(folders, (one, other), strict=True):
+        folder.mkdir()
+        (folder / "a.png").write_bytes(data)
+        os.utime(folder / "a.png", ns=(10**18, 10**18))
+    return folders
+
+
+def run_on(
+    desk: Desk, items: Iterable[SourceItem], *, replace: bool = False
+) -> tuple[PrecomputeReport, FakeEncoder]:
+    encoder = FakeEncoder(desk.corpus)
+    return desk.job(encoder, JobOptions(replace=replace), items=items).run(), encoder
+
+
+def test_a_row_of_another_source_is_replaced_only_where_that_is_asked_for(desk: Desk) -> None:
+    one, other = two_folders(desk, b"one", b"two")  # of one size, too
+    assert run_on(desk, open_source(str(one)))[0].status == "complete"
+    report, encoder = run_on(desk, open_source(str(other)))
+    assert (report.status, report.kept, report.replaced) == ("partial", 1, 0)
+    [failure] = report.failures
+    assert f"another file under it, {(one / 'a.png').as_uri()}" in failure.reason
+    assert "--replace" in failure.reason
+    assert encoder.encoded == []
+    assert desk.rows()["a.png"].identifier == name_of(b"one")
+    report, _ = run_on(desk, open_source(str(other)), replace=True)
+    assert (report.status, report.kept, report.replaced) == ("complete", 0, 1)
+    assert desk.rows()["a.png"].identifier == name_of(b"two")
+    assert report.to_json()["replaced_count"] == 1
+
+
+def test_a_file_of_another_source_is_read_whatever_its_size_and_age(desk: Desk) -> None:
+    one, other = two_folders(desk, b"one", b"two")
+    run_on(desk, open_source(str(one)))
+    report, encoder = run_on(desk, open_source(str(other)), replace=True)
+    assert report.read_bytes == 3
+    assert encoder.encoded == [b"two"]
+
+
+def test_a_folder_that_was_moved_is_catalogued_where_it_is(desk: Desk) -> None:
+    one, other = two_folders(desk, b"one", b"one")
+    run_on(desk, open_source(str(one)))
+    report, encoder = run_on(desk, open_source(str(other)))
+    assert (report.status, report.kept, report.replaced) == ("complete", 0, 0)
+    assert encoder.encoded == []
+    assert desk.rows()["a.png"].uri == (other / "a.png").as_uri()
+
+
+def test_of_two_files_under_one_name_in_a_list_the_first_counts(desk: Desk) -> None:
+    one, other = two_folders(desk, b"one", b"two")
+    listed = desk.folder / "list.jsonl"
+    paths = [one / "a.png", other / "a.png", one / "a.png"]
+    listed.write_text("".join(json.dumps({"id": "a", "path": str(each)}) + "\n" for each in paths))
+    report, encoder = run_on(desk, open_source(str(listed)))
+    assert (report.status, report.kept, report.items) == ("partial", 1, 3)
+    assert encoder.encoded == [b"one"]
+    assert desk.rows()["a"].identifier == name_of(b"one")
+    listed.write_text("".join(listed.read_text().splitlines(keepends=True)[:2]))
+    report, _ = run_on(desk, open_source(str(listed)), replace=True)
+    assert (report.status, report.replaced) == ("complete", 1)
+    assert desk.rows()["a"].identifier == name_of(b"two")
+
+
 @pytest.fixture
 def host() -> Iterator[str]:
     """A server that has `/a.png` under any query, and nothing else."""
