@@ -186,6 +186,19 @@ def test_a_condition_on_the_catalogue_chooses_and_the_rows_go_along(
     assert [r.document for r in there.catalog().rows()] == ["manuals/1.png"]
 
 
+def test_row_of_another_source_is_not_replaced_by_an_import(there: Corpus, disk: Path) -> None:
+    theirs = row("a.png", uri="file:///theirs/a.png", sha256="cd" * 32, identifier=IDS[0])
+    with in_folder(disk) as exported:
+        exported.catalog().append([theirs, row("b.png", identifier=IDS[1])])
+    there.import_from(disk, Selection([IDS[0]]))
+    mine = row("a.png", uri="file:///mine/a.png", identifier=IDS[1], stored_s=1.0)
+    there.catalog().append([mine])
+    done = there.import_from(disk)
+    assert (done.status, done.catalogued) == ("partial", 1)
+    assert "1 rows are left out" in done.failures["catalog"]
+    assert [r.uri for r in there.catalog().find("a.png")] == [mine.uri]
+
+
 def test_rows_of_the_catalogue_are_merged_and_the_newer_one_counts(
     here: Filled, there: Corpus, disk: Path
 ) -> None:
