@@ -299,8 +299,8 @@ class SchedulerHalf:
 
     def _name(self, request: Any) -> bool:
         """Name what a request needs as it is stored; False while its adapter is being read."""
-        adapter = self._adapter_of(request)
-        if adapter is not None and not self._adapters.is_ready(adapter, request):
+        adapters, adapter = self._adapters, self._adapter_of(request)
+        if adapters and adapter and not adapters.is_ready(adapter, request):
             return False
         for feature in request.mm_features:
             name = identifier = feature.identifier
