@@ -13,7 +13,7 @@ import json
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cachetools import LRUCache
@@ -29,20 +29,18 @@ PARQUET_SUFFIX = ".parquet"
 # The full identifier is stored in each object's header, which is capped (codec.HEADER_LIMIT);
 # 4 KiB leaves room for the rest. vLLM's own hashes have 64 characters.
 MAX_IDENTIFIER_BYTES = 4096
-# Objects are never replaced: where one turns out to be bad the entry is written once more beside
-# it, as a revision. There is one, since each costs every reader two requests.
-MAX_REVISION = 1
 DESCRIPTOR_BYTES = 2**20
 """More than a namespace's descriptor ever has."""
 # Enough for a content hash and its adapter's name. A longer identifier is hashed at each lookup,
 # which takes a few microseconds.
 _REMEMBERED_CHARACTERS = 128
+# Of all names that stand for others: some 40,000 of a usual length.
+_RENAMED_CHARACTERS = 2**23
 
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
 # Three characters at least: two could be taken for a fan-out folder.
 _LORA_FOLDER = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _CLIENT_NAME = re.compile(r"x-([0-9a-f]{64})")
-_REVISION_SUFFIX = ".r1" + OBJECT_SUFFIX
 _MARKED_NAME = re.compile(r"[tx]-([0-9a-f]{64})")
 # What a tenant's secret makes of an adapter and of an identifier: in a header, and in a name.
 _TENANT_LABEL = re.compile(r"(?:(t-[0-9a-f]{64}):)?t-([0-9a-f]{64})")
@@ -71,6 +69,7 @@ class Key:
         identifier: vLLM's name for it.
         name: Object name below ``objects/``, such as ``ab/abcd...safetensors``.
         digest: First 16 bytes of SHA-256 of ``name``: the key of every in-memory index.
+        renamed: The identifier that its name is made of, where that is not vLLM's; else empty.
         digest_hi: First half of the digest, a big-endian number. Kept, since a lookup in the
             index would spend a tenth of its time on splitting the digest.
         digest_lo: Second half.
@@ -79,6 +78,7 @@ class Key:
     identifier: str
     name: str
     digest: bytes
+    renamed: str = ""
     digest_hi: int = field(init=False, repr=False, compare=False)
     digest_lo: int = field(init=False, repr=False, compare=False)
 
@@ -95,7 +95,7 @@ class Key:
         """
         match = _TENANT_NAME.fullmatch(self.name)
         if match is None:
-            return self.identifier
+            return self.renamed or self.identifier
         return f"{match[1]}:t-{match[2]}" if match[1] else f"t-{match[2]}"
 
 
@@ -106,27 +106,32 @@ def is_content_hash(identifier: str) -> bool:
     return _CONTENT_HASH.fullmatch(identifier[-64:]) is not None
 
 
-def with_adapter(identifier: str, adapter: str, digest: str | None) -> str:
-    """The identifier of an image under a LoRA adapter, by the adapter's content.
+@dataclass(frozen=True, slots=True)
+class ModalityScopes:
+    """What marks the identifiers of a modality that an engine has settings of its own for.
 
-    vLLM's own, ``adapter:hash``, is the same after the adapter was replaced under its name.
-
-    Args:
-        identifier: vLLM's, of a request that uses the adapter.
-        adapter: The adapter's name.
-        digest: Of its content; None where that is not known.
-
-    Returns:
-        ``adapter-digest:hash``, as it stands in names and headers. Without a digest it is an
-        identifier that has no key, so that nothing is looked up or saved. An identifier that does
-        not begin with the adapter's name stays: vLLM says so that the adapter does not change the
-        encoder.
+    Attributes:
+        marks: Modality to mark.
+        other: The mark of a modality that is none of ``known``; empty for none.
+        known: Those that depend on no settings but their own.
     """
-    if not identifier.startswith(f"{adapter}:"):
-        return identifier
-    if digest is None:
-        return f"\ud800{identifier}"  # a lone surrogate: not valid Unicode, which nobody can send
-    return f"{adapter}-{digest}{identifier[len(adapter) :]}"
+
+    marks: Mapping[str, str] = field(default_factory=dict)
+    other: str = ""
+    known: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.marks)
+
+    def name(self, identifier: str, modality: str) -> str:
+        """The identifier as it stands in names and headers: ``mark:identifier``.
+
+        One that a client read there, and sends, is not marked twice.
+        """
+        mark = self.marks.get(modality) or ("" if modality in self.known else self.other)
+        if not mark or identifier.startswith(f"{mark}:"):
+            return identifier
+        return f"{mark}:{identifier}"
 
 
 def is_request_scoped(identifier: str) -> bool:
@@ -214,8 +219,7 @@ def key_of_header(stored: str, digest: bytes) -> Key | None:
 
 
 def is_object_name(name: str) -> bool:
-    """Whether ``name`` could have been made by make_key: the tier's names, and the bucket's of
-    what was never revised.
+    """Whether ``name`` could have been made by make_key.
 
     Listings contain junk: directory markers, foreign files, half-typed uploads.
     """
@@ -233,24 +237,6 @@ def is_object_name(name: str) -> bool:
     marked = None if with_lora else _MARKED_NAME.fullmatch(stem)
     hashed = marked.group(1) if marked else stem
     return _CONTENT_HASH.fullmatch(hashed) is not None and parts[0] == hashed[:2]
-
-
-def revised_name(name: str, revision: int) -> str:
-    """Object name below ``objects/`` of one revision of an entry; 0 is the name itself."""
-    if not revision:
-        return name
-    return f"{name.removesuffix(OBJECT_SUFFIX)}.r{revision}{OBJECT_SUFFIX}"
-
-
-def entry_name(name: str) -> tuple[str, int] | None:
-    """Which entry, and which revision of it, an object name below ``objects/`` belongs to.
-
-    Returns:
-        The name that make_key gives the entry, and the revision; None for any other object.
-    """
-    revision = int(name.endswith(_REVISION_SUFFIX))
-    plain = name.removesuffix(_REVISION_SUFFIX) + OBJECT_SUFFIX if revision else name
-    return (plain, revision) if name.isascii() and is_object_name(plain) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,13 +314,9 @@ class Layout:
         """Prefix of all entries, with its trailing slash."""
         return f"{self.namespace}/objects/"
 
-    def object(self, key: Key, revision: int = 0) -> str:
-        """Name of one entry, or of its revision."""
-        return f"{self.namespace}/objects/{revised_name(key.name, revision)}"
-
-    def revisions(self, key: Key) -> str:
-        """What the names of one entry and its revision begin with."""
-        return f"{self.namespace}/objects/{key.name.removesuffix(OBJECT_SUFFIX)}."
+    def object(self, key: Key) -> str:
+        """Name of one entry."""
+        return f"{self.namespace}/objects/{key.name}"
 
     def modality(self, modality: str) -> str:
         """The record of one modality's width and dtype, JSON, written once by a producer."""
@@ -453,11 +435,16 @@ class KeyPolicy:
     tenant: Tenant | None = None
     trust_client_ids: bool = True
 
-    def make_key(self, identifier: str) -> Key | None:
-        """As identity.make_key; None also where refuses() is true."""
-        if self.refuses(identifier):
+    def make_key(self, identifier: str, renamed: str = "") -> Key | None:
+        """As identity.make_key; None also where refuses() is true.
+
+        Args:
+            renamed: See Key.
+        """
+        if self.refuses(renamed or identifier):
             return None
-        return make_key(identifier, self.tenant)
+        key = make_key(renamed or identifier, self.tenant)
+        return replace(key, identifier=identifier, renamed=renamed) if key and renamed else key
 
     def refuses(self, identifier: str) -> bool:
         """Whether a client chose this identifier, and clients may not choose."""
@@ -487,8 +474,27 @@ class KeyCache:
         self._policy = policy
         self._counters = counters
         self._known: LRUCache[str, Key | None] = LRUCache(capacity)
+        self._renamed: dict[str, tuple[str, Key | None]] = {}
+        self._renamed_characters = 0  # since it was empty
+
+    def rename(self, identifier: str, name: str) -> None:
+        """Have an identifier of vLLM's stand for the entry of another one.
+
+        That holds until it is renamed again, or until very many others were.
+        """
+        known = self._renamed.get(identifier)
+        if name == identifier:
+            self._renamed.pop(identifier, None)
+        elif known is None or known[0] != name:
+            self._renamed_characters += len(identifier) + len(name)
+            if self._renamed_characters > _RENAMED_CHARACTERS:
+                self._renamed.clear()
+                self._renamed_characters = len(identifier) + len(name)
+            self._renamed[identifier] = name, self._policy.make_key(identifier, name)
 
     def __call__(self, identifier: str) -> Key | None:
+        if self._renamed and identifier in self._renamed:
+            return self._renamed[identifier][1]
         try:
             return self._known[identifier]
         except KeyError:

@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote, urlsplit
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -149,7 +150,7 @@ PLAIN_HTTP = (
 
 # Settings that do not apply to a corpus that `url` names.
 OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
-          "role_arn", "sse", "sse_kms_key_id")  # fmt: skip
+          "sse", "sse_kms_key_id")  # fmt: skip
 
 
 def _default_cache_dir() -> Path:
@@ -157,6 +158,13 @@ def _default_cache_dir() -> Path:
     if os.path.isabs(base):  # the XDG specification has others ignored
         return Path(base) / "s3ec"
     return Path("~/.cache/s3ec")
+
+
+def _check_epoch(value: Any) -> str:
+    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else "?"
+    if not re.fullmatch(r"[A-Za-z0-9._-]{0,64}", text):
+        raise ValueError("a number, or up to 64 letters, digits, `.`, `_` and `-`, such as 2")
+    return text
 
 
 class Settings(BaseModel):
@@ -191,7 +199,6 @@ class Settings(BaseModel):
         "can read and change what is sent. `127.0.0.1`, `::1` and `localhost` need no leave.",
     )
     profile: str | None = Field(None, description="Profile of the SDK's shared configuration.")
-    role_arn: str | None = Field(None, description="Role to assume with the found credentials.")
     ca_bundle: Path | None = Field(
         None,
         description="PEM file of the authorities to trust beside the system's. Unset: the one that "
@@ -264,13 +271,6 @@ class Settings(BaseModel):
         "only when they come from the bucket or from the encoder. Then nobody notices what the "
         "node's disk or memory does to them later, such as zeros after a power cut.",
     )
-    quarantine_s: float = Field(
-        3600.0,
-        ge=1,
-        le=2_592_000,
-        description="How long an object that came bad from the bucket twice is not asked for "
-        "again by this node; `s3ec quarantine` shows and clears them.",
-    )
     model_identity: str | None = Field(
         None,
         min_length=1,
@@ -280,9 +280,15 @@ class Settings(BaseModel):
     )
     weights: Literal["fingerprint", "name"] = Field(
         "fingerprint",
-        description="What tells two checkpoints of one model apart: `fingerprint` reads 2 MiB of "
-        "the encoder's weights, so that a folder with other weights is another namespace; `name` "
-        "trusts the model's name and revision.",
+        description="What tells two checkpoints of one model apart: `fingerprint` reads samples of "
+        "each tensor of encoder and projector, so that a folder with other weights is another "
+        "namespace, and nothing is loaded or saved where they cannot be had; `name` trusts the "
+        "model's name and revision.",
+    )
+    encoder_epoch: Annotated[str, BeforeValidator(_check_epoch)] = Field(
+        "",
+        description="A number or a word that starts over on purpose: engines with another one "
+        "share nothing, such as after a release of vLLM that encoded wrongly.",
     )
     tenant_key: Annotated[str | None, AfterValidator(check_reference)] = Field(
         None,

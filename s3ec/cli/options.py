@@ -35,10 +35,13 @@ JsonOption = Annotated[
 ]
 
 
+def option(name: str, metavar: str, text: str, **more: Any) -> Any:
+    """An option of one name that takes a value; ``more`` is typer's."""
+    return typer.Option(name, metavar=metavar, help=text, **more)
+
+
 def _option(name: str, metavar: str, text: str) -> Any:
-    return Annotated[
-        str | None, typer.Option(name, metavar=metavar, help=text, rich_help_panel=_PANEL)
-    ]
+    return Annotated[str | None, option(name, metavar, text, rich_help_panel=_PANEL)]
 
 
 _SETTINGS_OPTIONS = {
@@ -54,7 +57,6 @@ _SETTINGS_OPTIONS = {
     "endpoint_url": _option("--endpoint-url", "URL", "URL of an S3-compatible server."),
     "region": _option("--region", "NAME", "Region to sign for."),
     "profile": _option("--profile", "NAME", "Profile of the SDK's shared configuration."),
-    "role_arn": _option("--role-arn", "ARN", "Role to assume with the found credentials."),
     "ca_bundle": _option("--ca-bundle", "FILE", "PEM file of the authorities to trust."),
     "allow_http": Annotated[
         bool | None,
@@ -68,7 +70,7 @@ _SETTINGS_OPTIONS = {
 
 
 _PLACE = ("url", "bucket", "prefix")
-_S3_OPTIONS = ("endpoint_url", "region", "profile", "role_arn", "ca_bundle", "allow_http")
+_S3_OPTIONS = ("endpoint_url", "region", "profile", "ca_bundle", "allow_http")
 
 
 def _stored_namespaces(ctx: typer.Context) -> list[str]:

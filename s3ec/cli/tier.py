@@ -14,6 +14,7 @@ from s3ec.cli.options import (
     Consent,
     JsonOption,
     SettingsSource,
+    option,
     size_bytes,
     with_cache_settings,
 )
@@ -52,7 +53,7 @@ _NamespaceOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add ``tier`` to the tree."""
     group = App()
     group.callback(
@@ -65,34 +66,23 @@ def register(app: typer.Typer) -> None:
     )(with_cache_settings(tier))
     group.command(
         "ls",
-        epilog=epilog(
-            ("s3ec tier ls", "what was used here last?"),
-            (
-                "s3ec tier ls --names | s3ec hydrate --ids - --name",
-                "to bring them to another node",
-            ),
-        ),
+        ("s3ec tier ls", "what was used here last?"),
+        ("s3ec tier ls --names | s3ec hydrate --ids - --name", "to bring them to another node"),
     )(with_cache_settings(ls))
     group.command(
         "check",
-        epilog=epilog(
-            ("s3ec tier check", "audit the folder of this user's settings"),
-            ("s3ec tier check --cache-dir /mnt/nvme/s3ec --json", "another one, for machines"),
-        ),
+        ("s3ec tier check", "audit the folder of this user's settings"),
+        ("s3ec tier check --cache-dir /mnt/nvme/s3ec --json", "another one, for machines"),
     )(with_cache_settings(check))
     group.command(
         "repair",
-        epilog=epilog(
-            ("s3ec tier repair --dry-run", "what is wrong, and what can be done about it?"),
-            ("s3ec tier repair --yes", "do it, while engines run"),
-        ),
+        ("s3ec tier repair --dry-run", "what is wrong, and what can be done about it?"),
+        ("s3ec tier repair --yes", "do it, while engines run"),
     )(with_cache_settings(repair, CONSENT))
     group.command(
         "evict",
-        epilog=epilog(
-            ("s3ec tier evict --to 10GiB --dry-run", "what would go?"),
-            ("s3ec tier evict --to 0 --namespace google-gemma --yes", "one model's entries"),
-        ),
+        ("s3ec tier evict --to 10GiB --dry-run", "what would go?"),
+        ("s3ec tier evict --to 0 --namespace google-gemma --yes", "one model's entries"),
     )(with_cache_settings(evict, CONSENT))
     app.add_typer(group, name="tier")
 
@@ -213,10 +203,10 @@ def check(source: SettingsSource, as_json: JsonOption = False) -> None:
 def repair(source: SettingsSource, consent: Consent, as_json: JsonOption = False) -> None:
     """Audit the folder, and mend what is safe to mend, also while engines use it.
 
-    Bad entries are set aside: the newest 32 are kept for you to look at, and engines fetch them
-    anew. What dead processes left is removed, and modes are set right. Nothing that is good, and
-    nothing that waits for the bucket, is touched. Without --yes, nothing is done unless you agree
-    at a terminal. Exit status 1 where complaints are left.
+    Bad entries are deleted, and engines fetch them anew. What dead processes left is removed, and
+    modes are set right. Nothing that is good, and nothing that waits for the bucket, is touched.
+    Without --yes, nothing is done unless you agree at a terminal. Exit status 1 where complaints
+    are left.
     """
     settings, complaints = _audit(source)
     wanted = [complaint for complaint in complaints if complaint.remedy]
@@ -273,10 +263,10 @@ def evict(
     consent: Consent,
     to: Annotated[
         str,
-        typer.Option(
+        option(
             "--to",
-            metavar="SIZE",
-            help="Size to come down to, such as `10GiB` or `0`: of the whole folder, or with "
+            "SIZE",
+            "Size to come down to, such as `10GiB` or `0`: of the whole folder, or with "
             "--namespace of its entries.",
         ),
     ],
@@ -336,8 +326,8 @@ def _print_freed(freed: Freed, target_bytes: int, *, done: bool) -> None:
     )
     if freed.after_bytes > target_bytes:
         print_note(
-            f"{human_bytes(target_bytes)} is not reached: the rest is pinned by engines, waits "
-            "for the bucket, or is set aside"
+            f"{human_bytes(target_bytes)} is not reached: the rest is pinned by engines, or waits "
+            "for the bucket"
         )
 
 
@@ -396,7 +386,6 @@ def _document(settings: Settings, inspection: Inspection, report: TierReport) ->
         "pins": {"bytes": usage.pinned_nbytes, "process_count": report.pinning_processes},
         "spool": {"entry_count": report.spooled_files, "bytes": usage.spooled_nbytes},
         "held_bytes": usage.held_nbytes,
-        "set_aside": {"file_count": report.quarantined_files, "bytes": usage.quarantined_nbytes},
         "index": {"file_count": report.index_files, "bytes": usage.index_nbytes},
     }
 
@@ -404,13 +393,11 @@ def _document(settings: Settings, inspection: Inspection, report: TierReport) ->
 def _print_report(document: dict[str, Any]) -> None:
     budget = document["budget_bytes"]
     share = f"{100 * document['bytes'] / budget:.0f}% of {human_bytes(budget)}"
-    pins, spool, set_aside = document["pins"], document["spool"], document["set_aside"]
-    index = document["index"]
+    pins, spool, index = document["pins"], document["spool"], document["index"]
     pinned = (
         f"{human_bytes(pins['bytes'])} by {many(pins['process_count'], 'process', 'processes')}"
     )
     spooled = f"{human_bytes(spool['bytes'])} in {many(spool['entry_count'], 'entry', 'entries')}"
-    bad = f"{human_bytes(set_aside['bytes'])} in {many(set_aside['file_count'], 'bad file')}"
     facts(
         [
             ("folder", document["cache_dir"]),
@@ -419,7 +406,6 @@ def _print_report(document: dict[str, Any]) -> None:
             ("entries", f"{document['entry_count']} ({human_bytes(document['entry_bytes'])})"),
             ("pinned", pinned),
             ("spooled", spooled),
-            ("set aside", bad),
             ("index", f"{human_bytes(index['bytes'])} in {many(index['file_count'], 'file')}"),
         ]
     )

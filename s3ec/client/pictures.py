@@ -23,14 +23,7 @@ from typing import Any
 from cachetools import TTLCache
 
 from s3ec.client.known import REFRESH_S, KnownCatalog, Source
-from s3ec.client.parts import (
-    Fetch,
-    Message,
-    Part,
-    PartMaker,
-    modalities_with_pixels,
-    references,
-)
+from s3ec.client.parts import Fetch, Message, Part, PartMaker, modalities_with_pixels, references
 from s3ec.errors import S3ECError
 from s3ec.trial import Trial
 
@@ -45,21 +38,8 @@ _REFUSED, _UNAVAILABLE = 400, 500
 _TRANSIENT = (0, 408, 409, 429, 502, 503, 504)
 
 
-class Pictures:
-    """Parts of a chat about documents that a corpus holds. Thread-safe.
-
-    **Documents.** They are named as in the catalogue: the path relative to the source, or the id
-    that a list gave. Each part has the ``uuid`` under which the corpus has its embedding.
-
-    **Pixels** are read only where they are needed: from ``uri`` of the catalogue's row, or by
-    ``fetch``. Their sha256 must be that of the row, or another picture would get the uuid. An
-    ``http`` or ``https`` address is not read here but handed to the server, without the uuid: what
-    the server reads there is for it to name.
-
-    **Servers that take no parts without pixels** are found out by their answers: such a request is
-    sent once more with pixels. After three of those in a row all requests for that model have
-    pixels for a minute. Then one is tried, and each that fails doubles the time, up to an hour.
-    """
+class _Pictures:
+    """What both kinds are made of."""
 
     def __init__(
         self,
@@ -90,6 +70,23 @@ class Pictures:
         allowed = () if without_pixels is False else modalities
         self._maker = PartMaker(self._known, allowed, fetch)
         self._requests = _Requests(self._maker, without_pixels, clock)
+
+
+class Pictures(_Pictures):
+    """Parts of a chat about documents that a corpus holds. Thread-safe.
+
+    **Documents.** They are named as in the catalogue: the path relative to the source, or the id
+    that a list gave. Each part has the ``uuid`` under which the corpus has its embedding.
+
+    **Pixels** are read only where they are needed: from ``uri`` of the catalogue's row, or by
+    ``fetch``. Their sha256 must be that of the row, or another picture would get the uuid. An
+    ``http`` or ``https`` address is not read here but handed to the server, without the uuid: what
+    the server reads there is for it to name.
+
+    **Servers that take no parts without pixels** are found out by their answers: such a request is
+    sent once more with pixels. After three of those in a row all requests for that model have
+    pixels for a minute. Then one is tried, and each that fails doubles the time, up to an hour.
+    """
 
     def parts(
         self,
@@ -176,28 +173,11 @@ class Pictures:
         self.close()
 
 
-class AsyncPictures:
-    """``Pictures`` for an ``openai.AsyncOpenAI``: files and buckets are read in a thread."""
+class AsyncPictures(_Pictures):
+    """``Pictures`` for an ``openai.AsyncOpenAI``: files and buckets are read in a thread.
 
-    def __init__(
-        self,
-        catalog: Source,
-        *,
-        without_pixels: bool | None = None,
-        modalities: Collection[str] = ("image",),
-        fetch: Fetch | None = None,
-        refresh_s: float = REFRESH_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """As Pictures; ``fetch`` is a plain function, called in a thread.
-
-        Raises:
-            ConfigError: An argument is wrong, or the extra ``s3ec[corpus]`` is missing.
-        """
-        self._known = KnownCatalog(catalog, refresh_s, clock)
-        allowed = () if without_pixels is False else modalities
-        self._maker = PartMaker(self._known, allowed, fetch)
-        self._requests = _Requests(self._maker, without_pixels, clock)
+    ``fetch`` is a plain function, called in a thread.
+    """
 
     async def parts(
         self,

@@ -62,10 +62,10 @@ PLAIN = {
         "Bytes that this process evicted and that nobody on this node had asked for since they "
         "were saved, or brought by `s3ec hydrate`.",
     ),
-    "tier.quarantined": ("vllm:s3ec_quarantined", "Bad entries that were set aside."),
-    "quarantined_objects": (
-        "vllm:s3ec_quarantined_objects",
-        "Objects of the bucket that came bad twice and are not asked for again for a while.",
+    "tier.bad_files": ("vllm:s3ec_bad_files", "Bad files of this node's tier, deleted."),
+    "bad_objects": (
+        "vllm:s3ec_bad_objects",
+        "Objects of the bucket that came bad twice; each is a miss for this process for an hour.",
     ),
     "tier.errors": ("vllm:s3ec_tier_errors", "Times that the disk refused."),
     "tier.hung": ("vllm:s3ec_tier_hangs", "Times that the disk was found not to answer."),
@@ -116,18 +116,6 @@ PLAIN = {
     ),
     "internal_errors": ("vllm:s3ec_internal_errors", "Errors inside s3ec that were contained."),
 }
-# sum of ours that also goes down -> (Prometheus name, help)
-LEVELS = {
-    "wait.price": (
-        "vllm:s3ec_wait_price",
-        "What a second of encoding costs, in seconds of all requests: 1 in an idle engine (`wait` "
-        "= auto).",
-    ),
-    "pace.withheld": (
-        "vllm:s3ec_places_withheld",
-        "Requests at a time that are held back, because the store asked for fewer.",
-    ),
-}
 # figure of ours that is sent as it is -> (Prometheus name, help, how those of the scheduler's
 # process and of all ranks make one: their sum or the largest)
 GAUGES = {
@@ -137,7 +125,6 @@ GAUGES = {
         "this engine's processes.",
         "sum",
     ),
-    "level.spool_bytes": ("vllm:s3ec_spool_bytes", "Their bytes.", "sum"),
     "level.spool_oldest_seconds": (
         "vllm:s3ec_spool_oldest_seconds",
         "How long the oldest of them has waited. Of what a dead process left, the time since its "
@@ -279,7 +266,8 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "dropped": "The save queue was full. Not stored.",
             "abandoned": "Neither bucket nor spool took it before the process ended. Not stored.",
             "record": "Its width or data type is not that of the namespace's record. Not stored.",
-            "revisions": "All names for a bad object's replacement are taken. Not stored.",
+            "bad_object": "A bad object of the bucket has its name. Given up, see "
+            "`s3ec_bad_objects`.",
             "shape": "The encoder's output was no tensor. Not stored.",
             "adapter": "The LoRA adapter's files have changed. Not stored.",
             "unreadable": "The spooled file cannot be read. It stays in the spool.",
@@ -352,6 +340,7 @@ NOT_EXPORTED = {
     "index.forgotten": "Keys that were taken for absent for a while.",
     "index.not_kept": "Files of the index that this node's disk did not take.",
     "index.vanished_base": "Bases that were deleted while they were downloaded.",
+    "pace.withheld": "Requests at a time that are held back, because the store asked for fewer.",
     "skip.": "Chat requests that SkipPictures saw; it has a metric of its own.",
     "tier.pin_copies": "Pins that are copies, since the file system has no hard links.",
     "tier.spool_copies": "Spooled files that are copies, since there are no hard links.",

@@ -14,9 +14,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from s3ec.connector.adapters import Adapter, Adapters
 from s3ec.connector.item_tracker import (
     ABSENT,
     FAILED,
@@ -29,7 +31,7 @@ from s3ec.connector.item_tracker import (
 )
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
-from s3ec.connector.messages import Encode, Load, StepPlan, WorkerReport
+from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth
 from s3ec.connector.shared_tier import SharedTier
@@ -37,7 +39,7 @@ from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
 from s3ec.connector.waiting import SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
-from s3ec.identity import Key, KeyCache, KeyPolicy
+from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes
 from s3ec.index.base import Index
 from s3ec.prefetch import Priority
 from s3ec.tier import LocalKeys
@@ -101,6 +103,8 @@ class SchedulerHalf:
         counters: Counters,
         shared_tier: SharedTier | None = None,
         naming: KeyPolicy | None = None,
+        scopes: ModalityScopes | None = None,
+        adapters: Adapters | None = None,
         costs: EncodeCosts | None = None,
         policy: WaitPolicy | None = None,
         worth: SaveWorth | None = None,
@@ -122,6 +126,8 @@ class SchedulerHalf:
             counters: Where to count.
             shared_tier: Whether all ranks see this node's tier; None where they do for certain.
             naming: Which identifiers have keys, and which; None for the plain ones.
+            scopes: What marks the names of a modality; None where nothing does.
+            adapters: Of requests that use one; None where none touches the encoder.
             costs: What encoding costs; None where there is a policy, which has it, or where nothing
                 is known yet.
             policy: Weighs each wait against encoding; None where every wait is worth it.
@@ -148,6 +154,9 @@ class SchedulerHalf:
         self._shared_tier = shared_tier
         self._clock = clock
         self._keys = KeyCache(naming or KeyPolicy(), counters)
+        self._scopes = scopes or ModalityScopes()
+        self._adapters = adapters
+        self._renames = bool(self._scopes) or adapters is not None
         self.answers = KeptAnswers()
         # Of store and disk: what all requests that wait depend on.
         self._outside = (False, False)
@@ -193,7 +202,6 @@ class SchedulerHalf:
         self._plan = StepPlan()
         self._save_orders = SaveOrders(index, placeholder_of, clock, worth)
         self._swept_s = clock()
-        self._counted_price = 0.0
         self._stopped = False
 
     def stop(self, *, was_reset: bool) -> bool:
@@ -234,6 +242,8 @@ class SchedulerHalf:
         # Not by the end of the last feature: where they nest (the audio of a video), an earlier
         # one ends behind it.
         decoding = num_computed_tokens >= request.num_prompt_tokens
+        if self._renames and not decoding and not self._name(request):
+            return False
         if self._stores_again and self.on_device and not decoding:
             self._store_again(request)
         if not self._role.consumer:
@@ -286,6 +296,28 @@ class SchedulerHalf:
         if self.waits.knows(request.request_id):
             self.waits.let_through(request, num_computed_tokens)
         return True
+
+    def _name(self, request: Any) -> bool:
+        """Name what a request needs as it is stored; False while its adapter is being read."""
+        adapter = self._adapter_of(request)
+        if adapter is not None and not self._adapters.is_ready(adapter, request):
+            return False
+        for feature in request.mm_features:
+            name = identifier = feature.identifier
+            if adapter is not None:
+                name = adapter.name_of(name)
+            self._keys.rename(identifier, self._scopes.name(name, feature.modality))
+        return True
+
+    def _adapter_of(self, request: Any) -> Adapter | None:
+        lora = getattr(request, "lora_request", None)
+        return None if self._adapters is None or lora is None else self._adapters.of(lora)
+
+    def adapter_loaded(self, lora_request: Any) -> None:
+        """The workers are about to load an adapter, between two passes."""
+        if self._adapters is not None:
+            self._adapters.of(lora_request)
+            self._adapters.look()
 
     def _begin_pass(self) -> None:
         """See what has changed since the last pass, and keep the answers that hold."""
@@ -340,7 +372,8 @@ class SchedulerHalf:
                 continue
             key = self._keys(identifier)
             if key is not None and not self._disk.hangs and not self._index.maybe_contains(key):
-                self._plan.saves[identifier] = self._save_orders.again(feature)
+                save = self._save_orders.again(key, feature)
+                self._plan.saves[identifier] = self._made_by_adapter(save, request)
 
     def _is_held(self, identifier: str) -> bool:
         """Whether the device holds it, as far as is known."""
@@ -351,6 +384,9 @@ class SchedulerHalf:
         identifier = feature.identifier
         rows = feature.mm_position.get_num_embeds()
         item = self._items.get(identifier)
+        if self._renames and item is not None and item.key != self._keys(identifier):
+            self._rows_asked[identifier] = 0  # it is what was called so before
+            return None
         if item is None:
             # What the device holds needs no fetch. A feature without pixels is pinned all the
             # same: the device may evict it between this call and the next.
@@ -537,15 +573,23 @@ class SchedulerHalf:
             if saved_s is not None:
                 self._counters.add("encode.saved_seconds", saved_s)
         if granted and self._role.consumer:
+            renamed = self._items[identifier].key.renamed
             pin = self.tracker.load(identifier)
-            self._plan.loads.append(Load.of(identifier, pin))
+            self._plan.loads.append(Load.of(identifier, pin, renamed))
         elif not granted and self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
             save = None if key is None else self._save_orders.order(key, feature)
             if save is not None:
-                self._plan.saves[identifier] = save
+                self._plan.saves[identifier] = self._made_by_adapter(save, request)
         if not granted:
             self._plan.encodes[identifier] = Encode(feature.modality, rows)
+
+    def _made_by_adapter(self, save: Save, request: Any) -> Save:
+        """The order, with the files by which a worker can tell that it had this adapter."""
+        adapter = self._adapter_of(request)
+        if adapter is None or adapter.content is None:
+            return save
+        return replace(save, made_by=adapter.content[1])
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
         """Seconds until the device would have this again, by what was measured. Memory only.
@@ -583,6 +627,8 @@ class SchedulerHalf:
             decode_tokens: What the step would have if all its requests decoded; fewer than it has
                 where some are prefilled. Of use to a policy only.
         """
+        if self._adapters is not None:
+            self._adapters.look()
         self.waits.end_pass(self.answers.asked)
         repeated = self.answers.end_pass()
         if self._policy is not None:
@@ -653,6 +699,12 @@ class SchedulerHalf:
     def update_connector_output(self, report: WorkerReport) -> None:
         """Take the workers' report: unpin what was loaded, learn what was stored."""
         self.tracker.loaded(report.loaded, self.on_device)
+        if report.has_other_weights and self.stop(was_reset=False):
+            self._counters.add("stopped_by_weights")
+            log.error(
+                "the model's weights were replaced while this engine started: nothing is loaded or "
+                "saved from here on. Start it again"
+            )
         if self._shared_tier is not None and self._shared_tier.on_report(report.sees_tier):
             self._know_ranks(self._shared_tier.apart)
         for identifier in report.published:
@@ -689,9 +741,6 @@ class SchedulerHalf:
     def _sweep(self, now: float) -> None:
         """Drop what is too old to matter; at most once a second."""
         self._swept_s = now
-        if self._policy is not None and (price := self._policy.load.price) != self._counted_price:
-            self._counters.add("wait.price", price - self._counted_price)
-            self._counted_price = price
         if not self._role.asked_every_pass:
             for identifier in self._rows_asked.keys() - self._items.keys():
                 del self._rows_asked[identifier]

@@ -61,7 +61,7 @@ class Choice:
         now_s: Ages count to here. With ``max_bytes`` nothing goes that was stored later.
         last: With ``max_bytes`` the last one that goes by rank; None where all go or none was
             found yet.
-        objects: That go, revisions included.
+        objects: That go.
         nbytes: Their size.
         left_objects: That stay, of those below the adapter's folder.
         left_bytes: Their size.
@@ -193,7 +193,7 @@ class Collection:
 
     Attributes:
         namespace: Where.
-        objects: That went, or would in a dry run; revisions included.
+        objects: That went, or would in a dry run.
         nbytes: Their size.
         left_objects: That stay, of those that the adapter's rule leaves.
         left_bytes: Their size.

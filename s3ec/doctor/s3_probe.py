@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -77,7 +77,6 @@ class S3Probe:
         self._settings = settings
         # Sessions and the making of clients are for one thread at a time; clients are for all.
         self._lock = threading.RLock()
-        self._base: Any = None
         self._session: Any = None
         self._clients: dict[tuple[str, str], Any] = {}
 
@@ -90,21 +89,11 @@ class S3Probe:
             UnavailableError: A source did not answer.
         """
         with self._boundary("credentials"), self._lock:
-            found = self._base_session().get_credentials()
+            found = self._signing_session().get_credentials()
             if found is None:
                 return None
             found.get_frozen_credentials()  # where they are fetched, if they have to be
             return str(found.method)
-
-    def assume_role(self) -> None:
-        """Exchange the credentials for those of ``role_arn``, once.
-
-        Raises:
-            AccessError: Refused.
-            UnavailableError: STS did not answer.
-        """
-        with self._boundary("AssumeRole"):
-            self._role_session()
 
     def probe_server(self) -> ServerProbe:
         """Send a request without credentials. Any answer, even a refusal, shows a server is there.
@@ -239,7 +228,11 @@ class S3Probe:
             self._ask(self._client().delete_object, Key=self._key(name))
 
     def _boundary(self, what: str) -> AbstractContextManager[None]:
-        return boundary(what, lambda: self._settings.region or "", lambda: self._way.by)
+        return boundary(what, lambda: self._settings.region or "", self._by)
+
+    def _by(self) -> str:
+        way = vars(self).get("_way")  # not made here: what failed may have been that
+        return way.by if way else ""
 
     # Without the lock: who looks for credentials may hold it for long.
     @cached_property
@@ -258,34 +251,16 @@ class S3Probe:
     def _key(self, name: str) -> str:
         return f"{self._settings.prefix}/{name}" if self._settings.prefix else name
 
-    def _base_session(self) -> Any:
-        if self._base is None:
-            self._base = new_session(self._settings)
-        return self._base
-
-    def _role_session(self) -> Any:
-        if self._session is not None:
-            return self._session
-        base = self._base_session()
-        if self._settings.role_arn is None:
-            self._session = base
-            return base
-        # Not `ca_bundle`: that is the bucket's; STS is Amazon's or AWS_CA_BUNDLE's.
-        region = self._settings.region
-        with closing(base.create_client("sts", region, config=self._config())) as sts:
-            reply = sts.assume_role(RoleArn=self._settings.role_arn, RoleSessionName="s3ec-doctor")
-        keys = reply["Credentials"]
-        self._session = new_session(self._settings)
-        self._session.set_credentials(
-            keys["AccessKeyId"], keys["SecretAccessKey"], keys["SessionToken"]
-        )
+    def _signing_session(self) -> Any:
+        if self._session is None:
+            self._session = new_session(self._settings)
         return self._session
 
     def _client(self, *, style: str | None = None, checksums: str = "when_supported") -> Any:
         kind = (style or addressing_style(self._settings), checksums)
         with self._lock:
             if kind not in self._clients:
-                self._clients[kind] = self._new_client(self._role_session(), *kind)
+                self._clients[kind] = self._new_client(self._signing_session(), *kind)
             return self._clients[kind]
 
     def _unsigned_client(self) -> Any:

@@ -204,6 +204,17 @@ class BotocoreStore:
                 name = key[len(self._root) :]
                 yield ObjectInfo(name, int(entry["Size"]), _written_s(entry))
 
+    async def list_tags(self) -> AsyncIterator[tuple[str, int, str]]:
+        """Name, bytes and ETag of all objects; not a part of Store."""
+        async for found, _ in self._pages("", {}, self._tags_of):
+            for one in found:
+                yield one
+
+    def _tags_of(self, page: Any) -> Iterator[tuple[str, int, str]]:
+        for entry in page.get("Contents", ()):
+            name = str(entry["Key"]).removeprefix(self._root)
+            yield name, int(entry["Size"]), str(entry["ETag"])
+
     async def list_folders(self, prefix: str) -> Sequence[str]:
         check_folder_name(prefix)
         above = self._root + prefix

@@ -34,7 +34,6 @@ from botocore.awsrequest import (
     AWSResponse,
 )
 from botocore.config import Config
-from botocore.credentials import AssumeRoleCredentialFetcher, DeferredRefreshableCredentials
 from botocore.exceptions import (
     BotoCoreError,
     ConnectionClosedError,
@@ -462,7 +461,7 @@ def chain_credentials(settings: Settings, *, patient: bool) -> ChainCredentials:
 
 
 def find_credentials(settings: Settings) -> Any:
-    """Walk the SDK's chain from its beginning; those of the role where one is set.
+    """Walk the SDK's chain from its beginning.
 
     May ask services and commands, so it takes its time.
 
@@ -475,17 +474,7 @@ def find_credentials(settings: Settings) -> Any:
     source = core.get_credentials()
     if source is None:
         raise NoCredentialsError
-    if not settings.role_arn:
-        return source
-    fetcher = AssumeRoleCredentialFetcher(
-        client_creator=functools.partial(core.create_client, region_name=settings.region),
-        source_credentials=source,
-        role_arn=settings.role_arn,
-        extra_args={"RoleSessionName": "s3ec"},
-    )
-    return DeferredRefreshableCredentials(
-        refresh_using=fetcher.fetch_credentials, method="s3ec-assume-role"
-    )
+    return source
 
 
 def address_of(client: Any, bucket: str) -> Address:

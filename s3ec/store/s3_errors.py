@@ -367,7 +367,7 @@ def _from_credential_service(exc: sdk.ClientError, what: str) -> S3ECError:
     said = f"{what}: {exc.operation_name} for the credentials: {status} {code} ({message})"
     if status == 429 or status >= 500 or code in _TRANSIENT_CODES:
         return UnavailableError(said)
-    return AccessError(f"{said}; correct `role_arn` or the credentials it needs", code=code)
+    return AccessError(f"{said}; correct the role, or the credentials that it needs", code=code)
 
 
 def _skew(response: Any) -> str:

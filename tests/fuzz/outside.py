@@ -23,6 +23,7 @@ from s3ec import codec
 from s3ec.connector import saves
 from s3ec.connector.messages import Save
 from s3ec.identity import Key
+from s3ec.index.missing import BAD_OBJECT_TTL_S
 from s3ec.index.rows import EntryInfo
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import LocalKeys, Pin
@@ -128,6 +129,12 @@ class PlayedIndex:
     def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         self._hidden_until[key.digest] = self._clock() + _HIDDEN_S
 
+    def mark_bad(self, key: Key) -> None:
+        self._hidden_until[key.digest] = self._clock() + BAD_OBJECT_TTL_S
+
+    def is_bad(self, key: Key) -> bool:
+        raise NotImplementedError
+
     async def refresh(self) -> None:
         raise NotImplementedError
 
@@ -231,10 +238,11 @@ class PlayedPrefetcher:
             fault: How it fails, whatever is there.
         """
         want = self.open.pop(identifier)
+        name = want.key.stored
         outside = self._outside
-        here = None if outside.disk.hangs else outside.tier.get(identifier)
+        here = None if outside.disk.hangs else outside.tier.get(name)
         found = here or (
-            None if outside.store.is_open or outside.disk.hangs else outside.bucket.get(identifier)
+            None if outside.store.is_open or outside.disk.hangs else outside.bucket.get(name)
         )
         pin = None
         if fault is not None:
@@ -249,15 +257,16 @@ class PlayedPrefetcher:
             outcome = FetchOutcome.MISMATCH
         else:
             outcome = FetchOutcome.READY
-            pin = self._files.link(identifier, found)
+            pin = self._files.link(name, found)
             self.live[pin.path] = pin
-            outside.tier.setdefault(identifier, found)
+            outside.tier.setdefault(name, found)
             outside.local.add(want.key)
         if outcome is FetchOutcome.MISMATCH:
             self.misfits.add(identifier)
-        told = outcome is FetchOutcome.ABSENT and outside.index.maybe_contains(want.key)
-        if told or outcome is FetchOutcome.CORRUPT:
-            outside.index.mark_missing(want.key, absent=outcome is FetchOutcome.ABSENT)
+        if outcome is FetchOutcome.ABSENT and outside.index.maybe_contains(want.key):
+            outside.index.mark_missing(want.key, absent=True)
+        elif outcome is FetchOutcome.CORRUPT:
+            outside.index.mark_bad(want.key)
         if here is None and not outside.disk.hangs and pin is None:
             outside.local.discard(want.key)
         source = None if pin is None else "bucket" if here is None else "tier"
@@ -283,6 +292,7 @@ class PlayedSaves:
     def __init__(self, outside: Outside) -> None:
         self._outside = outside
         self.pending: dict[str, Stored] = {}
+        self._names: dict[str, str] = {}  # of those, as they are stored
         self.full = False
         self._published: list[str] = []
         self._stored: list[str] = []
@@ -299,18 +309,19 @@ class PlayedSaves:
         if self.full or identifier in self.pending:
             return False
         self.pending[identifier] = stored
+        self._names[identifier] = save.renamed or identifier
         return True
 
     def publish(self, identifier: str) -> None:
         """The writer has it on this node's disk."""
-        self._outside.publish(identifier, self.pending[identifier])
+        self._outside.publish(self._names[identifier], self.pending[identifier])
         self._published.append(identifier)
 
     def end(self, identifier: str, *, stored: bool) -> None:
         """The bucket has confirmed it, or it was given up."""
-        entry = self.pending.pop(identifier)
+        entry, name = self.pending.pop(identifier), self._names.pop(identifier)
         if stored:
-            self._outside.upload(identifier, entry)
+            self._outside.upload(name, entry)
             self._stored.append(identifier)
 
     def take_report(self) -> tuple[list[str], list[str]]:

@@ -40,8 +40,6 @@ from s3ec.runtime import DiskWatch, LoopThread
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip, replace
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Claim, LocalKeys, Pin, Tier
-from s3ec.tier.bad_objects import BadObjects
-from s3ec.tier.files import Folders
 from tests.support.clock import Clock
 from tests.support.file_calls import file_calls_of
 from tests.support.finite import FINITE
@@ -111,11 +109,10 @@ class Bench:
         self.script = Script()
         self.store = Watch(self.memory, self.script)
         self.counters = Counters()
-        self.index: Index = FakeIndex(self.counters)
+        self.index: Index = FakeIndex(self.counters, self.now)
         self.local = LocalKeys()
         watch = DiskWatch(self.counters, patience_s=600)  # a slow disk is not a hung one
         self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4, watch=watch)
-        self.bad_objects = self.make_bad_objects()
         self.tier = self.make_tier()
         self.records = ModalityRecords(self.store, LAYOUT)
         self.bucket = self.memory.bucket.objects
@@ -124,14 +121,6 @@ class Bench:
 
     def now(self) -> float:
         return self.now_s
-
-    def make_bad_objects(self) -> BadObjects:
-        return BadObjects(
-            *(Folders(self.folder), NAMESPACE, "0" * 16),
-            ttl_s=3600,
-            counters=self.counters,
-            clock=self.now,
-        )
 
     def make_tier(self, *, min_free_bytes: int = 0) -> Tier:
         return Tier(
@@ -152,7 +141,6 @@ class Bench:
                 self.index,
                 self.records,
                 self.local,
-                self.bad_objects,
             ),
             counters=self.counters,
             limits=Limits(**limits),  # type: ignore[arg-type]
@@ -180,6 +168,13 @@ class Bench:
     def hold(self, **where: str) -> Gate:
         gate = Gate()
         self.script.faults.insert(0, Fault(**{"op": "get", "name": OBJECTS} | where, gate=gate))  # type: ignore[arg-type]
+        return gate
+
+    def held_up(self, wants: list[FetchRequest], **where: str) -> Gate:
+        """Ask for them; the first one has begun, and waits at the gate."""
+        gate = self.hold(**where)
+        self.prefetcher.submit(wants)
+        assert gate.reached.wait(TIMEOUT_S)
         return gate
 
     def collect(self, count: int) -> list[FetchResult]:
@@ -310,8 +305,7 @@ def test_absent_is_forgotten(bench: Bench) -> None:
     bench.index.add(key_of("a"))
     assert bench.one().outcome is FetchOutcome.ABSENT
     assert not bench.index.maybe_contains(key_of("a"))
-    # What the index holds for certain may have been stored again, as a revision.
-    assert bench.store.fetched == [LAYOUT.object(key_of("a")), LAYOUT.object(key_of("a"), 1)]
+    assert bench.store.fetched == [LAYOUT.object(key_of("a"))]
     assert not bench.prefetcher.has_news
 
 
@@ -336,9 +330,7 @@ def test_what_lies_here_does_not_queue_behind_downloads_that_hang(bench: Bench) 
     bench.stock("here", "slow 1", "slow 2", "slow 3")
     here = bench.one("here").pin
     assert here is not None
-    gate = bench.hold()
-    bench.prefetcher.submit([want(f"slow {n}") for n in (1, 2, 3)])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want(f"slow {n}") for n in (1, 2, 3)])
     again = bench.one("here")
     assert (again.outcome, again.source) == (FetchOutcome.READY, "tier")
     gate.release()
@@ -349,9 +341,7 @@ def test_what_was_believed_to_be_here_is_downloaded_in_its_turn(bench: Bench) ->
     bench.make(max_concurrency=1)
     bench.stock("gone", "slow")
     bench.local.add(key_of("gone"))
-    gate = bench.hold(name=key_of("slow").name)
-    bench.prefetcher.submit([want("slow")])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want("slow")], name=key_of("slow").name)
     bench.prefetcher.submit([want("gone")])
     eventually(lambda: not bench.local(key_of("gone")), "a look at the disk")
     assert bench.store.peak == 1
@@ -410,13 +400,56 @@ def test_corrupt_twice_is_a_miss_and_forgotten(
     bench.script.faults = [Fault(op="get", name=OBJECTS, change=change)]
     done = bench.one()
     assert (done.outcome, done.pin) == (FetchOutcome.CORRUPT, None)
-    assert bench.counters.get("quarantined_objects") == 1
+    assert bench.counters.get("bad_objects") == 1
     assert bench.counters.get(f"corrupt.{reason}") == 2
-    first, second = LAYOUT.object(key_of("a")), LAYOUT.object(key_of("a"), 1)
-    assert bench.store.fetched == [first, first, second]
+    assert bench.store.fetched == [LAYOUT.object(key_of("a"))] * 2
     assert not bench.index.maybe_contains(key_of("a"))
     assert not bench.tier.entries.contains(key_of("a"))
     assert usage_of(bench.tier).entries == 0
+
+
+@pytest.mark.parametrize("knows", ["an index", "the manifest"])
+def test_a_bad_object_is_a_miss_for_an_hour_in_this_process(
+    bench: Bench, caplog: pytest.LogCaptureFixture, knows: str
+) -> None:
+    """Whatever asks: nobody asks the bucket for it, and it is counted and named once."""
+    if knows == "the manifest":
+        bench.read_the_manifest(clock=bench.now)
+    key = key_of("a")
+    bench.put(key, b"no entry")
+    name = LAYOUT.object(key)
+    assert bench.one().outcome is FetchOutcome.CORRUPT
+    for _ in range(3):
+        bench.now_s += 1199
+        assert bench.one().outcome is FetchOutcome.CORRUPT
+        assert not bench.index.maybe_contains(key)
+        assert not bench.index.holds(key)
+    assert bench.store.fetched == [name] * 2
+    assert bench.counters.get("bad_objects") == 1
+    assert caplog.text.count(f"object {name} is bad (") == 1
+    warned = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warned) == 1
+    bench.now_s += 4  # and the hour is over
+    assert not bench.index.is_bad(key)
+    bench.bucket[name] = entry(key)  # an outsider has mended it
+    assert bench.one().outcome is FetchOutcome.READY
+
+
+def test_what_this_node_has_is_served_though_the_object_is_bad(bench: Bench) -> None:
+    bench.put(key_of("a"), b"no entry")
+    assert bench.one().outcome is FetchOutcome.CORRUPT
+    bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])  # as a save does
+    assert (bench.one().outcome, bench.one().source) == (FetchOutcome.READY, "tier")
+    assert len(bench.store.fetched) == 2
+
+
+def test_a_bad_object_that_was_deleted_is_not_asked_for_either(bench: Bench) -> None:
+    bench.put(key_of("a"), b"no entry")
+    assert bench.one().outcome is FetchOutcome.CORRUPT
+    del bench.bucket[LAYOUT.object(key_of("a"))]
+    assert bench.one().outcome is FetchOutcome.CORRUPT
+    bench.index.add(key_of("a"))  # this process has stored it again
+    assert bench.one().outcome is FetchOutcome.ABSENT
 
 
 def test_a_bad_file_in_the_tier_is_fetched_anew(bench: Bench) -> None:
@@ -424,7 +457,7 @@ def test_a_bad_file_in_the_tier_is_fetched_anew(bench: Bench) -> None:
     bench.tier.writer.publish(key_of("a"), [entry(key_of("b"))])
     done = bench.one()
     assert (done.outcome, done.source) == (FetchOutcome.READY, "bucket")
-    assert bench.counters.get("tier.quarantined") == 1
+    assert bench.counters.get("tier.bad_files") == 1
 
 
 @pytest.mark.parametrize(
@@ -613,9 +646,7 @@ def test_an_error_of_ours_is_counted_and_the_want_is_answered(
 def test_a_fetch_ends_at_its_deadline_and_makes_room(bench: Bench, deadlines: Deadlines) -> None:
     bench.stock("a", "b")
     bench.make(max_concurrency=1, deadline_s=7.0)
-    gate = bench.hold(name=key_of("a").name)
-    bench.prefetcher.submit([want("a"), want("b")])
-    assert gate.reached.wait(TIMEOUT_S)
+    bench.held_up([want("a"), want("b")], name=key_of("a").name)
     assert deadlines.seconds == [7.0]
     deadlines.expire(bench.loop)
     done = {each.want.key: each.outcome for each in bench.collect(2)}
@@ -663,9 +694,7 @@ def test_a_pin_is_given_back_when_the_record_cannot_be_had_in_time(
 ) -> None:
     monkeypatch.setattr("s3ec.fetch._RECORD_PATIENCE_S", TIMEOUT_S)
     bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])
-    gate = bench.hold(name="/modality/")
-    bench.prefetcher.submit([want("a")])
-    assert gate.reached.wait(TIMEOUT_S)
+    bench.held_up([want("a")], name="/modality/")
     deadlines.expire(bench.loop)
     assert bench.collect(1)[0].outcome is FetchOutcome.UNAVAILABLE
     eventually(lambda: bench.pinned() == 0, "the pin's release")
@@ -701,8 +730,7 @@ def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
     assert bench.one(rows=LARGE_ROWS).outcome is FetchOutcome.READY
     assert bench.one("absent").outcome is FetchOutcome.ABSENT
     assert bench.one("bad").outcome is FetchOutcome.CORRUPT
-    bench.make_bad_objects().note(key_of("other"), "checksum", 0)  # as another process would
-    assert bench.one("other").outcome is FetchOutcome.CORRUPT
+    assert bench.one("bad").outcome is FetchOutcome.CORRUPT  # from memory
     assert calls == []
 
 
@@ -755,9 +783,7 @@ def order_of(bench: Bench, texts: Sequence[str] = "abcdefgh") -> list[str]:
 def test_demand_overtakes_lookahead(bench: Bench) -> None:
     bench.stock(*"abcdef")
     bench.make(max_concurrency=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in "abcd"])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want(text, Priority.LOOKAHEAD) for text in "abcd"])
     bench.prefetcher.submit([want("e"), want("f")])
     bench.fence()
     gate.release()
@@ -768,9 +794,7 @@ def test_demand_overtakes_lookahead(bench: Bench) -> None:
 def test_a_lookahead_that_is_needed_now_is_promoted_and_fetched_once(bench: Bench) -> None:
     bench.stock(*"abcd")
     bench.make(max_concurrency=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in "abcd"])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want(text, Priority.LOOKAHEAD) for text in "abcd"])
     bench.prefetcher.submit([want("d")])
     bench.prefetcher.submit([want("d", Priority.LOOKAHEAD)])  # never back
     bench.fence()
@@ -817,9 +841,7 @@ def test_a_fetch_that_waits_for_bytes_ends_at_its_deadline_too(
 ) -> None:
     bench.stock("a", "b")
     bench.make(max_inflight_bytes=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want("a"), want("b")])
-    assert gate.reached.wait(TIMEOUT_S)
+    bench.held_up([want("a"), want("b")])
     bench.fence()
     deadlines.expire(bench.loop)
     assert {done.outcome for done in bench.collect(2)} == {FetchOutcome.UNAVAILABLE}
@@ -831,9 +853,7 @@ def test_a_fetch_that_waits_for_bytes_ends_at_its_deadline_too(
 def test_a_full_queue_answers_at_once(bench: Bench) -> None:
     bench.stock(*"abcd")
     bench.make(max_concurrency=1, max_queued=2)
-    gate = bench.hold()
-    bench.prefetcher.submit([want("a")])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want("a")])
     bench.prefetcher.submit([want("b"), want("c"), want("d")])
     assert [(each.want.key, each.outcome) for each in bench.collect(1)] == [
         (key_of("d"), FetchOutcome.UNAVAILABLE)
@@ -887,9 +907,7 @@ def test_a_large_object_takes_the_memory_of_a_few_parts(in_parts: Bench) -> None
 
 def test_a_large_object_beside_another_one_comes_in_larger_parts(in_parts: Bench) -> None:
     in_parts.put(key_of("b"), entry(key_of("b"), rows=LARGE_ROWS))
-    gate = in_parts.hold(op="get_range", name=OBJECTS)
-    in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = in_parts.held_up([want("a", rows=LARGE_ROWS)], op="get_range", name=OBJECTS)
     in_parts.prefetcher.submit([want("b", rows=LARGE_ROWS)])
     eventually(lambda: ranges(in_parts, "b") == 1, "both are under way")
     gate.release()
@@ -905,9 +923,7 @@ def test_ranges_of_what_the_index_knows_to_fit_are_asked_for_at_once(in_parts: B
     facts = EntryInfo(rows=LARGE_ROWS, width=WIDTH, dtype="bfloat16")
     in_parts.read_the_manifest().add(key_of("a"), facts)
     in_parts.make()
-    gate = in_parts.hold(op="get_range", name=OBJECTS)
-    in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = in_parts.held_up([want("a", rows=LARGE_ROWS)], op="get_range", name=OBJECTS)
     in_parts.fence()
     assert ranges(in_parts) == PARTS_AT_A_TIME
     gate.release()
@@ -1081,9 +1097,7 @@ def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
 ) -> None:
     bench.stock(*"abcdef")
     bench.make(max_concurrency=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want(text) for text in "abc"])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want(text) for text in "abc"])
     bench.prefetcher.demote([key_of("a"), key_of("b"), key_of("x")])  # a is half fetched
     bench.prefetcher.submit([want("d", Priority.LOOKAHEAD)])
     bench.fence()
@@ -1095,9 +1109,7 @@ def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
 def test_what_was_forgotten_can_be_wanted_again(bench: Bench) -> None:
     bench.stock(*"abc")
     bench.make(max_concurrency=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want(text) for text in "abc"])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want(text) for text in "abc"])
     bench.prefetcher.demote([key_of("b"), key_of("c")])
     bench.prefetcher.submit([want("c")])
     bench.fence()
@@ -1122,9 +1134,7 @@ def test_queue_stays_short_however_often_its_wants_change_their_place(
     keys = [key_of(text) for text in texts]
     bench.stock("a", *texts)
     bench.make(max_concurrency=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want("a")])
-    assert gate.reached.wait(TIMEOUT_S)  # so its lane is never idle
+    gate = bench.held_up([want("a")])  # so its lane is never idle
     monkeypatch.setattr(heapq, "heappush", measuring)
     for _ in range(100):
         bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in texts])
