@@ -127,6 +127,8 @@ def _repairable(found: Audit) -> str:
 def _is_mended(found: Audit, done: Repair) -> bool:
     """Whether nothing is left to complain about."""
     deep, catalog = found.deep, found.catalog
+    if done.problem:
+        return False
     if deep is not None and (deep.unread or deep.corrupt > len(deep.bad) or done.spared):
         return False
     return catalog is None or not catalog.problem
@@ -161,6 +163,7 @@ def _print_deep(deep: DeepCheck) -> None:
             ("unread", f"{deep.unread:,} could not be read; they may be good"),
             ("unstable", f"{deep.unstable:,} came bad once, and good then"),
             ("foreign", f"{deep.foreign:,} below objects/ have no name of s3ec's"),
+            *([("newer", f"{deep.newer:,} of a newer format, left alone")] if deep.newer else []),
         ]
     )
     for kind, some in (("corrupt", deep.bad), ("unread", deep.unreadable)):
@@ -177,6 +180,8 @@ def _print_repair(done: Repair) -> None:
     if done.dropped:
         mended.append(f"{many(done.dropped, 'row')} of the catalogue dropped")
     echo("; ".join(mended) or "nothing was mended")
+    if done.problem:
+        print_note(done.problem)
     if done.spared:
         print_note(f"{many(done.spared, 'object')} not deleted: not bad, gone, or not to be read")
 
@@ -199,6 +204,7 @@ def _document(found: Audit) -> dict[str, Any]:
             "resumed_count": deep.resumed,
             "gone_count": deep.gone,
             "foreign_count": deep.foreign,
+            "newer_count": deep.newer,
             "unstable_count": deep.unstable,
             "corrupt_count": deep.corrupt,
             "unread_count": deep.unread,
@@ -219,4 +225,5 @@ def _repair_document(done: Repair) -> dict[str, Any]:
         "spared_count": done.spared,
         "version": done.version,
         "dropped_row_count": done.dropped,
+        "problem": done.problem or None,
     }

@@ -596,12 +596,15 @@ class Corpus:
         from s3ec.index.base_writer import BuildOptions
 
         name = self.choose(namespace, model=model)
-        place = str(self.settings.corpus)
-        opened = (
-            AuditState(state, place, name, again=not resume_complete)
-            if state is not None and deep
-            else None
-        )
+        opened: AuditState | None = None
+        if state is not None and deep:
+            place = {
+                "corpus": str(self.settings.corpus),
+                "endpoint": self.settings.endpoint_url,
+                "namespace": name,
+                "made_s": self.within(_made_s, name),
+            }
+            opened = AuditState(state, place, again=not resume_complete)
 
         async def work(store: Store, layout: Layout) -> Audit:
             return await audit(
@@ -1085,6 +1088,12 @@ class Corpus:
             return self._thread.submit(coroutine)
         except RuntimeError as exc:  # it ends just now, or no descriptor is left
             raise S3ECError(f"this corpus cannot be used: {exc}") from exc
+
+
+async def _made_s(store: Store, layout: Layout) -> float:
+    """When a namespace was made, by its server: other buckets have one of its name, too."""
+    info = await store.head(layout.descriptor)
+    return info.modified_s if info else 0.0
 
 
 def _require_form(form: str) -> None:
