@@ -459,8 +459,8 @@ class Confirmations:
                 if isinstance(facts, str):
                     self._failures += [one.failure(facts) for one in each.origins]
                     continue
-                for how, origins in (("encoded", each.encoded), ("catalogued", each.others)):
-                    self._rows += [(one.row(facts, now_s), how, one.replaces) for one in origins]
+                self._rows += [(o.row(facts, now_s), "encoded", o.replaces) for o in each.encoded]
+                self._rows += [(o.row(facts, now_s), "catalogued", o.replaces) for o in each.others]
             if found:
                 self._moved_s = time.monotonic()
             self._changed.notify_all()
