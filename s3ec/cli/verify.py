@@ -21,6 +21,7 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     counting,
+    echo,
     facts,
     human_bytes,
     many,
@@ -145,7 +146,7 @@ def _print(found: Audit) -> None:
             ]
         )
         for document in catalog.examples:
-            typer.echo(f"  {'gone':<9}  {safe(document)}")
+            echo(f"  {'gone':<9}  {safe(document)}")
     if deep is not None:
         _print_deep(deep)
 
@@ -164,7 +165,7 @@ def _print_deep(deep: DeepCheck) -> None:
     )
     for kind, some in (("corrupt", deep.bad), ("unread", deep.unreadable)):
         for bad in some[:_SHOWN]:
-            typer.echo(f"  {kind:<9}  {safe(bad.name)}  {safe(bad.message)}")
+            echo(f"  {kind:<9}  {safe(bad.name)}  {safe(bad.message)}")
 
 
 def _print_repair(done: Repair) -> None:
@@ -175,7 +176,7 @@ def _print_repair(done: Repair) -> None:
         mended.append(f"index made anew as base {done.version}")
     if done.dropped:
         mended.append(f"{many(done.dropped, 'row')} of the catalogue dropped")
-    typer.echo("; ".join(mended) or "nothing was mended")
+    echo("; ".join(mended) or "nothing was mended")
     if done.spared:
         print_note(f"{many(done.spared, 'object')} not deleted: not bad, gone, or not to be read")
 

@@ -119,8 +119,11 @@ class PartReader:
         known: ULIDs of the parts that are still there and were read, or cannot be used.
     """
 
-    def __init__(self, store: Store, layout: Layout) -> None:
+    def __init__(self, store: Store, layout: Layout, *, at_a_time: int = _PARTS_AT_A_TIME) -> None:
         """Set up; no request goes out.
+
+        Args:
+            at_a_time: Parts that are read, and in memory, at once.
 
         Raises:
             ConfigError: The extra is missing.
@@ -128,6 +131,7 @@ class PartReader:
         require_pyarrow()
         self._store = store
         self._layout = layout
+        self._at_a_time = at_a_time
         self.problems: dict[str, CorruptEntryError] = {}
         self.known: set[str] = set()
 
@@ -149,8 +153,8 @@ class PartReader:
             self.problems = {name: exc for name, exc in self.problems.items() if name in there}
             new = [(ulid, info) for ulid, info in parts.items() if ulid not in self.known]
             vanished = False
-            for start in range(0, len(new), _PARTS_AT_A_TIME):
-                some = new[start : start + _PARTS_AT_A_TIME]
+            for start in range(0, len(new), self._at_a_time):
+                some = new[start : start + self._at_a_time]
                 tables = await in_parallel(some, self._read)
                 for (ulid, info), table in zip(some, tables, strict=True):
                     if table is None and info.name not in self.problems:

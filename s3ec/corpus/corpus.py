@@ -680,6 +680,7 @@ class Corpus:
         identifier: Literal["content", "sha256"] = "content",
         shard: tuple[int, int] = (0, 1),
         limit: int | None = None,
+        replace: bool = False,
         read: ReadOptions | None = None,
         column: str | None = None,
         engine: str = "local",
@@ -703,6 +704,8 @@ class Corpus:
                 send ``sha256:HEX`` of the file as ``uuid``.
             shard: This call's part and the number of parts, such as (0, 4).
             limit: Most items that are looked at.
+            replace: A document that the catalogue has from another source, with another file, gets
+                this one; else such an item is left out and listed.
             read: How items are read: dots per inch of a PDF's pages, above all.
             column: Of a dataset with several columns of files.
             engine: ``local``, which is vLLM in this process; or ``ray``, vLLM in each worker of a
@@ -727,7 +730,7 @@ class Corpus:
             self,
             source,
             model,
-            JobOptions(identifier, shard, limit),
+            JobOptions(identifier, shard, limit, replace),
             read=read,
             column=column,
             engine=engine,
