@@ -72,6 +72,12 @@ async def test_long_number_of_a_source_comes_back_as_text() -> None:
     assert found.extra == {"id": [str(10**18), {"of": str(-(10**15))}], "n": True}
 
 
+async def test_secrets_in_urls_are_not_stored() -> None:
+    store = MemoryStore()
+    await append_rows(store, LAYOUT, [row(uri="https://me:secret@h/a.png?sig=secret")])
+    assert [one.uri for one in await rows_of(store)] == ["https://h/a.png?..."]
+
+
 async def test_without_rows_nothing_is_written() -> None:
     store = FaultStore(MemoryStore())
     await append_rows(store, LAYOUT, [])
@@ -436,6 +442,33 @@ def test_question_writes_nothing(catalog: Catalog, tmp_path: Path, statement: st
     with pytest.raises(ConfigError):
         catalog.sql(statement.format(tmp_path / "x"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "COPY catalog TO '.tmp/x.csv'",
+        "EXPLAIN ANALYZE COPY catalog TO '.tmp/x.csv'",
+        "PREPARE p AS COPY (SELECT 1) TO '.tmp/x.csv'; EXECUTE p",
+        "SELECT 1; COPY (SELECT 1) TO '.tmp/x.csv'; SELECT 2",
+        "EXPORT DATABASE '.tmp/x'",
+        "ATTACH '.tmp/x'",
+        "SELECT * FROM read_text('.tmp/there')",
+        "SELECT * FROM read_blob(['.tmp/there'])",
+        "SELECT * FROM glob('.tmp/*')",
+        "SET temp_directory='.tmp'",
+    ],
+)
+def test_question_sees_no_folder_for_temporary_files(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    """DuckDB lets a question use it, `.tmp` of the working folder, whatever else is off."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".tmp").mkdir()
+    (tmp_path / ".tmp/there").write_text("not for questions")
+    with pytest.raises(ConfigError):
+        catalog.sql(statement)
+    assert [path.name for path in (tmp_path / ".tmp").iterdir()] == ["there"]
 
 
 @pytest.mark.parametrize("where", ["", "rows >", "no_column = 1", "true) UNION SELECT 1 --"])
