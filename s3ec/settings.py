@@ -136,6 +136,11 @@ def is_plain_http_elsewhere(url: str) -> bool:
         return True
 
 
+def is_amazons(url: str) -> bool:
+    """Whether a URL's host is one of Amazon's."""
+    return (urlsplit(url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
 ENV_PREFIX = "S3EC_"
 
 PLAIN_HTTP = (
@@ -194,7 +199,11 @@ class Settings(BaseModel):
         "can read and change what is sent. `127.0.0.1`, `::1` and `localhost` need no leave.",
     )
     profile: str | None = Field(None, description="Profile of the SDK's shared configuration.")
-    ca_bundle: Path | None = Field(None, description="PEM file of the authorities to trust.")
+    ca_bundle: Path | None = Field(
+        None,
+        description="PEM file of the authorities to trust beside the system's. Unset: the one that "
+        "`AWS_CA_BUNDLE`, the profile or `REQUESTS_CA_BUNDLE` names, or the SDK's own.",
+    )
     sse: Literal["none", "AES256", "aws:kms"] = Field(
         "none",
         description="Server-side encryption asked for at each write; `none` leaves it to the "
@@ -346,6 +355,11 @@ class Settings(BaseModel):
             return value
         if "://" in value:
             raise ValueError("give the bucket's name alone; a URL goes into `url`")
+        if value.startswith("arn:") and value.endswith(".mrap"):
+            raise ValueError(
+                "a multi-region access point is signed for in a way of its own, which obstore "
+                "does not know; give the bucket or the access point of one region"
+            )
         if "/" in value and not value.startswith("arn:"):
             raise ValueError("give the bucket's name alone; a folder inside it goes into `prefix`")
         if not value.startswith("arn:") and not re.fullmatch(r"[A-Za-z0-9._-]{3,255}", value):
@@ -397,10 +411,7 @@ class Settings(BaseModel):
         """True for path style, False for virtual-host style, None where the SDK decides."""
         if self.addressing_style != "auto":
             return self.addressing_style == "path"
-        host = urlsplit(self.endpoint_url).hostname if self.endpoint_url else None
-        if host is None or host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-            return None
-        return True
+        return None if self.endpoint_url is None or is_amazons(self.endpoint_url) else True
 
 
 def settings_table() -> str:

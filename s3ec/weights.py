@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -258,10 +259,9 @@ def place_of(model: str, revision: str | None, download_dir: str | None) -> Path
 def _modelscope_snapshot(model: str, revision: str | None, download_dir: str | None) -> Path:
     """Its cache has had several layouts, so it is asked; it looks at the disk alone."""
     try:
-        from modelscope.hub.snapshot_download import snapshot_download
-
+        module = importlib.import_module("modelscope.hub.snapshot_download")
         found = Path(
-            snapshot_download(
+            module.snapshot_download(
                 model_id=model, revision=revision, cache_dir=download_dir, local_files_only=True
             )
         )

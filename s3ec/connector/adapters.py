@@ -26,7 +26,7 @@ from s3ec.weights import UnknownFilesError, place_of
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
-_Content = tuple[str, FileFacts]
+_Content = tuple[str, FileFacts]  # 16 hex digits, and the files
 
 
 def facts_of(paths: Iterable[str]) -> FileFacts:
@@ -38,14 +38,10 @@ def facts_of(paths: Iterable[str]) -> FileFacts:
 
 
 def read_adapter(path: str, known: _Content | None = None) -> _Content:
-    """Hash every byte of an adapter; where it is known, only see whether that is still true.
-
-    Returns:
-        16 hex digits, and the files.
+    """Hash every byte of an adapter; one that is known is only looked at.
 
     Raises:
-        UnknownFilesError: There are no files here that vLLM would load, or they change.
-        OSError: They cannot be read.
+        UnknownFilesError, OSError: vLLM would find no files here; they change; they are unreadable.
     """
     if known is None:
         place = place_of(path, None, None)
@@ -76,11 +72,8 @@ class Adapter:
     looked_s: float | None = None  # last at its files
 
     def name_of(self, identifier: str) -> str:
-        """``adapter-digest:hash`` for vLLM's ``adapter:hash``; what has no key if it is unknown.
-
-        An identifier without the adapter in it stays: the adapter does not change the encoder.
-        """
-        if not identifier.startswith(f"{self.name}:"):
+        """``adapter-digest:hash`` for vLLM's ``adapter:hash``; what has no key if it is unknown."""
+        if not identifier.startswith(f"{self.name}:"):  # the adapter does not change the encoder
             return identifier
         if self.content is None:
             return f"\ud800{identifier}"  # not valid Unicode, so nobody can send it either

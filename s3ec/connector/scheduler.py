@@ -299,8 +299,8 @@ class SchedulerHalf:
 
     def _name(self, request: Any) -> bool:
         """Name what a request needs as it is stored; False while its adapter is being read."""
-        adapter = self._adapter_of(request)
-        if adapter is not None and not self._adapters.is_ready(adapter, request):
+        adapter, adapters = self._adapter_of(request), self._adapters
+        if adapter is not None and adapters is not None and not adapters.is_ready(adapter, request):
             return False
         for feature in request.mm_features:
             name = identifier = feature.identifier
@@ -371,7 +371,11 @@ class SchedulerHalf:
             if feature.modality == PASSED_THROUGH:  # the client's own; it is no embedding of ours
                 continue
             key = self._keys(identifier)
-            if key is not None and not self._disk.hangs and not self._index.maybe_contains(key):
+            if key is None or self._disk.hangs or self._index.maybe_contains(key):
+                continue
+            # A bad object has its name: a save of what is encoded tries, one of each hit would not
+            # fare better.
+            if not self._index.is_bad(key):
                 save = self._save_orders.again(key, feature)
                 self._plan.saves[identifier] = self._made_by_adapter(save, request)
 

@@ -211,7 +211,9 @@ class WorkerHalf:
 
     def look_for_tier(self, tier: TierId) -> None:
         """Report whether this rank sees the scheduler's tier; some system calls."""
-        self._sees_tier = {self._rank(): sees_tier(tier, self._node.tier)}
+        sees = sees_tier(tier, self._node.tier)
+        if sees is not None:
+            self._sees_tier = {self._rank(): sees}
 
     def start_load_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         """Begin to bring every granted embedding into the encoder cache.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from s3ec.corpus.catalog import append_rows, check_row, read_table
-from s3ec.corpus.catalog_file import CatalogRow
+from s3ec.corpus.catalog_file import STAMP, CatalogRow
 from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.encoder import EncoderError
 from s3ec.corpus.entries import CorpusEntry, find_entry, read_header
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Counted = Literal["encoded", "catalogued", "renewed"]
 log = logging.getLogger(__name__)
-
-STAMP = "s3ec_file"
-"""In ``extra`` of a row: size and mtime of the file, and dots per inch of a PDF's page."""
 
 # How often the index is asked for what was confirmed. Writers announce every 2 s.
 _LOOK_S = 1.0
@@ -84,6 +81,8 @@ class Origin:
         extra = dict(self.item.extra)
         if self.stamp is not None:
             extra[STAMP] = self.stamp
+        elif self.item.page is not None:  # of what is no file here nothing else is known
+            extra[STAMP] = f"{self.item.options.dpi}"
         return CatalogRow(
             document=self.item.document,
             page=self.item.page,
@@ -460,8 +459,8 @@ class Confirmations:
                 if isinstance(facts, str):
                     self._failures += [one.failure(facts) for one in each.origins]
                     continue
-                for how, origins in (("encoded", each.encoded), ("catalogued", each.others)):
-                    self._rows += [(one.row(facts, now_s), how, one.replaces) for one in origins]
+                self._rows += [(o.row(facts, now_s), "encoded", o.replaces) for o in each.encoded]
+                self._rows += [(o.row(facts, now_s), "catalogued", o.replaces) for o in each.others]
             if found:
                 self._moved_s = time.monotonic()
             self._changed.notify_all()

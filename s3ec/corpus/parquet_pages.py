@@ -161,7 +161,8 @@ class _Compact:
         return found
 
     def _value(self, kind: int, wanted: Any) -> Any:
-        expected = {dict: _STRUCT, list: _LIST}.get(type(wanted), wanted)
+        kinds: dict[type, int] = {dict: _STRUCT, list: _LIST}
+        expected = kinds.get(type(wanted), wanted)
         if kind != expected:
             raise LookupError(f"type {kind} is where {expected} should be")
         if kind == _STRUCT:

@@ -13,24 +13,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
 from botocore import UNSIGNED
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, SSLError
+from botocore.exceptions import BotoCoreError, ClientError, ProxyConnectionError, SSLError
 from botocore.exceptions import ConnectionError as SdkConnectionError
 from botocore.parsers import ResponseParserError
 
 from s3ec.errors import UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.s3_client import (
+    BoundedSession,
+    Way,
     addressing_style,
     client_options,
     encryption,
     new_session,
     quiet_sdk_logs,
     timeouts,
+    way_to,
 )
 from s3ec.store.s3_errors import boundary, one_line, reading_answer, unix_s
 
@@ -101,7 +105,7 @@ class S3Probe:
         client = self._unsigned_client()
         client.meta.events.register("before-send.s3", lambda request, **_: sent.append(request.url))
         before_s = time.time()
-        with self._boundary("GET"), _saying_why():
+        with self._boundary("GET"), _saying_why(self._way.by):
             try:
                 reply = self._ask(client.list_objects_v2, MaxKeys=1)
             except ClientError as exc:
@@ -224,7 +228,20 @@ class S3Probe:
             self._ask(self._client().delete_object, Key=self._key(name))
 
     def _boundary(self, what: str) -> AbstractContextManager[None]:
-        return boundary(what, lambda: self._settings.region or "")
+        return boundary(what, lambda: self._settings.region or "", self._by)
+
+    def _by(self) -> str:
+        way = vars(self).get("_way")  # not made here: what failed may have been that
+        return way.by if way else ""
+
+    # Without the lock: who looks for credentials may hold it for long.
+    @cached_property
+    def _way(self) -> Way:
+        return way_to(self._settings)
+
+    @cached_property
+    def _transport(self) -> BoundedSession:
+        return BoundedSession(self._way, self._settings)
 
     def _ask(self, call: Callable[..., Any], **params: Any) -> Any:
         """The SDK's answer to a request about the bucket."""
@@ -269,31 +286,38 @@ class S3Probe:
             response_checksum_validation=checksums,
             **more,
         )
-        return session.create_client("s3", config=config, **client_options(self._settings))
+        client = session.create_client("s3", config=config, **client_options(self._settings))
+        client.meta.events.register("before-send.s3", self._transport.send)
+        return client
 
     def close(self) -> None:
         """Close all connections."""
         # Without the lock: who looks for credentials may hold it for long.
         for client in list(self._clients.values()):
             client.close()
+        if self._clients:
+            self._transport.close()
 
     def _config(self, **more: Any) -> Config:
         return Config(retries={"total_max_attempts": 1}, **timeouts(self._settings), **more)
 
 
 @contextmanager
-def _saying_why() -> Iterator[None]:
+def _saying_why(by: str) -> Iterator[None]:
     """Tell refused from unknown host and from timed out; the SDK's own text names only the URL.
+
+    Args:
+        by: As ``Way.by``.
 
     Raises:
         UnavailableError: With the operating system's word for it.
     """
     try:
         yield
-    except SSLError:
+    except (SSLError, ProxyConnectionError):
         raise  # the boundary tells an untrusted certificate from the rest
     except (SdkConnectionError, OSError) as exc:
-        raise UnavailableError(_reason(exc)) from exc
+        raise UnavailableError(_reason(exc) + by) from exc
 
 
 def _reason(exc: Exception) -> str:

@@ -292,17 +292,17 @@ class ManifestIndex:
                 self._gone.discard_locked(digest)
 
     def _believe_what_was_mended(self, before: View, view: View) -> None:
-        """Believe bad keys again of which the new view has a later row.
+        """Believe bad keys again of which the new view has a later row or tombstone.
 
-        Somebody deleted the bad object and stored the entry again. Not every new row says so: a
-        process that finds the bad object under its name announces it, with the time at which it
-        was stored.
+        Somebody deleted the bad object, and perhaps stored the entry again. Not every new row says
+        so: a process that finds the bad object under its name announces it, with the time at which
+        it was stored.
         """
         mended = []
         for digest in list(self._bad.until):
             latest, known = view.latest(digest), before.latest(digest)
             known_s = known[0].time_s if known is not None else 0
-            if latest is not None and not latest[1] and latest[0].time_s > known_s:
+            if latest is not None and latest[0].time_s > known_s:
                 mended.append(digest)
         with self._lock:
             for digest in mended:

@@ -335,12 +335,15 @@ class BotocoreStore:
             return str(self._opened.client.meta.region_name)
         return self._settings.region or "unset"
 
+    def _by(self) -> str:
+        return self._opened.way.by if self._opened is not None else ""
+
     @contextlib.asynccontextmanager
     async def _slot(self, what: str) -> AsyncIterator[RequestSlot]:
         """The client, one of the places, a deadline and the error boundary around an operation."""
         asked_s = time.monotonic()
         try:
-            with boundary(what, self._region):
+            with boundary(what, self._region, self._by):
                 opened = await self._open()
                 # There are as many threads and connections as places, so nothing but what was
                 # given up a moment ago is waited for behind the deadline.

@@ -107,6 +107,7 @@ class PlayedIndex:
         self._clock = clock
         self._sure: dict[bytes, bool] = {}
         self._hidden_until: dict[bytes, float] = {}
+        self._bad_until: dict[bytes, float] = {}
 
     def learn(self, key: Key, *, sure: bool) -> None:
         """Another engine's news, or a filter's chance."""
@@ -125,15 +126,17 @@ class PlayedIndex:
     def add(self, key: Key, facts: EntryInfo | None = None) -> None:
         self._sure[key.digest] = True
         self._hidden_until.pop(key.digest, None)
+        self._bad_until.pop(key.digest, None)
 
     def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         self._hidden_until[key.digest] = self._clock() + _HIDDEN_S
 
     def mark_bad(self, key: Key) -> None:
-        self._hidden_until[key.digest] = self._clock() + BAD_OBJECT_TTL_S
+        until_s = self._clock() + BAD_OBJECT_TTL_S
+        self._hidden_until[key.digest] = self._bad_until[key.digest] = until_s
 
     def is_bad(self, key: Key) -> bool:
-        raise NotImplementedError
+        return self._clock() < self._bad_until.get(key.digest, 0.0)
 
     async def refresh(self) -> None:
         raise NotImplementedError

@@ -434,6 +434,9 @@ def test_impossible_combinations_are_refused() -> None:
     arn = "arn:aws:s3:eu-west-1:1:accesspoint/corpus"
     assert "virtual" in str(refusal(bucket=arn, addressing_style="virtual"))
     assert settings_of(bucket=arn).bucket == arn
+    for region in ("", "eu-west-1"):
+        arn = f"arn:aws:s3:{region}:123456789012:accesspoint/mfzwi23gnjvgw.mrap"
+        assert "access point of one region" in str(refusal(bucket=arn))
     assert settings_of(sse="aws:kms", sse_kms_key_id="key").sse_kms_key_id == "key"
 
 

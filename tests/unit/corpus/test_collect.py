@@ -112,6 +112,13 @@ async def test_what_is_stored_while_it_is_chosen_stays(memory: MemoryStore) -> N
     assert left(memory) == names_of(IDS[0], "new")
 
 
+async def test_with_a_size_what_is_stored_since_the_look_began_stays(memory: MemoryStore) -> None:
+    """It may be in the listing that counts already; the newest is not what is to go."""
+    put(memory, "new", -1.0)
+    await run(memory, Rules(max_bytes=0))
+    assert left(memory) == names_of("new")
+
+
 async def test_object_without_a_time_stays(memory: MemoryStore) -> None:
     memory.bucket.modified_s[LAYOUT.objects + name_of(IDS[7])] = 0.0
     await run(memory, Rules(older_than_s=0.0))

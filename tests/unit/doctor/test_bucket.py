@@ -136,6 +136,21 @@ def test_endpoint_that_never_replies_fails_in_the_end(
     says(bucket.endpoint(make_patient(read_timeout_s=0.3)), Verdict.FAIL)
 
 
+def test_the_proxy_on_the_way_is_blamed_by_name(
+    make_patient: MakePatient, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://user:SECRET@127.0.0.1:1")
+    dead = bucket.endpoint(make_patient())
+    says(dead, Verdict.FAIL, found="through the proxy http://127.0.0.1:1: ", mend="NO_PROXY")
+    monkeypatch.setenv("HTTP_PROXY", proxy.url)
+    proxy.add(Rule(Stall()))
+    silent = bucket.endpoint(make_patient(read_timeout_s=0.3))
+    says(silent, Verdict.FAIL, found=f"through the proxy {proxy.url}", mend="NO_PROXY")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.0/8")
+    proxy.clear()
+    says(bucket.endpoint(make_patient()), Verdict.OK)
+
+
 @pytest.mark.parametrize("status", [200, 404, 503])
 def test_web_page_is_not_taken_for_s3(
     make_patient: MakePatient, proxy: FaultProxy, status: int

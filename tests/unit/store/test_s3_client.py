@@ -387,6 +387,22 @@ async def test_endpoint_of_the_settings_goes_before_the_environments(
     assert await make().get("absent", max_bytes=1) is None
 
 
+@pytest.mark.parametrize(
+    "name", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "the profile", "HTTP_PROXY", "ALL_PROXY"]
+)
+@pytest.mark.parametrize("value", ["/nowhere/ca.pem", "/", __file__])
+def test_an_environment_that_no_client_can_use_is_named_at_the_start(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if name == "the profile":
+        (tmp_path / "config").write_text(f"[default]\nca_bundle = {value}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    else:
+        monkeypatch.setenv(name, f"socks5:/{value}" if "PROXY" in name else value)
+    with pytest.raises(ConfigError, match=name):
+        open_store(offline(endpoint_url="http://127.0.0.1:1"))
+
+
 async def test_role_that_may_not_be_assumed_is_an_access_error_naming_the_role(
     make: Make, keys: None, sts: FaultProxy, role_profile: str
 ) -> None:
@@ -419,6 +435,7 @@ async def test_no_log_and_no_traceback_holds_the_credentials(
     transport: Transport,
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    monkeypatch.setattr(Address, "is_amazons", True)  # others' tokens are not given to obstore
     caplog.set_level(logging.DEBUG)
     told = []
     store = make(prefix=transport.__name__)
