@@ -549,6 +549,7 @@ class Catalog:
 
     Attributes:
         namespace: Its name.
+        settings: Of the corpus.
     """
 
     def __init__(self, corpus: Corpus, namespace: str) -> None:
@@ -559,6 +560,7 @@ class Catalog:
         """
         require_pyarrow()
         self.namespace = namespace
+        self.settings = corpus.settings
         self._corpus = corpus
         self._follower: CatalogFollower | None = None
 

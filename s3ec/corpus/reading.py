@@ -62,8 +62,8 @@ class ReadOptions:
         dpi: Dots per inch of a PDF's pages.
         max_bytes: Of one item, and of a PDF file. A larger one is refused.
         timeout_s: For one item over http, answer and body together.
-        settings: Whose credentials and endpoint are used for ``s3://``; None for those of the
-            environment.
+        settings: Of the corpus whose credentials and endpoint are used for ``s3://``; None where
+            no object is to be read.
 
     Raises:
         ConfigError: A number is out of its range.
@@ -373,12 +373,12 @@ class Reader:
             return self._buckets[name]
 
     def _settings_of(self, bucket: str) -> Settings:
-        from s3ec.config import load_settings
-
         settings = self._options.settings
         if settings is None:
-            options = {"bucket": bucket, "prefix": ""}
-            return load_settings(options=options, as_arguments=True).settings
+            raise SourceError(
+                "an object is read with the credentials and the endpoint of a corpus, and none is "
+                "open; give its settings (ReadOptions), or for a client its catalogue, or `fetch`"
+            )
         values = settings.model_dump() | {"url": None, "bucket": bucket, "prefix": ""}
         return type(settings).model_validate(values)
 

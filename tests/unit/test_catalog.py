@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from s3ec.client.known import KnownCatalog
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus
 from s3ec.corpus.catalog import (
@@ -402,6 +403,12 @@ def test_catalog_is_asked_from_a_program(catalog: Catalog) -> None:
     answer = catalog.sql("SELECT modality, count(*) AS n FROM catalog GROUP BY ALL ORDER BY ALL")
     assert answer.to_pylist() == [{"modality": "audio", "n": 1}, {"modality": "image", "n": 2}]
     assert repr(catalog) == f"Catalog(Corpus('s3://corpus'), {catalog.namespace!r})"
+
+
+def test_catalog_says_how_its_corpus_is_reached(catalog: Catalog) -> None:
+    known = KnownCatalog(catalog, 60)
+    assert known.s3_settings is catalog.settings
+    assert catalog.settings.bucket
 
 
 def test_index_learns_what_was_appended_since(catalog: Catalog) -> None:
