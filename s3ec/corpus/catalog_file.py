@@ -317,7 +317,7 @@ def decode_part(blob: Blob | bytearray, namespace: str, *, ulid: str, name: str)
         ArithmeticError,
         MemoryError,
     ) as exc:
-        raise wrong("header", f"no Parquet that can be read: {exc!s:.200}") from exc
+        raise wrong("header", f"no Parquet that can be read: {str(exc)!r:.200}") from exc
     problem = _problem(table)
     if problem:
         raise wrong("header", problem)
