@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from typing import Any, Literal
 
 from s3ec.config import load_settings, set_up_logging
-from s3ec.connector import compat, live_weights
+from s3ec.connector import compat, forms, live_weights
 from s3ec.connector.adapters import AdapterNames
 from s3ec.connector.figures import Figures, LogLine
 from s3ec.connector.save_orders import SaveWorth
@@ -313,6 +313,7 @@ def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
         asked_every_pass=this is None or this >= (0, 30),
         can_load=topology.problem is None,
         stores_again=compat.installed_hooks()["start_save_caches"] and not saves_worth,
+        most_alone=forms.most_alone(vllm_config.model_config),
     )
 
 

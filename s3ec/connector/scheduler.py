@@ -31,7 +31,7 @@ from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
 from s3ec.connector.messages import Encode, Load, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
-from s3ec.connector.save_orders import SaveOrders, SaveWorth
+from s3ec.connector.save_orders import SaveOrders, SaveWorth, SeenKeys
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
 from s3ec.connector.waiting import SourceTimes, WaitPolicy
@@ -182,6 +182,11 @@ class SchedulerHalf:
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
         self._must_grant: set[str] = set()  # of this request, while the disk hangs
+        # Of this request: modalities of which its items may have other forms than alone.
+        self._crowded: Collection[str] = ()
+        # What was in such a prompt. vLLM's cache of processed items may give that form to a later
+        # prompt of one item (0.32, multimodal/cache/lru.py), and it must not be saved as the other.
+        self._other_forms = SeenKeys() if role.most_alone else None
         self._named: Collection[str] = ()  # by the request being scheduled
         self._decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
@@ -231,6 +236,8 @@ class SchedulerHalf:
         if self._stopped:
             self.waits.goes_on(request_id)
             return self._can_be_encoded(request, num_computed_tokens)
+        if self._other_forms is not None:
+            self._note_crowd(request, self._other_forms)
         # Not by the end of the last feature: where they nest (the audio of a video), an earlier
         # one ends behind it.
         decoding = num_computed_tokens >= request.num_prompt_tokens
@@ -309,6 +316,27 @@ class SchedulerHalf:
         self._seen.add(request.request_id)
         policy.load.asked(delay_s=self._wall_clock() - request.arrival_time)
 
+    def _note_crowd(self, request: Any, other_forms: SeenKeys) -> None:
+        """See of which modalities the request has items in other forms than alone."""
+        self._crowded = self._crowd_of(request)
+        for feature in request.mm_features:
+            if feature.modality in self._crowded:
+                key = self._keys(feature.identifier)
+                if key is not None:
+                    other_forms.add(key.digest)
+
+    def _crowd_of(self, request: Any) -> Collection[str]:
+        most_alone = self._role.most_alone
+        counts = Counter(feature.modality for feature in request.mm_features)
+        return [modality for modality, most in most_alone.items() if counts[modality] > most]
+
+    def _has_form_of_its_own(self, request: Any, feature: Any, key: Key) -> bool:
+        """Whether what is about to be encoded has the form that it has alone in a prompt."""
+        if self._other_forms is None or feature.modality not in self._role.most_alone:
+            return True
+        is_crowded = feature.modality in self._crowd_of(request)
+        return not is_crowded and key.digest not in self._other_forms
+
     def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the encoder can make all that the request needs, since nothing is loaded."""
         for feature in request.mm_features:
@@ -317,7 +345,9 @@ class SchedulerHalf:
                 continue
             if self._needs_embedding(feature):
                 key = self._keys(feature.identifier)
-                if self._stopped or key is None or not self._is_stored(key):
+                if self._stopped or key is None or feature.modality in self._crowded:
+                    return self._give_up(request, [])
+                if not self._is_stored(key):
                     return self._give_up(request, [])
                 self._stored.add(feature.identifier)
         return True
@@ -338,6 +368,8 @@ class SchedulerHalf:
                 continue
             if feature.modality == PASSED_THROUGH:  # the client's own; it is no embedding of ours
                 continue
+            if feature.modality in self._role.most_alone:  # who knows in which form
+                continue
             key = self._keys(identifier)
             if key is not None and not self._disk.hangs and not self._index.maybe_contains(key):
                 self._plan.saves[identifier] = self._save_orders.again(feature)
@@ -350,6 +382,9 @@ class SchedulerHalf:
         """State of one item, noting the demand if nobody did; None is a miss of another kind."""
         identifier = feature.identifier
         rows = feature.mm_position.get_num_embeds()
+        if feature.modality in self._crowded:
+            self._rows_asked[identifier] = 0  # nor is it granted what another request waits for
+            return None
         item = self._items.get(identifier)
         if item is None:
             # What the device holds needs no fetch. A feature without pixels is pinned all the
@@ -541,9 +576,10 @@ class SchedulerHalf:
             self._plan.loads.append(Load.of(identifier, pin))
         elif not granted and self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
-            save = None if key is None else self._save_orders.order(key, feature)
-            if save is not None:
-                self._plan.saves[identifier] = save
+            if key is not None and self._has_form_of_its_own(request, feature, key):
+                save = self._save_orders.order(key, feature)
+                if save is not None:
+                    self._plan.saves[identifier] = save
         if not granted:
             self._plan.encodes[identifier] = Encode(feature.modality, rows)
 
@@ -712,7 +748,7 @@ class SchedulerHalf:
 
         Returns:
             Of a pure producer the features that it does not store, by their places: what has no
-            key. None of all others.
+            key, or another form than alone. None of all others.
         """
         self._seen.discard(request.request_id)
         self._unavailable.discard(request.request_id)
@@ -720,11 +756,12 @@ class SchedulerHalf:
         self.waits.end_request(request.request_id)
         if self._role.consumer:
             return None
+        unstored = (PASSED_THROUGH, *self._crowd_of(request))
         return [
             place
             for place, feature in enumerate(request.mm_features)
             if self._stopped
-            or feature.modality == PASSED_THROUGH
+            or feature.modality in unstored
             or self._keys(feature.identifier) is None
         ]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from s3ec.errors import ConfigError
@@ -60,6 +60,8 @@ class Role:
             them hold an embedding, nothing is granted.
         stores_again: Workers can store what the device holds already (vLLM's hook
             ``start_save_caches``, 0.30 and newer).
+        most_alone: Modality to the most items of it in a prompt that have the form that they have
+            alone, see ``forms``; the others have no bound.
     """
 
     producer: bool
@@ -71,6 +73,7 @@ class Role:
     asked_every_pass: bool = True
     can_load: bool = True
     stores_again: bool = True
+    most_alone: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,6 +219,7 @@ class VllmEncoder:
         self._batch = batch
         self._stopped = threading.Event()
         self._config: Any = None
+        self._formless: tuple[str, ...] = ()  # modalities of which nothing is stored
         self._llm: Any = None
         self._shelf = _Shelf()
         self._names: _Names | None = None
@@ -251,6 +252,11 @@ class VllmEncoder:
 
     def read(self, number: int, item: SourceItem) -> Picture:
         """See Encoder."""
+        if item.modality in self._formless:
+            raise SourceError(
+                f"the model's processor makes other pixels of an {item.modality} in another "
+                "prompt, so nothing is stored"
+            )
         data = item.read()
         sha256 = hashlib.sha256(data).hexdigest()
         return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
@@ -280,11 +286,15 @@ class VllmEncoder:
                 ) from exc
             except (OSError, ValueError) as exc:
                 raise ConfigError(f"vLLM refuses the model: {exc}", field="model") from exc
+            from s3ec.connector.forms import form_of_model
             from s3ec.connector.vllm_config import model_problem
 
             problem = model_problem(self._config)
             if problem is not None:
                 raise ConfigError(f"`model`: {problem}; take another one", field="model")
+            found = form_of_model(self._config.model_config)
+            if found is not None and not found[1].most:
+                self._formless = found[1].modalities
             self._shelf.open()
             self._names = _Names(self._config.model_config, self._shelf)
         return self._config

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose processor gives one picture other pixels when others are in its prompt.
+
+vLLM's identifier of a picture says nothing of the prompt, so two forms of it have one identifier.
+Only the form that a picture has by itself is loaded and saved. ``ALONE`` names the models, and
+``tests/versions/test_forms.py`` fails for a processor of the installed vLLM that is not in it. From
+0.33 on vLLM's identifiers of three of them name the form (``_get_mm_hashes``), and nothing is left
+to do here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# vLLM's processors override this method where its cache of processed items would be wrong for them.
+HOOK = "_cached_apply_hf_processor"
+NAMED_BY = "_get_mm_hashes"
+_BASE = "BaseMultiModalProcessor"
+_MODALITIES = ("image", "video", "audio", "vision_chunk")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the form of an item depends on the prompt.
+
+    Attributes:
+        most: Of its modality in one prompt, so that each has the form that it has alone. 0: the
+            form is never known.
+        why: What the processor does with more of them.
+        modalities: Which items that is about.
+        applies: Whether a model is one of these, by its Hugging Face configuration.
+    """
+
+    most: int
+    why: str
+    modalities: tuple[str, ...] = ("image",)
+    applies: Callable[[Any], bool] = lambda config: True
+
+
+def _has_dynamic_resolution(config: Any) -> bool:
+    vision = getattr(config, "vision_config", None)
+    return "min_num_patches" in (getattr(vision, "args", None) or {})
+
+
+# By the class that makes the difference; classes derived from it are found as well.
+ALONE: Mapping[str, Form] = {
+    "UnlimitedOCRMultiModalProcessor": Form(
+        1, "cuts one picture into tiles or pads it, and squashes several"
+    ),
+    "H2OVLMultiModalProcessor": Form(1, "cuts one picture twice, and several once"),
+    "DeepseekVL2MultiModalProcessor": Form(2, "cuts up to two pictures into tiles"),
+    # The budget is shared by those that vLLM's cache lacks at that moment, and it is cut from
+    # `max_model_len`. What came of it stays in that cache, and is used for later prompts.
+    "NanoNemotronVLMultiModalProcessor": Form(
+        0,
+        "shrinks the pictures of a prompt until they fit together",
+        applies=_has_dynamic_resolution,
+    ),
+}
+# These override HOOK too, and an item has one form all the same.
+ONE_FORM: Mapping[str, str] = {
+    "JinaVLMultiModalProcessor": "turns the order of a pair around",
+    "PixtralMultiModalProcessor": "says that the prompt has its tokens already (vLLM 0.27)",
+    "VoxtralMultiModalProcessor": "says that the prompt has its tokens already (vLLM 0.27)",
+    "VoxtralRealtimeMultiModalProcessor": "has one sound in a prompt",
+    "Qwen3ASRRealtimeMultiModalProcessor": "has one sound in a prompt",
+    "CohereASRMultiModalProcessor": "adds noise, whatever else is in the prompt",
+    "FunASRMultiModalProcessor": "adds noise, whatever else is in the prompt",
+}
+_UNKNOWN = Form(1, "may do so, as far as s3ec knows", _MODALITIES)
+
+
+def form_of(processor: Any, config: Any) -> tuple[str, Form] | None:
+    """What is known of a processor's class, by the classes that it is derived from.
+
+    Args:
+        processor: What the model is registered with.
+        config: The model's Hugging Face configuration.
+
+    Returns:
+        The name of the class that makes the difference; None where items have one form, or where
+        vLLM's identifiers name it.
+    """
+    if not isinstance(processor, type):  # a function that makes one
+        return getattr(processor, "__name__", "?"), _UNKNOWN
+    for cls in processor.__mro__:
+        if cls.__name__ == _BASE:
+            break
+        form = ALONE.get(cls.__name__)
+        if form is None and HOOK in vars(cls) and cls.__name__ not in ONE_FORM:
+            form = _UNKNOWN
+        if form is not None:
+            is_named = NAMED_BY in vars(cls)
+            return None if is_named or not form.applies(config) else (cls.__name__, form)
+    return None
+
+
+def form_of_model(model_config: Any) -> tuple[str, Form] | None:
+    """As ``form_of``, of the processor that vLLM uses for a model.
+
+    Args:
+        model_config: vLLM's. Its model's class is imported, as vLLM does for the scheduler.
+    """
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    model: Any = MULTIMODAL_REGISTRY._get_model_cls(model_config)
+    return form_of(model._processor_factory.processor, getattr(model_config, "hf_config", None))
+
+
+def most_alone(model_config: Any) -> dict[str, int]:
+    """Most items of a modality in a prompt that is loaded and saved; the others have no bound.
+
+    Says so where there is a bound.
+    """
+    found = form_of_model(model_config)
+    if found is None:
+        return {}
+    name, form = found
+    log.warning(
+        "vLLM's %s %s, under the same identifiers. It is encoded, and neither loaded nor saved: "
+        "each %s%s",
+        name,
+        form.why,
+        " or ".join(form.modalities),
+        f" of a prompt that has more than {form.most}" if form.most else "",
+    )
+    return dict.fromkeys(form.modalities, form.most)
