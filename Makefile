@@ -37,7 +37,7 @@ export PYTHONHASHSEED ?= 0
 # Every process of the tests would compile every file again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-fast test-versions check lint bench docs dashboard prometheus fuzz audit audit-terraform dist lock clean
+.PHONY: help setup demo test test-fast test-versions check lint bench docs prometheus fuzz audit audit-terraform dist lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 17
@@ -111,11 +111,6 @@ docs: setup  ## write the tables of docs/ that come from the code; build the sit
 	build/docs/bin/python -m pip install -qq --requirement requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
 	echo "docs: build/site/index.html"
-
-dashboard: setup  ## write the dashboard of examples/observability, and its picture from a real run: docs/dashboard.png
-	@$(MAKE) --no-print-directory prometheus
-	$(PY) -m s3ec.dev.observability examples/observability/dashboard.json
-	$(PY) -m s3ec.dev.observability docs/dashboard.png
 
 # Extracted, not installed: no root, no service, nothing outside of build/. Without package lists, as
 # in a fresh container, apt-get reads its own into build/ as well.

@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -97,18 +96,13 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The end of one request. Whoever drains it owns the pin and must release it.
-
-    Attributes:
-        age_s: Since it was stored in the bucket, or used last on this node; None where not known.
-    """
+    """The end of one request. Whoever drains it owns the pin and must release it."""
 
     want: FetchRequest
     outcome: FetchOutcome
     pin: Pin | None = None
     source: Literal["tier", "bucket"] | None = None
     seconds: float = 0.0
-    age_s: float | None = None
 
 
 # Larger objects are asked for in ranges of this size, since one connection to S3 carries some
@@ -273,7 +267,7 @@ class Fetcher:
             return FetchResult(want, FetchOutcome.ABSENT)
         misfit = _misfit(pin.header, want, Shape(want.rows, record.width, record.dtype))
         if misfit is None:
-            return FetchResult(want, FetchOutcome.READY, pin, "tier", age_s=pin.idle_s)
+            return FetchResult(want, FetchOutcome.READY, pin, "tier")
         self._loop.disk_soon(self._let_go, pin)
         return self._mismatch(want, misfit, pin.header)
 
@@ -334,8 +328,6 @@ class Fetcher:
             elif answer is not None:
                 if revision and answer.outcome is FetchOutcome.READY:
                     self._loop.disk_soon(bad.heal, key, revision)
-                if facts is not None and facts.time_s:
-                    return replace(answer, age_s=max(0.0, time.time() - facts.time_s))
                 return answer
             elif revision or not self._index.holds(key):
                 break

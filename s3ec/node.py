@@ -19,7 +19,6 @@ from s3ec.counters import Counters
 from s3ec.encode_costs import CostFile, EncodeCosts
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import DESCRIPTOR_BYTES, KeyPolicy, Layout, Namespace, canonical_json, naming_of
-from s3ec.index.base_writer import BuildOptions
 from s3ec.index.cache import IndexCache
 from s3ec.index.compaction import Backlog, ElectedCompactor
 from s3ec.index.follower import FollowOptions
@@ -247,7 +246,6 @@ class Node:
             backlog=lambda: Backlog(*self.index.counts()),
             files=self.tier.open_index(),
             counters=self.counters,
-            options=BuildOptions(bloom_fpr=self.settings.bloom_fpr),
         )
         self.loop.submit(compactor.run_forever())
 

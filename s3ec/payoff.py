@@ -105,7 +105,7 @@ class StorePreset:
         stream_mb_s: Of one request.
         node_mb_s: Of all requests of a node.
         dollars_gb_month: For storing.
-        dollars_get, dollars_put: For one request.
+        dollars_get: For one request.
         dollars_gb_read: For each 10^9 bytes read.
     """
 
@@ -115,7 +115,6 @@ class StorePreset:
     node_mb_s: float
     dollars_gb_month: float
     dollars_get: float = 0.0
-    dollars_put: float = 0.0
     dollars_gb_read: float = 0.0
 
     def fetch_ms(self, nbytes: float) -> float:
@@ -125,11 +124,11 @@ class StorePreset:
 
 
 STORES: Mapping[str, StorePreset] = {
-    "aws": StorePreset("S3 Standard", 63, 99.6, 1250, 0.023, 4e-7, 5e-6),
+    "aws": StorePreset("S3 Standard", 63, 99.6, 1250, 0.023, 4e-7),
     "aws-other-region": StorePreset(
-        "S3 Standard of another region", 150, 30, 600, 0.023, 4e-7, 5e-6, 0.02
+        "S3 Standard of another region", 150, 30, 600, 0.023, 4e-7, 0.02
     ),
-    "express": StorePreset("S3 Express One Zone", 15, 99.6, 1250, 0.11, 3e-8, 1.13e-6, 0.0006),
+    "express": StorePreset("S3 Express One Zone", 15, 99.6, 1250, 0.11, 3e-8, 0.0006),
     "minio-nvme": StorePreset("MinIO on NVMe bought for it", 4, 800, 800, 0.016),
     "own-disks": StorePreset("a store on disks that are there anyway", 4, 800, 800, 0.0),
 }

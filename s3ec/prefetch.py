@@ -187,7 +187,6 @@ class Prefetcher:
             if place is None:
                 under_way = self._looks.under_way + self._downloads.under_way
                 if len(self._places) - under_way >= self._limits.max_queued:
-                    self._counters.add("prefetch.overflow")
                     self._done.append(FetchResult(want, FetchOutcome.UNAVAILABLE))
                     continue
                 lane = self._looks if self._sources.local(want.key) else self._downloads
@@ -343,9 +342,6 @@ class Prefetcher:
             sums[f"fetch_bytes.{result.source}"] = result.pin.nbytes
             sums[f"fetch_seconds.{result.source}"] = seconds
             self._counters.observe(f"fetch_time.{result.source}", seconds)
-            if result.age_s is not None:
-                sums[f"reuses.{result.source}"] = 1
-                sums[f"reuse_age_seconds.{result.source}"] = result.age_s
             log.debug(
                 "fetched digest=%s source=%s nbytes=%d seconds=%.6f",
                 result.want.key.digest.hex(),

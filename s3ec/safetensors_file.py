@@ -239,13 +239,11 @@ class FileHeader:
         metadata: What it says of itself, seal included.
         places: Its columns, by name, in their order.
         data_start: Where the first one begins.
-        total_bytes: What the size of the whole file must be.
     """
 
     metadata: Mapping[str, str]
     places: Mapping[str, ColumnSpec]
     data_start: int
-    total_bytes: int
 
     def check_data(self, blob: bytes | memoryview, name: str) -> None:
         """Compare all columns with their checksum; reads every byte.
@@ -312,7 +310,7 @@ def parse_columns(whole: memoryview, *, kind: str, namespace: str, name: str) ->
     places, total = _places(tensors, len(front), name)
     if whole.nbytes != total:
         raise CorruptEntryError(f"{name}: {whole.nbytes} bytes, expected {total}", reason="length")
-    return FileHeader(metadata, places, len(front), total)
+    return FileHeader(metadata, places, len(front))
 
 
 def _places(

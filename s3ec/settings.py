@@ -249,12 +249,6 @@ class Settings(BaseModel):
         "mapped from disk), `bloom` its filters, which say yes to a few keys that are not there; "
         "`auto` takes `bloom` where the columns are over 1/8 of `cache_bytes`.",
     )
-    bloom_fpr: float = Field(
-        0.01,
-        ge=0.001,
-        le=0.1,
-        description="Share of wrong yes of the filters that a compaction by this process makes.",
-    )
     verify: Literal["always", "download"] = Field(
         "always",
         description="When an entry's values are hashed: `always` again at each load, `download` "

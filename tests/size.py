@@ -3,13 +3,14 @@
 
 * ``core_files``, ``core_lines``: Python of connector, tier, index, store and the top level.
 * ``wheel_files``, ``wheel_lines``: Python that users install; ``s3ec/dev`` is not in the wheel.
+* ``dev_lines``: Python of ``s3ec/dev``: benchmarks, demo and rigs.
+* ``lines``: Python of each package of s3ec; ``top_level`` is its own files.
 * ``test_lines``: Python below ``tests/``.
+* ``settings``: fields of ``s3ec.settings.Settings``.
 * ``reach_ins``: how often tests touch what is private: an attribute that begins with one
   underscore, of anything but ``self``, ``cls``, ``os`` and ``sys``; ``monkeypatch.setattr`` of
   such a name; an import of one.
 * ``readme_lines``: README.md.
-
-How many files a hit and a save pass is counted by ``python -m tests.trips``.
 """
 
 from __future__ import annotations
@@ -30,17 +31,23 @@ _PUBLIC_NAMES = {"_replace", "_asdict"}
 def main() -> None:
     """Print all figures."""
     package = ROOT / "s3ec"
-    core = [*package.glob("*.py")] + [
-        one for part in CORE for one in (package / part).rglob("*.py")
-    ]
-    wheel = [one for one in package.rglob("*.py") if package / "dev" not in one.parents]
+    parts = {"top_level": [*package.glob("*.py")]} | {
+        folder.parent.name: [*folder.parent.rglob("*.py")]
+        for folder in sorted(package.glob("*/__init__.py"))
+    }
+    core = [one for part in ("top_level", *CORE) for one in parts[part]]
+    wheel = [one for part, files in parts.items() if part != "dev" for one in files]
     tests = [*(ROOT / "tests").rglob("*.py")]
+    lines = {part: sum(map(_lines, files)) for part, files in parts.items()}
     figures = {
         "core_files": len(core),
         "core_lines": sum(map(_lines, core)),
         "wheel_files": len(wheel),
         "wheel_lines": sum(map(_lines, wheel)),
+        "dev_lines": lines["dev"],
+        "lines": lines,
         "test_lines": sum(map(_lines, tests)),
+        "settings": settings((package / "settings.py").read_text()),
         "reach_ins": sum(sum(1 for _ in reach_ins(one.read_text())) for one in tests),
         "readme_lines": _lines(ROOT / "README.md"),
     }
@@ -49,6 +56,17 @@ def main() -> None:
 
 def _lines(path: Path) -> int:
     return len(path.read_text().splitlines())
+
+
+def settings(source: str) -> int:
+    """How many fields the class ``Settings`` of a file has."""
+    (found,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "Settings"
+    )
+    fields = (node.target for node in found.body if isinstance(node, ast.AnnAssign))
+    return sum(isinstance(one, ast.Name) and not one.id.startswith("_") for one in fields)
 
 
 def reach_ins(source: str) -> Iterator[str]:

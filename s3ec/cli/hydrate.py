@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,8 +50,7 @@ def register(app: typer.Typer) -> None:
         "hydrate",
         epilog=epilog(
             ("s3ec hydrate --model gemma-3 --rate-limit 200MB", "everything there is room for"),
-            ("s3ec hydrate --trace hot.jsonl --top 5000", "the most asked of `s3ec trace --names`"),
-            ("s3ec ls --ndjson | jq -r .label | s3ec hydrate --ids - --name", "a list"),
+            ("s3ec tier ls --names | s3ec hydrate --ids - --name", "what another node has used"),
         ),
     )(with_namespace(hydrate, CACHE))
 
@@ -83,12 +81,6 @@ def hydrate(
             help="Only the catalogue's rows of which this is true.",
         ),
     ] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            "--trace", metavar="FILE", help="Only what a trace asked for, the most asked first."
-        ),
-    ] = None,
     top: Annotated[
         int | None, typer.Option("--top", metavar="N", min=1, help="No more than the first N.")
     ] = None,
@@ -110,7 +102,7 @@ def hydrate(
 ) -> None:
     """Bring entries to this node's disk tier before engines ask for them, every byte checked.
 
-    Everything in the namespace, or what --ids, --where or --trace name, the most wanted first.
+    Everything in the namespace, or what --ids or --where name, the most wanted first.
     Nothing that is in the tier goes for what comes: where it is full, the rest is left out. What is
     there already costs no request, so a run that was broken off goes on. Engines may run meanwhile.
 
@@ -118,16 +110,17 @@ def hydrate(
     """
     from s3ec.corpus.hydrate import HydrateOptions
 
-    _require_one(ids=ids, where=where, trace=trace)
+    if ids is not None and where is not None:
+        raise ConfigError("`--ids` and `--where` say what is wanted; give one of them")
     options = HydrateOptions(
         max_concurrency=max_concurrency,
         rate_limit_bytes_per_s=_size(rate_limit, "rate_limit"),
         max_bytes=_size(max_bytes, "max_bytes"),
         dry_run=dry_run,
     )
-    if top is not None and ids is None and where is None and trace is None:
+    if top is not None and ids is None and where is None:
         raise ConfigError(
-            "`--top` needs an order; give `--ids`, `--where` or `--trace`, or take `--max-bytes`",
+            "`--top` needs an order; give `--ids` or `--where`, or take `--max-bytes`",
             field="top",
         )
     if by_name and ids is None:
@@ -135,7 +128,7 @@ def hydrate(
     given = None if ids is None else lines_of(ids)
     with source.with_options(cache).corpus() as corpus:
         name = choice.within(corpus)
-        wanted = _wanted(corpus, name, given, where, trace, top)
+        wanted = _wanted(corpus, name, given, where, top)
         with counting("hydrating", in_bytes=True) as report:
             found = corpus.hydrate(
                 wanted, namespace=name, by_name=by_name, options=options, report=report
@@ -148,12 +141,6 @@ def hydrate(
         raise typer.Exit(EXIT_PARTIAL)
 
 
-def _require_one(**given: str | None) -> None:
-    names = [f"`--{name}`" for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)} say what is wanted; give one of them")
-
-
 def _size(text: str | None, name: str) -> int | None:
     return None if text is None else size_bytes(text, name)
 
@@ -163,21 +150,14 @@ def _wanted(
     namespace: str,
     ids: list[str] | None,
     where: str | None,
-    trace: str | None,
     top: int | None,
 ) -> list[str | Wanted] | None:
     """What the options name, the most wanted first; None for everything."""
-    from s3ec.corpus.hydrate import most_asked, of_catalog
+    from s3ec.corpus.hydrate import of_catalog
 
     if where is not None:
         rows = corpus.catalog(namespace).rows(where)
         return list(islice(of_catalog(rows, corpus.tenant), top))
-    if trace is not None:
-        path = Path(trace).expanduser()
-        try:
-            return list(most_asked(path, namespace, top=top))
-        except OSError as exc:
-            raise ConfigError(f"cannot read {path}: {exc.strerror}", field="trace") from exc
     return None if ids is None else list(ids[:top])
 
 

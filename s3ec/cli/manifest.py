@@ -25,10 +25,8 @@ from s3ec.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from s3ec.corpus import Corpus
-    from s3ec.counters import Report
     from s3ec.identity import Layout
-    from s3ec.index.base_writer import BuildOptions, BuildResult
+    from s3ec.index.base_writer import BuildResult
     from s3ec.index.rebuild import Verified
     from s3ec.store.base import Store
 
@@ -102,7 +100,6 @@ def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = 
                 "shard_count": len(head.shards),
                 "bytes": head.nbytes,
                 "bloom_bytes": head.bloom_nbytes,
-                "bloom_fpr": head.bloom_fpr,
             }
         return {
             "namespace": layout.namespace,
@@ -131,12 +128,11 @@ def _print_show(document: dict[str, Any]) -> None:
     else:
         age = human_age(base["age_s"])
         size = f"{human_bytes(base['bytes'])} in {many(base['shard_count'], 'shard')}"
-        bloom = f"{human_bytes(base['bloom_bytes'])} for {100 * base['bloom_fpr']:g}% false hits"
         rows += [
             ("base", f"version {base['version']}, {age} old"),
             ("entries", base["entry_count"]),
             ("size", size),
-            ("filters", bloom),
+            ("filters", human_bytes(base["bloom_bytes"])),
         ]
     waiting = f"{many(deltas['waiting_count'], 'delta')}, {human_bytes(deltas['waiting_bytes'])}"
     others = f"{many(superseded['object_count'], 'object')}, {human_bytes(superseded['bytes'])}"
@@ -156,9 +152,10 @@ def compact(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption
     with counting("compacting") as report, source.corpus() as corpus:
 
         async def work(store: Store, layout: Layout) -> BuildResult | None:
+            from s3ec.index.base_writer import BuildOptions
             from s3ec.index.compaction import compact as make
 
-            return await make(store, layout, _build_options(corpus, report))
+            return await make(store, layout, BuildOptions(report=report))
 
         made = corpus.within(work, choice.within(corpus), compacts=True)
     if made is None:
@@ -178,9 +175,10 @@ def rebuild(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption
     with counting("listing objects") as report, source.corpus() as corpus:
 
         async def work(store: Store, layout: Layout) -> BuildResult:
+            from s3ec.index.base_writer import BuildOptions
             from s3ec.index.rebuild import rebuild as make
 
-            return await make(store, layout, _build_options(corpus, report))
+            return await make(store, layout, BuildOptions(report=report))
 
         made = corpus.within(work, choice.within(corpus), compacts=True)
     _report(made, as_json=as_json)
@@ -285,9 +283,3 @@ def print_verified(found: Verified) -> None:
         print_note(f"unusable: {safe(problem)}")
     if not found.index_agrees:
         print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")
-
-
-def _build_options(corpus: Corpus, report: Report) -> BuildOptions:
-    from s3ec.index.base_writer import BuildOptions
-
-    return BuildOptions(bloom_fpr=corpus.settings.bloom_fpr, report=report)

@@ -24,6 +24,7 @@ from s3ec.cli.output import (
     counting,
     epilog,
     facts,
+    human_age,
     human_bytes,
     many,
     print_json,
@@ -36,6 +37,19 @@ from s3ec.errors import ConfigError, TierError
 if TYPE_CHECKING:
     from s3ec.settings import Settings
     from s3ec.tier.inspection import Complaint, Freed, Inspection, Sum, TierReport
+    from s3ec.tier.scan import ScannedEntry
+
+_LIMIT = 100
+
+_NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace",
+        "-n",
+        metavar="NAME",
+        help="Only entries of this namespace, or of the one whose name begins so.",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -49,6 +63,16 @@ def register(app: typer.Typer) -> None:
             ("s3ec tier evict --to 10GiB", "make it smaller now"),
         ),
     )(with_cache_settings(tier))
+    group.command(
+        "ls",
+        epilog=epilog(
+            ("s3ec tier ls", "what was used here last?"),
+            (
+                "s3ec tier ls --names | s3ec hydrate --ids - --name",
+                "to bring them to another node",
+            ),
+        ),
+    )(with_cache_settings(ls))
     group.command(
         "check",
         epilog=epilog(
@@ -102,6 +126,70 @@ def tier(source: SettingsSource, ctx: typer.Context, as_json: JsonOption = False
         print_json(_document(settings, inspection, report))
     else:
         _print_report(_document(settings, inspection, report))
+
+
+def ls(
+    source: SettingsSource,
+    namespace: _NamespaceOption = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=0, help="How many to show; 0: all. [100; with --names all]"),
+    ] = None,
+    names: Annotated[
+        bool,
+        typer.Option(
+            "--names", help="Print nothing but names, which `s3ec hydrate --ids - --name` reads."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the entries of a namespace on this node, the most recently used first.
+
+    An entry is used when it is saved here, brought here, or loaded into an engine. The last one
+    listed is the first one evicted. Needs no bucket, and may run while engines use the folder.
+    """
+    if names and as_json:
+        raise ConfigError("`--json` and `--names` do not go together; leave one out")
+    from s3ec.corpus import CorpusEntry
+
+    now_s = time.time()
+    _, inspection = _open(source)
+    name: str | None = None
+    scanned: list[ScannedEntry] = []
+    # A folder without namespaces is that of a node on which nothing was stored yet.
+    if inspection is not None and (namespace is not None or inspection.namespaces()):
+        name = _choose(inspection, namespace)
+        with progress("listing"):
+            scanned = inspection.entries(name, now_s=now_s)
+    if limit is None:
+        limit = 0 if names else _LIMIT
+    shown = [
+        CorpusEntry(one.namespace, one.name, one.nbytes, one.mtime_ns / 1e9)
+        for one in scanned[: limit or None]
+    ]
+    nbytes = sum(one.nbytes for one in scanned)
+    if as_json:
+        print_json(
+            {
+                "namespace": name,
+                "entries": [
+                    {"label": one.label, "bytes": one.nbytes, "unused_s": one.age_s(now_s)}
+                    for one in shown
+                ],
+                "entry_count": len(scanned),
+                "bytes": nbytes,
+                "more": len(shown) < len(scanned),
+            }
+        )
+        return
+    for one in shown:
+        unused = human_age(one.age_s(now_s))
+        size = human_bytes(one.nbytes)
+        typer.echo(one.label if names else f"{size:>10}  {unused:>8}  {one.label}")
+    if name is not None:
+        page = "" if len(shown) == len(scanned) else f"; {len(shown)} shown (--limit 0: all)"
+        counted = many(len(scanned), "entry", "entries")
+        print_note(f"{counted}, {human_bytes(nbytes)}, in {name}{page}")
 
 
 def check(source: SettingsSource, as_json: JsonOption = False) -> None:
@@ -192,15 +280,7 @@ def evict(
             "--namespace of its entries.",
         ),
     ],
-    namespace: Annotated[
-        str | None,
-        typer.Option(
-            "--namespace",
-            "-n",
-            metavar="NAME",
-            help="Only entries of this namespace, or of the one whose name begins so.",
-        ),
-    ] = None,
+    namespace: _NamespaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove the least recently used entries.
@@ -282,16 +362,19 @@ def _open(source: SettingsSource) -> tuple[Settings, Inspection | None]:
         ) from exc
 
 
-def _choose(inspection: Inspection, begin: str) -> str:
+def _choose(inspection: Inspection, begin: str | None) -> str:
+    """The namespace that is named or begins so; the only one where none is named."""
     names = inspection.namespaces()
-    found = [begin] if begin in names else [name for name in names if name.startswith(begin)]
+    found = [begin] if begin in names else [name for name in names if name.startswith(begin or "")]
     if len(found) == 1:
         return found[0]
-    problem = f"fits {len(found)} namespaces" if found else "fits no namespace"
     listed = "\n".join(f"  {safe(name)}" for name in found or names) or "  (none)"
-    raise ConfigError(
-        f"`--namespace` {begin!r:.100} {problem}; here are:\n{listed}", field="namespace"
-    )
+    if begin is None:
+        problem = "say which one with `--namespace`"
+    else:
+        fits = f"{len(found)} namespaces" if found else "no namespace"
+        problem = f"`--namespace` {begin!r:.100} fits {fits}"
+    raise ConfigError(f"{problem}; here are:\n{listed}", field="namespace")
 
 
 def _document(settings: Settings, inspection: Inspection, report: TierReport) -> dict[str, Any]:

@@ -70,26 +70,16 @@ PLAIN = {
     "tier.errors": ("vllm:s3ec_tier_errors", "Times that the disk refused."),
     "tier.hung": ("vllm:s3ec_tier_hangs", "Times that the disk was found not to answer."),
     "store.retries": ("vllm:s3ec_store_retries", "Requests to the store that were repeated."),
-    "store.too_late": (
-        "vllm:s3ec_store_retries_too_late",
-        "Requests not repeated because the pause would have been too long.",
-    ),
-    "store.retry_budget_spent": (
-        "vllm:s3ec_store_retries_unpaid",
-        "Requests not repeated because too many had been repeated already.",
-    ),
     "store.slow_starts": (
         "vllm:s3ec_store_slow_starts",
         "Requests without an answer after a time that is long for this store.",
     ),
     "hedge.sent": ("vllm:s3ec_hedges", "Late requests that were sent a second time."),
-    "hedge.won": ("vllm:s3ec_hedges_won", "Second requests whose answer came first."),
     "pace.slowed": ("vllm:s3ec_slowdowns", "Times that the store asked for fewer requests."),
     "index.refresh_failed": (
         "vllm:s3ec_index_failures",
         "Refreshes of the index that failed.",
     ),
-    "index.downloaded_bytes": ("vllm:s3ec_index_bytes", "Bytes of the index that were downloaded."),
     "compact.bases": ("vllm:s3ec_index_compactions", "Bases of the index that this engine made."),
     "compact.failed": (
         "vllm:s3ec_index_compaction_failures",
@@ -104,7 +94,6 @@ PLAIN = {
         "vllm:s3ec_index_rebuild_wanted",
         "Times that so many vanished that the index should be rebuilt.",
     ),
-    "prefetch.overflow": ("vllm:s3ec_fetch_overflows", "Fetches that the full queue refused."),
     "refused_identifiers": (
         "vllm:s3ec_refused_identifiers",
         "Lookups of identifiers that may not be shared (request-scoped, too long).",
@@ -170,11 +159,6 @@ GAUGES = {
         "Rows of the index that this engine knows; a deletion counts, too, until it is merged.",
         "max",
     ),
-    "level.index_bytes_in_memory": (
-        "vllm:s3ec_index_bytes_in_memory",
-        "About what of the index is in memory. What is mapped from the disk does not count.",
-        "max",
-    ),
     "level.index_age_seconds": (
         "vllm:s3ec_index_age_seconds",
         "Time since the index was refreshed last, or since the start.",
@@ -230,20 +214,6 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
     "fetch_seconds.": (
         "vllm:s3ec_fetch_seconds",
         "Time fetches took, in sum.",
-        "source",
-        _SOURCES,
-    ),
-    "reuse_age_seconds.": (
-        "vllm:s3ec_reuse_age_seconds",
-        "Age of the embeddings that were fetched, in sum, as far as it is known: since they were "
-        "stored (bucket), or since they were used last on this node (tier). Divide by "
-        "`s3ec_reuses`.",
-        "source",
-        _SOURCES,
-    ),
-    "reuses.": (
-        "vllm:s3ec_reuses",
-        "Fetched embeddings whose age is known.",
         "source",
         _SOURCES,
     ),
@@ -376,21 +346,15 @@ HISTOGRAMS: dict[str, tuple[str, str, str, dict[str, str]]] = {
 }
 # Of interest to a debugger only: counted, and not on /metrics.
 NOT_EXPORTED = {
-    "compact.in_vain": "Compactions for which another process had been faster.",
-    "compact.merged": "Deltas that this engine merged into a base.",
     "fetch_parked": "Fetches that waited for another process of the node.",
     "index.bases": "Bases of the index that were opened.",
     "index.downloads": "Files of the index that were downloaded.",
     "index.forgotten": "Keys that were taken for absent for a while.",
-    "index.junk": "Listed objects with a name that is none of ours.",
     "index.not_kept": "Files of the index that this node's disk did not take.",
     "index.vanished_base": "Bases that were deleted while they were downloaded.",
     "skip.": "Chat requests that SkipPictures saw; it has a metric of its own.",
     "tier.pin_copies": "Pins that are copies, since the file system has no hard links.",
-    "tier.published": "Entries that this process wrote to the tier.",
-    "tier.published_bytes": "Bytes of these entries.",
     "tier.spool_copies": "Spooled files that are copies, since there are no hard links.",
-    "tier.swept": "Files and folders of dead processes that were removed.",
 }
 
 

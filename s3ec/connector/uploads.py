@@ -325,7 +325,7 @@ class Uploader:
     def flush(self) -> None:
         """Announce what waits for that at once, whatever failed before; never waits."""
         with suppress(RuntimeError):  # the loop has ended already
-            self._loop.call(partial(self._announcer.send_soon, retry=True))
+            self._loop.call(self._announcer.send_soon)
 
     def stop(self) -> None:
         """Break off what is under way; returns at once. What is spooled stays there."""
@@ -639,7 +639,7 @@ class Uploader:
             # be the very one, and would be fetched in vain at every request.
             index.add(key, facts)
         if self._kept_bytes > self._kept_limit_bytes // 2:
-            self._announcer.send_soon(retry=True)
+            self._announcer.send_soon()
         return kept is not None
 
     def _answered(self, kept: Spooled | None, kept_bytes: int, confirmed: bool) -> None:

@@ -85,7 +85,6 @@ if TYPE_CHECKING:
     from s3ec.corpus.ray_encoder import RayOptions
     from s3ec.corpus.reading import ReadOptions
     from s3ec.corpus.repair import Repair
-    from s3ec.index.base_writer import BuildOptions
     from s3ec.settings import Settings
 
 T = TypeVar("T")
@@ -595,6 +594,7 @@ class Corpus:
         """
         from s3ec.corpus.audit import audit
         from s3ec.corpus.deep_check import AuditState
+        from s3ec.index.base_writer import BuildOptions
 
         name = self.choose(namespace, model=model)
         place = str(self.settings.corpus)
@@ -608,7 +608,7 @@ class Corpus:
             return await audit(
                 store,
                 layout,
-                self._build_options(report),
+                BuildOptions(report=report),
                 tenant=self.tenant,
                 catalog=catalog,
                 deep=deep,
@@ -646,18 +646,14 @@ class Corpus:
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         from s3ec.corpus.repair import repair
+        from s3ec.index.base_writer import BuildOptions
 
         async def work(store: Store, layout: Layout) -> Repair:
-            options = self._build_options(report)
+            options = BuildOptions(report=report)
             return await repair(store, layout, found, options, tenant=self.tenant)
 
         differs = not found.index_agrees
         return self.within(work, namespace, model=model, write=True, compacts=differs)
-
-    def _build_options(self, report: Report) -> BuildOptions:
-        from s3ec.index.base_writer import BuildOptions
-
-        return BuildOptions(bloom_fpr=self.settings.bloom_fpr, report=report)
 
     # -- catalogue -----------------------------------------------------------------------------
 

@@ -467,7 +467,7 @@ class AuditState:
         self.found = DeepCheck()
         self.cursor = ""
         self._about = {"corpus": corpus, "namespace": namespace}
-        self._kept = self._kept_unread = 0
+        self._kept = 0
         self._due_s = 0.0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

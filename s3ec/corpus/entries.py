@@ -49,7 +49,6 @@ _HASH_BEGIN = re.compile(r"(?:[tx]-)?([0-9a-f]{2})[0-9a-f]*")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}/")
 _SHOWN_MATCHES = 5
 _PARTS_AT_A_TIME = 4
-_CLOSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)

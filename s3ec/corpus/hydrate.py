@@ -19,10 +19,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from s3ec import codec, trace
+from s3ec import codec
 from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.fetch import PART_BYTES, PARTS_AT_A_TIME, ByteBudget
@@ -32,7 +31,6 @@ from s3ec.identity import (
     Key,
     Layout,
     digest_of_name,
-    is_object_name,
     key_of_header,
     make_key,
 )
@@ -172,49 +170,6 @@ class Hydration:
     def status(self) -> Literal["complete", "partial"]:
         """Whether all that was wanted is on this node now."""
         return "complete" if self.here + self.fetched == self.wanted else "partial"
-
-
-def most_asked(path: Path, namespace: str, *, top: int | None = None) -> list[Wanted]:
-    """What a trace with names says was asked for, the most asked first.
-
-    Args:
-        path: A trace of ``s3ec trace --names``.
-        namespace: Only what was asked of this one.
-        top: At most so many.
-
-    Raises:
-        ConfigError: Not a trace, one without names, or one of other namespaces only.
-        OSError: It cannot be read.
-    """
-    header = trace.read_header(path)
-    engines = {at for at, one in enumerate(header.engines) if one.namespace == namespace}
-    if not engines:
-        asked = ", ".join(sorted({one.namespace or "?" for one in header.engines}))
-        raise ConfigError(
-            f"{path} has nothing of namespace {namespace}, but of {asked}; name another trace, or "
-            "the namespace",
-            field="trace",
-        )
-    found: dict[str, tuple[int, int]] = {}
-    for one in trace.read(path):
-        if one.engine not in engines:
-            continue
-        if one.name is None:
-            raise ConfigError(
-                f"{path} has hashes and no names, so nothing can be found by it; record one with "
-                "`s3ec trace --names`",
-                field="trace",
-            )
-        if not is_object_name(one.name):
-            raise ConfigError(
-                f"{path} names {one.name!r:.100}, which is no entry of s3ec's; record another one",
-                field="trace",
-            )
-        count, nbytes = found.get(one.name, (0, 0))
-        found[one.name] = count + 1, one.nbytes or nbytes
-    # Sorting keeps the order of what was asked equally often: the first one asked comes first.
-    order = sorted(found.items(), key=lambda one: -one[1][0])[:top]
-    return [wanted_by_name(name, nbytes) for name, (_, nbytes) in order]
 
 
 def of_catalog(rows: Iterable[CatalogRow], tenant: Tenant | None = None) -> Iterator[Wanted]:
@@ -568,7 +523,7 @@ class _Hydrator:
                 received = await self._receive(one, name, nbytes, used_s)
             except CorruptEntryError as exc:
                 reason = exc.reason
-                if reason == "size" and nbytes:  # a catalogue or a trace may be older than it
+                if reason == "size" and nbytes:  # a catalogue may be older than it
                     return await self._twice(replace(one, nbytes=0), revision, used_s)
                 log.warning("%s is unusable (attempt %d): %s", name, attempt, exc)
                 continue

@@ -247,8 +247,7 @@ async def export(
         result = await copy_namespace(places, wanted, options)
         snapshot = await take_snapshot(target, layout)
         if snapshot.unmerged(await newest_head(target, layout, snapshot)):
-            build = BuildOptions(bloom_fpr=settings.bloom_fpr, report=options.report)
-            await rebuild(target, layout, build)
+            await rebuild(target, layout, BuildOptions(report=options.report))
         return result
 
 

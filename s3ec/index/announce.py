@@ -165,16 +165,14 @@ class Announcer:
             self._due.set()
         self._start()
 
-    def send_soon(self, *, retry: bool = False) -> None:
-        """Send what waits now without waiting for a fuller batch; returns at once.
+    def send_soon(self) -> None:
+        """Send what waits now, without waiting for a fuller batch or out a pause after a failure.
 
-        Args:
-            retry: Do not wait out the pause after a failure either.
+        Returns at once.
         """
         self._urgent = len(self._waiting)
         self._due.set()
-        if retry:
-            self._retry.set()
+        self._retry.set()
 
     async def flush(self) -> None:
         """Return once all that waits now is confirmed or given up, however long that takes."""
@@ -190,7 +188,7 @@ class Announcer:
 
         for item in items:
             item.done.append(one)
-        self.send_soon(retry=True)
+        self.send_soon()
         if items:
             await settled.wait()
 

@@ -76,7 +76,6 @@ class BuildOptions:
     """How a base is made.
 
     Attributes:
-        bloom_fpr: False positive rate of its filters.
         grace_s: How long what it supersedes is kept, by the server's clock.
         folder: Where a folder for temporary files may be made; None for the system's place. At
             most 42 bytes for each entry of the deltas, and for each object that is listed.
@@ -84,7 +83,6 @@ class BuildOptions:
         report: Told how far it is.
     """
 
-    bloom_fpr: float = 0.01
     grace_s: float = GRACE_S
     folder: Path | None = None
     clock: Callable[[], float] = time.time
@@ -251,7 +249,6 @@ class BaseWriter:
         self._store = store
         self._layout = layout
         self._version = version
-        self._bloom_fpr = options.bloom_fpr
         self._clock = options.clock
         self._started_s = options.clock()
         self._run = secrets.token_hex(8)
@@ -270,7 +267,7 @@ class BaseWriter:
         segment_blob = await self._put(layout.shard(self._version, self._run, first, last), segment)
         del segment
         bloom = await asyncio.to_thread(
-            lambda: list(build_bloom(rows.digest_hi, rows.digest_lo, self._bloom_fpr, namespace))
+            lambda: list(build_bloom(rows.digest_hi, rows.digest_lo, namespace))
         )
         bloom_blob = await self._put(layout.bloom(self._version, self._run, first, last), bloom)
         self._shards.append(Shard(first, last, len(rows), segment_blob, bloom_blob))
@@ -304,7 +301,6 @@ class BaseWriter:
             run=self._run,
             created_s=int(self._clock()),
             entries=sum(shard.entries for shard in self._shards),
-            bloom_fpr=self._bloom_fpr,
             shards=tuple(self._shards),
             merged=frozenset(merged),
         )

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A blocked bloom filter: one cache line a lookup, for corpora whose columns don't fit.
 
-A key sets ``probes`` bits in one block of 512. The block comes from the low half of the digest's
+A key sets five bits in one block of 512. The block comes from the low half of the digest's
 first number (a shard's digests share leading bits), the bits from nine bits each of the second::
 
     block = ((hi & 0xffffffff) * blocks) >> 32
     bit i = (lo >> 9 * i) & 511, the least significant bit of byte 0 being bit 0
 
-Blocks fill unevenly, which costs about 7% more memory at 1% than a filter without blocks; the size
-is solved for that. The file has one column ``bloom``, U8 (blocks, 64).
+There is a block for every 50 keys. Such a filter says yes to 0.95% of the keys that were not put
+in. Blocks fill unevenly, which costs about 7% more memory than a filter without blocks. The file
+has one column ``bloom``, U8 (blocks, 64).
 """
 
 from __future__ import annotations
 
-import math
 import os
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -27,95 +26,53 @@ from s3ec.safetensors_file import ColumnSpec, FileHeader
 
 KIND = "bloom-1"
 BLOCK_BITS = 512
-MAX_PROBES = 6
+# With five probes for 50 keys the filter is about as small as it can be at its rate. Fewer probes
+# take more memory, and more of them take more of a lookup's time.
+PROBES = 5
+KEYS_PER_BLOCK = 50
 MAX_BLOCKS = 2**31
 _BLOCK_BYTES = BLOCK_BITS // 8
 _COLUMN = "bloom"
-# Aim below what was asked for, so that chance leaves the measured rate there.
-_AIM = 0.95
-# Memory that is given for fewer probes, which is what a lookup's time goes to.
-_ROOM = 1.05
+_FIRST, _SECOND = range(3), range(PROBES - 3)
 BUILD_KEYS = 2**18
 """Keys placed together: some MiB of temporaries."""
 
 
-def expected_fpr(entries: int, blocks: float, probes: int) -> float:
-    """Rate at which keys that were not put in are said to be there.
-
-    The number of keys in a block is Poisson distributed around ``entries / blocks``.
-    """
-    mean = entries / blocks
-    spread = 12 * math.sqrt(mean) + 12
-    counts = np.arange(max(0, int(mean - spread)), int(mean + spread) + 1)
-    logs = counts * math.log(mean) - mean if mean else np.where(counts, -np.inf, 0.0)
-    weights = np.exp(logs - np.array([math.lgamma(count + 1) for count in counts.tolist()]))
-    unset = (1 - 1 / BLOCK_BITS) ** (probes * counts)
-    return float((weights * (1 - unset) ** probes).sum())
-
-
-def size_for(entries: int, fpr: float) -> tuple[int, int]:
-    """The smallest filter that keeps the rate: (blocks, probes).
+def blocks_for(entries: int) -> int:
+    """How many blocks a filter of so many keys has.
 
     Raises:
         CorruptEntryError: It would be larger than a filter may be.
     """
-    if not entries:
-        return 1, 1
-    density, probes = _density(fpr)
-    blocks = max(1, math.ceil(entries * density))
+    blocks = max(1, -(-entries // KEYS_PER_BLOCK))
     if blocks > MAX_BLOCKS:
         raise CorruptEntryError(f"a filter of {entries} keys is too large", reason="size")
-    return blocks, probes
+    return blocks
 
 
-@lru_cache(maxsize=16)
-def _density(fpr: float) -> tuple[float, int]:
-    """Blocks per key, and probes: the fewest at which the filter is about as small as it can be.
-
-    Cost: 50 ms, but once for all shards.
-    """
-    choices = [(_density_of(fpr * _AIM, probes), probes) for probes in range(1, MAX_PROBES + 1)]
-    smallest = min(choices)[0]
-    return next(choice for choice in choices if choice[0] <= _ROOM * smallest)
-
-
-def _density_of(fpr: float, probes: int) -> float:
-    """Blocks per key at which so many probes give this rate."""
-    low, high = 1e-5, 1e3
-    for _ in range(50):
-        middle = math.sqrt(low * high)
-        if expected_fpr(1, middle, probes) <= fpr:
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def build_bloom(hi: Array, lo: Array, fpr: float, namespace: str) -> list[bytes | memoryview]:
+def build_bloom(hi: Array, lo: Array, namespace: str) -> list[bytes | memoryview]:
     """The pieces of a filter file; about 0.1 us a key, temporarily 10 bytes a key.
 
     Args:
         hi: First halves of the digests, shape (n,), U64.
         lo: Second halves.
-        fpr: The rate to keep, between 0 and 1.
         namespace: Which one the keys belong to.
     """
-    blocks, probes = size_for(len(hi), fpr)
+    blocks = blocks_for(len(hi))
     # A byte per bit, since setting bytes needs no read before the write, and packing is quick.
     bits = np.zeros(blocks * BLOCK_BITS, np.bool_)
     for start in range(0, len(hi), BUILD_KEYS):
         some = slice(start, start + BUILD_KEYS)
         block = (hi[some] & np.uint64(0xFFFFFFFF)) * np.uint64(blocks) >> np.uint64(32)
         base = block * np.uint64(BLOCK_BITS)
-        for probe in range(probes):
+        for probe in range(PROBES):
             bits[base + (lo[some] >> np.uint64(9 * probe) & np.uint64(511))] = True
     packed = np.packbits(bits, bitorder="little").reshape(blocks, _BLOCK_BYTES)
     metadata = {
         "s3ec": KIND,
         "namespace": namespace,
         "entries": str(len(hi)),
-        "probes": str(probes),
-        "fpr": repr(float(fpr)),
+        "probes": str(PROBES),
     }
     return safetensors_file.encode_columns(metadata, {_COLUMN: packed})
 
@@ -127,24 +84,19 @@ class Bloom:
         name: What errors call it.
         entries: Keys in it.
         blocks: Of 64 bytes each.
-        probes: Bits per key.
     """
 
-    __slots__ = (
-        *("_bits", "_blob", "_first", "_front", "_second", "blocks", "entries", "name", "probes"),
-    )
+    __slots__ = ("_bits", "_blob", "_front", "blocks", "entries", "name")
 
     def __init__(self, front: FileHeader, blob: memoryview, *, name: str) -> None:
         """Use open or parse."""
         place = front.places[_COLUMN]
         self.name = name
         self.entries = int(front.metadata["entries"])
-        self.probes = int(front.metadata["probes"])
         self.blocks = place.shape[0]
         self._front = front
         self._blob = blob
         self._bits = blob[place.start :]
-        self._first, self._second = range(min(3, self.probes)), range(max(0, self.probes - 3))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], namespace: str) -> Bloom:
@@ -185,12 +137,12 @@ class Bloom:
         bits = self._bits
         # In two halves, since Python handles numbers of up to 30 bits in half of the time.
         some = lo & 0x7FFFFFF
-        for _ in self._first:
+        for _ in _FIRST:
             if not bits[at + (some >> 3 & 63)] >> (some & 7) & 1:
                 return False
             some >>= 9
         some = lo >> 27 & 0x7FFFFFF
-        for _ in self._second:
+        for _ in _SECOND:
             if not bits[at + (some >> 3 & 63)] >> (some & 7) & 1:
                 return False
             some >>= 9
@@ -210,7 +162,7 @@ def _check_shape(front: FileHeader, name: str) -> None:
     entries, probes = (front.metadata.get(field, "") for field in ("entries", "probes"))
     if not (entries.isascii() and entries.isdigit() and len(entries) <= 12):
         raise CorruptEntryError(f"{name}: {entries!r:.40} keys", reason="size")
-    if probes not in {str(number) for number in range(1, MAX_PROBES + 1)}:
+    if probes != str(PROBES):
         raise CorruptEntryError(f"{name}: {probes!r:.40} probes", reason="shape")
     place: ColumnSpec | None = front.places.get(_COLUMN)
     if place is None or len(front.places) != 1:

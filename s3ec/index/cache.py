@@ -46,7 +46,7 @@ class IndexCache:
     stay mapped where they are in use when they are removed. What the disk does not take is an
     error for a base, and kept in memory for a delta.
 
-    Counters: ``index.downloads``, ``index.downloaded_bytes`` and ``index.not_kept``.
+    Counters: ``index.downloads`` and ``index.not_kept``.
 
     Attributes:
         store: The bucket.
@@ -138,7 +138,7 @@ class IndexCache:
             found = await read_delta(self.store, self.layout, ulid)
             if found is not None:
                 body, rows = found
-                self._count(len(body))
+                self.counters.add("index.downloads")
                 await self.disk(self._keep_delta, ulid, body, rows)
 
         await self._alone(self._local(self.layout.delta(ulid)), fetch)
@@ -237,7 +237,7 @@ class IndexCache:
                 await disk(incoming.commit)
             finally:
                 await asyncio.shield(disk(incoming.discard))  # also where this is cancelled
-            self._count(nbytes)
+            self.counters.add("index.downloads")
 
         await self._alone(local, fetch, nbytes=blob.nbytes)
         await self.disk(self._check_doubtful, local, check_again)
@@ -293,10 +293,6 @@ class IndexCache:
     def _local(self, name: str) -> str:
         """A name in the bucket as IndexFiles has it."""
         return name.removeprefix(self.layout.manifest)
-
-    def _count(self, nbytes: int) -> None:
-        self.counters.add("index.downloads")
-        self.counters.add("index.downloaded_bytes", nbytes)
 
     async def _alone(
         self, name: str, fetch: Callable[[], Awaitable[None]], *, nbytes: int | None = None

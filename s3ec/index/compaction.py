@@ -39,6 +39,7 @@ from s3ec.index.manifest import (
 )
 from s3ec.index.merged_rows import Deltas, MergedRows
 from s3ec.index.rebuild import rebuild
+from s3ec.index.rows import ROW_BYTES
 from s3ec.runtime import Backoff, contained, jitter
 from s3ec.store.base import Store
 from s3ec.store.open import require_conditional_put
@@ -55,8 +56,6 @@ MIN_ROWS = 65536
 """Rows in unmerged deltas that are never too many: 3 MB of every reader's memory."""
 # Or this share of the base: so a base is written again for each eighth that it grows.
 _ROWS_SHARE = 1 / 8
-# What a row takes in a delta; what the bucket lists is sizes.
-_ROW_BYTES = 42
 
 LOOK_EVERY_S = 10.0
 """Between two looks at what this process knows of the backlog."""
@@ -188,8 +187,7 @@ class ElectedCompactor:
     Costs no request while the backlog is small. Two nodes may compact at once: one of them has
     worked in vain then. In the loop's thread; sorting and hashing happen in other threads.
 
-    Counters: ``compact.bases``, ``compact.merged`` (deltas), ``compact.in_vain`` and
-    ``compact.failed``.
+    Counters: ``compact.bases`` and ``compact.failed``.
     """
 
     def __init__(
@@ -200,7 +198,6 @@ class ElectedCompactor:
         backlog: Callable[[], Backlog],
         files: IndexFiles,
         counters: Counters,
-        options: BuildOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before ``run_forever``.
@@ -208,7 +205,6 @@ class ElectedCompactor:
         Args:
             backlog: As far as this process knows; no I/O.
             files: This node's, for their claims: one of its processes compacts at a time.
-            options: How to compact; None for the defaults.
             clock: Monotonic seconds.
         """
         self._store = store
@@ -216,7 +212,6 @@ class ElectedCompactor:
         self._backlog = backlog
         self._files = files
         self._counters = counters
-        self._options = options or BuildOptions()
         self._clock = clock
         self._left: Set[str] = frozenset()  # deltas that the last compaction could not merge...
         self._left_until_s = 0.0  # ...and how long they do not count
@@ -262,19 +257,17 @@ class ElectedCompactor:
             if not (await self._real_backlog()).is_large:
                 return False
             await require_conditional_put(self._store)
-            made = await compact(self._store, self._layout, self._options)
+            made = await compact(self._store, self._layout)
         finally:
             await asyncio.to_thread(self._files.claims.release, claim)
         if made is not None:
             self._left = made.corrupt.keys() | made.waiting
             self._left_until_s = self._clock() + LEFT_S
         if made is None or not made.merged:
-            self._counters.add("compact.in_vain")
             return False
         for problem in made.corrupt.values():
             log.warning("a delta stays out of the index: %s", problem)
         self._counters.add("compact.bases")
-        self._counters.add("compact.merged", made.merged)
         log.info(
             "index of %s: %d deltas merged, base %d has %d keys",
             self._layout.namespace,
@@ -294,7 +287,8 @@ class ElectedCompactor:
         head = await newest_head(self._store, self._layout, snapshot)
         waiting = set(snapshot.unmerged(head)) - left
         sizes = [snapshot.deltas[ulid].nbytes for ulid in waiting]
-        return Backlog(len(sizes), sum(sizes) // _ROW_BYTES, head.entries if head else 0)
+        # The bucket lists sizes, not rows.
+        return Backlog(len(sizes), sum(sizes) // ROW_BYTES, head.entries if head else 0)
 
     def _note(self, exc: S3ECError) -> None:
         if not self._counters.get("compact.failed"):

@@ -71,8 +71,7 @@ class Follower:
 
     For the loop's thread only.
 
-    Counters: ``index.refused`` (files), ``index.vanished_base``, ``index.bases`` (opened),
-    ``index.junk`` (objects that a listing took for no entries).
+    Counters: ``index.refused`` (files), ``index.vanished_base`` and ``index.bases`` (opened).
     """
 
     def __init__(
@@ -421,14 +420,12 @@ class Follower:
         # Before the objects: what was merged or deleted by now, the listing says.
         past = await self._past_deltas() if self._head is None else set()
         try:
-            junk = await list_digests(self._cache.store, self._layout, found)
+            await list_digests(self._cache.store, self._layout, found)
         except BaseException:
             found |= self._view.listing or set()
             self._show_listing(found)
             raise
         await self._start_over(found, past)
-        if junk:
-            self._counters.add("index.junk", junk)
         now_s = self._clock()
         pause_s = max(_LISTING_EVERY_S, (now_s - started_s) / _LISTING_SHARE)
         self._listing_due_s = now_s + pause_s

@@ -236,24 +236,17 @@ def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
     )
 
 
-async def list_digests(store: Store, layout: Layout, found: set[bytes]) -> int:
+async def list_digests(store: Store, layout: Layout, found: set[bytes]) -> None:
     """Add the digest of every entry to a set. A listing that breaks off is continued.
 
     Args:
         found: About 100 bytes of memory for each; holds what was seen also where this fails.
 
-    Returns:
-        How many objects are no entries.
-
     Raises:
         UnavailableError: Part of the listing failed.
         AccessError: Listing is refused.
     """
-    junk = 0
     async for info in listed(store, layout.objects):
         entry = entry_name(info.name.removeprefix(layout.objects))
         if info.nbytes > 0 and entry is not None:
             found.add(digest_of_name(entry[0]))
-        else:
-            junk += 1
-    return junk

@@ -41,12 +41,11 @@ class Base:
     Dropping the last reference unmaps the files.
 
     Attributes:
-        version: Of the head.
         entries: Keys.
         exact: Whether it knows rows; a filter says "maybe" for a few keys that are not there.
     """
 
-    __slots__ = ("_blooms", "_finds", "_segments", "entries", "exact", "version")
+    __slots__ = ("_blooms", "_finds", "_segments", "entries", "exact")
 
     def __init__(self, head: BaseManifest, parts: Sequence[Segment | Bloom]) -> None:
         """Put a head's shards together.
@@ -75,7 +74,6 @@ class Base:
                 blooms += [part] * slots
         if segments and blooms:
             raise CorruptEntryError("rows and filters in one base", reason="shape")
-        self.version = head.version
         self.entries = head.entries
         self.exact = not blooms
         self._segments = segments

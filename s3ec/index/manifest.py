@@ -94,9 +94,7 @@ MAX_SHARD_ROWS = 2**20
 _ROOM = 0.99
 _MAX_NUMBER = 10**15 - 1  # what plain_json reads
 _RUN = re.compile(r"[0-9a-f]{16}")
-_HEAD_FIELDS = {
-    *("format", "version", "run", "created_s", "entries", "bloom_fpr", "shards", "merged")
-}
+_HEAD_FIELDS = {*("format", "version", "run", "created_s", "entries", "shards", "merged")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +149,6 @@ class BaseManifest:
         run: 16 hex digits of the compaction that wrote the shards.
         created_s: Unix seconds.
         entries: Rows of all shards.
-        bloom_fpr: False positive rate that the filters were built for.
         shards: Cover the leading bytes 0..255 in order, without gap or overlap.
         merged: ULIDs of deltas that are contained in the base and may still be in the bucket.
     """
@@ -160,7 +157,6 @@ class BaseManifest:
     run: str
     created_s: int
     entries: int
-    bloom_fpr: float
     shards: tuple[Shard, ...]
     merged: frozenset[str] = field(default_factory=frozenset)
 
@@ -190,7 +186,6 @@ class BaseManifest:
             "run": self.run,
             "created_s": self.created_s,
             "entries": self.entries,
-            "bloom_fpr": self.bloom_fpr,
             "shards": [
                 {
                     "first": shard.first,
@@ -262,9 +257,6 @@ def _checked(content: dict[str, Any]) -> BaseManifest:
     merged = content["merged"]
     if not all(isinstance(name, str) and is_ulid(name) for name in merged):
         raise _WrongError("merged holds something else than ULIDs")
-    fpr = content["bloom_fpr"]
-    if not isinstance(fpr, float) or not 0 < fpr < 1:
-        raise _WrongError("bloom_fpr must be between 0 and 1")
     shards = tuple(_checked_shard(shard) for shard in content["shards"])
     _check_cover(shards)
     head = BaseManifest(
@@ -272,7 +264,6 @@ def _checked(content: dict[str, Any]) -> BaseManifest:
         run=_text(content, "run", _RUN),
         created_s=_number(content, "created_s", 0, _MAX_NUMBER),
         entries=_number(content, "entries", 0, _MAX_NUMBER),
-        bloom_fpr=fpr,
         shards=shards,
         merged=frozenset(merged),
     )

@@ -16,7 +16,7 @@ from s3ec.index.follower import Follower, FollowOptions
 from s3ec.index.lookup import PresenceFilter, View
 from s3ec.index.manifest import OVERLAP_S
 from s3ec.index.missing import NEGATIVE_TTL_S, NegativeCache, VanishAlarm
-from s3ec.index.rows import ROW_BYTES, Array, EntryInfo
+from s3ec.index.rows import Array, EntryInfo
 from s3ec.index.segment import Segment
 
 # Keys that this process stored and that no delta has told yet.
@@ -24,8 +24,6 @@ _RECENT_ENTRIES = 1_000_000
 # Keys that may be stored or lost before the next View without making other lookups slower. Small:
 # the bytes should stay in the processor's nearest cache.
 _ROOM = 256
-# About what one digest costs in a set or a dictionary.
-_DIGEST_BYTES = 100
 
 
 class _Stored(NamedTuple):
@@ -107,12 +105,8 @@ class ManifestIndex:
         """What the gauges say of it. No I/O."""
         view = self._view
         rows, keys = view.counts()
-        overlay = 0 if view.overlay is None else ROW_BYTES * rows
         found = {
             "level.index_entries": rows + keys + len(view.listing or ()),
-            "level.index_bytes_in_memory": overlay
-            + len(self._overrides.marks)
-            + _DIGEST_BYTES * (len(view.listing or ()) + len(self._recent)),
             "level.index_age_seconds": max(0.0, self._clock() - self._refreshed_s),
         }
         if self._lag_s is not None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket through aioboto3: BotocoreStore without threads, each request in the event loop.
 
-An extra, ``pip install 's3ec[aioboto3]'``: aioboto3 pins an old botocore. What cannot be switched
-off: aiohttp sends a request once more when its connection breaks before a reply, so a PUT whose
-reply was lost can conflict with itself. Checked with aioboto3 15.5, aiobotocore 2.25 and aiohttp
-3.14.
+An extra, ``pip install 's3ec[aioboto3]'``: aioboto3 pins an old botocore. It passes the contract
+suite. Errors and pages of listings have no bound in size here. aiohttp sends a request once more
+when its connection breaks before a reply, so a PUT whose reply was lost can conflict with itself.
+Checked with aioboto3 15.5, aiobotocore 2.25 and aiohttp 3.14.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ import aiohttp
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import get_session
-from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
+from botocore.exceptions import HTTPClientError
 
-from s3ec.errors import CorruptEntryError
 from s3ec.settings import Settings
 from s3ec.store.botocore_s3 import BotocoreStore, RequestSlot, length_and_part
 from s3ec.store.concurrency import PIECE_BYTES, Extend, Pieces, Reply
 from s3ec.store.credentials import ChainCredentials
 from s3ec.store.s3_client import (
-    ANSWER_BYTES,
     Opened,
     chain_credentials,
     check_and_adapt,
@@ -84,18 +82,13 @@ class Aioboto3Reply:
         self._body = response["Body"]
 
     async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
-        if self.nbytes is None:
+        with _as_botocores():
+            if self.nbytes is not None:
+                return bytes(await self._body.read())
             pieces = Pieces(max_bytes, what, extend)  # it comes in chunks
-            with _as_botocores():
-                while piece := await self._body.read(PIECE_BYTES):
-                    pieces.add(piece)
+            while piece := await self._body.read(PIECE_BYTES):
+                pieces.add(piece)
             return pieces.whole()
-        try:
-            return bytes(await self._body.read())
-        except (aiohttp.ClientPayloadError, IncompleteReadError, ResponseStreamingError) as exc:
-            raise CorruptEntryError(
-                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
-            ) from exc
 
     def close(self) -> None:
         self._body.close()
@@ -139,31 +132,11 @@ class _AioCredentials:
         return lambda: None
 
 
-class _BoundedResponse(aiohttp.ClientResponse):
-    """Whose body is refused where it is too long for an answer; objects are read in pieces."""
-
-    async def read(self) -> bytes:
-        if self._body is None:
-            parts, nbytes = [], 0
-            async for part in self.content.iter_any():
-                parts.append(part)
-                nbytes += len(part)
-                if nbytes > ANSWER_BYTES:
-                    self.close()
-                    raise aiohttp.ClientPayloadError(
-                        f"answered with more than {ANSWER_BYTES} bytes"
-                    )
-            self._body = b"".join(parts)
-        return self._body
-
-
 class StrictSession(AIOHTTPSession):  # type: ignore[misc]
-    """Checks host names, bounds answers, follows no redirect: a signature holds nowhere else.
+    """Checks host names, and follows no redirect: a session token goes nowhere else.
 
-    Three things that aiobotocore leaves to others, and aiohttp does not do: botocore switches the
-    check of the certificate's host name off, since its own transport makes that check itself; a
-    redirect is followed with the session token among its headers; and an error or a page of a
-    listing is read to its end, however far that is.
+    aiobotocore leaves both to others, and aiohttp does neither. botocore switches the check of the
+    certificate's host name off, since its own transport makes that check itself.
     """
 
     def _get_ssl_context(self) -> ssl.SSLContext:
@@ -178,7 +151,6 @@ class StrictSession(AIOHTTPSession):  # type: ignore[misc]
             trace.on_request_redirect.append(_refuse)
             trace.freeze()
             session.trace_configs.append(trace)
-            session._response_class = _BoundedResponse
         return session
 
 

@@ -95,16 +95,12 @@ class RetryStore(Wrapper):
     def _may_repeat(self, delay_s: float) -> bool:
         """Whether it makes sense, is right, and can be afforded."""
         if delay_s > _LONGEST_DELAY_S or delay_s >= seconds_left():
-            self._counters.add("store.too_late")
             return False
         if self._endpoint is None:
             return True
         if not self._endpoint.breaker.stands_alone:
             return False
-        if self._endpoint.retries.take():
-            return True
-        self._counters.add("store.retry_budget_spent")
-        return False
+        return self._endpoint.retries.take()
 
 
 HEDGED_BYTES = 8 * 2**20
@@ -150,7 +146,7 @@ class HedgeStore(Wrapper):
         if late_s is None or nbytes > HEDGED_BYTES:
             result = await call()
         else:
-            result = await _Race(call, self._begin_second, self._counters).run(late_s)
+            result = await _Race(call, self._begin_second).run(late_s)
         if result is not None:  # that there is nothing is said sooner
             times.add(clock() - started)
         return result
@@ -179,11 +175,9 @@ class _Race:
         self,
         call: Call,
         begin_second: Callable[[Call], asyncio.Future[Blob | None] | None],
-        counters: Counters,
     ) -> None:
         self._call = call
         self._begin_second = begin_second
-        self._counters = counters
         self._second: asyncio.Future[Blob | None] | None = None
         self._caller: asyncio.Task[object] | None = None
         self._cancelled_caller = False
@@ -229,5 +223,4 @@ class _Race:
     def _won(self) -> Blob | None:
         if self._second is None:
             raise RuntimeError("a race without a second")
-        self._counters.add("hedge.won")
         return self._second.result()

@@ -139,7 +139,6 @@ class UrlStore:
     page_size = 1000
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
         self._corpus = settings.corpus
         self._folder: RealFolder | None = None
         inside = self._corpus.prefix

@@ -366,9 +366,8 @@ class Entries:
                 if os.lstat(path).st_ino == found.st_ino:
                     self.quarantine(key, exc.reason)
                 return None
-            now_s = self._clock()
             try:
-                os.utime(held.fd, ns=(found.st_atime_ns, use_time_ns(now_s)))
+                os.utime(held.fd, ns=(found.st_atime_ns, use_time_ns(self._clock())))
             except OSError as exc:  # the entry is as good as before
                 self._failed("touch", exc)
         except BaseException:
@@ -376,5 +375,4 @@ class Entries:
             raise
         finally:
             os.close(held.fd)
-        idle_s = max(0.0, now_s - found.st_mtime_ns / 1e9)
-        return Pin(Path(held.path), found.st_size, header, idle_s)
+        return Pin(Path(held.path), found.st_size, header)

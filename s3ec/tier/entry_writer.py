@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from s3ec.codec import Header, Verifier
-from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.store.base import Store, whole_parts
@@ -43,7 +42,6 @@ class EntryWriter:
         pins: Pins,
         evictor: Evictor,
         news: NewsWriter,
-        counters: Counters,
         *,
         clock: Callable[[], float],
     ) -> None:
@@ -52,7 +50,6 @@ class EntryWriter:
         self._pins = pins
         self._evictor = evictor
         self._news = news
-        self._counters = counters
         self._clock = clock
 
     def publish(
@@ -112,7 +109,7 @@ class EntryWriter:
         def commit(file: TempFile) -> Pin:
             verifier.finish()
             pin = self._name_pinned(key, file, header)
-            self._account(header.total_bytes)
+            self._evictor.account(header.total_bytes)
             return pin
 
         incoming = self.open(key.name, header.total_bytes, check=verifier.feed, commit=commit)
@@ -142,7 +139,7 @@ class EntryWriter:
         def commit(file: TempFile) -> None:
             verifier.finish()
             self._name_ahead(key, file, used_s)
-            self._account(header.total_bytes)
+            self._evictor.account(header.total_bytes)
 
         incoming = self.open(key.name, header.total_bytes, check=verifier.feed, commit=commit)
         incoming.write_checked(first)
@@ -203,7 +200,8 @@ class EntryWriter:
             written = self._attempt(pieces, nbytes, name)
         except OSError as exc:
             raise TierError(f"cannot write {self._entries.path(key)[0]}: {exc}") from exc
-        self._account(nbytes, counted=counted)
+        if not counted:
+            self._evictor.account(nbytes)
         return written
 
     def _attempt(
@@ -256,11 +254,6 @@ class EntryWriter:
         file.close()
         mtime_ns = use_time_ns(self._clock() if used_s is None else used_s, unread=unread)
         os.utime(file.path, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
-
-    def _account(self, nbytes: int, *, counted: bool = False) -> None:
-        if not counted:
-            self._evictor.account(nbytes)
-        self._counters.add_all({"tier.published": 1, "tier.published_bytes": nbytes})
 
 
 class Incoming(Generic[T]):

@@ -627,10 +627,8 @@ class Evictor:
         return freed
 
     def _sweep(self) -> None:
-        swept = sweep_dead(self._folders.pins)
-        swept += sweep_temps(self._folders.incoming, now_s=self._clock())
-        if swept:
-            self._counters.add("tier.swept", swept)
+        sweep_dead(self._folders.pins)
+        sweep_temps(self._folders.incoming, now_s=self._clock())
 
     def _sweep_temps(self, scan: TierScan) -> None:
         """Those in the spool, whose folders only a walk looks into."""
@@ -638,7 +636,6 @@ class Evictor:
             if is_stale_temp(temp, now_s=self._clock()):
                 with suppress(OSError):
                     os.unlink(temp)
-                    self._counters.add("tier.swept")
 
     def _free_bytes(self) -> int:
         try:

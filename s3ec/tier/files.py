@@ -587,13 +587,8 @@ def _copy(source_fd: int, target: str, nbytes: int) -> None:
         raise
 
 
-def sweep_temps(folder: Path, *, now_s: float) -> int:
-    """Remove what dead writers left in a folder; never raises.
-
-    Returns:
-        How many were removed.
-    """
-    swept = 0
+def sweep_temps(folder: Path, *, now_s: float) -> None:
+    """Remove what dead writers left in a folder; never raises."""
     with suppress(OSError, TierError):
         require_own_folder(folder)
         for name in os.listdir(folder):
@@ -601,8 +596,6 @@ def sweep_temps(folder: Path, *, now_s: float) -> int:
             if is_stale_temp(path, now_s=now_s):
                 with suppress(OSError):
                     os.unlink(path)
-                    swept += 1
-    return swept
 
 
 def is_temp_name(name: str) -> bool:

@@ -39,7 +39,7 @@ from s3ec.tier.files import (
 )
 
 LOCK_NAME = ".lock"
-_FOLDER = re.compile(r"([1-9][0-9]{0,9})-([0-9]{1,20})(?:-[0-9a-f]{8})?")
+_FOLDER = re.compile(r"([1-9][0-9]{0,9})-([0-9]{1,20})-[0-9a-f]{8}")
 _PIN = re.compile(r"[0-9]{1,19}-[0-9a-f]{32}" + re.escape(OBJECT_SUFFIX))
 # Each attempt to pin fails only if another process replaces the entry within microseconds.
 _ATTEMPTS = 20
@@ -54,13 +54,11 @@ class Pin:
         nbytes: Size of the whole file.
         header: Parsed and compared with the key when pinned. The checksum was not: the fetch
             that pinned it does that, and who loads it once more.
-        idle_s: Since the entry was used last on this node; None where it has just come.
     """
 
     path: Path
     nbytes: int
     header: Header
-    idle_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,25 +360,18 @@ def is_dead(folder: str) -> bool:
     return True
 
 
-def sweep_dead(pins: Path) -> int:
-    """Remove the pin folders of dead processes; never raises.
-
-    Returns:
-        How many were removed.
-    """
+def sweep_dead(pins: Path) -> None:
+    """Remove the pin folders of dead processes; never raises."""
     try:
         require_own_folder(pins)
         folders = [f"{pins}/{name}" for name in os.listdir(pins)]
     except (OSError, TierError):
-        return 0
-    swept = 0
+        return
     for folder in folders:
         if looks_dead(folder):
             with suppress(OSError, TierError):
                 require_own_folder(folder)
                 _sweep(folder)
-                swept += not os.path.lexists(folder)
-    return swept
 
 
 def _sweep(folder: str) -> None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node tier: entries as files, shared by every process of the node; its parts, wired.
 
-Counters: ``tier.published``, ``tier.published_bytes``, ``tier.evicted``, ``tier.evicted_bytes``,
-``tier.quarantined``, ``tier.pin_copies`` and ``tier.spool_copies`` (no hard links here),
-``tier.swept`` (left-overs of dead processes) and ``tier.errors`` (what the disk refused).
+Counters: ``tier.evicted``, ``tier.evicted_bytes``, ``tier.quarantined``, ``tier.pin_copies`` and
+``tier.spool_copies`` (no hard links here), and ``tier.errors`` (what the disk refused).
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ class Tier:
         self.writer = EntryWriter(
             *(folders, self.entries, self.pins, self.evictor),
             NewsWriter(folders, namespace, errors),
-            counters,
             clock=clock,
         )
         self._spools: list[Spool] = []

@@ -31,11 +31,18 @@ Configure = Callable[..., Settings]
 Transport = type[BotocoreStore]
 
 
+@pytest.fixture(params=[ObstoreStore, BotocoreStore], ids=["obstore", "botocore"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    """Each S3 client in turn, without the extra one."""
+    kind: Transport = request.param
+    return kind
+
+
 @pytest.fixture(
     params=[ObstoreStore, BotocoreStore, Aioboto3Store], ids=["obstore", "botocore", "aioboto3"]
 )
-def transport(request: pytest.FixtureRequest) -> Transport:
-    """Each S3 client in turn."""
+def any_transport(request: pytest.FixtureRequest) -> Transport:
+    """Each S3 client in turn, for the contract suite and for what keeps secrets."""
     kind: Transport = request.param
     return kind
 

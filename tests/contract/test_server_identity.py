@@ -38,7 +38,7 @@ async def test_server_with_a_bad_certificate_gets_no_request(
     fault: str,
     local_s3: LocalS3,
     on_seaweed: Configure,
-    transport: Transport,
+    any_transport: Transport,
     issued: Issued,
     tmp_path: Path,
 ) -> None:
@@ -53,7 +53,7 @@ async def test_server_with_a_bad_certificate_gets_no_request(
         "expired": "has expired; renew it",
     }
     with FaultProxy(local_s3.endpoint_url, tls=context) as proxy:
-        store = transport(on_seaweed(endpoint_url=proxy.url, ca_bundle=trusted.authority))
+        store = any_transport(on_seaweed(endpoint_url=proxy.url, ca_bundle=trusted.authority))
         for operation in OPERATIONS.values():
             with pytest.raises(AccessError, match=fixes[fault]) as caught:
                 await operation(store)
@@ -68,7 +68,7 @@ async def test_redirect_to_another_host_is_refused_and_nothing_is_sent_there(
     status: int,
     local_s3: LocalS3,
     on_seaweed: Configure,
-    transport: Transport,
+    any_transport: Transport,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
@@ -80,7 +80,7 @@ async def test_redirect_to_another_host_is_refused_and_nothing_is_sent_there(
         rule = asked.add(
             Rule(s3_error(status, "TemporaryRedirect", headers={"location": f"{address}/a"}))
         )
-        store = transport(on_seaweed(endpoint_url=asked.url))
+        store = any_transport(on_seaweed(endpoint_url=asked.url))
         for count, operation in enumerate(OPERATIONS.values(), 1):
             with pytest.raises(AccessError, match="redirects, correct `endpoint_url`") as caught:
                 await operation(store)

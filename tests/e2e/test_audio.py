@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from s3ec import codec
-from s3ec.dev.rigs.audio_model import write_qwen2_audio, write_recordings
 from s3ec.dev.rigs.engine import EngineProcess, ec_config, text
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, STEADY
+from tests.e2e.audio_model import write_qwen2_audio, write_recordings
 from tests.e2e.rig import FROM_BUCKET, HITS, LOADS, MISSES, eventually, moved
 
 _COUNT = 3

@@ -20,9 +20,9 @@ import pytest
 
 from s3ec.corpus import Corpus
 from s3ec.dev.rigs.pictures import write_pictures
-from s3ec.dev.rigs.ray_job import ENGINE, run_killing_one, stored
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, engine_env
 from s3ec.testing.server import LocalS3
+from tests.e2e.ray_job import ENGINE, run_killing_one, stored
 from tests.e2e.rig import settings
 from tests.support.waiting import DEADLINE_S
 

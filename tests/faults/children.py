@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -245,11 +245,9 @@ def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
         life.save_unless_known(number)
     say("saved")
     wait_until_saved(life, range(first, first + 6))
-    sockets = open_sockets()
     pid = os.fork()
     if pid == 0:
         try:
-            say(f"shared {len(sockets & open_sockets())} of {len(sockets)}")
             own = Life(settings, first)
             own.use(*range(stock // 2, stock))
             say(f"left {own.close(30)}")
@@ -267,15 +265,6 @@ def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
     say("went on")
     life.finish()
     say("done")
-
-
-def open_sockets() -> set[str]:
-    """Of this process, by their inodes."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return {name for name in found if name.startswith("socket:")}
 
 
 # -- told to end while they save -------------------------------------------------------------------
@@ -635,7 +624,7 @@ def main() -> None:
     import torch
 
     import s3ec.connector.saves
-    import s3ec.store.aioboto3_s3  # noqa: F401
+    import s3ec.store.s3  # noqa: F401
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps at once

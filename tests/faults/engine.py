@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from s3ec.connector.saves import SaveQueue
     from tests.faults.site import Site
 
-Kind = Literal["aioboto3", "obstore"]
 PATIENCE_S = 30.0
 
 

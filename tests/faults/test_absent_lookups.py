@@ -95,13 +95,13 @@ def proxy(local_s3: LocalS3, signed: None) -> Iterator[FaultProxy]:
         yield proxy
 
 
-def fill(local_s3: LocalS3, name: str, proxy: FaultProxy, folder: Path, fpr: float) -> Bucket:
+def fill(local_s3: LocalS3, name: str, proxy: FaultProxy, folder: Path) -> Bucket:
     bucket = Bucket(local_s3, name, "corpus", proxy.url)
     bucket.stock(*_STOCKED)
     with noding(bucket.settings(folder / "maker")) as node:
         run_rebuild(node)
         bucket.announce(*_ANNOUNCED)
-        assert run_compact(node, bloom_fpr=fpr) is not None
+        assert run_compact(node) is not None
     return bucket
 
 
@@ -120,7 +120,7 @@ def test_lookups_of_what_nobody_stored_cost_no_request_and_no_memory(
     local_s3: LocalS3, s3_bucket: str, proxy: FaultProxy, tmp_path: Path, clock: Clock
 ) -> None:
     """Each picture another one, as from clients that send what they please."""
-    bucket = fill(local_s3, s3_bucket, proxy, tmp_path, 0.01)
+    bucket = fill(local_s3, s3_bucket, proxy, tmp_path)
     rounds, each = 120, 1000
     with noding(bucket.settings(tmp_path / "cache", index="exact")) as node:
         refresh(node)
@@ -151,7 +151,7 @@ def test_what_a_filter_is_wrong_about_costs_one_request_for_each_negative_ttl(
     local_s3: LocalS3, s3_bucket: str, proxy: FaultProxy, tmp_path: Path, clock: Clock
 ) -> None:
     """Some pictures over and over again, as where a document is asked about by many."""
-    bucket = fill(local_s3, s3_bucket, proxy, tmp_path, 0.02)
+    bucket = fill(local_s3, s3_bucket, proxy, tmp_path)
     rounds, popular, others = 40, 300, 100
     with noding(bucket.settings(tmp_path / "cache", index="bloom", hedge="false")) as node:
         refresh(node)

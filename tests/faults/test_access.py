@@ -14,7 +14,7 @@ from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import Identity, LocalS3
 from tests.faults.embeddings import key_at
-from tests.faults.engine import Engine, Kind, warnings_of
+from tests.faults.engine import Engine, warnings_of
 from tests.faults.site import Site
 from tests.support.waiting import eventually
 
@@ -22,7 +22,6 @@ CONSUMER = Identity("consumer", may=("s3:GetObject", "s3:ListBucket"))
 PRODUCER = Identity("producer", may=("s3:GetObject", "s3:ListBucket", "s3:PutObject"))
 BLIND = Identity("blind", may=("s3:GetObject",))
 WRITER = Identity("writer", may=("s3:PutObject",))
-transports = pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +57,7 @@ class DenyAbsent:
         await exchange.send(reply)
 
 
-@transports
 def test_a_consumer_with_get_and_list_reads_and_its_saves_wait_in_the_spool(
-    transport: Kind,
     site: Site,
     guarded: LocalS3,
     monkeypatch: pytest.MonkeyPatch,
@@ -68,7 +65,7 @@ def test_a_consumer_with_get_and_list_reads_and_its_saves_wait_in_the_spool(
 ) -> None:
     site.stock(0, 1)
     become(CONSUMER, guarded, monkeypatch)
-    with Engine(site.settings(transport=transport)) as engine:
+    with Engine(site.settings()) as engine:
         engine.follow()
         assert engine.node.index.maybe_contains(key_at(0))
         assert engine.outcomes(0, 7) == [FetchOutcome.READY, FetchOutcome.ABSENT]
@@ -84,12 +81,11 @@ def test_a_consumer_with_get_and_list_reads_and_its_saves_wait_in_the_spool(
     assert "s3:PutObject" in warnings_of(caplog, "uploads are failing")[0]
 
 
-@transports
 def test_a_producer_without_leave_to_delete_probes_writes_and_announces(
-    transport: Kind, site: Site, guarded: LocalS3, monkeypatch: pytest.MonkeyPatch
+    site: Site, guarded: LocalS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(PRODUCER, guarded, monkeypatch)
-    with Engine(site.settings(transport=transport)) as engine:
+    with Engine(site.settings()) as engine:
         engine.follow()
         engine.save(0, 1)
         names = {key_at(0).name, key_at(1).name}
@@ -102,18 +98,17 @@ def test_a_producer_without_leave_to_delete_probes_writes_and_announces(
     denied = [request for request in site.proxy.requests if request.method == "DELETE"]
     assert len(denied) == 1  # asked for once, and not again
     become(CONSUMER, guarded, monkeypatch)
-    other = site.settings(transport=transport, cache_dir=str(site.cache_dir.parent / "other"))
+    other = site.settings(cache_dir=str(site.cache_dir.parent / "other"))
     with Engine(other) as engine:
         engine.follow()
         assert engine.outcomes(0, 1) == [FetchOutcome.READY] * 2
 
 
-@transports
 def test_a_writer_that_may_not_read_saves_and_announces(
-    transport: Kind, site: Site, guarded: LocalS3, monkeypatch: pytest.MonkeyPatch
+    site: Site, guarded: LocalS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(WRITER, guarded, monkeypatch)
-    with Engine(site.settings(transport=transport)) as engine:
+    with Engine(site.settings()) as engine:
         engine.node.follow_the_bucket()
         eventually(lambda: engine.count("index.refresh_failed") > 0)
         engine.save(0)
@@ -122,9 +117,7 @@ def test_a_writer_that_may_not_read_saves_and_announces(
     assert site.objects() == {key_at(0).name}
 
 
-@transports
 def test_an_absent_key_that_is_denied_is_a_miss_named_once(
-    transport: Kind,
     site: Site,
     guarded: LocalS3,
     monkeypatch: pytest.MonkeyPatch,
@@ -134,7 +127,7 @@ def test_an_absent_key_that_is_denied_is_a_miss_named_once(
     deny = DenyAbsent()
     site.proxy.add(Rule(deny, method="GET"))
     become(BLIND, guarded, monkeypatch)
-    with Engine(site.settings(transport=transport)) as engine:
+    with Engine(site.settings()) as engine:
         engine.node.follow_the_bucket()
         eventually(lambda: engine.count("index.refresh_failed") > 0)
         (line,) = warnings_of(caplog, "cannot read the index")

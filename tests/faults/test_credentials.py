@@ -18,12 +18,11 @@ from s3ec.prefetch import FetchOutcome
 from s3ec.store import credentials
 from s3ec.testing.server import Identity, LocalS3
 from tests.faults.embeddings import key_at
-from tests.faults.engine import Engine, Kind, warnings_of
+from tests.faults.engine import Engine, warnings_of
 from tests.faults.site import Site
 from tests.support.metadata import MetadataService
 from tests.support.waiting import DEADLINE_S, eventually
 
-transports = pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
 NOBODY = Identity("nobody")
 
 
@@ -40,9 +39,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credentials.ChainCredentials, "look_every_s", 0.2)
 
 
-@transports
 def test_a_credentials_file_that_is_rotated_is_read_again_and_said_once(
-    transport: Kind,
     site: Site,
     local_s3: LocalS3,
     hasty: None,
@@ -55,7 +52,7 @@ def test_a_credentials_file_that_is_rotated_is_read_again_and_said_once(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
     write_keys(keys, NOBODY)
     me = Identity("me", access_key=local_s3.access_key, secret_key=local_s3.secret_key)
-    with Engine(site.settings(transport=transport)) as engine:
+    with Engine(site.settings()) as engine:
         # The server's own word for keys that it does not know any more.
         assert engine.outcomes(0) == [FetchOutcome.UNAVAILABLE]
         assert "InvalidAccessKeyId" in warnings_of(caplog, "an entry is denied")[0]
@@ -77,12 +74,11 @@ def test_a_credentials_file_that_is_rotated_is_read_again_and_said_once(
     assert NOBODY.secret_key not in caplog.text
 
 
-@transports
 def test_leave_to_write_that_is_revoked_keeps_the_reads_and_loses_no_save(
-    transport: Kind, site: Site, signed: None
+    site: Site, signed: None
 ) -> None:
     site.stock(0, 1)
-    with Engine(site.settings(transport=transport)) as engine:
+    with Engine(site.settings()) as engine:
         engine.follow()
         engine.save(2)
         eventually(lambda: key_at(2).name in site.objects())
@@ -126,9 +122,7 @@ class OtherClock:
         await exchange.send(Reply(403, kind, body.encode()))
 
 
-@transports
 def test_clocks_an_hour_apart_are_named_with_the_difference_and_heal(
-    transport: Kind,
     site: Site,
     signed: None,
     caplog: pytest.LogCaptureFixture,
@@ -136,7 +130,7 @@ def test_clocks_an_hour_apart_are_named_with_the_difference_and_heal(
     site.stock(0)
     clock = OtherClock(datetime.timedelta(hours=1))
     site.proxy.add(Rule(clock))
-    with Engine(site.settings(transport=transport, index_refresh_s="0.1")) as engine:
+    with Engine(site.settings(index_refresh_s="0.1")) as engine:
         engine.node.follow_the_bucket()
         eventually(lambda: bool(warnings_of(caplog, "cannot read the index")))
         assert engine.outcomes(0) == [FetchOutcome.UNAVAILABLE]
@@ -148,9 +142,7 @@ def test_clocks_an_hour_apart_are_named_with_the_difference_and_heal(
     assert 2 <= clock.refused < 20  # no storm
 
 
-@transports
 def test_a_command_waits_for_a_source_that_takes_its_time_and_an_engine_does_not(
-    transport: Kind,
     site: Site,
     local_s3: LocalS3,
     hasty: None,
@@ -166,7 +158,7 @@ def test_a_command_waits_for_a_source_that_takes_its_time_and_an_engine_does_not
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     monkeypatch.setattr(credentials.ChainCredentials, "patience_s", 0.05)
     monkeypatch.setattr(credentials.ChainCredentials, "longest_look_s", DEADLINE_S)
-    settings = site.settings(transport=transport)
+    settings = site.settings()
     with (
         Engine(settings) as engine,
         Corpus.open(settings) as corpus,
@@ -183,11 +175,9 @@ def test_a_command_waits_for_a_source_that_takes_its_time_and_an_engine_does_not
         engine.fetch_in_the_end(0)
 
 
-@transports
 @pytest.mark.parametrize("mode", ["hang", "refuse"])
 def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
     mode: str,
-    transport: Kind,
     site: Site,
     local_s3: LocalS3,
     hasty: None,
@@ -202,7 +192,7 @@ def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
             service.answering.set()
         for name, value in service.env.items():
             monkeypatch.setenv(name, value)
-        with Engine(site.settings(transport=transport, index_refresh_s="0.1")) as engine:
+        with Engine(site.settings(index_refresh_s="0.1")) as engine:
             engine.node.follow_the_bucket()
             assert engine.outcomes(0) == [FetchOutcome.UNAVAILABLE]
             eventually(lambda: engine.node.breaker.is_open)

@@ -13,14 +13,9 @@ pytest.importorskip("torch")
 _STOCK = 48
 
 
-@pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
-def test_process_without_descriptors_misses_and_recovers(
-    site: Site, herd: Herd, transport: str
-) -> None:
-    if transport == "obstore":
-        pytest.importorskip("obstore")
+def test_process_without_descriptors_misses_and_recovers(site: Site, herd: Herd) -> None:
     site.stock(*range(_STOCK))
-    settings = site.settings(transport=transport, index_refresh_s="0.2")
+    settings = site.settings(index_refresh_s="0.2")
     pid = herd.start("starved", settings=settings, stock=_STOCK)
     assert herd.hear(pid, "left") == "left 0"
     herd.wait(pid)

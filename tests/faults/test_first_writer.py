@@ -25,19 +25,17 @@ WRITES = {"PUT", "POST", "DELETE", "PATCH"}
 
 
 @contextmanager
-def serving(site: Site, folder: str, transport: str) -> Iterator[Engine]:
-    more = {"transport": transport, "index_refresh_s": "0.1"}
-    with Engine.at(site, site.cache_dir / folder, **more) as engine:
+def serving(site: Site, folder: str) -> Iterator[Engine]:
+    with Engine.at(site, site.cache_dir / folder, index_refresh_s="0.1") as engine:
         engine.node.follow_the_bucket()
         engine.node.compact_the_index()
         yield engine
 
 
-@pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
 def test_in_an_engines_life_an_entry_is_written_once_and_conditionally(
-    site: Site, signed: None, transport: str
+    site: Site, signed: None
 ) -> None:
-    with serving(site, "first", transport) as first:
+    with serving(site, "first") as first:
         first.save(*range(COUNT))
     before = {name: site.body(name) for name in site.objects()}
     assert len(before) == COUNT
@@ -46,7 +44,7 @@ def test_in_an_engines_life_an_entry_is_written_once_and_conditionally(
     site.put(0, b"x" * 100)
     gone = key_at(1).name
     site.client.delete_object(Bucket=site.bucket, Key=OBJECTS[1:] + gone)
-    with serving(site, "second", transport) as second:
+    with serving(site, "second") as second:
         eventually(lambda: second.node.index.maybe_contains(key_at(2)))
         assert second.fetch(0).outcome is FetchOutcome.CORRUPT
         assert second.fetch(1).outcome is FetchOutcome.ABSENT

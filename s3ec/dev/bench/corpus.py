@@ -45,7 +45,6 @@ class Corpus:
         keys: One per entry.
         entry_bytes: Size of each object.
         shape: Of each tensor.
-        hedge: Whether clients ask a slow server twice.
     """
 
     endpoint_url: str
@@ -54,7 +53,6 @@ class Corpus:
     keys: tuple[Key, ...]
     entry_bytes: int
     shape: Shape = SHAPE
-    hedge: bool = True
 
     @property
     def bucket(self) -> str:
@@ -83,7 +81,6 @@ class Corpus:
             "max_concurrency": IN_FLIGHT,
             "connect_timeout_s": _TIMEOUT_S,
             "read_timeout_s": _TIMEOUT_S,
-            "hedge": self.hedge,
         }
         return load_settings(extra).settings
 
@@ -115,7 +112,7 @@ def filled(context: Context, count: int, shape: Shape = SHAPE) -> Iterator[tuple
         context.say(f"{count} entries")
         namespace = Namespace.from_descriptor({"model": "s3ec/bench"})
         source = random.Random(20_260_201)
-        keys = tuple(_key(f"{source.getrandbits(256):064x}") for _ in range(count))
+        keys = tuple(key_of(f"{source.getrandbits(256):064x}") for _ in range(count))
         nbytes = len(_entry(keys[0], shape))
         corpus = Corpus(server.endpoint_url, server.env(), namespace, keys, nbytes, shape)
         with corpus.environment():
@@ -149,7 +146,12 @@ def _upload(server: LocalS3, corpus: Corpus) -> None:
         list(pool.map(put, corpus.keys))
 
 
-def _key(identifier: str) -> Key:
+def key_of(identifier: str) -> Key:
+    """The key of a content hash.
+
+    Raises:
+        ValueError: It is none.
+    """
     key = make_key(identifier)
     if key is None:
         raise ValueError(f"{identifier} is no content hash")

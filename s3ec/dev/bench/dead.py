@@ -8,20 +8,22 @@ slow moment of the machine hits both. Every image is new, so that each is looked
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import engines, measure
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
 
 if TYPE_CHECKING:
     from s3ec.dev.rigs.engine import EngineProcess
     from s3ec.dev.rigs.proxy import FaultProxy
+    from s3ec.testing.server import LocalS3
 
 TTFT, STEP = "dead.ttft_p99_ratio", "dead.step_p99_ratio"
 ROWS = (Spec(TTFT, "ratio", "<= 1.05"), Spec(STEP, "ratio", "<= 1.05"))
@@ -31,6 +33,7 @@ _ALONE, _TOGETHER, _TOKENS = 16, 8, 8
 _GROUPS = 5
 _PICTURES = 64
 _WARM_UP = 2000  # at most; as many as it takes until the store counts as dead
+_BUCKET = "dead"
 Prompt = list[dict[str, Any]]
 _NAMESPACE = re.compile(r"s3ec namespace (\S+) in ")
 _OPENED, _ABSENT = "vllm:s3ec_breaker_opened", "vllm:s3ec_fetch_outcomes{outcome=absent}"
@@ -56,33 +59,74 @@ def run(context: Context) -> None:
     Raises:
         CannotMeasureError: There is no server or no vLLM.
     """
-    from s3ec.dev.bench.soak_engine import write_patterns
+    from s3ec.dev.rigs.proxy import FaultProxy
 
     rounds = context.rounds(ROUNDS)
     count = _WARM_UP + 2 * (rounds + 1) * (_ALONE + _TOGETHER)
     names = [secrets.token_hex(32) for _ in range(count)]
-    roles = {PLAIN: None, DEAD: ("ec_consumer", {"wait": "always"})}
-    with engines.running(context, roles) as rig:
-        pictures = write_patterns(context.scratch / "pictures", _PICTURES, 0)
-        asked = iter(
-            [engines.prompt([pictures[at % _PICTURES]], [name]) for at, name in enumerate(names)]
-        )
-        dead = rig.by_name[DEAD]
+    pictures = engines.write_patterns(context.scratch / "pictures", _PICTURES, 0)
+    asked = iter([engines.prompt(pictures[at % _PICTURES], name) for at, name in enumerate(names)])
+    with (
+        engines.local_server(_BUCKET) as server,
+        FaultProxy(server.endpoint_url) as proxy,
+        _engines(context, server, proxy.url) as both,
+    ):
+        dead = both[DEAD]
         found = _NAMESPACE.search(dead.log)
         if found is None:
             raise CannotMeasureError("the connector does not name its namespace")
-        _announce(rig, found[1], names)
-        _die(dead, rig.proxy, asked)
+        _announce(server.client(), found[1], names)
+        _die(dead, proxy, asked)
         before = dead.counters()
         context.say(f"{rounds} rounds")
         cases: dict[str, Callable[[], RequestTimes]] = {
             name: lambda engine=engine: _round(engine, asked)  # type: ignore[misc]
-            for name, engine in rig.by_name.items()
+            for name, engine in both.items()
         }
         kept = measure.interleave(cases, rounds=rounds, warmup=1)
         after = dead.counters()
     moved = {name: after[name] - before.get(name, 0) for name in after if "s3ec" in name}
     report(context, kept, {name: count for name, count in moved.items() if count})
+
+
+@contextlib.contextmanager
+def _engines(
+    context: Context, server: LocalS3, endpoint_url: str
+) -> Iterator[dict[str, EngineProcess]]:
+    """Start both, each in one process: one without s3ec, one whose store is at this address."""
+    from s3ec.dev.rigs.engine import EngineProcess, ec_config
+    from s3ec.dev.rigs.models import write_gemma3
+    from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
+
+    context.say("starting two engines")
+    model = write_gemma3(context.scratch / "model")
+    settings = {
+        "bucket": _BUCKET,
+        "endpoint_url": endpoint_url,
+        "min_free_bytes": 0,
+        "index_refresh_s": 0.5,
+        "weights": "name",
+        "wait": "always",
+        "cache_dir": str(context.scratch / "tier"),
+    }
+    ec = ec_config("ec_consumer", settings, ec_connector_module_path="s3ec.connector")
+    both = {
+        name: EngineProcess(
+            model,
+            ec=configuration,
+            log_path=context.scratch / f"{name}.log",
+            media=context.scratch,
+            env=server.env() | ONE_PROCESS,
+            options=NEW_PICTURES,
+        )
+        for name, configuration in ((PLAIN, None), (DEAD, ec))
+    }
+    with contextlib.ExitStack() as stack:
+        for engine in both.values():
+            stack.callback(engine.stop, 5)
+        with ThreadPoolExecutor(len(both)) as pool:
+            list(pool.map(EngineProcess.start, both.values()))
+        yield both
 
 
 def _round(engine: EngineProcess, asked: Iterator[Prompt]) -> RequestTimes:
@@ -96,7 +140,7 @@ def _round(engine: EngineProcess, asked: Iterator[Prompt]) -> RequestTimes:
     return times
 
 
-def _announce(rig: engines.Engines, namespace: str, names: Sequence[str]) -> None:
+def _announce(client: Any, namespace: str, names: Sequence[str]) -> None:
     """Write an index that holds all of these; there are no objects."""
     from s3ec.identity import Layout, canonical_json, make_key
     from s3ec.index.manifest import Ulids
@@ -107,11 +151,10 @@ def _announce(rig: engines.Engines, namespace: str, names: Sequence[str]) -> Non
     facts = EntryInfo(nbytes=9000, rows=64, width=64, dtype="bfloat16", time_s=int(now_s))
     keys = [key for key in map(make_key, names) if key is not None]
     rows = Rows.from_facts([(key.digest, facts) for key in keys]).sorted_unique()
-    client, bucket = rig.server.client(), rig.settings["bucket"]
     record = canonical_json({"width": 64, "dtype": "bfloat16"}).encode()
-    client.put_object(Bucket=bucket, Key=layout.modality("image"), Body=record)
+    client.put_object(Bucket=_BUCKET, Key=layout.modality("image"), Body=record)
     body = b"".join(encode_segment(rows, namespace))
-    client.put_object(Bucket=bucket, Key=layout.delta(Ulids().next(now_s)), Body=body)
+    client.put_object(Bucket=_BUCKET, Key=layout.delta(Ulids().next(now_s)), Body=body)
 
 
 def _die(engine: EngineProcess, proxy: FaultProxy, asked: Iterator[Prompt]) -> None:

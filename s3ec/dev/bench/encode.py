@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from s3ec.dev.bench import engines, measure
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
 from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
 from s3ec.doctor.advise import preset_of
 from s3ec.payoff import MODELS, Gpu
@@ -133,7 +132,7 @@ def _encode(context: Context, name: str, page: Path, count: int) -> tuple[list[f
         for number in range(_FIRST + count):
             if number == _FIRST:  # the first ones compile and tune
                 engine.encoder()
-            engine.chat([engines.prompt([page], [secrets.token_hex(32)])], max_tokens=1)
+            engine.chat([engines.prompt(page, secrets.token_hex(32))], max_tokens=1)
         found = engine.encoder()
     ((_kind, row_s),) = found["learned"].items()
     times = found["times"]

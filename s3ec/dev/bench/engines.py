@@ -1,127 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines with a tiny model, and a bucket behind a proxy, for benchmarks of whole requests.
-
-Each engine runs in one process of its own. Its encoder sleeps, which leaves the processor to others
-as an encoder on a GPU does.
-"""
+"""What benchmarks with real engines share: a server, pictures, prompts, and what is counted."""
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
+import importlib.util
+import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from s3ec.dev.bench.context import CannotMeasureError, Context
-from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
+from s3ec.dev.bench.context import CannotMeasureError
 
 if TYPE_CHECKING:
     from s3ec.dev.rigs.engine import EngineProcess
-    from s3ec.dev.rigs.proxy import FaultProxy
     from s3ec.testing.server import LocalS3
 
-ROWS, WIDTH = 64, 64  # of the tiny model's embeddings
-HITS = "vllm:s3ec_hits"
-_SAVES = "vllm:s3ec_saves"
-_BUCKET = "engines"
 _PATIENCE_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """What runs.
-
-    Attributes:
-        by_name: The engines.
-        server: With their bucket.
-        proxy: Before it.
-        settings: Of s3ec, for that bucket and a tier that no engine has.
-    """
-
-    by_name: dict[str, EngineProcess]
-    server: LocalS3
-    proxy: FaultProxy
-    settings: dict[str, Any]
+_SIDE, _BLOCKS = 112, 7
 
 
 @contextlib.contextmanager
-def running(
-    context: Context,
-    roles: Mapping[str, tuple[str, Mapping[str, Any]] | None],
-    *,
-    options: Mapping[str, Any] | None = None,
-    connectors: Mapping[str, Mapping[str, str]] | None = None,
-) -> Iterator[Engines]:
-    """Start a server, a proxy and the engines, each with a tier of its own.
-
-    Args:
-        context: Of the benchmark.
-        roles: Name of an engine to its role and further settings; None for one without s3ec.
-        options: Further arguments of ``vllm.LLM``.
-        connectors: Name of an engine to what names its connector in ``--ec-transfer-config``; all
-            others have s3ec's.
+def local_server(bucket: str) -> Iterator[LocalS3]:
+    """A SeaweedFS with this bucket; its keys are in this process's environment.
 
     Raises:
-        CannotMeasureError: There is no server or no vLLM.
+        CannotMeasureError: It is not installed, or there is no vLLM to ask it.
     """
-    from s3ec.dev.rigs.engine import EngineProcess, ec_config
-    from s3ec.dev.rigs.models import write_gemma3
-    from s3ec.dev.rigs.proxy import FaultProxy
     from s3ec.errors import ConfigError
     from s3ec.testing.server import LocalS3
 
-    context.say(f"starting a server and {len(roles)} engines")
-    scratch = Path(tempfile.mkdtemp(dir=context.scratch))
-    with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(LocalS3())
-            model = write_gemma3(scratch / "model")
-        except (ConfigError, ImportError) as exc:
-            raise CannotMeasureError(str(exc)) from exc
-        server.create_bucket(_BUCKET)
-        # The keys, for what this process asks of it.
-        stack.enter_context(mock.patch.dict("os.environ", server.env()))
-        proxy = stack.enter_context(FaultProxy(server.endpoint_url))
-        settings = {
-            "bucket": _BUCKET,
-            "endpoint_url": proxy.url,
-            "min_free_bytes": 0,
-            "index_refresh_s": 0.5,
-            "weights": "name",
-            "cache_dir": str(scratch / "tier"),
-        }
-        engines = {}
-        for name, role in roles.items():
-            ec = None
-            if role is not None:
-                own = {**settings, **role[1], "cache_dir": str(scratch / f"tier of {name}")}
-                usual = {"ec_connector_module_path": "s3ec.connector"}
-                ec = ec_config(role[0], own, **(connectors or {}).get(name, usual))
-            engines[name] = EngineProcess(
-                model,
-                ec=ec,
-                log_path=scratch / f"{name}.log",
-                media=context.scratch,
-                env=server.env() | ONE_PROCESS,
-                options={**NEW_PICTURES, **(options or {})},
-            )
-            stack.callback(engines[name].stop, 5)
-        with ThreadPoolExecutor(len(engines)) as pool:
-            list(pool.map(EngineProcess.start, engines.values()))
-        yield Engines(engines, server, proxy, settings)
+    if importlib.util.find_spec("vllm") is None:
+        raise CannotMeasureError("vLLM is not installed")
+    try:
+        server = LocalS3()
+    except ConfigError as exc:
+        raise CannotMeasureError(str(exc)) from exc
+    with server, mock.patch.dict("os.environ", server.env()):
+        server.create_bucket(bucket)
+        yield server
 
 
-def prompt(pictures: Sequence[Path], names: Sequence[str]) -> list[dict[str, Any]]:
-    """A question about some pictures under names of our own."""
+def write_patterns(out: Path, count: int, seed: int) -> list[Path]:
+    """Write pictures of coloured blocks, 1 ms each; no two are alike."""
+    from PIL import Image
+
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for number in range(count):
+        source = random.Random(f"{seed} {number}")
+        blocks = Image.frombytes("RGB", (_BLOCKS, _BLOCKS), source.randbytes(3 * _BLOCKS**2))
+        path = out / f"pattern-{number:05d}.png"
+        blocks.resize((_SIDE, _SIDE), Image.Resampling.NEAREST).save(path)
+        paths.append(path)
+    return paths
+
+
+def prompt(picture: Path, name: str) -> list[dict[str, Any]]:
+    """A question about a picture under a name of our own."""
     from s3ec.dev.rigs.engine import image, text
 
-    shown = [image(picture, name) for picture, name in zip(pictures, names, strict=True)]
-    return [*shown, text("what is in it?")]
+    return [image(picture, name), text("what is in it?")]
 
 
 def counters(engine: EngineProcess) -> dict[str, float]:
@@ -131,32 +72,6 @@ def counters(engine: EngineProcess) -> dict[str, float]:
     for _ in range(2):
         engine.chat([[text("what time is it?")]], max_tokens=2)
     return engine.counters()
-
-
-def fill(producer: EngineProcess, pictures: Sequence[Path], names: Sequence[str]) -> None:
-    """Have so many pictures encoded and stored under these names."""
-    before = counters(producer).get(_SAVES, 0)
-    for number, name in enumerate(names):
-        producer.chat([prompt([pictures[number % len(pictures)]], [name])], max_tokens=1)
-    until(lambda: counters(producer).get(_SAVES, 0) - before >= len(names), "all is stored")
-
-
-def follow(consumer: EngineProcess, picture: Path, sentinels: Sequence[str]) -> None:
-    """Wait until the consumer knows what was stored.
-
-    Args:
-        consumer: Its requests must wait for the bucket.
-        picture: Any.
-        sentinels: What was stored last. Each can be asked for once.
-    """
-    left = iter(sentinels)
-
-    def is_hit() -> bool:
-        before = counters(consumer).get(HITS, 0)
-        consumer.chat([prompt([picture], [next(left)])], max_tokens=1)
-        return counters(consumer).get(HITS, 0) > before
-
-    until(is_hit, "the consumer has read the index", pause_s=1.0)
 
 
 def until(condition: Callable[[], bool], what: str, pause_s: float = 0.1) -> None:

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, Context, Spec
 
 if TYPE_CHECKING:
     from s3ec.dev.bench.corpus import Corpus
@@ -120,8 +119,8 @@ def run(context: Context, plan: Plan) -> None:
     """
     from s3ec.codec import Shape
     from s3ec.dev.bench.corpus import filled
-    from s3ec.dev.bench.floor import floor_ms
-    from s3ec.dev.bench.folders import memory_folder
+    from s3ec.dev.bench.fetcher import floor_ms
+    from s3ec.dev.bench.measure import memory_folder
     from s3ec.dev.rigs.relay import Relay
 
     shape = Shape(plan.rows, plan.width, "bfloat16")
@@ -141,7 +140,7 @@ def run(context: Context, plan: Plan) -> None:
         }
         context.say(f"{context.rounds(ROUNDS)} rounds")
         kept = measure.interleave(clients.cases, rounds=context.rounds(ROUNDS))
-    _report(context, plan, clients, kept, corpus)
+    report(context, plan, clients, kept, corpus)
 
 
 @contextlib.contextmanager
@@ -197,13 +196,14 @@ def _cpu_of(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _report(
+def report(
     context: Context,
     plan: Plan,
     clients: Clients,
     kept: Mapping[str, Sequence[Sample]],
     corpus: Corpus,
 ) -> None:
+    """Report the plan's rows from the rounds of all clients."""
     count, nbytes = len(corpus.keys), len(corpus.keys) * corpus.entry_bytes
     speed = {case: [nbytes / one.seconds / 1e9 for one in kept[case]] for case in kept}
     cpu = {case: [one.cpu_s / count * 1e3 for one in kept[case]] for case in kept}
@@ -221,30 +221,26 @@ def _report(
         "not_installed": clients.missing,
     }
 
-    def report(row: str, values: Mapping[str, Sequence[float]], note: str) -> None:
-        if row not in plan.reaches:
-            return
-        detail = {
-            "spread": measure.spread(values[clients.auto]),
-            "cases": measure.medians(values),
-            "note": note,
-        }
-        value = statistics.median(values[clients.auto])
-        context.report(f"{plan.name}.{row}", value, samples=samples, detail=detail | about)
+    def put(row: str, values: Mapping[str, Sequence[float]], note: str) -> None:
+        if row in plan.reaches:
+            name = f"{plan.name}.{row}"
+            context.report_median(
+                name, values, clients.auto, samples=samples, note=note, detail=about
+            )
 
     def over(values: Mapping[str, Sequence[float]], other: str) -> dict[str, list[float]]:
         cases = (*same, TO_FILE) if other != TO_FILE else tuple(same)
         return {case: measure.ratios(values[case], values[other]) for case in cases}
 
-    report("ratio_to_raw", over(speed, fastest), f"{clients.auto} over the fastest, {fastest}")
-    report("ratio_to_files", over(speed, TO_FILE), f"{clients.auto} over {TO_FILE}")
-    report("gb_per_s", speed, _note(clients))
+    put("ratio_to_raw", over(speed, fastest), f"{clients.auto} over the fastest, {fastest}")
+    put("ratio_to_files", over(speed, TO_FILE), f"{clients.auto} over {TO_FILE}")
+    put("gb_per_s", speed, _note(clients))
     against = {case: measure.ratios(cpu[case], cpu[other]) for case, other in same.items()}
     against[TO_FILE] = measure.ratios(cpu[TO_FILE], cpu[f"{RAW}obstore"])
-    report("cpu_ratio_to_raw", against, f"{clients.auto} over {clients.raw}")
-    report("cpu_ratio_to_files", over(cpu, TO_FILE), f"{clients.auto} over {TO_FILE}")
+    put("cpu_ratio_to_raw", against, f"{clients.auto} over {clients.raw}")
+    put("cpu_ratio_to_files", over(cpu, TO_FILE), f"{clients.auto} over {TO_FILE}")
     for row in ("cpu_ms", "cpu_ms_per_object"):
-        report(row, cpu, _note(clients))
+        put(row, cpu, _note(clients))
 
 
 def _note(clients: Clients) -> str:
@@ -257,7 +253,7 @@ def _busy(rounds: Sequence[Sample]) -> float:
     return statistics.median((one.cpu_s + one.server_cpu_s) / one.seconds for one in rounds)
 
 
-_FETCH = Plan(
+FETCH = Plan(
     "fetch",
     {
         "ratio_to_files": ">= 0.9",
@@ -282,7 +278,7 @@ def far(latency_ms: int) -> Bench:
     ).bench
 
 
-BENCH = _FETCH.bench
+BENCH = FETCH.bench
 SMALL = Plan(
     "fetch_8kb",
     {"cpu_ratio_to_raw": "<= 2.2", "ratio_to_raw": None, "cpu_ms": None},

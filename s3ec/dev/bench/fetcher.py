@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node of s3ec that brings a whole corpus to its tier, again and again."""
+"""A node of s3ec that fetches a whole corpus again and again, and the least it has to pay."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from s3ec import codec
 from s3ec.dev.bench.context import CannotMeasureError
 from s3ec.dev.bench.corpus import Corpus
 from s3ec.index.rows import EntryInfo
@@ -17,9 +21,8 @@ from s3ec.tier import Pin
 
 # How often the main thread looks for news, as a scheduler does at its steps.
 _LOOK_S = 0.01
-# Likewise, where the time of a single fetch is looked at.
-_LOOK_ONE_S = 0.0005
 _TIMEOUT_S = 120.0
+_REPEATS = 25
 
 
 def transports(corpus: Corpus, cache_dir: Path) -> tuple[list[str], str]:
@@ -50,43 +53,24 @@ class Fetcher:
         for key in corpus.keys:  # as a reader of the bucket's index knows them
             self.node.index.add(key, facts)
 
-    def submit(self) -> None:
-        """Want every entry; returns at once."""
-        self.node.prefetcher.submit(self.corpus.wants())
-
-    def take(self) -> bool:
-        """Collect what has come; whether that is all.
-
-        Raises:
-            RuntimeError: An entry could not be had.
-        """
-        for fetched in self.node.prefetcher.drain():
-            if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
-                raise RuntimeError(f"an entry ended as {fetched.outcome}")
-            self._pins.append(fetched.pin)
-        return len(self._pins) == len(self.corpus.keys)
-
     def fetch(self) -> None:
         """Bring every entry, verified, to the tier and pin it.
 
         Raises:
             RuntimeError: An entry could not be had, or not in time.
         """
-        self.submit()
-        self._wait_for(len(self.corpus.keys), _LOOK_S)
-
-    def fetch_one_by_one(self) -> None:
-        """The same, where each is asked for when the one before it is here."""
-        for number, want in enumerate(self.corpus.wants(), 1):
-            self.node.prefetcher.submit([want])
-            self._wait_for(number, _LOOK_ONE_S)
-
-    def _wait_for(self, count: int, look_s: float) -> None:
+        self.node.prefetcher.submit(self.corpus.wants())
         deadline = time.monotonic() + _TIMEOUT_S
-        while not self.take() and len(self._pins) < count:
+        while True:
+            for fetched in self.node.prefetcher.drain():
+                if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
+                    raise RuntimeError(f"an entry ended as {fetched.outcome}")
+                self._pins.append(fetched.pin)
+            if len(self._pins) == len(self.corpus.keys):
+                return
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{len(self._pins)} entries came within {_TIMEOUT_S:.0f} s")
-            time.sleep(look_s)
+            time.sleep(_LOOK_S)
 
     def empty(self) -> None:
         """Let go of the pins and evict every entry."""
@@ -102,3 +86,38 @@ class Fetcher:
     def close(self) -> None:
         """End the node."""
         self.node.close(10)
+
+
+def floor_ms(folder: Path, nbytes: int) -> dict[str, float]:
+    """Processor milliseconds, median, of what bringing ``nbytes`` into a folder is made of.
+
+    A fresh file is the kernel finding and clearing pages, then copying; one that is there
+    already is the copy alone.
+    """
+    data = os.urandom(nbytes)
+    path = folder / "floor"
+
+    def write() -> None:
+        with open(path, "wb" if not path.exists() else "r+b", buffering=0) as file:
+            file.write(data)
+
+    def fresh() -> float:
+        path.unlink(missing_ok=True)
+        return _cpu_ms(write)
+
+    try:
+        return {
+            "write a fresh file": statistics.median(fresh() for _ in range(_REPEATS)),
+            "write over a file": statistics.median(_cpu_ms(write) for _ in range(_REPEATS)),
+            "xxh3-128": statistics.median(
+                _cpu_ms(lambda: codec.checksum(data)) for _ in range(_REPEATS)
+            ),
+        }
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _cpu_ms(work: Callable[[], object]) -> float:
+    before = time.thread_time_ns()
+    work()
+    return (time.thread_time_ns() - before) / 1e6

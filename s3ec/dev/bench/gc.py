@@ -19,8 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, Context, Spec
 
 if TYPE_CHECKING:
     from s3ec.dev.bench.corpus import Corpus as Made
@@ -84,15 +83,11 @@ def run(context: Context) -> None:
     speeds = {case: [count / one for one in times] for case, times in kept.items()}
     fastest = max(set(speeds) - {_OURS}, key=lambda case: statistics.median(speeds[case]))
     ratios = {case: measure.ratios(speeds[case], speeds[fastest]) for case in speeds}
+    note = f"the fastest is {fastest}"
     for row, values in ((_ROW, ratios), (_SPEED, speeds)):
-        detail = {
-            "spread": measure.spread(values[_OURS]),
-            "cases": measure.medians(values),
-            "objects": count,
-            "note": f"the fastest is {fastest}",
-        }
-        value = statistics.median(values[_OURS])
-        context.report(row, value, samples=count * len(values[_OURS]), detail=detail)
+        samples = count * len(values[_OURS])
+        detail = {"objects": count}
+        context.report_median(row, values, _OURS, samples=samples, note=note, detail=detail)
 
 
 async def _put_all(store: Any, objects: Sequence[str]) -> None:

@@ -21,16 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
-from s3ec.dev.bench.folders import memory_folder
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
+from s3ec.dev.bench.measure import memory_folder
 from s3ec.dev.bench.syscalls import count_syscalls
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from s3ec.dev.bench.hooks_rig import Passes
-    from s3ec.dev.bench.result import Result
 
 
 _P50, _P99 = "hooks.has_cache_item_p50_us", "hooks.has_cache_item_p99_us"
@@ -60,201 +56,138 @@ KINDS = (HIT, MISS, PENDING, DECODING) = ("hit", "miss", "pending", "decoding")
 EXAMPLE = "ECExampleConnector"
 
 
-class Samples:
-    """Nanoseconds of single calls, by name and round; names are those of hooks_rig.Passes."""
+_ENSURE_ONE = {f"{kind}, 1 image": f"ensure warm/{kind}/1" for kind in KINDS}
+_HAS = {kind: f"has warm/{kind}/4" for kind in (HIT, MISS, PENDING)}
+_EXAMPLE_HAS = {f"{EXAMPLE}, {kind}": f"example warm/{kind}" for kind in (HIT, MISS)}
+_DECISION = (
+    f"{EXAMPLE}.has_cache_item, where it takes its whole decision for an image; its "
+    "ensure_cache_available is the base class's no-op"
+)
+# What the Example does for an image is the same while ours is on its way.
+_AGAINST = {kind: f"example warm/{MISS if kind == MISS else HIT}" for kind in KINDS}
+# Row, percentile of single calls, what is timed for each case, what stands beside, and a note. The
+# names of what is timed are those of hooks_rig.Passes.
+_PERCENTILES: Sequence[tuple[str, float, Mapping[str, str], Mapping[str, str], str]] = (
+    (_P50, 50, _HAS, _EXAMPLE_HAS, ""),
+    (_P99, 99, _HAS, _EXAMPLE_HAS, ""),
+    (f"{_ENSURE}_p50_us", 50, _ENSURE_ONE, {f"{EXAMPLE}, which does nothing": "noop"}, ""),
+    (f"{_ENSURE}_p99_us", 99, _ENSURE_ONE, {}, ""),
+    (
+        f"{_ENSURE}_4_images_p50_us",
+        50,
+        {f"{kind}, 4 images": f"ensure warm/{kind}/4" for kind in KINDS},
+        {},
+        "",
+    ),
+    (
+        f"{_ENSURE}_cold_p50_us",
+        50,
+        {f"{kind}, 1 image": f"ensure cold/{kind}/1" for kind in KINDS},
+        {f"{EXAMPLE}.has_cache_item, {kind}": f"example cold/{kind}" for kind in (HIT, MISS)},
+        "little of the request in the processor's caches",
+    ),
+    (
+        f"{_ENSURE}_first_sight_p50_us",
+        50,
+        {
+            f"{what}, {images} image{'s' if images > 1 else ''}": f"first/{what}/{images}"
+            for what in ("in the corpus", "not in it")
+            for images in (1, 4)
+        },
+        {},
+        "once per image: its key is derived, its fetch noted",
+    ),
+    (
+        "hooks.update_state_after_alloc_p50_us",
+        50,
+        {"load": "alloc/load", "save": "alloc/save"},
+        {f"{EXAMPLE}, load": "example/alloc"},
+        "",
+    ),
+    (
+        "hooks.build_connector_meta_p50_us",
+        50,
+        {
+            "idle step": "meta/idle",
+            "4 loads": "meta/loads",
+            "4 new demands, which wake the loop": "meta/demand",
+        },
+        {f"{EXAMPLE}, 4 loads": "example/meta"},
+        "",
+    ),
+)
+# Row, for each case what is added up above the line and what is below it, a note, and what people
+# call the denominator.
+_RATIOS: Sequence[tuple[str, Mapping[str, tuple[tuple[str, ...], str]], str, str]] = (
+    (
+        _RATIO,
+        {kind: ((_HAS[kind],), _AGAINST[kind]) for kind in (HIT, MISS)},
+        "over its has_cache_item",
+        f"{EXAMPLE}.has_cache_item",
+    ),
+    (
+        f"{_ENSURE}_ratio_to_example",
+        # Of one that decodes the Example decides nothing.
+        {kind: ((f"ensure warm/{kind}/1",), _AGAINST[kind]) for kind in (HIT, MISS, PENDING)},
+        "over its has_cache_item, its whole decision",
+        _DECISION,
+    ),
+    (
+        f"{_ENSURE}_ratio_to_noop",
+        {kind: ((f"ensure warm/{kind}/1",), "noop") for kind in KINDS},
+        "over its ensure_cache_available, which only returns True",
+        f"{EXAMPLE}.ensure_cache_available, which returns True and nothing else",
+    ),
+    (
+        "hooks.decision_per_image_ratio_to_example",
+        {
+            kind: ((f"ensure warm/{kind}/1", f"has warm/{kind}/1"), _AGAINST[kind])
+            for kind in (HIT, MISS)
+        },
+        "both our hooks over its has_cache_item",
+        _DECISION,
+    ),
+)
 
-    def __init__(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        self._rounds = rounds
 
-    def us(self, name: str, percent: float) -> list[float]:
-        """One percentile of each round, in microseconds."""
-        return [measure.percentile(round_[name], percent) / 1000 for round_ in self._rounds]
+def report(
+    context: Context, rounds: Sequence[Mapping[str, Sequence[int]]], about: Mapping[str, Any]
+) -> None:
+    """Report every row that is about single calls; of several cases the slowest gives its value.
 
-    def median_us(self, name: str, percent: float = 50) -> float:
-        """The median of that over the rounds."""
-        return statistics.median(self.us(name, percent))
+    Args:
+        context: Where rows go.
+        rounds: Nanoseconds of each call, by what was timed, in each round.
+        about: What every row's detail tells of the circumstances.
+    """
 
-    def ratios(self, name: str, other: str, *, plus: str | None = None) -> list[float]:
-        """Median of one over median of another, in each round; ``plus`` adds to the upper one."""
-        above = self.us(name, 50)
-        if plus is not None:
-            above = [a + b for a, b in zip(above, self.us(plus, 50), strict=True)]
-        return [a / b for a, b in zip(above, self.us(other, 50), strict=True)]
+    def us(name: str, percent: float = 50) -> list[float]:
+        return [measure.percentile(round_[name], percent) / 1000 for round_ in rounds]
 
-    def count(self, name: str) -> int:
-        """How many calls were timed."""
-        return sum(len(round_[name]) for round_ in self._rounds)
+    def count(*names: str) -> int:
+        return sum(len(round_[name]) for round_ in rounds for name in names)
 
-
-class Reporter:
-    """Turns samples into rows. Of several cases the slowest gives a row its value."""
-
-    def __init__(self, context: Context, samples: Samples, about: Mapping[str, Any]) -> None:
-        """Take what was measured.
-
-        Args:
-            context: Where rows go.
-            samples: What was measured.
-            about: What every row's detail tells of the circumstances.
-        """
-        self._context = context
-        self._samples = samples
-        self._about = about
-
-    def all(self) -> None:
-        """Report every row that is about time."""
-        self._has_cache_item()
-        self._ensure()
-        self._ensure_first_calls()
-        self._ratios()
-        self._others()
-
-    def _report(
-        self,
-        row: str,
-        cases: Mapping[str, str],
-        *,
-        percent: float = 50,
-        others: Mapping[str, str] | None = None,
-        note: str = "",
-    ) -> None:
-        """Report a percentile.
-
-        Args:
-            row: Its name.
-            cases: What people call a case, to the name of its samples.
-            percent: Which percentile.
-            others: The same for what stands beside them, and does not give the value.
-            note: Goes in front of the name of the slowest case.
-        """
-        rounds = {label: self._samples.us(name, percent) for label, name in cases.items()}
-        beside = {
-            f"{EXAMPLE}{label}": self._samples.median_us(name, percent)
-            for label, name in (others or {}).items()
-        }
-        count = sum(map(self._samples.count, cases.values()))
-        self._worst(row, rounds, count, beside, note, {})
-
-    def _worst(
-        self,
-        row: str,
-        rounds: Mapping[str, Sequence[float]],
-        count: int,
-        beside: Mapping[str, float],
-        note: str,
-        detail: Mapping[str, Any],
-    ) -> None:
-        medians = {label: statistics.median(values) for label, values in rounds.items()}
-        worst = max(medians, key=lambda label: medians[label])
-        self._context.report(
+    for row, percent, cases, others, note in _PERCENTILES:
+        context.report_slowest(
             row,
-            medians[worst],
-            samples=count,
-            detail={
-                "spread": measure.spread(rounds[worst]),
-                "note": f"{note}{'; ' if note else ''}the slowest case: {worst}",
-                "cases": medians | dict(beside),
-                **detail,
-                **self._about,
-            },
+            {case: us(name, percent) for case, name in cases.items()},
+            samples=count(*cases.values()),
+            others={case: statistics.median(us(name, percent)) for case, name in others.items()},
+            note=note,
+            detail=about,
         )
-
-    def _has_cache_item(self) -> None:
-        cases = {kind: f"has warm/{kind}/4" for kind in (HIT, MISS, PENDING)}
-        others = {f", {kind}": f"example warm/{kind}" for kind in (HIT, MISS)}
-        self._report(_P50, cases, others=others)
-        self._report(_P99, cases, others=others, percent=99)
-
-    def _ensure(self) -> None:
-        one = {f"{kind}, 1 image": f"ensure warm/{kind}/1" for kind in KINDS}
-        four = {f"{kind}, 4 images": f"ensure warm/{kind}/4" for kind in KINDS}
-        self._report(f"{_ENSURE}_p50_us", one, others={", which does nothing": "noop"})
-        self._report(f"{_ENSURE}_p99_us", one, percent=99)
-        self._report(f"{_ENSURE}_4_images_p50_us", four)
-
-    def _ensure_first_calls(self) -> None:
-        self._report(
-            f"{_ENSURE}_cold_p50_us",
-            {f"{kind}, 1 image": f"ensure cold/{kind}/1" for kind in KINDS},
-            others={f".has_cache_item, {kind}": f"example cold/{kind}" for kind in (HIT, MISS)},
-            note="little of the request in the processor's caches",
-        )
-        self._report(
-            f"{_ENSURE}_first_sight_p50_us",
+    for row, quotients, note, denominator in _RATIOS:
+        context.report_slowest(
+            row,
             {
-                f"{what}, {images} image{'s' if images > 1 else ''}": f"first/{what}/{images}"
-                for what in ("in the corpus", "not in it")
-                for images in (1, 4)
+                case: measure.ratios(
+                    [sum(each) for each in zip(*map(us, above), strict=True)], us(below)
+                )
+                for case, (above, below) in quotients.items()
             },
-            note="once per image: its key is derived, its fetch noted",
-        )
-
-    def _ratio(
-        self,
-        row: str,
-        cases: Mapping[str, tuple[str, str]],
-        *,
-        plus: Mapping[str, str] | None = None,
-        note: str,
-        denominator: str,
-    ) -> None:
-        """Report quotients of medians of the same round; ``plus`` adds to the upper one."""
-        rounds = {
-            label: self._samples.ratios(above, below, plus=(plus or {}).get(label))
-            for label, (above, below) in cases.items()
-        }
-        count = sum(self._samples.count(above) for above, _ in cases.values())
-        self._worst(row, rounds, count, {}, note, {"denominator": denominator})
-
-    def _ratios(self) -> None:
-        decision = (
-            f"{EXAMPLE}.has_cache_item, where it takes its whole decision for an image; its "
-            "ensure_cache_available is the base class's no-op"
-        )
-        # What the Example does for an image is the same while ours is on its way.
-        against = {kind: f"example warm/{MISS if kind == MISS else HIT}" for kind in KINDS}
-        one = {kind: f"ensure warm/{kind}/1" for kind in KINDS}
-        asked = (HIT, MISS, PENDING)  # of one that decodes the Example decides nothing
-        self._ratio(
-            _RATIO,
-            {kind: (f"has warm/{kind}/4", against[kind]) for kind in (HIT, MISS)},
-            note="over its has_cache_item",
-            denominator=f"{EXAMPLE}.has_cache_item",
-        )
-        self._ratio(
-            f"{_ENSURE}_ratio_to_example",
-            {kind: (one[kind], against[kind]) for kind in asked},
-            note="over its has_cache_item, its whole decision",
-            denominator=decision,
-        )
-        self._ratio(
-            f"{_ENSURE}_ratio_to_noop",
-            {kind: (one[kind], "noop") for kind in KINDS},
-            note="over its ensure_cache_available, which only returns True",
-            denominator=f"{EXAMPLE}.ensure_cache_available, which returns True and nothing else",
-        )
-        self._ratio(
-            "hooks.decision_per_image_ratio_to_example",
-            {kind: (one[kind], against[kind]) for kind in (HIT, MISS)},
-            plus={kind: f"has warm/{kind}/1" for kind in (HIT, MISS)},
-            note="both our hooks over its has_cache_item",
-            denominator=decision,
-        )
-
-    def _others(self) -> None:
-        self._report(
-            "hooks.update_state_after_alloc_p50_us",
-            {"load": "alloc/load", "save": "alloc/save"},
-            others={", load": "example/alloc"},
-        )
-        self._report(
-            "hooks.build_connector_meta_p50_us",
-            {
-                "idle step": "meta/idle",
-                "4 loads": "meta/loads",
-                "4 new demands, which wake the loop": "meta/demand",
-            },
-            others={", 4 loads": "example/meta"},
+            samples=count(*(above[0] for above, _ in quotients.values())),
+            note=note,
+            detail={"denominator": denominator, **about},
         )
 
 
@@ -289,7 +222,7 @@ def run(context: Context) -> None:
             "timer_us": measure.timer_ns() / 1000,  # inside every figure, not taken off
             "example_folder": on,
         }
-        Reporter(context, Samples(rounds), about).all()
+        report(context, rounds, about)
         context.say("system calls")
         _report_syscalls(context, passes)
     context.say("1,000 requests that wait")
@@ -364,51 +297,19 @@ def _report_syscalls(context: Context, passes: Passes) -> None:
 
 def _report_waiting(context: Context, rounds: Mapping[str, Sequence[float]]) -> None:
     """The slower of the two; a median pass, with the mean beside it."""
-    medians = {name: statistics.median(ratios) for name, ratios in rounds.items()}
     # The reach is for passes in which nothing has changed.
-    worst = max(("always", "auto"), key=lambda name: medians[name])
-    context.report(
+    judged = {name: rounds[name] for name in ("always", "auto")}
+    context.report_slowest(
         SCHEDULE,
-        medians[worst],
+        judged,
         samples=sum(map(len, rounds.values())),
+        others=measure.medians({name: rounds[name] for name in rounds if name not in judged}),
+        note="by the setting `wait`",
         detail={
-            "spread": measure.spread(rounds[worst]),
-            "note": f"the slower case: `wait` = {worst}",
-            "cases": medians,
             "means": {name: statistics.fmean(ratios) for name, ratios in rounds.items()},
             "denominator": "schedule() with a connector that defers all and does nothing else",
         },
     )
 
 
-def plot(figure: Figure, result: Result) -> None:
-    """The medians of single calls on one logarithmic axis, with the 5 us they must keep below."""
-    from s3ec.dev.bench import plot as drawing
-
-    bars: list[tuple[str, float, str]] = []
-    for row in result.rows:
-        if row.value is None or row.spec.unit != "us" or "p50" not in row.spec.name:
-            continue
-        hook = row.spec.name.removeprefix("hooks.").removesuffix("_p50_us")
-        for case, value in row.detail.get("cases", {}).items():
-            colour = drawing.OTHER if EXAMPLE in case else drawing.GOOD
-            bars.append((f"{hook}: {case}", float(value), colour))
-    if not bars:
-        drawing.draw(figure, result)
-        return
-    figure.set_size_inches(10, 1.4 + 0.26 * len(bars))
-    figure.suptitle(drawing.title(result))
-    axes = figure.subplots()
-    for place, (_, value, colour) in enumerate(bars):
-        axes.barh(place, value, color=colour, height=0.7)
-        axes.annotate(f" {value:.3g}", (value, place), va="center", fontsize=8)
-    axes.axvline(5, color=drawing.BAD, linewidth=1)
-    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize=8)
-    axes.set_xlabel(
-        "microseconds per call, median (blue: s3ec, yellow: vLLM's Example, line: 5 us)", fontsize=8
-    )
-    axes.set_xscale("log")
-    drawing.settle(axes, [])
-
-
-BENCH = Bench(rows=ROWS, run=run, plot=plot)
+BENCH = Bench(ROWS, run)

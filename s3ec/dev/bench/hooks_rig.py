@@ -42,8 +42,9 @@ from s3ec.config import load_settings
 from s3ec.connector import saves
 from s3ec.connector.connector import S3ECConnector
 from s3ec.connector.parts import Parts
+from s3ec.dev.bench.corpus import key_of
 from s3ec.dev.bench.measure import time_each
-from s3ec.identity import Key, Layout, Namespace, make_key
+from s3ec.identity import Layout, Namespace
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.store.base import Blob
@@ -136,11 +137,11 @@ def make_request(name: str, identifiers: Sequence[str]) -> Request:
     )
 
 
-def step_output(freed: Sequence[str] = (), tokens: int = 1) -> SchedulerOutput:
+def step_output(freed: Sequence[str] = ()) -> SchedulerOutput:
     """What vLLM hands to build_connector_meta."""
     output = SchedulerOutput.make_empty()
     output.free_encoder_mm_hashes = list(freed)
-    output.total_num_scheduled_tokens = tokens
+    output.total_num_scheduled_tokens = 1
     return output
 
 
@@ -180,8 +181,8 @@ class Rig:
     def _store(self, layout: Layout) -> MemoryStore:
         bucket = MemoryBucket()
         for name in self.hits:
-            bucket.objects[layout.object(_key(name))] = _entry(name, layout.namespace)
-        silent = {layout.object(_key(name)) for name in [*self.pending, *self._unseen]}
+            bucket.objects[layout.object(key_of(name))] = _entry(name, layout.namespace)
+        silent = {layout.object(key_of(name)) for name in [*self.pending, *self._unseen]}
         bucket.objects.update(dict.fromkeys(silent, b"never read"))
         return _GatedStore(bucket, silent)
 
@@ -364,13 +365,6 @@ def engine_config(name: str, extra: dict[str, Any], *, role: str = "ec_both") ->
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         max_concurrent_batches=2,
     )
-
-
-def _key(identifier: str) -> Key:
-    key = make_key(identifier)
-    if key is None:
-        raise ValueError(f"{identifier} is no content hash")
-    return key
 
 
 Times = Mapping[str, Sequence[int]]

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, Context, Spec
 
 if TYPE_CHECKING:
     from s3ec.dev.bench.corpus import Corpus
@@ -83,7 +82,7 @@ def run(context: Context, *, objects: int | None = None) -> None:
         cases, missing = _cases(corpus, context.scratch / "copies", stack)
         context.say(f"{context.rounds(_ROUNDS)} rounds of {count} objects")
         kept = measure.interleave(cases, rounds=context.rounds(_ROUNDS))
-    _report(context, corpus, kept, missing)
+    report(context, corpus, kept, missing)
 
 
 def _cases(
@@ -93,7 +92,7 @@ def _cases(
     from s3ec.corpus import Corpus as Opened
     from s3ec.dev.bench import raw_loops
 
-    loops, missing = raw_loops.open_file_loops(corpus, folder)
+    loops, missing = raw_loops.open_loops(corpus, folder)
     for loop in loops.values():
         stack.callback(loop.close)
     opened = stack.enter_context(Opened(corpus.settings(folder, "auto")))
@@ -143,9 +142,10 @@ def _sync(folder: Path) -> None:
         os.close(fd)
 
 
-def _report(
+def report(
     context: Context, corpus: Corpus, kept: dict[str, list[Sample]], missing: dict[str, str]
 ) -> None:
+    """Report all rows from the rounds of all clients."""
     figures: dict[str, Callable[[Sample], float]] = {
         "ratio_to_raw": lambda one: 1 / one.synced_s,
         "ratio_in_memory": lambda one: 1 / one.seconds,
@@ -160,14 +160,13 @@ def _report(
             else max(raw, key=raw.__getitem__)
         )
         ratios = {case: measure.ratios(found, values[best]) for case, found in values.items()}
-        context.report(
+        context.report_median(
             f"hydrate.{row}",
-            statistics.median(ratios[_OURS]),
+            ratios,
+            _OURS,
             samples=len(corpus.keys) * len(ratios[_OURS]),
+            note=f"over the best, {best}",
             detail={
-                "note": f"over the best, {best}",
-                "spread": measure.spread(ratios[_OURS]),
-                "cases": measure.medians(ratios),
                 "objects": len(corpus.keys),
                 "object_bytes": corpus.entry_bytes,
                 "in_flight": 16,

@@ -12,8 +12,7 @@ import contextlib
 import shutil
 from typing import TYPE_CHECKING
 
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
 
 if TYPE_CHECKING:
     from s3ec.dev.bench.corpus import Corpus

@@ -24,11 +24,11 @@ from s3ec.counters import Counters
 from s3ec.dev.bench import measure
 from s3ec.dev.bench.children import Child, anonymous_bytes_of, most_resident_bytes, wait_for_end
 from s3ec.dev.bench.context import Context
-from s3ec.dev.bench.corpus import Corpus
+from s3ec.dev.bench.corpus import Corpus, key_of
 from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE, Keys, Made, load
 from s3ec.dev.rigs.index_corpus import IndexCorpus
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
-from s3ec.identity import Key, Namespace, make_key
+from s3ec.identity import Key, Namespace
 from s3ec.index import cache
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.compaction import compact
@@ -453,7 +453,7 @@ def _read(pipe: Connection, corpus: Corpus, folder: Path, names: Sequence[str]) 
                 time.sleep(settings.index_refresh_s / len(nodes))
             _wait_until_loaded(nodes)
             pipe.send("ready")
-            pipe.send(_find(pipe, nodes, [_key(name) for name in names]))
+            pipe.send(_find(pipe, nodes, [key_of(name) for name in names]))
             wait_for_end(pipe)
         finally:
             for node in nodes:
@@ -482,10 +482,3 @@ def _find(pipe: Connection, nodes: Sequence[Node], keys: Sequence[Key]) -> list[
             left[:] = [key for key in left if key.identifier not in at]
         time.sleep(_LOOK_S)
     return found
-
-
-def _key(identifier: str) -> Key:
-    key = make_key(identifier)
-    if key is None:
-        raise ValueError(f"{identifier} is no content hash")
-    return key

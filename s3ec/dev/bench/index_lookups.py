@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from s3ec.dev.bench import measure
 from s3ec.dev.bench.children import Child, anonymous_bytes
 from s3ec.dev.bench.context import CannotMeasureError, Context
-from s3ec.dev.bench.folders import memory_folder
 from s3ec.dev.bench.index_made import Keys, Made, Mode, check_answers, keys_of, load, reader
+from s3ec.dev.bench.measure import memory_folder
 
 if TYPE_CHECKING:
     from s3ec.identity import Key
@@ -317,7 +317,7 @@ def measure_filters(context: Context, made: Made) -> None:
         BLOOM_FPR,
         wrong / count,
         samples=count,
-        detail={"asked_for": made.head.bloom_fpr, "entries": made.entries, "wrong": wrong},
+        detail={"entries": made.entries, "wrong": wrong},
     )
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, Context, Spec
 
 if TYPE_CHECKING:
     from s3ec.connector.messages import Load
@@ -47,8 +46,8 @@ def run(context: Context) -> None:
     Raises:
         CannotMeasureError: It is not there.
     """
-    from s3ec.dev.bench.folders import memory_folder
     from s3ec.dev.bench.hooks import need_vllm
+    from s3ec.dev.bench.measure import memory_folder
 
     need_vllm(context)
     from s3ec.dev.bench.worker_rig import worker_rig
@@ -67,7 +66,7 @@ def run(context: Context) -> None:
         kept = measure.interleave(cases, rounds=context.rounds(ROUNDS), warmup=2)
         for rig in rigs:
             rig.check()
-    _report(context, list(folders), kept)
+    report(context, list(folders), kept)
 
 
 def _cases(rig: WorkerRig, place: str) -> dict[str, Callable[[], list[float]]]:
@@ -165,9 +164,10 @@ def _check(rig: WorkerRig, step: _Step, files: Sequence[Load]) -> None:
         raise RuntimeError("a loaded tensor is not what was stored")
 
 
-def _report(
+def report(
     context: Context, places: Sequence[str], kept: Mapping[str, Sequence[Sequence[float]]]
 ) -> None:
+    """Report all rows from the microseconds of an item, by case and round, in each step."""
     medians = {case: [statistics.median(times) for times in kept[case]] for case in kept}
     steps = [(size, place) for size in _STEPS for place in places]
 

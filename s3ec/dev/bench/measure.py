@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to measure fairly: cases in turn, warmed up, without the garbage collector, in rounds."""
+"""How to measure fairly: cases in turn, warmed up, in rounds, without the garbage collector."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
+import os
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -66,13 +72,13 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def timed(function: Callable[[], object]) -> Callable[[], int]:
-    """A round that calls ``function`` once and returns nanoseconds."""
+def timed(function: Callable[[], object]) -> Callable[[], float]:
+    """A round that calls ``function`` once and returns seconds."""
 
-    def round_() -> int:
-        started = time.perf_counter_ns()
+    def round_() -> float:
+        started = time.perf_counter()
         function()
-        return time.perf_counter_ns() - started
+        return time.perf_counter() - started
 
     return round_
 
@@ -93,11 +99,11 @@ def timer_ns(calls: int = 20_000) -> float:
     return percentile(time_each(_nothing, [(None, 0)] * calls), 50)
 
 
-def clock_ns(reads: int = 2_000) -> float:
+def clock_ns() -> float:
     """What is measured where nothing lies between two looks at the clock; median, nanoseconds."""
     clock = time.perf_counter_ns
-    out = [0] * reads
-    for number in range(reads):
+    out = [0] * 2_000
+    for number in range(len(out)):
         started = clock()
         out[number] = clock() - started
     return percentile(out, 50)
@@ -147,3 +153,54 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "p75": percentile(values, 75),
         "rounds": len(values),
     }
+
+
+TMPFS = Path("/dev/shm")  # noqa: S108  only where it is a tmpfs; a folder of our own in it
+_PREFIX = "s3ec-bench-"
+
+
+@contextmanager
+def memory_folder(otherwise: Path) -> Iterator[tuple[Path, bool]]:
+    """An empty folder on tmpfs, deleted afterwards.
+
+    Deletes first what a benchmark that was killed has left there: that is memory nobody gives
+    back. The lock on a living one's folder ends with its process.
+
+    Args:
+        otherwise: Made and used where there is no tmpfs.
+
+    Yields:
+        The folder, and whether it is on tmpfs.
+    """
+    if not (is_tmpfs(TMPFS) and os.access(TMPFS, os.W_OK)):
+        otherwise.mkdir(parents=True)
+        yield otherwise, False
+        return
+    _sweep()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=TMPFS))
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder, True
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _sweep() -> None:
+    for folder in TMPFS.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
+            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def is_tmpfs(path: Path) -> bool:
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return any(line.split()[1:3] == [str(path), "tmpfs"] for line in mounts.splitlines())

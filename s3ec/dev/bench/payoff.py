@@ -4,9 +4,7 @@
 vLLM's own scheduler and s3ec's scheduler half run with a virtual clock: encoder, model and fetches
 are played (see ``rigs/virtual_engine.py``), so the figures are the same on every machine but for
 the time that one decision takes. At each point ``auto`` is compared with the better of the two
-others, in the same run and with the same requests and durations. Two parts run in real engines:
-what encoding is believed to cost (``payoff_encoder.py``), and six of the points
-(``payoff_engines.py``).
+others, in the same run and with the same requests and durations.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from s3ec.dev.bench import payoff_encoder, payoff_engines
-from s3ec.dev.bench.context import Bench, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, Context, Spec
 
 if TYPE_CHECKING:
     from s3ec.dev.rigs.virtual_engine import Outcome, Point
@@ -41,8 +37,6 @@ ROWS = (
     Spec(_THROUGHPUT, "ratio", "<= 1.03"),
     Spec(_LEARNED, "ratio", "<= 1.25"),
     Spec(_DECIDE, "us", "<= 15"),
-    *payoff_encoder.ROWS,
-    *payoff_engines.ROWS,
 )
 # At a load of 0.9 the median of 600 still depends on the seed (1.01 to 1.28 at one point).
 _REQUESTS, _QUICK_REQUESTS = 1200, 100
@@ -105,8 +99,6 @@ def run(context: Context) -> None:
     )
     context.report(_LEARNED, max(learned), samples=len(points))
     context.report(_DECIDE, _decide_us(), samples=_DECISIONS)
-    payoff_encoder.run(context)
-    payoff_engines.run(context)
 
 
 def _ratios(one: Outcome, none: Outcome, always: Outcome) -> dict[str, float]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -23,9 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench import engines, measure
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
 from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS, engine_env
 
 if TYPE_CHECKING:
@@ -63,18 +61,7 @@ _BUCKET = "precompute"
 
 def run(context: Context) -> None:
     """Measure."""
-    from s3ec.errors import ConfigError
-    from s3ec.testing.server import LocalS3
-
-    with contextlib.ExitStack() as stack:
-        if importlib.util.find_spec("vllm") is None:
-            raise CannotMeasureError("vllm is not installed")
-        try:
-            server = stack.enter_context(LocalS3())
-        except ConfigError as exc:
-            raise CannotMeasureError(str(exc)) from exc
-        server.create_bucket(_BUCKET)
-        stack.enter_context(mock.patch.dict("os.environ", server.env()))
+    with engines.local_server(_BUCKET) as server:
         _measure_hits(context, server)
         _measure_resume(context, server)
         _measure_overhead(context, server)

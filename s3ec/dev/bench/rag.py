@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``bench rag``: questions over document images, asked of real engines with six kinds of caches.
 
-The workloads are in ``workloads.py``, the configurations and what a leg is in ``rag_rig.py``, the
-page to look at in ``rag_page.py``. All legs run in this order, twice: all first halves, a restart
-of every engine, all second halves. So a moment in which the machine is slow hits neighbours alike.
+The workloads are in ``workloads.py``, the configurations and what a leg is in ``rag_rig.py``. All
+legs run in this order, twice: all first halves, a restart of every engine, all second halves. So a
+moment in which the machine is slow hits neighbours alike.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from s3ec.dev.bench import rag_rig, request_files, workloads
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
+from s3ec.dev.bench import rag_rig, workloads
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result, Spec
 from s3ec.dev.bench.rag_rig import CONFIGS, ENCODERS, ON_GPU, TINY, Leg, Setup
-from s3ec.dev.bench.result import Result, Spec
-from s3ec.dev.bench.table import figure
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,8 +43,6 @@ LATENCIES_MS = (0, 20, 80)
 FACTOR, _QUICK_FACTOR = 2 / 135, 0.002
 # Engines that encode keep up with this many requests a second in no configuration but s3ec's.
 RATE_PER_S = 0.5
-# Pixels of what is written for others: as large as Gemma3 takes it.
-_PICTURE_SIDE = 896
 # Of the pool, the node's disk and the engine's cache hold a part.
 _POOL_TIER_SHARE = 0.4
 
@@ -58,7 +53,6 @@ class Options:
 
     Attributes:
         workload: One of ``workloads.NAMES``.
-        requests: A file of requests, in place of that.
         factor: Of the workload's published size; None for one that takes minutes here.
         seed: Of what is drawn at random.
         latency_ms: Added to each request to the bucket, one leg for each.
@@ -71,7 +65,6 @@ class Options:
     """
 
     workload: str = "questions"
-    requests: Path | None = None
     factor: float | None = None
     seed: int = 0
     latency_ms: Sequence[int] = LATENCIES_MS
@@ -83,19 +76,10 @@ class Options:
     device: str = "cpu"
 
     def made(self, *, quick: bool = False) -> workloads.Workload:
-        """The requests.
-
-        Raises:
-            ConfigError: The file cannot be read.
-        """
-        if self.requests is not None:
-            workload = request_files.read(self.requests)
-        else:
-            factor = self.factor or (_QUICK_FACTOR if quick else FACTOR)
-            workload = workloads.make(self.workload, factor=factor, seed=self.seed)
-        if self.loop == "open" and workload.requests[0].at_s is None:
-            workload = workload.arriving(self.rate_per_s, self.seed)
-        return workload
+        """The requests."""
+        factor = self.factor or (_QUICK_FACTOR if quick else FACTOR)
+        workload = workloads.make(self.workload, factor=factor, seed=self.seed)
+        return workload.arriving(self.rate_per_s, self.seed) if self.loop == "open" else workload
 
 
 _QUICK = Options(latency_ms=(0,), configs=(1, 3, 4, 5, 6))
@@ -106,7 +90,6 @@ def run(context: Context, options: Options | None = None) -> None:
 
     Raises:
         CannotMeasureError: There is no server, or no vLLM.
-        ConfigError: The file of requests cannot be read.
     """
     if options is None:
         options = _QUICK if context.quick else Options()
@@ -144,25 +127,6 @@ def run(context: Context, options: Options | None = None) -> None:
                     f"{leg.seconds:.3g} s in all, {leg.encodes} encodes"
                 )
     report(context, legs, whys, _about(options, workload, setup))
-
-
-def write_requests_file(options: Options, path: Path, form: str) -> str:
-    """Write the requests for other systems, and pictures beside them; says what was written.
-
-    Args:
-        options: Which workload.
-        path: The file. The pictures come into a folder of its name and ``.pictures``.
-        form: One of ``request_files.FORMS``.
-    """
-    from s3ec.dev.bench.soak_engine import write_patterns
-
-    workload = options.made()
-    folder = path.absolute().with_name(f"{path.name}.pictures")
-    names = workload.names
-    files = write_patterns(folder, len(names), options.seed, side=_PICTURE_SIDE)
-    where = dict(zip(names, map(str, files), strict=True))
-    request_files.write(workload, path, form, where.__getitem__)
-    return f"{path}: {len(workload.requests)} requests; {folder}: {len(names)} pictures"
 
 
 def _takes_managers() -> bool:
@@ -273,6 +237,8 @@ def table(result: Result) -> Table | None:
     from rich.table import Table
     from rich.text import Text
 
+    from s3ec.dev.bench.command import figure
+
     found = legs_of(result)
     if found is None:
         return None
@@ -307,10 +273,4 @@ def legs_of(result: Result) -> tuple[dict[str, Any], list[dict[str, Any]]] | Non
     return None if row.value is None else (row.detail["about"], row.detail["legs"])
 
 
-def _page(result: Result) -> str:
-    from s3ec.dev.bench.rag_page import page
-
-    return page(result)
-
-
-BENCH = Bench(ROWS, run, table=table, page=_page)
+BENCH = Bench(ROWS, run, table=table)

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from s3ec.dev.bench import engines, measure
 from s3ec.dev.bench.context import CannotMeasureError, Context
@@ -45,6 +44,7 @@ _LEAST_BATCH = 512
 _MOUNT_PATIENCE_S = 20.0
 # With `wait: auto` a node that has learned nothing encodes a few pictures to learn what that costs.
 _WARM_UP, _WARM_UP_COLD = 1, 3
+_SAVES = "vllm:s3ec_saves"
 _FROM_BUCKET = "vllm:s3ec_fetches{source=bucket}"
 
 
@@ -295,13 +295,12 @@ class Rig:
         Raises:
             CannotMeasureError: Something is not installed here.
         """
-        from s3ec.dev.bench.soak_engine import write_patterns
         from s3ec.dev.rigs.models import write_gemma3
         from s3ec.dev.rigs.proxy import FaultProxy, Rule
 
         self._context.say("building the model and the pictures")
         self._model = write_gemma3(self._scratch / "model", self._setup.encoder.preset)
-        self._warm_up_file, *files = write_patterns(
+        self._warm_up_file, *files = engines.write_patterns(
             self._scratch / "pictures", len(self._ids) + 1, 0
         )
         self._files = dict(zip(self._ids, files, strict=True))
@@ -392,7 +391,7 @@ class Rig:
         engine.work()
         engine.chat([[text("what time is it?")]], max_tokens=_TOKENS)
         for _ in range(pictures):
-            asked = engines.prompt([self._warm_up_file], [secrets.token_hex(32)])
+            asked = engines.prompt(self._warm_up_file, secrets.token_hex(32))
             engine.replay([asked], [0.0], max_tokens=_TOKENS)
 
     def _engine(
@@ -467,7 +466,11 @@ class Rig:
         with self._engine(CONFIGS[4], 0, role="ec_producer", tier="warm tier") as producer:
             # A tier keeps what encoding costs there.
             producer.slow_encoder(self._setup.encoder.pause_s)
-            engines.fill(producer, list(self._files.values()), list(self._ids.values()))
+            for name, path in self._files.items():
+                producer.chat([engines.prompt(path, self._ids[name])], max_tokens=1)
+            engines.until(
+                lambda: engines.counters(producer).get(_SAVES, 0) >= count, "all is stored"
+            )
         if stores & {"folder", "mount"}:
             self._context.say("writing the same for ECExampleConnector")
             self._copy_for_example(to_bucket="mount" in stores)
@@ -590,17 +593,9 @@ def running(context: Context, setup: Setup, workload: Workload) -> Iterator[Rig]
         CannotMeasureError: There is no server or no vLLM.
     """
     from s3ec.dev.rigs.nursery import EngineForkServer
-    from s3ec.errors import ConfigError
-    from s3ec.testing.server import LocalS3
 
     with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(LocalS3())
-        except ConfigError as exc:
-            raise CannotMeasureError(str(exc)) from exc
-        server.create_bucket(_BUCKET)
-        env = server.env()
-        stack.enter_context(mock.patch.dict("os.environ", env))
+        server = stack.enter_context(engines.local_server(_BUCKET))
         log = context.scratch / "imports.log"
-        nursery = stack.enter_context(EngineForkServer(log, env | ONE_PROCESS))
+        nursery = stack.enter_context(EngineForkServer(log, server.env() | ONE_PROCESS))
         yield Rig(context, setup, workload, stack, nursery, server)

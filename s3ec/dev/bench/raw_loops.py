@@ -37,36 +37,32 @@ class RawLoop(Protocol):
         ...
 
 
-def open_loops(corpus: Corpus) -> tuple[dict[str, RawLoop], dict[str, str]]:
-    """A loop per client that is installed, and why the others are not there."""
+def open_loops(
+    corpus: Corpus, folder: Path | None = None
+) -> tuple[dict[str, RawLoop], dict[str, str]]:
+    """A loop for each client that is installed, and why the others are not there.
+
+    Args:
+        corpus: What they get.
+        folder: Where each body becomes a file; None drops the bodies.
+    """
     loops: dict[str, RawLoop] = {}
     missing: dict[str, str] = {}
-    makers: dict[str, Callable[[Corpus], RawLoop]] = {
-        "aioboto3": Aioboto3Loop,
-        "obstore": ObstoreLoop,
-        "awscrt": CrtLoop,
+    makers: dict[str, Callable[[], RawLoop]] = {
+        "aioboto3": lambda: Aioboto3Loop(corpus),
+        "obstore": lambda: ObstoreLoop(corpus),
+        "awscrt": lambda: CrtLoop(corpus),
     }
+    if folder is not None:
+        makers = {
+            "obstore": lambda: ObstoreToFileLoop(corpus, folder),
+            "obstore in threads": lambda: ObstoreThreadsLoop(corpus, folder),
+            "http.client in threads": lambda: HttpThreadsLoop(corpus, folder),
+            "awscrt": lambda: CrtToFileLoop(corpus, folder),
+        }
     for name, make in makers.items():
         try:
-            loops[name] = make(corpus)
-        except ImportError as exc:
-            missing[name] = str(exc)
-    return loops, missing
-
-
-def open_file_loops(corpus: Corpus, folder: Path) -> tuple[dict[str, RawLoop], dict[str, str]]:
-    """Loops that write each body to a file of the folder, and why others are not there."""
-    loops: dict[str, RawLoop] = {}
-    missing: dict[str, str] = {}
-    makers: dict[str, Callable[[Corpus, Path], RawLoop]] = {
-        "obstore": ObstoreToFileLoop,
-        "obstore in threads": ObstoreThreadsLoop,
-        "http.client in threads": HttpThreadsLoop,
-        "awscrt": CrtToFileLoop,
-    }
-    for name, make in makers.items():
-        try:
-            loops[name] = make(corpus, folder)
+            loops[name] = make()
         except ImportError as exc:
             missing[name] = str(exc)
     return loops, missing
@@ -238,41 +234,6 @@ class HttpThreadsLoop:
         pass
 
 
-class OneByOneLoop(ObstoreLoop):
-    """One object after the other."""
-
-    def fetch(self) -> None:
-        self._runner.run(self._one_by_one())
-
-    async def _one_by_one(self) -> None:
-        for name in self._corpus.object_names:
-            nbytes = await self._get(name)
-            if nbytes != self._corpus.entry_bytes:
-                raise RuntimeError(f"{nbytes} bytes came of {self._corpus.entry_bytes}")
-
-
-class ObstoreRangesLoop(OneByOneLoop):
-    """Likewise, each object as ranges that are all asked for at once."""
-
-    def __init__(self, corpus: Corpus, range_bytes: int) -> None:
-        super().__init__(corpus)
-        self._range_bytes = range_bytes
-
-    async def _get(self, name: str) -> int:
-        import obstore
-
-        whole = self._corpus.entry_bytes
-        parts = await asyncio.gather(
-            *(
-                obstore.get_range_async(
-                    self._store, name, start=at, end=min(at + self._range_bytes, whole)
-                )
-                for at in range(0, whole, self._range_bytes)
-            )
-        )
-        return sum(map(len, parts))
-
-
 class CrtLoop:
     """awscrt: Amazon's client in C, bodies as chunks in callbacks of its threads."""
 
@@ -307,8 +268,6 @@ class CrtLoop:
     def _request(
         self, name: str, bodies: dict[str, list[bytes]], slots: threading.Semaphore
     ) -> Any:
-        from awscrt import http, s3
-
         chunks = bodies[name] = []
 
         def on_body(chunk: bytes, **_: Any) -> None:
@@ -319,14 +278,18 @@ class CrtLoop:
                 del bodies[name]
             slots.release()
 
+        return self._get(name, on_body=on_body, on_done=on_done)
+
+    def _get(self, name: str, **how: Any) -> Any:
+        from awscrt import http, s3
+
         host = self._corpus.endpoint_url.removeprefix("http://")
         return self._client.make_request(
             type=s3.S3RequestType.GET_OBJECT,
             request=http.HttpRequest(
                 "GET", f"/{self._corpus.bucket}/{name}", http.HttpHeaders([("Host", host)])
             ),
-            on_body=on_body,
-            on_done=on_done,
+            **how,
         )
 
     def close(self) -> None:
@@ -345,8 +308,6 @@ class CrtToFileLoop(CrtLoop):
     def _request(
         self, name: str, bodies: dict[str, list[bytes]], slots: threading.Semaphore
     ) -> Any:
-        from awscrt import http, s3
-
         bodies[name] = []
 
         def on_done(*, error: Exception | None, **_: Any) -> None:
@@ -354,15 +315,8 @@ class CrtToFileLoop(CrtLoop):
                 del bodies[name]
             slots.release()
 
-        host = self._corpus.endpoint_url.removeprefix("http://")
-        return self._client.make_request(
-            type=s3.S3RequestType.GET_OBJECT,
-            request=http.HttpRequest(
-                "GET", f"/{self._corpus.bucket}/{name}", http.HttpHeaders([("Host", host)])
-            ),
-            recv_filepath=str(self._folder / name.rpartition("/")[2]),
-            on_done=on_done,
-        )
+        path = self._folder / name.rpartition("/")[2]
+        return self._get(name, recv_filepath=str(path), on_done=on_done)
 
 
 async def _all_of(corpus: Corpus, get: Callable[[str], Awaitable[int]]) -> None:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, Context, Spec
 
 if TYPE_CHECKING:
     from s3ec.dev.bench.worker_rig import WorkerRig
@@ -48,8 +47,8 @@ def run(context: Context) -> None:
     Raises:
         CannotMeasureError: It is not there.
     """
-    from s3ec.dev.bench.folders import memory_folder
     from s3ec.dev.bench.hooks import need_vllm
+    from s3ec.dev.bench.measure import memory_folder
 
     need_vllm(context)
     from s3ec.dev.bench.worker_rig import worker_rig
@@ -62,7 +61,7 @@ def run(context: Context) -> None:
         context.say(f"{context.rounds(ROUNDS)} rounds")
         kept = measure.interleave(_cases(rig), rounds=context.rounds(ROUNDS), warmup=2)
         rig.check()
-    _report(context, kept, {"tmpfs": on_tmpfs})
+    report(context, kept, {"tmpfs": on_tmpfs})
 
 
 def _cases(rig: WorkerRig) -> dict[str, Callable[[], list[float]]]:
@@ -123,9 +122,10 @@ def _save(rig: WorkerRig, step: Sequence[str]) -> float:
     return (ended - started) / 1000 / len(step)
 
 
-def _report(
+def report(
     context: Context, kept: Mapping[str, Sequence[Sequence[float]]], about: Mapping[str, Any]
 ) -> None:
+    """Report all rows from the microseconds of an item, by case and round, in each step."""
     medians = {case: [statistics.median(times) for times in kept[case]] for case in kept}
     ours = {_ours(size): medians[_ours(size)] for size in _STEPS}
 

@@ -27,22 +27,6 @@ AT_ONCE = 8
 # between log probabilities. Another picture's embedding changes the tokens, or moves them further.
 _TOLERANCE = 0.003
 _TOKENS = 4
-_SIDE, _BLOCKS = 112, 7
-
-
-def write_patterns(out: Path, count: int, seed: int, *, side: int = _SIDE) -> list[Path]:
-    """Write pictures of coloured blocks, 1 ms each; no two are alike. ``side`` is in pixels."""
-    from PIL import Image
-
-    out.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for number in range(count):
-        source = random.Random(f"{seed} {number}")
-        blocks = Image.frombytes("RGB", (_BLOCKS, _BLOCKS), source.randbytes(3 * _BLOCKS**2))
-        path = out / f"pattern-{number:05d}.png"
-        blocks.resize((side, side), Image.Resampling.NEAREST).save(path)
-        paths.append(path)
-    return paths
 
 
 def prompt(path: Path) -> list[dict[str, Any]]:
@@ -65,20 +49,16 @@ def references(
     """
     found: dict[Path, Answer] = {}
     said: dict[tuple[int, ...], list[Answer]] = {}
-    for some in _batches(paths):
+    for start in range(0, len(paths), AT_ONCE):
         if stop():
             break
+        some = paths[start : start + AT_ONCE]
         for path, answer in zip(some, ask(engine, some), strict=True):
             alike = said.setdefault(tuple(answer["token_ids"]), [])
             if _is_clear(answer) and not any(compare(answer, other).right for other in alike):
                 found[path] = answer
             alike.append(answer)
     return found
-
-
-def _batches(paths: Sequence[Path]) -> Iterator[Sequence[Path]]:
-    for start in range(0, len(paths), AT_ONCE):
-        yield paths[start : start + AT_ONCE]
 
 
 def _is_clear(answer: Answer) -> bool:
@@ -136,21 +116,15 @@ class PictureSet:
         """Some pictures for requests at one time; one may come twice."""
         there = self.window + int((len(self.paths) - self.window) * min(self.share, 1.0))
         there = min(there, len(self.paths))
-        return [self.paths[_place(source, there, self.window)] for _ in range(_how_many(source))]
-
-
-def _how_many(source: random.Random) -> int:
-    return source.randint(1, AT_ONCE)
-
-
-def _place(source: random.Random, there: int, window: int) -> int:
-    first = 0 if source.random() < 0.3 else max(0, there - window)
-    return source.randrange(first, there)
+        picked = []
+        for _ in range(source.randint(1, AT_ONCE)):
+            first = 0 if source.random() < 0.3 else max(0, there - self.window)
+            picked.append(self.paths[source.randrange(first, there)])
+        return picked
 
 
 HITS, MISSES = "vllm:s3ec_hits", "vllm:s3ec_misses"
 FROM_BUCKET = "vllm:s3ec_fetches{source=bucket}"
-INTERNAL_ERRORS = "vllm:s3ec_internal_errors"
 _KEPT = 20
 # No answer for so long: the engine hangs.
 HANGS_S = 180.0
@@ -275,9 +249,14 @@ class LiveEngine:
         except EngineError:
             return None
 
+    @property
+    def log(self) -> str:
+        """All that the engine has logged, in all of its lives."""
+        return self._engine.log
+
     def errors(self) -> list[str]:
         """The first errors of s3ec in the engine's log, each with its traceback."""
-        return [found[0][:3000] for found in islice(_ERROR.finditer(self._engine.log), 5)]
+        return [found[0][:3000] for found in islice(_ERROR.finditer(self.log), 5)]
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:
@@ -424,10 +403,9 @@ class Sample:
 class Watch:
     """Takes a sample of each engine every few seconds, in a thread of its own."""
 
-    def __init__(self, engines: Sequence[LiveEngine], *, every_s: float = _EVERY_S) -> None:
+    def __init__(self, engines: Sequence[LiveEngine]) -> None:
         self.samples: list[Sample] = []
         self._engines = engines
-        self._every_s = every_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="soak-watch", daemon=True)
 
@@ -440,7 +418,7 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(self._every_s):
+        while not self._ended.wait(_EVERY_S):
             for engine in self._engines:
                 life, pid = engine.life, engine.pid
                 found = None if pid is None else _look(family(pid))

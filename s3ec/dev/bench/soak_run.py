@@ -46,14 +46,12 @@ class Step:
     """Faults that begin and end together.
 
     Attributes:
-        number: Counts from 0.
         kinds: One or two kinds of fault.
         duration_s: How long they last.
         pause_s: Shortest time without a fault after them.
         seed: For whatever they choose at random.
     """
 
-    number: int
     kinds: tuple[str, ...]
     duration_s: float
     pause_s: float
@@ -70,7 +68,6 @@ def plan(seed: int, kinds: Sequence[str], *, scale: float = 1.0) -> Iterator[Ste
     """
     source = random.Random(f"soak {seed}")
     bag: list[str] = []
-    number = 0
     while True:
         chosen: list[str] = []
         for _ in range(2 if source.random() < _PAIRS else 1):
@@ -80,13 +77,11 @@ def plan(seed: int, kinds: Sequence[str], *, scale: float = 1.0) -> Iterator[Ste
             if bag[-1] not in chosen:
                 chosen.append(bag.pop())
         yield Step(
-            number,
             tuple(chosen),
             source.uniform(*_DURATION_S) * scale,
             source.uniform(*_PAUSE_S) * scale,
             source.getrandbits(32),
         )
-        number += 1
 
 
 Struck = Callable[[], int]
@@ -119,7 +114,7 @@ class Site:
     kill_engine: Callable[[], AbstractContextManager[None]] | None = None
     deleted: dict[str, float] = field(default_factory=dict)
 
-    def objects(self, rng: random.Random, count: int = _MANY) -> list[str]:
+    def objects(self, rng: random.Random) -> list[str]:
         """Keys of some entries in the bucket, none while it cannot be listed."""
         client = self.server.client()
         found: list[str] = []
@@ -131,7 +126,7 @@ class Site:
                 for entry in page.get("Contents", [])
                 if _OBJECTS in entry["Key"]
             )
-        return rng.sample(found, min(count, len(found)))
+        return rng.sample(found, min(_MANY, len(found)))
 
     def entries(self, rng: random.Random, count: int = _MANY) -> list[Path]:
         """Some files of entries in the tier."""

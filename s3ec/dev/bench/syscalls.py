@@ -21,6 +21,7 @@ from s3ec.dev.bench.context import CannotMeasureError
 
 _ATTACH_TIMEOUT_S = 20.0
 _END_TIMEOUT_S = 10.0
+_TRIES = 3
 # A file that is looked for and not there: the one call that nothing else makes. Only what lies
 # between two of them is counted, so neither the interpreter's start nor strace's own comings.
 _MARK = "s3ec-bench-mark"
@@ -42,17 +43,14 @@ class Calls:
     others: Counter[str] = field(default_factory=Counter)
 
 
-def count_syscalls(
-    sections: Mapping[str, Callable[[], object]], *, tries: int = 3
-) -> dict[str, list[Calls]]:
-    """Run each section once unobserved, then ``tries`` times under strace.
+def count_syscalls(sections: Mapping[str, Callable[[], object]]) -> dict[str, list[Calls]]:
+    """Run each section once unobserved, then three times under strace.
 
     What a section does itself shows in every try. A call in one of them only is the
     interpreter's: another thread woke up and asked for its lock.
 
     Args:
         sections: Name to what to run. The first, unobserved run takes the memory it needs.
-        tries: How often each is observed.
 
     Returns:
         Name to the calls of each try.
@@ -60,7 +58,7 @@ def count_syscalls(
     Raises:
         CannotMeasureError: strace is not installed, or may not attach here.
     """
-    runs = [run for run in sections.values() for _ in range(tries)]
+    runs = [run for run in sections.values() for _ in range(_TRIES)]
     for run in sections.values():
         run()
     with tempfile.TemporaryDirectory(prefix="s3ec-strace-") as folder:
@@ -73,7 +71,7 @@ def count_syscalls(
         lines = trace.read_text(encoding="utf-8", errors="replace").splitlines()
     counted = [parse(lines, number) for number in range(len(runs))]
     return {
-        name: counted[place * tries : (place + 1) * tries] for place, name in enumerate(sections)
+        name: counted[place * _TRIES : (place + 1) * _TRIES] for place, name in enumerate(sections)
     }
 
 

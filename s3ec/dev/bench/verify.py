@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Callable
 
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.context import Bench, Context
-from s3ec.dev.bench.result import Spec
+from s3ec.dev.bench.context import Bench, Context, Spec
 
 _ROW = "verify.ratio_to_raw"
 _SPEED = "verify.gb_per_s"
@@ -46,7 +44,7 @@ def run(context: Context) -> None:
         cases: dict[str, Callable[[], float]] = {}
         for client, loop in loops.items():
             stack.callback(loop.close)
-            cases[f"raw {client}"] = _seconds(loop.fetch)
+            cases[f"raw {client}"] = measure.timed(loop.fetch)
         corpus = stack.enter_context(Corpus(made.settings(context.scratch / "tier", "auto")))
         namespace = made.namespace.name
         corpus.run(lambda store: rebuild(store, Layout(namespace)))
@@ -56,7 +54,7 @@ def run(context: Context) -> None:
             if not found.agrees or found.deep is None or found.deep.objects != count:
                 raise RuntimeError(f"a sound corpus does not agree: {found}")
 
-        cases[_OURS] = _seconds(audit)
+        cases[_OURS] = measure.timed(audit)
         context.say(f"{context.rounds(_ROUNDS)} rounds")
         kept = measure.interleave(cases, rounds=context.rounds(_ROUNDS))
     nbytes = count * made.entry_bytes
@@ -66,22 +64,9 @@ def run(context: Context) -> None:
     ratios = {case: measure.ratios(speeds[case], speeds[fastest]) for case in speeds}
     about = {"objects": count, "object_bytes": made.entry_bytes, "not_installed": missing}
     for row, values in ((_ROW, ratios), (_SPEED, speeds)):
-        detail = {
-            "spread": measure.spread(values[_OURS]),
-            "cases": measure.medians(values),
-            "note": f"the fastest is {fastest}",
-        }
-        value = statistics.median(values[_OURS])
-        context.report(row, value, samples=count * len(values[_OURS]), detail=detail | about)
-
-
-def _seconds(work: Callable[[], None]) -> Callable[[], float]:
-    def round_() -> float:
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
-
-    return round_
+        samples = count * len(values[_OURS])
+        note = f"the fastest is {fastest}"
+        context.report_median(row, values, _OURS, samples=samples, note=note, detail=about)
 
 
 BENCH = Bench(ROWS, run)

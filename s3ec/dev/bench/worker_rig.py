@@ -28,9 +28,9 @@ from s3ec.connector import saves
 from s3ec.connector.connector import S3ECConnector, S3ECMetadata
 from s3ec.connector.messages import Load, Save, StepPlan
 from s3ec.connector.parts import Parts
-from s3ec.dev.bench.corpus import MODALITY, SHAPE
+from s3ec.dev.bench.corpus import MODALITY, SHAPE, key_of
 from s3ec.dev.bench.hooks_rig import Identifiers, engine_config
-from s3ec.identity import Key, Namespace, make_key
+from s3ec.identity import Namespace
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
@@ -83,7 +83,7 @@ class WorkerRig:
     def fill(self) -> list[Load]:
         """Put every tensor into tier and folder; returns the granted loads, in their order."""
         for name, tensor in self.tensors.items():
-            key = _key(name)
+            key = key_of(name)
             header = saves.describe(
                 tensor, identifier=name, namespace=self.node.namespace.name, modality=MODALITY
             )
@@ -177,10 +177,3 @@ def worker_shell(node: Node) -> S3ECConnector:
     with mock.patch("s3ec.connector.compat.loading_rank", new=int):
         parts.start_worker(node)
     return S3ECConnector(config, ECConnectorRole.WORKER, parts=parts)
-
-
-def _key(identifier: str) -> Key:
-    key = make_key(identifier)
-    if key is None:
-        raise ValueError(f"{identifier} is no content hash")
-    return key

@@ -35,7 +35,7 @@ _SCANNED_AT_ONCE = 10
 _POOL_REQUESTS, _POOL_IMAGES, _POOL_EACH = 50, 10, 50
 # An assumption. Requests to web proxies had 0.64 to 0.83 (Breslau and others, INFOCOM 1999); of
 # pages and their embeddings nothing is published.
-EXPONENT = 1.0
+_EXPONENT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Workload:
     """Requests in the order of their arrival.
 
     Attributes:
-        name: Which it is, or the file that it was read from.
+        name: Which it is.
         requests: All of them.
         about: What it was made of, for a report: factor, seed, rate and exponent where it has one.
     """
@@ -96,50 +96,39 @@ class Workload:
         return replace(self, requests=requests, about={**self.about, "rate_per_s": rate_per_s})
 
 
-def make(
-    name: str,
-    *,
-    factor: float = 1.0,
-    seed: int = 0,
-    rate_per_s: float | None = None,
-    exponent: float = EXPONENT,
-) -> Workload:
+def make(name: str, *, factor: float = 1.0, seed: int = 0) -> Workload:
     """Make a workload; the same arguments make the same one.
 
     Args:
         name: One of ``NAMES``.
         factor: Of the published counts. At least one document, deck or request is left.
-        seed: Of what is drawn at random, arrivals included.
-        rate_per_s: Requests arrive at random times, so many a second; None leaves ``at_s`` None.
-        exponent: Of Zipf's law, in the workloads that follow it.
+        seed: Of what is drawn at random.
 
     Raises:
-        ValueError: No such workload, or an argument that is not above zero.
+        ValueError: No such workload, or a factor that is not above zero.
     """
     if name not in _MAKERS:
         raise ValueError(f"workload {name!r} is not one of {', '.join(NAMES)}")
-    for what, value in (("factor", factor), ("exponent", exponent), ("rate_per_s", rate_per_s)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{what} {value} is not above zero")
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"factor {factor} is not above zero")
     about = {"factor": factor, "seed": seed}
     if name in ("zipf", "scan"):
-        about["exponent"] = exponent
+        about["exponent"] = _EXPONENT
     # Without its scan, `scan` is the same as `zipf`.
     source = random.Random(f"{'zipf' if name == 'scan' else name} {seed}")
-    shown = _MAKERS[name](factor, source, exponent)
+    shown = _MAKERS[name](factor, source)
     requests = [
         Ask(None, images, f"Question {number}: what do these pages say, and where?")
         for number, images in enumerate(shown, 1)
     ]
-    workload = Workload(name, requests, about)
-    return workload if rate_per_s is None else workload.arriving(rate_per_s, seed)
+    return Workload(name, requests, about)
 
 
 def _scaled(count: float, factor: float, least: int = 1) -> int:
     return max(least, round(count * factor))
 
 
-def _questions(factor: float, source: random.Random, _: float) -> Iterable[tuple[str, ...]]:
+def _questions(factor: float, source: random.Random) -> Iterable[tuple[str, ...]]:
     asked = []
     for document in range(_scaled(_DOCUMENTS, factor)):
         pages = [f"document-{document:03}/page-{page:02}" for page in range(_PAGES)]
@@ -148,7 +137,7 @@ def _questions(factor: float, source: random.Random, _: float) -> Iterable[tuple
     return asked
 
 
-def _decks(factor: float, source: random.Random, _: float) -> Iterable[tuple[str, ...]]:
+def _decks(factor: float, source: random.Random) -> Iterable[tuple[str, ...]]:
     asked = []
     for deck in range(_scaled(_DECKS, factor)):
         slides = tuple(f"deck-{deck:04}/slide-{slide:02}" for slide in range(_SLIDES))
@@ -163,11 +152,11 @@ def _corpus(factor: float) -> list[str]:
     return [f"page-{page:05}" for page in range(_scaled(_CORPUS, factor, least=_TOP))]
 
 
-def _zipf(factor: float, source: random.Random, exponent: float) -> Iterator[tuple[str, ...]]:
+def _zipf(factor: float, source: random.Random) -> Iterator[tuple[str, ...]]:
     ranked = _corpus(factor)
     # A page's rank says nothing about its place in the corpus.
     source.shuffle(ranked)
-    weights = list(itertools.accumulate(rank**-exponent for rank in range(1, len(ranked) + 1)))
+    weights = list(itertools.accumulate(rank**-_EXPONENT for rank in range(1, len(ranked) + 1)))
     for _ in range(_scaled(_QUERIES, factor)):
         images: dict[str, None] = {}
         while len(images) < _TOP:
@@ -176,8 +165,8 @@ def _zipf(factor: float, source: random.Random, exponent: float) -> Iterator[tup
         yield tuple(images)
 
 
-def _scan(factor: float, source: random.Random, exponent: float) -> Iterable[tuple[str, ...]]:
-    asked = list(_zipf(factor, source, exponent))
+def _scan(factor: float, source: random.Random) -> Iterable[tuple[str, ...]]:
+    asked = list(_zipf(factor, source))
     pages = _corpus(factor)
     scan = [
         tuple(pages[start : start + _SCANNED_AT_ONCE])
@@ -187,14 +176,14 @@ def _scan(factor: float, source: random.Random, exponent: float) -> Iterable[tup
     return [*asked[:middle], *scan, *asked[middle:]]
 
 
-def _pool(factor: float, source: random.Random, _: float) -> Iterator[tuple[str, ...]]:
+def _pool(factor: float, source: random.Random) -> Iterator[tuple[str, ...]]:
     size = _scaled(_POOL_IMAGES * _POOL_EACH, factor, least=_POOL_IMAGES)
     pool = [f"image-{number:05}" for number in range(size)]
     for _ in range(_scaled(_POOL_REQUESTS, factor)):
         yield tuple(source.sample(pool, _POOL_IMAGES))
 
 
-_MAKERS: dict[str, Callable[[float, random.Random, float], Iterable[tuple[str, ...]]]] = {
+_MAKERS: dict[str, Callable[[float, random.Random], Iterable[tuple[str, ...]]]] = {
     "questions": _questions,
     "decks": _decks,
     "zipf": _zipf,

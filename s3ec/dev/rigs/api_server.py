@@ -12,13 +12,13 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from s3ec.dev.rigs.engine import START_TIMEOUT_S, EngineError
 from s3ec.dev.rigs.nursery import EngineForkServer, Forked
 from s3ec.dev.rigs.vllm_cpu import engine_env
 from s3ec.testing.server import free_port
 
+_MODULE = "vllm.entrypoints.openai.api_server"
 _STOP_TIMEOUT_S = 60.0
 
 
@@ -63,17 +63,6 @@ class ApiServer:
         self._nursery = nursery
         self._process: subprocess.Popen[bytes] | Forked | None = None
 
-    @property
-    def pid(self) -> int:
-        """Process id of the API server; its engine is a child of it.
-
-        Raises:
-            EngineError: It is not running.
-        """
-        if self._process is None:
-            raise EngineError("the server is not running")
-        return self._process.pid
-
     def get(self, path: str) -> str:
         """The body of a GET."""
         with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as reply:  # noqa: S310
@@ -102,9 +91,9 @@ class ApiServer:
 
     def _spawn(self, log: int) -> subprocess.Popen[bytes] | Forked:
         if self._nursery is not None:
-            return self._nursery.fork_api_server(self._env, self._arguments, log)
+            return self._nursery.fork_module(_MODULE, self._env, self._arguments, log)
         return subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._arguments],
+            [sys.executable, "-m", _MODULE, *self._arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -136,10 +125,5 @@ class ApiServer:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()

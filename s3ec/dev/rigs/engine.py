@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from s3ec.dev.rigs.nursery import EngineForkServer, Forked
@@ -117,7 +116,7 @@ class EngineProcess:
         os.close(request_read)
         os.close(reply_write)
         self._replies = os.fdopen(self._reply, "rb")
-        self._call(self._spec)
+        self._send(self._spec)
         self.start_s = time.monotonic() - started
         return self
 
@@ -141,7 +140,6 @@ class EngineProcess:
         *,
         max_tokens: int = 8,
         logprobs: int | None = None,
-        named: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Ask all prompts at once, at temperature 0.
 
@@ -149,26 +147,18 @@ class EngineProcess:
             prompts: Each a list of parts made by image() and text().
             max_tokens: Length of an answer.
             logprobs: Alternatives per token whose log probability is returned.
-            named: ``ec_transfer_params`` of all prompts.
 
         Returns:
-            Per prompt ``token_ids``, ``text``, ``finish_reason`` and ``logprobs`` (per token a
-            mapping from token id to log probability). ``ec_transfer_params`` where the engine
-            answers with such.
+            Per prompt ``token_ids``, ``text``, ``finish_reason``, ``logprobs`` (per token a
+            mapping from token id to log probability), ``cached_tokens`` of the prompt, and
+            ``first_token_s``.
 
         Raises:
             EngineError: The engine died or refused a prompt.
         """
-        reply = self._call(
-            {
-                "op": "chat",
-                "prompts": [list(prompt) for prompt in prompts],
-                "max_tokens": max_tokens,
-                "logprobs": logprobs,
-                "extra_args": None if named is None else {"ec_transfer_params": dict(named)},
-            }
+        answers: list[dict[str, Any]] = self._call(
+            "chat", prompts=prompts, max_tokens=max_tokens, logprobs=logprobs
         )
-        answers: list[dict[str, Any]] = reply["answers"]
         return answers
 
     def replay(
@@ -191,16 +181,10 @@ class EngineProcess:
         Returns:
             Seconds from the arrival of each to its first token, and until all had ended.
         """
-        reply = self._call(
-            {
-                "op": "replay",
-                "prompts": [list(prompt) for prompt in prompts],
-                "arrivals_s": list(arrivals_s),
-                "max_tokens": max_tokens,
-                "clients": clients,
-            }
+        first_token_s, seconds = self._call(
+            "replay", prompts=prompts, arrivals_s=arrivals_s, max_tokens=max_tokens, clients=clients
         )
-        return reply["first_token_s"], reply["seconds"]
+        return first_token_s, seconds
 
     def timed(
         self, prompts: Sequence[Sequence[Mapping[str, Any]]], *, max_tokens: int
@@ -211,21 +195,16 @@ class EngineProcess:
             Nanoseconds: ``whole`` of the call, ``steps`` and ``schedules`` of each step of the
             engine and of the scheduler's part in it.
         """
-        return self._call(
-            {
-                "op": "timed",
-                "prompts": [list(prompt) for prompt in prompts],
-                "max_tokens": max_tokens,
-            }
-        )
+        times: dict[str, Any] = self._call("timed", prompts=prompts, max_tokens=max_tokens)
+        return times
 
     def generate(
         self, prompt: str, multi_modal_data: Mapping[str, Any], uuids: Mapping[str, Any]
     ) -> dict[str, Any]:
         """One prompt in vLLM's own form; nested lists in the data become integer tensors."""
         answer: dict[str, Any] = self._call(
-            {"op": "generate", "prompt": prompt, "data": multi_modal_data, "uuids": uuids}
-        )["answer"]
+            "generate", prompt=prompt, data=multi_modal_data, uuids=uuids
+        )
         return answer
 
     def shuffle_vision_tower(self) -> None:
@@ -233,11 +212,11 @@ class EngineProcess:
 
         The same shuffle in each engine. For an engine in one process only.
         """
-        self._call({"op": "shuffle"})
+        self._call("shuffle")
 
     def slow_encoder(self, seconds: float) -> None:
         """Have the encoder sleep so long for each picture. For an engine in one process only."""
-        self._call({"op": "slow_encoder", "seconds": seconds})
+        self._call("slow_encoder", seconds=seconds)
 
     def encoder(self) -> dict[str, Any]:
         """What the encoder took, and what s3ec believes. For an engine in one process only.
@@ -246,7 +225,8 @@ class EngineProcess:
             ``times``: seconds and rows of each call since the last time this was asked, or since
             ``slow_encoder`` was called first. ``learned``: as ``EncodeCosts.document``.
         """
-        return self._call({"op": "encoder"})
+        found: dict[str, Any] = self._call("encoder")
+        return found
 
     def work(self) -> dict[str, float]:
         """What it has done since this was asked first. For an engine in one process only.
@@ -256,16 +236,17 @@ class EngineProcess:
             embeddings that came new into the encoder cache, encoded or loaded. ``cpu_s``: of the
             process from its start, but for what its encoder took in the thread that calls it.
         """
-        return self._call({"op": "work"})
+        done: dict[str, float] = self._call("work")
+        return done
 
     def counters(self) -> dict[str, float]:
         """Prometheus counters by name; labels of ours are appended: ``name{source=tier}``."""
-        metrics: dict[str, float] = self._call({"op": "metrics"})["metrics"]
+        metrics: dict[str, float] = self._call("metrics")
         return metrics
 
     def serve_metrics(self) -> str:
         """Serve what vLLM's API server shows on /metrics; the address, ``HOST:PORT``."""
-        return f"127.0.0.1:{self._call({'op': 'serve_metrics'})['port']}"
+        return f"127.0.0.1:{self._call('serve_metrics')}"
 
     def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
         """Shut the engine down in order, letting it finish its saves. Idempotent."""
@@ -297,7 +278,10 @@ class EngineProcess:
             raise EngineError("the engine is not running")
         return self._child
 
-    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, operation: str, **arguments: Any) -> Any:
+        return self._send({"operation": operation, "arguments": arguments})
+
+    def _send(self, request: Mapping[str, Any]) -> Any:
         child = self._running()
         try:
             os.write(self._request, json.dumps(request).encode() + b"\n")
@@ -309,7 +293,7 @@ class EngineProcess:
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise EngineError(f"{reply['error']}\n{self.log[-4000:]}")
-        return reply
+        return reply["value"]
 
     def __enter__(self) -> EngineProcess:
         try:
@@ -318,10 +302,5 @@ class EngineProcess:
             self.stop(timeout_s=5)
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()

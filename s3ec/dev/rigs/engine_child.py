@@ -28,10 +28,12 @@ _OPTIONS: dict[str, Any] = {
 }
 _CPU_BLOCK_TOKENS = 128  # vLLM's choice
 _SHUTDOWN_TIMEOUT_S = 100
-_OUR_LABELS = ("source", "tier", "outcome", "reason", "field")
+_OUR_LABELS = ("source", "tier", "outcome", "reason", "field", "event")
 
 
 class _Engine:
+    """Its public methods are the operations of EngineProcess."""
+
     def __init__(self, spec: Mapping[str, Any]) -> None:
         from vllm import LLM
         from vllm.config import ECTransferConfig
@@ -48,44 +50,18 @@ class _Engine:
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             self._rest_where_nothing_runs()
         self._timers: dict[str, list[int]] = {}
-        self._encoder: _SlowEncoder | None = None
+        self._slowed: _SlowEncoder | None = None
         self._allocated = 0
         # Other than vLLM's own, which are small.
         self._numbers = itertools.count(10**9)
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        if request["op"] == "chat":
-            return {"answers": self._chat(request)}
-        if request["op"] == "generate":
-            return {"answer": self._generate(request)}
-        if request["op"] == "replay":
-            return self._replay(request)
-        if request["op"] == "timed":
-            return self._timed(request)
-        if request["op"] == "shuffle":
-            self._shuffle()
-            return {}
-        if request["op"] == "slow_encoder":
-            self._slow_encoder().seconds = request["seconds"]
-            return {}
-        if request["op"] == "encoder":
-            return self._encoder_times()
-        if request["op"] == "work":
-            return self._work()
-        if request["op"] == "serve_metrics":
-            return {"port": _serve_metrics()}
-        return {"metrics": self._metrics()}
-
-    def _chat(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def chat(
+        self, prompts: list[Any], max_tokens: int, logprobs: int | None = None
+    ) -> list[dict[str, Any]]:
         from vllm import SamplingParams
 
-        messages = [[{"role": "user", "content": parts}] for parts in request["prompts"]]
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=request["max_tokens"],
-            logprobs=request["logprobs"],
-            extra_args=request.get("extra_args"),
-        )
+        messages = [[{"role": "user", "content": parts}] for parts in prompts]
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=logprobs)
         return [_plain(output) for output in self._llm.chat(messages, sampling, use_tqdm=False)]
 
     def _rest_where_nothing_runs(self) -> None:
@@ -104,20 +80,21 @@ class _Engine:
 
         core.post_step = rest
 
-    def _replay(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def replay(
+        self, prompts: list[Any], arrivals_s: list[float], max_tokens: int, clients: int | None
+    ) -> tuple[list[float], float]:
         """Requests at their times; seconds to the first token of each, and of all."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        messages = [[{"role": "user", "content": parts}] for parts in request["prompts"]]
+        messages = [[{"role": "user", "content": parts}] for parts in prompts]
         # Before the clock starts: a server renders in other processes.
         rendered = self._llm._preprocess_chat(messages)
-        due = deque(zip(request["arrivals_s"], rendered, strict=True))
+        due = deque(zip(arrivals_s, rendered, strict=True))
         engine = self._llm.llm_engine
         arrived_s: dict[str, float] = {}
         first_s: dict[str, float] = {}
         started_s = time.monotonic()
-        clients = request.get("clients")
         while due or engine.has_unfinished_requests():
             now_s = time.monotonic() - started_s
             if due and not engine.has_unfinished_requests() and due[0][0] > now_s:
@@ -131,7 +108,7 @@ class _Engine:
                     at_s = time.monotonic() - started_s
                 sampling = SamplingParams(
                     temperature=0,
-                    max_tokens=request["max_tokens"],
+                    max_tokens=max_tokens,
                     ignore_eos=True,
                     output_kind=RequestOutputKind.DELTA,
                 )
@@ -141,12 +118,9 @@ class _Engine:
             for output in engine.step():
                 first_s.setdefault(output.request_id, time.monotonic() - started_s)
         seconds = time.monotonic() - started_s
-        return {
-            "first_token_s": [first_s[name] - at_s for name, at_s in arrived_s.items()],
-            "seconds": seconds,
-        }
+        return [first_s[name] - at_s for name, at_s in arrived_s.items()], seconds
 
-    def _timed(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def timed(self, prompts: list[Any], max_tokens: int) -> dict[str, Any]:
         """Nanoseconds of the whole call, and of each step of the engine in it."""
         if not self._timers:
             core = self._core()
@@ -155,7 +129,7 @@ class _Engine:
         for times in self._timers.values():
             times.clear()
         started = time.perf_counter_ns()
-        self._chat({**request, "logprobs": None})
+        self.chat(prompts, max_tokens)
         return {"whole": time.perf_counter_ns() - started, **self._timers}
 
     def _timer(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,24 +144,22 @@ class _Engine:
 
         return timed
 
-    def _generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def generate(
+        self, prompt: str, data: Mapping[str, Any], uuids: Mapping[str, Any]
+    ) -> dict[str, Any]:
         import torch
         from vllm import SamplingParams
 
-        data = {
+        tensors = {
             modality: {name: torch.tensor(value) for name, value in fields.items()}
-            for modality, fields in request["data"].items()
+            for modality, fields in data.items()
         }
-        prompt = {
-            "prompt": request["prompt"],
-            "multi_modal_data": data,
-            "multi_modal_uuids": request["uuids"],
-        }
+        asked = {"prompt": prompt, "multi_modal_data": tensors, "multi_modal_uuids": uuids}
         sampling = SamplingParams(temperature=0, max_tokens=8)
-        (output,) = self._llm.generate([prompt], sampling, use_tqdm=False)
+        (output,) = self._llm.generate([asked], sampling, use_tqdm=False)
         return _plain(output)
 
-    def _shuffle(self) -> None:
+    def shuffle(self) -> None:
         """Other weights in a running engine, as `LLM.apply_model` makes them."""
         (shuffled,) = self._llm.apply_model(_shuffle_vision_tower)
         if not shuffled:
@@ -195,20 +167,26 @@ class _Engine:
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_encoder_cache()
 
+    def serve_metrics(self) -> int:
+        return _serve_metrics()
+
     def _core(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core  # VLLM_ENABLE_V1_MULTIPROCESSING=0
 
-    def _slow_encoder(self) -> _SlowEncoder:
-        if self._encoder is None:
+    def slow_encoder(self, seconds: float) -> None:
+        self._encoder_here().seconds = seconds
+
+    def _encoder_here(self) -> _SlowEncoder:
+        if self._slowed is None:
             # Not by apply_model, after which the weights may be others.
             model = self._core().model_executor.driver_worker.get_model()
-            self._encoder = _SlowEncoder(model.embed_multimodal)
-            model.embed_multimodal = self._encoder
-        return self._encoder
+            self._slowed = _SlowEncoder(model.embed_multimodal)
+            model.embed_multimodal = self._slowed
+        return self._slowed
 
-    def _work(self) -> dict[str, Any]:
+    def work(self) -> dict[str, Any]:
         """What this engine has done so far, from the first time that this is asked."""
-        encoder = self._slow_encoder()
+        encoder = self._encoder_here()
         manager = self._core().scheduler.encoder_cache_manager
         if not hasattr(manager.allocate, "__wrapped__"):
             manager.allocate = self._count_allocations(manager.allocate)
@@ -227,13 +205,13 @@ class _Engine:
 
         return counted
 
-    def _encoder_times(self) -> dict[str, Any]:
-        encoder = self._slow_encoder()
+    def encoder(self) -> dict[str, Any]:
+        encoder = self._encoder_here()
         times, encoder.times = encoder.times, []
         node = self._core().scheduler.ec_connector.parts.node
         return {"times": times, "learned": node.encode_costs("").document}
 
-    def _metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         from prometheus_client import REGISTRY
 
         # Not by LLM.get_metrics, which rounds counters to whole numbers.
@@ -257,7 +235,7 @@ class _Engine:
         parts = getattr(core and core.scheduler.ec_connector, "parts", None)
         if parts is None:
             return {}
-        return shown(parts.node.counters.snapshot() | parts.figures.levels())
+        return _shown(parts.node.counters.snapshot() | parts.figures.levels())
 
     def shutdown(self) -> None:
         # In order and with time to finish saves; collecting the object would allow 5 seconds.
@@ -299,7 +277,7 @@ class _SlowEncoder:
             torch.cuda.synchronize()
 
 
-def shown(figures: Mapping[str, float]) -> dict[str, float]:
+def _shown(figures: dict[str, float]) -> dict[str, float]:
     """Counters and gauges of s3ec under the names that vLLM 0.31 shows them by."""
     from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN, zeros
     from s3ec.counters import observed
@@ -356,10 +334,8 @@ def _plain(output: Any) -> dict[str, Any]:
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "logprobs": logprobs,
-        "prompt_tokens": len(output.prompt_token_ids or []),
         "cached_tokens": output.num_cached_tokens,
         "first_token_s": output.metrics.first_token_latency,
-        "ec_transfer_params": getattr(output, "ec_transfer_params", None),
     }
 
 
@@ -373,9 +349,10 @@ def serve(request_fd: int, reply_fd: int) -> None:
         try:
             if engine is None:
                 engine = _Engine(request)
-                reply: dict[str, Any] = {"ready": True}
+                reply: dict[str, Any] = {"value": None}
             else:
-                reply = engine.answer(request)
+                answer = getattr(engine, request["operation"])
+                reply = {"value": answer(**request["arguments"])}
         except Exception as exc:  # noqa: BLE001
             # The parent decides what an error means; the traceback is in the log.
             import traceback

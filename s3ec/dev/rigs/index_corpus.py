@@ -74,23 +74,21 @@ class IndexCorpus:
         random = np.random.default_rng([self.seed, 1 << 32])
         return [random.bytes(16) for _ in range(count)]
 
-    def write(
-        self, folder: Path, namespace: str, *, bloom_fpr: float = 0.01, version: int = 1
-    ) -> BaseManifest:
+    def write(self, folder: Path, namespace: str, *, version: int = 1) -> BaseManifest:
         """Write a base below ``folder`` under its names in the bucket, its head last.
 
         Cost: per million keys 0.3 to 1 s and 43 MB of disk; the memory of one shard.
         """
         layout, shards = Layout(namespace), []
         for (first, last), rows in zip(self.ranges, self.all_rows(), strict=True):
-            bloom = build_bloom(rows.digest_hi, rows.digest_lo, bloom_fpr, namespace)
+            bloom = build_bloom(rows.digest_hi, rows.digest_lo, namespace)
             segment = encode_segment(rows, namespace)
             shard = Shard(first, last, len(rows), BaseFile.of(segment), BaseFile.of(bloom))
             _write(folder / layout.shard(version, _RUN, first, last), segment)
             _write(folder / layout.bloom(version, _RUN, first, last), bloom)
             shards.append(shard)
         entries = sum(shard.entries for shard in shards)
-        head = BaseManifest(version, _RUN, 1_700_000_000, entries, bloom_fpr, tuple(shards))
+        head = BaseManifest(version, _RUN, 1_700_000_000, entries, tuple(shards))
         _write(folder / layout.head(version), [head.to_json()])
         return head
 

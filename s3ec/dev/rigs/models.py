@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +94,7 @@ _QWEN_VL_CHAT = (
 _QWEN_VL_MIN_PIXELS, _QWEN_VL_MAX_PIXELS = 3136, 200_704
 
 
-def write_gemma3(out: Path, preset: str = "tiny", seed: int = 0) -> Path:
+def write_gemma3(out: Path, preset: str = "tiny") -> Path:
     """Write a Gemma3-shaped model; return its folder.
 
     A folder that already holds this model is left as it is, which takes no time.
@@ -103,28 +102,25 @@ def write_gemma3(out: Path, preset: str = "tiny", seed: int = 0) -> Path:
     Args:
         out: Folder of the model, made if missing.
         preset: One of GEMMA3_PRESETS; those of Gemma3-27B take 0.9 GB of disk.
-        seed: Of the weights.
 
     Raises:
         KeyError: No such preset.
     """
     shape = GEMMA3_PRESETS[preset]
-    recipe = {"family": "gemma3", "seed": seed, **asdict(shape)}
-    return build_once(out, recipe, lambda: _build_gemma3(out, shape, seed))
+    recipe = {"family": "gemma3", **asdict(shape)}
+    return build_once(out, recipe, lambda: _build_gemma3(out, shape))
 
 
-def write_qwen2_vl(out: Path, seed: int = 0) -> Path:
+def write_qwen2_vl(out: Path) -> Path:
     """Write a tiny Qwen2-VL-shaped model; return its folder.
 
     The model for requests with a grid and a uuid but no pixels. A picture of 224 pixels
     square gives 64 rows of 64 values. A folder that already holds it is left as it is.
     """
-    return write_qwen_vl(out, "qwen2-vl", seed=seed)
+    return write_qwen_vl(out, "qwen2-vl")
 
 
-def write_qwen_vl(
-    out: Path, family: str, *, seed: int = 0, max_pixels: int = _QWEN_VL_MAX_PIXELS
-) -> Path:
+def write_qwen_vl(out: Path, family: str, *, max_pixels: int = _QWEN_VL_MAX_PIXELS) -> Path:
     """Write a tiny model of one of Qwen's vision families; return its folder.
 
     Of a picture of 224 pixels square, ``qwen2-vl`` and ``qwen2.5-vl`` make 64 rows of 64 values,
@@ -136,15 +132,14 @@ def write_qwen_vl(
     Args:
         out: Folder of the model, made if missing.
         family: One of QWEN_VL_FAMILIES or QWEN_VL_ENCODERS.
-        seed: Of the weights.
         max_pixels: A larger picture is made smaller.
 
     Raises:
         KeyError: No such family.
     """
-    build = (QWEN_VL_FAMILIES | QWEN_VL_ENCODERS)[family]
-    recipe = {"family": family, "seed": seed, "max_pixels": max_pixels}
-    return build_once(out, recipe, lambda: build(out, seed, max_pixels))
+    chosen = (QWEN_VL_FAMILIES | QWEN_VL_ENCODERS)[family]
+    recipe = {"family": family, "max_pixels": max_pixels}
+    return build_once(out, recipe, lambda: _build_qwen_vl(out, chosen, max_pixels))
 
 
 def build_once(out: Path, recipe: dict[str, Any], build: Callable[[], None]) -> Path:
@@ -186,7 +181,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _build_gemma3(out: Path, shape: _Gemma3Shape, seed: int) -> None:
+def _build_gemma3(out: Path, shape: _Gemma3Shape) -> None:
     from transformers import Gemma3ForConditionalGeneration
 
     special = _GEMMA3_SPECIAL
@@ -201,7 +196,7 @@ def _build_gemma3(out: Path, shape: _Gemma3Shape, seed: int) -> None:
         settings={"boi_token": special[4], "eoi_token": special[5], "image_token": special[6]},
     )
     config = _gemma3_config(shape, vocabulary)
-    save_weights(out, lambda: Gemma3ForConditionalGeneration(config), seed)
+    save_weights(out, lambda: Gemma3ForConditionalGeneration(config))
     rename_weights(out, "vision_tower.", "vision_tower.vision_model.")
     _save_gemma3_processor(out, shape)
 
@@ -275,20 +270,31 @@ def _save_gemma3_processor(out: Path, shape: _Gemma3Shape) -> None:
     write_json(out / "processor_config.json", processor)
 
 
-def _build_qwen2_vl(out: Path, seed: int, max_pixels: int) -> None:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+@dataclass(frozen=True)
+class _QwenVL:
+    """One of Qwen's vision families.
 
-    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
-    config = Qwen2VLConfig(
-        text_config=_qwen_vl_text(max_pixels),
-        vision_config={**vision, "patch_size": 14, "temporal_patch_size": 2,
-                       "spatial_merge_size": 2},
-        **_save_qwen_vl_tokenizer(out),
-    )  # fmt: skip
-    save_weights(out, lambda: Qwen2VLForConditionalGeneration(config), seed)
-    _save_qwen_vl_processor(out, "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14, max_pixels)
+    Attributes:
+        name: How transformers' classes for it begin.
+        vision, text, rope: What its configuration has of its own.
+    """
+
+    name: str
+    vision: Mapping[str, Any]
+    text: Mapping[str, Any]
+    rope: Mapping[str, Any]
 
 
+_QWEN2_VISION = {
+    "depth": 2,
+    "embed_dim": 64,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "mlp_ratio": 2,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+}
 _QWEN2_5_VISION = {
     "depth": 2,
     "hidden_size": 64,
@@ -308,13 +314,7 @@ _QWEN2_5_VISION_7B = _QWEN2_5_VISION | {
     "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-_QWEN2_5_TEXT = {"mrope_section": [4, 6, 6]}
-_QWEN2_5_TEXT_7B = {
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "mrope_section": [16, 24, 24],
-}
+_QWEN2_5_TEXT_7B = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
 _QWEN3_VISION = {
     "depth": 3,
     "hidden_size": 64,
@@ -334,61 +334,47 @@ _QWEN3_VISION_8B = _QWEN3_VISION | {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-_QWEN3_TEXT = {"head_dim": 32, "mrope_section": [6, 5, 5]}
 _QWEN3_TEXT_8B = {
     "hidden_size": 4096,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "mrope_section": [24, 20, 20],
 }
 
 
-def _build_qwen2_5_vl(
-    out: Path,
-    seed: int,
-    max_pixels: int,
-    vision: Mapping[str, Any] = _QWEN2_5_VISION,
-    text: Mapping[str, Any] = _QWEN2_5_TEXT,
-) -> None:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+_SECTIONS: dict[str, Any] = {"mrope_section": [4, 6, 6]}
+_INTERLEAVED = {"mrope_interleaved": True}
+QWEN_VL_FAMILIES = {
+    "qwen2-vl": _QwenVL("Qwen2VL", _QWEN2_VISION, {}, _SECTIONS),
+    "qwen2.5-vl": _QwenVL("Qwen2_5_VL", _QWEN2_5_VISION, {}, _SECTIONS),
+    "qwen3-vl": _QwenVL(
+        "Qwen3VL", _QWEN3_VISION, {"head_dim": 32}, {"mrope_section": [6, 5, 5], **_INTERLEAVED}
+    ),
+}
+QWEN_VL_ENCODERS = {
+    "qwen2.5-vl-7b": _QwenVL(
+        "Qwen2_5_VL", _QWEN2_5_VISION_7B, _QWEN2_5_TEXT_7B, {"mrope_section": [16, 24, 24]}
+    ),
+    "qwen3-vl-8b": _QwenVL(
+        "Qwen3VL",
+        _QWEN3_VISION_8B,
+        _QWEN3_TEXT_8B,
+        {"mrope_section": [24, 20, 20], **_INTERLEAVED},
+    ),
+}
 
-    config = Qwen2_5_VLConfig(
-        text_config=_qwen_vl_text(max_pixels, **text),
-        vision_config=dict(vision),
+
+def _build_qwen_vl(out: Path, family: _QwenVL, max_pixels: int) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{family.name}Config")(
+        text_config=_qwen_vl_text(family, max_pixels),
+        vision_config=dict(family.vision),
         **_save_qwen_vl_tokenizer(out),
     )
-    save_weights(out, lambda: Qwen2_5_VLForConditionalGeneration(config), seed)
-    _save_qwen_vl_processor(out, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14, max_pixels)
-
-
-def _build_qwen3_vl(
-    out: Path,
-    seed: int,
-    max_pixels: int,
-    vision: Mapping[str, Any] = _QWEN3_VISION,
-    text: Mapping[str, Any] = _QWEN3_TEXT,
-) -> None:
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    words = _qwen_vl_text(max_pixels, **text)
-    words["rope_parameters"] |= {"mrope_interleaved": True}
-    config = Qwen3VLConfig(
-        text_config=words, vision_config=dict(vision), **_save_qwen_vl_tokenizer(out)
-    )
-    save_weights(out, lambda: Qwen3VLForConditionalGeneration(config), seed)
-    _save_qwen_vl_processor(out, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, max_pixels)
-
-
-QWEN_VL_FAMILIES: dict[str, Callable[[Path, int, int], None]] = {
-    "qwen2-vl": _build_qwen2_vl,
-    "qwen2.5-vl": _build_qwen2_5_vl,
-    "qwen3-vl": _build_qwen3_vl,
-}
-QWEN_VL_ENCODERS: dict[str, Callable[[Path, int, int], None]] = {
-    "qwen2.5-vl-7b": partial(_build_qwen2_5_vl, vision=_QWEN2_5_VISION_7B, text=_QWEN2_5_TEXT_7B),
-    "qwen3-vl-8b": partial(_build_qwen3_vl, vision=_QWEN3_VISION_8B, text=_QWEN3_TEXT_8B),
-}
+    model = getattr(transformers, f"{family.name}ForConditionalGeneration")
+    save_weights(out, lambda: model(config))
+    _save_qwen_vl_processor(out, family, max_pixels)
 
 
 def _save_qwen_vl_tokenizer(out: Path) -> dict[str, Any]:
@@ -412,9 +398,7 @@ def _save_qwen_vl_tokenizer(out: Path) -> dict[str, Any]:
     }
 
 
-def _qwen_vl_text(
-    max_pixels: int, mrope_section: Sequence[int] = (4, 6, 6), **more: int
-) -> dict[str, Any]:
+def _qwen_vl_text(family: _QwenVL, max_pixels: int) -> dict[str, Any]:
     return {
         "vocab_size": len(_QWEN_VL_SPECIAL) + 256,  # a token per byte
         "hidden_size": 64,
@@ -424,21 +408,15 @@ def _qwen_vl_text(
         "num_key_value_heads": 1,
         # A picture's tokens, one of 28 pixels square each, and as many others.
         "max_position_embeddings": max(4096, 2 * max_pixels // 28**2),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": list(mrope_section),
-        },
-        **more,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **family.rope},
+        **family.text,
     }
 
 
-def _save_qwen_vl_processor(
-    out: Path, processor: str, video_processor: str, patch_size: int, max_pixels: int
-) -> None:
+def _save_qwen_vl_processor(out: Path, family: _QwenVL, max_pixels: int) -> None:
     shared = {
-        "processor_class": processor,
-        "patch_size": patch_size,
+        "processor_class": f"{family.name}Processor",
+        "patch_size": family.vision["patch_size"],
         "temporal_patch_size": 2,
         "merge_size": 2,
         "image_mean": [0.48, 0.46, 0.41],
@@ -451,7 +429,8 @@ def _save_qwen_vl_processor(
     }
     # Of a whole video. The second says what transformers warns about as long as nobody says it.
     video = {
-        "video_processor_type": video_processor,
+        # That of Qwen2.5-VL is Qwen2-VL's.
+        "video_processor_type": f"{family.name.replace('2_5_', '2')}VideoProcessor",
         "size": {"shortest_edge": _QWEN_VL_MIN_PIXELS, "longest_edge": _QWEN_VL_MAX_PIXELS},
         "cap_pixels_per_frame": False,
     }
@@ -501,12 +480,12 @@ def save_tokenizer(
     )
 
 
-def save_weights(out: Path, make: Callable[[], torch.nn.Module], seed: int) -> None:
+def save_weights(out: Path, make: Callable[[], torch.nn.Module]) -> None:
     import torch
 
     # The caller's own random numbers go on as if nothing had been drawn here.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model: Any = make().to(torch.bfloat16)
         # The default initialisation answers every image with the same token.
         for name, weight in model.named_parameters():
@@ -528,21 +507,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m s3ec.dev.rigs.models",
         description="Write a vision-language model with random weights to a folder.",
     )
-    families = parser.add_subparsers(dest="family", required=True)
-    gemma3 = families.add_parser("gemma3", help="Gemma3: one embedding size for all images")
-    gemma3.add_argument("--preset", choices=GEMMA3_PRESETS, default="tiny")
-    qwen = [
-        families.add_parser(family, help="as many rows as the image needs")
-        for family in QWEN_VL_FAMILIES
-    ]
-    for family in (gemma3, *qwen):
-        family.add_argument("out", type=Path, metavar="OUT")
-        family.add_argument("--seed", type=int, default=0)
+    parser.add_argument("family", choices=("gemma3", *QWEN_VL_FAMILIES))
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--preset", choices=GEMMA3_PRESETS, default="tiny", help="of gemma3")
     options = parser.parse_args(arguments)
     if options.family == "gemma3":
-        out = write_gemma3(options.out, options.preset, options.seed)
+        out = write_gemma3(options.out, options.preset)
     else:
-        out = write_qwen_vl(options.out, options.family, seed=options.seed)
+        out = write_qwen_vl(options.out, options.family)
     sys.stdout.write(f"{out}\n")
 
 

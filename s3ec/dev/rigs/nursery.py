@@ -26,7 +26,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from s3ec.dev.rigs.vllm_cpu import engine_env
@@ -112,12 +111,7 @@ class EngineForkServer:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.close()  # the end of requests; engines go on
         if self._process is not None:
             self._process.wait()
@@ -136,10 +130,6 @@ class EngineForkServer:
             OSError: The nursery ended; its log says why.
         """
         return self._fork(env, {}, [requests, replies, log])
-
-    def fork_api_server(self, env: Mapping[str, str], arguments: Sequence[str], log: int) -> Forked:
-        """Start ``vllm.entrypoints.openai.api_server``, as fork_module does."""
-        return self.fork_module("vllm.entrypoints.openai.api_server", env, arguments, log)
 
     def fork_module(
         self, module: str, env: Mapping[str, str], arguments: Sequence[str], log: int

@@ -43,7 +43,6 @@ _PROSE = (
     "we advise to replace seals every quarter keep spare parts on stock and train new staff "
     "on safe shutdown because most faults began with late maintenance not with bad design"
 )
-_GOODS = ("Bearing", "Gasket", "Filter", "Pump head", "Sensor", "Relay", "Cable set", "Valve")
 _CITIES = ("Bergen", "Porto", "Lyon", "Graz", "Gdansk", "Turku", "Leeds", "Bari")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug")
 
@@ -108,21 +107,14 @@ class _Canvas:
         self.y = _MARGIN
         self.width = _PAGE[0] - 2 * _MARGIN
 
-    def write(self, text: str, size: int, x: int = _MARGIN, *, right: bool = False) -> None:
+    def write(self, text: str, size: int, x: int = _MARGIN) -> None:
         """Write one line at the cursor, without moving it."""
-        anchor = "ra" if right else "la"
-        font = _font(size)
-        self.draw.text((x, self.y), text, fill=_INK, font=font, anchor=anchor)
+        self.draw.text((x, self.y), text, fill=_INK, font=_font(size))
 
     def line(self, text: str, size: int, gap: int = 12) -> None:
         """Write one line and move below it."""
         self.write(text, size)
         self.y += size + gap
-
-    def rule(self) -> None:
-        """A thin line across the page."""
-        self.draw.line((_MARGIN, self.y, _MARGIN + self.width, self.y), fill=_GREY, width=1)
-        self.y += 10
 
 
 def _page(draw: Callable[[_Canvas, random.Random], None], number: int) -> Image.Image:
@@ -132,7 +124,7 @@ def _page(draw: Callable[[_Canvas, random.Random], None], number: int) -> Image.
     canvas.line(f"Document {number + 1:04d}", 34, gap=24)
     draw(canvas, rng)
     canvas.y = _PAGE[1] - _MARGIN
-    canvas.write(f"page {number + 1}", 16, _PAGE[0] - _MARGIN, right=True)
+    canvas.write(f"page {number + 1}", 16)
     return canvas.image
 
 
@@ -166,7 +158,8 @@ def _table(canvas: _Canvas, rng: random.Random) -> None:
         for x, cell in zip(columns, row, strict=True):
             canvas.write(cell, 24 if row is header else 22, x)
         canvas.y += 40
-        canvas.rule()
+        canvas.draw.line((_MARGIN, canvas.y, _MARGIN + canvas.width, canvas.y), fill=_GREY)
+        canvas.y += 10
 
 
 def _bar_chart(canvas: _Canvas, rng: random.Random) -> None:
@@ -185,38 +178,4 @@ def _bar_chart(canvas: _Canvas, rng: random.Random) -> None:
         canvas.write(month, 20, left)
 
 
-def _invoice(canvas: _Canvas, rng: random.Random) -> None:
-    canvas.line(f"Invoice {rng.randint(10_000, 99_999)}", 28)
-    canvas.line(f"{rng.choice(_CITIES)} Industrial Supply, {rng.randint(1, 199)} Harbour Road", 18)
-    canvas.y += 30
-    total = 0
-    for goods in rng.sample(_GOODS, rng.randint(4, 7)):
-        amount, cents = rng.randint(1, 40), rng.randint(150, 19_999)
-        total += amount * cents
-        canvas.write(f"{amount} x {goods}", 22)
-        canvas.write(f"{amount * cents / 100:,.2f} EUR", 22, _PAGE[0] - _MARGIN, right=True)
-        canvas.y += 38
-        canvas.rule()
-    canvas.write("Total", 28)
-    canvas.write(f"{total / 100:,.2f} EUR", 28, _PAGE[0] - _MARGIN, right=True)
-
-
-def _line_chart(canvas: _Canvas, rng: random.Random) -> None:
-    canvas.line("Pressure in bar", 24)
-    for number in range(3):
-        level = rng.uniform(300, 800)
-        points = []
-        for x in range(_MARGIN, _MARGIN + canvas.width, 24):
-            level = min(950.0, max(220.0, level + rng.uniform(-45, 45)))
-            points.append((x, level))
-        canvas.draw.line(points, fill=_COLOURS[number], width=4)
-    canvas.draw.rectangle((_MARGIN, 200, _MARGIN + canvas.width, 970), outline=_GREY, width=2)
-
-
-_PAGE_KINDS: tuple[Callable[[_Canvas, random.Random], None], ...] = (
-    _letter,
-    _table,
-    _bar_chart,
-    _invoice,
-    _line_chart,
-)
+_PAGE_KINDS: tuple[Callable[[_Canvas, random.Random], None], ...] = (_letter, _table, _bar_chart)

@@ -15,12 +15,11 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-T = TypeVar("T")
 _READ_LIMIT = 2**20
 # Hop-by-hop headers end at the proxy; SigV4 of the AWS SDKs signs none of them.
 _HOP_BY_HOP = frozenset({"connection", "expect", "keep-alive", "transfer-encoding"})
@@ -79,7 +78,7 @@ class Exchange:
             if body or self.request.method in ("PUT", "POST"):
                 headers["content-length"] = str(len(body))
             start = f"{self.request.method} {self.request.target} HTTP/1.1"
-            writer.write(_head(start, {**headers, "connection": "close"}) + body)
+            writer.write(head(start, {**headers, "connection": "close"}) + body)
             await writer.drain()
             start, reply_headers = await _read_head(reader)
             status = int(start.split(" ", 2)[1])
@@ -103,7 +102,7 @@ class Exchange:
         elif self.request.method != "HEAD" and reply.status != 204:
             headers["content-length"] = str(len(reply.body))
         body = b"" if self.request.method == "HEAD" else reply.body
-        await self.send_raw(_head(f"HTTP/1.1 {reply.status} Proxied", headers))
+        await self.send_raw(head(f"HTTP/1.1 {reply.status} Proxied", headers))
         await self.send_raw(body if upto < 0 else body[:upto])
 
     async def send_raw(self, data: bytes) -> None:
@@ -201,24 +200,16 @@ class FaultProxy:
         """Where clients reach the proxy."""
         return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        """Listen on a free port."""
-        self._thread.start()
-        self._call(self._listen)
-
-    def stop(self) -> None:
-        """Close every connection and end the thread."""
-        self._call(self._hang_up)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
     def __enter__(self) -> FaultProxy:
-        self.start()
+        self._thread.start()
+        self._call(self._listen())
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+        self._call(self._hang_up())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def add(self, rule: Rule) -> Rule:
         """Put a rule before the others; the first that matches befalls a request."""
@@ -238,25 +229,22 @@ class FaultProxy:
 
     def release(self) -> None:
         """Let stalled exchanges end: their connections are closed."""
-        self._call(self._release)
+        self._call(self._release())
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
         """Refuse connections on this port inside the block, and drop the open ones."""
-        self._call(self._hang_up)
+        self._call(self._hang_up())
         with socket.socket() as held:  # it does not listen; nobody else gets the port meanwhile
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(("127.0.0.1", self.port))
             try:
                 yield
             finally:
-                self._call(self._listen)
+                self._call(self._listen())
 
-    def _call(self, function: Callable[[], Awaitable[T]]) -> T:
-        async def run() -> T:
-            return await function()
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout=30)
+    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=30)
 
     async def _release(self) -> None:
         self._released.set()
@@ -309,7 +297,8 @@ class FaultProxy:
         return not writer.is_closing()
 
 
-def _head(start: str, headers: Mapping[str, str]) -> bytes:
+def head(start: str, headers: Mapping[str, str]) -> bytes:
+    """The front of a message, with its empty line."""
     lines = [start, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
     return "\r\n".join(lines).encode("latin-1")
 

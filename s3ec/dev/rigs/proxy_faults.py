@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from s3ec.dev.rigs.proxy import Exchange, Reply
+from s3ec.dev.rigs.proxy import Exchange, Reply, head
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +51,6 @@ class Delay:
 
 
 @dataclass(frozen=True, slots=True)
-class LognormalDelay:
-    """The upstream's reply, later by a time that the target and a seed decide.
-
-    Attributes:
-        median_s: Half of all targets take longer.
-        sigma: Of the times' logarithms.
-        seed: Another one gives other times.
-    """
-
-    median_s: float
-    sigma: float
-    seed: int
-
-    async def apply(self, exchange: Exchange) -> None:
-        path = exchange.request.target.partition("?")[0]
-        drawn = random.Random(f"{self.seed} {path}").gauss(0.0, self.sigma)
-        await Delay(self.median_s * math.exp(drawn)).apply(exchange)
-
-
-@dataclass(frozen=True, slots=True)
 class Cut:
     """The whole head, ``upto`` bytes of the body, then the end of the connection.
 
@@ -109,10 +87,14 @@ class Chunked:
 
 async def _send_chunk(exchange: Exchange, reply: Reply, upto: int) -> None:
     """The head, and the first bytes of the only chunk."""
+    await exchange.send_raw(_chunked_head(reply))
+    await exchange.send_raw(f"{len(reply.body):x}\r\n".encode() + reply.body[:upto])
+
+
+def _chunked_head(reply: Reply) -> bytes:
+    """The head without the body's length."""
     headers = {k: v for k, v in reply.headers.items() if k != "content-length"}
-    lines = [f"{k}: {v}" for k, v in {**headers, "transfer-encoding": "chunked"}.items()]
-    head = "\r\n".join([f"HTTP/1.1 {reply.status} Proxied", *lines, "", ""])
-    await exchange.send_raw(f"{head}{len(reply.body):x}\r\n".encode("latin-1") + reply.body[:upto])
+    return head(f"HTTP/1.1 {reply.status} Proxied", headers | {"transfer-encoding": "chunked"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +196,7 @@ class Endless:
     piece: bytes = bytes(65536)
 
     async def apply(self, exchange: Exchange) -> None:
-        reply = await exchange.forward()
-        headers = {k: v for k, v in reply.headers.items() if k != "content-length"}
-        lines = [f"{k}: {v}" for k, v in {**headers, "transfer-encoding": "chunked"}.items()]
-        head = "\r\n".join([f"HTTP/1.1 {reply.status} Proxied", *lines, "", ""])
-        await exchange.send_raw(head.encode("latin-1"))
+        await exchange.send_raw(_chunked_head(await exchange.forward()))
         while True:  # until the client's end of the connection is closed
             await exchange.send_raw(f"{len(self.piece):x}\r\n".encode() + self.piece + b"\r\n")
 

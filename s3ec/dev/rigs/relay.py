@@ -3,10 +3,8 @@
 
 What a client sends arrives later by the whole latency; replies pass through the kernel
 (``splice``), untouched and not delayed. For requests and replies over open connections that is
-a network with this round trip and no limit of bandwidth, unless one is set: then each connection
-carries at most so many bytes a second of replies, as one to S3 does. Connections open at once.
+a network with this round trip and no limit of bandwidth. Connections open at once.
 
-It can write down every request that passes, in front of a server that must not be slowed down.
 It runs in a process of its own: its threads would otherwise share the interpreter's lock with
 the client that is measured.
 """
@@ -17,7 +15,6 @@ import contextlib
 import fcntl
 import os
 import queue
-import re
 import select
 import socket
 import subprocess
@@ -34,32 +31,18 @@ from s3ec.testing.server import HOST
 
 _START_TIMEOUT_S = 20.0
 _CHUNK_BYTES = 2**20  # the most that a pipe of an ordinary user holds
-_PACED_BYTES = 2**18  # 2.6 ms at 95 MiB/s
-# A thread that wakes so late makes up for it with the next piece.
-_LATE_S = 0.005
 
 
 class Relay:
     """The relay as a child process; a context manager. It ends with this process at the latest."""
 
-    def __init__(
-        self,
-        upstream_url: str,
-        latency_s: float,
-        *,
-        request_log: Path | None = None,
-        stream_bytes_per_s: float = 0.0,
-    ) -> None:
+    def __init__(self, upstream_url: str, latency_s: float) -> None:
         """Prepare it.
 
         Args:
             upstream_url: ``http://HOST:PORT`` of the server.
             latency_s: Round trip to add.
-            request_log: Gets the first line of every request, before the server sees the request.
-            stream_bytes_per_s: Of the replies of one connection; 0 for no limit.
         """
-        self._log = [] if request_log is None else [str(request_log)]
-        self._pace = str(stream_bytes_per_s)
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname or HOST, parts.port or 80)
         self._latency_s = latency_s
@@ -72,8 +55,7 @@ class Relay:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "s3ec.dev.rigs.relay"),
-                *(host, str(port), str(self._latency_s), self._pace),
-                *self._log,
+                *(host, str(port), str(self._latency_s)),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -109,55 +91,16 @@ def _read_port(process: subprocess.Popen[bytes]) -> int:
     raise UnavailableError("the relay did not start")
 
 
-class RequestLog:
-    """The requests of one connection, out of its bytes, into a file that all connections share."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._head = b""
-        self._body_left = 0
-
-    def feed(self, piece: bytes) -> None:
-        """Look at the next bytes; bodies are passed over by their announced length."""
-        while piece:
-            skipped = min(self._body_left, len(piece))
-            self._body_left -= skipped
-            head, end, piece = (self._head + piece[skipped:]).partition(b"\r\n\r\n")
-            self._head = b"" if end else head
-            if not end:
-                return
-            length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
-            self._body_left = int(length.group(1)) if length else 0
-            # One write of a line to a file opened for appending is not torn apart.
-            os.write(self._fd, head.partition(b"\r\n")[0] + b"\n")
-
-
-def serve(
-    upstream: tuple[str, int],
-    latency_s: float,
-    stream_bytes_per_s: float = 0.0,
-    log_path: str | None = None,
-) -> None:
+def serve(upstream: tuple[str, int], latency_s: float) -> None:
     """Listen, say the port on stdout, and relay until stdin ends."""
-    log_fd = None if log_path is None else os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     listener = socket.create_server((HOST, 0), backlog=128)
     sys.stdout.write(f"{listener.getsockname()[1]}\n")
     sys.stdout.flush()
-    threading.Thread(
-        target=_accept,
-        args=(listener, upstream, latency_s, stream_bytes_per_s, log_fd),
-        daemon=True,
-    ).start()
+    threading.Thread(target=_accept, args=(listener, upstream, latency_s), daemon=True).start()
     sys.stdin.buffer.read()  # whoever started us is gone
 
 
-def _accept(
-    listener: socket.socket,
-    upstream: tuple[str, int],
-    latency_s: float,
-    stream_bytes_per_s: float,
-    log_fd: int | None,
-) -> None:
+def _accept(listener: socket.socket, upstream: tuple[str, int], latency_s: float) -> None:
     while True:
         client, _ = listener.accept()
         try:
@@ -168,20 +111,16 @@ def _accept(
         for one in (client, server):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         requests: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-        log = None if log_fd is None else RequestLog(log_fd)
         for target, args in (
-            (_take_requests, (client, requests, latency_s, log)),
+            (_take_requests, (client, requests, latency_s)),
             (_pass_requests, (server, requests)),
-            (_pass_replies, (server, client, stream_bytes_per_s)),
+            (_pass_replies, (server, client)),
         ):
             threading.Thread(target=target, args=args, daemon=True).start()
 
 
 def _take_requests(
-    client: socket.socket,
-    requests: queue.SimpleQueue[tuple[float, bytes]],
-    latency_s: float,
-    log: RequestLog | None,
+    client: socket.socket, requests: queue.SimpleQueue[tuple[float, bytes]], latency_s: float
 ) -> None:
     """Note when each piece is due; an empty one is the end."""
     piece = b"-"
@@ -190,8 +129,6 @@ def _take_requests(
             piece = client.recv(_CHUNK_BYTES)
         except OSError:
             piece = b""
-        if log is not None:
-            log.feed(piece)
         requests.put((time.monotonic() + latency_s, piece))
 
 
@@ -206,20 +143,14 @@ def _pass_requests(server: socket.socket, requests: queue.SimpleQueue[tuple[floa
         server.shutdown(socket.SHUT_WR)
 
 
-def _pass_replies(server: socket.socket, client: socket.socket, bytes_per_s: float) -> None:
+def _pass_replies(server: socket.socket, client: socket.socket) -> None:
     """Move bytes from socket to socket without taking them out of the kernel."""
     out, into = os.pipe()
     with contextlib.suppress(OSError):  # 64 KiB at a time, then
         fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, _CHUNK_BYTES)
-    most = _PACED_BYTES if bytes_per_s else _CHUNK_BYTES
-    due_s = 0.0
     try:
         with contextlib.suppress(OSError):  # one of the two hung up
-            while count := os.splice(server.fileno(), into, most, flags=os.SPLICE_F_MOVE):
-                if bytes_per_s:
-                    # On a link a piece is there when its last byte has crossed it.
-                    due_s = max(due_s, time.monotonic() - _LATE_S) + count / bytes_per_s
-                    time.sleep(max(0.0, due_s - time.monotonic()))
+            while count := os.splice(server.fileno(), into, _CHUNK_BYTES, flags=os.SPLICE_F_MOVE):
                 while count:
                     count -= os.splice(out, client.fileno(), count, flags=os.SPLICE_F_MOVE)
     finally:
@@ -231,4 +162,4 @@ def _pass_replies(server: socket.socket, client: socket.socket, bytes_per_s: flo
 
 
 if __name__ == "__main__":
-    serve((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:])
+    serve((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]))

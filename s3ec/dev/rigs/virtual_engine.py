@@ -100,7 +100,6 @@ class Outcome:
     requests_per_s: float
     encoded: int
     loaded: int
-    declined: int
     learned_encode_s: float
 
 
@@ -444,7 +443,6 @@ class VirtualEngine:
             len(measured) / seconds,
             self._encoded,
             self._loaded,
-            int(self._counters.get("waits_declined")),
             0.0 if self.policy is None else self.policy.costs.cost_s("image", ROWS),
         )
 

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from s3ec.corpus import catalog
+from s3ec.counters import Counters
 from s3ec.identity import Layout, make_key
 from s3ec.testing.server import MotoServer
-from s3ec.trace import Access, Engine, Header, event_line, header_line
+from s3ec.tier import Tier
 from tests.support.catalogues import row
+from tests.support.clock import Clock
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash, entry_bytes
 
@@ -96,14 +99,48 @@ def test_a_dry_run_says_what_would_come(cli: Cli, namespace: str, tmp_path: Path
     assert here(tmp_path / "s3ec-cache") == set()
 
 
-def test_a_trace_with_names_says_what_comes(cli: Cli, namespace: str, tmp_path: Path) -> None:
-    keys = [key for one in (IDS[2], IDS[0], IDS[2]) if (key := make_key(one))]
-    lines = [header_line(Header(0.0, (Engine(namespace),)))]
-    lines += [event_line(Access(1.0, "r", "h", 4, "node", name=key.name)) for key in keys]
-    path = tmp_path / "hot.jsonl"
-    path.write_text("".join(f"{line}\n" for line in lines))
-    assert cli.json("hydrate", "--trace", str(path), "--top", "1")["fetched"] == 1
-    assert here(tmp_path / "s3ec-cache") == {IDS[2]}
+def use(folder: Path, namespace: str, *identifiers: str) -> None:
+    """Pin entries as an engine of the node does, a second after the other."""
+    clock = Clock(time.time() - 60.0, tick_s=1.0)
+    tier = Tier(
+        folder, namespace, budget_bytes=2**20, min_free_bytes=0, counters=Counters(), clock=clock
+    )
+    for one in identifiers:
+        key = make_key(one)
+        assert key is not None
+        pin = tier.entries.pin(key)
+        assert pin is not None
+        tier.entries.unpin(pin)
+    tier.close()
+
+
+def test_what_a_node_has_used_comes_to_others_in_the_order_of_use(
+    cli: Cli, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("hydrate")
+    use(tmp_path / "s3ec-cache", namespace, IDS[1], "page 1", IDS[2], IDS[0], IDS[1])
+    used = cli("tier", "ls", "--names").stdout
+    assert used.split()[:3] == [IDS[1], IDS[0], IDS[2]]
+    assert used.split()[3].startswith("x-")
+    names = tmp_path / "names"
+    names.write_text(used)
+    monkeypatch.setenv("S3EC_CACHE_DIR", str(tmp_path / "second"))
+    assert cli.json("hydrate", "--ids", str(names), "--name")["fetched"] == 4
+    assert cli("tier", "ls", "--names").stdout == used
+    monkeypatch.setenv("S3EC_CACHE_DIR", str(tmp_path / "third"))
+    assert cli.json("hydrate", "--ids", str(names), "--name", "--top", "2")["fetched"] == 2
+    assert cli("tier", "ls", "--names").stdout.split() == used.split()[:2]
+
+
+def test_names_of_another_namespace_are_absent_and_what_is_no_name_is_refused(
+    cli: Cli, corpus: Corpus, namespace: str, tmp_path: Path
+) -> None:
+    (tmp_path / "names").write_text(f"{content_hash('of another')}\n{IDS[0]}\n")
+    found = cli.json("hydrate", "--ids", str(tmp_path / "names"), "--name", code=3)
+    assert (found["absent"], found["fetched"]) == ([content_hash("of another")], 1)
+    (tmp_path / "names").write_text("page 1\n")
+    result = cli("hydrate", "--ids", str(tmp_path / "names"), "--name", code=2)
+    assert "'page 1' in `wanted` is no name of an entry" in result.stderr
 
 
 def test_a_query_of_the_catalogue_says_what_comes(
@@ -122,12 +159,11 @@ def test_a_query_of_the_catalogue_says_what_comes(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("--ids", "a", "--trace", "b"), "`--ids` and `--trace` say what is wanted; give one"),
+        (("--ids", "a", "--where", "b"), "`--ids` and `--where` say what is wanted; give one"),
         (("--ids", "not-there"), "cannot read not-there: No such file or directory"),
-        (("--trace", "not-there"), "cannot read not-there: No such file or directory"),
         (("--rate-limit", "fast"), "`--rate-limit` 'fast' is no size; write it as `10GiB`"),
         (("--max-concurrency", "0"), "`max_concurrency` 0 is out of range; take 1 to 1024"),
-        (("--top", "3"), "`--top` needs an order; give `--ids`, `--where` or `--trace`, or take"),
+        (("--top", "3"), "`--top` needs an order; give `--ids` or `--where`, or take"),
         (("--name",), "`--name` is about the lines of `--ids`; name a file there"),
     ],
 )

@@ -102,11 +102,56 @@ def test_tier_shows_the_files_of_the_index(cli: Cli, engine: Tier) -> None:
 def test_tier_changes_nothing(cli: Cli, engine: Tier, root: Path) -> None:
     before = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
     cli("tier")
+    cli("tier", "ls")
     cli("tier", "check")
     cli("tier", "evict", "--to", "0", "--dry-run")
     cli("tier", "evict", "--to", "0")
     cli("tier", "repair", "--yes")
     assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_ls_begins_with_what_was_used_last_and_ends_with_what_would_be_evicted_first(
+    cli: Cli, engine: Tier, root: Path
+) -> None:
+    order = [7, 1, 9, 0, 5, 3, 8, 2, 6, 4]
+    for place, number in enumerate(order):
+        age(root, number, 100.0 * (place + 1))
+    age(root, 4, -86400.0)  # its clock was ahead: eviction takes it first
+    labels = [file_of(root, KEYS[number]).stem for number in order]
+    assert cli("tier", "ls", "--names").stdout.split() == labels
+    assert cli("tier", "ls", "--names", "--limit", "3").stdout.split() == labels[:3]
+    found = cli.json("tier", "ls", "--limit", "4")
+    assert [one["label"] for one in found["entries"]] == labels[:4]
+    assert [one["bytes"] for one in found["entries"]] == [SIZE] * 4
+    assert 199.0 < found["entries"][1]["unused_s"] < 800.0
+    assert (found["namespace"], found["entry_count"], found["bytes"], found["more"]) == (
+        *(NAMESPACE, 10, 10 * SIZE, True),
+    )
+    result = cli("tier", "ls", "--limit", "2")
+    assert [line.split()[-1] for line in result.stdout.splitlines()] == labels[:2]
+    assert f"10 entries, {10 * SIZE / 1024:.1f} KiB, in {NAMESPACE}; 2 shown" in result.stderr
+    cli("tier", "evict", "--to", str(8 * SIZE), "--yes")
+    assert cli("tier", "ls", "--names").stdout.split() == labels[:8]
+
+
+def test_ls_is_of_one_namespace(cli: Cli, engine: Tier, root: Path) -> None:
+    other = Tier(root, OTHER_NAMESPACE, budget_bytes=1 << 20, min_free_bytes=0, counters=Counters())
+    other.writer.publish(KEYS[0], [entry(KEYS[0], namespace=OTHER_NAMESPACE)])
+    other.close()
+    found = cli.json("tier", "ls", "--namespace", OTHER_NAMESPACE[:14])
+    assert (found["namespace"], found["entry_count"]) == (OTHER_NAMESPACE, 1)
+    error = cli("tier", "ls", "--names", code=2).stderr
+    assert "say which one with `--namespace`" in error
+    assert NAMESPACE in error
+    assert OTHER_NAMESPACE in error
+    assert "fits no namespace" in cli("tier", "ls", "-n", "x", code=2).stderr
+    assert "do not go together" in cli("tier", "ls", "--names", "--json", code=2).stdout
+
+
+def test_ls_of_a_folder_without_entries_is_empty(cli: Cli, root: Path) -> None:
+    new_tier(root).close()
+    assert cli("tier", "ls", "--names").stdout == ""
+    assert cli.json("tier", "ls")["entries"] == []
 
 
 def test_check_is_silent_about_a_folder_in_use(cli: Cli, engine: Tier) -> None:
@@ -189,7 +234,7 @@ def test_bad_size_is_named(cli: Cli, engine: Tier, size: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["check"], ["repair", "--yes"], ["evict", "--to", "0", "--yes"]]
+    "command", [[], ["ls"], ["check"], ["repair", "--yes"], ["evict", "--to", "0", "--yes"]]
 )
 def test_fresh_node_is_no_error_and_its_folder_is_named_with_where_it_came_from(
     cli: Cli, root: Path, command: list[str]

@@ -18,7 +18,6 @@ from s3ec.corpus import Corpus
 from s3ec.corpus.hydrate import (
     HydrateOptions,
     Hydration,
-    most_asked,
     of_catalog,
 )
 from s3ec.counters import Counters
@@ -29,7 +28,6 @@ from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import LocalKeys, Tier
 from s3ec.tier.files import is_unread
-from s3ec.trace import Access, Engine, Header, event_line, header_line
 from tests.support.catalogues import row
 from tests.support.corpora import Bucket
 from tests.support.on_disk import audit_of
@@ -188,51 +186,6 @@ def test_rows_of_the_catalogue_are_wanted_once_in_their_order() -> None:
             row("c.pdf", identifier=IDS[1])]  # fmt: skip
     found = list(of_catalog(rows))
     assert [(one.label, one.nbytes) for one in found] == [(IDS[1], rows[0].nbytes), (IDS[0], 7)]
-
-
-# -- what a trace says -------------------------------------------------------------------------
-
-
-def trace_file(folder: Path, namespace: str, *names: str | None) -> Path:
-    path = folder / "trace.jsonl"
-    lines = [header_line(Header(0.0, (Engine("other"), Engine(namespace))))]
-    for at, name in enumerate(names):
-        access = Access(float(at), "r", f"hash of {name}", 4, "node", engine=1, name=name)
-        lines.append(event_line(access))
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
-
-
-def object_name(identifier: str) -> str:
-    key = make_key(identifier)
-    assert key is not None
-    return key.name
-
-
-def test_the_most_asked_of_a_trace_come_first(rig: Rig, tmp_path: Path) -> None:
-    a, b, c = map(object_name, (IDS[0], CLIENTS, IDS[2]))
-    path = trace_file(tmp_path, rig.name, a, b, c, b, c, b)
-    assert [one.key.name for one in most_asked(path, rig.name)] == [b, c, a]
-    wanted = most_asked(path, rig.name, top=2)
-    rig.fill(IDS[0], CLIENTS, IDS[2])
-    assert rig.open().hydrate(wanted).status == "complete"
-    assert rig.is_here(CLIENTS, IDS[2])
-    assert not rig.is_here(IDS[0])
-
-
-@pytest.mark.parametrize(
-    ("names", "namespace", "problem"),
-    [
-        ((None,), "mine", "has hashes and no names, .*; record one with `s3ec trace --names`"),
-        (("ab/cd.safetensors",), "mine", "no entry of s3ec's; record another one"),
-        ((), "yours", "has nothing of namespace yours, but of mine, other; name another trace"),
-    ],
-)
-def test_a_trace_that_tells_nothing_is_refused(
-    tmp_path: Path, names: tuple[str | None, ...], namespace: str, problem: str
-) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        most_asked(trace_file(tmp_path, "mine", *names), namespace)
 
 
 # -- what is left out --------------------------------------------------------------------------

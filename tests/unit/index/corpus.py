@@ -105,12 +105,12 @@ class Corpus:
             first, last = 256 // shards * number, 256 // shards * (number + 1) - 1
             part = rows.between(first, last)
             segment = encode_segment(part, NAMESPACE)
-            bloom = build_bloom(part.digest_hi, part.digest_lo, 0.01, NAMESPACE)
+            bloom = build_bloom(part.digest_hi, part.digest_lo, NAMESPACE)
             made.append(Shard(first, last, len(part), BaseFile.of(segment), BaseFile.of(bloom)))
             self.put(LAYOUT.shard(version, run, first, last), b"".join(segment))
             self.put(LAYOUT.bloom(version, run, first, last), b"".join(bloom))
         head = BaseManifest(
-            version, run, int(self.clock.now_s), len(rows), 0.01, tuple(made), frozenset(merged)
+            version, run, int(self.clock.now_s), len(rows), tuple(made), frozenset(merged)
         )
         self.put(LAYOUT.head(version), head.to_json())
         return head

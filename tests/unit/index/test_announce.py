@@ -284,7 +284,7 @@ async def test_hurry_during_an_attempt_that_fails_is_not_lost(
     rig.add(1)
     rig.announcer.send_soon()
     await until(gate.reached.is_set)
-    rig.announcer.send_soon(retry=True)
+    rig.announcer.send_soon()
     gate.release()
     await until(lambda: rig.told == {1: [True]})
 

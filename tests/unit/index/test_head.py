@@ -35,9 +35,7 @@ BLOB = BaseFile(100, "0123456789abcdef" * 2)
 def head_of(*ranges: tuple[int, int, int]) -> BaseManifest:
     shards = tuple(Shard(first, last, entries, BLOB, BLOB) for first, last, entries in ranges)
     entries = sum(shard.entries for shard in shards)
-    return BaseManifest(
-        7, "0123456789abcdef", 1_700_000_000, entries, 0.01, shards, frozenset({ULID})
-    )
+    return BaseManifest(7, "0123456789abcdef", 1_700_000_000, entries, shards, frozenset({ULID}))
 
 
 HEAD = head_of((0, 127, 5), (128, 255, 0))
@@ -66,7 +64,7 @@ def test_the_file_is_as_documented() -> None:
     blob = f'{{"nbytes":100,"xxh3":"{BLOB.xxh3}"}}'
     one = f'"bloom":{blob},"entries":5,"first":0,"last":255,"nbytes":100,"xxh3":"{BLOB.xxh3}"'
     assert head_of((0, 255, 5)).to_json().decode() == (
-        '{"bloom_fpr":0.01,"created_s":1700000000,"entries":5,"format":1,'
+        '{"created_s":1700000000,"entries":5,"format":1,'
         f'"merged":["{ULID}"],"run":"0123456789abcdef","shards":[{{{one}}}],"version":7}}'
     )
 
@@ -97,9 +95,6 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a negative time": lambda c: c.update(created_s=-1),
     "entries that do not add up": lambda c: c.update(entries=6),
     "2**60 entries": lambda c: c.update(entries=2**60),
-    "rate 0": lambda c: c.update(bloom_fpr=0.0),
-    "rate 1": lambda c: c.update(bloom_fpr=1.0),
-    "rate of a number": lambda c: c.update(bloom_fpr=1),
     "no shards": lambda c: c.update(shards=[], entries=0),
     "shards no list": lambda c: c.update(shards={}),
     "merged no list": lambda c: c.update(merged="01ARZ"),

@@ -39,12 +39,12 @@ async def test_every_kind_of_entry_of_the_namespace_is_found(memory: MemoryStore
     await memory.put_if_absent(LAYOUT.descriptor, [b"{}"])
     await memory.put_if_absent(LAYOUT.modality("image"), [b"{}"])
     found: set[bytes] = set()
-    assert await list_digests(memory, LAYOUT, found) == 0
+    await list_digests(memory, LAYOUT, found)
     assert found == {key.digest for key in keys}
     assert len(found) == 4
 
 
-async def test_junk_is_counted_and_not_taken_for_entries(corpus: Corpus, reader: Reader) -> None:
+async def test_junk_is_not_taken_for_entries(corpus: Corpus, reader: Reader) -> None:
     name = hashlib.sha256(b"x").hexdigest()
     junk = {
         "": b"x",  # a directory marker
@@ -61,10 +61,9 @@ async def test_junk_is_counted_and_not_taken_for_entries(corpus: Corpus, reader:
         corpus.put(LAYOUT.objects + each, body)
     corpus.store("a")
     found: set[bytes] = set()
-    assert await list_digests(corpus.memory, LAYOUT, found) == len(junk)
+    await list_digests(corpus.memory, LAYOUT, found)
     assert found == {key_of("a").digest}
     await reader.refresh()
-    assert reader.counters.get("index.junk") == len(junk)
 
 
 class Frail:

@@ -30,7 +30,7 @@ LAYOUT = Layout(NAMESPACE)
 
 def shard_of(first: int, last: int, rows: Rows) -> tuple[Shard, bytes, bytes]:
     segment = b"".join(encode_segment(rows, NAMESPACE))
-    bloom = b"".join(build_bloom(rows.digest_hi, rows.digest_lo, 0.01, NAMESPACE))
+    bloom = b"".join(build_bloom(rows.digest_hi, rows.digest_lo, NAMESPACE))
     return (
         Shard(first, last, len(rows), BaseFile.of([segment]), BaseFile.of([bloom])),
         segment,
@@ -44,7 +44,7 @@ def base_of(rows: Rows, shards: int = 4, *, exact: bool = True) -> Base:
         shard_of(first, first + step - 1, rows.between(first, first + step - 1))
         for first in range(0, 256, step)
     ]
-    head = BaseManifest(3, "0" * 16, 0, len(rows), 0.01, tuple(shard for shard, _, _ in made))
+    head = BaseManifest(3, "0" * 16, 0, len(rows), tuple(shard for shard, _, _ in made))
     parts: list[Segment | Bloom] = [
         Segment.parse(segment, NAMESPACE) if exact else Bloom.parse(bloom, NAMESPACE)
         for _, segment, bloom in made
@@ -58,7 +58,7 @@ def test_an_exact_base_agrees_with_a_dict(items: Items, shards: int) -> None:
     rows = merge([Rows.from_facts(items)], keep_tombstones=False)
     base = base_of(rows, shards)
     said = {split_digest(digest): facts for digest, facts in as_items(rows)}
-    assert (base.version, base.entries, base.exact) == (3, len(said), True)
+    assert (base.entries, base.exact) == (len(said), True)
     for half in [*said, *near(rows)]:
         assert base.maybe(*half) is (half in said)
         assert base.find(*half) == said.get(half)
@@ -91,7 +91,7 @@ def test_an_empty_base_holds_nothing(exact: bool) -> None:
 
 ROWS = rows_of(200)
 HALVES = [shard_of(0, 127, ROWS.between(0, 127)), shard_of(128, 255, ROWS.between(128, 255))]
-HEAD = BaseManifest(3, "0" * 16, 0, 200, 0.01, tuple(shard for shard, _, _ in HALVES))
+HEAD = BaseManifest(3, "0" * 16, 0, 200, tuple(shard for shard, _, _ in HALVES))
 SEGMENTS = [Segment.parse(segment, NAMESPACE, name="a shard") for _, segment, _ in HALVES]
 BLOOMS = [Bloom.parse(bloom, NAMESPACE, name="a shard") for _, _, bloom in HALVES]
 

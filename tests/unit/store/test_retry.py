@@ -172,7 +172,6 @@ async def test_a_server_that_asks_for_patience_gets_it_and_no_more_than_is_sensi
     with pytest.raises(UnavailableError):
         await store.head("a")
     assert sleeps.slept == [3.0]
-    assert counters.get("store.too_late") == 1
 
 
 async def test_nothing_is_repeated_past_the_callers_deadline(
@@ -189,7 +188,6 @@ async def test_nothing_is_repeated_past_the_callers_deadline(
             # As parts of a large object are asked for: in tasks of their own.
             await asyncio.create_task(store.head("a"))
     assert (inner.calls.total(), sleeps.slept) == (1, [])
-    assert counters.get("store.too_late") == 1
     async with within(600) as deadline:
         with pytest.raises(UnavailableError):
             await store.head("a")
@@ -211,7 +209,6 @@ async def test_a_spent_budget_ends_repetitions_and_requests_fill_it_again(
         with pytest.raises(UnavailableError):
             await store.head("a")
     assert inner.calls["head"] == 3
-    assert counters.get("store.retry_budget_spent") == 2
     for _ in range(8):
         await store.get("a", max_bytes=1)
     with pytest.raises(UnavailableError):
@@ -324,7 +321,7 @@ async def test_a_late_get_is_won_by_the_second_and_the_first_is_cancelled(rig: H
     rig.script.faults = [Fault(op="get", gate=Gate(), times=1)]
     assert await rig.get() == b"x"
     assert rig.inner.calls["get"] == 2
-    assert (rig.counters.get("hedge.sent"), rig.counters.get("hedge.won")) == (1, 1)
+    assert rig.counters.get("hedge.sent") == 1
     await asyncio.sleep(0)
     assert rig.concurrency.used == 0
     task = asyncio.current_task()
@@ -340,7 +337,7 @@ async def test_the_first_may_still_win_and_the_second_is_cancelled(rig: Hedged) 
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert rig.concurrency.used == 0
-    assert (rig.counters.get("hedge.sent"), rig.counters.get("hedge.won")) == (1, 0)
+    assert rig.counters.get("hedge.sent") == 1
 
 
 @pytest.mark.parametrize("first_fails", [True, False])
@@ -352,7 +349,6 @@ async def test_one_failure_of_two_is_no_failure(rig: Hedged, first_fails: bool) 
         await asyncio.sleep(0)
     (second if first_fails else first).release()
     assert await asking == b"x"
-    assert rig.counters.get("hedge.won") == first_fails
 
 
 async def test_two_failures_are_the_firsts(rig: Hedged) -> None:

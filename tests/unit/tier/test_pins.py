@@ -190,7 +190,6 @@ def test_living_process_keeps_its_pins_and_a_killed_one_loses_them(
     assert str(path.parent) in complaint
     make_room(tier, counters=counters)
     assert not path.parent.exists()
-    assert counters.get("tier.swept") == 1
     assert audit_of(tier) == []
 
 
@@ -200,15 +199,14 @@ def test_reused_process_id_is_not_taken_for_the_old_process(
     tier = make_tier()
     start = own_start_time()
     folders = [
-        root / "v1" / "pins" / f"{os.getpid()}-{wanted}{suffix}"
+        root / "v1" / "pins" / f"{os.getpid()}-{wanted}-01234567"
         for wanted in (start, str(int(start) - 1))
-        for suffix in ("", "-01234567")
     ]
     for folder in folders:
         folder.mkdir(mode=0o700)
         (folder / f"0-{'0' * 32}.safetensors").write_bytes(b"pinned")
     make_tier()
-    assert [folder.exists() for folder in folders] == [True, True, False, False]
+    assert [folder.exists() for folder in folders] == [True, False]
     assert audit_of(tier) == []
 
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from s3ec.dev.bench import rag
-from s3ec.dev.bench.context import Bench, Context
+from s3ec.dev.bench.context import Bench, Context, Result, Row, Spec
 from s3ec.dev.bench.rag_rig import Leg
-from s3ec.dev.bench.result import Result, Row, Spec
 
 ROWS = (
     Spec("fake.speed_us", "us", "<= 5"),

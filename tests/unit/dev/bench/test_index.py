@@ -13,7 +13,7 @@ from typing import get_args
 
 import pytest
 
-from s3ec.dev.bench import registry, run
+from s3ec.dev.bench import command
 from s3ec.dev.bench.children import Child, anonymous_bytes, anonymous_bytes_of, most_resident_bytes
 from s3ec.dev.bench.index_lookups import time_lookups
 from s3ec.dev.bench.index_made import LAYOUT, Keys, Made, Mode, keys_of, make, reader
@@ -27,9 +27,9 @@ def test_too_little_scratch_space_is_said_before_any_of_it_is_used(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10**9, 10**9, 0))
-    result = run.run_here("index", quick=True, say=lambda _line: None, keys=10**8)
+    result = command.run_here("index", quick=True, say=lambda _line: None, keys=10**8)
     assert [row.spec.name for row in result.rows] == [
-        spec.name for spec in registry.load("index").rows
+        spec.name for spec in command.load("index").rows
     ]
     assert all(row.value is None and "1e+08 keys need" in row.detail["why"] for row in result.rows)
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interleaving and statistics; no test looks at how long anything took."""
+"""Interleaving, statistics and scratch in memory; no test looks at how long anything took."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import statistics
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -125,3 +126,45 @@ def test_spread_tells_how_far_rounds_lie_apart() -> None:
 def test_too_small_is_as_far_from_one_as_too_large() -> None:
     assert measure.furthest_from_one([0.5, 1.2, 1.9]) == 2.0
     assert measure.furthest_from_one([0.9, 4.0]) == 4.0
+
+
+@pytest.fixture
+def tmpfs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder that is taken for the tmpfs."""
+    monkeypatch.setattr(measure, "TMPFS", tmp_path)
+    monkeypatch.setattr(measure, "is_tmpfs", lambda _path: True)
+    return tmp_path
+
+
+def test_folder_is_empty_and_gone_afterwards(tmpfs: Path) -> None:
+    with measure.memory_folder(tmpfs / "otherwise") as (folder, on_tmpfs):
+        assert on_tmpfs
+        assert folder.parent == tmpfs
+        assert list(folder.iterdir()) == []
+        (folder / "file").touch()
+    assert not folder.exists()
+
+
+def test_left_over_of_a_killed_one_is_deleted_and_one_in_use_is_not(tmpfs: Path) -> None:
+    left = tmpfs / "s3ec-bench-left"
+    left.mkdir()
+    (left / "file").touch()
+    foreign = tmpfs / "other"
+    foreign.mkdir()
+    with (
+        measure.memory_folder(tmpfs / "otherwise") as (first, _),
+        measure.memory_folder(tmpfs / "otherwise") as (second, _),
+    ):
+        assert first != second
+        assert first.is_dir()
+        assert not left.exists()
+        assert foreign.is_dir()
+
+
+def test_without_tmpfs_the_other_folder_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(measure, "is_tmpfs", lambda _path: False)
+    with measure.memory_folder(tmp_path / "otherwise") as made:
+        assert made == (tmp_path / "otherwise", False)
+        assert made[0].is_dir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``bench rag`` makes of its legs; a real run is in test_end_to_end."""
+"""What ``bench rag`` makes of its legs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from s3ec.dev.bench import rag
-from s3ec.dev.bench.context import Context
+from s3ec.dev.bench.context import Context, Row
 from s3ec.dev.bench.rag_rig import CONFIGS, ENCODERS, Leg
-from s3ec.dev.bench.result import Row
 
 ABOUT = {"object_bytes": 1_000_000}
 
@@ -80,19 +79,6 @@ def test_an_embedding_has_the_megabytes_of_its_name(size: str) -> None:
 
 def test_only_what_asks_a_bucket_is_measured_at_each_latency() -> None:
     assert [number for number, config in CONFIGS.items() if config.has_bucket] == [3, 4, 6]
-
-
-def test_requests_of_a_file_are_asked_in_place_of_a_workload(tmp_path: Path) -> None:
-    file = tmp_path / "r.jsonl"
-    file.write_text('{"text": "what?", "images": ["a", "b"], "timestamp": 10}\n')
-
-    closed = rag.Options(requests=file).made()
-    opened = rag.Options(requests=file, loop="open", rate_per_s=100.0).made()
-
-    assert closed.name == "r.jsonl"
-    # Its own arrivals count for more than a rate.
-    assert closed.requests == opened.requests
-    assert opened.requests[0].at_s == 0.01
 
 
 def test_an_open_loop_has_arrivals_and_a_closed_one_has_none() -> None:

@@ -16,10 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from s3ec.dev.bench import soak, soak_engine, soak_report, soak_run
-from s3ec.dev.bench.context import Context
-from s3ec.dev.bench.result import Result
-from s3ec.dev.bench.soak import LOST, ROWS
+from s3ec.dev.bench import engines, soak, soak_engine, soak_run
 from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, Sample, compare, growths
 from s3ec.dev.rigs.engine import EngineError, EngineProcess
 from tests.support.waiting import eventually
@@ -163,7 +160,7 @@ def test_pictures_that_come_later_are_asked_about_later() -> None:
 
 
 def test_no_two_patterns_are_alike(tmp_path: Path) -> None:
-    paths = soak_engine.write_patterns(tmp_path, 5, seed=1)
+    paths = engines.write_patterns(tmp_path, 5, seed=1)
     assert len({path.read_bytes() for path in paths}) == 5
 
 
@@ -180,7 +177,7 @@ def test_growth_is_that_of_each_long_life_after_its_warm_up() -> None:
 def test_the_last_confirmation_of_each_entry_is_read_from_the_log() -> None:
     digest = "ab" * 16
     line = "DEBUG 11-22 05:00:0{} [s3ec.connector.uploads] stored digest={} nbytes=1 seconds=0.1\n"
-    found = soak_report.confirmations(
+    found = soak.confirmations(
         "".join(line.format(second, digest) for second in (1, 7)) + "INFO something else\n"
     )
     assert list(found) == [digest]
@@ -194,12 +191,3 @@ def test_the_first_interrupt_ends_it_early_and_with_a_report() -> None:
         assert stop.wait(10)
         assert signal.getsignal(signal.SIGTERM) == before
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_its_plot_is_drawn_also_where_nothing_was_measured(tmp_path: Path) -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    context = Context(soak.BENCH, quick=False, scratch=tmp_path, say=str)
-    context.report(LOST, 0, samples=1)
-    soak.draw(figure, Result("soak", {"cpus": 2}, context.rows("for a test")))
-    assert len(figure.axes) == 3
-    assert {spec.name for spec in ROWS} >= {LOST}

@@ -40,14 +40,13 @@ _CHAT = (
 )
 
 
-def write_qwen2_audio(out: Path, seed: int = 0) -> Path:
+def write_qwen2_audio(out: Path) -> Path:
     """Write a tiny Qwen2-Audio-shaped model; return its folder.
 
     A recording of a second gives 25 rows of 64 values. A folder that already holds it is left as
     it is.
     """
-    recipe = {"family": "qwen2-audio", "seed": seed}
-    return build_once(out, recipe, lambda: _build(out, seed))
+    return build_once(out, {"family": "qwen2-audio"}, lambda: _build(out))
 
 
 def write_recordings(out: Path, count: int, *, seconds: float = 1.0) -> list[Path]:
@@ -80,7 +79,7 @@ def _tones(seed: int, samples: int) -> bytes:
     return b"".join(value.to_bytes(2, "little", signed=True) for value in values)
 
 
-def _build(out: Path, seed: int) -> None:
+def _build(out: Path) -> None:
     from transformers import Qwen2AudioForConditionalGeneration
 
     vocabulary, tokenizer = byte_tokenizer(_SPECIAL)
@@ -93,7 +92,7 @@ def _build(out: Path, seed: int) -> None:
         settings={},
     )
     config = _config(vocabulary)
-    save_weights(out, lambda: Qwen2AudioForConditionalGeneration(config), seed)
+    save_weights(out, lambda: Qwen2AudioForConditionalGeneration(config))
     rename_weights(out, "language_model.model.model.", "language_model.model.")
     features = {
         "feature_extractor_type": "WhisperFeatureExtractor",

@@ -80,7 +80,6 @@ class Outcome:
         encoded: How often each item was encoded, by vLLM's name for it.
         of_killed: What the killed worker had encoded by its own notes.
         confirmed: What the index told of before the kill: stored, and announced by its writer.
-        seconds: From the kill to the end.
         account: Who encoded what, and the end of the driver's log, for people.
     """
 
@@ -88,7 +87,6 @@ class Outcome:
     encoded: Mapping[str, int]
     of_killed: frozenset[str]
     confirmed: frozenset[str]
-    seconds: float
     account: str
 
     @property
@@ -135,7 +133,7 @@ def run_killing_one(
     end_s = time.monotonic() + timeout_s
     with (folder / "log").open("ab") as log:
         driver = subprocess.Popen(
-            [sys.executable, "-m", "s3ec.dev.rigs.ray_job", json.dumps(spec)],
+            [sys.executable, "-m", "tests.e2e.ray_job", json.dumps(spec)],
             env={**env, "RAY_TMPDIR": str(folder), "HOME": str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -146,14 +144,12 @@ def run_killing_one(
             until(lambda: len(_notes(notes, "started")) == WORKERS)
             killed, confirmed = _find_victim(settings, folder, notes, gate, until)
             os.kill(killed, signal.SIGKILL)
-            killed_s = time.monotonic()
             driver.wait(max(end_s - time.monotonic(), 0.0))
         except (RuntimeError, subprocess.TimeoutExpired) as exc:
             driver.terminate()
             driver.wait()
             text = (folder / "log").read_text(errors="replace")
             raise RuntimeError(f"the job did not end ({exc}): {text[-4000:]}") from exc
-    seconds = time.monotonic() - killed_s
     if not report.exists():
         text = (folder / "log").read_text(errors="replace")
         raise RuntimeError(f"the job left no report: {text[-4000:]}")
@@ -163,7 +159,6 @@ def run_killing_one(
         Counter(name for _, name in made),
         frozenset(name for pid, name in made if pid == killed),
         confirmed,
-        seconds,
         _account(killed, made, confirmed, (folder / "log").read_text(errors="replace")),
     )
 

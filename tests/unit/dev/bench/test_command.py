@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec bench``: which rows there are, how benchmarks run, what is printed, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from s3ec.cli.app import app
+from s3ec.dev.bench import command, rag_rig, workloads
+from s3ec.dev.bench.command import Entry
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result
+from s3ec.errors import ConfigError
+from s3ec.testing.server import find_weed
+from tests.unit.dev.bench import fakes
+
+# People compare rows between releases, so their names stay.
+_ENSURE = "ensure_cache_available"
+ROWS = {
+    "hooks": [
+        *("has_cache_item_p50_us", "has_cache_item_p99_us", "has_cache_item_ratio_to_example"),
+        *(f"{_ENSURE}_p50_us", f"{_ENSURE}_p99_us", f"{_ENSURE}_ratio_to_example"),
+        *(f"{_ENSURE}_ratio_to_noop", f"{_ENSURE}_4_images_p50_us", f"{_ENSURE}_cold_p50_us"),
+        *(f"{_ENSURE}_first_sight_p50_us", "decision_per_image_ratio_to_example"),
+        *("update_state_after_alloc_p50_us", "build_connector_meta_p50_us"),
+        *("schedule_1000x20_ratio", "syscalls_per_call"),
+    ],
+    "fetch": [
+        *("ratio_to_files", "cpu_ratio_to_files", "ratio_to_raw", "cpu_ratio_to_raw"),
+        *("gb_per_s", "cpu_ms_per_object"),
+    ],
+    "fetch80": ["ratio_to_raw", "gb_per_s"],
+    "fetch_8kb": ["cpu_ratio_to_raw", "ratio_to_raw", "cpu_ms"],
+    "fetch_30mb": ["ratio_to_raw", "ratio_to_files", "cpu_ratio_to_files", "gb_per_s", "cpu_ms"],
+    "load": ["ratio_to_preadv", "ratio_to_preadv_disk", "ratio_to_example", "us_per_item"],
+    "save": ["ratio_to_clone", "ratio_to_example", "us_per_item"],
+    "index": [
+        *("lookup_p50_us", "lookup_ratio_to_example", "lookup_ratio_to_head", "growth_1e6_to_max"),
+        *("private_bytes_per_key", "/bloom.bytes_per_key", "/bloom.fpr", "open_ms"),
+        *("cold_ratio_to_raw", "/compact.peak_mib", "/compact.seconds", "visible_p99_s"),
+        "idle_lists_per_refresh",
+    ],
+    "payoff": [
+        *("sim_over_110_share", "sim_p50_worst", "sim_p99_worst", "sim_throughput_worst"),
+        *("sim_encode_learned_ratio", "decide_us"),
+    ],
+    "encode": [
+        *("gemma3-27b_over_estimate", "qwen2.5-vl-7b_over_estimate", "qwen3-vl-8b_over_estimate"),
+        "learned_ratio",
+    ],
+    "rag": [
+        *("total_ratio", "ttft_p50_ratio", "ttft_p99_ratio", "ratio_to_example_disk"),
+        *("ratio_to_example_mount", "legs"),
+    ],
+    "weights": ["fingerprint_ms"],
+    "dead": ["ttft_p99_ratio", "step_p99_ratio"],
+    "soak": [
+        *("wrong_answers", "dead_engines", "lost_entries", "memory_growth", "hits_not_back"),
+        *("faults", "requests", "hits"),
+    ],
+    "precompute": ["overhead", "resume_encodes", "resume_ms_per_item", "/corpus.server_hit_ratio"],
+    "hydrate": ["ratio_to_raw", "ratio_in_memory", "cpu_ratio_to_raw"],
+    "verify": ["ratio_to_raw", "gb_per_s"],
+    "gc": ["deletes_per_s_ratio", "deletes_per_s"],
+}
+
+
+def test_every_benchmark_has_its_rows_under_names_that_stay() -> None:
+    found = {name: [spec.name for spec in command.load(name).rows] for name in command.ENTRIES}
+    assert found == {
+        name: [row[1:] if row[0] == "/" else f"{name}.{row}" for row in rows]
+        for name, rows in ROWS.items()
+    }
+
+
+def test_all_of_them_fit_into_their_time() -> None:
+    times_s = [command.ENTRIES[name].typical_s for name in command.TOGETHER]
+    assert sum(times_s) < command.ALL_TIME_S
+
+
+def test_looking_at_benchmarks_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from s3ec.dev.bench import command\n"
+        "[command.load(name) for name in command.ENTRIES]\n"
+        "print(sorted({'torch', 'vllm', 'matplotlib', 'boto3', 'rich.table'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=command.child_env(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_any_latency_has_rows_of_its_own() -> None:
+    assert [spec.name for spec in command.load("fetch5").rows] == [
+        "fetch5.ratio_to_raw",
+        "fetch5.gb_per_s",
+    ]
+    for name in ("fetch0", "fetch-1", "fetch80x", "no-such-benchmark"):
+        with pytest.raises(KeyError):
+            command.load(name)
+
+
+def test_machine_says_what_explains_figures_and_not_whose_it_is() -> None:
+    about = command.describe_machine()
+    assert about["cpus"] >= 1
+    assert about["memory_bytes"] > 2**20
+    assert {"cpu_model", "kernel", "python", "load_1min"} < about.keys()
+    assert "s3ec" in about["versions"]
+    text = repr(about)
+    assert platform.node() not in text
+    assert "/" not in text
+
+
+# -- running them ----------------------------------------------------------------------------------
+
+
+def quiet(_line: str) -> None:
+    pass
+
+
+@pytest.mark.slow
+def test_a_benchmark_runs_from_end_to_end() -> None:
+    try:
+        find_weed()
+    except ConfigError as exc:
+        pytest.skip(str(exc))
+    (result,) = command.run_all(["verify"], quick=True, say=quiet, time_s=600)
+    rows = {row.spec.name: row for row in result.rows}
+    assert list(rows) == ["verify.ratio_to_raw", "verify.gb_per_s"], rows
+    assert all(row.value is not None and row.value > 0 for row in result.rows)
+    cases = rows["verify.ratio_to_raw"].detail["cases"]
+    assert {"s3ec verify --deep", "raw obstore"} <= cases.keys()
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bench], None]:
+    """Makes a benchmark the only one."""
+
+    def install(bench: Bench) -> None:
+        monkeypatch.setattr(command, "ENTRIES", {"fake": Entry("Nothing.", 30)})
+        monkeypatch.setattr(command, "load", lambda _name: bench)
+
+    return install
+
+
+def report_all(context: Context) -> None:
+    for spec in fakes.ROWS:
+        context.report(spec.name, 0.5, samples=1)
+
+
+def test_result_holds_what_was_reported(use: Callable[[Bench], None]) -> None:
+    use(fakes.bench(report_all))
+    result = command.run_here("fake", quick=False, say=quiet)
+    assert [row.value for row in result.rows] == [0.5, 0.5, 0.5]
+    assert not result.failed
+
+
+def test_what_cannot_be_measured_stays_in_the_result(use: Callable[[Bench], None]) -> None:
+    def half(context: Context) -> None:
+        context.report("fake.ratio", 0.5, samples=1)
+        raise CannotMeasureError("no vLLM here")
+
+    use(fakes.bench(half))
+    result = command.run_here("fake", quick=False, say=quiet)
+    assert [row.ok for row in result.rows] == [None, True, None]
+    assert result.rows[0].detail["why"] == "no vLLM here"
+    assert not result.failed
+
+
+def test_row_that_was_forgotten_is_a_fault(use: Callable[[Bench], None]) -> None:
+    use(fakes.bench(lambda context: context.report("fake.ratio", 0.5, samples=1)))
+    with pytest.raises(RuntimeError, match=r"fake\.speed_us"):
+        command.run_here("fake", quick=False, say=quiet)
+
+
+def test_scratch_folder_is_there_and_gone_afterwards(use: Callable[[Bench], None]) -> None:
+    folders: list[Path] = []
+
+    def measure(context: Context) -> None:
+        folders.append(context.scratch)
+        (context.scratch / "file").touch()
+        report_all(context)
+
+    use(fakes.bench(measure))
+    command.run_here("fake", quick=False, say=quiet)
+    assert not folders[0].exists()
+
+
+def test_what_libraries_print_goes_to_stderr(
+    use: Callable[[Bench], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def noisy(context: Context) -> None:
+        sys.stdout.write("from Python\n")
+        os.write(1, b"from C\n")
+        subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+        report_all(context)
+
+    use(fakes.bench(noisy))
+    command.run_here("fake", quick=False, say=quiet)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert {"from Python", "from C", "from a child"} <= set(err.splitlines())
+
+
+def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    line = [sys.executable, "-c", code]
+    monkeypatch.setattr(command, "bench_command", lambda _name, _quick: line)
+
+
+def test_all_reads_the_result_of_each_child(
+    use: Callable[[Bench], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(fakes.bench(report_all))
+    document = fakes.result(speed=9.0).to_json()
+    # Exit status 1 says that a row missed its reach, not that there is no result.
+    child(monkeypatch, f"print({json.dumps(document)!r}); raise SystemExit(1)")
+    said: list[str] = []
+    (result,) = command.run_all(["fake"], quick=True, say=said.append)
+    assert result.to_json() == document
+    assert said == ["fake (1 of 1)"]
+
+
+def test_child_that_crashes_fails_and_costs_only_its_own_rows(
+    use: Callable[[Bench], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(fakes.bench(report_all))
+    child(monkeypatch, "raise SystemExit('the disk is full')")
+    first, second = command.run_all(["fake", "fake"], quick=False, say=quiet)
+    assert first.failed
+    assert [row.spec.name for row in first.rows] == [
+        "fake.completed",
+        *(spec.name for spec in fakes.ROWS),
+    ]
+    assert first.rows[0].ok is False
+    assert "the disk is full" in first.rows[0].detail["note"]
+    assert all("the disk is full" in row.detail["why"] for row in first.rows[1:])
+    assert second.failed
+
+
+def test_child_that_hangs_is_ended_when_its_time_is_over(
+    use: Callable[[Bench], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use(fakes.bench(report_all))
+    # It never gets to the end of this file; its own child must not either.
+    fifo = tmp_path / "never"
+    os.mkfifo(fifo)
+    inner = f"import subprocess, sys; subprocess.run(['cat', {str(fifo)!r}])"
+    child(monkeypatch, inner)
+    (result,) = command.run_all(["fake"], quick=False, say=quiet, time_s=0.5)
+    assert result.failed
+    assert "ended after" in result.rows[0].detail["note"]
+    with pytest.raises(OSError, match="No such device"):  # nobody reads any more
+        os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+
+
+def test_bench_without_any_time_left_is_not_started(
+    use: Callable[[Bench], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(fakes.bench(report_all))
+    child(monkeypatch, f"print({json.dumps(fakes.result().to_json())!r})")
+    (result,) = command.run_all(["fake"], quick=False, say=quiet, time_s=0)
+    assert result.failed
+    assert "no time left" in result.rows[0].detail["note"]
+
+
+# -- the commands ----------------------------------------------------------------------------------
+
+
+def invoke(*args: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["bench", *args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Result], None]:
+    """Sets what every measuring gives."""
+
+    def install(result: Result) -> None:
+        monkeypatch.setattr(command, "run_here", lambda _name, quick, say: result)
+        monkeypatch.setattr(command, "run_all", lambda _names, quick, say: [result])
+
+    install(fakes.result(name="hooks"))
+    return install
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Name and options of each benchmark that a command runs in this process."""
+    found: list[tuple[str, dict[str, Any]]] = []
+
+    def run_here(name: str, *, quick: bool, say: Callable[[str], None], **options: Any) -> Result:
+        say("the first")
+        say("the second")
+        found.append((name, options))
+        return fakes.rag_result() if name == "rag" else fakes.result(name=name)
+
+    monkeypatch.setattr(command, "run_here", run_here)
+    return found
+
+
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where something is measured."""
+    for name in ("run_here", "run_all"):
+        monkeypatch.setattr(command, name, lambda *_, **__: pytest.fail("it measured"))
+
+
+@pytest.mark.parametrize("name", ["list", "all", "data", "hooks", "fetch", "index"])
+def test_help_has_examples_and_exit_codes(name: str) -> None:
+    text = invoke(name, "--help").stdout
+    assert "Examples" in text
+    assert f"s3ec bench {name}" in text
+    assert "Exit status" in text
+
+
+def test_list_names_every_benchmark() -> None:
+    assert invoke("list").stdout.startswith("hooks  ")
+    assert json.loads(invoke("list", "--json").stdout)["benches"][0]["bench"] == "hooks"
+
+
+def test_unknown_benchmark_is_bad_usage() -> None:
+    invoke("no-such-benchmark", code=2)
+
+
+@pytest.mark.usefixtures("measured")
+def test_table_shows_rows_cases_and_reasons() -> None:
+    text = invoke("hooks").stdout
+    for expected in (
+        *("fake.speed_us", "<= 5", "yes", "hit <b>", "strace is not installed", "1,234"),
+        *("1.5 to 2.5; the slowest case: hit", "2 x Made-up <CPU>, 16 GiB"),
+    ):
+        assert expected in text
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("name", ["hooks", "data", "all"])
+def test_json_on_stdout_is_one_document_and_nothing_else(name: str) -> None:
+    document = json.loads(invoke(name, "--json", "-").stdout)
+    assert document["bench"] == name
+    assert set(document) == {"bench", "machine", "rows"}
+    for row in document["rows"]:
+        assert set(row) == {"name", "value", "unit", "reach", "ok", "samples", "detail"}
+        assert (row["value"] is None) == (row["ok"] is None)
+        assert row["value"] is not None or row["detail"]["why"]
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("args", [["--json"], ["--json", "--quick"], ["--quick", "--json", "-"]])
+def test_json_without_a_file_goes_to_stdout(args: list[str]) -> None:
+    assert json.loads(invoke("data", *args).stdout)["bench"] == "data"
+
+
+@pytest.mark.usefixtures("asked")
+def test_progress_goes_to_stderr_line_by_line_where_that_is_no_terminal() -> None:
+    result = invoke("hooks", "--json")
+    assert result.stderr.splitlines() == ["bench hooks: the first", "bench hooks: the second"]
+    assert json.loads(result.stdout)["bench"] == "hooks"
+
+
+@pytest.mark.usefixtures("measured")
+def test_json_in_a_file_leaves_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    assert "fake.speed_us" in invoke("hooks", "--json", str(file)).stdout
+    assert json.loads(file.read_text())["bench"] == "hooks"
+
+
+@pytest.mark.parametrize("name", ["hooks", "all"])
+def test_row_that_misses_its_reach_ends_with_one(
+    measured: Callable[[Result], None], name: str, tmp_path: Path
+) -> None:
+    measured(fakes.result(speed=9.0))
+    file = tmp_path / "out.json"
+    assert "NO" in invoke(name, "--json", str(file), code=1).stdout
+    assert file.exists()
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("name", ["hooks", "all"])
+def test_file_that_cannot_be_written_is_refused_before_measuring(name: str) -> None:
+    for path in ("/no/such/folder/x.json", "/"):
+        assert "--json" in invoke(name, "--json", path, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "options"),
+    [
+        (["hooks"], "hooks", {}),
+        (["fetch"], "fetch", {}),
+        (["fetch", "--latency-ms", "80"], "fetch80", {}),
+        (["hydrate", "--objects", "7"], "hydrate", {"objects": 7}),
+        (["index"], "index", {"keys": None}),
+        (["index", "--keys", "1e7"], "index", {"keys": 10_000_000}),
+        (["index", "--keys", "2_000_000"], "index", {"keys": 2_000_000}),
+        (["soak", "--minutes", "2", "--seed", "3"], "soak", {"minutes": 2.0, "seed": 3}),
+    ],
+)
+def test_options_reach_the_benchmark(
+    asked: list[tuple[str, dict[str, Any]]], args: list[str], name: str, options: dict[str, Any]
+) -> None:
+    invoke(*args)
+    assert asked == [(name, options)]
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("keys", ["many", "0", "-1e6", "9999", "1e10", "12345.6", "nan", "inf", ""])
+def test_keys_that_are_no_number_of_keys_are_refused(keys: str) -> None:
+    assert "1e4 to 1e9" in invoke("index", "--keys", keys, code=2).stderr
+
+
+def test_options_of_rag_reach_it(asked: list[tuple[str, dict[str, Any]]]) -> None:
+    args = "--workload zipf --factor 0.5 --latency-ms 5,20,5 --loop open --rate 2 --configs 3,1"
+
+    invoke("rag", *args.split(), "--object-mb", "30", "--seed", "7")
+
+    options = asked[0][1]["options"]
+    assert options.workload == "zipf"
+    assert options.factor == 0.5
+    assert options.latency_ms == (5, 20)
+    assert (options.loop, options.rate_per_s, options.seed) == ("open", 2.0, 7)
+    assert options.configs == (3, 1)
+    assert options.object_mb == "30"
+
+
+def test_a_quick_run_of_rag_chooses_for_itself_unless_asked(
+    asked: list[tuple[str, dict[str, Any]]],
+) -> None:
+    for args in (["--quick"], [], ["--quick", "--configs", "1"]):
+        invoke("rag", *args)
+    first, second, third = (options["options"] for _, options in asked)
+    assert first is None
+    assert second.configs == (1, 2, 3, 4, 5, 6)
+    assert third.configs == (1,)
+
+
+@pytest.mark.usefixtures("asked")
+def test_rag_shows_its_legs() -> None:
+    assert "(5) ECExample, local folder" in invoke("rag").stdout
+
+
+@pytest.mark.usefixtures("asked")
+def test_rag_takes_every_workload_size_and_configuration() -> None:
+    for name in workloads.NAMES:
+        invoke("rag", "--workload", name)
+    for size in rag_rig.ENCODERS:
+        invoke("rag", "--object-mb", size)
+    invoke("rag", "--configs", ",".join(map(str, rag_rig.CONFIGS)))
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--workload", "letters"], "choose of questions, decks, zipf, scan, pool"),
+        (["--latency-ms", "20,far"], "whole numbers from 0 to 1000"),
+        (["--latency-ms", "2000"], "whole numbers from 0 to 1000"),
+        (["--configs", "1,7"], "configurations are 1 to 6"),
+        (["--configs", "0"], "configurations are 1 to 6"),
+        (["--loop", "round"], "choose of open, closed"),
+        (["--object-mb", "5"], "choose of 2.75, 8.8, 30, 67"),
+        (["--device", "tpu"], "choose of cpu, cuda"),
+        (["--factor", "0"], "--factor"),
+    ],
+)
+def test_what_rag_cannot_take_is_refused_before_measuring(args: list[str], message: str) -> None:
+    said = " ".join(invoke("rag", *args, code=2).stderr.replace("\u2502", "").split())
+    assert message in said
+    assert args[0] in said

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plots of README and docs, of made-up data but for that of the code's own tables."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from s3ec.dev import plots
+from s3ec.errors import ConfigError
+from tests.unit.dev.bench import fakes
+
+
+@pytest.fixture
+def matplotlib() -> None:
+    pytest.importorskip("matplotlib")
+
+
+def colours_of(path: Path) -> set[tuple[int, ...]]:
+    with Image.open(io.BytesIO(path.read_bytes())) as image:
+        return {colour for _, colour in image.convert("RGB").getcolors(2**20) or ()}  # type: ignore[misc]
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("matplotlib")
+def test_both_plots_of_rag_show_every_configuration_and_are_the_same_again(tmp_path: Path) -> None:
+    result = tmp_path / "rag.json"
+    result.write_text(json.dumps(fakes.rag_result().to_json()))
+    written = []
+    for name in ("once", "again"):
+        folder = tmp_path / name
+        folder.mkdir()
+        plots.main(["rag", str(result), str(folder)])
+        written.append([folder / "rag-ttft.png", folder / "rag-total.png"])
+    for once, again in zip(*written, strict=True):
+        assert once.read_bytes() == again.read_bytes()
+        assert {rgb(plots.RAG_COLOURS[number]) for number in (1, 3, 5)} <= colours_of(once)
+
+
+def test_a_result_without_legs_is_refused(tmp_path: Path) -> None:
+    result = {"machine": {}, "rows": [{"name": "rag.legs", "value": None}]}
+    with pytest.raises(ValueError, match="nothing was measured"):
+        plots.save_rag(result, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("matplotlib")
+def test_the_plot_of_what_pays_is_an_svg_that_is_the_same_again(tmp_path: Path) -> None:
+    once, again = tmp_path / "once.svg", tmp_path / "again.svg"
+    for path in (once, again):
+        plots.main(["payoff", str(path)])
+    assert once.read_bytes() == again.read_bytes()
+    assert "</svg>" in once.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("matplotlib")
+def test_bars_have_the_colours_of_their_series(tmp_path: Path) -> None:
+    out = tmp_path / "bars.png"
+    series = {"with": (plots.GOOD, [1.0, 2.0]), "without": (plots.BAD, [3.0, 4.0])}
+    plots.save_bars(out, ["one", "two"], series, unit="seconds", title="made up")
+    assert {rgb(plots.GOOD), rgb(plots.BAD)} <= colours_of(out)
+
+
+def test_missing_matplotlib_is_said_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"matplotlib.*pip install 's3ec\[dev\]'"):
+        plots.main(["payoff", str(tmp_path / "x.svg")])
+
+
+@pytest.mark.parametrize("arguments", [[], ["rag", "one"], ["no-such-plot", "x"]])
+def test_other_arguments_end_with_what_there_is(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="plots rag RESULT"):
+        plots.main(arguments)
