@@ -275,6 +275,12 @@ class Settings(BaseModel):
         "the encoder's weights, so that a folder with other weights is another namespace; `name` "
         "trusts the model's name and revision.",
     )
+    decoding: Literal["alike", "equal"] = Field(
+        "alike",
+        description="Which releases of vLLM share embeddings. `alike`: also those that decode rare "
+        "pictures otherwise, which are PNGs with a transparent colour, before 0.33 and from then "
+        "on. `equal`: only those that decode all pictures in the same way.",
+    )
     tenant_key: Annotated[str | None, AfterValidator(check_reference)] = Field(
         None,
         description="Where a secret of 16 bytes or more is: `env:VARIABLE` or "

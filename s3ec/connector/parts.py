@@ -257,7 +257,12 @@ class Parts:
             settings = node.settings
             overflow = settings.save_overflow or _overflow(is_consumer=transfer.is_ec_consumer)
             log.info("a full save queue: %s (`save_overflow`)", overflow)
-            saves = SaveQueue(node, budget_bytes=int(settings.save_queue_bytes), overflow=overflow)
+            saves = SaveQueue(
+                node,
+                budget_bytes=int(settings.save_queue_bytes),
+                overflow=overflow,
+                maker=compat.maker(),
+            )
             node.keep_levels(saves.levels)
         self.worker = WorkerHalf(
             node,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from s3ec import decoding
 from s3ec.errors import ConfigError
 from s3ec.identity import Namespace
 from s3ec.settings import Settings
@@ -374,7 +375,24 @@ def _describe_but_weights(vllm_config: Any, settings: Settings) -> dict[str, Any
         **({"image_processor": images} if images else {}),
         **({"multimodal": extra} if extra else {}),
         **({"tenant": tenant.id} if tenant else {}),
+        **_decoding(settings),
     }
+
+
+def _decoding(settings: Settings) -> dict[str, int]:
+    """How pictures are decoded, as far as that keeps releases of vLLM apart.
+
+    Nothing is said of the oldest way.
+    """
+    ways = range(1, len(decoding.STEPS) + 1)
+    if settings.decoding == "alike" and max(map(decoding.shared_number, ways)) == 1:
+        return {}  # whichever release this is
+    from s3ec.connector import compat
+
+    number = decoding.number_of(compat.release(compat.vllm_version()))
+    if settings.decoding == "alike":
+        number = decoding.shared_number(number)
+    return {"decoding": number} if settings.decoding == "equal" or number > 1 else {}
 
 
 def _multimodal_settings(multimodal: Any) -> dict[str, str]:

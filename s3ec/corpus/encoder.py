@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from s3ec.decoding import why_left_out
 from s3ec.errors import ConfigError, S3ECError, SourceError
 from s3ec.identity import Namespace
 from s3ec.settings import Settings
@@ -258,6 +259,9 @@ class VllmEncoder:
                 "prompt, so nothing is stored"
             )
         data = item.read()
+        reason = why_left_out(data) if item.modality == "image" else None
+        if reason is not None:
+            raise SourceError(f"left out, since {reason}; convert it to a PNG without tRNS")
         sha256 = hashlib.sha256(data).hexdigest()
         return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
 

@@ -22,6 +22,7 @@ from s3ec.corpus.encoder import ConfirmedCheck, Encoded, EncoderError, Picture, 
 from s3ec.corpus.precompute import Job, JobOptions, PrecomputeReport, make_job
 from s3ec.corpus.reading import ReadOptions
 from s3ec.corpus.sources import SourceItem, open_source
+from s3ec.decoding import has_transparent_colour
 from s3ec.errors import AccessError, ConfigError, SourceError
 from s3ec.identity import Layout, Namespace, make_key
 from s3ec.index.manifest import Ulids
@@ -34,6 +35,7 @@ from tests.support.pdfs import make_pdf
 from tests.support.waiting import eventually
 from tests.unit.cli.corpus import MODEL, entry_bytes
 from tests.unit.index.manifests import delta_bytes
+from tests.versions.odd_pictures import ODD
 
 NAMESPACE = Namespace.from_descriptor(MODEL)
 LAYOUT = Layout(NAMESPACE.name)
@@ -566,3 +568,19 @@ def test_bad_sources_batches_and_engines_are_refused_before_anything_starts(desk
     for name in ("model", "ec_transfer_config"):
         with pytest.raises(ConfigError, match=f"`{name}` cannot be given"):
             VllmEncoder("model", desk.corpus.settings, engine_args={name: "x"})
+
+
+def test_a_picture_that_releases_decode_in_two_ways_is_left_out_and_the_report_says_why(
+    desk: Desk,
+) -> None:
+    encoder = VllmEncoder("model", desk.corpus.settings)
+    path = desk.folder / "odd.png"
+    for name, odd in ODD.items():
+        path.write_bytes(odd.data)
+        item = SourceItem("odd.png", None, path.as_uri())
+        if has_transparent_colour(odd.data):
+            with pytest.raises(SourceError, match=r"left out, since vLLM 0\.33 lays RGB PNGs"):
+                encoder.read(0, item)
+            assert encoder.read(0, replace(item, modality="video")).data == odd.data
+        else:
+            assert encoder.read(0, item).data == odd.data, name
