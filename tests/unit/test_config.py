@@ -119,6 +119,7 @@ def test_every_setting_can_come_from_every_source(
         "index": "bloom",
         "model_identity": "m",
         "weights": "name",
+        "decoding": "equal",
         "live_weights": "ignore",
         "tenant_key": "env:SOME_SECRET",
         "trust_client_ids": "false",
