@@ -33,6 +33,16 @@ _COMPLETION_S = 3.0
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, for machines.")
 ]
+MadeByOption = Annotated[
+    str | None,
+    typer.Option(
+        "--made-by",
+        metavar="WORDS",
+        help="Only what these releases made: `vllm=0.32.0`, or `'vllm=0.32.* platform=NVIDIA*'`; "
+        "names are vllm, transformers, torch, pillow and platform. By the catalogue; what it does "
+        "not tell, by headers, one request each.",
+    ),
+]
 
 
 def _option(name: str, metavar: str, text: str) -> Any:

@@ -207,6 +207,13 @@ def print_note(message: str) -> None:
     sys.stderr.write(f"{message}\n")
 
 
+def note_headers(count: int) -> None:
+    """Say how many headers will be read to find out what made entries, before it is done."""
+    if count:
+        entries = many(count, "entry", "entries")
+        print_note(f"no catalogue tells of {entries}: reading headers, {many(count, 'request')}")
+
+
 @contextmanager
 def progress(message: str) -> Iterator[None]:
     """A spinner on stderr while the block runs; nothing where stderr is not a terminal."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from s3ec.codec import MADE_BY_CHARACTERS
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, is_ulid
 from s3ec.safetensors_file import plain_json
@@ -45,6 +46,7 @@ TEXTS = {
     "dtype": 64,
     "placeholder": 2**14,
     "extra": 2**16,
+    "made_by": MADE_BY_CHARACTERS,
     "part": 26,
 }
 _NAMES = ("document", "sha256", "identifier", "modality", "dtype")  # never empty
@@ -55,7 +57,7 @@ _NULLABLE = {"page", "placeholder"}
 _JSON = ("placeholder", "extra")
 COLUMNS = (
     *("document", "page", "uri", "sha256", "identifier", "modality", "rows", "width", "dtype"),
-    *("placeholder", "bytes", "time", "extra"),
+    *("placeholder", "bytes", "time", "extra", "made_by"),
 )
 """Those of a catalogue, in order. A part's file has ``part`` beside them."""
 PART = "part"
@@ -86,6 +88,7 @@ class CatalogRow:
         stored_s: When it was stored, seconds since the epoch; kept to the microsecond.
         extra: What the source said beside that; plain JSON. An integer of more than 15 digits
             comes back as text.
+        made_by: What the embedding was made with, as its header says; empty where it does not.
     """
 
     document: str
@@ -101,6 +104,7 @@ class CatalogRow:
     nbytes: int
     stored_s: float
     extra: Mapping[str, Any]
+    made_by: str = ""
 
 
 _FIELDS = tuple(field.name for field in fields(CatalogRow))
