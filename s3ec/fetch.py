@@ -16,15 +16,15 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import MAX_REVISION, Key, Layout
+from s3ec.identity import Key, Layout
 from s3ec.index.base import Index
+from s3ec.index.missing import BAD_OBJECT_TTL_S
 from s3ec.index.rows import EntryInfo
 from s3ec.modality import ModalityRecords, Record
 from s3ec.runtime import LoopThread
 from s3ec.spans import Spans
 from s3ec.store.base import Blob, Store, parts_as_they_come
 from s3ec.tier import Claim, Incoming, LocalKeys, Pin, Tier
-from s3ec.tier.bad_objects import BadObjects
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class FetchOutcome(enum.Enum):
     READY = "ready"
     ABSENT = "absent"  # neither here nor in the bucket
     MISMATCH = "mismatch"  # there, but not what this request needs
-    CORRUPT = "corrupt"  # there, but unusable, twice
+    CORRUPT = "corrupt"  # there, but unusable, twice; or known to be so, and not asked for
     UNAVAILABLE = "unavailable"  # the bucket or the disk did not answer in time
 
 
@@ -129,7 +129,6 @@ class Sources:
     index: Index
     records: ModalityRecords
     local: LocalKeys
-    bad_objects: BadObjects
     spans: Spans = field(default_factory=Spans)
 
 
@@ -152,7 +151,6 @@ class Fetcher:
         self._index = sources.index
         self._records = sources.records
         self._local = sources.local
-        self._bad_objects = sources.bad_objects
         self._counters = counters
         self._budget = ByteBudget(max_inflight_bytes)
 
@@ -191,7 +189,7 @@ class Fetcher:
         key = want.key
         if self._loop.watch.hangs:
             raise TierError("the disk does not answer")
-        look = partial(self._pin_or_claim, key, ignore_claim=ignore_claim)
+        look = partial(self._entries.pin_or_claim, key, ignore_claim=ignore_claim)
         found = await self._loop.disk(look, undo=self._let_go)
         if found is None:
             with suppress(UnavailableError, AccessError):  # begun here, for ``longer_s``
@@ -201,6 +199,8 @@ class Fetcher:
             return await self._check_local(want, found)
         try:
             self._local.discard(key)
+            if self._index.is_bad(key):
+                return FetchResult(want, FetchOutcome.CORRUPT)
             record = await self._records.get(want.modality)
             if record is None:  # so nothing of this modality was stored yet
                 self._counters.add("mismatch.no_record")
@@ -242,14 +242,6 @@ class Fetcher:
             self._claims.release(held)
 
     # -- what this node has --------------------------------------------------------------------
-
-    def _pin_or_claim(self, key: Key, *, ignore_claim: bool) -> Pin | Claim | None:
-        """See Entries; with a claim comes what is known of bad objects. Blocking."""
-        found = self._entries.pin_or_claim(key, ignore_claim=ignore_claim)
-        if isinstance(found, Claim):
-            # After the claim: who had it before us has noted what was bad.
-            self._bad_objects.catch_up()
-        return found
 
     async def _check_local(self, want: FetchRequest, pin: Pin) -> FetchResult:
         try:
@@ -305,71 +297,66 @@ class Fetcher:
         await self._budget.take(held_bytes)
         try:
             _extend(deadline, _longer_s(max_bytes))
-            return await self._first_good(want, expected, None if whole else part_bytes)
+            return await self._ask_bucket(want, expected, None if whole else part_bytes)
         finally:
             self._budget.free(held_bytes)
 
-    async def _first_good(
+    async def _ask_bucket(
         self, want: FetchRequest, expected: Shape, part_bytes: int | None
     ) -> FetchResult:
-        """The object, or its revision where that is bad or gone; no part_bytes: as a whole."""
-        key, bad = want.key, self._bad_objects
+        """Fetch the object, once more if it is bad; no part_bytes: as a whole."""
+        key = want.key
         facts = self._index.facts(key)
-        revision = bad.revision(key)
-        while revision <= MAX_REVISION:
-            answer = await self._twice(want, expected, part_bytes, revision, facts)
-            if isinstance(answer, str):
-                row_s = facts.time_s if facts else 0
-                note = partial(bad.note, key, answer, revision, row_time_s=row_s)
-                if (following := await self._loop.disk(note)) is None:
-                    self._index.mark_missing(key)
-                    return FetchResult(want, FetchOutcome.CORRUPT)
-                revision = following
-            elif answer is not None:
-                if revision and answer.outcome is FetchOutcome.READY:
-                    self._loop.disk_soon(bad.heal, key, revision)
-                return answer
-            elif revision or not self._index.holds(key):
-                break
-            else:  # somebody deleted the first one, which may have been a bad one
-                revision = 1
-        absent = not bad.revision(key)
-        if self._index.maybe_contains(key):
-            # Of what it never held an index need not be told. It may come at any moment.
-            self._index.mark_missing(key, absent=absent)
-        return FetchResult(want, FetchOutcome.ABSENT if absent else FetchOutcome.CORRUPT)
-
-    async def _twice(
-        self,
-        want: FetchRequest,
-        expected: Shape,
-        part_bytes: int | None,
-        revision: int,
-        facts: EntryInfo | None,
-    ) -> FetchResult | str | None:
-        """Fetch one object, once more if it is bad; None if absent, if bad twice the reason."""
-        name, reason = self._layout.object(want.key, revision), ""
         for attempt in (1, 2):
             try:
-                if part_bytes is None:
-                    return await self._receive(want, expected, name)
-                known = facts is not None and facts.confirms(expected)
-                ranges = _ranges(expected, part_bytes)
-                return await self._receive_parts(want, expected, name, ranges, at_once=known)
+                answer = await self._attempt(want, expected, part_bytes, facts)
             except CorruptEntryError as exc:
-                reason = exc.reason
-                if reason == "size" and not (facts and facts.confirms(expected)):
+                if exc.reason == "size" and not (facts and facts.confirms(expected)):
                     # Of no use to this request, whose rows a client may have made up; it
                     # may be what the next one needs.
                     self._counters.add("mismatch.size")
                     return FetchResult(want, FetchOutcome.MISMATCH)
-                self._counters.add(f"corrupt.{reason}")
-                if reason in _FOREIGN:
-                    self._counters.add(f"mismatch.{reason}")
-                log.warning(
-                    "entry %s is unusable (attempt %d): %s", want.key.digest.hex(), attempt, exc
-                )
-        return reason
+                self._note_corrupt(key, attempt, exc)
+                continue
+            if answer is None:
+                if self._index.maybe_contains(key):
+                    # Of what it never held an index need not be told. It may come at any moment.
+                    self._index.mark_missing(key, absent=True)
+                return FetchResult(want, FetchOutcome.ABSENT)
+            return answer
+        return FetchResult(want, FetchOutcome.CORRUPT)
+
+    def _note_corrupt(self, key: Key, attempt: int, exc: CorruptEntryError) -> None:
+        """Count a bad copy; after the second one the object counts as a miss for an hour."""
+        self._counters.add(f"corrupt.{exc.reason}")
+        if exc.reason in _FOREIGN:
+            self._counters.add(f"mismatch.{exc.reason}")
+        name = self._layout.object(key)
+        if attempt == 1:
+            log.info("object %s came bad and is fetched once more: %s", name, exc)
+            return
+        self._index.mark_bad(key)
+        self._counters.add("bad_objects")
+        log.warning(
+            "object %s is bad (%s): %s. This process treats it as a miss for %.0f s, and nothing "
+            "is stored under its name until `s3ec verify --deep --repair` has deleted it",
+            *(name, exc.reason, exc, BAD_OBJECT_TTL_S),
+        )
+
+    async def _attempt(
+        self, want: FetchRequest, expected: Shape, part_bytes: int | None, facts: EntryInfo | None
+    ) -> FetchResult | None:
+        """Fetch the object; None if it is absent.
+
+        Raises:
+            CorruptEntryError: It is bad.
+        """
+        name = self._layout.object(want.key)
+        if part_bytes is None:
+            return await self._receive(want, expected, name)
+        known = facts is not None and facts.confirms(expected)
+        ranges = _ranges(expected, part_bytes)
+        return await self._receive_parts(want, expected, name, ranges, at_once=known)
 
     async def _receive(self, want: FetchRequest, expected: Shape, name: str) -> FetchResult | None:
         body = await self._store.get(name, max_bytes=_most_bytes(expected))

@@ -29,9 +29,6 @@ PARQUET_SUFFIX = ".parquet"
 # The full identifier is stored in each object's header, which is capped (codec.HEADER_LIMIT);
 # 4 KiB leaves room for the rest. vLLM's own hashes have 64 characters.
 MAX_IDENTIFIER_BYTES = 4096
-# Objects are never replaced: where one turns out to be bad the entry is written once more beside
-# it, as a revision. There is one, since each costs every reader two requests.
-MAX_REVISION = 1
 DESCRIPTOR_BYTES = 2**20
 """More than a namespace's descriptor ever has."""
 # Enough for a content hash and its adapter's name. A longer identifier is hashed at each lookup,
@@ -42,7 +39,6 @@ _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
 # Three characters at least: two could be taken for a fan-out folder.
 _LORA_FOLDER = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _CLIENT_NAME = re.compile(r"x-([0-9a-f]{64})")
-_REVISION_SUFFIX = ".r1" + OBJECT_SUFFIX
 _MARKED_NAME = re.compile(r"[tx]-([0-9a-f]{64})")
 # What a tenant's secret makes of an adapter and of an identifier: in a header, and in a name.
 _TENANT_LABEL = re.compile(r"(?:(t-[0-9a-f]{64}):)?t-([0-9a-f]{64})")
@@ -214,8 +210,7 @@ def key_of_header(stored: str, digest: bytes) -> Key | None:
 
 
 def is_object_name(name: str) -> bool:
-    """Whether ``name`` could have been made by make_key: the tier's names, and the bucket's of
-    what was never revised.
+    """Whether ``name`` could have been made by make_key.
 
     Listings contain junk: directory markers, foreign files, half-typed uploads.
     """
@@ -233,24 +228,6 @@ def is_object_name(name: str) -> bool:
     marked = None if with_lora else _MARKED_NAME.fullmatch(stem)
     hashed = marked.group(1) if marked else stem
     return _CONTENT_HASH.fullmatch(hashed) is not None and parts[0] == hashed[:2]
-
-
-def revised_name(name: str, revision: int) -> str:
-    """Object name below ``objects/`` of one revision of an entry; 0 is the name itself."""
-    if not revision:
-        return name
-    return f"{name.removesuffix(OBJECT_SUFFIX)}.r{revision}{OBJECT_SUFFIX}"
-
-
-def entry_name(name: str) -> tuple[str, int] | None:
-    """Which entry, and which revision of it, an object name below ``objects/`` belongs to.
-
-    Returns:
-        The name that make_key gives the entry, and the revision; None for any other object.
-    """
-    revision = int(name.endswith(_REVISION_SUFFIX))
-    plain = name.removesuffix(_REVISION_SUFFIX) + OBJECT_SUFFIX if revision else name
-    return (plain, revision) if name.isascii() and is_object_name(plain) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,13 +305,9 @@ class Layout:
         """Prefix of all entries, with its trailing slash."""
         return f"{self.namespace}/objects/"
 
-    def object(self, key: Key, revision: int = 0) -> str:
-        """Name of one entry, or of its revision."""
-        return f"{self.namespace}/objects/{revised_name(key.name, revision)}"
-
-    def revisions(self, key: Key) -> str:
-        """What the names of one entry and its revision begin with."""
-        return f"{self.namespace}/objects/{key.name.removesuffix(OBJECT_SUFFIX)}."
+    def object(self, key: Key) -> str:
+        """Name of one entry."""
+        return f"{self.namespace}/objects/{key.name}"
 
     def modality(self, modality: str) -> str:
         """The record of one modality's width and dtype, JSON, written once by a producer."""

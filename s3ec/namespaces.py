@@ -13,8 +13,8 @@ from s3ec.identity import (
     DESCRIPTOR_BYTES,
     Layout,
     canonical_json,
-    entry_name,
     is_namespace_name,
+    is_object_name,
 )
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import Store
@@ -101,7 +101,7 @@ async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool)
         sizes = [
             each.nbytes
             async for each in store.list(objects)
-            if entry_name(each.name.removeprefix(objects)) is not None
+            if is_object_name(each.name.removeprefix(objects))
         ]
     return replace(
         found,

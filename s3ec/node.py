@@ -34,7 +34,6 @@ from s3ec.store.open import open_store, resilient
 from s3ec.tenant import FIELD as TENANT_FIELD
 from s3ec.tenant import exposure
 from s3ec.tier import LocalKeys, Tier
-from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.files import Batch
 
 log = logging.getLogger(__name__)
@@ -160,13 +159,6 @@ class Node:
         self.destination = destination_of(settings)
         self.local = LocalKeys()
         self._news = self.tier.follow_news(self.local.add_all)
-        self.bad_objects = BadObjects(
-            self.tier.folders,
-            namespace.name,
-            self.destination,
-            ttl_s=settings.quarantine_s,
-            counters=self.counters,
-        )
         self.records = ModalityRecords(self.store, self.layout)
         self._index_files = files = self.tier.open_index()
         self.index = ManifestIndex(
@@ -180,7 +172,6 @@ class Node:
             self.index,
             self.records,
             self.local,
-            self.bad_objects,
             Spans(_span_attributes(settings, namespace.name)),
         )
         self.prefetcher = Prefetcher(
@@ -293,15 +284,8 @@ class Node:
                         log.warning("cannot read the index, trying again later: %s", exc)
                     complained = True
                     self.counters.add("index.refresh_failed")
-            await self.apply_bad_objects()
             pause_s = refresh_pause_s(self.settings.index_refresh_s, self.breaker)
             await asyncio.sleep(pause_s * jitter.uniform(0.9, 1.1))
-
-    async def apply_bad_objects(self) -> None:
-        """Have producers store again what any process of this node found bad."""
-        with contained(self.counters, "notes of bad objects"):
-            await self.loop.disk(self.bad_objects.refresh)
-            self.index.distrust({note.key: note.row_time_s for note in self.bad_objects.unhealed()})
 
     async def _probe(self) -> None:
         """One small request that the breaker may let through, also where nobody else asks.

@@ -255,13 +255,6 @@ class Settings(BaseModel):
         "only when they come from the bucket or from the encoder. Then nobody notices what the "
         "node's disk or memory does to them later, such as zeros after a power cut.",
     )
-    quarantine_s: float = Field(
-        3600.0,
-        ge=1,
-        le=2_592_000,
-        description="How long an object that came bad from the bucket twice is not asked for "
-        "again by this node; `s3ec quarantine` shows and clears them.",
-    )
     model_identity: str | None = Field(
         None,
         min_length=1,

@@ -31,7 +31,6 @@ _MODULES = {
     "cp": "transfer",
     "manifest": "manifest",
     "tier": "tier",
-    "quarantine": "quarantine",
     "config": "config",
     "serve-s3": "serve",
     "bench": "bench",

@@ -78,7 +78,7 @@ def rm(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete entries from the bucket with their revision, and tell every reader by the index.
+    """Delete entries from the bucket, and tell every reader by the index.
 
     The catalogue's rows of them go too. Without --yes, nothing is deleted unless you agree at a
     terminal. A node that has a copy on its disk serves it until it is evicted. Exit status 1 where

@@ -213,10 +213,10 @@ def check(source: SettingsSource, as_json: JsonOption = False) -> None:
 def repair(source: SettingsSource, consent: Consent, as_json: JsonOption = False) -> None:
     """Audit the folder, and mend what is safe to mend, also while engines use it.
 
-    Bad entries are set aside: the newest 32 are kept for you to look at, and engines fetch them
-    anew. What dead processes left is removed, and modes are set right. Nothing that is good, and
-    nothing that waits for the bucket, is touched. Without --yes, nothing is done unless you agree
-    at a terminal. Exit status 1 where complaints are left.
+    Bad entries are deleted, and engines fetch them anew. What dead processes left is removed, and
+    modes are set right. Nothing that is good, and nothing that waits for the bucket, is touched.
+    Without --yes, nothing is done unless you agree at a terminal. Exit status 1 where complaints
+    are left.
     """
     settings, complaints = _audit(source)
     wanted = [complaint for complaint in complaints if complaint.remedy]
@@ -336,8 +336,8 @@ def _print_freed(freed: Freed, target_bytes: int, *, done: bool) -> None:
     )
     if freed.after_bytes > target_bytes:
         print_note(
-            f"{human_bytes(target_bytes)} is not reached: the rest is pinned by engines, waits "
-            "for the bucket, or is set aside"
+            f"{human_bytes(target_bytes)} is not reached: the rest is pinned by engines, or waits "
+            "for the bucket"
         )
 
 
@@ -396,7 +396,6 @@ def _document(settings: Settings, inspection: Inspection, report: TierReport) ->
         "pins": {"bytes": usage.pinned_nbytes, "process_count": report.pinning_processes},
         "spool": {"entry_count": report.spooled_files, "bytes": usage.spooled_nbytes},
         "held_bytes": usage.held_nbytes,
-        "set_aside": {"file_count": report.quarantined_files, "bytes": usage.quarantined_nbytes},
         "index": {"file_count": report.index_files, "bytes": usage.index_nbytes},
     }
 
@@ -404,13 +403,11 @@ def _document(settings: Settings, inspection: Inspection, report: TierReport) ->
 def _print_report(document: dict[str, Any]) -> None:
     budget = document["budget_bytes"]
     share = f"{100 * document['bytes'] / budget:.0f}% of {human_bytes(budget)}"
-    pins, spool, set_aside = document["pins"], document["spool"], document["set_aside"]
-    index = document["index"]
+    pins, spool, index = document["pins"], document["spool"], document["index"]
     pinned = (
         f"{human_bytes(pins['bytes'])} by {many(pins['process_count'], 'process', 'processes')}"
     )
     spooled = f"{human_bytes(spool['bytes'])} in {many(spool['entry_count'], 'entry', 'entries')}"
-    bad = f"{human_bytes(set_aside['bytes'])} in {many(set_aside['file_count'], 'bad file')}"
     facts(
         [
             ("folder", document["cache_dir"]),
@@ -419,7 +416,6 @@ def _print_report(document: dict[str, Any]) -> None:
             ("entries", f"{document['entry_count']} ({human_bytes(document['entry_bytes'])})"),
             ("pinned", pinned),
             ("spooled", spooled),
-            ("set aside", bad),
             ("index", f"{human_bytes(index['bytes'])} in {many(index['file_count'], 'file')}"),
         ]
     )

@@ -23,9 +23,9 @@ from s3ec import codec
 from s3ec.connector.messages import Load
 from s3ec.connector.staging import Buffer, Staging, bytes_of
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, CorruptEntryError
+from s3ec.errors import CorruptEntryError
 from s3ec.fetch import Sources
-from s3ec.identity import MAX_REVISION, Key, KeyPolicy
+from s3ec.identity import KeyPolicy
 from s3ec.runtime import PASS_THROUGH, DaemonPool, LoopThread
 
 log = logging.getLogger(__name__)
@@ -340,7 +340,7 @@ class Loader:
                 return
         key = self._naming.make_key(load.identifier)
         if key is not None and isinstance(failure, CorruptEntryError):
-            self._sources.tier.entries.quarantine(key, failure.reason)  # nobody shall pin it again
+            self._sources.tier.entries.drop_bad(key, failure.reason)  # nobody shall pin it again
         bytes_of(memory)[: load.shape.nbytes] = self._from_bucket(load, failure)
 
     def _from_bucket(
@@ -372,52 +372,23 @@ class Loader:
         key = self._naming.make_key(load.identifier)
         if key is None:
             raise CorruptEntryError("not an identifier of ours", reason="identifier")
-        deadline_s = time.monotonic() + min(timeout_s, _RESCUE_TIMEOUT_S)
-        # What is noted of revisions may be another process's, or may have run out since the grant.
-        noted = min(self._sources.bad_objects.revision(key), MAX_REVISION)
-        failure: Exception = CorruptEntryError("the bucket no longer holds it", reason="length")
-        for revision in (noted, MAX_REVISION - noted):
-            try:
-                left_s = deadline_s - time.monotonic()
-                values = self._stored_values(key, revision, load, left_s, readers)
-            except (CorruptEntryError, AccessError) as exc:  # to some S3 denies what is absent
-                failure = exc
-                continue
-            if values is not None:
-                self._counters.add("load.rescued")
-                return values
-        raise failure
-
-    def _stored_values(
-        self,
-        key: Key,
-        revision: int,
-        load: Load,
-        timeout_s: float,
-        readers: Collection[Future[torch.Tensor]],
-    ) -> memoryview | None:
-        """The tensor's bytes in one revision, verified; None where the bucket lacks it.
-
-        Raises:
-            CorruptEntryError: It is not what was granted.
-            UnavailableError, AccessError, TimeoutError: The bucket did not answer, or a reader
-                has ended first.
-        """
+        # Also where this process has found the object bad: the engine ends without it.
         limit = load.shape.nbytes + 8 + codec.HEADER_LIMIT
-        fetch = self._sources.store.get(self._sources.layout.object(key, revision), max_bytes=limit)
+        fetch = self._sources.store.get(self._sources.layout.object(key), max_bytes=limit)
         answer = self._loop.submit(fetch)
-        _wait_for_any([answer, *readers], timeout_s)
+        _wait_for_any([answer, *readers], min(timeout_s, _RESCUE_TIMEOUT_S))
         if not answer.done():
             answer.cancel()
             raise TimeoutError("it has not answered in time")
         blob = answer.result()
         if blob is None:
-            return None
+            raise CorruptEntryError("the bucket no longer holds it", reason="length")
         header = codec.verify(blob, namespace=self._sources.layout.namespace, identifier=key.stored)
         if header.shape != load.shape:
             raise CorruptEntryError(
                 f"holds {header.shape}, granted was {load.shape}", reason="shape"
             )
+        self._counters.add("load.rescued")
         return memoryview(blob)[header.data_start :]
 
 

@@ -62,10 +62,10 @@ PLAIN = {
         "Bytes that this process evicted and that nobody on this node had asked for since they "
         "were saved, or brought by `s3ec hydrate`.",
     ),
-    "tier.quarantined": ("vllm:s3ec_quarantined", "Bad entries that were set aside."),
-    "quarantined_objects": (
-        "vllm:s3ec_quarantined_objects",
-        "Objects of the bucket that came bad twice and are not asked for again for a while.",
+    "tier.bad_files": ("vllm:s3ec_bad_files", "Bad files of this node's tier, deleted."),
+    "bad_objects": (
+        "vllm:s3ec_bad_objects",
+        "Objects of the bucket that came bad twice; each is a miss for this process for an hour.",
     ),
     "tier.errors": ("vllm:s3ec_tier_errors", "Times that the disk refused."),
     "tier.hung": ("vllm:s3ec_tier_hangs", "Times that the disk was found not to answer."),
@@ -279,7 +279,8 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "dropped": "The save queue was full. Not stored.",
             "abandoned": "Neither bucket nor spool took it before the process ended. Not stored.",
             "record": "Its width or data type is not that of the namespace's record. Not stored.",
-            "revisions": "All names for a bad object's replacement are taken. Not stored.",
+            "bad_object": "A bad object of the bucket has its name. Given up, see "
+            "`s3ec_bad_objects`.",
             "shape": "The encoder's output was no tensor. Not stored.",
             "adapter": "The LoRA adapter's files have changed. Not stored.",
             "unreadable": "The spooled file cannot be read. It stays in the spool.",

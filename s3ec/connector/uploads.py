@@ -20,17 +20,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from cachetools import LRUCache
+
 from s3ec import codec
 from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
 from s3ec.fetch import Sources
-from s3ec.identity import MAX_REVISION, Key, Namespace
+from s3ec.identity import Key, Namespace
 from s3ec.index.announce import ANNOUNCE_S, Announcer
 from s3ec.index.reader import ManifestIndex
 from s3ec.index.rows import EntryInfo
 from s3ec.modality import SETTLED_S, Record
-from s3ec.runtime import PATIENCE_S, Backoff, LoopThread, contained
+from s3ec.runtime import Backoff, LoopThread, contained
 from s3ec.spans import Work, note
 from s3ec.store.base import Store
 from s3ec.store.open import with_conditional_put
@@ -49,6 +51,8 @@ REMOVED_AT_ONCE = 64
 _HANG_PAUSE_S = 1.0
 # A spooled file that cannot be read so often stays for the next process.
 _DISK_ATTEMPTS = 5
+# So many names of bad objects are remembered, so that each is logged once.
+_REMEMBERED_NAMES = 1024
 
 
 class Answer(enum.Enum):
@@ -58,6 +62,8 @@ class Answer(enum.Enum):
     EXISTED = enum.auto()
     REFUSED = enum.auto()
     """It may never be stored."""
+    BLOCKED = enum.auto()
+    """An object that this process knows to be bad has its name."""
 
 
 class ObjectWriter:
@@ -84,11 +90,10 @@ class ObjectWriter:
         self._store: Store | None = None
         self._ready: asyncio.Lock | None = None
         self._disagreed: set[str] = set()
+        self._blocked: LRUCache[bytes, None] = LRUCache(_REMEMBERED_NAMES)
 
-    async def write(
-        self, key: Key, revision: int, header: Header, pieces: Sequence[bytes | memoryview]
-    ) -> Answer:
-        """Write one revision of an entry: the first that this node does not know to be bad.
+    async def write(self, key: Key, header: Header, pieces: Sequence[bytes | memoryview]) -> Answer:
+        """Write one entry.
 
         Args:
             pieces: Of the whole object.
@@ -96,9 +101,6 @@ class ObjectWriter:
         Raises:
             UnavailableError, AccessError: The bucket did not do its part; it may later.
         """
-        if revision > MAX_REVISION:
-            self._counters.add("save_problem.revisions")
-            return Answer.REFUSED
         store = await self._prepared()
         mine = Record(header.shape.width, header.shape.dtype)
         record = await self._sources.records.settle(header.modality, mine, store=store)
@@ -106,11 +108,24 @@ class ObjectWriter:
             self._refuse(header.modality, record, mine)
             return Answer.REFUSED
         try:
-            await store.put_if_absent(self._sources.layout.object(key, revision), pieces)
+            await store.put_if_absent(self._sources.layout.object(key), pieces)
         except ConflictError:
+            if self._sources.index.is_bad(key):
+                self._give_up(key)
+                return Answer.BLOCKED
             self._counters.add("save.existed")
             return Answer.EXISTED
         return Answer.STORED
+
+    def _give_up(self, key: Key) -> None:
+        self._counters.add("save_problem.bad_object")
+        if key.digest not in self._blocked:
+            self._blocked[key.digest] = None
+            log.warning(
+                "an embedding is not stored: a bad object has its name, %s, until `s3ec verify "
+                "--deep --repair` deletes it (logged once per name)",
+                self._sources.layout.object(key),
+            )
 
     def _refuse(self, modality: str, record: Record, mine: Record) -> None:
         self._counters.add("save_problem.record")
@@ -183,10 +198,9 @@ class Upload:
 
 
 class _Written(NamedTuple):
-    """What the bucket made of an upload, of which revision, and since when at the earliest."""
+    """What the bucket made of an upload, and since when it has it at the earliest."""
 
     answer: Answer
-    revision: int
     since: _Since
 
 
@@ -216,7 +230,8 @@ class Uploader:
                           where the bucket has it and did not say since when
     pausing    active     the pause is over
     any        given up   ``stop``; what is spooled stays for the next process
-    active     given up   it is refused for good, or its file is bad, gone or unreadable
+    active     given up   it is refused for good, or a bad object has its name, or its file is
+                          bad, gone or unreadable
     active     written    the bucket has it; ``ended`` is told, and the place is free
     written    announced  a delta with its row is confirmed, or the index had the row before
     =========  =========  ====================================================================
@@ -428,7 +443,7 @@ class Uploader:
     def _end_span(self, work: Work | None, upload: Upload) -> None:
         """Tell tracing of a save, where there is any."""
         answer = None if upload.written is None else upload.written.answer
-        refused = answer is None or answer is Answer.REFUSED
+        refused = answer in (None, Answer.REFUSED, Answer.BLOCKED)
         outcome = "given_up" if answer is None else answer.name.lower()
         with contained(self._counters, "span of a save"):
             self._sources.spans.end(
@@ -488,16 +503,15 @@ class Uploader:
         if upload.key is None:  # a queued upload with pieces has one
             raise ValueError("an upload without a key")
         if upload.written is None:
-            revision = await self._revision_of(upload.key)
             # Before the request: who deletes the object while the answer is on its way does it
             # later, also where this process has heard of that by then.
             since = _Since(self._clock(), self._index.known_time_s(upload.key))
-            answer = await self._objects.write(upload.key, revision, header, pieces)
-            upload.written = _Written(answer, revision, since)
+            answer = await self._objects.write(upload.key, header, pieces)
+            upload.written = _Written(answer, since)
             if upload.adopted:
                 self._counters.add("spool.replayed")
         written, is_kept = upload.written, False
-        if written.answer is not Answer.REFUSED:
+        if written.answer in (Answer.STORED, Answer.EXISTED):
             nbytes = sum(memoryview(piece).nbytes for piece in pieces)
             is_kept = await self._announce(upload, upload.key, written, header, nbytes)
         spooled = upload.spooled
@@ -519,18 +533,19 @@ class Uploader:
         upload.key = upload.key or loaded.key
         return loaded.header, [loaded.blob]
 
-    async def _since_when(self, upload: Upload, name: str, asked: _Since) -> _Since:
+    async def _since_when(self, upload: Upload, key: Key, asked: _Since) -> _Since:
         """When an object that is there was stored: it may be gone, or be so soon.
 
         Args:
             upload: It was found there, or put there.
-            name: Of the object.
+            key: Of the object.
             asked: When it was asked for.
 
         Raises:
             UnavailableError: It is gone, so it is to be stored; or the bucket does not answer, and
                 only this is to be asked again.
         """
+        name = self._sources.layout.object(key)
         try:
             info = await self._sources.store.head(name)
         except AccessError as exc:  # one who may write but not read
@@ -542,15 +557,6 @@ class Uploader:
         if not info.modified_s:
             return asked
         return _Since(0.0, max(int(info.modified_s) - 1, asked.known_s))
-
-    async def _revision_of(self, key: Key) -> int:
-        """The first that no process of this node knows to be bad; who fetches may be another."""
-        loop, bad_objects = self._loop, self._sources.bad_objects
-        if not loop.watch.hangs:
-            with suppress(TimeoutError):  # what is in memory does not wait for a disk that hangs
-                async with asyncio.timeout(PATIENCE_S):
-                    await loop.disk(bad_objects.catch_up)
-        return bad_objects.revision(key)
 
     def _load(self, upload: Upload) -> Loaded | None:
         """Read an embedding back from the disk; blocking.
@@ -579,7 +585,7 @@ class Uploader:
             name = self._namespace.name
             return Loaded(key, codec.verify(blob, namespace=name, identifier=key.stored), blob)
         except CorruptEntryError as exc:
-            self._sources.tier.entries.quarantine(key, exc.reason)
+            self._sources.tier.entries.drop_bad(key, exc.reason)
             return None
         except OSError as exc:
             raise TierError(f"cannot read {pin.path}: {exc}") from exc
@@ -605,21 +611,17 @@ class Uploader:
             UnavailableError: As ``_since_when``.
         """
         index = self._index
-        _, revision, since = written
-        if revision:
-            await self._loop.disk(self._sources.bad_objects.heal, key, revision)
+        since = written.since
         mine = written.answer is Answer.STORED
-        # A revision is announced whoever wrote it: what readers know is the row of a bad object.
-        is_news = mine or revision > 0
         if mine:
             # It waited, for its place or for the server: it may have been deleted before it came.
             is_doubtful = self._clock() - since.at_s > _SLOW_WRITE_S
         else:
-            is_doubtful = is_news or not index.is_announced(key)
+            is_doubtful = not index.is_announced(key)
         if is_doubtful:
-            name = self._sources.layout.object(key, revision)
-            since = await self._since_when(upload, name, since)
-        if not is_news and index.is_announced(key):
+            since = await self._since_when(upload, key, since)
+        # It may have been found bad since the bucket answered.
+        if not mine and (index.is_announced(key) or index.is_bad(key)):
             return False
         shape = header.shape
         checksum = int(header.checksum[:8], 16) if mine else 0
@@ -634,7 +636,7 @@ class Uploader:
         self._kept_bytes += kept_bytes
         done = partial(self._answered, kept, kept_bytes)
         self._announcer.add(key, facts, done, at_s=since.at_s, known_s=since.known_s)
-        if is_news:
+        if mine:
             # Not where it was there before: an entry that this process holds for gone or bad may
             # be the very one, and would be fetched in vain at every request.
             index.add(key, facts)
@@ -671,7 +673,7 @@ class Uploader:
 
         - its announcement is confirmed,
         - the index has a row of the object that was there already,
-        - it may never be stored,
+        - it may never be stored, or a bad object has its name,
         - it is in the bucket, and too much is kept for want of an announcement; a process that is
           killed before this one's leaves it to `s3ec manifest rebuild`,
         - a later save has taken its place; then nothing is removed.

@@ -67,7 +67,7 @@ class Choice:
         last: With ``max_bytes`` the last one that goes by rank; None where all go or none was
             found yet.
         names: With ``made_by`` the objects that were made so; None without.
-        objects: That go, revisions included.
+        objects: That go.
         nbytes: Their size.
         left_objects: That stay, of those below the adapter's folder.
         left_bytes: Their size.
@@ -239,7 +239,7 @@ class Collection:
 
     Attributes:
         namespace: Where.
-        objects: That went, or would in a dry run; revisions included.
+        objects: That went, or would in a dry run.
         nbytes: Their size.
         left_objects: That stay, of those that the adapter's rule leaves.
         left_bytes: Their size.

@@ -203,7 +203,7 @@ class Ledger:
             entry = CorpusEntry(self._layout.namespace, key.name, facts.nbytes, 0.0)
             try:
                 entry = await read_header(store, entry)
-            except CorruptEntryError:  # a bad object stays where its revision was written
+            except CorruptEntryError:  # its size may be another than the index says
                 entry = None
         if entry is None:
             name = self._layout.namespace
@@ -285,7 +285,7 @@ class Confirmations:
     (new)        confirmed    ``add_row``: the embedding and its facts were known
     waiting      confirmed    the index tells of it, and its header was read back
     confirmed    catalogued   the bucket has confirmed a part of the catalogue with its row
-    waiting      unconfirmed  the end came first
+    waiting      unconfirmed  its object is bad, or the end came first
     ===========  ===========  ==================================================================
 
     What is counted is catalogued. A job that is killed before that finds the embedding in the
@@ -301,6 +301,7 @@ class Confirmations:
         self._changed = threading.Condition()
         self._waiting: dict[bytes, _Unconfirmed] = {}
         self._rows: list[tuple[CatalogRow, Counted]] = []
+        self._failures: list[Failure] = []
         self._ending = False
         self._is_asked = False
         self._looked_s = -math.inf  # when the last look that came to its end began
@@ -398,6 +399,7 @@ class Confirmations:
             origin.failure(reason) for each in self._waiting.values() for origin in each.origins
         ]
         reason = f"the catalogue could not be written{self._why()}; run the job again"
+        left += self._failures
         return left + [Failure(row.document, row.page, row.uri, reason) for row, _ in self._rows]
 
     def _why(self) -> str:
@@ -450,20 +452,27 @@ class Confirmations:
             self._looked_s = began_s
             for digest, facts in found:
                 each = self._waiting.pop(digest)
+                if isinstance(facts, str):
+                    self._failures += [one.failure(facts) for one in each.origins]
+                    continue
                 self._rows += [(one.row(facts, now_s), "encoded") for one in each.encoded]
                 self._rows += [(one.row(facts, now_s), "catalogued") for one in each.others]
             if found:
                 self._moved_s = time.monotonic()
             self._changed.notify_all()
 
-    async def _confirmed(self, store: Store) -> list[tuple[bytes, CatalogRow]]:
+    async def _confirmed(self, store: Store) -> list[tuple[bytes, CatalogRow | str]]:
+        """What the index tells of, by digest: its row, or why it will not be had."""
         await self._ledger.refresh()
         with self._changed:
             waiting = list(self._waiting.values())
         told = [each for each in waiting if self._ledger.holds(each.key)]
 
-        async def read(each: _Unconfirmed) -> CatalogRow | None:
-            return await self._ledger.describe(store, each.identifier, each.key)
+        async def read(each: _Unconfirmed) -> CatalogRow | str | None:
+            try:
+                return await self._ledger.describe(store, each.identifier, each.key)
+            except CorruptEntryError as exc:  # it blocks its key, and is to keep no other back
+                return f"{exc}; `s3ec verify --deep --repair` deletes it, then run the job again"
 
         facts = await in_parallel(told, read)
         return [

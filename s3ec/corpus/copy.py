@@ -39,14 +39,11 @@ from s3ec.errors import (
 from s3ec.fetch import ByteBudget
 from s3ec.identity import (
     DESCRIPTOR_BYTES,
-    MAX_REVISION,
     Key,
     Layout,
     Namespace,
     digest_of_name,
-    entry_name,
     make_key,
-    revised_name,
 )
 from s3ec.index.announce import BATCH_ITEMS, Announcer
 from s3ec.index.base_writer import in_temporary_folder
@@ -103,11 +100,7 @@ class Origin(Protocol):
         ...
 
     def batches(self) -> AsyncGenerator[Sequence[CorpusEntry], None]:
-        """The wanted entries; of one with revisions the first object. To be closed."""
-        ...
-
-    async def revisions(self) -> Sequence[CorpusEntry]:
-        """After ``batches``: the wanted revisions, for where the first object is bad."""
+        """The wanted entries. To be closed."""
         ...
 
     @property
@@ -128,7 +121,7 @@ class NamespaceOrigin:
     """A namespace of any store.
 
     Args:
-        fits: Whether the target can hold an entry of this plain name; the others are skipped.
+        fits: Whether the target can hold an entry of this name; the others are skipped.
 
     Attributes:
         skipped: How many were.
@@ -146,7 +139,6 @@ class NamespaceOrigin:
         self._layout = layout
         self._wanted = wanted
         self._fits = fits
-        self._revisions: list[CorpusEntry] = []
         self.skipped = 0
 
     @property
@@ -161,16 +153,10 @@ class NamespaceOrigin:
     async def batches(self) -> AsyncGenerator[Sequence[CorpusEntry], None]:
         async with aclosing(self._listed()) as listing:
             async for entries in listing:
-                first: list[CorpusEntry] = []
-                for entry in entries:
-                    plain, revision = entry_name(entry.name) or (entry.name, 0)
-                    if not self._wanted.has(plain):
-                        continue
-                    if self._fits(plain):
-                        (self._revisions if revision else first).append(entry)
-                    elif not revision:
-                        self.skipped += 1
-                yield first
+                wanted = [entry for entry in entries if self._wanted.has(entry.name)]
+                fitting = [entry for entry in wanted if self._fits(entry.name)]
+                self.skipped += len(wanted) - len(fitting)
+                yield fitting
 
     async def _listed(self) -> AsyncGenerator[Sequence[CorpusEntry], None]:
         names = self._wanted.names
@@ -186,14 +172,11 @@ class NamespaceOrigin:
         objects, namespace = self._layout.objects, self._layout.namespace
         every = [
             CorpusEntry(namespace, info.name.removeprefix(objects), info.nbytes, info.modified_s)
-            for infos in found.values()
-            for info in infos
+            for info in found.values()
+            if info is not None
         ]
         for start in range(0, len(every), BATCH_ITEMS):
             yield every[start : start + BATCH_ITEMS]
-
-    async def revisions(self) -> Sequence[CorpusEntry]:
-        return self._revisions
 
     async def read(self, entry: CorpusEntry) -> Content | None:
         embedding = await read_entry(self._store, entry, unreported, header_first=False)
@@ -209,20 +192,18 @@ class Target(Protocol):
     """What is copied into."""
 
     async def prepare(self, names: Collection[str]) -> None:
-        """See what is there: entries of these plain names, or all where there are none."""
+        """See what is there: entries of these names, or all where there are none."""
         ...
 
-    async def room(self, entry: CorpusEntry, *, deep: bool) -> int | None:
-        """The revision to write an entry as; None where it is there already.
+    async def has(self, entry: CorpusEntry, *, deep: bool) -> bool:
+        """Whether an entry is there already.
 
         Raises:
-            CorruptEntryError: It is there and bad, and nothing may be written beside it.
+            CorruptEntryError: It is there and bad, and nothing is ever replaced.
         """
         ...
 
-    async def write(
-        self, entry: CorpusEntry, revision: int, content: Content
-    ) -> codec.Header | None:
+    async def write(self, entry: CorpusEntry, content: Content) -> codec.Header | None:
         """Write an entry; returns its header as it is stored, None where it was there.
 
         Raises:
@@ -255,7 +236,6 @@ class NamespaceTarget:
         self._same_bytes = same_bytes
         self._records = ModalityRecords(store, layout)
         self._nbytes: dict[bytes, int] = {}
-        self._revised: set[bytes] = set()
         self._readers: _Readers | None = None
 
     @asynccontextmanager
@@ -272,8 +252,8 @@ class NamespaceTarget:
     async def prepare(self, names: Collection[str]) -> None:
         if 0 < len(names) <= FEW:
             keys = [Key("", name, digest_of_name(name)) for name in names]
-            for infos in (await find_objects(self._store, self._layout, keys)).values():
-                self._add(infos)
+            found = await find_objects(self._store, self._layout, keys)
+            self._add(filter(None, found.values()))
             return
         async with aclosing(list_objects(self._store, self._layout)) as batches:
             async for infos in batches:
@@ -282,33 +262,22 @@ class NamespaceTarget:
     def _add(self, infos: Iterable[ObjectInfo]) -> None:
         for info in infos:
             name = info.name.removeprefix(self._layout.objects)
-            plain, revision = entry_name(name) or (name, 0)
-            if revision:
-                self._revised.add(digest_of_name(plain))
-            else:
-                self._nbytes[digest_of_name(plain)] = info.nbytes
+            self._nbytes[digest_of_name(name)] = info.nbytes
 
-    async def room(self, entry: CorpusEntry, *, deep: bool) -> int | None:
-        digest = digest_of_name(entry.plain_name)
-        if digest in self._revised:
-            if deep and not await self._is_good(entry, MAX_REVISION):
-                raise _bad_there()
-            return None
-        nbytes = self._nbytes.get(digest)
+    async def has(self, entry: CorpusEntry, *, deep: bool) -> bool:
+        nbytes = self._nbytes.get(digest_of_name(entry.name))
         if nbytes is None:
-            return 0
-        if nbytes == entry.nbytes and self._same_bytes and not deep:
-            return None
-        if not (deep or self._same_bytes) or await self._is_good(entry, 0, deep=deep):
-            return None
-        return 1  # as readers know it: where an object is bad, its revision counts
+            return False
+        looks_good = nbytes == entry.nbytes or not self._same_bytes
+        if (deep or not looks_good) and not await self._is_good(entry, deep=deep):
+            raise _bad_there()
+        return True
 
-    async def _is_good(self, entry: CorpusEntry, revision: int, *, deep: bool = True) -> bool:
-        name = revised_name(entry.plain_name, revision)
-        info = await self._store.head(self._layout.objects + name)
+    async def _is_good(self, entry: CorpusEntry, *, deep: bool = True) -> bool:
+        info = await self._store.head(self._layout.objects + entry.name)
         if info is None or info.nbytes > MAX_ENTRY_BYTES:
             return False
-        there = CorpusEntry(self._layout.namespace, name, info.nbytes, info.modified_s)
+        there = CorpusEntry(self._layout.namespace, entry.name, info.nbytes, info.modified_s)
         try:
             if deep:
                 found = await read_entry(self._store, there, unreported, header_first=False)
@@ -317,9 +286,7 @@ class NamespaceTarget:
         except CorruptEntryError:
             return False
 
-    async def write(
-        self, entry: CorpusEntry, revision: int, content: Content
-    ) -> codec.Header | None:
+    async def write(self, entry: CorpusEntry, content: Content) -> codec.Header | None:
         header, pieces = content.header, content.pieces
         if header.namespace != self._layout.namespace:
             header = replace(header, namespace=self._layout.namespace)
@@ -327,27 +294,23 @@ class NamespaceTarget:
             header = replace(header, data_start=len(front))
             pieces = [front, content.data]
         await self.require_record(header)
-        for number in range(revision, MAX_REVISION + 1):
-            name = self._layout.objects + revised_name(entry.plain_name, number)
-            try:
-                await self._store.put_if_absent(name, pieces)
-            except ConflictError:
-                # Somebody was faster, or it is a file that a power cut left empty.
-                if await self._is_good(entry, number):
-                    return None
-            else:
-                return header
-        raise _bad_there()
+        try:
+            await self._store.put_if_absent(self._layout.objects + entry.name, pieces)
+        except ConflictError:
+            # Somebody was faster, or it is a file that a power cut left empty.
+            if await self._is_good(entry):
+                return None
+            raise _bad_there() from None
+        return header
 
-    async def require_good(self, entry: CorpusEntry, revision: int) -> None:
+    async def require_good(self, entry: CorpusEntry) -> None:
         """Read what the server copied a moment ago, and delete it where it is bad.
 
         Raises:
             CorruptEntryError: It was.
         """
-        if not await self._is_good(entry, revision):
-            name = self._layout.objects + revised_name(entry.plain_name, revision)
-            await self._store.delete(name)
+        if not await self._is_good(entry):
+            await self._store.delete(self._layout.objects + entry.name)
             raise CorruptEntryError("its copy is bad, and was deleted again", reason="checksum")
 
     async def require_record(self, header: codec.Header) -> None:
@@ -369,8 +332,8 @@ class NamespaceTarget:
         if self._readers is None:
             raise RuntimeError("the target is not open")
         told = {
-            Key("", entry.plain_name, digest_of_name(entry.plain_name)): _facts(
-                header, self._nbytes.get(digest_of_name(entry.plain_name), entry.nbytes)
+            Key("", entry.name, digest_of_name(entry.name)): _facts(
+                header, self._nbytes.get(digest_of_name(entry.name), entry.nbytes)
             )
             for entry, header in entries.items()
         }
@@ -379,7 +342,7 @@ class NamespaceTarget:
 
 def _bad_there() -> CorruptEntryError:
     return CorruptEntryError(
-        "what is there is bad, and so is its revision; delete them with `s3ec rm`",
+        "what is there is bad, and nothing is replaced; `s3ec verify --deep --repair` deletes it",
         reason="checksum",
     )
 
@@ -475,9 +438,7 @@ class ServerCopies:
         self._tried = False
         self.is_able = True
 
-    async def copy(
-        self, entry: CorpusEntry, revision: int, target: NamespaceTarget
-    ) -> codec.Header:
+    async def copy(self, entry: CorpusEntry, target: NamespaceTarget) -> codec.Header:
         """Copy one entry.
 
         Raises:
@@ -489,7 +450,7 @@ class ServerCopies:
         if found is None or found.header is None:
             raise CorruptEntryError("it is gone", reason="length")
         await target.require_record(found.header)
-        name = self._layout.objects + revised_name(entry.plain_name, revision)
+        name = self._layout.objects + entry.name
         await self._ask(entry, name)
         if not self._tried:
             self._tried = True
@@ -588,14 +549,6 @@ class Copying:
         async with aclosing(self._origin.batches()) as batches:
             async for entries in batches:
                 await self._copy(entries)
-        # The first object of these is bad or gone.
-        late = [
-            entry
-            for entry in await self._origin.revisions()
-            if digest_of_name(entry.plain_name) not in self.there
-        ]
-        for start in range(0, len(late), BATCH_ITEMS):
-            await self._copy(late[start : start + BATCH_ITEMS])
         for name, text in self._origin.asked.items():
             label = CorpusEntry("", name, 0, 0.0).label
             if digest_of_name(name) not in self.there and label not in self.result.failures:
@@ -620,7 +573,7 @@ class Copying:
         except NoSpaceError:
             raise
         except (CorruptEntryError, UnavailableError, AccessError) as exc:
-            self.result.failures[self._called(entry)] = str(exc)
+            self.result.failures[entry.label] = str(exc)
             if isinstance(exc, CorruptEntryError):
                 self._in_a_row = 0
             else:
@@ -634,8 +587,7 @@ class Copying:
         self._options.report("copying", self._done, self._total)
 
     async def _try(self, entry: CorpusEntry) -> None:
-        revision = await self._target.room(entry, deep=self._options.deep)
-        if revision is None:
+        if await self._target.has(entry, deep=self._options.deep):
             self._note(entry, None, is_new=False)
             return
         if entry.nbytes > MAX_ENTRY_BYTES:
@@ -643,41 +595,36 @@ class Copying:
         await self._pace.take(entry.nbytes)
         if self._by_server is not None and self._by_server.is_able:
             with suppress(AccessError):  # other credentials may read the source
-                await self._have_copied(self._by_server, entry, revision)
+                await self._have_copied(self._by_server, entry)
                 return
         content = await self._origin.read(entry)
         if content is None:
             raise CorruptEntryError("it is gone", reason="length")
-        header = await self._target.write(entry, revision, content)
+        header = await self._target.write(entry, content)
         self._note(entry, header, is_new=header is not None)
 
-    async def _have_copied(self, server: ServerCopies, entry: CorpusEntry, revision: int) -> None:
+    async def _have_copied(self, server: ServerCopies, entry: CorpusEntry) -> None:
         target = self._target
         if not isinstance(target, NamespaceTarget):
             raise TypeError("servers copy into namespaces only")
         try:
-            header = await server.copy(entry, revision, target)
+            header = await server.copy(entry, target)
         except ConflictError:
             self._note(entry, None, is_new=False)
             return
         if self._options.deep:
-            await target.require_good(entry, revision)
+            await target.require_good(entry)
         self.result.by_server += 1
         self._note(entry, header, is_new=True)
 
     def _note(self, entry: CorpusEntry, header: codec.Header | None, *, is_new: bool) -> None:
-        self.result.failures.pop(self._called(entry), None)  # that of an object before its revision
         self._fresh[entry] = header
-        self.there[digest_of_name(entry.plain_name)] = header.total_bytes if header else 0
+        self.there[digest_of_name(entry.name)] = header.total_bytes if header else 0
         if is_new:
             self.result.copied += 1
             self.result.nbytes += entry.nbytes
         else:
             self.result.present += 1
-
-    @staticmethod
-    def _called(entry: CorpusEntry) -> str:
-        return replace(entry, name=entry.plain_name).label
 
 
 # -- a whole namespace -----------------------------------------------------------------------------

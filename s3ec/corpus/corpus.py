@@ -36,7 +36,6 @@ from s3ec.corpus.entries import (
     CorpusEntry,
     Embedding,
     find_entry,
-    name_and_revision,
     read_entry,
     read_header,
     scan,
@@ -53,7 +52,7 @@ from s3ec.identity import (
     Key,
     Layout,
     digest_of_name,
-    entry_name,
+    is_object_name,
     make_key,
 )
 from s3ec.namespaces import (
@@ -103,15 +102,14 @@ class Deletion:
 
     Attributes:
         namespace: Where.
-        objects: The objects of each identifier as they were, revisions included; none where the
-            entry was not there.
+        objects: The object of each identifier as it was; None where the entry was not there.
         done: Whether they were deleted; False of a dry run.
         dropped_rows: Rows of the catalogue that went with them.
         problem: Why the catalogue's rows are left, empty where they are not.
     """
 
     namespace: str
-    objects: Mapping[str, Sequence[ObjectInfo]]
+    objects: Mapping[str, ObjectInfo | None]
     done: bool
     dropped_rows: int = 0
     problem: str = ""
@@ -119,18 +117,18 @@ class Deletion:
     @property
     def count(self) -> int:
         """Entries that were there; one that was named twice counts once."""
-        return len({infos[0].name for infos in self.objects.values() if infos})
+        return len({info.name for info in self.objects.values() if info})
 
     @property
     def nbytes(self) -> int:
         """Size of their objects together."""
-        sizes = {info.name: info.nbytes for infos in self.objects.values() for info in infos}
+        sizes = {info.name: info.nbytes for info in self.objects.values() if info}
         return sum(sizes.values())
 
     @property
     def absent(self) -> Sequence[str]:
         """Identifiers of which nothing was there."""
-        return [identifier for identifier, infos in self.objects.items() if not infos]
+        return [identifier for identifier, info in self.objects.items() if not info]
 
 
 class Corpus:
@@ -298,9 +296,10 @@ class Corpus:
     def find(
         self, identifier: str, *, namespace: str | None = None, model: str | None = None
     ) -> CorpusEntry | None:
-        """The entry of an identifier as a listing shows it; of two revisions the last.
+        """The entry of an identifier, without its header.
 
-        Costs one listing of a few names, two where the identifier is not known in full.
+        Costs one small request, and a listing of a few names where the identifier is not known in
+        full.
 
         Args:
             identifier: As vLLM spells it, a label, or 8 or more hex digits of a content hash.
@@ -383,7 +382,7 @@ class Corpus:
 
         Costs one request for each 1000 entries. Where there are more than 4096, a request for each
         of up to 256 folders comes on top, 16 at a time. What is ahead of the caller is at most some
-        thousand entries. Every revision is an entry here.
+        thousand entries.
 
         Args:
             starts_with: Only entries whose label begins so.
@@ -456,11 +455,11 @@ class Corpus:
         dry_run: bool = False,
         report: Report = unreported,
     ) -> Deletion:
-        """Delete entries with all their revisions, and tell every reader by the index.
+        """Delete entries, and tell every reader by the index.
 
         The index says so before the objects go, and once more behind. What is absent is announced
         too, since the index may hold it. Rows of the catalogue go with them. A node that has a copy
-        on its disk serves it until it is evicted. Costs a listing for each entry, 16 at a time, one
+        on its disk serves it until it is evicted. Costs a look for each entry, 16 at a time, one
         request for each 1000 objects, and two announcements for each 2500. The first deletion also
         tries a conditional write, with four small requests. Where there is a catalogue, it is read
         and written.
@@ -501,7 +500,7 @@ class Corpus:
             from s3ec.index.delete import delete_entries, find_objects
 
             found = await find_objects(store, layout, keys.values(), report=report)
-            by_text = {text: tuple(found[key]) for text, key in keys.items()}
+            by_text = {text: found[key] for text, key in keys.items()}
             if dry_run:
                 return Deletion(layout.namespace, by_text, done=False)
             await delete_entries(store, layout, found, report=report)
@@ -1037,8 +1036,7 @@ class Corpus:
             folder = f"{lora}/" if lora else ""
             fan_out = stem.removeprefix("x-").removeprefix("t-")[:2]
             name = f"{folder}{fan_out}/{stem}{OBJECT_SUFFIX}"
-        found = entry_name(name)
-        return Key("", found[0], digest_of_name(found[0])) if found else None
+        return Key("", name, digest_of_name(name)) if is_object_name(name) else None
 
     def _key_of_one(self, one: str | CorpusEntry, by_name: bool, argument: str) -> tuple[str, Key]:
         if isinstance(one, CorpusEntry):
@@ -1059,8 +1057,7 @@ class Corpus:
         if isinstance(one, Wanted):
             return one
         if isinstance(one, CorpusEntry):
-            name, revision = name_and_revision(one)
-            return wanted_by_name(name, 0 if revision else one.nbytes, revision)
+            return wanted_by_name(one.name, one.nbytes)
         key = self._key_of_one(one, by_name, "wanted")[1]
         return Wanted(key, one) if key.identifier else wanted_by_name(key.name)
 

@@ -33,7 +33,7 @@ from s3ec.errors import (
     TierError,
     UnavailableError,
 )
-from s3ec.identity import Layout, entry_name
+from s3ec.identity import Layout, is_object_name
 from s3ec.index.listing import FEW, leaf_folders, listed
 from s3ec.store.base import PART_BYTES, ObjectInfo, Store, VanishedError, whole_parts
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
@@ -186,7 +186,7 @@ class _DeepRun:
         self.found.complete = True
 
     async def _look(self, info: ObjectInfo) -> Outcome:
-        if entry_name(info.name.removeprefix(self._layout.objects)) is None:
+        if not is_object_name(info.name.removeprefix(self._layout.objects)):
             return Outcome("foreign")
         outcome = await check_object(self._store, self._layout, info)
         if outcome.error is None:

@@ -17,8 +17,8 @@ from s3ec.identity import (
     OBJECT_SUFFIX,
     Layout,
     digest_of_name,
-    entry_name,
     is_content_hash,
+    is_object_name,
     key_of_header,
     make_key,
 )
@@ -41,9 +41,7 @@ if TYPE_CHECKING:
 # The folder of an adapter whose name does not make one, or may not be read.
 HASHED_ADAPTER = re.compile(r"[tx]-[0-9a-f]{64}")
 # 8 hex digits tell four thousand million images apart, and name the fan-out folder.
-_HASH_PREFIX = re.compile(
-    r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})(?P<revision>\.r1)?"
-)
+_HASH_PREFIX = re.compile(r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})")
 # The first digits of a hash name a folder of the bucket.
 _HASH_BEGIN = re.compile(r"(?:[tx]-)?([0-9a-f]{2})[0-9a-f]*")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}/")
@@ -78,21 +76,16 @@ class CorpusEntry:
     @property
     def label(self) -> str:
         """Its short name, which ``stat`` and ``get`` take too: the content hash, or ``x-`` or
-        ``t-`` and a digest. ``.r1`` behind it is the first revision.
+        ``t-`` and a digest.
         """
         path = PurePosixPath(self.name)
         stem = path.name.removesuffix(OBJECT_SUFFIX)
         return f"{path.parts[0]}:{stem}" if len(path.parts) == 3 else stem
 
     @property
-    def plain_name(self) -> str:
-        """The name without its revision."""
-        return name_and_revision(self)[0]
-
-    @property
     def digest(self) -> str:
         """Its key in the index, 32 hex digits."""
-        return digest_of_name(self.plain_name).hex()
+        return digest_of_name(self.name).hex()
 
     @property
     def identifier(self) -> str | None:
@@ -102,11 +95,11 @@ class CorpusEntry:
         ``tenant_key`` it is nowhere.
         """
         if self.header is not None:
-            key = key_of_header(self.header.identifier, digest_of_name(self.plain_name))
+            key = key_of_header(self.header.identifier, digest_of_name(self.name))
             return key.identifier or None if key else None
-        plain = replace(self, name=self.plain_name).label
-        adapter = plain.rpartition(":")[0]
-        return plain if is_content_hash(plain) and not HASHED_ADAPTER.fullmatch(adapter) else None
+        label = self.label
+        adapter = label.rpartition(":")[0]
+        return label if is_content_hash(label) and not HASHED_ADAPTER.fullmatch(adapter) else None
 
     def age_s(self, now_s: float) -> float | None:
         """Seconds since the last change, None where the store does not say."""
@@ -251,7 +244,7 @@ def entries_of(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[CorpusEn
     """Those of listed objects that are entries; foreign objects are left out."""
     for info in infos:
         name = info.name.removeprefix(layout.objects)
-        if entry_name(name) is not None:
+        if is_object_name(name):
             yield CorpusEntry(layout.namespace, name, info.nbytes, info.modified_s)
 
 
@@ -265,10 +258,9 @@ async def find_entry(
 ) -> CorpusEntry | None:
     key = make_key(wanted, tenant)
     if key is not None:
-        stem = key.name.removesuffix(OBJECT_SUFFIX)
-        found = [each async for each in _listed(store, namespace, f"{stem}.")]
-        if found:
-            return max(found, key=name_and_revision)
+        info = await store.head(Layout(namespace).object(key))
+        if info is not None:
+            return CorpusEntry(namespace, key.name, info.nbytes, info.modified_s)
     shape = _HASH_PREFIX.fullmatch(wanted)
     return None if shape is None else await _find_by_prefix(store, namespace, wanted, shape)
 
@@ -277,23 +269,17 @@ async def _find_by_prefix(
     store: Store, namespace: str, wanted: str, shape: re.Match[str]
 ) -> CorpusEntry | None:
     lora = f"{shape['lora']}/" if shape["lora"] else ""
-    stem = f"{shape['mark'] or ''}{shape['hex']}{shape['revision'] or ''}"
-    last: dict[str, CorpusEntry] = {}
+    stem = f"{shape['mark'] or ''}{shape['hex']}"
+    found: list[CorpusEntry] = []
     async for entry in _listed(store, namespace, f"{lora}{shape['hex'][:2]}/{stem}"):
-        name = entry.plain_name
-        last[name] = max(last.get(name, entry), entry, key=name_and_revision)
-        if len(last) > _SHOWN_MATCHES:
+        found.append(entry)
+        if len(found) > _SHOWN_MATCHES:
             break
-    found = list(last.values())
     if len(found) > 1:
         listed = "".join(f"\n  {entry.label}" for entry in found[:_SHOWN_MATCHES])
         more = "\n  ..." if len(found) > _SHOWN_MATCHES else ""
         raise AmbiguousError(f"several entries begin with `{wanted}`:{listed}{more}")
     return found[0] if found else None
-
-
-def name_and_revision(entry: CorpusEntry) -> tuple[str, int]:
-    return entry_name(entry.name) or (entry.name, 0)
 
 
 async def read_header(store: Store, entry: CorpusEntry) -> CorpusEntry | None:
@@ -349,7 +335,7 @@ def _naming(entry: CorpusEntry) -> Iterator[None]:
 def checked_header(blob: Blob, entry: CorpusEntry) -> codec.Header:
     """Refuse an entry that lies where its own identifier does not belong."""
     header = codec.parse_header(blob)
-    if key_of_header(header.identifier, digest_of_name(entry.plain_name)) is None:
+    if key_of_header(header.identifier, digest_of_name(entry.name)) is None:
         raise CorruptEntryError("written for another identifier", reason="identifier")
     codec.check_identity(header, namespace=entry.namespace, identifier=header.identifier)
     return header

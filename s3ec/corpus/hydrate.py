@@ -4,7 +4,7 @@
 It goes beside an engine's prefetcher and not through it. A prefetcher brings what a request needs,
 by rows, width and modality, pins it for that request, and evicts for it. Here nobody knows these
 before the object says them, nobody waits, and nothing may go for what comes. The parts below are
-the same: checksums, files, claims, notes of bad objects, and the news that other processes hear.
+the same: checksums, files, claims, and the news that other processes hear.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.fetch import PART_BYTES, PARTS_AT_A_TIME, ByteBudget
 from s3ec.identity import (
-    MAX_REVISION,
     OBJECT_SUFFIX,
     Key,
     Layout,
@@ -35,13 +34,12 @@ from s3ec.identity import (
     make_key,
 )
 from s3ec.modality import ModalityRecords
-from s3ec.node import destination_of, open_tier
+from s3ec.node import open_tier
 from s3ec.runtime import LoopThread
 from s3ec.store.base import Blob, Store, parts_as_they_come
 from s3ec.store.concurrency import Pace, in_parallel
 from s3ec.tenant import Tenant
 from s3ec.tier import Claim, Incoming, Tier
-from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.claims import LookAgain
 from s3ec.tier.evictor import NoRoomError
 from s3ec.tier.files import is_full
@@ -112,13 +110,11 @@ class Wanted:
         key: Where it lives. Its identifier is empty where only the object knows it.
         label: What reports call it.
         nbytes: Size of its object; 0 where that is not known.
-        revision: Of the object that was seen; an older one may be gone.
     """
 
     key: Key
     label: str
     nbytes: int = 0
-    revision: int = 0
 
 
 ENOUGH = ("full", "max_bytes")
@@ -184,8 +180,8 @@ def of_catalog(rows: Iterable[CatalogRow], tenant: Tenant | None = None) -> Iter
             yield Wanted(key, row.identifier, row.nbytes)
 
 
-def wanted_by_name(name: str, nbytes: int = 0, revision: int = 0) -> Wanted:
-    """An entry by the name of its object, without its revision.
+def wanted_by_name(name: str, nbytes: int = 0) -> Wanted:
+    """An entry by the name of its object.
 
     A content hash is in the name. What else a client chose is only in the object.
     """
@@ -195,26 +191,17 @@ def wanted_by_name(name: str, nbytes: int = 0, revision: int = 0) -> Wanted:
     key = make_key(label)
     if key is None or key.name != name:
         key = Key("", name, digest_of_name(name))
-    return Wanted(key, label, nbytes, revision)
+    return Wanted(key, label, nbytes)
 
 
 async def everything(store: Store, layout: Layout) -> AsyncGenerator[Wanted, None]:
     """All entries of a namespace as a listing shows them, in no order. To be closed."""
-    from s3ec.index.listing import key_of_object, list_objects
+    from s3ec.index.listing import list_objects
 
-    later: list[Wanted] = []  # a few: what was stored a second time
     async with aclosing(list_objects(store, layout)) as batches:
         async for infos in batches:
             for info in infos:
-                key, revision = key_of_object(layout, info.name)
-                one = wanted_by_name(key.name, 0 if revision else info.nbytes, revision)
-                if revision:
-                    later.append(one)
-                else:
-                    yield one
-    for one in later:
-        if await store.head(layout.object(one.key)) is None:  # else it was handed out above
-            yield one
+                yield wanted_by_name(info.name.removeprefix(layout.objects), info.nbytes)
 
 
 async def hydrate(
@@ -247,14 +234,7 @@ async def hydrate(
         partial(open_tier, settings, layout.namespace, counters, evicts=False), undo=_close
     )
     try:
-        bad_objects = BadObjects(
-            tier.folders,
-            layout.namespace,
-            destination_of(settings),
-            ttl_s=settings.quarantine_s,
-            counters=counters,
-        )
-        work = _Hydrator(store, layout, loop, tier, bad_objects, options, report)
+        work = _Hydrator(store, layout, loop, tier, options, report)
         source = everything(store, layout) if wanted is None else _each(wanted)
         async with aclosing(source):
             return await work.run(source)
@@ -285,7 +265,6 @@ class _Hydrator:
         layout: Layout,
         loop: LoopThread,
         tier: Tier,
-        bad_objects: BadObjects,
         options: HydrateOptions,
         report: Report,
     ) -> None:
@@ -294,7 +273,6 @@ class _Hydrator:
         self._disk = loop.disk
         self._disk_soon = loop.disk_soon
         self._tier = tier
-        self._bad_objects = bad_objects
         self._options = options
         self._report = report
         self._records = ModalityRecords(store, layout)
@@ -393,7 +371,6 @@ class _Hydrator:
 
     def _look_at(self, some: Sequence[Wanted]) -> list[_Look]:
         """Whether entries are here, and whether there is room for those that are not. Blocking."""
-        self._bad_objects.catch_up()
         found = []
         for one in some:
             if self._tier.entries.contains(one.key):
@@ -450,7 +427,7 @@ class _Hydrator:
     # -- what the bucket has ---------------------------------------------------------------------
 
     async def _take(self, one: Wanted, used_s: float) -> int:
-        """Bring one entry, or the revision of a bad or deleted one; count how it ends.
+        """Bring one entry; count how it ends.
 
         Returns:
             Bytes that were brought.
@@ -464,41 +441,23 @@ class _Hydrator:
             self._found.here += 1
             return 0
         try:
-            return await self._take_claimed(one, used_s)
+            answer = await self._twice(one, used_s)
         finally:
             self._tier.claims.release(claim)
-
-    async def _take_claimed(self, one: Wanted, used_s: float) -> int:
-        bad, found = self._bad_objects, self._found
-        revision, reason = bad.revision(one.key), ""
-        while revision <= MAX_REVISION:
-            answer = await self._twice(one, revision, used_s)
-            if isinstance(answer, int):
-                if revision:
-                    self._disk_soon(bad.heal, one.key, revision)
-                found.fetched += 1
-                found.fetched_bytes += answer
-                return answer
-            if answer is None:
-                if revision or not one.revision:
-                    break
-                revision = 1  # somebody deleted the first one, which may have been a bad one
-                continue
-            reason = answer
-            note = partial(bad.note, one.key, reason, revision, row_time_s=0)
-            if (following := await self._disk(note)) is None:
-                break
-            revision = following
-        if reason or bad.revision(one.key):
-            found.damaged[one.label] = reason or "noted as bad before"
+        if answer is None:
+            self._found.absent.append(one.label)
+        elif isinstance(answer, str):
+            self._found.damaged[one.label] = answer
         else:
-            found.absent.append(one.label)
+            self._found.fetched += 1
+            self._found.fetched_bytes += answer
+            return answer
         return 0
 
     async def _take_nothing(self, one: Wanted) -> int:
         nbytes = one.nbytes
         if not nbytes:
-            info = await self._store.head(self._layout.object(one.key, one.revision))
+            info = await self._store.head(self._layout.object(one.key))
             if info is None:
                 self._found.absent.append(one.label)
                 return 0
@@ -507,14 +466,13 @@ class _Hydrator:
         self._found.fetched_bytes += nbytes
         return nbytes
 
-    async def _twice(self, one: Wanted, revision: int, used_s: float) -> int | str | None:
+    async def _twice(self, one: Wanted, used_s: float) -> int | str | None:
         """Fetch one object, once more if it is bad.
 
         Returns:
             Its size; None where it is absent; if bad twice the reason.
         """
-        name = self._layout.object(one.key, revision)
-        nbytes = 0 if revision else one.nbytes
+        name, nbytes = self._layout.object(one.key), one.nbytes
         reason = ""
         for attempt in (1, 2):
             held_bytes = min(nbytes or PART_BYTES, PARTS_AT_A_TIME * PART_BYTES)
@@ -524,7 +482,7 @@ class _Hydrator:
             except CorruptEntryError as exc:
                 reason = exc.reason
                 if reason == "size" and nbytes:  # a catalogue may be older than it
-                    return await self._twice(replace(one, nbytes=0), revision, used_s)
+                    return await self._twice(replace(one, nbytes=0), used_s)
                 log.warning("%s is unusable (attempt %d): %s", name, attempt, exc)
                 continue
             finally:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from s3ec.corpus.deep_check import BadObject, check_object
-from s3ec.identity import MAX_REVISION, Key, Layout, make_key
+from s3ec.identity import Key, Layout, make_key
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.delete import deleting
 from s3ec.index.listing import key_of_object
@@ -83,31 +83,21 @@ async def repair(
 async def _delete_corrupt(
     store: Store, layout: Layout, bad: list[BadObject], done: Repair, options: BuildOptions
 ) -> None:
-    """Delete the objects that are still corrupt, and announce their entries as deleted.
-
-    An entry of which another object is left is not announced: readers find that one.
-    """
-    objects: dict[Key, list[str]] = {}
+    """Delete the objects that are still corrupt, and announce their entries as deleted."""
+    corrupt: list[Key] = []
 
     async def look(one: BadObject) -> None:
         info = await store.head(one.name)
         kind = "gone" if info is None else (await check_object(store, layout, info)).kind
         if kind == "corrupt":
-            objects.setdefault(key_of_object(layout, one.name)[0], []).append(one.name)
+            corrupt.append(key_of_object(layout, one.name))
         else:
             done.spared += 1
 
     await in_parallel(bad, look)
-
-    async def has_more(key: Key) -> tuple[Key, bool]:
-        names = {layout.object(key, revision) for revision in range(MAX_REVISION + 1)}
-        left = [await store.head(name) for name in sorted(names.difference(objects[key]))]
-        return key, any(left)
-
-    kept = {key for key, more in await in_parallel(objects, has_more) if more}
     async with deleting(store, layout) as deleter:
-        await deleter.delete(objects, kept=kept, report=options.report)
-    done.deleted = sum(map(len, objects.values()))
+        await deleter.delete(corrupt, report=options.report)
+    done.deleted = len(corrupt)
 
 
 async def drop_gone_rows(
@@ -118,11 +108,8 @@ async def drop_gone_rows(
 
     async def look(identifier: str) -> str | None:
         key = make_key(identifier, tenant)
-        if key is None:
-            return identifier
-        for revision in range(MAX_REVISION + 1):
-            if await store.head(layout.object(key, revision)) is not None:
-                return None
+        if key is not None and await store.head(layout.object(key)) is not None:
+            return None
         return identifier
 
     gone = set(filter(None, await in_parallel(identifiers, look)))

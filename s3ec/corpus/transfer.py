@@ -262,11 +262,11 @@ class ExampleTarget:
         async for info in listed(self._store, ""):
             self._nbytes[info.name] = info.nbytes
 
-    async def room(self, entry: CorpusEntry, *, deep: bool) -> int | None:
+    async def has(self, entry: CorpusEntry, *, deep: bool) -> bool:
         name = self._name(entry)
         nbytes = self._nbytes.get(name)
         if nbytes is None:
-            return 0
+            return False
         if deep:
             blob = await self._store.get(name, max_bytes=nbytes)
         else:
@@ -281,11 +281,9 @@ class ExampleTarget:
             raise CorruptEntryError(
                 f"{name} is there and unusable ({exc}); remove it", reason=exc.reason
             ) from exc
-        return None
+        return True
 
-    async def write(
-        self, entry: CorpusEntry, revision: int, content: Content
-    ) -> codec.Header | None:
+    async def write(self, entry: CorpusEntry, content: Content) -> codec.Header | None:
         try:
             front = example_header(content.header.shape)
             await self._store.put_if_absent(self._name(entry), [front, content.data])
@@ -298,7 +296,7 @@ class ExampleTarget:
 
     @staticmethod
     def _name(entry: CorpusEntry) -> str:
-        match = _CONTENT_NAME.fullmatch(entry.plain_name)
+        match = _CONTENT_NAME.fullmatch(entry.name)
         if match is None:
             raise ValueError(f"{entry.name} has no content hash")
         return f"{match[1]}/{_EXAMPLE_NAME}"
@@ -380,9 +378,6 @@ class ExampleOrigin:
                 yield batch
                 batch = []
         yield batch
-
-    async def revisions(self) -> Sequence[CorpusEntry]:
-        return ()
 
     async def read(self, entry: CorpusEntry) -> Content | None:
         content_hash = self._hashes[entry.name]

@@ -4,8 +4,6 @@
 * ``python -m s3ec.dev.plots rag RESULT.json FOLDER`` writes ``rag-ttft.png`` and ``rag-total.png``
   from what ``s3ec bench rag --json RESULT.json`` wrote.
 * ``python -m s3ec.dev.plots payoff FILE.svg`` writes the plot of docs/does-it-pay.md.
-
-``save_bars`` draws bars for anyone, such as the demo.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Colours that people who confuse red and green can tell apart.
-GOOD, BAD = "#0072b2", "#d55e00"
+_BLUE, _ORANGE = "#0072b2", "#d55e00"
 # Of the configurations of `bench rag`, by their numbers.
 RAG_COLOURS = {
     1: "#7b8794",
     2: "#56a0d3",
-    3: GOOD,
+    3: _BLUE,
     4: "#00875f",
     5: "#c08a00",
-    6: BAD,
+    6: _ORANGE,
 }
 _Leg = Mapping[str, Any]
 
@@ -46,39 +44,6 @@ def need_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("plots need matplotlib, which is not installed: pip install 's3ec[dev]'")
-
-
-def save_bars(
-    out: Path,
-    names: Sequence[str],
-    series: Mapping[str, tuple[str, Sequence[float]]],
-    *,
-    unit: str,
-    title: str,
-) -> None:
-    """Write a PNG file with horizontal bars: for each name one bar of each series.
-
-    Args:
-        out: The file.
-        names: From top to bottom.
-        series: Label to colour and values, one for each name.
-        unit: Label of the horizontal axis.
-        title: Above the bars.
-    """
-    figure = _figure(8, 1.2 + 0.45 * len(names), dpi=110)
-    axes = figure.subplots()
-    height = 0.8 / len(series)
-    for number, (label, (colour, values)) in enumerate(series.items()):
-        shift = (number - (len(series) - 1) / 2) * height
-        places = [place + shift for place in range(len(names))]
-        axes.barh(places, values, 0.9 * height, color=colour, label=label)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(unit)
-    axes.set_title(title, fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(out, format="png", facecolor="white")
 
 
 def _figure(width: float, height: float, *, dpi: float = 100) -> Figure:
@@ -169,7 +134,7 @@ def _quiet(axes: Axes, grid: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-_PAYOFF_LINES = {"aws": ("S3, same region", BAD), "minio-nvme": ("local network", GOOD)}
+_PAYOFF_LINES = {"aws": ("S3, same region", _ORANGE), "minio-nvme": ("local network", _BLUE)}
 _PAYOFF_LABELLED = (
     "gemma3-27b", "internvl3-38b", "internvl3-78b", "glm-4.5v", "qwen2.5-vl-7b", "qwen3-vl-8b",
     "pixtral-12b", "kimi-vl-a3b-2506", "ultravox-8b", "internvl3.5-8b",

@@ -39,6 +39,14 @@ class Index(Protocol):
         """The key is not to be had: answer False for a while.
 
         Args:
-            absent: The bucket said 404. Otherwise its copy is bad.
+            absent: The bucket said 404. Otherwise it refused.
         """
+        ...
+
+    def mark_bad(self, key: Key) -> None:
+        """The key's object is unusable: answer False for an hour."""
+        ...
+
+    def is_bad(self, key: Key) -> bool:
+        """True if this process knows that the key's object is unusable; no I/O."""
         ...

@@ -16,10 +16,7 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Iterable,
-    Mapping,
-    MutableMapping,
     Sequence,
-    Set,
 )
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -49,7 +46,7 @@ class Contents:
     """What a namespace holds.
 
     Attributes:
-        entries: Objects below ``objects/``, revisions included.
+        entries: Objects below ``objects/``.
         entry_nbytes: Their size.
         index_files: Objects of the index.
         index_nbytes: Their size.
@@ -240,8 +237,8 @@ class Deleter:
     state    goes to  when
     =======  =======  ========================================================================
     stored   hidden   a first tombstone of its round is confirmed
-    hidden   gone     its objects are deleted, and a second tombstone is confirmed
-    hidden   stored   the bucket kept an object, or did not say: its row is announced again
+    hidden   gone     its object is deleted, and a second tombstone is confirmed
+    hidden   stored   the bucket kept the object, or did not say: its row is announced again
     =======  =======  ========================================================================
 
     **Why a tombstone first.** Who has heard it asks for nothing that is going. A process that is
@@ -281,20 +278,12 @@ class Deleter:
         self._clock = clock
         self._requests = asyncio.Semaphore(_REQUESTS_AT_A_TIME)
 
-    async def delete(
-        self,
-        objects: Mapping[Key, Sequence[str]],
-        *,
-        kept: Set[Key] = frozenset(),
-        report: Report = unreported,
-    ) -> None:
-        """Delete the named objects of some entries, and announce that.
+    async def delete(self, keys: Iterable[Key], *, report: Report = unreported) -> None:
+        """Delete some entries, those that are absent too, and announce that.
 
         One request for each 1000 objects, and two announcements for each round.
 
         Args:
-            objects: Those of each entry; for one without any, the object that it would have.
-            kept: Entries that have other objects, so that readers are told nothing.
             report: Told how many entries are gone.
 
         Raises:
@@ -302,37 +291,35 @@ class Deleter:
                 is not, unless the message says otherwise.
             AccessError: It refuses.
         """
-        waiting = {key: names or [self._layout.object(key)] for key, names in objects.items()}
+        every = list(dict.fromkeys(keys))
         done = 0
 
         def count(entries: int) -> None:
             nonlocal done
             done += entries
-            report("deleting", done, len(objects))
+            report("deleting", done, len(every))
 
-        while waiting:
-            await self._delete_round(_take_batch(waiting, ROUND_OBJECTS), kept, count)
+        for start in range(0, len(every), ROUND_OBJECTS):
+            await self._delete_round(every[start : start + ROUND_OBJECTS], count)
 
-    async def _delete_round(
-        self, objects: dict[Key, Sequence[str]], kept: Set[Key], count: Callable[[int], None]
-    ) -> None:
-        await self._times.prepare(objects)
-        told = objects.keys() - kept
+    async def _delete_round(self, keys: Sequence[Key], count: Callable[[int], None]) -> None:
+        await self._times.prepare(keys)
         gone: set[Key] = set()
         asked_s = self._clock()
         confirmed: list[bool] = []
         errors: list[S3ECError] = []
         try:
-            for key in told:
+            for key in keys:
                 self._announcer.add(key, None, confirmed.append, at_s=asked_s - _APART_S)
             await _flush(self._announcer, _UNHIDDEN)
             if not all(confirmed):
                 raise UnavailableError(_UNHIDDEN)
             asked_s = self._clock()
-            errors = await self._delete_objects(objects, told, gone, count, confirmed)
+            errors = await self._delete_objects(keys, gone, count, confirmed)
         finally:
-            for key in told - gone:
-                self._show(key, confirmed)
+            for key in keys:
+                if key not in gone:
+                    self._show(key, confirmed)
             await _flush(self._announcer, _UNTOLD)
         if errors:
             raise errors[0]
@@ -341,8 +328,7 @@ class Deleter:
 
     async def _delete_objects(
         self,
-        objects: dict[Key, Sequence[str]],
-        told: Set[Key],
+        keys: Sequence[Key],
         gone: set[Key],
         count: Callable[[int], None],
         confirmed: list[bool],
@@ -350,16 +336,15 @@ class Deleter:
         """Delete the objects of hidden entries, and announce those that are gone.
 
         Args:
-            told: Entries of which readers are told.
-            gone: Gets those of them that are.
+            gone: Gets those that are.
             confirmed: Gets whether each announcement is confirmed, by the next flush.
 
         Returns:
             Why some are left, in the order of the requests.
         """
-        batches = _equal_batches(objects)
+        batches = _equal_batches(keys)
         errors: dict[int, S3ECError] = {}
-        unknown: dict[Key, Sequence[str]] = {}  # there was no answer about them
+        unknown: set[Key] = set()  # there was no answer about them
         asked_s = self._clock()  # for the last one
 
         async def delete(number: int) -> None:
@@ -369,16 +354,17 @@ class Deleter:
         async def request(number: int) -> None:
             """Note errors and do not raise them, so that the other requests can end."""
             nonlocal asked_s
-            batch = batches[number]
+            batch = {self._layout.object(key): key for key in batches[number]}
             # Before the request, so that its time is before that of whoever stores an entry again.
             at_s = asked_s = self._clock()
-            left: dict[str, S3ECError] = {}
-            refused: Set[Key] = set()
-            unanswered: Set[Key] = batch.keys()
+            refused: set[Key] = set()
+            unanswered = set(batch.values())
             try:
-                left = await self._store.delete_many([n for names in batch.values() for n in names])
-                refused = _with_error(batch, left, AccessError)
-                unanswered = _with_error(batch, left, UnavailableError) - refused
+                left = await self._store.delete_many(list(batch))
+                refused = {batch[n] for n, exc in left.items() if isinstance(exc, AccessError)}
+                unanswered = {
+                    batch[n] for n, exc in left.items() if isinstance(exc, UnavailableError)
+                }
                 if left:
                     errors[number] = next(iter(left.values()))
                 else:
@@ -386,11 +372,11 @@ class Deleter:
             except S3ECError as exc:  # of the request as a whole
                 errors[number] = exc
                 if isinstance(exc, AccessError):
-                    refused, unanswered = batch.keys(), set()
+                    refused, unanswered = unanswered, set()
             finally:
                 # Before anything is awaited: it may be broken off here.
-                self._hide((batch.keys() & told) - refused - unanswered, at_s, gone, confirmed)
-                unknown.update((key, batch[key]) for key in unanswered & told)
+                self._hide(set(batch.values()) - refused - unanswered, at_s, gone, confirmed)
+                unknown.update(unanswered)
 
         try:
             await in_parallel(range(len(batches)), delete, width=len(batches))
@@ -414,7 +400,7 @@ class Deleter:
             known_s = self._times(key) + _APART_S
             self._announcer.add(key, facts, confirmed.append, known_s=known_s)
 
-    async def _gone(self, objects: Mapping[Key, Sequence[str]]) -> list[Key]:
+    async def _gone(self, keys: Iterable[Key]) -> list[Key]:
         """Those that are not there. After a request without an answer only the bucket knows.
 
         What it does not tell is shown again: readers find out by asking for it.
@@ -423,48 +409,20 @@ class Deleter:
 
         async def look(key: Key) -> None:
             with suppress(UnavailableError, AccessError):
-                if not any([await self._store.head(name) for name in objects[key]]):
+                if await self._store.head(self._layout.object(key)) is None:
                     gone.append(key)
 
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):
-                await in_parallel(objects, look)
+                await in_parallel(keys, look)
         return gone
 
 
-def _take_batch(waiting: MutableMapping[Key, Sequence[str]], room: int) -> dict[Key, Sequence[str]]:
-    """Take out the first entries that have at most ``room`` objects together; at least one."""
-    batch: dict[Key, Sequence[str]] = {}
-    for key, names in waiting.items():
-        room -= len(names)
-        if room < 0 and batch:
-            break
-        batch[key] = names
-    for key in batch:
-        del waiting[key]
-    return batch
-
-
-def _equal_batches(objects: Mapping[Key, Sequence[str]]) -> list[dict[Key, Sequence[str]]]:
+def _equal_batches(keys: Sequence[Key]) -> list[Sequence[Key]]:
     """Divide entries among as few requests as possible, of about equal size."""
-    waiting = dict(objects)
-    batches = []
-    while waiting:
-        left = sum(map(len, waiting.values()))
-        requests = -(-left // DELETE_AT_A_TIME)
-        batches.append(_take_batch(waiting, -(-left // requests)))
-    return batches
-
-
-def _with_error(
-    objects: Mapping[Key, Sequence[str]], left: Mapping[str, S3ECError], kind: type[S3ECError]
-) -> set[Key]:
-    """The entries that still have an object because of an error of this kind."""
-    return {
-        key
-        for key, names in objects.items()
-        if any(isinstance(left.get(name), kind) for name in names)
-    }
+    requests = -(-len(keys) // DELETE_AT_A_TIME)
+    size = -(-len(keys) // requests)
+    return [keys[start : start + size] for start in range(0, len(keys), size)]
 
 
 async def _flush(announcer: Announcer, otherwise: str) -> None:
@@ -524,15 +482,14 @@ async def deleting(
 async def delete_entries(
     store: Store,
     layout: Layout,
-    found: Mapping[Key, Sequence[ObjectInfo]],
+    keys: Iterable[Key],
     *,
     report: Report = unreported,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Delete some entries with their revisions, and announce that; those that are absent too.
+    """Delete some entries, and announce that; those that are absent too.
 
     Args:
-        found: By find_objects.
         report: Told how many entries are gone.
         clock: Seconds since the epoch.
 
@@ -541,16 +498,15 @@ async def delete_entries(
         TierError: As deleting.
     """
     async with deleting(store, layout, clock=clock) as deleter:
-        objects = {key: [info.name for info in infos] for key, infos in found.items()}
-        await deleter.delete(objects, report=report)
+        await deleter.delete(keys, report=report)
 
 
 async def find_objects(
     store: Store, layout: Layout, keys: Iterable[Key], *, report: Report = unreported
-) -> dict[Key, list[ObjectInfo]]:
-    """The objects of some entries that are there, revisions included.
+) -> dict[Key, ObjectInfo | None]:
+    """The object of each of some entries; None for one that is not there.
 
-    A listing for each, 16 at a time; where many are asked for and few are there, one of all.
+    A request for each, 16 at a time; where many are asked for and few are there, one listing.
 
     Args:
         report: Told how many were looked for.
@@ -563,13 +519,14 @@ async def find_objects(
     if len(wanted) > _MANY:
         few = await _few_objects(store, layout.objects)
         if few is not None:
-            return _of_entries(layout, wanted, few)
+            there = {info.name: info for info in few}
+            return {key: there.get(layout.object(key)) for key in wanted}
     looked = itertools.count(1)
 
-    async def find(key: Key) -> list[ObjectInfo]:
-        listed = [info async for info in store.list(layout.revisions(key))]
+    async def find(key: Key) -> ObjectInfo | None:
+        info = await store.head(layout.object(key))
         report("looking", next(looked), len(wanted))
-        return [info for info in listed if key_of_object(layout, info.name)[0].name == key.name]
+        return info
 
     return dict(zip(wanted, await in_parallel(wanted, find), strict=True))
 
@@ -583,17 +540,6 @@ async def _few_objects(store: Store, prefix: str) -> list[ObjectInfo] | None:
                 return None
             found.append(info)
     return found
-
-
-def _of_entries(
-    layout: Layout, keys: Sequence[Key], infos: Sequence[ObjectInfo]
-) -> dict[Key, list[ObjectInfo]]:
-    found: dict[str, list[ObjectInfo]] = {key.name: [] for key in keys}
-    for info in infos:
-        name = key_of_object(layout, info.name)[0].name
-        if name in found:
-            found[name].append(info)
-    return {key: found[key.name] for key in keys}
 
 
 async def delete_chosen(
@@ -618,30 +564,27 @@ async def delete_chosen(
         AccessError: It refuses.
         TierError: As deleting.
     """
-    waiting: dict[Key, Sequence[str]] = {}  # what goes, until it fills a round
-    kept: set[Key] = set()  # entries of several objects, of which one stays
+    waiting: list[Key] = []  # what goes, until it fills a round
     rounds: list[asyncio.Task[None]] = []
     async with deleting(store, layout) as deleter:
 
-        async def delete(objects: dict[Key, Sequence[str]]) -> None:
-            # Its first object may go in a later round, which is to tell readers then.
-            stays = kept | await _with_first_object(store, layout, objects)
-            await deleter.delete(objects, kept=stays)
-            deleted([key for key in objects if key not in stays])
+        async def delete(keys: Sequence[Key]) -> None:
+            await deleter.delete(keys)
+            deleted(keys)
 
         def has_no_room() -> bool:
             return len(rounds) == _ROUNDS_AT_A_TIME and not any(each.done() for each in rounds)
 
-        async def begin() -> int:
-            """Begin a round, when there is room for one; answers how many objects it has."""
+        async def begin() -> None:
+            """Begin a round, when there is room for one."""
             if len(rounds) == _ROUNDS_AT_A_TIME:
                 await asyncio.wait(rounds, return_when=asyncio.FIRST_COMPLETED)
             for each in [one for one in rounds if one.done()]:
                 rounds.remove(each)
                 await each  # after one that failed no other begins
-            some = _take_batch(waiting, ROUND_OBJECTS)
+            some = waiting[:ROUND_OBJECTS]
+            del waiting[:ROUND_OBJECTS]
             rounds.append(asyncio.create_task(delete(some), name="s3ec-delete"))
-            return sum(map(len, some.values()))
 
         expected = await indexed_entries(store, layout)
         listing = list_objects(
@@ -650,18 +593,9 @@ async def delete_chosen(
         try:
             async with aclosing(listing) as batches:
                 async for infos in batches:
-                    chosen = {info.name for info in choose(infos)}
-                    found = [(info.name, *key_of_object(layout, info.name)) for info in infos]
-                    for name, key, _ in found:
-                        if name in chosen:
-                            waiting[key] = [*waiting.get(key, ()), name]
-                    # A server that lists by name has the revisions before the first object.
-                    for name, key, revision in found:
-                        if name not in chosen and (revision or key in waiting):
-                            kept.add(key)
-                    count = sum(map(len, waiting.values()))
-                    while count >= ROUND_OBJECTS * (1 + has_no_room()):
-                        count -= await begin()
+                    waiting += [key_of_object(layout, info.name) for info in choose(infos)]
+                    while len(waiting) >= ROUND_OBJECTS * (1 + has_no_room()):
+                        await begin()
             while waiting:
                 await begin()
             for each in rounds:
@@ -678,18 +612,3 @@ async def delete_chosen(
 async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
     """Wait until some tasks have ended, however that was."""
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _with_first_object(
-    store: Store, layout: Layout, deleted: Mapping[Key, Sequence[str]]
-) -> set[Key]:
-    """Entries of which a revision is deleted and the first object stays.
-
-    A listing without order may have shown the two far apart.
-    """
-    found = set()
-    for key, names in deleted.items():
-        first = layout.object(key)
-        if first not in names and await store.head(first) is not None:
-            found.add(key)
-    return found

@@ -13,7 +13,7 @@ import numpy as np
 
 from s3ec.counters import Report, unreported
 from s3ec.errors import UnavailableError
-from s3ec.identity import Key, Layout, digest_of_name, entry_name
+from s3ec.identity import Key, Layout, digest_of_name, is_object_name
 from s3ec.index.rows import Rows
 from s3ec.index.segment import SortedRuns
 from s3ec.store.base import ObjectInfo, Store, UnorderedListingError
@@ -129,7 +129,7 @@ async def list_objects(
             entries = [
                 info
                 for info in infos
-                if info.nbytes > 0 and entry_name(info.name.removeprefix(objects)) is not None
+                if info.nbytes > 0 and is_object_name(info.name.removeprefix(objects))
             ]
             if entries:
                 yield entries
@@ -177,15 +177,10 @@ async def list_folders(store: Store, prefix: str) -> list[str]:
     return [prefix + folder for folder in await store.list_folders(prefix)]
 
 
-def key_of_object(layout: Layout, name: str) -> tuple[Key, int]:
-    """Key and revision of a listed object. Its identifier is empty: a name does not tell it."""
-    plain, revision = _entry_name(layout, name)
-    return Key("", plain, digest_of_name(plain)), revision
-
-
-def _entry_name(layout: Layout, name: str) -> tuple[str, int]:
+def key_of_object(layout: Layout, name: str) -> Key:
+    """Key of a listed object. Its identifier is empty: a name does not tell it."""
     below = name.removeprefix(layout.objects)
-    return entry_name(below) or (below, 0)
+    return Key("", below, digest_of_name(below))
 
 
 async def read_listing(
@@ -216,18 +211,10 @@ async def read_listing(
 
 
 def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
-    """What a listing says of entries: digest, size and time; about 3 us each.
-
-    An entry's revision has its digest. It is what readers end with, and its row counts: also
-    where both were stored within one second, so it is that much later.
-    """
-    found = [_entry_name(layout, info.name) for info in infos]
-    digests = b"".join(digest_of_name(name) for name, _ in found)
+    """What a listing says of entries: digest, size and time; about 3 us each."""
+    digests = b"".join(digest_of_name(info.name.removeprefix(layout.objects)) for info in infos)
     halves = np.frombuffer(digests, ">u8").reshape(-1, 2)
-    times = [
-        min(max(int(info.modified_s), 0) + revision, _MAX_TIME_S)
-        for info, (_, revision) in zip(infos, found, strict=True)
-    ]
+    times = [min(max(int(info.modified_s), 0), _MAX_TIME_S) for info in infos]
     return Rows.of_digests(
         halves[:, 0],
         halves[:, 1],
@@ -247,6 +234,6 @@ async def list_digests(store: Store, layout: Layout, found: set[bytes]) -> None:
         AccessError: Listing is refused.
     """
     async for info in listed(store, layout.objects):
-        entry = entry_name(info.name.removeprefix(layout.objects))
-        if info.nbytes > 0 and entry is not None:
-            found.add(digest_of_name(entry[0]))
+        name = info.name.removeprefix(layout.objects)
+        if info.nbytes > 0 and is_object_name(name):
+            found.add(digest_of_name(name))

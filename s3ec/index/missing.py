@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that the bucket lacks: denied for a while, and counted, so that many are noticed."""
+"""Keys that are not to be had: denied for a while. Vanished ones are counted, to notice many."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from s3ec.identity import Key
 log = logging.getLogger(__name__)
 
 NEGATIVE_TTL_S = 60.0
+BAD_OBJECT_TTL_S = 3600.0
+"""How long a key counts as a miss after its object came bad twice."""
 NEGATIVE_ENTRIES = 100_000
 # So many keys that vanish within so long are no single deletions: a lifecycle rule, or a hand.
 _MANY = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from s3ec.index.cache import IndexCache
 from s3ec.index.follower import Follower, FollowOptions
 from s3ec.index.lookup import PresenceFilter, View
 from s3ec.index.manifest import OVERLAP_S
-from s3ec.index.missing import NEGATIVE_TTL_S, NegativeCache, VanishAlarm
+from s3ec.index.missing import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S, NegativeCache, VanishAlarm
 from s3ec.index.rows import Array, EntryInfo
 from s3ec.index.segment import Segment
 
@@ -36,13 +36,16 @@ class _Stored(NamedTuple):
 class ManifestIndex:
     """What the corpus holds, as far as this process was told. Lookups from any thread.
 
-    A lookup asks in this order: keys that the bucket lacked a moment ago (denied), keys that this
-    process stored itself (found), and the View, which a refresh replaces as a whole.
+    A lookup asks in this order: keys that the bucket lacked a moment ago or whose object is bad
+    (denied), keys that this process stored itself (found), and the View, which a refresh replaces
+    as a whole.
 
-    ``mark_missing`` makes a key denied. That ends after a while, when the key is stored here, or
-    when a new delta tells of it. ``add`` makes a key stored here. That ends when a view tells of
-    the store or of a later deletion, when the key is marked missing, or after ten minutes with a
-    base.
+    ``mark_missing`` makes a key denied. That ends after a minute, when the key is stored here, or
+    when a new delta tells of it. ``mark_bad`` makes a key denied, too. That ends after an hour,
+    when the key is stored here, or when a view has a later row of it than the view before: somebody
+    deleted the object and stored the entry again. ``add`` makes a key stored here. That ends when a
+    view tells of the store or of a later deletion, when the key is marked missing or bad, or after
+    ten minutes with a base.
 
     Counters: ``index.forgotten`` (keys that were not to be had), ``index.vanished`` (of these,
     keys that the index held and the bucket did not), and those of Follower and IndexCache.
@@ -76,8 +79,8 @@ class ManifestIndex:
         # Held by writers of the two dictionaries and the filter, never by lookups.
         self._lock = threading.Lock()
         self._gone = NegativeCache(negative_ttl_s, clock)
+        self._bad = NegativeCache(BAD_OBJECT_TTL_S, clock)
         self._recent: dict[bytes, _Stored] = {}  # the oldest first
-        self._distrusted: frozenset[bytes] = frozenset()
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
         self._view = View()
         self._began_s, self._refreshed_s = wall_clock(), clock()
@@ -117,27 +120,31 @@ class ManifestIndex:
 
     def _maybe_contains(self, key: Key) -> bool:
         digest = key.digest
-        if self._gone.holds(digest):
+        if self._gone.holds(digest) or self._bad.holds(digest):
             return False
         return digest in self._recent or self._view.maybe(key)
 
     def holds(self, key: Key) -> bool:
-        """As maybe_contains, and False where only a filter says so, or what is held is bad."""
+        """As maybe_contains, and False where only a filter says so."""
         digest = key.digest
-        if digest in self._distrusted or self._gone.holds(digest):
+        if self._gone.holds(digest) or self._bad.holds(digest):
             return False
         return digest in self._recent or self._view.holds(key)
 
     def facts(self, key: Key) -> EntryInfo | None:
         """What is known of an entry that is probably there; some microseconds."""
         digest = key.digest
-        if self._gone.holds(digest):
+        if self._gone.holds(digest) or self._bad.holds(digest):
             return None
         recent = self._recent.get(digest)
         if recent is not None:
             return recent.facts
         latest = self._view.latest(digest)
         return None if latest is None or latest[1] else latest[0]
+
+    def is_bad(self, key: Key) -> bool:
+        """True if this process found the key's object unusable within the last hour."""
+        return self._bad.holds(key.digest)
 
     def is_announced(self, key: Key) -> bool:
         """Whether all readers are told that the entry is there; a filter alone is no proof.
@@ -165,47 +172,34 @@ class ManifestIndex:
                 key.digest_hi
             )  # first: a lookup that finds no mark asks nothing else
             self._gone.discard_locked(key.digest)
-            self._distrusted -= {key.digest}
+            self._bad.discard_locked(key.digest)
             self._recent.pop(key.digest, None)
             self._recent[key.digest] = stored
             while len(self._recent) > _RECENT_ENTRIES:
                 del self._recent[next(iter(self._recent))]
 
-    def distrust(self, known: Mapping[Key, int]) -> None:
-        """Have ``holds`` deny these, and no others, so that producers store them once more.
-
-        Lookups say what they said: what is to be fetched instead is for fetches to know.
-
-        Args:
-            known: Entries whose object is bad, with the time of the row about it. One with a
-                later row is believed: somebody has stored it since.
-        """
-        # Without the lock, which hooks wait for: the base is mapped from a disk.
-        bad = {
-            key.digest: time_s for key, time_s in known.items() if self.known_time_s(key) <= time_s
-        }
-        with self._lock:
-            self._distrusted = frozenset(
-                digest
-                for digest, time_s in bad.items()
-                if digest not in self._recent or self._recent[digest].facts.time_s <= time_s
-            )
-
     def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         """The key is not to be had: answer False for a while.
 
         Args:
-            absent: The bucket does not have it; otherwise what it has is bad.
+            absent: The bucket does not have it; otherwise it refused.
         """
         vanished = absent and self.maybe_contains(key)
-        with self._lock:
-            self._overrides.add(key.digest_hi)
-            self._gone.add_locked(key.digest)
-            self._recent.pop(key.digest, None)
-        self._counters.add("index.forgotten")
+        self._deny(key, self._gone)
         if vanished:
             self._counters.add("index.vanished")
             self._alarm.note(key)
+
+    def mark_bad(self, key: Key) -> None:
+        """The key's object is unusable: answer False for an hour."""
+        self._deny(key, self._bad)
+
+    def _deny(self, key: Key, denied: NegativeCache) -> None:
+        with self._lock:
+            self._overrides.add(key.digest_hi)
+            denied.add_locked(key.digest)
+            self._recent.pop(key.digest, None)
+        self._counters.add("index.forgotten")
 
     # -- the loop's thread -----------------------------------------------------------------
 
@@ -218,6 +212,7 @@ class ManifestIndex:
         failed = await self._follower.refresh()
         with self._lock:
             self._gone.sweep_locked()
+            self._bad.sweep_locked()
             self._sweep_recent_locked()
         # Last: one delta that the bucket lists and cannot read must not keep back the others.
         for exc in failed:
@@ -247,7 +242,8 @@ class ManifestIndex:
         Args:
             new: Rows of deltas that are in no earlier view.
         """
-        is_new_base = view.base is not None and view.base is not self._view.base
+        before = self._view
+        is_new_base = view.base is not None and view.base is not before.base
         with self._lock:
             self._overrides = self._overrides_locked(view)
             self._view = view
@@ -257,6 +253,7 @@ class ManifestIndex:
         if new is not None:
             self._note_lag(new)
             self._heal(new)
+        self._believe_what_was_mended(before, view)
         settled = {
             digest: stored
             for digest, stored in list(self._recent.items())
@@ -281,7 +278,7 @@ class ManifestIndex:
         halves: list[Array] = [] if view.overlay is None else [view.overlay.rows().digest_hi]
         halves += [
             np.frombuffer(b"".join(digests), ">u8")[::2].astype("<u8")
-            for digests in (self._gone.until, self._recent)
+            for digests in (self._gone.until, self._bad.until, self._recent)
         ]
         return PresenceFilter(np.concatenate(halves), room=_ROOM)
 
@@ -295,3 +292,20 @@ class ManifestIndex:
         with self._lock:
             for digest in healed:
                 self._gone.discard_locked(digest)
+
+    def _believe_what_was_mended(self, before: View, view: View) -> None:
+        """Believe bad keys again of which the new view has a later row.
+
+        Somebody deleted the bad object and stored the entry again. Not every new row says so: a
+        process that finds the bad object under its name announces it, with the time at which it
+        was stored.
+        """
+        mended = []
+        for digest in list(self._bad.until):
+            latest, known = view.latest(digest), before.latest(digest)
+            known_s = known[0].time_s if known is not None else 0
+            if latest is not None and not latest[1] and latest[0].time_s > known_s:
+                mended.append(digest)
+        with self._lock:
+            for digest in mended:
+                self._bad.discard_locked(digest)

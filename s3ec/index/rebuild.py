@@ -300,7 +300,7 @@ async def _find_names(
     async with aclosing(list_objects(store, layout, report=report)) as batches:
         async for infos in batches:
             for info in infos:
-                digest = key_of_object(layout, info.name)[0].digest.hex()
+                digest = key_of_object(layout, info.name).digest.hex()
                 if digest in wanted:
                     names[digest] = info.name
             if len(names) == len(wanted):

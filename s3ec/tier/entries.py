@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of one namespace on the disk: which are here, pinning them, setting bad ones aside.
+"""The entries of one namespace on the disk: which are here, pinning them, deleting bad ones.
 
 The file system is the truth; there is no database that could disagree with it. An entry is
 byte-identical to the bucket's object, so it describes itself and a restart loses nothing.
 Entries are not synced to the device, since the bucket keeps them: after a power cut a file
 can have its full size and hold zeros. ``pin`` checks header, identity and size, and with
 ``check_values`` the checksum; **whoever reads a pinned file checks that in any case**, and calls
-``quarantine`` when it differs. Which entries are believed to be here is answered from memory.
-
-A bad entry is moved to the quarantine: out of every reader's way, and kept for people to look at.
+``drop_bad`` when it differs. Which entries are believed to be here is answered from memory.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from s3ec import codec
@@ -35,9 +31,6 @@ from s3ec.tier.scan import entry_names
 _log = logging.getLogger(__name__)
 
 _PART_BYTES = 256 * 2**10
-KEPT_FILES = 32
-# A few bad videos must not crowd out the entries that work.
-KEPT_BYTES = 1 << 28
 
 
 def read_header(fd: int, nbytes: int) -> Header:
@@ -77,73 +70,17 @@ def check_values(fd: int, header: Header) -> None:
     codec.check_sum(header, done, hashed.hexdigest())
 
 
-class Quarantine:
-    """The folder of bad entries: the newest KEPT_FILES, together at most KEPT_BYTES.
+def remove_bad(path: str) -> None:
+    """Delete what stands under an entry's name and is none; an empty folder, too.
 
-    The newest is kept whatever its size.
+    Raises:
+        FileNotFoundError: Nothing is there.
+        OSError: The disk refuses.
     """
-
-    def __init__(self, folders: Folders, counters: Counters) -> None:
-        self._folders = folders
-        self._counters = counters
-
-    def take(
-        self, source: str, namespace: str, digest: bytes, reason: str, *, mtime_ns: int
-    ) -> bool:
-        """Move whatever stands under ``source`` here; nothing is counted.
-
-        Args:
-            namespace: Where the entry belongs.
-            digest: ``Key.digest``.
-            reason: A word or two; becomes part of the file name.
-            mtime_ns: When, for the order of what is kept.
-
-        Returns:
-            False where there was nothing to move.
-
-        Raises:
-            OSError, TierError: It could not be moved.
-        """
-        word = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:32] or "unknown"
-        target = f"{self._folders.quarantine}/{namespace}--{digest.hex()}-{word}"
-        for last in (False, True):
-            try:
-                require_own_folders((*self._folders.above, str(self._folders.quarantine)))
-                os.rename(source, target)
-                break
-            except FileNotFoundError:
-                if not os.path.lexists(source):
-                    return False
-                if last:
-                    raise
-                self._folders.make()
-        # After the move: before it, the evictor would take the bad entry for a fresh one.
-        with suppress(OSError):
-            os.utime(target, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
-        self._prune()
-        return True
-
-    def record(self, entry: str, reason: str) -> None:
-        """Count an entry that was bad, and say so in the log."""
-        self._counters.add("tier.quarantined")
-        _log.warning("%s was bad (%s); set aside", entry, reason)
-
-    def _prune(self) -> None:
-        """Drop what is past the bounds, oldest first. Folders stay: they are not our writing."""
-        found: list[tuple[int, int, str]] = []
-        with os.scandir(self._folders.quarantine) as items:
-            for item in items:
-                with suppress(FileNotFoundError):
-                    status = item.stat(follow_symlinks=False)
-                    if not stat.S_ISDIR(status.st_mode):
-                        found.append((status.st_mtime_ns, status.st_size, item.path))
-        found.sort(reverse=True)
-        total = 0
-        for rank, (_, nbytes, path) in enumerate(found):
-            total += nbytes
-            if rank and (rank >= KEPT_FILES or total > KEPT_BYTES):
-                with suppress(OSError):
-                    os.unlink(path)
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        os.rmdir(path)
 
 
 class LocalKeys:
@@ -197,8 +134,8 @@ class Entries:
     the pins are closed there are no entries any more.
 
     States of an entry on this node, each seen by all processes: absent; claimed (absent, and one
-    process fetches it); here (``EntryWriter`` gave it its name); set aside (``quarantine``), which
-    is absent for readers. Eviction makes it absent again. A pin outlives all of that.
+    process fetches it); here (``EntryWriter`` gave it its name). Eviction and ``drop_bad`` make it
+    absent again. A pin outlives all of that.
     """
 
     def __init__(
@@ -222,7 +159,6 @@ class Entries:
         self.namespace = namespace
         self.objects = str(folders.objects / namespace)
         self._above = (*folders.above, str(folders.objects), self.objects)
-        self._quarantine = Quarantine(folders, counters)
         self._pins = pins
         self._claims = claims
         self._failed = disk_errors.record
@@ -251,7 +187,7 @@ class Entries:
         walk. The time of last use is touched.
 
         Returns:
-            None where the entry is absent, or was bad (then it is quarantined), or the disk
+            None where the entry is absent, or was bad (then it is deleted), or the disk
             refused (then it is counted). The reader checks the checksum.
         """
         if self._pins.closed:
@@ -264,7 +200,7 @@ class Entries:
         except FileNotFoundError:
             return None
         except CorruptEntryError as exc:  # not even a file
-            self.quarantine(key, exc.reason)
+            self.drop_bad(key, exc.reason)
         except (OSError, TierError) as exc:
             self._failed("pin", exc)
         return None
@@ -317,8 +253,8 @@ class Entries:
             self._failed("contains", exc)
             return False
 
-    def quarantine(self, key: Key, reason: str) -> None:
-        """Move the entry away so that nobody pins it again. Counted; never raises.
+    def drop_bad(self, key: Key, reason: str) -> None:
+        """Delete a bad entry, so that nobody pins it again. Counted; never raises.
 
         Args:
             reason: One word, such as ``CorruptEntryError.reason``.
@@ -328,30 +264,17 @@ class Entries:
         path, parents = self.path(key)
         try:
             require_own_folders(parents)
-            now_ns = int(self._clock() * 1e9)
-            if not self._quarantine.take(path, self.namespace, key.digest, reason, mtime_ns=now_ns):
-                return
+            remove_bad(path)
         except FileNotFoundError:
             return
         except (OSError, TierError) as exc:
-            self._failed("quarantine", exc)
-            self._remove(path, parents)  # the evidence is worth less than the next reader's time
-            if os.path.lexists(path):
-                return
-        self._quarantine.record(f"entry {key.name} of {self.namespace}", reason)
-
-    def _remove(self, path: str, parents: Sequence[str]) -> None:
-        """Drop the local copy; pins of it stay."""
-        try:
-            require_own_folders(parents)
-            os.unlink(path)
-        except (FileNotFoundError, NotADirectoryError):
+            self._failed("delete a bad entry", exc)
             return
-        except (OSError, TierError) as exc:
-            self._failed("evict", exc)
+        self._counters.add("tier.bad_files")
+        _log.warning("entry %s of %s was bad (%s); deleted", key.name, self.namespace, reason)
 
     def _checked(self, key: Key, path: str, held: Held) -> Pin | None:
-        """Look into what was linked, and touch it; a bad entry is quarantined."""
+        """Look into what was linked, and touch it; a bad entry is deleted."""
         try:
             found = os.fstat(held.fd)
             try:
@@ -364,7 +287,7 @@ class Entries:
                 self._pins.drop(held.path)
                 # Unless somebody has just published a better one.
                 if os.lstat(path).st_ino == found.st_ino:
-                    self.quarantine(key, exc.reason)
+                    self.drop_bad(key, exc.reason)
                 return None
             try:
                 os.utime(held.fd, ns=(found.st_atime_ns, use_time_ns(self._clock())))

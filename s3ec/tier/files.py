@@ -80,8 +80,6 @@ class Folders:
         objects: Namespaces, each with the objects of the bucket's ``objects/``.
         pins: One folder per process (and Tier) that holds pins.
         spool: One folder per process that holds entries which the bucket has not confirmed.
-        quarantine: Bad entries, set aside for people to look at.
-        bad_objects: What this node knows of bad objects in the bucket; see bad_objects.py.
         incoming: Files that are being written; one folder, so that sweeping it needs no walk.
         index: Namespaces, each with this node's copy of what the index needs.
         costs: A small file per namespace; see encode_costs.py.
@@ -100,8 +98,6 @@ class Folders:
         self.objects = version / "objects"
         self.pins = version / "pins"
         self.spool = version / "spool"
-        self.quarantine = version / "quarantine"
-        self.bad_objects = version / "bad-objects"
         self.incoming = version / "incoming"
         self.index = version / "index"
         self.costs = version / "costs"
@@ -110,7 +106,7 @@ class Folders:
         self.news = version / "news"
         self.evict_lock = version / "evict.lock"
         self.inner = (
-            *(self.objects, self.pins, self.spool, self.quarantine, self.bad_objects),
+            *(self.objects, self.pins, self.spool),
             *(self.incoming, self.index, self.costs),
         )
         self.shared_files = (self.fetch_lock, self.usage, self.news, self.evict_lock)

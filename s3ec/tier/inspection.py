@@ -16,11 +16,11 @@ from pathlib import Path
 
 from s3ec import codec
 from s3ec.codec import Header
-from s3ec.counters import Counters, Report, unreported
+from s3ec.counters import Report, unreported
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import digest_of_name, key_of_header
 from s3ec.runtime import yield_gil
-from s3ec.tier.entries import KEPT_FILES, Quarantine, read_header
+from s3ec.tier.entries import read_header, remove_bad
 from s3ec.tier.evictor import Evicted, RunningTotal, evict, evict_lock, oldest_first
 from s3ec.tier.files import (
     FILE_MODE,
@@ -71,7 +71,6 @@ class TierReport:
         namespaces: Entries by namespace, in order of their bytes, largest first.
         pinning_processes: How many processes hold pins.
         spooled_files: Entries that the bucket has not confirmed.
-        quarantined_files: Bad entries that were set aside.
         index_files: Files of the index, of all namespaces.
     """
 
@@ -82,7 +81,6 @@ class TierReport:
     namespaces: dict[str, Sum]
     pinning_processes: int
     spooled_files: int
-    quarantined_files: int
     index_files: int
 
 
@@ -165,7 +163,6 @@ class Inspection:
             namespaces=dict(ranked),
             pinning_processes=self._pinning_processes(),
             spooled_files=len(scan.spooled),
-            quarantined_files=len(scan.quarantined),
             index_files=len(scan.index),
         )
 
@@ -313,7 +310,7 @@ def complaints_about(
     ]
     done = 0
     for entry in scan.entries:
-        complaints += _entry_complaints(folders, entry)
+        complaints += _entry_complaints(entry)
         done += entry.nbytes
         report("reading entries", done, scan.entry_bytes)
     for path in scan.spooled:
@@ -326,10 +323,6 @@ def complaints_about(
         if is_stale_temp(path, now_s=now_s)
     ]
     complaints += _pin_complaints(folders)
-    if len(scan.quarantined) > KEPT_FILES:
-        complaints.append(
-            Complaint(f"{len(scan.quarantined)} files are set aside, over {KEPT_FILES}")
-        )
     complaints += [Complaint(text) for text in _accounting_complaints(folders, scan)]
     return complaints
 
@@ -382,17 +375,15 @@ def _remove_temp(path: str) -> bool:
     return True
 
 
-def _set_aside(folders: Folders, entry: ScannedEntry, reason: str) -> bool:
-    """Move a bad entry away, unless somebody has published a better one since."""
-    digest = digest_of_name(entry.name)
+def _remove_bad(entry: ScannedEntry) -> bool:
+    """Delete a bad entry, unless somebody has published a better one since."""
     try:
         if os.lstat(entry.path).st_ino != entry.inode:
             return False
-        return Quarantine(folders, Counters()).take(
-            entry.path, entry.namespace, digest, reason, mtime_ns=entry.mtime_ns
-        )
+        remove_bad(entry.path)
     except FileNotFoundError:
         return False
+    return True
 
 
 def _folders_below(top: str) -> Iterator[str]:
@@ -400,16 +391,15 @@ def _folders_below(top: str) -> Iterator[str]:
         yield folder
 
 
-def _entry_complaints(folders: Folders, entry: ScannedEntry) -> Iterator[Complaint]:
+def _entry_complaints(entry: ScannedEntry) -> Iterator[Complaint]:
     def bad(reason: str) -> Complaint:
-        mend = partial(_set_aside, folders, entry, reason)
-        return Complaint(f"{entry.path} is bad: {reason}", "set it aside", mend)
+        return Complaint(f"{entry.path} is bad: {reason}", "delete it", partial(_remove_bad, entry))
 
     return _content_complaints(entry.path, entry.namespace, digest_of_name(entry.name), bad)
 
 
 def _spool_complaints(path: str) -> Iterator[Complaint]:
-    """Who holds such an entry sets it aside when its turn comes to be uploaded."""
+    """Who holds such an entry deletes it when its turn comes to be uploaded."""
 
     def bad(reason: str) -> Complaint:
         return Complaint(f"{path} is bad: {reason}")
@@ -500,9 +490,7 @@ def plain_bytes(folders: Folders, *, skip: set[str]) -> int:
         skip: Paths of files and folders that do not count.
     """
     sizes: dict[tuple[int, int], int] = {}
-    for top in (
-        *(folders.objects, folders.pins, folders.spool, folders.quarantine, folders.index),
-    ):
+    for top in (folders.objects, folders.pins, folders.spool, folders.index):
         for folder, below, names in os.walk(top, followlinks=False):
             below[:] = [name for name in below if f"{folder}/{name}" not in skip]
             for name in names:

@@ -102,7 +102,6 @@ class Usage:
         spooled_nbytes: Bytes that the bucket has not confirmed, entries or not.
         held_nbytes: Pinned or spooled bytes that are no entry any more (evicted, or copied for
             their holder) and leave the disk when they are let go of.
-        quarantined_nbytes: Bytes set aside.
         index_nbytes: Bytes of the index's files.
     """
 
@@ -111,13 +110,12 @@ class Usage:
     pinned_nbytes: int
     spooled_nbytes: int
     held_nbytes: int
-    quarantined_nbytes: int
     index_nbytes: int
 
     @property
     def total_nbytes(self) -> int:
         """What the byte budget is about."""
-        return self.nbytes + self.held_nbytes + self.quarantined_nbytes + self.index_nbytes
+        return self.nbytes + self.held_nbytes + self.index_nbytes
 
 
 @dataclass
@@ -133,7 +131,6 @@ class TierScan:
         pinned: Inode to bytes of every file that a process holds, entries among them.
         spooled: Path to inode and bytes of every file that waits for the bucket, entries
             among them.
-        quarantined: Inode to bytes of what was set aside.
         index: Inode to bytes of the index's files.
         indexes: The same by namespace.
         named: Inodes of ``kept`` that have a name outside of pins and spool.
@@ -147,7 +144,6 @@ class TierScan:
     kept: dict[int, int] = field(default_factory=dict)
     pinned: dict[int, int] = field(default_factory=dict)
     spooled: dict[str, tuple[int, int]] = field(default_factory=dict)
-    quarantined: dict[int, int] = field(default_factory=dict)
     index: dict[int, int] = field(default_factory=dict)
     indexes: list[ScannedIndex] = field(default_factory=list)
     named: set[int] = field(default_factory=set)
@@ -165,8 +161,7 @@ class TierScan:
     @property
     def held_bytes(self) -> int:
         """Bytes that only a pin or the spool keeps on the disk: evicted, or copied for it."""
-        named = self.named | self.quarantined.keys()
-        return sum(nbytes for inode, nbytes in self.kept.items() if inode not in named)
+        return sum(nbytes for inode, nbytes in self.kept.items() if inode not in self.named)
 
     @property
     def total_bytes(self) -> int:
@@ -181,7 +176,6 @@ class TierScan:
             pinned_nbytes=sum(self.pinned.values()),
             spooled_nbytes=sum(dict(self.spooled.values()).values()),
             held_nbytes=self.held_bytes,
-            quarantined_nbytes=sum(self.quarantined.values()),
             index_nbytes=sum(self.index.values()),
         )
 
@@ -219,8 +213,6 @@ def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> Tier
             seen += 1
             if pause is not None and seen % FILES_PER_PAUSE == 0:
                 pause()
-    for item in _items(str(folders.quarantine), scan):
-        _count(item, scan.quarantined)
     _count_index(str(folders.index), scan)
     return scan
 

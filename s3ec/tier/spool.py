@@ -27,7 +27,7 @@ from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import OBJECT_SUFFIX, Key, key_of_header
-from s3ec.tier.entries import Quarantine, read_header
+from s3ec.tier.entries import read_header, remove_bad
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import (
     NO_LINK,
@@ -99,7 +99,7 @@ class Spool:
     held     held         ``add`` of a later save of the entry replaces it
     held     (gone)       ``remove``, or ``load`` finds that its file has vanished
     held     left         ``remove``, and the disk keeps its file
-    held     quarantined  ``load`` finds that it is bad
+    held     (gone)       ``load`` finds that it is bad, and deletes it
     left     (gone)       the file could be unlinked, which each later call tries again
     left     held         ``add`` or ``adopt`` gives the entry another file in its place
     held     orphaned     ``close``, or the process dies; so does left
@@ -134,7 +134,6 @@ class Spool:
         self._place = place
         self._folders = folders
         self._evictor = evictor
-        self._quarantine = Quarantine(folders, counters)
         self._failed = disk_errors.record
         self._counters = counters
         self._clock = clock
@@ -264,8 +263,7 @@ class Spool:
         """Read and verify one entry that is held.
 
         Returns:
-            None where it is not held, has vanished, or was bad (then it is quarantined and
-            counted).
+            None where it is not held, has vanished, or was bad (then it is deleted and counted).
 
         Raises:
             TierError: The disk did not answer; the entry stays.
@@ -281,7 +279,7 @@ class Spool:
             self._let_go(spooled)
             return None
         except CorruptEntryError as exc:
-            self._set_aside(spooled, exc.reason)
+            self._drop_bad(spooled, exc.reason)
             return None
         except OSError as exc:
             raise TierError(f"cannot read {spooled.path}: {exc}") from exc
@@ -385,24 +383,16 @@ class Spool:
         codec.check_data(header, memoryview(blob)[header.data_start :])
         return Loaded(key, header, blob)
 
-    def _set_aside(self, spooled: Spooled, reason: str) -> None:
-        """Quarantine a bad entry; it is as bad under its other names."""
+    def _drop_bad(self, spooled: Spooled, reason: str) -> None:
+        """Delete a bad entry; it is as bad under its other names."""
         with self._alone(spooled.digest):
             if self._let_go(spooled):
-                self._quarantine_file(spooled, reason)
+                self._remove_bad(spooled, reason)
 
-    def _quarantine_file(self, spooled: Spooled, reason: str) -> None:
-        namespace, digest = self._namespace, spooled.digest
+    def _remove_bad(self, spooled: Spooled, reason: str) -> None:
         try:
             inode = os.lstat(spooled.path).st_ino
-            mtime_ns = int(self._clock() * 1e9)
-            if not self._quarantine.take(
-                spooled.path, namespace, digest, reason, mtime_ns=mtime_ns
-            ):
-                return
-            with suppress(FileNotFoundError):
-                # Still there if the quarantine holds the same file under this name already.
-                os.unlink(spooled.path)
+            remove_bad(spooled.path)
             for entry in scan_tier(self._folders).entries:
                 if entry.inode == inode:
                     with suppress(FileNotFoundError):
@@ -410,8 +400,12 @@ class Spool:
         except FileNotFoundError:
             return
         except (OSError, TierError) as exc:
-            self._failed("quarantine", exc)
-        self._quarantine.record(f"spooled entry {digest.hex()} of {namespace}", reason)
+            self._failed("delete a bad entry", exc)
+        self._counters.add("tier.bad_files")
+        _log.warning(
+            "spooled entry %s of %s was bad (%s); deleted",
+            *(spooled.digest.hex(), self._namespace, reason),
+        )
 
     def _take_over(self, folder: str, taken: list[Spooled]) -> None:
         require_own_folder(Path(folder))

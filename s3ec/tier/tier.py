@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node tier: entries as files, shared by every process of the node; its parts, wired.
 
-Counters: ``tier.evicted``, ``tier.evicted_bytes``, ``tier.quarantined``, ``tier.pin_copies`` and
+Counters: ``tier.evicted``, ``tier.evicted_bytes``, ``tier.bad_files``, ``tier.pin_copies`` and
 ``tier.spool_copies`` (no hard links here), and ``tier.errors`` (what the disk refused).
 """
 
@@ -37,7 +37,7 @@ class Tier:
         folders: Where things lie.
         pins: This process's pins.
         claims: Who fetches what, among all processes of the node.
-        entries: What is here: look, pin, claim what is absent, set aside what is bad.
+        entries: What is here: look, pin, claim what is absent, delete what is bad.
         evictor: Keeps the folder below its budget, which is for all namespaces together.
         writer: Puts new entries here.
     """

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,9 @@ from s3ec.identity import Key
 from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.compaction import compact
-from s3ec.index.delete import delete_entries, find_objects
+from s3ec.index.delete import delete_entries
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Limits
-from s3ec.store.base import ObjectInfo
 from tests.faults.embeddings import LAYOUT, ROWS, body_at, identifier_at, key_at
 from tests.faults.engine import Engine
 from tests.faults.indexed import facts_of
@@ -570,11 +569,11 @@ def tell(*, settings: dict[str, str], first: int, count: int) -> None:
             announcer.add(key_at(number), facts_of(number, 0), lambda _: None)
         await announcer.flush()
 
-    async def remove(found: Mapping[Key, Sequence[ObjectInfo]]) -> None:
+    async def remove(key: Key) -> None:
         # Bases are replaced many times a second here, so one may go while it is read.
         while True:
             try:
-                return await delete_entries(node.store, LAYOUT, found)
+                return await delete_entries(node.store, LAYOUT, [key])
             except UnavailableError:
                 await asyncio.sleep(0.01)
 
@@ -582,8 +581,7 @@ def tell(*, settings: dict[str, str], first: int, count: int) -> None:
         announcer = Announcer(node.store, LAYOUT, node.counters, batch_s=0.01)
         for start in range(first, first + count, 5):
             await store(announcer, range(start, start + 5))
-            found = await find_objects(node.store, LAYOUT, [key_at(start)])
-            await remove(found)
+            await remove(key_at(start))
         announcer.close()
 
     node.loop.run(work(), DEADLINE_S)

@@ -110,9 +110,8 @@ class Engine:
         eventually(lambda: self.node.index.loaded)
 
     def refresh(self) -> None:
-        """One look at the index, and at what other processes of the node noted."""
+        """One look at the index."""
         self.node.loop.run(self.node.index.refresh(), PATIENCE_S)
-        self.node.loop.run(self.node.apply_bad_objects(), PATIENCE_S)
 
     # -- fetches ---------------------------------------------------------------------------------
 
@@ -170,7 +169,7 @@ class Engine:
 
     @property
     def _answered(self) -> float:
-        return sum(map(self.count, ("save.items", "save.existed", "save_problem.revisions")))
+        return sum(map(self.count, ("save.items", "save.existed", "save_problem.bad_object")))
 
     def announce(self) -> None:
         """Wait until the readers were told of all that was saved: it leaves the spool then."""
@@ -191,11 +190,9 @@ def grant(node: Node, numbers: Iterable[int], *, rows: int = ROWS) -> dict[int, 
     return granted
 
 
-def asks_for(site: Site, number: int) -> list[str]:
-    """What was asked for since the proxy was cleared: `r0`, `r1`... of one entry, in order."""
-    stem = key_at(number).name.removesuffix(".safetensors")
-    names = (name.removesuffix(".safetensors") for name in site.gets() if name.startswith(stem))
-    return [name[len(stem) :].lstrip(".") or "r0" for name in names]
+def asks_for(site: Site, number: int) -> int:
+    """How often one entry was asked for since the proxy was cleared."""
+    return site.gets().count(key_at(number).name)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:

@@ -129,7 +129,7 @@ def live(root: Path, bucket: Path) -> None:
         tier.entries.unpin(tier.writer.receive(key_at(number), [blob], header))
     begin(tier)()
     pin = tier.entries.pin(key_at(5))
-    tier.entries.quarantine(key_at(6), "checksum")
+    tier.entries.drop_bad(key_at(6), "checksum")
     evict(tier, key_at(7))
     files = tier.open_index()
     files.write(_INDEX_FILE, bytes(100))

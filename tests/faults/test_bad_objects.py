@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that are bad in the bucket itself: a miss, quarantined, stored again, found by all."""
+"""Objects that are bad in the bucket itself: a miss that is not asked for, until it is repaired."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 
 import pytest
 
-from s3ec.identity import MAX_REVISION
-from s3ec.index.rebuild import rebuild, verify
+from s3ec.corpus import Corpus
 from s3ec.prefetch import FetchOutcome
 from s3ec.settings import Settings
-from s3ec.store.open import open_store
-from tests.faults.embeddings import LAYOUT, body_at, key_at
-from tests.faults.engine import Engine, asks_for
+from tests.faults.embeddings import LAYOUT, NAMESPACE, body_at, key_at
+from tests.faults.engine import Engine, asks_for, warnings_of
 from tests.faults.site import Site
 from tests.support.on_disk import audit_of, evict
+
+NAME = LAYOUT.object(key_at(1))
 
 
 def flipped(body: bytes, at: int) -> bytes:
@@ -26,130 +25,139 @@ def flipped(body: bytes, at: int) -> bytes:
     return bytes(changed)
 
 
-def test_bad_object_is_stored_again_as_a_revision_that_every_node_finds(
+BAD = flipped(body_at(1), -1)
+
+
+def puts(site: Site) -> int:
+    """How often entry 1 was offered to the bucket since the proxy was cleared."""
+    sent = [request for request in site.proxy.requests if request.method == "PUT"]
+    return sum(NAME in request.target for request in sent)
+
+
+def repair(site: Site) -> int:
+    """``s3ec verify --deep --repair``; how many objects it deleted."""
+    site.client.put_object(Bucket=site.bucket, Key=LAYOUT.descriptor, Body=NAMESPACE.to_json())
+    with Corpus.open(Settings.model_validate(site.settings())) as corpus:
+        return corpus.repair(corpus.verify(NAMESPACE.name, deep=True), NAMESPACE.name).deleted
+
+
+def test_bad_object_is_asked_for_twice_by_each_process_and_named_once(
     stocked: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bad = flipped(body_at(1), -1)
-    stocked.put(1, bad)
+    stocked.put(1, BAD)
     with (
-        Engine.at(stocked, tmp_path / "a") as both,
+        Engine.at(stocked, tmp_path / "a") as one,
         Engine.at(stocked, tmp_path / "a") as neighbour,
-        Engine.at(stocked, tmp_path / "b") as stranger,
     ):
-        stocked.proxy.requests.clear()
-        assert both.fetch(1).outcome is FetchOutcome.CORRUPT
-        assert asks_for(stocked, 1) == ["r0", "r0", "r1"]
-        assert both.count("corrupt.checksum") == 2
-        assert both.count("quarantined_objects") == 1
-        assert caplog.text.count("is bad (checksum)") == 1
-        # Nobody on this node asks for the bad object again; a producer would encode its image.
-        both.refresh()
-        neighbour.refresh()
-        for engine in (both, neighbour):
-            assert not engine.node.index.holds(key_at(1))
+        for number, engine in enumerate((one, neighbour), 1):
+            for _ in range(3):  # as requests do that name the entry, or have no pixels
+                assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
+            engine.refresh()
             assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
-        assert asks_for(stocked, 1) == ["r0", "r0", "r1", "r1", "r1"]
+            assert asks_for(stocked, 1) == 2 * number
+            assert engine.count("corrupt.checksum") == 2
+            assert engine.count("bad_objects") == 1
+            assert len(warnings_of(caplog, NAME)) == number
+            assert not engine.node.tier.entries.contains(key_at(1))
+        assert audit_of(one.node.tier) == []
 
-        both.save_and_wait(1)
-        both.announce()
-        assert stocked.body(key_at(1).name) == bad
-        assert stocked.body(key_at(1).name.replace(".s", ".r1.s")) == body_at(1)
+
+def test_save_that_meets_a_known_bad_object_is_given_up(
+    stocked: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stocked.put(1, BAD)
+    with Engine.at(stocked, tmp_path / "a") as engine:
+        assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
+        caplog.clear()
+        for number in (1, 2):
+            engine.save_and_wait(1)
+            engine.announce()  # the spool is empty
+            assert engine.count("save_problem.bad_object") == puts(stocked) == number
+        assert len(warnings_of(caplog, NAME)) == 1
+        assert engine.queue.take_report()[1] == []
+        assert (engine.count("save.items"), engine.count("save.existed")) == (0, 0)
+        assert not engine.node.index.maybe_contains(key_at(1))
+        # The node serves its own encode nevertheless, without a word to the bucket.
+        assert engine.fetch(1).source == "tier"
+        assert asks_for(stocked, 1) == 2
+        engine.save_and_wait(2)  # whose announcement would bring the other's along
+        engine.announce()
+    assert stocked.announced() == {key_at(2).digest}
+    assert stocked.body(key_at(1).name) == BAD
+
+
+def test_save_that_meets_a_bad_object_unknowingly_is_stored_already(
+    stocked: Site, tmp_path: Path
+) -> None:
+    """What 412 means does not change, and whoever knows better is not misled by the news."""
+    stocked.put(1, BAD)
+    with (
+        Engine.at(stocked, tmp_path / "a") as knowing,
+        Engine.at(stocked, tmp_path / "b") as producer,
+    ):
+        producer.save_and_wait(1)
+        producer.announce()
+        assert producer.count("save.existed") == 1
         assert stocked.announced() == {key_at(1).digest}
+        knowing.refresh()
+        assert knowing.node.index.maybe_contains(key_at(1))
+        assert knowing.fetch(1).outcome is FetchOutcome.CORRUPT
+        producer.node.index.mark_missing(key_at(1))
+        producer.save_and_wait(1)
+        for _ in range(2):
+            knowing.refresh()
+            assert not knowing.node.index.maybe_contains(key_at(1))
+            assert knowing.fetch(1).outcome is FetchOutcome.CORRUPT
+        assert asks_for(stocked, 1) == 2
 
+
+def test_repaired_entry_is_stored_by_the_next_save_and_found_by_all(
+    stocked: Site, tmp_path: Path
+) -> None:
+    stocked.put(1, BAD)
+    stocked.stock(2)
+    with (
+        Engine.at(stocked, tmp_path / "a") as producer,
+        Engine.at(stocked, tmp_path / "b") as reader,
+        Engine.at(stocked, tmp_path / "c") as stranger,
+    ):
+        for engine in (producer, reader):
+            assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
+        producer.save_and_wait(1)
+        assert repair(stocked) == 1
+        assert stocked.objects() == {key_at(2).name}
+        evict(producer.node.tier, key_at(1))
+        for engine in (producer, reader):
+            engine.refresh()
+            assert not engine.node.index.holds(key_at(1))
         stocked.proxy.requests.clear()
-        stranger.refresh()
-        assert stranger.node.index.maybe_contains(key_at(1))
-        assert stranger.fetch(1).outcome is FetchOutcome.READY
-        assert asks_for(stocked, 1) == ["r0", "r0", "r1"]
-        assert stranger.node.tier.entries.contains(key_at(1))
-        neighbour.refresh()
-        assert neighbour.node.index.holds(key_at(1))
-        assert neighbour.fetch(1).source == "tier"
-        evict(neighbour.node.tier, key_at(1))
-        assert neighbour.fetch(1).source == "bucket"
-        assert asks_for(stocked, 1) == ["r0", "r0", "r1", "r1"]
-        for engine in (both, stranger):
+
+        producer.save_and_wait(1)
+        producer.announce()
+        assert (producer.count("save.items"), puts(stocked)) == (1, 1)
+        assert stocked.body(key_at(1).name) == body_at(1)
+        for engine in (producer, reader, stranger):
+            engine.refresh()
+            assert engine.node.index.holds(key_at(1))
+            evict(engine.node.tier, key_at(1))
+            fetched = engine.fetch(1)
+            assert (fetched.outcome, fetched.source) == (FetchOutcome.READY, "bucket")
             assert audit_of(engine.node.tier) == []
 
 
-def test_index_made_from_a_listing_has_one_row_for_an_entry_and_its_revision(
-    stocked: Site, tmp_path: Path
-) -> None:
-    for revision in range(2):
-        stocked.put(1, body_at(1)[: 100 + revision], revision)
-    stocked.put(2, body_at(2))
-    settings = Settings.model_validate(stocked.settings())
-
-    async def made() -> tuple[int, bool]:
-        store = open_store(settings)
-        try:
-            head = (await rebuild(store, LAYOUT)).head
-            return head.entries, (await verify(store, LAYOUT)).agrees
-        finally:
-            await store.close()
-
-    assert asyncio.run(made()) == (2, True)
-    with Engine.at(stocked, tmp_path / "a") as engine:
-        engine.refresh()
-        facts = engine.node.index.facts(key_at(1))
-        assert facts is not None
-        assert facts.nbytes == 101
-
-
-def test_last_revision_that_is_bad_is_said_once_and_nothing_more_is_stored(
+def test_many_bad_objects_are_a_line_each_and_end_no_engine(
     stocked: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for revision in range(MAX_REVISION + 1):
-        stocked.put(1, b"no entry", revision)
-    with Engine.at(stocked, tmp_path / "a") as engine:
-        stocked.proxy.requests.clear()
-        assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
-        assert len(asks_for(stocked, 1)) == 2 * (MAX_REVISION + 1)
-        assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
-        assert len(asks_for(stocked, 1)) == 2 * (MAX_REVISION + 1)
-        engine.save_and_wait(1)
-        assert engine.count("save_problem.revisions") == 1
-        assert len(stocked.objects()) == MAX_REVISION + 1
-        assert caplog.text.count("both bad") == 1
-        # The engine serves its own encode nevertheless.
-        assert engine.fetch(1).source == "tier"
-
-
-def test_writers_that_meet_at_a_revision_store_it_once(stocked: Site, tmp_path: Path) -> None:
-    stocked.put(1, b"no entry")
-    with Engine.at(stocked, tmp_path / "a") as one, Engine.at(stocked, tmp_path / "b") as other:
-        for engine in (one, other):
-            assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
-        for engine in (one, other):
-            engine.save_and_wait(1)
-        assert (one.count("save.items"), other.count("save.existed")) == (1, 1)
-        assert len(stocked.objects()) == 2
-        other.refresh()
-        assert other.node.index.holds(key_at(1))
-
-
-def test_bad_object_that_an_outsider_mends_is_served_when_the_quarantine_ends(
-    stocked: Site, tmp_path: Path
-) -> None:
-    stocked.put(1, b"no entry")
-    with Engine.at(stocked, tmp_path / "a") as engine:
-        assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
-        stocked.put(1, body_at(1))
-        assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
-        for note in (tmp_path / "a" / "v1" / "bad-objects").iterdir():
-            note.unlink()  # as `s3ec quarantine clear` does
-        assert engine.fetch(1).outcome is FetchOutcome.READY
-
-
-def test_many_bad_objects_at_once_are_blamed_on_the_way_and_not_quarantined(
-    stocked: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("s3ec.tier.bad_objects.MANY", 2)
-    for number in range(4):
-        stocked.put(number, b"no entry")
-    with Engine.at(stocked, tmp_path / "a") as engine:
-        with caplog.at_level(logging.ERROR):
-            for number in range(4):
-                assert engine.fetch(number).outcome is FetchOutcome.CORRUPT
-        assert engine.count("quarantined_objects") == 2
-        assert caplog.text.count("came bad from the bucket within") == 1
+    with (
+        Engine.at(stocked, tmp_path / "a") as engine,
+        caplog.at_level(logging.WARNING, "s3ec"),
+    ):
+        for number in range(40):
+            stocked.put(number, b"no entry")
+        assert set(engine.outcomes(*range(40))) == {FetchOutcome.CORRUPT}
+        assert set(engine.outcomes(*range(40))) == {FetchOutcome.CORRUPT}
+        assert engine.count("bad_objects") == 40
+        assert len(warnings_of(caplog, "is bad")) == 40
+        assert [asks_for(stocked, number) for number in range(40)] == [2] * 40
+        engine.save_and_wait(50)
+        assert engine.fetch(50).source == "tier"

@@ -66,7 +66,7 @@ def test_damaged_entry_is_served_from_the_bucket_and_replaced(
         machine.assert_in_order()
         assert machine.serve(0, 1) == {0, 1}
         machine.assert_in_order()
-        assert machine.node.counters.get("tier.quarantined") == 1
+        assert machine.node.counters.get("tier.bad_files") == 1
 
 
 def test_file_damaged_between_grant_and_load_gives_the_right_bytes(
@@ -122,7 +122,7 @@ def test_damaged_file_in_the_spool_is_not_uploaded_and_the_next_save_is(
         machine.assert_in_order()
 
 
-def test_damaged_file_of_a_dead_process_is_set_aside_by_the_one_that_adopts_it(
+def test_damaged_file_of_a_dead_process_is_deleted_by_the_one_that_adopts_it(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     corpus = Corpus()
@@ -171,11 +171,11 @@ def test_bit_flipped_anywhere_in_the_tier_gives_the_right_bytes(tmp_path: Path) 
             flipped[bit // 8] ^= 1 << bit % 8
             counters = machine.node.counters
             machine.load(machine.grant(1))
-            before = counters.get("tier.quarantined")
+            before = counters.get("tier.bad_files")
             fetched = machine.grant(1) if granted else {}
             machine.file(1).write_bytes(flipped)
             machine.load(fetched or machine.grant(1))  # compares every byte
-            assert counters.get("tier.quarantined") == before + 1
-            assert counters.get("quarantined_objects") == 0
+            assert counters.get("tier.bad_files") == before + 1
+            assert counters.get("bad_objects") == 0
 
         damage()

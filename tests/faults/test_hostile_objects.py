@@ -35,11 +35,6 @@ LARGE_PART_BYTES = 20_000
 DTYPE = "bfloat16"
 
 
-@pytest.fixture(autouse=True)
-def no_suspicion_of_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("s3ec.tier.bad_objects.MANY", 10_000)
-
-
 def flipped(body: bytes, bit: int) -> bytes:
     changed = bytearray(body)
     changed[bit // 8] ^= 1 << bit % 8
@@ -54,7 +49,7 @@ def test_bit_flipped_anywhere_is_a_miss_or_the_right_bytes(stocked: Site, tmp_pa
         @given(bit=st.integers(0, 8 * ENTRY_BYTES - 1), where=st.sampled_from(["once", "bucket"]))
         def flip(bit: int, where: str) -> None:
             number = next(numbers)
-            key, before = key_at(number), engine.count("quarantined_objects")
+            key, before = key_at(number), engine.count("bad_objects")
             stocked.put(number, body_at(number))
             rule = Rule(Flip(bit // 8), method="GET", target=key.name, times=1)
             if where == "once":
@@ -64,12 +59,13 @@ def test_bit_flipped_anywhere_is_a_miss_or_the_right_bytes(stocked: Site, tmp_pa
             fetched = engine.fetch(number)
             if where == "once":
                 assert (rule.fired, fetched.outcome) == (1, FetchOutcome.READY)
-                assert asks_for(stocked, number) == ["r0", "r0"]
-                assert engine.count("quarantined_objects") == before
+                assert asks_for(stocked, number) == 2
+                assert engine.count("bad_objects") == before
             else:
                 assert fetched.outcome is FetchOutcome.CORRUPT
-                assert asks_for(stocked, number)[:2] == ["r0", "r0"]
-                assert engine.count("quarantined_objects") == before + 1
+                assert engine.fetch(number).outcome is FetchOutcome.CORRUPT
+                assert asks_for(stocked, number) == 2  # and not once more
+                assert engine.count("bad_objects") == before + 1
                 assert not engine.node.tier.entries.contains(key)
 
         flip()
@@ -83,7 +79,7 @@ BODIES: dict[str, Callable[[], Fault]] = {
 }
 
 
-def test_body_that_is_something_else_is_a_miss_and_the_object_is_quarantined(
+def test_body_that_is_something_else_is_a_miss_and_the_object_is_not_asked_for_again(
     stocked: Site, tmp_path: Path
 ) -> None:
     with Engine.at(stocked, tmp_path / "a") as engine:
@@ -94,9 +90,10 @@ def test_body_that_is_something_else_is_a_miss_and_the_object_is_quarantined(
             )
             assert engine.fetch(number).outcome is FetchOutcome.CORRUPT, what
             assert rule.fired == 2, what
-            assert engine.count("quarantined_objects") == number + 1, what
-            engine.node.bad_objects.refresh()
-            assert engine.node.bad_objects.revision(key_at(number)) == 1, what
+            assert engine.count("bad_objects") == number + 1, what
+            assert engine.fetch(number).outcome is FetchOutcome.CORRUPT, what
+            assert rule.fired == 2, what
+            assert asks_for(stocked, number) == 2, what
         assert usage_of(engine.node.tier).entries == 0
 
 
@@ -128,7 +125,7 @@ def test_entry_that_does_not_fit_is_a_miss_and_its_field_is_counted(
                 FetchOutcome.CORRUPT if field in unusable else FetchOutcome.MISMATCH
             ), field
             assert engine.count(f"mismatch.{field}") == (2 if field in unusable else 1), field
-        assert engine.count("quarantined_objects") == len(unusable)
+        assert engine.count("bad_objects") == len(unusable)
         assert usage_of(engine.node.tier).entries == 0
 
 
@@ -152,7 +149,7 @@ HOSTILE = {
 }
 
 
-def test_hostile_safetensors_are_refused_and_quarantined(stocked: Site, tmp_path: Path) -> None:
+def test_hostile_safetensors_are_refused_and_asked_for_twice(stocked: Site, tmp_path: Path) -> None:
     with Engine.at(stocked, tmp_path / "a") as engine:
         for number, (what, body) in enumerate(HOSTILE.items()):
             stocked.put(number, body)
@@ -162,8 +159,13 @@ def test_hostile_safetensors_are_refused_and_quarantined(stocked: Site, tmp_path
                 assert engine.count("mismatch.size") == 1
             else:
                 assert outcome is FetchOutcome.CORRUPT, what
-        assert engine.count("quarantined_objects") == len(HOSTILE) - 1
+        assert engine.count("bad_objects") == len(HOSTILE) - 1
         assert engine.count("corrupt.header") == 2 * (len(HOSTILE) - 1)
+        for number, what in enumerate(HOSTILE):
+            asked = asks_for(stocked, number)
+            engine.fetch(number)
+            asked_again = asks_for(stocked, number) > asked
+            assert asked_again is (what == "100,000 names"), what
         assert usage_of(engine.node.tier).entries == 0
 
 
@@ -215,12 +217,12 @@ def test_range_that_is_something_else_is_fetched_again_or_a_miss_and_nothing_sta
             fetched = engine.fetch(number)
             assert rule.fired == 1, what
             assert fetched.outcome is FetchOutcome.READY, what
-            assert len(asks_for(stocked, number)) > 4, what  # the ranges of one attempt
+            assert asks_for(stocked, number) > 4, what  # the ranges of one attempt
         assert usage_of(engine.node.tier).entries == len(RANGES)
         assert audit_of(engine.node.tier) == []
 
 
-def test_large_object_that_stays_bad_in_one_range_is_a_miss_and_quarantined(
+def test_large_object_that_stays_bad_in_one_range_is_a_miss_and_not_asked_for_again(
     stocked: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("s3ec.fetch.PART_BYTES", LARGE_PART_BYTES)
@@ -231,6 +233,9 @@ def test_large_object_that_stays_bad_in_one_range_is_a_miss_and_quarantined(
             facts = EntryInfo(ENTRY_BYTES, ROWS, WIDTH, DTYPE)
             engine.node.index.add(key_at(number), facts)
             assert engine.fetch(number).outcome is FetchOutcome.CORRUPT
-        assert engine.count("quarantined_objects") == 2
+            asked = asks_for(stocked, number)
+            assert engine.fetch(number).outcome is FetchOutcome.CORRUPT
+            assert asks_for(stocked, number) == asked > 0
+        assert engine.count("bad_objects") == 2
         assert usage_of(engine.node.tier).entries == 0
         assert audit_of(engine.node.tier) == []

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
-from s3ec.index.delete import delete_entries, find_objects
+from s3ec.index.delete import delete_entries
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3
@@ -252,8 +252,7 @@ def test_rebuild_of_another_while_a_compactor_is_stopped_at_its_commit_wins(plac
 
 
 async def _delete(node: Node, number: int) -> None:
-    found = await find_objects(node.store, LAYOUT, [key_at(number)])
-    await delete_entries(node.store, LAYOUT, found)
+    await delete_entries(node.store, LAYOUT, [key_at(number)])
 
 
 def test_writer_stopped_between_its_delta_and_its_spool_finds_both_settled(place: Place) -> None:

@@ -107,7 +107,7 @@ class Killer:
 def test_process_killed_before_each_change_on_the_disk_leaves_what_the_next_one_finishes(
     tmp_path: Path,
 ) -> None:
-    """Publish, receive, save, adopt, pin, evict, quarantine, and the writes in their middle too."""
+    """Publish, receive, save, adopt, pin, evict, delete, and the writes in their middle too."""
     done = subprocess.run(
         [sys.executable, str(_REPOSITORY / "tests/faults/killing.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(_REPOSITORY)},

@@ -23,6 +23,7 @@ from s3ec import codec
 from s3ec.connector import saves
 from s3ec.connector.messages import Save
 from s3ec.identity import Key
+from s3ec.index.missing import BAD_OBJECT_TTL_S
 from s3ec.index.rows import EntryInfo
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import LocalKeys, Pin
@@ -127,6 +128,12 @@ class PlayedIndex:
 
     def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         self._hidden_until[key.digest] = self._clock() + _HIDDEN_S
+
+    def mark_bad(self, key: Key) -> None:
+        self._hidden_until[key.digest] = self._clock() + BAD_OBJECT_TTL_S
+
+    def is_bad(self, key: Key) -> bool:
+        raise NotImplementedError
 
     async def refresh(self) -> None:
         raise NotImplementedError
@@ -255,9 +262,10 @@ class PlayedPrefetcher:
             outside.local.add(want.key)
         if outcome is FetchOutcome.MISMATCH:
             self.misfits.add(identifier)
-        told = outcome is FetchOutcome.ABSENT and outside.index.maybe_contains(want.key)
-        if told or outcome is FetchOutcome.CORRUPT:
-            outside.index.mark_missing(want.key, absent=outcome is FetchOutcome.ABSENT)
+        if outcome is FetchOutcome.ABSENT and outside.index.maybe_contains(want.key):
+            outside.index.mark_missing(want.key, absent=True)
+        elif outcome is FetchOutcome.CORRUPT:
+            outside.index.mark_bad(want.key)
         if here is None and not outside.disk.hangs and pin is None:
             outside.local.discard(want.key)
         source = None if pin is None else "bucket" if here is None else "tier"

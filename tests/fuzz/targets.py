@@ -42,7 +42,6 @@ from s3ec.settings import check_endpoint, check_prefix, parse_url
 from s3ec.store.obstore_errors import failure_of
 from s3ec.store.s3_errors import from_obstore, from_url
 from s3ec.tenant import Tenant, check_reference
-from s3ec.tier.bad_objects import BadObject
 from s3ec.tier.evictor import Figures
 from s3ec.tier.news import make_record, parse_records
 from s3ec.tier.pins import is_process_folder_name
@@ -295,14 +294,6 @@ def news(data: bytes) -> None:
     require(parse_records(again, NAMESPACE)[0] == digests, "not read as it was written")
 
 
-def note(data: bytes) -> None:
-    """What this node has noted of a bad object, on a disk that others write to."""
-    found = BadObject.parse(NAMESPACE, "0" * 16, data.decode("utf-8", "replace"))
-    if found is not None:
-        require(is_object_name(found.key.name), "an unsafe object name")
-        require("/" not in found.file_name and ".." not in found.file_name, "an unsafe file name")
-
-
 # -- settings ----------------------------------------------------------------------------------
 
 
@@ -406,7 +397,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
             identifiers,
             usage,
             news,
-            note,
             settings,
             settings_file,
             places,

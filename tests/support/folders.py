@@ -25,11 +25,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-def object_name(namespace: str, identifier: str, revision: int = 0) -> str:
+def object_name(namespace: str, identifier: str) -> str:
     """Name of an entry's object."""
     key = make_key(identifier)
     assert key is not None
-    return Layout(namespace).object(key, revision)
+    return Layout(namespace).object(key)
 
 
 def put_over(folder: Path, name: str, body: bytes) -> None:

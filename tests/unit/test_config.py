@@ -124,7 +124,6 @@ def test_every_setting_can_come_from_every_source(
         "tenant_key": "env:SOME_SECRET",
         "trust_client_ids": "false",
         "verify": "download",
-        "quarantine_s": "60",
         "save": "worth",
         "save_overflow": "drop",
         "save_queue_bytes": "1GB",

@@ -212,7 +212,7 @@ def test_request_is_sent_again_where_one_answer_fails(make: Make) -> None:
 @pytest.mark.slow
 def test_store_that_does_not_answer_or_refuses_says_so(make: Make) -> None:
     for kind in (UnavailableError, AccessError):
-        filled = faulty(make, Fault(op="list", error=kind))
+        filled = faulty(make, Fault(op="list|head", error=kind))
         with pytest.raises(kind):
             filled.corpus.stat(IDS[0])
         with pytest.raises(kind):

@@ -17,21 +17,17 @@ from s3ec.counters import Counters
 from s3ec.errors import ConfigError
 from s3ec.identity import (
     MAX_IDENTIFIER_BYTES,
-    MAX_REVISION,
-    OBJECT_SUFFIX,
     Key,
     KeyCache,
     KeyPolicy,
     Layout,
     Namespace,
-    entry_name,
     is_content_hash,
     is_namespace_name,
     is_object_name,
     is_request_scoped,
     make_key,
     modality_name,
-    revised_name,
 )
 from s3ec.tenant import Tenant
 from tests.unit.tier.cases import key_of
@@ -250,6 +246,8 @@ def test_content_hashes_are_told_from_the_rest(identifier: str, expected: bool) 
         f"lora/{A[:2]}/x-{A}.safetensors",  # what clients choose has no adapter
         f"x-{B}/{A[:2]}/x-{A}.safetensors",
         f"one/two/{A[:2]}/{A}.safetensors",
+        f"{A[:2]}/{A}.r1.safetensors",
+        f"{A[:2]}/{A}.1.safetensors",
         f"{A[:2]}/.tmp-1-abc",
     ],
 )
@@ -260,8 +258,6 @@ def test_junk_in_a_listing_is_no_object_name(name: str) -> None:
 @given(st.text(alphabet="0123456789abcdef/x-.safetnors", max_size=100) | st.text(max_size=100))
 def test_names_of_a_listing_are_read_without_an_exception(name: str) -> None:
     is_object_name(name)
-    entry_name(name)
-    entry_name(f"{name}.r1{OBJECT_SUFFIX}")
 
 
 # -- namespaces --------------------------------------------------------------------------------
@@ -452,27 +448,6 @@ def test_modalities_have_distinct_safe_names(one: str, other: str) -> None:
     names = [modality_name(one), modality_name(other)]
     assert all(re.fullmatch(r"[a-z0-9_]{1,64}", name) for name in names)
     assert (names[0] == names[1]) is (one == other)
-
-
-@pytest.mark.parametrize("identifier", [A, f"adapter:{A}", "picture.png"])
-def test_revisions_have_names_of_their_own_and_lead_back_to_the_entry(identifier: str) -> None:
-    key = key_of(identifier)
-    layout = Layout("gemma-0123456789abcdef")
-    assert layout.object(key, 0) == layout.object(key)
-    names = [layout.object(key, revision) for revision in range(MAX_REVISION + 1)]
-    assert len(set(names)) == MAX_REVISION + 1
-    for revision, name in enumerate(names):
-        assert name.startswith(layout.revisions(key))
-        assert entry_name(name.removeprefix(layout.objects)) == (key.name, revision)
-    assert not is_object_name(revised_name(key.name, 1))
-
-
-@pytest.mark.parametrize(
-    "mark", ["r0", "r2", "r9", "r10", "r", "R1", "r1.r2", "r\u0661", "1", "r-1"]
-)
-def test_what_only_looks_like_a_revision_is_none(mark: str) -> None:
-    name = key_of(A).name.removesuffix(OBJECT_SUFFIX)
-    assert entry_name(f"{name}.{mark}{OBJECT_SUFFIX}") is None
 
 
 # -- the memory of recent keys --------------------------------------------------------------------

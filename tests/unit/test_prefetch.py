@@ -40,8 +40,6 @@ from s3ec.runtime import DiskWatch, LoopThread
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip, replace
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Claim, LocalKeys, Pin, Tier
-from s3ec.tier.bad_objects import BadObjects
-from s3ec.tier.files import Folders
 from tests.support.clock import Clock
 from tests.support.file_calls import file_calls_of
 from tests.support.finite import FINITE
@@ -111,11 +109,10 @@ class Bench:
         self.script = Script()
         self.store = Watch(self.memory, self.script)
         self.counters = Counters()
-        self.index: Index = FakeIndex(self.counters)
+        self.index: Index = FakeIndex(self.counters, self.now)
         self.local = LocalKeys()
         watch = DiskWatch(self.counters, patience_s=600)  # a slow disk is not a hung one
         self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4, watch=watch)
-        self.bad_objects = self.make_bad_objects()
         self.tier = self.make_tier()
         self.records = ModalityRecords(self.store, LAYOUT)
         self.bucket = self.memory.bucket.objects
@@ -124,14 +121,6 @@ class Bench:
 
     def now(self) -> float:
         return self.now_s
-
-    def make_bad_objects(self) -> BadObjects:
-        return BadObjects(
-            *(Folders(self.folder), NAMESPACE, "0" * 16),
-            ttl_s=3600,
-            counters=self.counters,
-            clock=self.now,
-        )
 
     def make_tier(self, *, min_free_bytes: int = 0) -> Tier:
         return Tier(
@@ -152,7 +141,6 @@ class Bench:
                 self.index,
                 self.records,
                 self.local,
-                self.bad_objects,
             ),
             counters=self.counters,
             limits=Limits(**limits),  # type: ignore[arg-type]
@@ -310,8 +298,7 @@ def test_absent_is_forgotten(bench: Bench) -> None:
     bench.index.add(key_of("a"))
     assert bench.one().outcome is FetchOutcome.ABSENT
     assert not bench.index.maybe_contains(key_of("a"))
-    # What the index holds for certain may have been stored again, as a revision.
-    assert bench.store.fetched == [LAYOUT.object(key_of("a")), LAYOUT.object(key_of("a"), 1)]
+    assert bench.store.fetched == [LAYOUT.object(key_of("a"))]
     assert not bench.prefetcher.has_news
 
 
@@ -410,13 +397,56 @@ def test_corrupt_twice_is_a_miss_and_forgotten(
     bench.script.faults = [Fault(op="get", name=OBJECTS, change=change)]
     done = bench.one()
     assert (done.outcome, done.pin) == (FetchOutcome.CORRUPT, None)
-    assert bench.counters.get("quarantined_objects") == 1
+    assert bench.counters.get("bad_objects") == 1
     assert bench.counters.get(f"corrupt.{reason}") == 2
-    first, second = LAYOUT.object(key_of("a")), LAYOUT.object(key_of("a"), 1)
-    assert bench.store.fetched == [first, first, second]
+    assert bench.store.fetched == [LAYOUT.object(key_of("a"))] * 2
     assert not bench.index.maybe_contains(key_of("a"))
     assert not bench.tier.entries.contains(key_of("a"))
     assert usage_of(bench.tier).entries == 0
+
+
+@pytest.mark.parametrize("knows", ["an index", "the manifest"])
+def test_a_bad_object_is_a_miss_for_an_hour_in_this_process(
+    bench: Bench, caplog: pytest.LogCaptureFixture, knows: str
+) -> None:
+    """Whatever asks: nobody asks the bucket for it, and it is counted and named once."""
+    if knows == "the manifest":
+        bench.read_the_manifest(clock=bench.now)
+    key = key_of("a")
+    bench.put(key, b"no entry")
+    name = LAYOUT.object(key)
+    assert bench.one().outcome is FetchOutcome.CORRUPT
+    for _ in range(3):
+        bench.now_s += 1199
+        assert bench.one().outcome is FetchOutcome.CORRUPT
+        assert not bench.index.maybe_contains(key)
+        assert not bench.index.holds(key)
+    assert bench.store.fetched == [name] * 2
+    assert bench.counters.get("bad_objects") == 1
+    assert caplog.text.count(f"object {name} is bad (") == 1
+    warned = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warned) == 1
+    bench.now_s += 4  # and the hour is over
+    assert not bench.index.is_bad(key)
+    bench.bucket[name] = entry(key)  # an outsider has mended it
+    assert bench.one().outcome is FetchOutcome.READY
+
+
+def test_what_this_node_has_is_served_though_the_object_is_bad(bench: Bench) -> None:
+    bench.put(key_of("a"), b"no entry")
+    assert bench.one().outcome is FetchOutcome.CORRUPT
+    bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])  # as a save does
+    assert (bench.one().outcome, bench.one().source) == (FetchOutcome.READY, "tier")
+    assert len(bench.store.fetched) == 2
+
+
+def test_a_bad_object_that_was_deleted_is_not_asked_for_either(bench: Bench) -> None:
+    bench.put(key_of("a"), b"no entry")
+    assert bench.one().outcome is FetchOutcome.CORRUPT
+    del bench.bucket[LAYOUT.object(key_of("a"))]
+    assert bench.one().outcome is FetchOutcome.CORRUPT
+    bench.index.add(key_of("a"))  # this process has stored it again
+    assert bench.one().outcome is FetchOutcome.ABSENT
 
 
 def test_a_bad_file_in_the_tier_is_fetched_anew(bench: Bench) -> None:
@@ -424,7 +454,7 @@ def test_a_bad_file_in_the_tier_is_fetched_anew(bench: Bench) -> None:
     bench.tier.writer.publish(key_of("a"), [entry(key_of("b"))])
     done = bench.one()
     assert (done.outcome, done.source) == (FetchOutcome.READY, "bucket")
-    assert bench.counters.get("tier.quarantined") == 1
+    assert bench.counters.get("tier.bad_files") == 1
 
 
 @pytest.mark.parametrize(
@@ -701,8 +731,7 @@ def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
     assert bench.one(rows=LARGE_ROWS).outcome is FetchOutcome.READY
     assert bench.one("absent").outcome is FetchOutcome.ABSENT
     assert bench.one("bad").outcome is FetchOutcome.CORRUPT
-    bench.make_bad_objects().note(key_of("other"), "checksum", 0)  # as another process would
-    assert bench.one("other").outcome is FetchOutcome.CORRUPT
+    assert bench.one("bad").outcome is FetchOutcome.CORRUPT  # from memory
     assert calls == []
 
 

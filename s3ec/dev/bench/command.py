@@ -428,12 +428,16 @@ class BenchCommand(Command):
         return super().parse_args(ctx, filled)
 
 
+def _option(name: str, metavar: str, text: str, **more: Any) -> Any:
+    return typer.Option(name, metavar=metavar, help=text, **more)
+
+
 JsonFile = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--json",
-        metavar="[FILE|-]",
-        help="Write the result as JSON; without a file, or with `-`, to stdout, and no table.",
+        "[FILE|-]",
+        "Write the result as JSON; without a file, or with `-`, to stdout, and no table.",
     ),
 ]
 Quick = Annotated[
@@ -477,12 +481,11 @@ def _check_json_file(path: str | None) -> None:
 def _fetch(
     latency_ms: Annotated[
         int,
-        typer.Option(
-            "--latency-ms",
-            metavar="MS",
+        _option(
+            *("--latency-ms", "MS"),
+            "Put the server so far away; the rows are then named `fetchMS`.",
             min=0,
             max=1000,
-            help="Put the server so far away; the rows are then named `fetchMS`.",
         ),
     ] = 0,
     json_file: JsonFile = None,
@@ -494,13 +497,12 @@ def _fetch(
 def _hydrate(
     objects: Annotated[
         int | None,
-        typer.Option(
-            "--objects",
-            metavar="N",
+        _option(
+            *("--objects", "N"),
+            "How many, of 2.75 MB. Unset: 5,000, or fewer where the disk has not eight times their "
+            "size free.",
             min=1,
             max=100_000,
-            help="How many, of 2.75 MB. Unset: 5,000, or fewer where the disk has not eight times "
-            "their size free.",
         ),
     ] = None,
     json_file: JsonFile = None,
@@ -523,11 +525,10 @@ def _number_of_keys(text: str) -> int:
 def _index(
     keys: Annotated[
         int | None,
-        typer.Option(
-            "--keys",
-            metavar="N",
+        _option(
+            *("--keys", "N"),
+            "Keys in the largest index, 1e7 if left out; 1e8 take 7 GB of scratch space.",
             parser=_number_of_keys,
-            help="Keys in the largest index, 1e7 if left out; 1e8 take 7 GB of scratch space.",
         ),
     ] = None,
     json_file: JsonFile = None,
@@ -537,14 +538,8 @@ def _index(
 
 
 def _soak(
-    minutes: Annotated[
-        float,
-        typer.Option("--minutes", metavar="N", min=0.1, max=10_000, help="Of faults."),
-    ] = 60,
-    seed: Annotated[
-        int,
-        typer.Option("--seed", metavar="S", min=0, help="The same one gives the same faults."),
-    ] = 0,
+    minutes: Annotated[float, _option("--minutes", "N", "Of faults.", min=0.1, max=10_000)] = 60,
+    seed: Annotated[int, _option("--seed", "S", "The same one gives the same faults.", min=0)] = 0,
     json_file: JsonFile = None,
     quick: Quick = False,
 ) -> None:
@@ -578,78 +573,64 @@ def _numbers(allowed: range, what: str) -> Callable[[str], tuple[int, ...]]:
 def _rag(
     workload: Annotated[
         str,
-        typer.Option(
-            "--workload",
-            metavar="NAME",
+        _option(
+            *("--workload", "NAME"),
+            "questions, decks, zipf, scan or pool: docs/benchmarks.md says what they are.",
             parser=_one_of("workload", "questions", "decks", "zipf", "scan", "pool"),
-            help="questions, decks, zipf, scan or pool: docs/benchmarks.md says what they are.",
         ),
     ] = "questions",
     factor: Annotated[
         float | None,
-        typer.Option(
-            "--factor",
-            metavar="X",
+        _option(
+            *("--factor", "X"),
+            "Of the workload's published size; 2/135 if left out, which are two documents.",
             min=1e-6,
             max=100,
-            help="Of the workload's published size; 2/135 if left out, which are two documents.",
         ),
     ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="S", min=0, help="Of what is drawn at random.")
-    ] = 0,
+    seed: Annotated[int, _option("--seed", "S", "Of what is drawn at random.", min=0)] = 0,
     latency_ms: Annotated[
         Any,
-        typer.Option(
-            "--latency-ms",
-            metavar="MS,...",
+        _option(
+            *("--latency-ms", "MS,..."),
+            "How much further away the bucket is; each one is measured.",
             parser=_numbers(range(1001), "milliseconds are whole numbers from 0 to 1000"),
-            help="How much further away the bucket is; each one is measured.",
         ),
     ] = "0,20,80",
     loop: Annotated[
         str,
-        typer.Option(
-            "--loop",
-            metavar="open|closed",
+        _option(
+            *("--loop", "open|closed"),
+            "closed: clients with one request at a time. open: at random times.",
             parser=_one_of("loop", "open", "closed"),
-            help="closed: clients with one request at a time. open: at random times.",
         ),
     ] = "closed",
-    clients: Annotated[
-        int, typer.Option("--clients", metavar="N", min=1, max=64, help="Of the closed loop.")
-    ] = 2,
+    clients: Annotated[int, _option("--clients", "N", "Of the closed loop.", min=1, max=64)] = 2,
     rate: Annotated[
-        float,
-        typer.Option(
-            "--rate", metavar="R", min=0.001, max=1000, help="Requests a second, of the open loop."
-        ),
+        float, _option("--rate", "R", "Requests a second, of the open loop.", min=0.001, max=1000)
     ] = 0.5,
     configs: Annotated[
         Any,
-        typer.Option(
-            "--configs",
-            metavar="N,...",
+        _option(
+            *("--configs", "N,..."),
+            "Which of the six configurations; all if left out.",
             parser=_numbers(range(1, 7), "configurations are 1 to 6"),
-            help="Which of the six configurations; all if left out.",
         ),
     ] = "1,2,3,4,5,6",
     object_mb: Annotated[
         str,
-        typer.Option(
-            "--object-mb",
-            metavar="MB",
+        _option(
+            *("--object-mb", "MB"),
+            "Of an embedding: 2.75 (a real encoder), 8.8, 30 or 67 (encoders that sleep).",
             parser=_one_of("size", "2.75", "8.8", "30", "67"),
-            help="Of an embedding: 2.75 (a real encoder), 8.8, 30 or 67 (encoders that sleep).",
         ),
     ] = "2.75",
     device: Annotated[
         str,
-        typer.Option(
-            "--device",
-            metavar="cpu|cuda",
+        _option(
+            *("--device", "cpu|cuda"),
+            "Where the engines run.",
             parser=_one_of("device", "cpu", "cuda"),
-            help="Where the engines run.",
         ),
     ] = "cpu",
     json_file: JsonFile = None,

@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -338,17 +338,18 @@ def _report_entries(context: Context, site: Site, log: str) -> None:
     gone = {_digest(key): when for key, when in site.deleted.items()}
     wanted = [d for d, when in confirmed.items() if gone.get(d, 0.0) < when - _DOUBT_S]
     client = site.server.client()
-    there: dict[str, list[str]] = {}
-    for page in client.get_paginator("list_objects_v2").paginate(Bucket=site.bucket):
-        for entry in page.get("Contents", []):
-            if _OBJECTS in entry["Key"]:
-                there.setdefault(_digest(entry["Key"]), []).append(entry["Key"])
+    there = {
+        _digest(entry["Key"]): entry["Key"]
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=site.bucket)
+        for entry in page.get("Contents", [])
+        if _OBJECTS in entry["Key"]
+    }
     missing = {digest: "not listed" for digest in wanted if digest not in there}
     found: list[tuple[Key, Header]] = []
-    for digest in wanted:
-        entry_or_why = _read(client, site.bucket, there.get(digest, []))
+    for digest in set(wanted) & set(there):
+        entry_or_why = _read(client, site.bucket, there[digest])
         if isinstance(entry_or_why, str):
-            missing[digest] = entry_or_why or missing[digest]
+            missing[digest] = entry_or_why
         else:
             found.append(entry_or_why)
     if found:
@@ -376,33 +377,29 @@ def confirmations(log: str) -> dict[str, float]:
 
 
 def _digest(name: str) -> str:
-    """Of the entry that an object belongs to, whichever revision of it; empty if to none."""
-    from s3ec.identity import digest_of_name, entry_name
+    """Of the entry that an object belongs to; empty if to none."""
+    from s3ec.identity import digest_of_name, is_object_name
 
-    entry = entry_name(name.partition(_OBJECTS)[2])
-    return digest_of_name(entry[0]).hex() if entry is not None else ""
+    below = name.partition(_OBJECTS)[2]
+    return digest_of_name(below).hex() if is_object_name(below) else ""
 
 
-def _read(client: Any, bucket: str, names: Iterable[str]) -> tuple[Key, Header] | str:
-    """The first of an entry's objects that is whole; else what is wrong with the last one."""
+def _read(client: Any, bucket: str, name: str) -> tuple[Key, Header] | str:
+    """An entry's key and header if its object is whole; else what is wrong with it."""
     from s3ec import codec
     from s3ec.errors import CorruptEntryError
     from s3ec.identity import make_key
 
-    why = ""
-    for name in names:
-        blob = client.get_object(Bucket=bucket, Key=name)["Body"].read()
-        try:
-            front = codec.parse_header(blob)
-            header = codec.verify(blob, namespace=front.namespace, identifier=front.identifier)
-        except CorruptEntryError as exc:
-            why = str(exc)
-            continue
-        key = make_key(header.identifier)
-        if key is not None and key.digest.hex() == _digest(name):
-            return key, header
-        why = "another entry's object"
-    return why
+    blob = client.get_object(Bucket=bucket, Key=name)["Body"].read()
+    try:
+        front = codec.parse_header(blob)
+        header = codec.verify(blob, namespace=front.namespace, identifier=front.identifier)
+    except CorruptEntryError as exc:
+        return str(exc)
+    key = make_key(header.identifier)
+    if key is None or key.digest.hex() != _digest(name):
+        return "another entry's object"
+    return key, header
 
 
 def _through_a_tier(
@@ -428,11 +425,6 @@ def _through_a_tier(
     node = Node(load_settings(extra).settings, Namespace(entries[0][1].namespace, {}))
     try:
         deadline = time.monotonic() + _READ_TIMEOUT_S
-        # As an engine would: where an object was deleted and a revision of it is there, only
-        # who knows from the index that the entry exists looks for that.
-        node.follow_the_bucket()
-        while not node.index.loaded and time.monotonic() < deadline:
-            time.sleep(0.01)
         node.prefetcher.submit(
             [FetchRequest(key, header.modality, header.shape.rows) for key, header in entries]
         )

@@ -58,14 +58,12 @@ class Entries:
         self.put(Layout(made.name).descriptor, made.to_json())
         return made.name
 
-    def entry(
-        self, namespace: str, identifier: str, body: bytes | None = None, revision: int = 0
-    ) -> bytes:
+    def entry(self, namespace: str, identifier: str, body: bytes | None = None) -> bytes:
         """Put the entry of one identifier; other bytes than its own where ``body`` is given."""
         key = make_key(identifier)
         assert key is not None
         blob = entry_bytes(identifier, namespace) if body is None else body
-        self.put(Layout(namespace).object(key, revision), blob)
+        self.put(Layout(namespace).object(key), blob)
         return blob
 
 

@@ -41,7 +41,7 @@ def test_help_shows_flags_without_a_type(cli: Cli, command: str) -> None:
     assert "<bool>" not in text
 
 
-@pytest.mark.parametrize("group", ["", "bench", "config", "manifest", "quarantine"])
+@pytest.mark.parametrize("group", ["", "bench", "config", "manifest"])
 def test_group_alone_prints_its_help_and_ends_well(cli: Cli, group: str) -> None:
     alone = cli(*group.split())
     assert alone.stdout == cli(*group.split(), "--help").stdout

@@ -10,7 +10,6 @@ import pytest
 
 from s3ec.cli.browse import save
 from s3ec.errors import ConfigError
-from s3ec.identity import Layout, make_key
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash, entry_bytes
 
@@ -89,24 +88,6 @@ def test_get_to_a_pipe_writes_the_entry_alone(cli: Cli, stored: bytes) -> None:
 
 def test_get_to_stdout_refuses_json(cli: Cli, stored: bytes) -> None:
     assert "pipe" in cli("get", IDENTIFIER, "-o", "-", "--json", code=2).stderr
-
-
-def test_get_of_a_revised_entry_takes_the_last_and_any_that_is_named(
-    cli: Cli, corpus: Corpus, tmp_path: Path
-) -> None:
-    namespace, key = corpus.namespace(MODEL), make_key(IDENTIFIER)
-    assert key is not None
-    good = entry_bytes(IDENTIFIER, namespace)
-    corpus.entry(namespace, IDENTIFIER, body=b"no entry")
-    corpus.put(Layout(namespace).object(key, 1), good)
-    for name in (IDENTIFIER, IDENTIFIER[:8], f"{IDENTIFIER}.r1"):
-        found = cli.json("get", name, "-o", str(tmp_path), "--force")
-        assert found["object"].endswith(f"/{IDENTIFIER}.r1.safetensors")
-        assert Path(found["file"]).read_bytes() == good
-    labels = [entry["label"] for entry in cli.json("ls")["entries"]]
-    assert labels == [IDENTIFIER, f"{IDENTIFIER}.r1"]
-    assert cli.json("rm", f"{IDENTIFIER}.r1", "--name", "--yes")["deleted"] == 1
-    assert cli.json("ls")["entries"] == []
 
 
 def test_a_large_entry_comes_by_ranges_and_is_the_same(

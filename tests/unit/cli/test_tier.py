@@ -68,7 +68,7 @@ def test_tier_shows_size_ages_pins_and_spool(cli: Cli, engine: Tier, root: Path)
     assert engine.entries.pin(KEYS[9]) is None
     found = cli.json("tier")
     assert found["cache_dir"] == str(root)
-    assert found["bytes"] == 9 * SIZE + len(b"not an entry")
+    assert found["bytes"] == 9 * SIZE
     assert found["running_total_bytes"] >= found["bytes"]
     assert found["budget_bytes"] == 1 << 20
     assert found["entry_count"] == 9
@@ -83,9 +83,8 @@ def test_tier_shows_size_ages_pins_and_spool(cli: Cli, engine: Tier, root: Path)
     assert found["namespaces"] == {NAMESPACE: {"entry_count": 9, "bytes": 9 * SIZE}}
     assert found["pins"] == {"bytes": SIZE, "process_count": 1}
     assert found["spool"] == {"entry_count": 1, "bytes": SIZE}
-    assert found["set_aside"] == {"file_count": 1, "bytes": 12}
     text = cli("tier").stdout
-    for part in (str(root), "1.0 MiB", "last use", NAMESPACE, "by 1 process", "in 1 bad file"):
+    for part in (str(root), "1.0 MiB", "last use", NAMESPACE, "by 1 process"):
         assert part in text
 
 
@@ -248,9 +247,7 @@ def test_fresh_node_is_no_error_and_its_folder_is_named_with_where_it_came_from(
     assert not root.exists()
 
 
-def test_repair_sets_bad_entries_aside_and_mends_the_rest(
-    cli: Cli, engine: Tier, root: Path
-) -> None:
+def test_repair_deletes_bad_entries_and_mends_the_rest(cli: Cli, engine: Tier, root: Path) -> None:
     bad, open_to_all = file_of(root, KEYS[3]), file_of(root, KEYS[4])
     bad.write_bytes(b"not an entry")
     open_to_all.chmod(0o644)
@@ -265,14 +262,14 @@ def test_repair_sets_bad_entries_aside_and_mends_the_rest(
         assert (found["repaired"], found["dry_run"]) == (0, True)
         assert found["complaints"] == before["complaints"]
     assert bad.exists()
-    assert "-> set it aside" in cli("tier", "repair", code=1).stdout
+    assert "-> delete it" in cli("tier", "repair", code=1).stdout
     found = cli.json("tier", "repair", "--yes", code=1)
     assert (found["repaired"], found["complaint_count"]) == (before["complaint_count"] - 1, 1)
     assert str(stray) in found["complaints"][0]
     stray.unlink()
     assert cli.json("tier", "check")["complaints"] == []
     assert "0 complaints" in cli("tier", "check").stderr
-    assert cli.json("tier")["set_aside"] == {"file_count": 1, "bytes": 12}
+    assert not bad.exists()
     assert present(engine) == set(range(10)) - {3}
     assert open_to_all.stat().st_mode & 0o777 == 0o600
 

@@ -17,7 +17,7 @@ import pytest
 
 from s3ec import codec
 from s3ec.connector.messages import Save
-from s3ec.counters import Counters, observed
+from s3ec.counters import observed
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.modality import Record
 from s3ec.runtime import DiskWatch
@@ -25,7 +25,6 @@ from s3ec.store.endpoint import BreakerOptions
 from s3ec.testing.fault_store import Fault, Gate
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Spool
-from s3ec.tier.bad_objects import BadObjects
 from tests.support.file_calls import file_calls_of
 from tests.support.on_disk import audit_of, evict
 from tests.support.waiting import DEADLINE_S, eventually
@@ -606,7 +605,7 @@ def test_adopted_entry_that_the_bucket_holds_already_is_done(tmp_path: Path) -> 
     second.close()
 
 
-def test_spoiled_entry_is_set_aside_and_never_uploaded(tmp_path: Path) -> None:
+def test_spoiled_entry_is_deleted_and_never_uploaded(tmp_path: Path) -> None:
     first = dead_process(tmp_path, *HASHES[:2])
     key = key_of(HASHES[0])
     (spoiled,) = (tmp_path / "tier").rglob(f"v1/spool/*/*{key.digest.hex()}*")
@@ -616,7 +615,7 @@ def test_spoiled_entry_is_set_aside_and_never_uploaded(tmp_path: Path) -> None:
 
     second = Rig(tmp_path, shared=first.bucket)
     queue = second.queue()
-    eventually(lambda: second.counted("tier.quarantined") == 1)
+    eventually(lambda: second.counted("tier.bad_files") == 1)
     assert queue.drain(DEADLINE_S) == 0
     assert second.stored(HASHES[0]) is None
     assert second.stored(HASHES[1]) is not None
@@ -801,20 +800,62 @@ def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_n
     assert rig.spooled() == 1
 
 
-def test_revision_that_another_process_asks_for_is_the_one_that_is_written(rig: Rig) -> None:
-    """The scheduler's process fetches and notes, a worker's may be another one, and stores."""
+@pytest.mark.parametrize("where", ["spool", "memory"])
+def test_save_whose_name_a_bad_object_has_is_given_up(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """Counted, logged once, out of the spool; neither confirmed nor announced nor retried."""
     key = key_of(HASHES[0])
-    rig.bucket.objects[rig.node.layout.object(key)] = b"<html>"
-    where = (rig.node.tier.folders, rig.node.namespace.name, rig.node.destination)
-    scheduler = BadObjects(*where, ttl_s=3600, counters=Counters())
-    assert scheduler.note(key, "header", 0) == 1
+    name = rig.node.layout.object(key)
+    rig.bucket.objects[name] = b"<html>"
+    rig.node.index.mark_bad(key)
+    if where == "memory":
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise TierError("read-only")
+
+        monkeypatch.setattr(rig.node.tier.writer, "publish", refuse)
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.001))
+    for count in (1, 2):
+        assert queue.put(HASHES[0], IMAGE, tensor(count))
+        eventually(lambda count=count: rig.counted("save_problem.bad_object") == count)
+        eventually(lambda: rig.spooled() == 0)
+    assert queue.drain(DEADLINE_S) == 0
+    assert rig.counted("save.items") == rig.counted("save.existed") == 0
+    assert rig.store.log.count(("put_if_absent", name)) == 2
+    assert rig.bucket.objects[name] == b"<html>"
+    assert caplog.text.count(f"a bad object has its name, {name}") == 1
+    assert queue.take_report()[1] == []
+    assert not rig.node.index.maybe_contains(key)
+    assert not [each for each in rig.bucket.objects if "/manifest/" in each]
+
+
+def test_save_of_a_repaired_object_is_stored_and_believed_at_once(rig: Rig) -> None:
+    key = key_of(HASHES[0])
+    rig.node.index.mark_bad(key)  # and deleted since, of which this process has not heard
     queue = rig.queue()
     assert queue.put(HASHES[0], IMAGE, tensor(1))
     assert queue.drain(DEADLINE_S) == 0
-    blob = rig.bucket.objects[rig.node.layout.object(key, 1)]
-    codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
-    scheduler.refresh()
-    assert scheduler.unhealed() == []
+    assert rig.stored(HASHES[0]) is not None
+    assert rig.counted("save_problem.bad_object") == 0
+    assert rig.node.index.holds(key)
+    assert not rig.node.index.is_bad(key)
+    assert [each for each in rig.bucket.objects if "/manifest/delta/" in each]
+
+
+def test_object_that_is_found_bad_after_the_bucket_has_answered_is_not_announced(rig: Rig) -> None:
+    key = key_of(HASHES[0])
+    rig.bucket.objects[rig.node.layout.object(key)] = b"<html>"
+    gate = Gate()
+    rig.faults.append(Fault(op="head", name="objects/", gate=gate))
+    queue = rig.queue()
+    assert queue.put(HASHES[0], IMAGE, tensor(1))
+    assert gate.reached.wait(DEADLINE_S)
+    rig.node.index.mark_bad(key)
+    gate.release()
+    assert queue.drain(DEADLINE_S) == 0
+    assert rig.spooled() == 0
+    assert not [each for each in rig.bucket.objects if "/manifest/" in each]
 
 
 def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
@@ -831,38 +872,14 @@ def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
         queue = rig.queue()
         assert queue.put(HASHES[0], IMAGE, tensor(0))
         eventually(lambda: rig.stored(HASHES[0]) is not None)
-        key = key_of(HASHES[1])
-        assert rig.node.bad_objects.note(key, "header", 0) == 1
+        rig.bucket.objects[rig.node.layout.object(key_of(HASHES[1]))] = b"<html>"
+        rig.node.index.mark_bad(key_of(HASHES[1]))
         assert queue.put(HASHES[1], IMAGE, tensor(1))
         assert queue.drain(DEADLINE_S) == 0
     finally:
         gc.enable()
-    assert rig.node.layout.object(key, 1) in rig.bucket.objects
+    assert rig.counted("save_problem.bad_object") == 1
     assert calls == []
-
-
-def test_upload_from_memory_does_not_wait_for_notes_that_a_hanging_disk_holds(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reached, answers = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        reached.set()
-        assert answers.wait(2 * DEADLINE_S)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise TierError("read-only")
-
-    monkeypatch.setattr("s3ec.connector.uploads.PATIENCE_S", 0.0)
-    monkeypatch.setattr(rig.node.bad_objects, "catch_up", hang)
-    monkeypatch.setattr(rig.node.tier.writer, "publish", refuse)
-    queue = rig.queue()
-    assert queue.put(HASHES[0], IMAGE, tensor(0))
-    try:
-        eventually(lambda: rig.stored(HASHES[0]) is not None)
-    finally:
-        answers.set()
-    assert queue.drain(DEADLINE_S) == 0
 
 
 def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(

@@ -131,26 +131,30 @@ def test_load_that_cannot_be_had_anywhere_raises_with_the_file_and_fills_nothing
     assert rig.worker.report() is None or not rig.worker.report()
 
 
-@pytest.mark.parametrize("plain", ["bad", "absent", "other"])
-@pytest.mark.parametrize("noted", [0, 1, 2])
-def test_what_was_granted_is_rescued_from_whichever_revision_is_good(
-    rig: Rig, plain: str, noted: int
-) -> None:
-    """The notes are another process's, may have run out, and may be ahead of what is stored."""
+def test_what_was_granted_is_rescued_though_its_object_was_found_bad(rig: Rig) -> None:
+    """It may have been repaired since, and the engine ends without it."""
     load = rig.pinned(HASHES[0], tensor(1))
-    key = key_of(HASHES[0])
-    if plain != "absent":
-        misfit = rig.entry(HASHES[0], tensor(2)[:2]) if plain == "other" else b"<html>"
-        rig.bucket.objects[rig.object_name(HASHES[0])] = misfit
-    good = rig.entry(HASHES[0], tensor(1))
-    rig.bucket.objects[rig.node.layout.object(key, 1)] = good
-    for revision in range(noted):
-        rig.node.bad_objects.note(key, "checksum", revision)
+    rig.bucket.objects[rig.object_name(HASHES[0])] = rig.entry(HASHES[0], tensor(1))
+    rig.node.index.mark_bad(key_of(HASHES[0]))
     Path(load.path).unlink()
     cache: dict[str, torch.Tensor] = {}
     rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     assert torch.equal(cache[HASHES[0]], tensor(1))
     assert rig.node.counters.get("load.rescued") == 1
+
+
+@pytest.mark.parametrize("stored", ["bad", "absent", "other"])
+def test_what_was_granted_is_never_rescued_from_a_bad_object(rig: Rig, stored: str) -> None:
+    load = rig.pinned(HASHES[0], tensor(1))
+    if stored != "absent":
+        misfit = rig.entry(HASHES[0], tensor(2)[:2]) if stored == "other" else b"<html>"
+        rig.bucket.objects[rig.object_name(HASHES[0])] = misfit
+    Path(load.path).unlink()
+    cache: dict[str, torch.Tensor] = {}
+    with pytest.raises(RuntimeError, match="bucket"):
+        rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
+    assert cache == {}
+    assert rig.node.counters.get("load.rescued") == 0
 
 
 def test_load_with_a_dead_bucket_raises_in_time(rig: Rig) -> None:

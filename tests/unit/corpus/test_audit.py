@@ -40,15 +40,15 @@ IDS = [content_hash(f"page {number}") for number in range(20)]
 LORA = f"my-lora:{content_hash('adapted')}"
 
 
-def object_of(identifier: str, revision: int = 0) -> str:
+def object_of(identifier: str) -> str:
     key = make_key(identifier)
     assert key is not None
-    return LAYOUT.object(key, revision)
+    return LAYOUT.object(key)
 
 
-def put(memory: MemoryStore, identifier: str, body: bytes | None = None, revision: int = 0) -> str:
+def put(memory: MemoryStore, identifier: str, body: bytes | None = None) -> str:
     """Past any store, as damage comes."""
-    name = object_of(identifier, revision)
+    name = object_of(identifier)
     memory.bucket.objects[name] = entry_bytes(identifier, NAMESPACE.name) if body is None else body
     memory.bucket.modified_s[name] = 1000.0
     return name
@@ -379,19 +379,6 @@ async def test_corrupt_object_is_deleted_and_producers_may_store_it_again(
     assert key.digest not in await view(memory, LAYOUT)
     assert (await look(memory)).agrees
     await memory.put_if_absent(name, [entry_bytes(IDS[0], NAMESPACE.name)])
-
-
-async def test_of_a_bad_object_with_a_good_revision_readers_are_told_nothing(
-    memory: MemoryStore,
-) -> None:
-    name = put(memory, IDS[0], b"bad")
-    put(memory, IDS[0], revision=1)
-    key = make_key(IDS[0])
-    assert key is not None
-    await mend(memory, await look(memory))
-    assert name not in memory.bucket.objects
-    assert object_of(IDS[0], 1) in memory.bucket.objects
-    assert key.digest in await view(memory, LAYOUT)
 
 
 async def test_object_that_is_good_when_it_is_read_again_is_spared(memory: MemoryStore) -> None:

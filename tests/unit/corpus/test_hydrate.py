@@ -266,16 +266,6 @@ def test_an_object_that_is_larger_than_the_catalogue_knew_comes(rig: Rig) -> Non
     assert (found.fetched, found.status) == (1, "complete")
 
 
-def test_the_revision_of_a_damaged_object_comes(rig: Rig) -> None:
-    good = entry_bytes(IDS[0], rig.name, rows=ROWS)
-    rig.bucket().entry(rig.name, IDS[0], good[:-1] + bytes([good[-1] ^ 1]))
-    rig.bucket().entry(rig.name, IDS[0], good, revision=1)
-    rig.bucket().entry(rig.name, IDS[1], entry_bytes(IDS[1], rig.name, rows=ROWS), revision=1)
-    found = rig.open().hydrate()  # of the second one the first object is gone
-    assert (found.fetched, found.status, found.wanted) == (2, "complete", 2)
-    assert rig.path(IDS[0]).read_bytes() == good
-
-
 def test_an_entry_of_another_width_than_its_modality_is_refused(rig: Rig) -> None:
     rig.bucket().entry(rig.name, IDS[0], entry_bytes(IDS[0], rig.name, width=16))
     assert rig.open().hydrate().damaged == {IDS[0]: "width"}

@@ -487,6 +487,26 @@ def test_nothing_counts_before_the_bucket_has_confirmed_it(desk: Desk) -> None:
     assert (report.catalogued, report.encoded, encoder.encoded) == (1, 1, [b"two"])
 
 
+def test_a_bad_object_is_named_and_keeps_no_other_item_back(desk: Desk) -> None:
+    """It blocks its key, so waiting for it would end nothing."""
+    desk.write(a=b"one", b=b"two", c=b"three")
+    for data in (b"one", b"two"):
+        key = make_key(name_of(data))
+        assert key is not None
+        put(desk.corpus, LAYOUT.object(key), b"no entry")
+        save(desk.corpus, name_of(data))
+    report, encoder = desk.run()
+    assert (report.status, report.encoded, encoder.encoded) == ("partial", 1, [b"three"])
+    assert {each.document for each in report.unconfirmed} == {"a.png", "b.png"}
+    assert all("verify --deep --repair" in each.reason for each in report.unconfirmed)
+    assert set(desk.rows()) == {"c.png"}
+    found = desk.corpus.verify(NAMESPACE.name, deep=True)
+    assert desk.corpus.repair(found, NAMESPACE.name).deleted == 2
+    report, encoder = desk.run()
+    assert (report.status, report.encoded) == ("complete", 2)
+    assert set(desk.rows()) == {"a.png", "b.png", "c.png"}
+
+
 def test_last_uploads_of_an_engine_that_closes_are_waited_for(desk: Desk) -> None:
     desk.write(a=b"one")
 

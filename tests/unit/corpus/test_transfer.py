@@ -216,40 +216,27 @@ def test_damaged_entries_are_named_and_the_others_are_copied(here: Filled, tmp_p
     assert f"{object_name(NAMESPACE, IDS[1])} (checksum)" in reason
 
 
-def test_the_revision_of_a_bad_object_is_copied_in_its_place(here: Filled, tmp_path: Path) -> None:
-    good = here.entry(NAMESPACE, IDS[1], revision=1)
-    put_over(tmp_path / "here", object_name(NAMESPACE, IDS[1]), damaged(IDS[1]))
-    done = here.corpus.export(tmp_path / "disk")
-    assert (done.status, done.copied, done.failures) == ("complete", len(IDS), {})
-    with in_folder(tmp_path / "disk") as exported:
-        objects = objects_of(exported, NAMESPACE)
-        assert objects[object_name(NAMESPACE, IDS[1])] == good
-        assert len(objects) == len(IDS)
-
-
 @pytest.mark.parametrize("body", [b"", b"half of it"])
-def test_what_a_power_cut_left_half_is_written_beside_it(
+def test_what_a_power_cut_left_half_is_named_and_not_replaced_until_it_is_repaired(
     here: Filled, disk: Path, body: bytes
 ) -> None:
-    """As readers know it: where the object is bad, its revision counts."""
     put_over(disk, object_name(NAMESPACE, IDS[0]), body)
     done = here.corpus.export(disk)
-    assert (done.copied, done.present) == (1, len(IDS) - 1)
+    assert (done.copied, done.present) == (0, len(IDS) - 1)
+    assert "what is there is bad, and nothing is replaced" in done.failures[IDS[0]]
     with in_folder(disk) as exported:
-        assert exported.get(IDS[0]) is not None
+        assert objects_of(exported, NAMESPACE)[object_name(NAMESPACE, IDS[0])] == body
+        assert exported.repair(exported.verify(deep=True)).deleted == 1
     again = here.corpus.export(disk, options=DEEP)
-    assert (again.status, again.copied, again.present) == ("complete", 0, len(IDS))
+    assert (again.status, again.copied, again.present) == ("complete", 1, len(IDS) - 1)
 
 
 def test_damage_of_the_same_size_is_found_by_a_deep_run(here: Filled, disk: Path) -> None:
     put_over(disk, object_name(NAMESPACE, IDS[0]), damaged(IDS[0]))
     assert here.corpus.export(disk).copied == 0
     done = here.corpus.export(disk, options=DEEP)
-    assert (done.status, done.copied) == ("complete", 1)
-    put_over(disk, object_name(NAMESPACE, IDS[0], 1), damaged(IDS[0]))
-    worse = here.corpus.export(disk, options=DEEP)
-    assert worse.status == "partial"
-    assert "so is its revision" in worse.failures[IDS[0]]
+    assert (done.status, done.copied) == ("partial", 0)
+    assert "what is there is bad, and nothing is replaced" in done.failures[IDS[0]]
 
 
 def test_entries_of_another_width_than_on_record_are_refused(here: Filled, there: Corpus) -> None:

@@ -62,15 +62,6 @@ def test_the_plot_of_what_pays_is_an_svg_that_is_the_same_again(tmp_path: Path) 
     assert "</svg>" in once.read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("matplotlib")
-def test_bars_have_the_colours_of_their_series(tmp_path: Path) -> None:
-    out = tmp_path / "bars.png"
-    series = {"with": (plots.GOOD, [1.0, 2.0]), "without": (plots.BAD, [3.0, 4.0])}
-    plots.save_bars(out, ["one", "two"], series, unit="seconds", title="made up")
-    assert {rgb(plots.GOOD), rgb(plots.BAD)} <= colours_of(out)
-
-
 def test_missing_matplotlib_is_said_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from s3ec.counters import Counters
 from s3ec.identity import Key
-from s3ec.index.missing import NEGATIVE_TTL_S, NegativeCache
+from s3ec.index.missing import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S, NegativeCache
 from s3ec.index.rows import EntryInfo
 
 
@@ -18,9 +18,11 @@ class FakeIndex:
         self._counters = counters
         self._known: set[bytes] = set()
         self._missing = NegativeCache(NEGATIVE_TTL_S, clock)
+        self._bad = NegativeCache(BAD_OBJECT_TTL_S, clock)
 
     def maybe_contains(self, key: Key) -> bool:
-        return key.digest in self._known and not self._missing.holds(key.digest)
+        denied = self._missing.holds(key.digest) or self.is_bad(key)
+        return key.digest in self._known and not denied
 
     def holds(self, key: Key) -> bool:
         return self.maybe_contains(key)
@@ -31,8 +33,15 @@ class FakeIndex:
     def add(self, key: Key, facts: EntryInfo | None = None) -> None:
         self._known.add(key.digest)
         self._missing.discard_locked(key.digest)
+        self._bad.discard_locked(key.digest)
 
     def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         self._known.discard(key.digest)
         self._missing.add_locked(key.digest)
         self._counters.add("index.forgotten")
+
+    def mark_bad(self, key: Key) -> None:
+        self._bad.add_locked(key.digest)
+
+    def is_bad(self, key: Key) -> bool:
+        return self._bad.holds(key.digest)

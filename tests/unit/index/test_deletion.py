@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -53,7 +53,7 @@ async def put_entry(store: MemoryStore, number: int, *, time_s: int = 1) -> None
 async def delete_keys(
     store: Store, keys: Sequence[Key], clock: Callable[[], float] = time.time
 ) -> None:
-    await delete_entries(store, LAYOUT, await find_objects(store, LAYOUT, keys), clock=clock)
+    await delete_entries(store, LAYOUT, keys, clock=clock)
 
 
 async def delete(store: Store, *numbers: int) -> None:
@@ -142,13 +142,12 @@ async def test_what_was_deleted_before_a_failure_is_announced(memory: MemoryStor
 async def test_of_a_batch_that_was_deleted_in_part_just_what_is_gone_is_announced(
     memory: MemoryStore,
 ) -> None:
-    """One was deleted though its answer was lost, one was not, one has a revision that stays."""
+    """One was deleted though its answer was lost, one was not, one was refused."""
     for number in range(5):
         await put_entry(memory, number)
-    (revision,) = await put_revisions(memory, 3, 1)
     faults = [
         Fault("delete_many", LAYOUT.object(KEYS[1]), error=UnavailableError, partial=True),
-        Fault("delete_many", revision, error=AccessError, partial=True),
+        Fault("delete_many", LAYOUT.object(KEYS[3]), error=AccessError, partial=True),
         Fault("delete_many", LAYOUT.object(KEYS[2]), error=UnavailableError, partial=True),
     ]
 
@@ -163,7 +162,7 @@ async def test_of_a_batch_that_was_deleted_in_part_just_what_is_gone_is_announce
     with pytest.raises((AccessError, UnavailableError)):
         await delete(Each(memory, Script(faults)), 0, 1, 2, 3)
     there = {name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)}
-    assert there == {LAYOUT.object(KEYS[2]), revision, LAYOUT.object(KEYS[4])}
+    assert there == {LAYOUT.object(KEYS[number]) for number in (2, 3, 4)}
     assert set(await view(memory)) == {KEYS[number].digest for number in (2, 3, 4)}
 
 
@@ -291,27 +290,6 @@ async def test_after_a_round_that_failed_no_other_one_begins(
         await asyncio.wait_for(task, DEADLINE_S)
     assert store.calls["delete_many"] == 2
     assert (await verify(memory, LAYOUT)).agrees
-
-
-@pytest.mark.parametrize("rounds", [1, 4])
-async def test_an_entry_whose_objects_go_in_two_rounds_is_hidden_in_the_end(
-    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, rounds: int
-) -> None:
-    monkeypatch.setattr(deletion, "ROUND_OBJECTS", 1)
-    monkeypatch.setattr(listing, "BATCH", 1)
-    monkeypatch.setattr(deletion, "_ROUNDS_AT_A_TIME", rounds)
-
-    class ByName(MemoryStore):
-        async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
-            found = [info async for info in super().list(prefix, start_after=start_after)]
-            for info in sorted(found, key=lambda info: info.name):
-                yield info
-
-    await put_entry(memory, 1)
-    await memory.put_if_absent(LAYOUT.object(KEYS[1], 1), [b"listed first"])
-    await delete_older(ByName(memory.bucket), 2.0**40)
-    assert not [name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)]
-    assert set(await view(memory)) == set()
 
 
 @pytest.mark.parametrize("few", [0, 4096])
@@ -443,69 +421,27 @@ async def test_an_entry_that_is_stored_again_outlives_its_deletion(
     assert set(await view(memory)) == {KEYS[0].digest}
 
 
-async def put_revisions(memory: MemoryStore, number: int, *revisions: int) -> list[str]:
-    objects = [LAYOUT.object(KEYS[number], revision) for revision in revisions]
-    for name in objects:
-        await memory.put_if_absent(name, [bytes(100)])
-    return objects
-
-
-async def test_deleting_an_entry_deletes_its_revision_and_nobody_elses(
-    memory: MemoryStore,
-) -> None:
+async def test_deleting_an_entry_deletes_nobody_elses_object(memory: MemoryStore) -> None:
     await put_entry(memory, 1)
     await put_entry(memory, 2)
-    await put_revisions(memory, 1, 1)
-    (unread,) = await put_revisions(memory, 1, 2)  # of no release: somebody else's
-    (kept,) = await put_revisions(memory, 2, 1)
+    beside = LAYOUT.object(KEYS[1]).replace(".safetensors", ".r1.safetensors")
+    await memory.put_if_absent(beside, [bytes(100)])
     await delete(memory, 1)
     left = {name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)}
-    assert left == {LAYOUT.object(KEYS[2]), kept, unread}
+    assert left == {LAYOUT.object(KEYS[2]), beside}
     assert set(await view(memory)) == {KEYS[2].digest}
 
 
-@pytest.mark.parametrize("young", [0, 1])
-async def test_old_objects_of_an_entry_go_and_readers_keep_it_for_the_young_one(
-    memory: MemoryStore, young: int
-) -> None:
+async def test_old_objects_go_and_the_young_one_stays(memory: MemoryStore) -> None:
     for number in (1, 2):
         await put_entry(memory, number)
-        await put_revisions(memory, number, 1)
     for name in memory.bucket.modified_s:
         memory.bucket.modified_s[name] = 100.0
-    memory.bucket.modified_s[LAYOUT.object(KEYS[1], young)] = 900.0
+    memory.bucket.modified_s[LAYOUT.object(KEYS[1])] = 900.0
     await delete_older(memory, 500.0)
     left = {name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)}
-    assert left == {LAYOUT.object(KEYS[1], young)}
+    assert left == {LAYOUT.object(KEYS[1])}
     assert set(await view(memory)) == {KEYS[1].digest}
-
-
-async def test_an_old_revision_far_from_a_young_object_is_not_the_whole_entry(
-    memory: MemoryStore,
-) -> None:
-    """This store does not list by name, and the two come with different pages."""
-    many = [key_of(("many", number)) for number in range(listing.BATCH + 2)]
-    for key in many:
-        await put_object(memory, key, 9)
-        memory.bucket.modified_s[LAYOUT.object(key)] = 100.0
-    listed = [info.name async for info in memory.list(LAYOUT.objects)]
-    young = next(key for key in many if LAYOUT.object(key) == listed[listing.BATCH // 2])
-    await put_delta(memory, 1, {young: EntryInfo(9, time_s=900)})
-    memory.bucket.modified_s[LAYOUT.object(young)] = 900.0
-    await memory.put_if_absent(LAYOUT.object(young, 1), [b"old"])
-    memory.bucket.modified_s[LAYOUT.object(young, 1)] = 100.0
-
-    class RevisionLast(MemoryStore):
-        async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
-            found = [info async for info in super().list(prefix, start_after=start_after)]
-            for info in sorted(found, key=lambda info: info.name == LAYOUT.object(young, 1)):
-                yield info
-
-    await delete_older(RevisionLast(memory.bucket), 500.0)
-    assert [name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)] == [
-        LAYOUT.object(young)
-    ]
-    assert set(await view(memory)) == {young.digest}
 
 
 async def test_a_survey_of_many_objects_asks_for_the_descriptor_by_its_name(
@@ -525,31 +461,30 @@ async def test_a_survey_of_many_objects_asks_for_the_descriptor_by_its_name(
 
 
 @pytest.mark.parametrize("few", [1, 4096])
-async def test_of_many_entries_those_that_are_there_are_found_with_their_revisions(
+async def test_of_many_entries_those_that_are_there_are_found(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
     monkeypatch.setattr(deletion, "FEW", few)
     keys = [key_of(("many", number)) for number in range(40)]
     for key in keys[:3]:
         await put_object(memory, key, 9)
-    await memory.put_if_absent(LAYOUT.object(keys[1], 1), [bytes(5)])
     await put_entry(memory, 7)
     store = FaultStore(memory, Script())
     found = await find_objects(store, LAYOUT, keys)
-    assert store.calls["list"] == (1 if few > 1 else 41)
+    assert (store.calls["list"], store.calls["head"]) == ((1, 0) if few > 1 else (1, 40))
     assert list(found) == keys
-    names = [sorted(info.name for info in found[key]) for key in keys]
-    assert names[1] == sorted([LAYOUT.object(keys[1]), LAYOUT.object(keys[1], 1)])
-    assert [len(each) for each in names] == [1, 2, 1, *[0] * 37]
+    there = [info.name if info else None for info in found.values()]
+    assert there == [*map(LAYOUT.object, keys[:3]), *[None] * 37]
 
 
 async def test_many_entries_are_looked_for_at_a_time(memory: MemoryStore) -> None:
     gates = [Gate(), Gate()]
     faults = [
-        Fault(op="list", name=key.name[:20], gate=gate)
+        Fault(op="head", name=key.name[:20], gate=gate)
         for key, gate in zip(KEYS, gates, strict=False)
     ]
-    task = asyncio.create_task(delete(FaultStore(memory, Script(faults)), 0, 1))
+    store = FaultStore(memory, Script(faults))
+    task = asyncio.create_task(find_objects(store, LAYOUT, KEYS[:2]))
     try:
         for gate in gates:
             await reached(gate)

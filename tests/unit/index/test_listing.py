@@ -35,7 +35,6 @@ async def test_every_kind_of_entry_of_the_namespace_is_found(memory: MemoryStore
     keys = [key for key in map(make_key, names) if key]
     await store(memory, *keys)
     await store(memory, key_of(1), layout=OTHER)
-    await memory.put_if_absent(LAYOUT.object(keys[0], 1), [b"revision"])
     await memory.put_if_absent(LAYOUT.descriptor, [b"{}"])
     await memory.put_if_absent(LAYOUT.modality("image"), [b"{}"])
     found: set[bytes] = set()
@@ -53,6 +52,7 @@ async def test_junk_is_not_taken_for_entries(corpus: Corpus, reader: Reader) -> 
         f"{name}.safetensors": b"x",
         f"zz/{name}.safetensors": b"x",
         f"{name[:2]}/{name}.safetensors.part": b"x",
+        f"{name[:2]}/{name}.r1.safetensors": b"x",
         f"{name[:2]}/{name}.safetensors": b"",  # an upload that wrote nothing
         f"{name[:2]}/{name[:-1]}\u0661.safetensors": b"x",
         f"{name[:2]}/\u00e9.safetensors": b"x",

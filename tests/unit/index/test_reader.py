@@ -876,7 +876,7 @@ async def test_a_key_that_was_forgotten_and_is_stored_here_is_found_at_once(
 async def test_what_the_index_never_held_does_not_count_as_vanished(reader: Reader) -> None:
     reader.index.mark_missing(key_of("a"), absent=True)
     reader.index.add(key_of("b"))
-    reader.index.mark_missing(key_of("b"))  # bad, not absent
+    reader.index.mark_missing(key_of("b"))  # refused, not absent
     assert reader.counters.get("index.vanished") == 0
     assert reader.counters.get("index.forgotten") == 2
 
@@ -932,25 +932,68 @@ async def test_after_a_rebuild_many_vanished_keys_are_told_again(
             assert len(ours(caplog)) == version
 
 
-async def test_what_is_stored_while_bad_objects_are_looked_up_is_believed_and_waits_for_none(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
+async def test_a_key_whose_object_is_bad_is_not_believed_for_an_hour(
+    corpus: Corpus, reader: Reader
 ) -> None:
-    """A hook adds, and the look may wait for a disk."""
-    index, key = reader.index, key_of("a")
-    look, waits = index.known_time_s, []
+    corpus.base(1, rows_of("a", "b"))
+    await reader.refresh()
+    reader.index.mark_bad(key_of("a"))
+    began_s = reader.clock.now_s
+    for passed_s in (0, 3599):
+        reader.clock.now_s = began_s + passed_s
+        await reader.refresh()
+        assert reader.finds("a", "b") == [False, True]
+        assert reader.index.is_bad(key_of("a"))
+        assert not reader.index.holds(key_of("a"))
+        assert reader.index.facts(key_of("a")) is None
+        assert reader.index.is_announced(key_of("a"))
+    assert reader.counters.get("index.vanished") == 0
+    reader.clock.now_s = began_s + 3600
+    assert reader.finds("a") == [True]
+    assert not reader.index.is_bad(key_of("a"))
 
-    def slow(asked: Key) -> int:
-        found = look(asked)
-        monkeypatch.undo()
-        hook = threading.Thread(target=index.add, args=(key,), daemon=True)
-        hook.start()
-        hook.join(20)
-        waits.append(hook.is_alive())
-        return found
 
-    monkeypatch.setattr(index, "known_time_s", slow)
-    index.distrust({key: 0})
-    assert waits == [False]
-    assert index.holds(key)
-    index.distrust({key: 2**32})
-    assert not index.holds(key)
+@pytest.mark.parametrize("later_s", [0, 1])
+@pytest.mark.parametrize("by", ["delta", "base"])
+async def test_a_key_whose_object_is_bad_is_believed_again_when_somebody_stores_it_later(
+    corpus: Corpus, reader: Reader, by: str, later_s: int
+) -> None:
+    """A row of the same time says only that somebody else has found the bad object there."""
+    old = EntryInfo(9, time_s=int(START_S))
+    corpus.base(1, rows_of((key_of("a"), old)))
+    await reader.refresh()
+    reader.index.mark_bad(key_of("a"))
+    new = old._replace(time_s=int(START_S) + later_s)
+    if by == "delta":
+        corpus.delta((key_of("a"), new))
+    else:
+        corpus.base(2, rows_of((key_of("a"), new)))
+    await reader.refresh()
+    assert reader.finds("a") == [later_s > 0]
+    assert reader.index.is_bad(key_of("a")) is (later_s == 0)
+
+
+async def test_a_key_whose_bad_object_was_deleted_waits_for_the_next_save(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of((key_of("a"), EntryInfo(9, time_s=int(START_S)))))
+    await reader.refresh()
+    reader.index.mark_bad(key_of("a"))
+    corpus.delta((key_of("a"), Tombstone(int(START_S) + 5)))
+    await reader.refresh()
+    assert reader.finds("a") == [False]
+    assert reader.index.is_bad(key_of("a"))
+    corpus.delta((key_of("a"), EntryInfo(9, time_s=int(START_S) + 6)))
+    await reader.refresh()
+    assert reader.finds("a") == [True]
+
+
+async def test_a_key_whose_object_is_bad_and_that_is_stored_here_is_found_at_once(
+    reader: Reader,
+) -> None:
+    reader.index.add(key_of("a"))
+    reader.index.mark_bad(key_of("a"))
+    assert reader.finds("a") == [False]
+    reader.index.add(key_of("a"))
+    assert reader.finds("a") == [True]
+    assert not reader.index.is_bad(key_of("a"))

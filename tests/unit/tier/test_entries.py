@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries: bad files are never pinned, but set aside and counted; and what is believed here."""
+"""Entries: bad files are never pinned, but deleted and counted; and what is believed here."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ import pytest
 
 from s3ec import codec
 from s3ec.counters import Counters
-from s3ec.tier import LocalKeys, Tier, entries, pins
-from tests.support.clock import Clock
+from s3ec.tier import LocalKeys, Tier, pins
 from tests.support.on_disk import audit_of, usage_of
 from tests.unit.tier.cases import (
-    NAMESPACE,
     OTHER_NAMESPACE,
     MakeTier,
     entry,
     file_of,
-    files_below,
     key_at,
     pinned,
     refusing,
@@ -59,27 +56,25 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_entry_is_not_pinned_but_set_aside_and_counted(
+def test_bad_entry_is_not_pinned_but_deleted_and_counted(
     tier: Tier, root: Path, counters: Counters, name: str
 ) -> None:
-    blob, reason = BAD[name]
+    blob, _ = BAD[name]
     tier.writer.publish(KEY, [blob])
     (complaint,) = audit_of(tier)
     assert str(file_of(root, KEY)) in complaint
     assert tier.entries.pin(KEY) is None
     assert not tier.entries.contains(KEY)
-    assert counters.get("tier.quarantined") == 1
-    aside = root / "v1" / "quarantine" / f"{NAMESPACE}--{KEY.digest.hex()}-{reason}"
-    assert aside.read_bytes() == blob
+    assert counters.get("tier.bad_files") == 1
     assert usage_of(tier).pinned_nbytes == 0
-    assert usage_of(tier).quarantined_nbytes == len(blob)
+    assert usage_of(tier).total_nbytes == 0
     assert tier.entries.pin(KEY) is None
-    assert counters.get("tier.quarantined") == 1
+    assert counters.get("tier.bad_files") == 1
     tier.writer.publish(KEY, [entry(KEY)])
     assert served(tier, KEY) == entry(KEY)
 
 
-def test_flipped_bit_is_for_the_reader_who_quarantines_it(
+def test_flipped_bit_is_for_the_reader_who_deletes_it(
     tier: Tier, root: Path, counters: Counters
 ) -> None:
     blob = bytearray(entry(KEY))
@@ -89,14 +84,14 @@ def test_flipped_bit_is_for_the_reader_who_quarantines_it(
     assert "checksum" in complaint
     pin = pinned(tier, KEY)
     tier.entries.unpin(pin)
-    tier.entries.quarantine(KEY, "checksum")
-    tier.entries.quarantine(KEY, "checksum")
-    assert counters.get("tier.quarantined") == 1
+    tier.entries.drop_bad(KEY, "checksum")
+    tier.entries.drop_bad(KEY, "checksum")
+    assert counters.get("tier.bad_files") == 1
     assert tier.entries.pin(KEY) is None
 
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "pipe", "folder", "socket"])
-def test_what_is_not_a_file_is_set_aside_and_not_followed_or_waited_for(
+def test_what_is_not_a_file_is_deleted_and_not_followed_or_waited_for(
     make_tier: MakeTier, root: Path, tmp_path: Path, counters: Counters, kind: str
 ) -> None:
     tier = make_tier()
@@ -120,14 +115,14 @@ def test_what_is_not_a_file_is_set_aside_and_not_followed_or_waited_for(
     if kind != "folder":  # an empty folder could be an adapter's
         assert str(path) in "".join(audit_of(tier))
     assert tier.entries.pin(KEY) is None
-    assert counters.get("tier.quarantined") == 1
+    assert counters.get("tier.bad_files") == 1
     assert not os.path.lexists(path)
     tier.writer.publish(KEY, [entry(KEY)])
     assert tier.entries.pin(KEY) is not None
     assert not outside.exists() or outside.read_bytes() == entry(KEY)
 
 
-def test_better_entry_published_meanwhile_is_not_set_aside(
+def test_better_entry_published_meanwhile_is_not_deleted(
     tier: Tier, monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
     tier.writer.publish(KEY, [entry(key_at(1))])
@@ -140,50 +135,22 @@ def test_better_entry_published_meanwhile_is_not_set_aside(
     monkeypatch.setattr(pins, "open_entry", publish_first)
     assert tier.entries.pin(KEY) is None
     monkeypatch.undo()
-    assert counters.get("tier.quarantined") == 0
+    assert counters.get("tier.bad_files") == 0
     assert served(tier, KEY) == entry(KEY)
 
 
-def test_quarantine_keeps_the_newest(tier: Tier, root: Path, clock: Clock) -> None:
-    kept = entries.KEPT_FILES
-    keys = [key_at(number) for number in range(kept + 8)]
-    for key in keys:
-        tier.writer.publish(key, [bytes(100)])
-    for key in reversed(keys):  # the newest by quarantine, not by use
-        clock.now_s += 1
-        tier.entries.pin(key)
-    expected = {f"{NAMESPACE}--{key.digest.hex()}-header" for key in keys[:kept]}
-    assert files_below(root / "v1" / "quarantine") == expected
-
-
-def test_quarantine_is_bounded_in_bytes_but_keeps_the_last(
-    tier: Tier, root: Path, clock: Clock
-) -> None:
-    for number in range(3):
-        key = key_at(number)
-        tier.writer.publish(key, [b""])
-        os.truncate(file_of(root, key), entries.KEPT_BYTES // 2 + 1)
-        clock.now_s += 1
-        tier.entries.quarantine(key, "size")
-        assert len(files_below(root / "v1" / "quarantine")) == 1
-
-
-def test_reason_cannot_leave_the_folder(tier: Tier, root: Path) -> None:
-    tier.writer.publish(KEY, [entry(KEY)])
-    tier.entries.quarantine(KEY, "../../../etc/Passwd\n")
-    (name,) = files_below(root / "v1" / "quarantine")
-    assert name == f"{NAMESPACE}--{KEY.digest.hex()}-etc-passwd"
-
-
-def test_entry_that_cannot_be_set_aside_is_evicted(
+def test_bad_entry_that_cannot_be_deleted_is_counted_and_tried_again(
     tier: Tier, monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
-    monkeypatch.setattr(os, "rename", refusing(errno.EIO, "no"))
-    tier.writer.publish(KEY, [entry(KEY)])
-    tier.entries.quarantine(KEY, "checksum")
+    tier.writer.publish(KEY, [entry(key_at(1))])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refusing(errno.EIO, "no"))
+        tier.entries.drop_bad(KEY, "checksum")
+    assert tier.entries.contains(KEY)
+    assert (counters.get("tier.errors"), counters.get("tier.bad_files")) == (1, 0)
+    assert tier.entries.pin(KEY) is None  # by its header
     assert not tier.entries.contains(KEY)
-    assert counters.get("tier.quarantined") == 1
-    assert counters.get("tier.errors") == 1
+    assert (counters.get("tier.errors"), counters.get("tier.bad_files")) == (1, 1)
 
 
 def test_names_added_and_dropped_during_a_scan_are_kept_that_way(tier: Tier) -> None:

@@ -136,7 +136,7 @@ def test_a_closed_tier_is_empty_and_takes_nothing(
             write(tier)
         assert tier.entries.pin(KEY) is None
         assert not tier.entries.contains(KEY)
-        tier.entries.quarantine(KEY, "checksum")
+        tier.entries.drop_bad(KEY, "checksum")
     assert file_of(root, KEY).exists()
 
 
@@ -247,7 +247,7 @@ def test_files_and_folders_are_private_whatever_the_umask(
         publish(tier, 0, 1, 2)
         pinned(tier, KEY)
         make_room(tier)
-        tier.entries.quarantine(KEY, "checksum")
+        tier.entries.drop_bad(KEY, "checksum")
     finally:
         os.umask(before)
     found = {path: stat.S_IMODE(path.lstat().st_mode) for path in [root, *root.rglob("*")]}

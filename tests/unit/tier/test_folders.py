@@ -117,7 +117,7 @@ def _everything(tier: Tier, spool: Spool) -> int:
         lambda: tier.writer.publish(key_at(2), [entry(key_at(2))], spool=spool),
         lambda: publish(tier, 3),
         lambda: tier.entries.unpin(tier.entries.pin(key_at(4)) or _NO_PIN),
-        lambda: tier.entries.quarantine(key_at(4), "checksum"),
+        lambda: tier.entries.drop_bad(key_at(4), "checksum"),
         lambda: make_room(tier, 1 << 30),
         lambda: spool.load(key_at(6).digest),
         lambda: unspool(spool, key_at(6)),
@@ -140,7 +140,7 @@ def _tree(folder: Path) -> dict[str, bytes]:
 
 
 _TOP = [
-    *("", "v1", "v1/objects", "v1/incoming", "v1/pins", "v1/quarantine", "v1/spool", "v1/index"),
+    *("", "v1", "v1/objects", "v1/incoming", "v1/pins", "v1/spool", "v1/index"),
     *("own pins", "own spool"),
 ]
 _INNER = [f"v1/objects/{NAMESPACE}", f"v1/index/{NAMESPACE}", "adapter's", "fan-out"]
@@ -224,7 +224,7 @@ def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path) -> None:
         assert not tier.entries.contains(KEY)
         assert usage_of(tier).entries == 0
         evict(tier, KEY)
-        tier.entries.quarantine(KEY, "checksum")
+        tier.entries.drop_bad(KEY, "checksum")
         tier.entries.unpin(held)
         if again:
             assert make_room(tier) == 0
@@ -235,7 +235,7 @@ def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path) -> None:
     assert pin_folders(root) == []
 
 
-@pytest.mark.parametrize("name", ["v1/pins", "v1/quarantine", "v1/evict.lock"])
+@pytest.mark.parametrize("name", ["v1/pins", "v1/evict.lock"])
 def test_vanished_part_is_made_again(
     make_tier: MakeTier, root: Path, counters: Counters, name: str
 ) -> None:
@@ -248,10 +248,10 @@ def test_vanished_part_is_made_again(
     else:
         part.unlink()
     assert tier.entries.pin(KEY) is not None
-    tier.entries.quarantine(KEY, "checksum")
+    tier.entries.drop_bad(KEY, "checksum")
     make_room(tier)
     assert part.exists()
-    assert counters.get("tier.quarantined") == 1
+    assert counters.get("tier.bad_files") == 1
     assert counters.get("tier.errors") == 0
     assert audit_of(tier) == []
 
@@ -343,10 +343,10 @@ def test_read_only_disk_misses_and_refuses_and_recovers(
         assert tier.entries.contains(KEY)
         assert make_room(tier) == 0
         tier.entries.unpin(held)
-        tier.entries.quarantine(KEY, "checksum")
-        # pin, unpin, quarantine and the removal that it falls back to
-        assert counters.get("tier.errors") == 4
-        assert counters.get("tier.quarantined") == 0
+        tier.entries.drop_bad(KEY, "checksum")
+        # pin, unpin and the deletion
+        assert counters.get("tier.errors") == 3
+        assert counters.get("tier.bad_files") == 0
         assert read(held, KEY) == entry(KEY)
         assert audit_of(tier) == []
     tier.entries.unpin(held)

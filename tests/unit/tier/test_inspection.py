@@ -25,7 +25,7 @@ def test_check_is_empty_for_a_tier_in_use(make_tier: MakeTier) -> None:
         two.writer.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
         one.entries.pin(key)
     evict(one, key_at(0))
-    one.entries.quarantine(key_at(1), "checksum")
+    one.entries.drop_bad(key_at(1), "checksum")
     assert audit_of(one) == audit_of(two) == []
 
 

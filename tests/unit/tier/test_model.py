@@ -88,16 +88,11 @@ class Model:
     """What should be on the disk."""
 
     entries: dict[Key, File] = field(default_factory=dict)
-    quarantined: dict[tuple[Key, str], File] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
     spooled: dict[Key, File] = field(default_factory=dict)
 
     def files(self) -> set[File]:
-        return {
-            *self.entries.values(),
-            *self.quarantined.values(),
-            *self.kept(),
-        }
+        return {*self.entries.values(), *self.kept()}
 
     def kept(self) -> set[File]:
         """What eviction cannot free."""
@@ -139,7 +134,7 @@ class TierMachine(RuleBasedStateMachine):
         self.clock = disk_clock()
         self.counters = Counters()
         self.model = Model()
-        self.quarantines = 0
+        self.dropped = 0
         self.tier = self.new_tier()
         self.spool = self.tier.open_spool(DESTINATION)
 
@@ -161,11 +156,8 @@ class TierMachine(RuleBasedStateMachine):
         shutil.rmtree(self.root)
         assert left == []
 
-    def set_aside(self, key: Key, reason: str) -> None:
-        file = self.model.entries.pop(key, None)
-        if file is not None:
-            self.model.quarantined[key, reason] = file
-            self.quarantines += 1
+    def expect_dropped(self, key: Key) -> None:
+        self.dropped += self.model.entries.pop(key, None) is not None
 
     @rule(
         key=keys,
@@ -205,7 +197,7 @@ class TierMachine(RuleBasedStateMachine):
             return multiple()
         if file.complaint not in (None, "checksum"):
             assert pin is None
-            self.set_aside(key, file.complaint)
+            self.expect_dropped(key)
             return multiple()
         assert pin is not None
         held = Held(pin, file)
@@ -213,8 +205,8 @@ class TierMachine(RuleBasedStateMachine):
         file.pins += 1
         file.used_s = self.clock.now_s
         if file.complaint:  # the reader's part
-            self.tier.entries.quarantine(key, file.complaint)
-            self.set_aside(key, file.complaint)
+            self.tier.entries.drop_bad(key, file.complaint)
+            self.expect_dropped(key)
         return held
 
     @rule(held=consumes(pins))
@@ -262,9 +254,9 @@ class TierMachine(RuleBasedStateMachine):
         self.recount()
 
     @rule(key=keys)
-    def quarantine(self, key: Key) -> None:
-        self.tier.entries.quarantine(key, "checksum")
-        self.set_aside(key, "checksum")
+    def drop_bad(self, key: Key) -> None:
+        self.tier.entries.drop_bad(key, "checksum")
+        self.expect_dropped(key)
 
     @rule()
     def restart(self) -> None:
@@ -304,9 +296,7 @@ class TierMachine(RuleBasedStateMachine):
     def vanish_altogether(self) -> None:
         """All but pins and spool: without them there would be nothing to compare."""
         shutil.rmtree(self.root / "v1" / "objects", ignore_errors=True)
-        shutil.rmtree(self.root / "v1" / "quarantine", ignore_errors=True)
         self.model.entries.clear()
-        self.model.quarantined.clear()
 
     @rule(seconds=st.sampled_from([-86400.0, -1.0, 0.5, 86400.0]))
     def clock_jumps(self, seconds: float) -> None:
@@ -321,7 +311,6 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_there_is_what_should_be(self) -> None:
         usage, model = usage_of(self.tier), self.model
-        named = {*model.entries.values(), *model.quarantined.values()}
         pinned = {held.file for held in model.held}
         spooled = model.spooled.values()
         assert set(self.tier.entries.names()) == {key.name for key in model.entries}
@@ -333,7 +322,8 @@ class TierMachine(RuleBasedStateMachine):
         assert usage.pinned_nbytes == sum(len(file.blob) for file in pinned)
         assert usage.spooled_nbytes == sum(len(file.blob) for file in spooled)
         assert self.spool.nbytes == usage.spooled_nbytes
-        assert usage.held_nbytes == sum(len(file.blob) for file in model.kept() - named)
+        held = model.kept() - {*model.entries.values()}
+        assert usage.held_nbytes == sum(len(file.blob) for file in held)
         assert usage.total_nbytes == model.total_bytes()
 
     @invariant()
@@ -351,7 +341,7 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_failed_in_secret(self) -> None:
         assert self.counters.get("tier.errors") == 0
-        assert self.counters.get("tier.quarantined") == self.quarantines
+        assert self.counters.get("tier.bad_files") == self.dropped
 
 
 TestTierModel = pytest.mark.slow(TierMachine.TestCase)

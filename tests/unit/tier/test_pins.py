@@ -38,10 +38,10 @@ def test_absent_entry_pins_as_none_and_is_no_error(tier: Tier, counters: Counter
     assert counters.get("tier.errors") == 0
 
 
-def test_pinned_bytes_survive_evict_quarantine_and_republish(tier: Tier) -> None:
+def test_pinned_bytes_survive_evict_deletion_and_republish(tier: Tier) -> None:
     key = key_at(0)
     pins = []
-    drops = (partial(evict, tier), lambda key: tier.entries.quarantine(key, "checksum"))
+    drops = (partial(evict, tier), lambda key: tier.entries.drop_bad(key, "checksum"))
     for seed, drop in enumerate(drops):
         tier.writer.publish(key, [entry(key, seed=seed)])
         pins.append(tier.entries.pin(key))

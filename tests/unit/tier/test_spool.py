@@ -92,8 +92,8 @@ def test_spooled_entry_is_one_file_with_two_names_in_a_private_folder_of_this_pr
     assert counters.get("tier.errors") == 0
 
 
-def test_spooled_entry_survives_evict_quarantine_and_republish(tier: Tier, spool: Spool) -> None:
-    drops = (partial(evict, tier), lambda key: tier.entries.quarantine(key, "checksum"))
+def test_spooled_entry_survives_evict_deletion_and_republish(tier: Tier, spool: Spool) -> None:
+    drops = (partial(evict, tier), lambda key: tier.entries.drop_bad(key, "checksum"))
     for number, drop in enumerate((*drops, None)):
         publish(tier, number, spool=spool)
         if drop is not None:
@@ -414,32 +414,30 @@ def test_spool_name_of_a_namespace_with_dashes_reads_back() -> None:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_entry_is_not_loaded_but_set_aside_and_counted(
+def test_bad_entry_is_not_loaded_but_deleted_and_counted(
     tier: Tier, spool: Spool, root: Path, counters: Counters, bad: str
 ) -> None:
-    blob, reason = BAD[bad]
+    blob, _ = BAD[bad]
     tier.writer.publish(KEY, [blob], spool=spool)
     assert len(audit_of(tier)) == 2  # both names
     assert spool.load(KEY.digest) is None
-    aside = root / "v1" / "quarantine" / f"{NAMESPACE}--{KEY.digest.hex()}-{reason}"
-    assert aside.read_bytes() == blob
     assert spooled_below(root) == set()
     assert spool.nbytes == 0
     assert not tier.entries.contains(KEY)  # the same bytes
-    assert counters.get("tier.quarantined") == 1
-    assert usage_of(tier).total_nbytes == len(blob)
+    assert counters.get("tier.bad_files") == 1
+    assert usage_of(tier).total_nbytes == 0
 
 
-def test_bad_entry_that_a_reader_set_aside_before_is_gone_from_the_spool_too(
+def test_bad_entry_that_a_reader_deleted_before_is_gone_from_the_spool_too(
     tier: Tier, spool: Spool, root: Path
 ) -> None:
     blob = bytearray(entry(KEY))
     blob[-1] ^= 1
     tier.writer.publish(KEY, [bytes(blob)], spool=spool)
-    tier.entries.quarantine(KEY, "checksum")  # the file that the spool would set aside, by its name
+    tier.entries.drop_bad(KEY, "checksum")
     assert spool.load(KEY.digest) is None
     assert spooled_below(root) == set()
-    assert len(files_below(root / "v1" / "quarantine")) == 1
+    assert usage_of(tier).total_nbytes == 0
 
 
 def test_better_entry_of_the_tier_stays_when_the_spooled_one_is_bad(
@@ -452,7 +450,7 @@ def test_better_entry_of_the_tier_stays_when_the_spooled_one_is_bad(
 
 
 @pytest.mark.parametrize("kind", ["symlink", "pipe", "folder"])
-def test_what_is_not_a_file_is_set_aside_and_not_followed_or_waited_for(
+def test_what_is_not_a_file_is_deleted_and_not_followed_or_waited_for(
     tier: Tier, spool: Spool, root: Path, tmp_path: Path, kind: str
 ) -> None:
     path = dead_folder(root) / name_of(0)
@@ -467,7 +465,6 @@ def test_what_is_not_a_file_is_set_aside_and_not_followed_or_waited_for(
     assert spool.load(KEY.digest) is None
     assert spooled_below(root) == set()
     assert (tmp_path / "outside").read_bytes() == entry(KEY)
-    shutil.rmtree(root / "v1" / "quarantine")
 
 
 def test_disk_that_does_not_answer_is_an_error_and_the_entry_stays(
@@ -482,13 +479,13 @@ def test_disk_that_does_not_answer_is_an_error_and_the_entry_stays(
     assert spool.load(KEY.digest) is not None
 
 
-def test_bad_entry_that_cannot_be_set_aside_is_counted_and_no_longer_held(
+def test_bad_entry_that_cannot_be_deleted_is_counted_and_no_longer_held(
     tier: Tier, spool: Spool, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier.writer.publish(KEY, [b"rubbish"], spool=spool)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refusing(errno.EIO, "no"))
+        patch.setattr(os, "unlink", refusing(errno.EIO, "no"))
         assert spool.load(KEY.digest) is None
     assert counters.get("tier.errors") == 1
     assert spool.held(KEY.digest) is None
@@ -636,7 +633,7 @@ def test_second_copy_of_what_we_hold_takes_the_place_of_a_bad_one(
     assert [one.digest for one in spool.adopt()] == [KEY.digest]
     assert not folder.exists()
     assert spooled(spool, KEY) == entry(KEY)
-    assert counters.get("tier.quarantined") == 1
+    assert counters.get("tier.bad_files") == 1
 
 
 def test_folder_of_the_dead_with_something_foreign_in_it_stays(
