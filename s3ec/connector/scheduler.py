@@ -326,16 +326,18 @@ class SchedulerHalf:
                     other_forms.add(key.digest)
 
     def _crowd_of(self, request: Any) -> Collection[str]:
+        """Modalities of which the request has so many items that their form is not their own."""
         most_alone = self._role.most_alone
+        if not most_alone:
+            return ()
         counts = Counter(feature.modality for feature in request.mm_features)
         return [modality for modality, most in most_alone.items() if counts[modality] > most]
 
-    def _has_form_of_its_own(self, request: Any, feature: Any, key: Key) -> bool:
+    def _may_be_saved(self, feature: Any, key: Key) -> bool:
         """Whether what is about to be encoded has the form that it has alone in a prompt."""
         if self._other_forms is None or feature.modality not in self._role.most_alone:
             return True
-        is_crowded = feature.modality in self._crowd_of(request)
-        return not is_crowded and key.digest not in self._other_forms
+        return key.digest not in self._other_forms
 
     def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the encoder can make all that the request needs, since nothing is loaded."""
@@ -576,7 +578,7 @@ class SchedulerHalf:
             self._plan.loads.append(Load.of(identifier, pin))
         elif not granted and self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
-            if key is not None and self._has_form_of_its_own(request, feature, key):
+            if key is not None and self._may_be_saved(feature, key):
                 save = self._save_orders.order(key, feature)
                 if save is not None:
                     self._plan.saves[identifier] = save

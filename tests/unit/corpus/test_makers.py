@@ -167,13 +167,12 @@ async def test_rules_that_are_given_together_narrow_and_spare_requests(world: Wo
     assert (await world.gc(Rules(max_bytes=largest, made_by=FAULTY), dry_run=True)).objects == 1
 
 
-async def test_what_is_stored_again_while_it_is_chosen_stays(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_stored_again_while_it_is_chosen_stays(world: World) -> None:
     identifier = world.put("bad", BAD)
 
-    def again(count: int) -> None:
-        world.put("bad", GOOD, age_s=-10)
+    def again(what: str, done: int, total: int | None) -> None:
+        if what == "reading headers":
+            world.put("bad", GOOD, age_s=-10)
 
     await collect_garbage(
         world.store,
@@ -181,7 +180,7 @@ async def test_what_is_stored_again_while_it_is_chosen_stays(
         Rules(made_by=FAULTY),
         tenant=None,
         dry_run=False,
-        headers=again,
+        report=again,
         clock=lambda: NOW_S,
     )
     assert name_of(identifier) in world.left

@@ -39,6 +39,7 @@ from tests.versions.odd_pictures import ODD
 
 NAMESPACE = Namespace.from_descriptor(MODEL)
 LAYOUT = Layout(NAMESPACE.name)
+MADE_BY = "vllm=0.32.0 platform=cpu"
 # What is never confirmed is not waited for.
 AT_ONCE = JobOptions(patience_s=0.0)
 
@@ -122,7 +123,7 @@ def save(corpus: Corpus, identifier: str, tenant: Tenant | None = None) -> None:
     """What an engine does: the object, then its announcement."""
     key = make_key(identifier, tenant)
     assert key is not None
-    body = entry_bytes(key.stored, NAMESPACE.name)
+    body = entry_bytes(key.stored, NAMESPACE.name, made_by=MADE_BY)
     put(corpus, LAYOUT.descriptor, NAMESPACE.to_json())
     put(corpus, LAYOUT.object(key), body)
     facts = EntryInfo(len(body), 4, 8, "bfloat16", time_s=int(time.time()))
@@ -213,13 +214,14 @@ def test_what_is_encoded_is_confirmed_and_catalogued(desk: Desk) -> None:
     )
     assert sorted(encoder.encoded) == [b"one", b"two"]
     row = desk.rows()["a.png"]
-    blob = entry_bytes(name_of(b"one"), NAMESPACE.name)
+    blob = entry_bytes(name_of(b"one"), NAMESPACE.name, made_by=MADE_BY)
     assert row.identifier == name_of(b"one")
     assert row.sha256 == hashlib.sha256(b"one").hexdigest()
     assert row.uri == (desk.folder / "a.png").as_uri()
     # By the stored entry's own header.
     assert (row.rows, row.width, row.dtype, row.nbytes) == (4, 8, "bfloat16", len(blob))
     assert row.placeholder == {"image_grid_thw": [1, 2, 2]}
+    assert row.made_by == MADE_BY
     assert report.stored_bytes == 2 * len(blob)
     assert report.to_json()["encoded_count"] == 2
 
