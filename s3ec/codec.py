@@ -39,7 +39,7 @@ _SPELLING = {torch_name: spelling for spelling, (torch_name, _) in DTYPES.items(
 _COUNT = re.compile(r"[1-9][0-9]{0,11}")
 _NUMBER = re.compile(r"[1-9][0-9]{0,3}")
 MADE_BY_CHARACTERS = 512
-_MADE_BY = re.compile(r"[a-z]+=[!-~]+(?: [a-z]+=[!-~]+)*")
+MADE_BY = re.compile(r"[a-z]+=[!-~]+(?: [a-z]+=[!-~]+)*")
 
 
 class Maker(NamedTuple):
@@ -222,7 +222,7 @@ def _checked(metadata: dict[str, str], tensor: object, front: bytes) -> Header:
 def _checked_maker(metadata: Mapping[str, str]) -> Maker:
     made_by, decoding = metadata.get("made_by", ""), metadata.get("decoding", "")
     is_short = len(made_by) <= MADE_BY_CHARACTERS
-    if "made_by" in metadata and not (is_short and _MADE_BY.fullmatch(made_by)):
+    if "made_by" in metadata and not (is_short and MADE_BY.fullmatch(made_by)):
         raise CorruptEntryError("made_by is no list of names and versions", reason="header")
     if "decoding" in metadata and not _NUMBER.fullmatch(decoding):
         raise CorruptEntryError("decoding is no number", reason="header")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from s3ec.codec import MADE_BY_CHARACTERS
+from s3ec.codec import MADE_BY, MADE_BY_CHARACTERS
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, is_ulid
 from s3ec.safetensors_file import plain_json
@@ -428,6 +428,9 @@ def _problem(table: pa.Table) -> str:
     is_hex = pc.match_substring_regex(table.column("sha256"), r"\A[0-9a-f]{64}\z")
     if pc.all(is_hex).as_py() is False:
         return "`sha256` is not 64 hex digits, in lower case"
+    says = pc.match_substring_regex(table.column("made_by"), rf"\A(?:{MADE_BY.pattern})?\z")
+    if pc.all(says).as_py() is False:
+        return "`made_by` is no list of names and versions"
     parts = pc.unique(table.column(PART)).to_pylist() if PART in table.schema.names else []
     if not all(map(is_ulid, parts)):
         return f"`{PART}` is no ULID"
