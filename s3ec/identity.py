@@ -13,7 +13,7 @@ import json
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cachetools import LRUCache
@@ -34,6 +34,8 @@ DESCRIPTOR_BYTES = 2**20
 # Enough for a content hash and its adapter's name. A longer identifier is hashed at each lookup,
 # which takes a few microseconds.
 _REMEMBERED_CHARACTERS = 128
+# Of all names that stand for others: some 40,000 of a usual length.
+_RENAMED_CHARACTERS = 2**23
 
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
 # Three characters at least: two could be taken for a fan-out folder.
@@ -67,6 +69,7 @@ class Key:
         identifier: vLLM's name for it.
         name: Object name below ``objects/``, such as ``ab/abcd...safetensors``.
         digest: First 16 bytes of SHA-256 of ``name``: the key of every in-memory index.
+        renamed: The identifier that its name is made of, where that is not vLLM's; else empty.
         digest_hi: First half of the digest, a big-endian number. Kept, since a lookup in the
             index would spend a tenth of its time on splitting the digest.
         digest_lo: Second half.
@@ -75,6 +78,7 @@ class Key:
     identifier: str
     name: str
     digest: bytes
+    renamed: str = ""
     digest_hi: int = field(init=False, repr=False, compare=False)
     digest_lo: int = field(init=False, repr=False, compare=False)
 
@@ -91,7 +95,7 @@ class Key:
         """
         match = _TENANT_NAME.fullmatch(self.name)
         if match is None:
-            return self.identifier
+            return self.renamed or self.identifier
         return f"{match[1]}:t-{match[2]}" if match[1] else f"t-{match[2]}"
 
 
@@ -102,27 +106,32 @@ def is_content_hash(identifier: str) -> bool:
     return _CONTENT_HASH.fullmatch(identifier[-64:]) is not None
 
 
-def with_adapter(identifier: str, adapter: str, digest: str | None) -> str:
-    """The identifier of an image under a LoRA adapter, by the adapter's content.
+@dataclass(frozen=True, slots=True)
+class ModalityScopes:
+    """What marks the identifiers of a modality that an engine has settings of its own for.
 
-    vLLM's own, ``adapter:hash``, is the same after the adapter was replaced under its name.
-
-    Args:
-        identifier: vLLM's, of a request that uses the adapter.
-        adapter: The adapter's name.
-        digest: Of its content; None where that is not known.
-
-    Returns:
-        ``adapter-digest:hash``, as it stands in names and headers. Without a digest it is an
-        identifier that has no key, so that nothing is looked up or saved. An identifier that does
-        not begin with the adapter's name stays: vLLM says so that the adapter does not change the
-        encoder.
+    Attributes:
+        marks: Modality to mark.
+        other: The mark of a modality that is none of ``known``; empty for none.
+        known: Those that depend on no settings but their own.
     """
-    if not identifier.startswith(f"{adapter}:"):
-        return identifier
-    if digest is None:
-        return f"\ud800{identifier}"  # a lone surrogate: not valid Unicode, which nobody can send
-    return f"{adapter}-{digest}{identifier[len(adapter) :]}"
+
+    marks: Mapping[str, str] = field(default_factory=dict)
+    other: str = ""
+    known: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.marks)
+
+    def name(self, identifier: str, modality: str) -> str:
+        """The identifier as it stands in names and headers: ``mark:identifier``.
+
+        One that a client read there, and sends, is not marked twice.
+        """
+        mark = self.marks.get(modality) or ("" if modality in self.known else self.other)
+        if not mark or identifier.startswith(f"{mark}:"):
+            return identifier
+        return f"{mark}:{identifier}"
 
 
 def is_request_scoped(identifier: str) -> bool:
@@ -426,11 +435,16 @@ class KeyPolicy:
     tenant: Tenant | None = None
     trust_client_ids: bool = True
 
-    def make_key(self, identifier: str) -> Key | None:
-        """As identity.make_key; None also where refuses() is true."""
-        if self.refuses(identifier):
+    def make_key(self, identifier: str, renamed: str = "") -> Key | None:
+        """As identity.make_key; None also where refuses() is true.
+
+        Args:
+            renamed: See Key.
+        """
+        if self.refuses(renamed or identifier):
             return None
-        return make_key(identifier, self.tenant)
+        key = make_key(renamed or identifier, self.tenant)
+        return replace(key, identifier=identifier, renamed=renamed) if key and renamed else key
 
     def refuses(self, identifier: str) -> bool:
         """Whether a client chose this identifier, and clients may not choose."""
@@ -460,8 +474,27 @@ class KeyCache:
         self._policy = policy
         self._counters = counters
         self._known: LRUCache[str, Key | None] = LRUCache(capacity)
+        self._renamed: dict[str, tuple[str, Key | None]] = {}
+        self._renamed_characters = 0  # since it was empty
+
+    def rename(self, identifier: str, name: str) -> None:
+        """Have an identifier of vLLM's stand for the entry of another one.
+
+        That holds until it is renamed again, or until very many others were.
+        """
+        known = self._renamed.get(identifier)
+        if name == identifier:
+            self._renamed.pop(identifier, None)
+        elif known is None or known[0] != name:
+            self._renamed_characters += len(identifier) + len(name)
+            if self._renamed_characters > _RENAMED_CHARACTERS:
+                self._renamed.clear()
+                self._renamed_characters = len(identifier) + len(name)
+            self._renamed[identifier] = name, self._policy.make_key(identifier, name)
 
     def __call__(self, identifier: str) -> Key | None:
+        if self._renamed and identifier in self._renamed:
+            return self._renamed[identifier][1]
         try:
             return self._known[identifier]
         except KeyError:

@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote, urlsplit
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -135,6 +136,11 @@ def is_plain_http_elsewhere(url: str) -> bool:
         return True
 
 
+def is_amazons(url: str) -> bool:
+    """Whether a URL's host is one of Amazon's."""
+    return (urlsplit(url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
 ENV_PREFIX = "S3EC_"
 
 PLAIN_HTTP = (
@@ -144,7 +150,7 @@ PLAIN_HTTP = (
 
 # Settings that do not apply to a corpus that `url` names.
 OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
-          "role_arn", "sse", "sse_kms_key_id")  # fmt: skip
+          "sse", "sse_kms_key_id")  # fmt: skip
 
 
 def _default_cache_dir() -> Path:
@@ -152,6 +158,13 @@ def _default_cache_dir() -> Path:
     if os.path.isabs(base):  # the XDG specification has others ignored
         return Path(base) / "s3ec"
     return Path("~/.cache/s3ec")
+
+
+def _check_epoch(value: Any) -> str:
+    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else "?"
+    if not re.fullmatch(r"[A-Za-z0-9._-]{0,64}", text):
+        raise ValueError("a number, or up to 64 letters, digits, `.`, `_` and `-`, such as 2")
+    return text
 
 
 class Settings(BaseModel):
@@ -186,8 +199,11 @@ class Settings(BaseModel):
         "can read and change what is sent. `127.0.0.1`, `::1` and `localhost` need no leave.",
     )
     profile: str | None = Field(None, description="Profile of the SDK's shared configuration.")
-    role_arn: str | None = Field(None, description="Role to assume with the found credentials.")
-    ca_bundle: Path | None = Field(None, description="PEM file of the authorities to trust.")
+    ca_bundle: Path | None = Field(
+        None,
+        description="PEM file of the authorities to trust beside the system's. Unset: the one that "
+        "`AWS_CA_BUNDLE`, the profile or `REQUESTS_CA_BUNDLE` names, or the SDK's own.",
+    )
     sse: Literal["none", "AES256", "aws:kms"] = Field(
         "none",
         description="Server-side encryption asked for at each write; `none` leaves it to the "
@@ -264,9 +280,15 @@ class Settings(BaseModel):
     )
     weights: Literal["fingerprint", "name"] = Field(
         "fingerprint",
-        description="What tells two checkpoints of one model apart: `fingerprint` reads 2 MiB of "
-        "the encoder's weights, so that a folder with other weights is another namespace; `name` "
-        "trusts the model's name and revision.",
+        description="What tells two checkpoints of one model apart: `fingerprint` reads samples of "
+        "each tensor of encoder and projector, so that a folder with other weights is another "
+        "namespace, and nothing is loaded or saved where they cannot be had; `name` trusts the "
+        "model's name and revision.",
+    )
+    encoder_epoch: Annotated[str, BeforeValidator(_check_epoch)] = Field(
+        "",
+        description="A number or a word that starts over on purpose: engines with another one "
+        "share nothing, such as after a release of vLLM that encoded wrongly.",
     )
     decoding: Literal["alike", "equal"] = Field(
         "alike",
@@ -339,6 +361,11 @@ class Settings(BaseModel):
             return value
         if "://" in value:
             raise ValueError("give the bucket's name alone; a URL goes into `url`")
+        if value.startswith("arn:") and value.endswith(".mrap"):
+            raise ValueError(
+                "a multi-region access point is signed for in a way of its own, which obstore "
+                "does not know; give the bucket or the access point of one region"
+            )
         if "/" in value and not value.startswith("arn:"):
             raise ValueError("give the bucket's name alone; a folder inside it goes into `prefix`")
         if not value.startswith("arn:") and not re.fullmatch(r"[A-Za-z0-9._-]{3,255}", value):
@@ -390,10 +417,7 @@ class Settings(BaseModel):
         """True for path style, False for virtual-host style, None where the SDK decides."""
         if self.addressing_style != "auto":
             return self.addressing_style == "path"
-        host = urlsplit(self.endpoint_url).hostname if self.endpoint_url else None
-        if host is None or host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-            return None
-        return True
+        return None if self.endpoint_url is None or is_amazons(self.endpoint_url) else True
 
 
 def settings_table() -> str:

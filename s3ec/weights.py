@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a model's encoder has: a fingerprint of the checkpoint, or why there is none.
+"""What a model's files say about its encoder: a fingerprint of the weights, processors and code.
 
 Everything here is computed from files, without torch, vLLM or the network, so that every process
-of every node and the command line come to the same answer.
+of every node and the command line come to the same answer. Where the weights lie in a bucket, a
+listing with tags stands in for them; the caller makes it.
 
 The rule works on bytes alone. A Hugging Face snapshot's blob names would be cheaper and would see
 every change, but a plain folder with the same files has none, and a blob's name also changes with
@@ -13,17 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import itertools
 import json
 import os
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from s3ec.errors import S3ECError
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -33,23 +37,24 @@ BY_NAME = "by name"
 #: The same for `--load-format dummy`: random values, never to be shared with real ones.
 DUMMY = "dummy"
 
-# 2 MiB in all. A cold disk of 3000 reads a second, which is what a small cloud volume does, needs
-# 170 ms for them.
-_SAMPLES = 512
+# Of each tensor: at its begin, at its end, and two between.
+_SAMPLES = 4
 _SAMPLE_BYTES = 4096
-_SAMPLES_A_TENSOR = 8
+# Of a file whose tensors are not told apart. A projector has some in any case.
+_STRIDE_BYTES = 2**20
 # A network folder answers in a millisecond each; together they take no longer than a few.
 _READERS = 16
+_TENSORS_AT_A_TIME = 16
 # What safetensors itself accepts (its MAX_HEADER_SIZE).
 _HEADER_LIMIT = 100_000_000
 _DIGEST_CHARS = 32
 
 # Formats in which vLLM 0.26 to 0.33 reads the checkpoint's own files. Tensorizer's are somewhere
-# else, and what a plugin loads nobody knows.
+# else, ModelExpress and the IPC cache take them from another process, and what a plugin loads
+# nobody knows.
 _FROM_FILES = frozenset(
     ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache",
-     "bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded", "sharded_state",
-     "ipc_cache", "modelexpress")
+     "bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded", "sharded_state")
 )  # fmt: skip
 _SHARDED = ("sharded_state", "runai_streamer_sharded")
 # vLLM's loader leaves them out (weight_utils.filter_files_not_needed_for_inference).
@@ -57,36 +62,48 @@ _TRAINING = frozenset(
     ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 )
 
-# Files of processors, and which of their parts count; None is all. The image processor is a part of
-# the namespace by itself, see connector/vllm_config.py.
-_PROCESSORS = {
-    "video_preprocessor_config.json": None,
-    "processor_config.json": ("video_processor", "feature_extractor", "audio_processor"),
-}
+# What processors are made from. Parts of some models have a folder with a configuration of its own.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json",
+               "video_preprocessor_config.json", "tekken.json")  # fmt: skip
+# These change with who saved the file, or concern the language model alone.
+_NO_PROCESSOR = frozenset(("transformers_version", "_name_or_path", "chat_template"))
+# Files that may say which class is whose code ("org/repository--module.Class").
+_WITH_CODE = ("config.json", "tokenizer_config.json", *_PROCESSORS[:3])
+_ELSEWHERE = re.compile(rb'"([\w.-]+(?:/[\w.-]+)?)--[\w./-]+"')
 
 # The decoder layers, the final norm and the head: what a language model computes with after it was
 # given the embeddings. Checked for every model of vLLM 0.32: none of their `embed_multimodal`
 # touches these. The table of token embeddings counts as the encoder's, because some do read it
 # (qwen3_vl, molmo2, moondream3, nano_nemotron_vl). A name that is not certainly the language
-# model's is the encoder's: an unknown family shares less than it could, never too much.
+# model's is the encoder's: an unknown family shares less than it could, never too much. So a bare
+# `blocks.0.` is, which is how a vision tower is saved alone (cosmos3).
+_WRAPPER = r"(?:(?:model|vlm|thinker|base_model|language_model|text_model|llm|language|text)\.)"
 _LANGUAGE_MODEL = re.compile(
-    r"(?:(?:model|vlm|thinker|language_model|text_model|llm|language|text|transformer|base_model)\.)*"
-    r"(?:(?:layers|h|blocks)\.\d+\.|(?:norm|final_norm|final_layernorm|ln_f|lm_head|output)\.)"
+    rf"{_WRAPPER}+(?:layers\.\d+|norm|final_norm|final_layernorm|lm_head|output)\."
+    rf"|{_WRAPPER}*(?:transformer|language_model|language|text)\.(?:(?:h|blocks)\.\d+|ln_f)\."
+    r"|lm_head\."
 )
+# In Mistral's own files (consolidated*.safetensors) they have no name in front.
+_MISTRAL_LANGUAGE_MODEL = re.compile(r"(?:layers\.\d+|norm|output)\.")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+Tags = Sequence[tuple[str, int, str]]
+"""Objects below a URL: name, bytes, and the tag (ETag) that changes when it is replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where a model's weights come from, as vLLM was told.
+    """Where a model's files come from, as vLLM was told.
 
     Attributes:
-        model: Folder, file, name on the Hugging Face hub, or URL.
+        model: Folder, file, name on a hub, or URL of the weights.
         revision: Branch, tag or commit on the hub; None is ``main``.
         load_format: vLLM's ``--load-format``.
-        download_dir: vLLM's ``--download-dir``; None is the hub's own cache folder.
+        download_dir: vLLM's ``--download-dir``, for weights; None is the hub's own cache folder.
         others: Further models that parts of the encoder are loaded from.
-        folders: Folders of the model that hold parts of the encoder beside its other files.
+        files: As ``model``, of the small files. vLLM mirrors those of a bucket into a folder.
+        runs_code: Whether code that the model brings is run.
+        code_revision: As ``revision``, of that code; None is that of the repository it is in.
     """
 
     model: str
@@ -94,140 +111,116 @@ class Checkpoint:
     load_format: str = "auto"
     download_dir: str | None = None
     others: tuple[str, ...] = ()
-    folders: tuple[str, ...] = ()
+    files: str = ""
+    runs_code: bool = False
+    code_revision: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a namespace says about the encoder's weights.
+    """What a namespace says of a model's files.
 
     Attributes:
-        fingerprint: ``sha256:`` and 32 hex digits, or DUMMY, or BY_NAME.
-        problem: Why a fingerprint was wanted and could not be had; None where nothing is wrong.
+        fingerprint: ``sha256:`` and 32 hex digits, or DUMMY, or BY_NAME; empty where there is a
+            problem.
+        processors: Name to digest, of the files that processors are made from.
+        code: The same of the code that the model brings.
+        problem: Why nobody knows which weights, processors or code these are. Then nothing may be
+            shared. None where nothing is wrong.
     """
 
     fingerprint: str
+    processors: dict[str, str] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)
     problem: str | None = None
 
+    @property
+    def descriptor(self) -> dict[str, Any]:
+        """The part of a namespace's descriptor that comes from files."""
+        parts = {"processors": self.processors, "code": self.code}
+        return {"weights": self.fingerprint, **{name: it for name, it in parts.items() if it}}
 
-class _NoFingerprintError(Exception):
-    """The message says why."""
+
+class UnknownFilesError(Exception):
+    """The message says why nobody knows what the files hold."""
 
 
-def weights_of(checkpoint: Checkpoint, *, fingerprint: bool = True) -> Weights:
-    """What a namespace should say about the weights of one engine.
+def weights_of(
+    checkpoint: Checkpoint,
+    *,
+    fingerprint: bool = True,
+    list_bucket: Callable[[str], Tags] | None = None,
+) -> Weights:
+    """What a namespace should say about the files of one engine's model.
 
     Args:
-        fingerprint: Whether to read the checkpoint; False takes its name, unless it is dummy.
+        fingerprint: Whether to read the weights; False takes their name, unless they are dummies.
+        list_bucket: The objects below an ``s3://`` URL; may ask the network. None where nobody may.
     """
-    if checkpoint.load_format == "dummy":
-        return Weights(DUMMY)
-    if not fingerprint:
-        return Weights(BY_NAME)
     try:
-        return Weights(fingerprint_of(checkpoint))
-    except _NoFingerprintError as exc:
-        return Weights(BY_NAME, str(exc))
+        if checkpoint.load_format == "dummy":
+            known = DUMMY
+        elif not fingerprint:
+            known = BY_NAME
+        else:
+            known = fingerprint_of(checkpoint, list_bucket)
+        files = checkpoint.files or checkpoint.model
+        try:
+            place = place_of(files, checkpoint.revision, None)
+        except UnknownFilesError:
+            if fingerprint:
+                raise
+            return Weights(known)  # whoever trusts the name of the weights trusts it for these too
+        code = {}
+        if checkpoint.runs_code:
+            revision = checkpoint.code_revision
+            code = _code_of(place_of(files, revision or checkpoint.revision, None), revision)
+        return Weights(known, _processors_of(place), code)
+    except UnknownFilesError as exc:
+        return Weights("", problem=str(exc))
     except OSError as exc:
-        return Weights(BY_NAME, f"the weights cannot be read: {exc}")
+        return Weights("", problem=f"the model's files cannot be read: {exc}")
 
 
-def fingerprint_of(checkpoint: Checkpoint) -> str:
+def fingerprint_of(checkpoint: Checkpoint, list_bucket: Callable[[str], Tags] | None = None) -> str:
     """The fingerprint of the encoder's and the projector's weights.
 
     It covers the names, types and shapes of all tensors that are not certainly the language
-    model's, and 2 MiB of their bytes: at least 4 KiB of each tensor, the whole of a small one. How
-    the tensors are spread over files does not matter. Of more than 512 tensors, 512 are read.
+    model's, and four samples of 4 KiB of each: at its begin, at its end and between. How the
+    tensors are spread over files does not matter.
 
-    It sees another training run, a fine-tuned or quantised encoder, a merged adapter: these change
-    nearly every value of a tensor. It cannot see a change of a few values that lies between the
-    samples, such as one edited row of a table.
+    It sees another training run, a fine-tuned or quantised encoder, a new projector, a merged
+    adapter: these change nearly every value of a tensor. It cannot see a change of a few values
+    that lies between the samples, such as one edited row of a table.
 
     Checkpoints of other kinds (``.bin``, ``.pt``, GGUF) are taken as a whole, with the language
-    model: size, 2 MiB of samples, and the CRC of each tensor where the file is a zip.
-
-    Settings of the video and audio processors count with the weights, where the model has files of
-    them: vLLM's identifier does not hold them, and its configuration has the image processor's
-    only.
+    model: size, a sample of 4 KiB of each MiB, and the CRC of each tensor where the file is a zip.
+    Those in a bucket likewise, by the names, sizes and tags of their objects.
 
     Returns:
         ``sha256:`` and 32 hex digits.
 
     Raises:
-        _NoFingerprintError: The files are not here, or of a kind that is not known.
+        UnknownFilesError: The files are not here, or of a kind that is not known.
         OSError: They cannot be read.
     """
     if checkpoint.load_format not in _FROM_FILES:
-        raise _NoFingerprintError(
+        raise UnknownFilesError(
             f"nobody knows where `--load-format {checkpoint.load_format}` takes its weights from"
         )
-    digest = hashlib.sha256(b"s3ec weights 1\n")
-    for model in (checkpoint.model, *checkpoint.others):
-        revision = checkpoint.revision if model == checkpoint.model else None
-        place = _place_of(model, revision, checkpoint.download_dir)
+    digest = hashlib.sha256(b"s3ec weights 2\n")
+    if checkpoint.model.startswith("s3://") and list_bucket is not None:
+        digest.update(_digest_of_tags(checkpoint.model, list_bucket))
+    else:
+        place = place_of(checkpoint.model, checkpoint.revision, checkpoint.download_dir)
         digest.update(_digest_of_place(place, checkpoint.load_format))
-        if model == checkpoint.model:
-            for folder in checkpoint.folders:
-                digest.update(_digest_of_place(place / folder, checkpoint.load_format))
-            digest.update(_processors_of(place))
+    for other in checkpoint.others:
+        place = place_of(other, None, checkpoint.download_dir)
+        digest.update(_digest_of_place(place, checkpoint.load_format, whole=True))
     return f"sha256:{digest.hexdigest()[:_DIGEST_CHARS]}"
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter's files as they were read.
-
-    Attributes:
-        signature: Sizes, times and numbers of the files; cheap to look at again.
-        digest: 16 hex digits of their content.
-    """
-
-    signature: tuple[tuple[str, int, int, int], ...]
-    digest: str
-
-
-def read_adapter(path: str, known: Adapter | None = None) -> Adapter | None:
-    """What a LoRA adapter is: its configuration and its weights, 2 MiB of them.
-
-    Args:
-        path: Folder of the adapter, or its name on the hub.
-        known: What was read before; taken over where the files were not touched since.
-
-    Returns:
-        None where it is not on this machine, is being written, or has no weights of a known kind.
-    """
-    try:
-        place = _place_of(path, None, None)
-        files = _adapter_files(place)
-        signature = _signature_of(files)
-        if known is not None and known.signature == signature:
-            return known
-        digest = hashlib.sha256(b"s3ec adapter 1\n")
-        # Rank and scaling change the result of the same tensors.
-        digest.update(hashlib.sha256(files[0].read_bytes()).digest())
-        digest.update(_digest_of_opaque(files[1:]))
-        if _signature_of(files) != signature:
-            return None
-    except (_NoFingerprintError, OSError):
-        return None
-    return Adapter(signature, digest.hexdigest()[:16])
-
-
-def _adapter_files(place: Path) -> list[Path]:
-    """The configuration, then the weights (vLLM 0.32, lora_model.py: from_local_checkpoint)."""
-    for kind in ("safetensors", "bin", "pt"):
-        weights = place / f"adapter_model.{kind}"
-        if weights.is_file():
-            return [place / "adapter_config.json", weights]
-    raise _NoFingerprintError(f"no adapter in {place}")
-
-
-def _signature_of(files: Sequence[Path]) -> tuple[tuple[str, int, int, int], ...]:
-    facts = [(str(file), file.stat()) for file in files]
-    return tuple((name, it.st_size, it.st_mtime_ns, it.st_ino) for name, it in facts)
-
-
-def content_digest(path: str) -> str:
+def content_digest(path: str | Path) -> str:
     """SHA-256 of a small file, 32 hex digits.
 
     Raises:
@@ -239,18 +232,44 @@ def content_digest(path: str) -> str:
 # -- where the files are -----------------------------------------------------------------------
 
 
-def _place_of(model: str, revision: str | None, download_dir: str | None) -> Path:
+def place_of(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """The file or folder that vLLM finds a model or an adapter in.
+
+    Args:
+        download_dir: See Checkpoint.
+
+    Raises:
+        UnknownFilesError: It is not on this machine.
+    """
     path = Path(model).expanduser()
     if path.exists():
         return path
     if "://" in model:
-        raise _NoFingerprintError(f"{model} is not on this machine")
+        raise UnknownFilesError(f"{model} is not on this machine")
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+        return _modelscope_snapshot(model, revision, download_dir)
     snapshot = _snapshot_of(model, revision or "main", _hub_cache(download_dir))
     if snapshot is None:
-        raise _NoFingerprintError(
+        raise UnknownFilesError(
             f"{model} is no folder, and no snapshot of it is in {_hub_cache(download_dir)}"
         )
     return snapshot
+
+
+def _modelscope_snapshot(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """Its cache has had several layouts, so it is asked; it looks at the disk alone."""
+    try:
+        module = importlib.import_module("modelscope.hub.snapshot_download")
+        found = Path(
+            module.snapshot_download(
+                model_id=model, revision=revision, cache_dir=download_dir, local_files_only=True
+            )
+        )
+    except Exception as exc:  # of many kinds
+        raise UnknownFilesError(f"ModelScope has no copy of {model} here: {exc!r}") from exc
+    if not found.is_dir():
+        raise UnknownFilesError(f"ModelScope has no copy of {model} here")
+    return found
 
 
 def _hub_cache(download_dir: str | None) -> Path:
@@ -280,55 +299,112 @@ def _snapshot_of(name: str, revision: str, cache: Path) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
-# -- what is in them ---------------------------------------------------------------------------
+# -- processors and code -----------------------------------------------------------------------
 
 
-def _processors_of(place: Path) -> bytes:
-    """A digest of the video and audio processors' settings; empty where no file has any."""
-    found: dict[str, Any] = {}
-    for name, parts in _PROCESSORS.items():
-        file = place / name
-        if not file.is_file():
-            continue
+def _processors_of(place: Path) -> dict[str, str]:
+    """Digests of what the processors of all modalities are made from."""
+    if not place.is_dir():
+        return {}
+    files = [place / name for name in _PROCESSORS]
+    for name in (*_PROCESSORS, "config.json"):
+        files += sorted(place.glob(f"*/{name}"))
+    found = {}
+    for file in filter(Path.is_file, files):
         try:
-            content = json.loads(file.read_bytes())
-            wanted = content if parts is None else {k: content[k] for k in parts if k in content}
-        except (ValueError, TypeError) as exc:
-            raise _NoFingerprintError(f"{file} is damaged: {exc!r}") from exc
-        if wanted:
-            found[name] = wanted
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).digest() if found else b""
+            content = json.loads(file.read_bytes()) if "config" in file.name else None
+        except ValueError as exc:
+            raise UnknownFilesError(f"{file} is damaged: {exc!r}") from exc
+        if isinstance(content, dict):
+            kept = {key: value for key, value in content.items() if key not in _NO_PROCESSOR}
+            text = json.dumps(kept, sort_keys=True).encode()
+            digest = hashlib.sha256(text).hexdigest()[:_DIGEST_CHARS]
+        else:
+            digest = content_digest(file)
+        found[str(file.relative_to(place))] = digest
+    return found
 
 
-def _digest_of_place(place: Path, load_format: str) -> bytes:
+def _code_of(place: Path, revision: str | None) -> dict[str, str]:
+    """Digests of the code that a model brings, or takes from other repositories of the hub.
+
+    What of those is not on this machine was not needed here.
+    """
+    if not place.is_dir():
+        return {}
+    folders = {"": place}
+    for file in filter(Path.is_file, (place / name for name in _WITH_CODE)):
+        for match in _ELSEWHERE.finditer(file.read_bytes()):
+            other = match[1].decode()
+            with contextlib.suppress(UnknownFilesError):
+                folders[f"{other}--"] = place_of(other, revision, None)
+    return {
+        f"{front}{file.relative_to(folder)}": content_digest(file)
+        for front, folder in folders.items()
+        for file in sorted(folder.rglob("*.py"))
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    }
+
+
+# -- what is in the weights --------------------------------------------------------------------
+
+
+def _digest_of_tags(url: str, list_bucket: Callable[[str], Tags]) -> bytes:
+    """Of weights in a bucket, which are streamed past this machine's disk."""
+    try:
+        found = sorted(one for one in list_bucket(url) if one[0].endswith(".safetensors"))
+    except S3ECError as exc:
+        raise UnknownFilesError(f"the weights in {url} cannot be listed: {exc}") from exc
+    if not found:
+        raise UnknownFilesError(f"there are no weights of a known kind in {url}")
+    return hashlib.sha256(json.dumps(found).encode()).digest()
+
+
+def _digest_of_place(place: Path, load_format: str, *, whole: bool = False) -> bytes:
+    """
+    Args:
+        whole: All of it is the encoder's.
+    """
     if place.is_file():
         # GGUF: the encoder is in a file of its own beside it.
         beside = (p for p in place.parent.glob("*mmproj*.gguf") if p != place)
-        return _digest_of_opaque([place, *sorted(beside)])
+        return _digest_of_opaque(place.parent, [place, *sorted(beside)])
     files = _files_of(place, load_format)
-    if files[0].suffix == ".safetensors":
-        return _digest_of_safetensors(files)
-    return _digest_of_opaque(files)
+    tensors = [file for file in files if file.suffix == ".safetensors"]
+    digest = hashlib.sha256(_digest_of_safetensors(place, tensors, whole=whole))
+    digest.update(_digest_of_opaque(place, [file for file in files if file not in tensors]))
+    return digest.digest()
 
 
 def _files_of(folder: Path, load_format: str) -> list[Path]:
-    """The files that vLLM loads (0.32, default_loader.py: _prepare_weights)."""
+    """The files that vLLM loads (0.32, default_loader.py: _prepare_weights).
+
+    So are those one folder below: towers of some models lie there (kimi_audio, mimo_audio,
+    cosmos3).
+    """
     index = "model.safetensors.index.json"
-    patterns = ["*.safetensors", "*.bin", "*.pt", "*/*.safetensors"]
+    patterns = ["*.safetensors", "*.bin", "*.pt"]
     if load_format in ("auto", "mistral") and any(folder.glob("consolidated*.safetensors")):
         patterns, index = ["consolidated*.safetensors"], "consolidated.safetensors.index.json"
     elif load_format == "npcache":
         patterns = ["*.bin"]
     elif load_format == "pt":
         patterns = ["*.pt", "*.bin"]
+    files: list[Path] = []
     for pattern in patterns:
-        files = sorted(f for f in folder.glob(pattern) if f.name not in _TRAINING)
-        if not files:
-            continue
-        if pattern.endswith(".safetensors") and load_format not in _SHARDED:
-            files = _in_index(files, folder / index)
-        return files
-    raise _NoFingerprintError(f"there are no weights of a known kind in {folder}")
+        files = _weights_like(folder, pattern)
+        if files:
+            if pattern.endswith(".safetensors") and load_format not in _SHARDED:
+                files = _in_index(files, folder / index)
+            break
+    files += _weights_like(folder, "*/*.safetensors") + _weights_like(folder, "*/*.bin")
+    if not files:
+        raise UnknownFilesError(f"there are no weights of a known kind in {folder}")
+    return files
+
+
+def _weights_like(folder: Path, pattern: str) -> list[Path]:
+    return sorted(file for file in folder.glob(pattern) if file.name not in _TRAINING)
 
 
 def _in_index(files: list[Path], index: Path) -> list[Path]:
@@ -338,10 +414,10 @@ def _in_index(files: list[Path], index: Path) -> list[Path]:
     try:
         named = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError) as exc:
-        raise _NoFingerprintError(f"{index} is damaged: {exc!r}") from exc
+        raise UnknownFilesError(f"{index} is damaged: {exc!r}") from exc
     missing = named - {str(file.relative_to(index.parent)) for file in files}
     if missing:
-        raise _NoFingerprintError(f"{index} names {min(missing)}, which is not there")
+        raise UnknownFilesError(f"{index} names {min(missing)}, which is not there")
     return [file for file in files if str(file.relative_to(index.parent)) in named]
 
 
@@ -355,9 +431,13 @@ class _Tensor:
     size: int
 
 
-def _digest_of_safetensors(files: Sequence[Path]) -> bytes:
+def _digest_of_safetensors(folder: Path, files: Sequence[Path], *, whole: bool) -> bytes:
+    counted: list[_Tensor] = []
+    if not whole:
+        # Without the language model's, of which a mixture of experts has hundreds of thousands.
+        counted = _all_tensors(files, lambda file: _tensors_of(folder, file, _is_encoders))
     # Where every name looks like a language model's, they mean something else.
-    counted = _all_tensors(files, _encoder_tensors) or _all_tensors(files, _tensors_of)
+    counted = counted or _all_tensors(files, lambda file: _tensors_of(folder, file))
     names = [each.name for each in counted]
     once = len(set(names)) == len(names)
     digest = hashlib.sha256()
@@ -366,9 +446,20 @@ def _digest_of_safetensors(files: Sequence[Path]) -> bytes:
         where = "" if once else each.file.name
         line = json.dumps([each.name, where, each.dtype, each.shape], separators=(",", ":"))
         digest.update(line.encode() + b"\n")
-    for content in _contents(_samples_of(counted)):
-        digest.update(hashlib.sha256(content).digest())
+    samples = [
+        [(each.file, each.start + at, length) for at, length in _spread(each.size, _SAMPLES)]
+        for each in counted
+    ]
+    for content in _digests(samples):
+        digest.update(content)
     return digest.digest()
+
+
+def _is_encoders(name: str, file: Path) -> bool:
+    """Whether a tensor may be the encoder's or the projector's; its name decides."""
+    if file.name.startswith("consolidated") and _MISTRAL_LANGUAGE_MODEL.match(name):
+        return False
+    return not _LANGUAGE_MODEL.match(name)
 
 
 def _all_tensors(files: Sequence[Path], of_file: Callable[[Path], list[_Tensor]]) -> list[_Tensor]:
@@ -376,25 +467,24 @@ def _all_tensors(files: Sequence[Path], of_file: Callable[[Path], list[_Tensor]]
     return sorted(tensors, key=lambda tensor: (tensor.name, tensor.file))
 
 
-def _encoder_tensors(file: Path) -> list[_Tensor]:
-    """Without the language model's, of which a mixture of experts has hundreds of thousands."""
-    return _tensors_of(file, lambda name: not _LANGUAGE_MODEL.match(name))
-
-
-def _tensors_of(file: Path, counts: Callable[[str], object] = bool) -> list[_Tensor]:
+def _tensors_of(
+    folder: Path, file: Path, counts: Callable[[str, Path], bool] = lambda *_: True
+) -> list[_Tensor]:
+    # What lies in a folder of its own is part of a name: it is no language model's.
+    front = str(file.parent.relative_to(folder) / "_")[:-1]
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > _HEADER_LIMIT:
-                raise _NoFingerprintError(f"{file} is no safetensors file")
+                raise UnknownFilesError(f"{file} is no safetensors file")
             header = json.loads(stream.read(length))
         return [
-            _tensor(name, file, entry, 8 + length)
+            _tensor(front + name, file, entry, 8 + length)
             for name, entry in header.items()
-            if name != "__metadata__" and counts(name)
+            if name != "__metadata__" and counts(front + name, file)
         ]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise _NoFingerprintError(f"{file} is no safetensors file: {exc!r}") from exc
+        raise UnknownFilesError(f"{file} is no safetensors file: {exc!r}") from exc
 
 
 def _tensor(name: str, file: Path, entry: dict[str, Any], data: int) -> _Tensor:
@@ -402,39 +492,34 @@ def _tensor(name: str, file: Path, entry: dict[str, Any], data: int) -> _Tensor:
     return _Tensor(name, file, entry["dtype"], tuple(entry["shape"]), data + first, end - first)
 
 
-def _samples_of(tensors: Sequence[_Tensor]) -> list[tuple[Path, int, int]]:
-    """File, offset and length of what is read."""
-    if len(tensors) > _SAMPLES:
-        chosen = sorted(tensors, key=lambda t: hashlib.sha256(t.name.encode()).digest())
-        tensors = sorted(chosen[:_SAMPLES], key=lambda t: (t.name, t.file))
-    each = max(1, min(_SAMPLES_A_TENSOR, _SAMPLES // max(1, len(tensors))))
-    return [
-        (tensor.file, tensor.start + offset, length)
-        for tensor in tensors
-        for offset, length in _spread(tensor.size, each)
-    ]
+_Sample = tuple[Path, int, int]
+"""File, offset and length of what is read."""
 
 
 def _spread(size: int, count: int) -> Iterable[tuple[int, int]]:
-    """At most ``count`` pieces of a run of bytes, evenly spread; all of it where that is less."""
+    """At most ``count`` pieces of a run of bytes, from its begin to its end; all where it is less.
+
+    Returns:
+        Offset and length of each.
+    """
     if size <= count * _SAMPLE_BYTES:
         return [(at, min(_SAMPLE_BYTES, size - at)) for at in range(0, size, _SAMPLE_BYTES)]
     room = size - _SAMPLE_BYTES
-    return [(room * (2 * n + 1) // (2 * count), _SAMPLE_BYTES) for n in range(count)]
+    return [(room * number // (count - 1), _SAMPLE_BYTES) for number in range(count)]
 
 
-def _digest_of_opaque(files: Sequence[Path]) -> bytes:
+def _digest_of_opaque(folder: Path, files: Sequence[Path]) -> bytes:
     """Of files whose tensors are not told apart."""
     digest = hashlib.sha256()
-    each = max(1, _SAMPLES // len(files))
     for file in files:
         size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
+        digest.update(f"{file.relative_to(folder)} {size}\n".encode())
         for line in _zip_entries(file):
             digest.update(line.encode())
-        samples = [(file, offset, length) for offset, length in _spread(size, each)]
-        for content in _contents(samples):
-            digest.update(hashlib.sha256(content).digest())
+        pieces = _spread(size, max(_SAMPLES, size // _STRIDE_BYTES))
+        samples = [(file, at, length) for at, length in pieces]
+        for content in _digests([[sample] for sample in samples]):
+            digest.update(content)
     return digest.digest()
 
 
@@ -446,25 +531,35 @@ def _zip_entries(file: Path) -> list[str]:
         with zipfile.ZipFile(file) as archive:
             return [f"{e.filename} {e.file_size} {e.CRC}\n" for e in archive.infolist()]
     except (zipfile.BadZipFile, ValueError) as exc:
-        raise _NoFingerprintError(f"{file} is a damaged zip: {exc!r}") from exc
+        raise UnknownFilesError(f"{file} is a damaged zip: {exc!r}") from exc
 
 
-def _contents(samples: Sequence[tuple[Path, int, int]]) -> Iterable[bytes]:
-    """What each sample holds, in their order."""
+def _digests(samples: Sequence[Sequence[_Sample]]) -> Iterator[bytes]:
+    """SHA-256 of what each group of samples holds, in their order."""
     with contextlib.ExitStack() as stack:
         streams = {
             file: stack.enter_context(file.open("rb", buffering=0))
-            for file in {file for file, _, _ in samples}
+            for file in {file for group in samples for file, _, _ in group}
         }
 
-        def read(sample: tuple[Path, int, int]) -> bytes:
-            file, offset, length = sample
-            content = os.pread(streams[file].fileno(), length, offset)
-            if len(content) != length:
-                raise _NoFingerprintError(f"{file} is shorter than its header says")
-            return content
+        def read(groups: Sequence[Sequence[_Sample]]) -> list[bytes]:
+            return [_digest_of_group(streams, group) for group in groups]
 
-        return _parallel(read, samples)
+        batches = [
+            samples[at : at + _TENSORS_AT_A_TIME]
+            for at in range(0, len(samples), _TENSORS_AT_A_TIME)
+        ]
+        yield from itertools.chain.from_iterable(_parallel(read, batches))
+
+
+def _digest_of_group(streams: dict[Path, Any], group: Sequence[_Sample]) -> bytes:
+    digest = hashlib.sha256()
+    for file, offset, length in group:
+        content = os.pread(streams[file].fileno(), length, offset)
+        if len(content) != length:
+            raise UnknownFilesError(f"{file} is shorter than its header says")
+        digest.update(content)
+    return digest.digest()
 
 
 def _parallel(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:

@@ -22,7 +22,6 @@ from s3ec.connector.metrics import (
     GAUGES,
     HISTOGRAMS,
     LABELLED,
-    LEVELS,
     LOOKUP_MEANINGS,
     LOOKUPS,
     NOT_EXPORTED,
@@ -35,7 +34,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 # Options that many commands have; docs/commands.md explains them once, at its beginning.
 _SETTINGS = {
     "--config", "--url", "--bucket", "--prefix", "--endpoint-url", "--region", "--profile",
-    "--role-arn", "--ca-bundle", "--allow-http", "--cache-dir", "--cache-bytes",
+    "--ca-bundle", "--allow-http", "--cache-dir", "--cache-bytes",
 }  # fmt: skip
 _SHARED = {"--json", "--namespace", "--model", "--yes", "--dry-run"}
 _LEFT_OUT = {"--help", "--install-completion", "--show-completion"}
@@ -54,8 +53,7 @@ def _prometheus(name: str, label: str = "") -> str:
 def metrics_tables() -> str:
     """All metrics, the values of their labels, and what is counted and not exported."""
     counters = ((_prometheus(name), text) for name, text in PLAIN.values())
-    levels = {**LEVELS, **GAUGES}.values()
-    gauges = ((f"`{entry[0]}`", entry[1]) for entry in levels)
+    gauges = ((f"`{entry[0]}`", entry[1]) for entry in GAUGES.values())
     histograms = (
         (f"`{name}{{{label}}}`" if label else f"`{name}`", text)
         for name, text, label, _values in HISTOGRAMS.values()

@@ -58,7 +58,7 @@ IdArgument = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add the four commands to the tree, and ``ns rm`` below ``ns``."""
     namespaces = App()  # alone it lists
     namespaces.callback(
@@ -70,33 +70,25 @@ def register(app: typer.Typer) -> None:
     )(with_settings(ns))
     namespaces.command(
         "rm",
-        epilog=epilog(
-            ("s3ec ns rm acme-vision-0123456789abcdef", "what is in it? asks at a terminal"),
-            ("s3ec ns rm acme-vision-0123456789abcdef --yes", "delete all of it"),
-        ),
+        ("s3ec ns rm acme-vision-0123456789abcdef", "what is in it? asks at a terminal"),
+        ("s3ec ns rm acme-vision-0123456789abcdef --yes", "delete all of it"),
     )(with_settings(ns_rm, CONSENT))
     app.add_typer(namespaces, name="ns")
     app.command(
         "ls",
-        epilog=epilog(
-            ("s3ec ls --bucket embeddings", "the first 100 entries, and how many there are"),
-            ("s3ec ls --model gemma-3 --sort bytes --reverse", "the largest of a model"),
-            ("s3ec ls --older-than 90d --ndjson | jq -r .label", "the old ones, for machines"),
-        ),
+        ("s3ec ls --bucket embeddings", "the first 100 entries, and how many there are"),
+        ("s3ec ls --model gemma-3 --sort bytes --reverse", "the largest of a model"),
+        ("s3ec ls --older-than 90d --ndjson | jq -r .label", "the old ones, for machines"),
     )(with_namespace(ls))
     app.command(
         "stat",
-        epilog=epilog(
-            ("s3ec stat 3f9a01bc --bucket embeddings", "by the beginning of the hash"),
-            ("s3ec stat page-12-of-report --verify", "by a client's own identifier, all bytes"),
-        ),
+        ("s3ec stat 3f9a01bc --bucket embeddings", "by the beginning of the hash"),
+        ("s3ec stat page-12-of-report --verify", "by a client's own identifier, all bytes"),
     )(with_namespace(stat))
     app.command(
         "get",
-        epilog=epilog(
-            ("s3ec get 3f9a01bc -o page.safetensors", "download, check, save"),
-            ("s3ec get 3f9a01bc -o - | sha256sum", "to a pipe"),
-        ),
+        ("s3ec get 3f9a01bc -o page.safetensors", "download, check, save"),
+        ("s3ec get 3f9a01bc -o - | sha256sum", "to a pipe"),
     )(with_namespace(get))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, with_namespace
+from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, option, with_namespace
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
@@ -39,7 +39,7 @@ _SHOWN_ROWS = 1000
 _SHOWN_DIGITS = 16
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add ``catalog`` to the tree."""
     group = App(
         help="The catalogue: which document, page and file each embedding belongs to.",
@@ -52,42 +52,32 @@ def register(app: typer.Typer) -> None:
     )
     group.command(
         "show",
-        epilog=epilog(
-            ("s3ec catalog show --bucket embeddings", "of the only namespace"),
-            ("s3ec catalog show --json | jq .modalities", "for machines"),
-        ),
+        ("s3ec catalog show --bucket embeddings", "of the only namespace"),
+        ("s3ec catalog show --json | jq .modalities", "for machines"),
     )(with_namespace(show))
     group.command(
         "find",
-        epilog=epilog(
-            ("s3ec catalog find reports/2024.pdf", "all pages of a document"),
-            ("s3ec catalog find --sha256 $(sha256sum < page.png | cut -c1-64)", "by a file"),
-            ("s3ec catalog find --identifier 3f9a01bc... --json", "whose embedding is this?"),
-        ),
+        ("s3ec catalog find reports/2024.pdf", "all pages of a document"),
+        ("s3ec catalog find --sha256 $(sha256sum < page.png | cut -c1-64)", "by a file"),
+        ("s3ec catalog find --identifier 3f9a01bc... --json", "whose embedding is this?"),
     )(with_namespace(find))
     group.command(
         "export",
-        epilog=epilog(
-            ("s3ec catalog export catalog.parquet", "for DuckDB, pandas, Spark"),
-            ("s3ec catalog export catalog.jsonl", "one JSON object for each row"),
-        ),
+        ("s3ec catalog export catalog.parquet", "for DuckDB, pandas, Spark"),
+        ("s3ec catalog export catalog.jsonl", "one JSON object for each row"),
     )(with_namespace(export))
     group.command(
         "sql",
-        epilog=epilog(
-            (
-                "s3ec catalog sql 'SELECT document, count(*) FROM catalog GROUP BY ALL'",
-                "pages of each document",
-            ),
-            ("s3ec catalog sql 'SELECT sum(bytes) FROM catalog' --json", "for machines"),
+        (
+            "s3ec catalog sql 'SELECT document, count(*) FROM catalog GROUP BY ALL'",
+            "pages of each document",
         ),
+        ("s3ec catalog sql 'SELECT sum(bytes) FROM catalog' --json", "for machines"),
     )(with_namespace(sql))
     group.command(
         "merge",
-        epilog=epilog(
-            ("s3ec catalog merge", "where those who append may not delete"),
-            ("s3ec catalog merge --json", "for machines"),
-        ),
+        ("s3ec catalog merge", "where those who append may not delete"),
+        ("s3ec catalog merge --json", "for machines"),
     )(with_namespace(merge))
     app.add_typer(group, name="catalog")
 
@@ -195,15 +185,12 @@ def find(
     document: Annotated[
         str | None, typer.Argument(metavar="[DOCUMENT]", help="Id of a document.")
     ] = None,
-    page: Annotated[
-        int | None, typer.Option("--page", min=1, metavar="N", help="Only this page of it.")
-    ] = None,
+    page: Annotated[int | None, option("--page", "N", "Only this page of it.", min=1)] = None,
     sha256: Annotated[
-        str | None,
-        typer.Option("--sha256", metavar="HEX", help="By the SHA-256 of a file's bytes."),
+        str | None, option("--sha256", "HEX", "By the SHA-256 of a file's bytes.")
     ] = None,
     identifier: Annotated[
-        str | None, typer.Option("--identifier", metavar="ID", help="By an identifier, in full.")
+        str | None, option("--identifier", "ID", "By an identifier, in full.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

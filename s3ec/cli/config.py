@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MISSING = "missing"
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add ``config`` to the tree."""
     group = App(
         no_args_is_help=True,
@@ -29,14 +29,10 @@ def register(app: typer.Typer) -> None:
     )
     group.command(
         "show",
-        epilog=epilog(
-            ("S3EC_BUCKET=embeddings s3ec config show", "from the environment"),
-            ('s3ec config show --config \'{"bucket": "embeddings"}\' --json', "for machines"),
-        ),
+        ("S3EC_BUCKET=embeddings s3ec config show", "from the environment"),
+        ('s3ec config show --config \'{"bucket": "embeddings"}\' --json', "for machines"),
     )(with_settings(show))
-    group.command(
-        "docs", epilog=epilog(("s3ec config docs > settings.md", "keep it beside your notes"))
-    )(docs)
+    group.command("docs", ("s3ec config docs > settings.md", "keep it beside your notes"))(docs)
     app.add_typer(group, name="config")
 
 

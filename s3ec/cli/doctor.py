@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from s3ec.cli.options import JsonOption, SettingsSource, with_settings
-from s3ec.cli.output import EXIT_WRONG, console, epilog, print_json, safe
+from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
+from s3ec.cli.output import EXIT_WRONG, App, console, print_json, safe
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,22 +27,20 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 _NAME_WIDTH = 15
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add ``doctor`` to the tree."""
     app.command(
         "doctor",
-        epilog=epilog(
-            ("s3ec doctor --bucket embeddings --no-vllm", "bucket and node only: 2 s at most"),
-            (
-                "s3ec doctor --config @ec.json -- --model google/gemma-3-27b-it",
-                "the model's namespace too",
-            ),
-            (
-                "s3ec doctor -- vllm serve MODEL --ec-transfer-config '{...}'",
-                "the whole command line of a deployment",
-            ),
-            ("s3ec doctor --json | jq '.checks[] | select(.verdict==\"fail\")'", "for machines"),
+        ("s3ec doctor --bucket embeddings --no-vllm", "bucket and node only: 2 s at most"),
+        (
+            "s3ec doctor --config @ec.json -- --model google/gemma-3-27b-it",
+            "the model's namespace too",
         ),
+        (
+            "s3ec doctor -- vllm serve MODEL --ec-transfer-config '{...}'",
+            "the whole command line of a deployment",
+        ),
+        ("s3ec doctor --json | jq '.checks[] | select(.verdict==\"fail\")'", "for machines"),
     )(with_settings(doctor))
 
 
@@ -65,11 +63,11 @@ def doctor(
     ] = False,
     timeout_s: Annotated[
         float | None,
-        typer.Option(
+        option(
             "--timeout",
-            metavar="SECONDS",
+            "SECONDS",
+            "How long bucket and node may take, from the start on. [1.6, with vLLM 10]",
             min=0.1,
-            help="How long bucket and node may take, from the start on. [1.6, with vLLM 10]",
             show_default=False,
         ),
     ] = None,

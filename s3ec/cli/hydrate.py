@@ -16,13 +16,14 @@ from s3ec.cli.options import (
     NamespaceChoice,
     SettingsSource,
     lines_of,
+    option,
     size_bytes,
     with_namespace,
 )
 from s3ec.cli.output import (
     EXIT_PARTIAL,
+    App,
     counting,
-    epilog,
     facts,
     human_bytes,
     many,
@@ -44,14 +45,12 @@ _STOPPED = {
 }
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add ``hydrate`` to the tree."""
     app.command(
         "hydrate",
-        epilog=epilog(
-            ("s3ec hydrate --model gemma-3 --rate-limit 200MB", "everything there is room for"),
-            ("s3ec tier ls --names | s3ec hydrate --ids - --name", "what another node has used"),
-        ),
+        ("s3ec hydrate --model gemma-3 --rate-limit 200MB", "everything there is room for"),
+        ("s3ec tier ls --names | s3ec hydrate --ids - --name", "what another node has used"),
     )(with_namespace(hydrate, CACHE))
 
 
@@ -60,12 +59,7 @@ def hydrate(
     choice: NamespaceChoice,
     cache: dict[str, Any],
     ids: Annotated[
-        str | None,
-        typer.Option(
-            "--ids",
-            metavar="FILE",
-            help="Only these: a file with one identifier a line, or -.",
-        ),
+        str | None, option("--ids", "FILE", "Only these: a file with one identifier a line, or -.")
     ] = None,
     by_name: Annotated[
         bool,
@@ -74,26 +68,17 @@ def hydrate(
         ),
     ] = False,
     where: Annotated[
-        str | None,
-        typer.Option(
-            "--where",
-            metavar="SQL",
-            help="Only the catalogue's rows of which this is true.",
-        ),
+        str | None, option("--where", "SQL", "Only the catalogue's rows of which this is true.")
     ] = None,
-    top: Annotated[
-        int | None, typer.Option("--top", metavar="N", min=1, help="No more than the first N.")
-    ] = None,
+    top: Annotated[int | None, option("--top", "N", "No more than the first N.", min=1)] = None,
     rate_limit: Annotated[
-        str | None,
-        typer.Option("--rate-limit", metavar="SIZE", help="Bytes per second, such as `100MB`."),
+        str | None, option("--rate-limit", "SIZE", "Bytes per second, such as `100MB`.")
     ] = None,
     max_bytes: Annotated[
-        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Bring no more than this.")
+        str | None, option("--max-bytes", "SIZE", "Bring no more than this.")
     ] = None,
     max_concurrency: Annotated[
-        int,
-        typer.Option("--max-concurrency", metavar="N", help="Objects asked for at a time."),
+        int, option("--max-concurrency", "N", "Objects asked for at a time.")
     ] = 16,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be brought.")

@@ -18,6 +18,7 @@ from s3ec.cli.options import (
     NamespaceChoice,
     SettingsSource,
     duration_s,
+    option,
     size_bytes,
 )
 from s3ec.cli.output import (
@@ -152,33 +153,27 @@ def ls(
         typer.Option("--quick", help="End when --limit is reached: unsorted, without totals."),
     ] = False,
     starts_with: Annotated[
-        str | None,
-        typer.Option("--starts-with", metavar="TEXT", help="Only entries whose label begins so."),
+        str | None, option("--starts-with", "TEXT", "Only entries whose label begins so.")
     ] = None,
     adapter: Annotated[
-        str | None,
-        typer.Option("--adapter", metavar="NAME", help="Only entries of this LoRA adapter."),
+        str | None, option("--adapter", "NAME", "Only entries of this LoRA adapter.")
     ] = None,
     modality: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--modality",
-            metavar="NAME",
-            help="Only such as `image`; reads the header of each entry, one request each.",
+            "NAME",
+            "Only such as `image`; reads the header of each entry, one request each.",
         ),
     ] = None,
     made_by: MadeByOption = None,
-    min_size: Annotated[
-        str | None, typer.Option("--min-size", metavar="SIZE", help="Such as `10MiB`.")
-    ] = None,
-    max_size: Annotated[
-        str | None, typer.Option("--max-size", metavar="SIZE", help="Such as `10MiB`.")
-    ] = None,
+    min_size: Annotated[str | None, option("--min-size", "SIZE", "Such as `10MiB`.")] = None,
+    max_size: Annotated[str | None, option("--max-size", "SIZE", "Such as `10MiB`.")] = None,
     older_than: Annotated[
-        str | None, typer.Option("--older-than", metavar="AGE", help="Such as `90d` or `12h`.")
+        str | None, option("--older-than", "AGE", "Such as `90d` or `12h`.")
     ] = None,
     newer_than: Annotated[
-        str | None, typer.Option("--newer-than", metavar="AGE", help="Such as `90d` or `12h`.")
+        str | None, option("--newer-than", "AGE", "Such as `90d` or `12h`.")
     ] = None,
     as_json: JsonOption = False,
     as_lines: Annotated[

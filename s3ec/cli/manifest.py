@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _KINDS = ("missing", "extra", "differing")
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add ``manifest`` to the tree."""
     group = App(
         help="The index in the bucket: what it holds, whether that is true, making it anew.",
@@ -46,31 +46,23 @@ def register(app: typer.Typer) -> None:
     )
     group.command(
         "show",
-        epilog=epilog(
-            ("s3ec manifest show --bucket embeddings", "of the only namespace"),
-            ("s3ec manifest show --json | jq .deltas.waiting_count", "for machines"),
-        ),
+        ("s3ec manifest show --bucket embeddings", "of the only namespace"),
+        ("s3ec manifest show --json | jq .deltas.waiting_count", "for machines"),
     )(with_namespace(show))
     group.command(
         "compact",
-        epilog=epilog(
-            ("s3ec manifest compact", "merge what writers announced, delete what is superseded"),
-            ("s3ec manifest compact --namespace google-gemma --json", "one model's, for machines"),
-        ),
+        ("s3ec manifest compact", "merge what writers announced, delete what is superseded"),
+        ("s3ec manifest compact --namespace google-gemma --json", "one model's, for machines"),
     )(with_namespace(compact))
     group.command(
         "verify",
-        epilog=epilog(
-            ("s3ec manifest verify", "exit status 1 where it differs from the bucket"),
-            ("s3ec manifest verify --json | jq '.missing[].object'", "for machines"),
-        ),
+        ("s3ec manifest verify", "exit status 1 where it differs from the bucket"),
+        ("s3ec manifest verify --json | jq '.missing[].object'", "for machines"),
     )(with_namespace(verify))
     group.command(
         "rebuild",
-        epilog=epilog(
-            ("s3ec manifest rebuild", "after objects were deleted or copied by other means"),
-            ("s3ec manifest rebuild --json", "for machines"),
-        ),
+        ("s3ec manifest rebuild", "after objects were deleted or copied by other means"),
+        ("s3ec manifest rebuild --json", "for machines"),
     )(with_namespace(rebuild))
     app.add_typer(group, name="manifest")
 

@@ -33,12 +33,19 @@ _COMPLETION_S = 3.0
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, for machines.")
 ]
+
+
+def option(name: str, metavar: str, text: str, **more: Any) -> Any:
+    """An option of one name that takes a value; ``more`` is typer's."""
+    return typer.Option(name, metavar=metavar, help=text, **more)
+
+
 MadeByOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--made-by",
-        metavar="WORDS",
-        help="Only what these releases made: `vllm=0.32.0`, or `'vllm=0.32.* platform=NVIDIA*'`; "
+        "WORDS",
+        "Only what these releases made: `vllm=0.32.0`, or `'vllm=0.32.* platform=NVIDIA*'`; "
         "names are vllm, transformers, torch, pillow and platform. By the catalogue; what it does "
         "not tell, by headers, one request each.",
     ),
@@ -46,9 +53,7 @@ MadeByOption = Annotated[
 
 
 def _option(name: str, metavar: str, text: str) -> Any:
-    return Annotated[
-        str | None, typer.Option(name, metavar=metavar, help=text, rich_help_panel=_PANEL)
-    ]
+    return Annotated[str | None, option(name, metavar, text, rich_help_panel=_PANEL)]
 
 
 _SETTINGS_OPTIONS = {
@@ -64,7 +69,6 @@ _SETTINGS_OPTIONS = {
     "endpoint_url": _option("--endpoint-url", "URL", "URL of an S3-compatible server."),
     "region": _option("--region", "NAME", "Region to sign for."),
     "profile": _option("--profile", "NAME", "Profile of the SDK's shared configuration."),
-    "role_arn": _option("--role-arn", "ARN", "Role to assume with the found credentials."),
     "ca_bundle": _option("--ca-bundle", "FILE", "PEM file of the authorities to trust."),
     "allow_http": Annotated[
         bool | None,
@@ -78,7 +82,7 @@ _SETTINGS_OPTIONS = {
 
 
 _PLACE = ("url", "bucket", "prefix")
-_S3_OPTIONS = ("endpoint_url", "region", "profile", "role_arn", "ca_bundle", "allow_http")
+_S3_OPTIONS = ("endpoint_url", "region", "profile", "ca_bundle", "allow_http")
 
 
 def _stored_namespaces(ctx: typer.Context) -> list[str]:

@@ -97,9 +97,15 @@ class App(typer.Typer):
         )
 
     def command(
-        self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **options: Any
+        self,
+        name: str | None = None,
+        *examples: tuple[str, str],
+        cls: type[TyperCommand] | None = Command,
+        **options: Any,
     ) -> Callable[[F], F]:
-        """As typer's."""
+        """As typer's; below its help stand examples, as ``epilog`` takes them."""
+        if examples:
+            options["epilog"] = epilog(*examples)
         return super().command(name, cls=cls, **options)
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from s3ec.cli.doctor import completed
-from s3ec.cli.options import JsonOption, SettingsSource, with_options, with_settings
-from s3ec.cli.output import console, epilog, print_json, print_note, progress, safe
+from s3ec.cli.options import JsonOption, SettingsSource, option, with_options, with_settings
+from s3ec.cli.output import App, console, print_json, print_note, progress, safe
 from s3ec.errors import ConfigError
 from s3ec.payoff import (
     GPUS,
@@ -44,8 +44,7 @@ _QUESTIONS = {
 
 _FIGURES = {
     "like": Annotated[
-        str | None,
-        typer.Option("--like", metavar="MODEL", help=f"A model of the table: {', '.join(MODELS)}."),
+        str | None, option("--like", "MODEL", f"A model of the table: {', '.join(MODELS)}.")
     ],
     "rows": Annotated[
         int | None,
@@ -83,29 +82,25 @@ _FIGURES = {
 }
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add both commands to the tree."""
     app.command(
         "cost",
-        epilog=epilog(
-            ("s3ec cost --like gemma3-27b --gpu l4", "a model of the table on another GPU"),
-            (
-                "s3ec cost --rows 256 --width 5376 --encode-ms 20 --gpu h100 --reads 4",
-                "figures of your own",
-            ),
+        ("s3ec cost --like gemma3-27b --gpu l4", "a model of the table on another GPU"),
+        (
+            "s3ec cost --rows 256 --width 5376 --encode-ms 20 --gpu h100 --reads 4",
+            "figures of your own",
         ),
     )(with_options(cost, (_FIGURES, _known)))
     app.command(
         "advise",
-        epilog=epilog(
-            (
-                "s3ec advise --bucket embeddings --images ./pages -- --model google/gemma-3-27b-it",
-                "your pages, your bucket, from this machine",
-            ),
-            (
-                "s3ec advise --like gemma3-27b --from-metrics http://localhost:8000/metrics",
-                "what an engine that runs has learned",
-            ),
+        (
+            "s3ec advise --bucket embeddings --images ./pages -- --model google/gemma-3-27b-it",
+            "your pages, your bucket, from this machine",
+        ),
+        (
+            "s3ec advise --like gemma3-27b --from-metrics http://localhost:8000/metrics",
+            "what an engine that runs has learned",
         ),
     )(with_settings(advise, (_FIGURES, _known)))
 
@@ -137,10 +132,7 @@ def advise(
         ),
     ] = None,
     from_metrics: Annotated[
-        str | None,
-        typer.Option(
-            "--from-metrics", metavar="URL", help="/metrics of an engine that runs with s3ec."
-        ),
+        str | None, option("--from-metrics", "URL", "/metrics of an engine that runs with s3ec.")
     ] = None,
     no_probe: Annotated[
         bool, typer.Option("--no-probe", help="Measure neither the bucket nor the disk tier.")

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from s3ec.cli.options import JsonOption, SettingsSource, with_settings
+from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
 from s3ec.cli.output import (
     EXIT_OK,
     EXIT_PARTIAL,
     EXIT_WRONG,
+    App,
     counting,
-    epilog,
     facts,
     human_bytes,
     many,
@@ -42,19 +42,17 @@ _SHOWN_FAILURES = 20
 _EXIT = {"complete": EXIT_OK, "partial": EXIT_PARTIAL, "failed": EXIT_WRONG}
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add the command to the tree."""
     app.command(
         "precompute",
-        epilog=epilog(
-            ("s3ec precompute /data/pages --model google/gemma-3-27b-it", "files below a folder"),
-            ("s3ec precompute report.pdf --model M --dpi 200", "the pages of a PDF file"),
-            ("s3ec precompute list.jsonl --model M --shard 0/4", "a quarter of a list"),
-            (
-                "s3ec precompute list.jsonl --model M --engine ray --ray-address auto "
-                "--ray-workers 1-8",
-                "on the GPUs of a Ray cluster",
-            ),
+        ("s3ec precompute /data/pages --model google/gemma-3-27b-it", "files below a folder"),
+        ("s3ec precompute report.pdf --model M --dpi 200", "the pages of a PDF file"),
+        ("s3ec precompute list.jsonl --model M --shard 0/4", "a quarter of a list"),
+        (
+            "s3ec precompute list.jsonl --model M --engine ray --ray-address auto "
+            "--ray-workers 1-8",
+            "on the GPUs of a Ray cluster",
         ),
     )(with_settings(precompute))
 
@@ -70,10 +68,7 @@ def precompute(
         ),
     ],
     model: Annotated[
-        str,
-        typer.Option(
-            "--model", metavar="MODEL", help="As the server's `--model`, letter by letter."
-        ),
+        str, option("--model", "MODEL", "As the server's `--model`, letter by letter.")
     ],
     identifier: Annotated[
         Literal["content", "sha256"],
@@ -83,71 +78,55 @@ def precompute(
             "for clients that send that as `uuid`.",
         ),
     ] = "content",
-    batch: Annotated[
-        int, typer.Option("--batch", metavar="N", help="Pictures that the engine has at a time.")
-    ] = 64,
-    shard: Annotated[
-        str, typer.Option("--shard", metavar="K/N", help="This job's part of several: `0/4`.")
-    ] = "0/1",
-    limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", help="Look at so many items only.")
-    ] = None,
+    batch: Annotated[int, option("--batch", "N", "Pictures that the engine has at a time.")] = 64,
+    shard: Annotated[str, option("--shard", "K/N", "This job's part of several: `0/4`.")] = "0/1",
+    limit: Annotated[int | None, option("--limit", "N", "Look at so many items only.")] = None,
     dpi: Annotated[
-        int | None,
-        typer.Option("--dpi", metavar="N", help="Dots per inch of a PDF's pages; 150 if unset."),
+        int | None, option("--dpi", "N", "Dots per inch of a PDF's pages; 150 if unset.")
     ] = None,
     column: Annotated[
-        str | None,
-        typer.Option("--column", metavar="NAME", help="The files' column of a dataset."),
+        str | None, option("--column", "NAME", "The files' column of a dataset.")
     ] = None,
     engine: Annotated[
         str,
-        typer.Option(
+        option(
             "--engine",
-            metavar="KIND",
-            help="`local`: vLLM in this process. `ray`: vLLM in each worker of a Ray cluster.",
+            "KIND",
+            "`local`: vLLM in this process. `ray`: vLLM in each worker of a Ray cluster.",
         ),
     ] = "local",
     ray_address: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--ray-address",
-            metavar="ADDRESS",
-            help="The cluster, such as `auto`; else `RAY_ADDRESS`, else a Ray of its own here.",
+            "ADDRESS",
+            "The cluster, such as `auto`; else `RAY_ADDRESS`, else a Ray of its own here.",
         ),
     ] = None,
     ray_workers: Annotated[
         str | None,
-        typer.Option(
-            "--ray-workers",
-            metavar="N",
-            help="Workers, or the least and the most of them, `1-8`; 1 if unset.",
+        option(
+            "--ray-workers", "N", "Workers, or the least and the most of them, `1-8`; 1 if unset."
         ),
     ] = None,
     ray_gpus: Annotated[
-        float | None,
-        typer.Option("--ray-gpus", metavar="N", help="GPUs of each worker; 1 if unset."),
+        float | None, option("--ray-gpus", "N", "GPUs of each worker; 1 if unset.")
     ] = None,
     ray_cpus: Annotated[
-        float | None,
-        typer.Option("--ray-cpus", metavar="N", help="CPUs of each worker; 1 if unset."),
+        float | None, option("--ray-cpus", "N", "CPUs of each worker; 1 if unset.")
     ] = None,
     engine_args: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--engine-args",
-            metavar="JSON",
-            help='Further arguments of `vllm.LLM`, such as `{"dtype": "bfloat16"}`. Those that '
+            "JSON",
+            'Further arguments of `vllm.LLM`, such as `{"dtype": "bfloat16"}`. Those that '
             "a server's embeddings depend on must be the server's.",
         ),
     ] = None,
     report_file: Annotated[
         Path | None,
-        typer.Option(
-            "--report",
-            metavar="FILE",
-            help="Write counts, rates and all failures there as JSON.",
-        ),
+        option("--report", "FILE", "Write counts, rates and all failures there as JSON."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -17,13 +17,14 @@ from s3ec.cli.options import (
     SettingsSource,
     complete_namespace,
     duration_s,
+    option,
     size_bytes,
     with_namespace,
 )
 from s3ec.cli.output import (
     EXIT_WRONG,
+    App,
     counting,
-    epilog,
     facts,
     human_age,
     human_bytes,
@@ -43,23 +44,19 @@ if TYPE_CHECKING:
     from s3ec.store.base import Store
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add the two commands to the tree; ``ns rm`` stands beside ``ns``."""
     app.command(
         "rm",
-        epilog=epilog(
-            ("s3ec rm page-12-of-report", "is it there, and how large is it? asks at a terminal"),
-            ("s3ec rm --name x-3f9a01bc... --yes", "delete what `s3ec ls` prints, all 64 digits"),
-        ),
+        ("s3ec rm page-12-of-report", "is it there, and how large is it? asks at a terminal"),
+        ("s3ec rm --name x-3f9a01bc... --yes", "delete what `s3ec ls` prints, all 64 digits"),
     )(with_namespace(rm, CONSENT))
     app.command(
         "gc",
-        epilog=epilog(
-            ("s3ec gc --older-than 90d --dry-run", "how much is older than that?"),
-            ("s3ec gc --older-than 90d --yes", "delete it"),
-            ("s3ec gc --max-bytes 2TiB --yes", "the oldest, until the rest fits"),
-            ("s3ec gc --made-by vllm=0.32.0 --dry-run", "what a faulty release stored"),
-        ),
+        ("s3ec gc --older-than 90d --dry-run", "how much is older than that?"),
+        ("s3ec gc --older-than 90d --yes", "delete it"),
+        ("s3ec gc --max-bytes 2TiB --yes", "the oldest, until the rest fits"),
+        ("s3ec gc --made-by vllm=0.32.0 --dry-run", "what a faulty release stored"),
     )(with_namespace(gc, CONSENT))
 
 
@@ -137,31 +134,21 @@ def gc(
     consent: Consent,
     older_than: Annotated[
         str | None,
-        typer.Option(
-            "--older-than",
-            metavar="AGE",
-            help="What was stored so long ago: `90d`, `12h`, `2w`, `30min`.",
-        ),
+        option("--older-than", "AGE", "What was stored so long ago: `90d`, `12h`, `2w`, `30min`."),
     ] = None,
     max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--max-bytes",
-            metavar="SIZE",
-            help="The oldest until the rest fits, such as `2TiB`.",
-        ),
+        str | None, option("--max-bytes", "SIZE", "The oldest until the rest fits, such as `2TiB`.")
     ] = None,
     adapter: Annotated[
-        str | None,
-        typer.Option("--adapter", metavar="NAME", help="Only entries of this LoRA adapter."),
+        str | None, option("--adapter", "NAME", "Only entries of this LoRA adapter.")
     ] = None,
     made_by: MadeByOption = None,
     prices: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--prices",
-            metavar="NAME",
-            help=f"Whose storage it saves: {', '.join(STORES)}. Unset: by the endpoint.",
+            "NAME",
+            f"Whose storage it saves: {', '.join(STORES)}. Unset: by the endpoint.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -257,11 +244,7 @@ def ns_rm(
     ],
     idle: Annotated[
         str,
-        typer.Option(
-            "--idle",
-            metavar="AGE",
-            help="Refuse where something was stored more recently; `0` takes all.",
-        ),
+        option("--idle", "AGE", "Refuse where something was stored more recently; `0` takes all."),
     ] = "10min",
     as_json: JsonOption = False,
 ) -> None:

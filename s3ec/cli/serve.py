@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.options import JsonOption
-from s3ec.cli.output import epilog, print_json, print_note, progress
+from s3ec.cli.output import App, print_json, print_note, progress
 from s3ec.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
@@ -25,15 +25,13 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _POLL_S = 0.5
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add ``serve-s3`` to the tree."""
     app.command(
         "serve-s3",
-        epilog=epilog(
-            ("s3ec serve-s3", "port 8333, bucket `embeddings`, gone at the end"),
-            ("s3ec serve-s3 --data ./s3 --bucket docs --bucket test", "keep the objects"),
-            ("s3ec serve-s3 --port 0 --json", "any free port, for scripts"),
-        ),
+        ("s3ec serve-s3", "port 8333, bucket `embeddings`, gone at the end"),
+        ("s3ec serve-s3 --data ./s3 --bucket docs --bucket test", "keep the objects"),
+        ("s3ec serve-s3 --port 0 --json", "any free port, for scripts"),
     )(serve_s3)
 
 

@@ -14,6 +14,7 @@ from s3ec.cli.options import (
     Consent,
     JsonOption,
     SettingsSource,
+    option,
     size_bytes,
     with_cache_settings,
 )
@@ -52,7 +53,7 @@ _NamespaceOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add ``tier`` to the tree."""
     group = App()
     group.callback(
@@ -65,34 +66,23 @@ def register(app: typer.Typer) -> None:
     )(with_cache_settings(tier))
     group.command(
         "ls",
-        epilog=epilog(
-            ("s3ec tier ls", "what was used here last?"),
-            (
-                "s3ec tier ls --names | s3ec hydrate --ids - --name",
-                "to bring them to another node",
-            ),
-        ),
+        ("s3ec tier ls", "what was used here last?"),
+        ("s3ec tier ls --names | s3ec hydrate --ids - --name", "to bring them to another node"),
     )(with_cache_settings(ls))
     group.command(
         "check",
-        epilog=epilog(
-            ("s3ec tier check", "audit the folder of this user's settings"),
-            ("s3ec tier check --cache-dir /mnt/nvme/s3ec --json", "another one, for machines"),
-        ),
+        ("s3ec tier check", "audit the folder of this user's settings"),
+        ("s3ec tier check --cache-dir /mnt/nvme/s3ec --json", "another one, for machines"),
     )(with_cache_settings(check))
     group.command(
         "repair",
-        epilog=epilog(
-            ("s3ec tier repair --dry-run", "what is wrong, and what can be done about it?"),
-            ("s3ec tier repair --yes", "do it, while engines run"),
-        ),
+        ("s3ec tier repair --dry-run", "what is wrong, and what can be done about it?"),
+        ("s3ec tier repair --yes", "do it, while engines run"),
     )(with_cache_settings(repair, CONSENT))
     group.command(
         "evict",
-        epilog=epilog(
-            ("s3ec tier evict --to 10GiB --dry-run", "what would go?"),
-            ("s3ec tier evict --to 0 --namespace google-gemma --yes", "one model's entries"),
-        ),
+        ("s3ec tier evict --to 10GiB --dry-run", "what would go?"),
+        ("s3ec tier evict --to 0 --namespace google-gemma --yes", "one model's entries"),
     )(with_cache_settings(evict, CONSENT))
     app.add_typer(group, name="tier")
 
@@ -273,10 +263,10 @@ def evict(
     consent: Consent,
     to: Annotated[
         str,
-        typer.Option(
+        option(
             "--to",
-            metavar="SIZE",
-            help="Size to come down to, such as `10GiB` or `0`: of the whole folder, or with "
+            "SIZE",
+            "Size to come down to, such as `10GiB` or `0`: of the whole folder, or with "
             "--namespace of its entries.",
         ),
     ],

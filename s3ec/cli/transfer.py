@@ -15,14 +15,15 @@ from s3ec.cli.options import (
     OptionGroup,
     SettingsSource,
     lines_of,
+    option,
     size_bytes,
     with_namespace,
 )
 from s3ec.cli.output import (
     EXIT_PARTIAL,
     EXIT_WRONG,
+    App,
     counting,
-    epilog,
     human_bytes,
     many,
     print_json,
@@ -91,25 +92,23 @@ _OPTIONS: OptionGroup = (
     {
         "ids": Annotated[
             str | None,
-            typer.Option(
+            option(
                 "--ids",
-                metavar="FILE",
-                help="Only these: a file with one identifier, or what `s3ec ls` prints, a line, "
-                "or -.",
+                "FILE",
+                "Only these: a file with one identifier, or what `s3ec ls` prints, a line, or -.",
             ),
         ],
         "where": Annotated[
             str | None,
-            typer.Option(
+            option(
                 "--where",
-                metavar="SQL",
-                help="Only those in the catalogue for which this is true, such as `modality = "
+                "SQL",
+                "Only those in the catalogue for which this is true, such as `modality = "
                 "'image' AND rows > 1000`.",
             ),
         ],
         "adapter": Annotated[
-            str | None,
-            typer.Option("--adapter", metavar="NAME", help="Only those of this LoRA adapter."),
+            str | None, option("--adapter", "NAME", "Only those of this LoRA adapter.")
         ],
         "deep": Annotated[
             bool | None,
@@ -119,18 +118,11 @@ _OPTIONS: OptionGroup = (
             ),
         ],
         "rate_limit": Annotated[
-            str | None,
-            typer.Option("--rate-limit", metavar="SIZE", help="Bytes per second, such as `100MB`."),
+            str | None, option("--rate-limit", "SIZE", "Bytes per second, such as `100MB`.")
         ],
         "max_concurrency": Annotated[
             int | None,
-            typer.Option(
-                "--max-concurrency",
-                metavar="N",
-                min=1,
-                max=256,
-                help="Entries at a time; 16 unless given.",
-            ),
+            option("--max-concurrency", "N", "Entries at a time; 16 unless given.", min=1, max=256),
         ],
     },
     _Asked,
@@ -140,10 +132,10 @@ _TO_OPTIONS: OptionGroup = (
     {
         "to_namespace": Annotated[
             str | None,
-            typer.Option(
+            option(
                 "--to-namespace",
-                metavar="NAME",
-                help="Namespace to copy into, or the first characters of its name; it must be "
+                "NAME",
+                "Namespace to copy into, or the first characters of its name; it must be "
                 "there. Unset: the same.",
             ),
         ],
@@ -172,31 +164,25 @@ FormOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add the commands to the tree."""
     app.command(
         "export",
-        epilog=epilog(
-            ("s3ec export /media/disk/corpus", "everything of the newest namespace"),
-            ("s3ec export corpus --where \"document LIKE 'manuals/%'\"", "a part of it"),
-            ("s3ec export ec --layout vllm", "for vLLM's ECExampleConnector"),
-        ),
+        ("s3ec export /media/disk/corpus", "everything of the newest namespace"),
+        ("s3ec export corpus --where \"document LIKE 'manuals/%'\"", "a part of it"),
+        ("s3ec export ec --layout vllm", "for vLLM's ECExampleConnector"),
     )(with_namespace(export, _OPTIONS))
     app.command(
         "import",
-        epilog=epilog(
-            ("s3ec import /media/disk/corpus", "what an export wrote, into the bucket"),
-            ("s3ec import ec --layout vllm --model vision-9b", "what ECExampleConnector wrote"),
-        ),
+        ("s3ec import /media/disk/corpus", "what an export wrote, into the bucket"),
+        ("s3ec import ec --layout vllm --model vision-9b", "what ECExampleConnector wrote"),
     )(with_namespace(import_, _OPTIONS, _TO_OPTIONS))
     app.command(
         "cp",
-        epilog=epilog(
-            ("s3ec cp s3://old/corpus s3://new/corpus", "between two buckets of one server"),
-            (
-                "s3ec cp s3://here/c s3://there/c --to-endpoint-url https://minio.example:9000",
-                "to another server",
-            ),
+        ("s3ec cp s3://old/corpus s3://new/corpus", "between two buckets of one server"),
+        (
+            "s3ec cp s3://here/c s3://there/c --to-endpoint-url https://minio.example:9000",
+            "to another server",
         ),
     )(with_namespace(cp, _OPTIONS, _TO_OPTIONS))
 
@@ -233,10 +219,10 @@ def import_(
     layout: FormOption = "s3ec",
     modality: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--modality",
-            metavar="NAME",
-            help="With --layout vllm: what the embeddings are of; `image` unless given.",
+            "NAME",
+            "With --layout vllm: what the embeddings are of; `image` unless given.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -291,26 +277,17 @@ def cp(
     ],
     dst: Annotated[str, typer.Argument(metavar="DST", help="Likewise.")],
     to_config: Annotated[
-        str | None,
-        typer.Option(
-            "--to-config", metavar="JSON|FILE", help="As --config, for DST; unset: the same."
-        ),
+        str | None, option("--to-config", "JSON|FILE", "As --config, for DST; unset: the same.")
     ] = None,
     to_endpoint_url: Annotated[
         str | None,
-        typer.Option(
-            "--to-endpoint-url", metavar="URL", help="As --endpoint-url, for DST; unset: the same."
-        ),
+        option("--to-endpoint-url", "URL", "As --endpoint-url, for DST; unset: the same."),
     ] = None,
     to_region: Annotated[
-        str | None,
-        typer.Option("--to-region", metavar="NAME", help="As --region, for DST; unset: the same."),
+        str | None, option("--to-region", "NAME", "As --region, for DST; unset: the same.")
     ] = None,
     to_profile: Annotated[
-        str | None,
-        typer.Option(
-            "--to-profile", metavar="NAME", help="As --profile, for DST; unset: the same."
-        ),
+        str | None, option("--to-profile", "NAME", "As --profile, for DST; unset: the same.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -14,12 +14,13 @@ from s3ec.cli.options import (
     JsonOption,
     NamespaceChoice,
     SettingsSource,
+    option,
     with_namespace,
 )
 from s3ec.cli.output import (
     EXIT_WRONG,
+    App,
     counting,
-    epilog,
     facts,
     human_bytes,
     many,
@@ -37,16 +38,14 @@ if TYPE_CHECKING:
 _SHOWN = 20
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add ``verify`` to the tree."""
     app.command(
         "verify",
-        epilog=epilog(
-            ("s3ec verify", "index, listing and catalogue; exit status 1 where they differ"),
-            ("s3ec verify --deep --state ./audit", "every byte; killed, it goes on there"),
-            ("s3ec verify --deep --state ./audit --repair --yes", "and mend what it found"),
-            ("s3ec verify --deep --json | jq '.deep.corrupt[].object'", "for machines"),
-        ),
+        ("s3ec verify", "index, listing and catalogue; exit status 1 where they differ"),
+        ("s3ec verify --deep --state ./audit", "every byte; killed, it goes on there"),
+        ("s3ec verify --deep --state ./audit --repair --yes", "and mend what it found"),
+        ("s3ec verify --deep --json | jq '.deep.corrupt[].object'", "for machines"),
     )(with_namespace(verify, CONSENT))
 
 
@@ -59,10 +58,8 @@ def verify(
     ] = False,
     state: Annotated[
         str | None,
-        typer.Option(
-            "--state",
-            metavar="FOLDER",
-            help="Where --deep notes how far it is; the same folder goes on there.",
+        option(
+            "--state", "FOLDER", "Where --deep notes how far it is; the same folder goes on there."
         ),
     ] = None,
     repair: Annotated[

@@ -11,13 +11,14 @@ vLLM 0.30 and newer takes it on an EC consumer, for models that declare such met
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import mimetypes
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from s3ec.client.known import KnownCatalog
-from s3ec.corpus.catalog_file import CatalogRow
+from s3ec.corpus.catalog_file import STAMP, CatalogRow
 from s3ec.corpus.reading import ReadOptions, reader_for, scheme_of, suffix_of
 from s3ec.errors import ConfigError, NotFoundError, S3ECError, SourceError
 
@@ -80,7 +81,7 @@ class PartMaker:
             row = self._known.index().by_sha256(digest)
             if row is None:
                 return [_pixels(modality, _data_url(modality, "", data), f"sha256:{digest}")]
-            return [self._part(row)]
+            return [self._without(row) or _checked(row, data)]
         rows = self._rows(document, page, look_again=url is None)
         if not rows and url is not None:
             return [_pixels(modality, url, None)]
@@ -89,7 +90,7 @@ class PartMaker:
             raise NotFoundError(
                 f"{which} is not in the catalogue: precompute it, or give `data` or `url`"
             )
-        return [self._part(row) for row in rows]
+        return [self._without(row) or self._pixel_part(row) for row in rows]
 
     def with_pixels(self, messages: Sequence[Message]) -> list[Message]:
         """The same messages; what the catalogue does not know is left as it is.
@@ -117,30 +118,41 @@ class PartMaker:
             rows = self._known.read_again().by_document(document, page)
         return rows
 
-    def _part(self, row: CatalogRow) -> Part:
+    def _without(self, row: CatalogRow) -> Part | None:
         if row.modality not in self._without_pixels or not row.placeholder:
-            return self._pixel_part(row)
+            return None
         kind = f"{row.modality}_embeds"
         return {"type": kind, kind: dict(row.placeholder), "uuid": row.identifier}
 
     def _pixel_part(self, row: CatalogRow) -> Part:
         is_address = scheme_of(row.uri) in ("http", "https") and suffix_of(row.uri) != ".pdf"
         if is_address and self._fetch is None:
-            return _pixels(row.modality, row.uri, row.identifier)
+            # Without the identifier: the server may read something else there by now, and would
+            # store that under it. What it calls the bytes by itself is theirs.
+            return _pixels(row.modality, row.uri, None)
         body = self._read(row)
         if hashlib.sha256(body).hexdigest() != row.sha256:
             raise SourceError(f"{row.uri} is not what it was when it was encoded: precompute it")
-        return _pixels(row.modality, _data_url(row.modality, row.uri, body), row.identifier)
+        return _checked(row, body)
 
     def _read(self, row: CatalogRow) -> bytes:
         if self._fetch is None:
-            return reader_for(ReadOptions()).read(row.uri, row.page)
+            return reader_for(_options_of(row)).read(row.uri, row.page)
         try:
             return self._fetch(row)
         except S3ECError:
             raise
         except Exception as exc:
             raise SourceError(f"`fetch` failed for {row.uri}: {exc}") from exc
+
+
+def _options_of(row: CatalogRow) -> ReadOptions:
+    """How the encoder was given a page; the default where the row does not say."""
+    words = str(row.extra.get(STAMP, "")).split()
+    if row.page is not None and words:
+        with contextlib.suppress(ValueError):  # no number, or none that is taken
+            return ReadOptions(dpi=int(words[-1]))
+    return ReadOptions()
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -184,6 +196,11 @@ def _pixels(modality: str, url: str, uuid: str | None) -> Part:
     kind = f"{modality}_url"
     part: Part = {"type": kind, kind: {"url": url}}
     return part if uuid is None else {**part, "uuid": uuid}
+
+
+def _checked(row: CatalogRow, body: bytes) -> Part:
+    """The part of bytes that have the row's sha256."""
+    return _pixels(row.modality, _data_url(row.modality, row.uri, body), row.identifier)
 
 
 def _data_url(modality: str, uri: str, body: bytes) -> str:

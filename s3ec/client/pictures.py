@@ -12,8 +12,10 @@ latter is an error after a chunk that says nothing yet.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +23,14 @@ from typing import Any
 from cachetools import TTLCache
 
 from s3ec.client.known import REFRESH_S, KnownCatalog, Source
-from s3ec.client.parts import (
-    Fetch,
-    Message,
-    Part,
-    PartMaker,
-    modalities_with_pixels,
-    references,
-)
+from s3ec.client.parts import Fetch, Message, Part, PartMaker, modalities_with_pixels, references
 from s3ec.errors import S3ECError
+from s3ec.trial import Trial
 
 log = logging.getLogger(__name__)
 
-# An embedding that a server could not have is asked for with pixels for so long: each try without
-# them may take it 10 s.
+# An embedding that a server could not have, or did not take so, is sent with pixels for so long:
+# each try without them may take it 10 s.
 _REST_S = 60.0
 _MOST_RESTING = 2**16
 _REFUSED, _UNAVAILABLE = 400, 500
@@ -42,20 +38,8 @@ _REFUSED, _UNAVAILABLE = 400, 500
 _TRANSIENT = (0, 408, 409, 429, 502, 503, 504)
 
 
-class Pictures:
-    """Parts of a chat about documents that a corpus holds. Thread-safe.
-
-    **Documents.** They are named as in the catalogue: the path relative to the source, or the id
-    that a list gave. Each part has the ``uuid`` under which the corpus has its embedding.
-
-    **Pixels** are read only where they are needed: from ``uri`` of the catalogue's row, or by
-    ``fetch``. Their sha256 must be that of the row, or another picture would get the uuid. An
-    ``http`` or ``https`` address is not read here but handed to the server, which reads it; what it
-    leads to must not change.
-
-    **Servers that do not take parts without pixels** are found out by their answer to the first
-    request, which is then sent with pixels, and so are all later ones for that model.
-    """
+class _Pictures:
+    """What both kinds are made of."""
 
     def __init__(
         self,
@@ -65,6 +49,7 @@ class Pictures:
         modalities: Collection[str] = ("image",),
         fetch: Fetch | None = None,
         refresh_s: float = REFRESH_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is read yet.
 
@@ -76,14 +61,32 @@ class Pictures:
                 docs/operations.md.
             fetch: Reads the bytes that the encoder was given, for a row of the catalogue.
             refresh_s: An older catalogue is read anew, in the background.
+            clock: Monotonic seconds.
 
         Raises:
             ConfigError: An argument is wrong, or the extra ``s3ec[corpus]`` is missing.
         """
-        self._known = KnownCatalog(catalog, refresh_s)
+        self._known = KnownCatalog(catalog, refresh_s, clock)
         allowed = () if without_pixels is False else modalities
         self._maker = PartMaker(self._known, allowed, fetch)
-        self._requests = _Requests(self._maker, without_pixels)
+        self._requests = _Requests(self._maker, without_pixels, clock)
+
+
+class Pictures(_Pictures):
+    """Parts of a chat about documents that a corpus holds. Thread-safe.
+
+    **Documents.** They are named as in the catalogue: the path relative to the source, or the id
+    that a list gave. Each part has the ``uuid`` under which the corpus has its embedding.
+
+    **Pixels** are read only where they are needed: from ``uri`` of the catalogue's row, or by
+    ``fetch``. Their sha256 must be that of the row, or another picture would get the uuid. An
+    ``http`` or ``https`` address is not read here but handed to the server, without the uuid: what
+    the server reads there is for it to name.
+
+    **Servers that take no parts without pixels** are found out by their answers: such a request is
+    sent once more with pixels. After three of those in a row all requests for that model have
+    pixels for a minute. Then one is tried, and each that fails doubles the time, up to an hour.
+    """
 
     def parts(
         self,
@@ -145,7 +148,11 @@ class Pictures:
             reply = ask(_without_retries(client), request.messages)
         except Exception as exc:  # noqa: BLE001 - whatever a client raises; again() raises it on
             return again(exc)
-        return _stream(reply, again) if options.get("stream") else reply
+        good = functools.partial(self._requests.succeeded, request)
+        if options.get("stream"):
+            return _stream(reply, again, good)
+        good()
+        return reply
 
     def refresh(self) -> None:
         """Read the catalogue now.
@@ -166,27 +173,11 @@ class Pictures:
         self.close()
 
 
-class AsyncPictures:
-    """``Pictures`` for an ``openai.AsyncOpenAI``: files and buckets are read in a thread."""
+class AsyncPictures(_Pictures):
+    """``Pictures`` for an ``openai.AsyncOpenAI``: files and buckets are read in a thread.
 
-    def __init__(
-        self,
-        catalog: Source,
-        *,
-        without_pixels: bool | None = None,
-        modalities: Collection[str] = ("image",),
-        fetch: Fetch | None = None,
-        refresh_s: float = REFRESH_S,
-    ) -> None:
-        """As Pictures; ``fetch`` is a plain function, called in a thread.
-
-        Raises:
-            ConfigError: An argument is wrong, or the extra ``s3ec[corpus]`` is missing.
-        """
-        self._known = KnownCatalog(catalog, refresh_s)
-        allowed = () if without_pixels is False else modalities
-        self._maker = PartMaker(self._known, allowed, fetch)
-        self._requests = _Requests(self._maker, without_pixels)
+    ``fetch`` is a plain function, called in a thread.
+    """
 
     async def parts(
         self,
@@ -222,7 +213,11 @@ class AsyncPictures:
             reply = await ask(_without_retries(client), request.messages)
         except Exception as exc:  # noqa: BLE001 - whatever a client raises; again() raises it on
             return await again(exc)
-        return _async_stream(reply, again) if options.get("stream") else reply
+        good = functools.partial(requests.succeeded, request)
+        if options.get("stream"):
+            return _async_stream(reply, again, good)
+        good()
+        return reply
 
     async def refresh(self) -> None:
         """As Pictures.refresh."""
@@ -261,12 +256,18 @@ class _Request:
 class _Requests:
     """Decides which requests go without pixels, and what follows an error. Thread-safe."""
 
-    def __init__(self, maker: PartMaker, without_pixels: bool | None) -> None:
+    def __init__(
+        self,
+        maker: PartMaker,
+        without_pixels: bool | None,
+        clock: Callable[[], float],
+    ) -> None:
         self._maker = maker
         self._without_pixels = without_pixels
+        self._clock = clock
         self._lock = threading.Lock()
-        self._refusing: set[tuple[str, str]] = set()
-        self._resting: TTLCache[str, None] = TTLCache(_MOST_RESTING, _REST_S)
+        self._trials: dict[tuple[str, str], Trial] = {}
+        self._resting: TTLCache[str, None] = TTLCache(_MOST_RESTING, _REST_S, clock)
 
     def first(self, client: Any, model: str, messages: Sequence[Message]) -> _Request:
         """What goes out first; reads pixels where it has to go with them.
@@ -281,12 +282,20 @@ class _Requests:
         return _Request(where, self._maker.with_pixels(messages), {})
 
     def _goes_without(self, request: _Request) -> bool:
+        if not modalities_with_pixels(request.messages).isdisjoint(request.references.values()):
+            return False
         with self._lock:
-            if self._without_pixels is False or request.where in self._refusing:
+            trial = self._trial(request)
+            if self._without_pixels is False or trial.rests:
                 return False
             if any(uuid in self._resting for uuid in request.references):
                 return False
-        return modalities_with_pixels(request.messages).isdisjoint(request.references.values())
+            trial.begin(request)
+            return True
+
+    def _trial(self, request: _Request) -> Trial:
+        """Of the server and the model; under the lock. With ``without_pixels`` none ever rests."""
+        return self._trials.setdefault(request.where, Trial(self._clock))
 
     def after(self, request: _Request, exc: Exception, client: Any) -> Sequence[Message]:
         """The messages that follow an error: with pixels, or as they were if the server was busy.
@@ -307,15 +316,23 @@ class _Requests:
 
     def learn(self, request: _Request, exc: Exception) -> None:
         """The same was answered with pixels: what was wrong was that it had none."""
-        status = _status_of(exc)
+        if _status_of(exc) not in (_REFUSED, _UNAVAILABLE):
+            return
+        count = len(request.references)
+        log.info("a request without %d pictures' pixels was sent again with them: %s", count, exc)
         with self._lock:
-            if status == _UNAVAILABLE:
-                count = len(request.references)
-                log.info("%d embeddings could not be had; sent again with pixels", count)
-                self._resting.update(dict.fromkeys(request.references))
-            elif status == _REFUSED and self._without_pixels is None:
-                log.warning("%s takes no request without pixels: %s", request.where[1], exc)
-                self._refusing.add(request.where)
+            self._resting.update(dict.fromkeys(request.references))
+            rest_s = 0.0 if self._without_pixels else self._trial(request).failed(request)
+        if rest_s:
+            log.warning(
+                "requests to %s were answered only with pixels; all have them for %.0f s: %s",
+                *(request.where[1], rest_s, exc),
+            )
+
+    def succeeded(self, request: _Request) -> None:
+        """It was answered without pixels."""
+        with self._lock:
+            self._trial(request).succeeded()
 
 
 _Ask = Callable[[Any, Sequence[Message]], Any]
@@ -354,7 +371,9 @@ def _says_nothing_yet(chunk: Any) -> bool:
     )
 
 
-def _stream(first: Any, again: Callable[[Exception], Any]) -> Iterator[Any]:
+def _stream(
+    first: Any, again: Callable[[Exception], Any], good: Callable[[], None]
+) -> Iterator[Any]:
     """A stream's chunks; of another one, where it failed before it had said anything."""
     stream: Any = first
     held: list[Any] = []
@@ -365,6 +384,7 @@ def _stream(first: Any, again: Callable[[Exception], Any]) -> Iterator[Any]:
                 held.append(chunk)
                 if not _says_nothing_yet(chunk):
                     break
+            good()
         except Exception as exc:  # noqa: BLE001 - whatever a client raises; again() raises it on
             stream.close()
             held.clear()
@@ -376,7 +396,9 @@ def _stream(first: Any, again: Callable[[Exception], Any]) -> Iterator[Any]:
         stream.close()
 
 
-async def _async_stream(first: Any, again: Callable[[Exception], Any]) -> AsyncIterator[Any]:
+async def _async_stream(
+    first: Any, again: Callable[[Exception], Any], good: Callable[[], None]
+) -> AsyncIterator[Any]:
     """As _stream."""
     stream: Any = first
     held: list[Any] = []
@@ -387,6 +409,7 @@ async def _async_stream(first: Any, again: Callable[[Exception], Any]) -> AsyncI
                 held.append(chunk)
                 if not _says_nothing_yet(chunk):
                     break
+            good()
         except Exception as exc:  # noqa: BLE001 - as in _stream
             await stream.close()
             held.clear()

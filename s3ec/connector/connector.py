@@ -17,7 +17,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from s3ec import runtime
-from s3ec.connector.adapters import AdapterNames
 from s3ec.connector.guard import fatal, guarded
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import StepPlan, TierId, WorkerReport
@@ -359,6 +358,8 @@ class S3ECConnector(ECConnectorBase):
     def build_connector_worker_meta(self) -> Any:
         """What this worker did since its last report."""
         worker = self.parts.worker
+        if worker is None and self.parts.has_other_weights:
+            return S3ECWorkerMetadata(WorkerReport(has_other_weights=True))
         report = None if worker is None else worker.report()
         return None if report is None else S3ECWorkerMetadata(report)
 
@@ -390,9 +391,8 @@ class S3ECConnector(ECConnectorBase):
     @guarded()
     def adapter_loaded(self, lora_request: Any) -> None:
         """The workers are about to load an adapter; not a hook of vLLM's, see live_weights."""
-        scheduler = self.parts.scheduler
-        if isinstance(scheduler, AdapterNames):
-            scheduler.adapter_loaded(lora_request)
+        if self.parts.scheduler is not None:
+            self.parts.scheduler.adapter_loaded(lora_request)
 
     # -- both --------------------------------------------------------------------------------
 

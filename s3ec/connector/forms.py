@@ -2,10 +2,10 @@
 """Models whose processor gives one picture other pixels when others are in its prompt.
 
 vLLM's identifier of a picture says nothing of the prompt, so two forms of it have one identifier.
-Only the form that a picture has by itself is loaded and saved. ``ALONE`` names the models, and
-``tests/versions/test_forms.py`` fails for a processor of the installed vLLM that is not in it. From
-0.33 on vLLM's identifiers of three of them name the form (``_get_mm_hashes``), and nothing is left
-to do here.
+Here the second form has a name of its own. Where the form cannot be told it has none: such pictures
+are neither loaded nor saved. ``FORMS`` names the models, and ``tests/versions/test_forms.py`` fails
+for a processor of the installed vLLM that is not in it. From 0.33 on vLLM's identifiers of three of
+them name the form (``_get_mm_hashes``), and nothing is left to do here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ HOOK = "_cached_apply_hf_processor"
 NAMED_BY = "_get_mm_hashes"
 _BASE = "BaseMultiModalProcessor"
 _MODALITIES = ("image", "video", "audio", "vision_chunk")
+_MARK = "among-others:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +30,24 @@ class Form:
     """How the form of an item depends on the prompt.
 
     Attributes:
-        most: Of its modality in one prompt, so that each has the form that it has alone. 0: the
-            form is never known.
-        why: What the processor does with more of them.
+        most: Of its modality in one prompt, so that each has the form that it has alone.
+        why: What the processor does.
+        is_known: Whether more of them in a prompt have one other form; else nobody knows theirs.
         modalities: Which items that is about.
         applies: Whether a model is one of these, by its Hugging Face configuration.
     """
 
     most: int
     why: str
+    is_known: bool = True
     modalities: tuple[str, ...] = ("image",)
     applies: Callable[[Any], bool] = lambda config: True
+
+    def among_others(self, identifier: str) -> str:
+        """The identifier of an item in its other form; what has no key if nobody knows that."""
+        if not self.is_known:
+            return f"\ud800{identifier}"  # not valid Unicode, so nobody can send it either
+        return f"{_MARK}{identifier.removeprefix(_MARK)}"
 
 
 def _has_dynamic_resolution(config: Any) -> bool:
@@ -48,7 +56,7 @@ def _has_dynamic_resolution(config: Any) -> bool:
 
 
 # By the class that makes the difference; classes derived from it are found as well.
-ALONE: Mapping[str, Form] = {
+FORMS: Mapping[str, Form] = {
     "UnlimitedOCRMultiModalProcessor": Form(
         1, "cuts one picture into tiles or pads it, and squashes several"
     ),
@@ -59,6 +67,7 @@ ALONE: Mapping[str, Form] = {
     "NanoNemotronVLMultiModalProcessor": Form(
         0,
         "shrinks the pictures of a prompt until they fit together",
+        is_known=False,
         applies=_has_dynamic_resolution,
     ),
 }
@@ -72,7 +81,7 @@ ONE_FORM: Mapping[str, str] = {
     "CohereASRMultiModalProcessor": "adds noise, whatever else is in the prompt",
     "FunASRMultiModalProcessor": "adds noise, whatever else is in the prompt",
 }
-_UNKNOWN = Form(1, "may do so, as far as s3ec knows", _MODALITIES)
+_UNKNOWN = Form(1, "may do so, as far as s3ec knows", is_known=False, modalities=_MODALITIES)
 
 
 def form_of(processor: Any, config: Any) -> tuple[str, Form] | None:
@@ -91,7 +100,7 @@ def form_of(processor: Any, config: Any) -> tuple[str, Form] | None:
     for cls in processor.__mro__:
         if cls.__name__ == _BASE:
             break
-        form = ALONE.get(cls.__name__)
+        form = FORMS.get(cls.__name__)
         if form is None and HOOK in vars(cls) and cls.__name__ not in ONE_FORM:
             form = _UNKNOWN
         if form is not None:
@@ -112,21 +121,22 @@ def form_of_model(model_config: Any) -> tuple[str, Form] | None:
     return form_of(model._processor_factory.processor, getattr(model_config, "hf_config", None))
 
 
-def most_alone(model_config: Any) -> dict[str, int]:
-    """Most items of a modality in a prompt that is loaded and saved; the others have no bound.
+def forms_of(model_config: Any) -> dict[str, Form]:
+    """Modality to how the form of its items depends on the prompt; empty for most models.
 
-    Says so where there is a bound.
+    Says so once, where items are neither loaded nor saved for it.
     """
     found = form_of_model(model_config)
     if found is None:
         return {}
     name, form = found
-    log.warning(
-        "vLLM's %s %s, under the same identifiers. It is encoded, and neither loaded nor saved: "
-        "each %s%s",
-        name,
-        form.why,
-        " or ".join(form.modalities),
-        f" of a prompt that has more than {form.most}" if form.most else "",
-    )
-    return dict.fromkeys(form.modalities, form.most)
+    if not form.is_known:
+        log.warning(
+            "vLLM's %s %s, under the same identifiers. It is encoded, and neither loaded nor "
+            "saved: each %s%s",
+            name,
+            form.why,
+            " or ".join(form.modalities),
+            f" of a prompt that has more than {form.most}" if form.most else "",
+        )
+    return dict.fromkeys(form.modalities, form)

@@ -28,16 +28,26 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# Calls into the workers that leave the weights as they are. All others may change them: most change
-# them for a living, and nobody can say what a function does that a caller brings along.
+# vLLM's own calls into the workers that leave the weights as they are. All others may change them:
+# most do so for a living, `get_model` hands the model out, and nobody can say what a function or an
+# extension of the worker does, whatever it is called.
 _HARMLESS = frozenset(
     {
         "add_lora",
         "check_health",
         "compute_weight_checksums",
+        "get_cache_block_size_bytes",
+        "get_compilation_match_table",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_kv_connector_handshake_metadata",
+        "get_model_inspection",
+        "get_supported_kv_cache_layouts",
+        "get_supported_tasks",
         "list_loras",
         "pin_lora",
         "profile",
+        "release_late_interaction_query_cache",
         "remove_lora",
         "reset_mm_cache",
         "save_sharded_state",
@@ -83,9 +93,10 @@ def _wrap(owner: type, name: str, notice: Callable[..., None]) -> None:
 
 
 def _on_rpc(core: Any, method: Any, *_: Any, **__: Any) -> None:
+    if isinstance(method, str) and method in _HARMLESS:
+        return
     name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
-    if name not in _HARMLESS and not name.startswith("get_"):
-        _notify(core.scheduler, f"`{name}` was called on its workers", was_reset=False)
+    _notify(core.scheduler, f"`{name}` was called on its workers", was_reset=False)
 
 
 def _on_version(core: Any, weight_version: str) -> None:

@@ -292,7 +292,7 @@ class Loader:
 
     def _log_loaded(self, load: Load, started: float) -> None:
         if log.isEnabledFor(logging.DEBUG):
-            key = self._naming.make_key(load.identifier)
+            key = self._naming.make_key(load.identifier, load.renamed)
             log.debug(
                 "loaded digest=%s nbytes=%d seconds=%.6f",
                 key.digest.hex() if key else "?",
@@ -338,7 +338,7 @@ class Loader:
                 log.warning("pinned file %s cannot be loaded: %s", load.path, exc)
             else:
                 return
-        key = self._naming.make_key(load.identifier)
+        key = self._naming.make_key(load.identifier, load.renamed)
         if key is not None and isinstance(failure, CorruptEntryError):
             self._sources.tier.entries.drop_bad(key, failure.reason)  # nobody shall pin it again
         bytes_of(memory)[: load.shape.nbytes] = self._from_bucket(load, failure)
@@ -369,7 +369,7 @@ class Loader:
     def _rescue(
         self, load: Load, timeout_s: float, readers: Collection[Future[torch.Tensor]]
     ) -> memoryview:
-        key = self._naming.make_key(load.identifier)
+        key = self._naming.make_key(load.identifier, load.renamed)
         if key is None:
             raise CorruptEntryError("not an identifier of ours", reason="identifier")
         # Also where this process has found the object bad: the engine ends without it.

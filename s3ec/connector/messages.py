@@ -12,6 +12,9 @@ from s3ec.codec import Shape
 if TYPE_CHECKING:
     from s3ec.tier import Pin
 
+FileFacts = tuple[tuple[str, int, int, int, int], ...]
+"""Of some files: path, bytes, times of the last write and change in nanoseconds, inode."""
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -24,6 +27,7 @@ class Load:
         checksum: xxh3-128 of the tensor's bytes, from the header that was checked.
         data_start: Offset of the tensor in the file, bytes.
         front_digest: xxh3-128 of the bytes in front of the tensor, as they were checked.
+        renamed: See identity.Key.
     """
 
     identifier: str
@@ -32,9 +36,10 @@ class Load:
     checksum: str
     data_start: int
     front_digest: str
+    renamed: str = ""
 
     @classmethod
-    def of(cls, identifier: str, pin: Pin) -> Load:
+    def of(cls, identifier: str, pin: Pin, renamed: str = "") -> Load:
         """The load of a pinned file."""
         header = pin.header
         return cls(
@@ -44,6 +49,7 @@ class Load:
             header.checksum,
             header.data_start,
             header.front_digest,
+            renamed,
         )
 
 
@@ -56,11 +62,15 @@ class Save:
         placeholder: What a later request without pixels will need; plain JSON. None where the
             scheduler cannot see it.
         on_device: It is stored from the device's encoder cache as the step begins.
+        renamed: See identity.Key.
+        made_by: Files of the adapter that has its part in it, as its name has them.
     """
 
     modality: str
     placeholder: Mapping[str, Any] | None
     on_device: bool = False
+    renamed: str = ""
+    made_by: FileFacts = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,30 +117,13 @@ class TierId:
     folder: str
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterUse:
-    """An embedding that a LoRA adapter has its part in.
-
-    Attributes:
-        identifier: vLLM's, which names the adapter but not its content.
-        path: Where the adapter's files are, as vLLM was told.
-        digest: Of the content that the orders are about.
-    """
-
-    identifier: str
-    path: str
-    digest: str
-
-
 @dataclass(slots=True)
 class StepPlan:
     """The scheduler's orders for one engine step.
 
     Attributes:
-        weights: Which weights of the encoder the namespace names; empty where the scheduler half
-            did not start.
-        adapters: Identifier by an adapter's content, as it stands in ``loads`` and ``saves``, to
-            what it is for vLLM.
+        weights: What the namespace says of the model's files, as canonical JSON; empty where the
+            scheduler half did not start.
         encodes: By identifier.
         tier: The scheduler's, which each loading rank is to look for; None where the answer is
             known.
@@ -138,7 +131,6 @@ class StepPlan:
 
     step: int = 0
     weights: str = ""
-    adapters: dict[str, AdapterUse] = field(default_factory=dict)
     loads: list[Load] = field(default_factory=list)
     saves: dict[str, Save] = field(default_factory=dict)
     encodes: dict[str, Encode] = field(default_factory=dict)
@@ -147,8 +139,7 @@ class StepPlan:
     @property
     def loaded_names(self) -> list[str]:
         """What this step loads, as vLLM calls it."""
-        names = [load.identifier for load in self.loads]
-        return [self.adapters[one].identifier if one in self.adapters else one for one in names]
+        return [load.identifier for load in self.loads]
 
 
 @dataclass(slots=True)
@@ -163,6 +154,7 @@ class WorkerReport:
         levels: Rank to what its gauges say now, where that was looked at anew.
         encoded: What rank 0 has measured.
         sees_tier: Rank to whether it sees the scheduler's tier, where it was asked.
+        has_other_weights: One of them loaded other weights than the scheduler's namespace names.
     """
 
     loaded: dict[int, set[int]] = field(default_factory=dict)
@@ -172,12 +164,14 @@ class WorkerReport:
     levels: dict[int, Mapping[str, float]] = field(default_factory=dict)
     encoded: list[EncodeTime] = field(default_factory=list)
     sees_tier: dict[int, bool] = field(default_factory=dict)
+    has_other_weights: bool = False
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Add another rank's report to this one."""
         for step, ranks in other.loaded.items():
             self.loaded.setdefault(step, set()).update(ranks)
         self.sees_tier.update(other.sees_tier)
+        self.has_other_weights |= other.has_other_weights
         self.levels.update(other.levels)
         self.published += other.published
         self.stored += other.stored

@@ -116,18 +116,6 @@ PLAIN = {
     ),
     "internal_errors": ("vllm:s3ec_internal_errors", "Errors inside s3ec that were contained."),
 }
-# sum of ours that also goes down -> (Prometheus name, help)
-LEVELS = {
-    "wait.price": (
-        "vllm:s3ec_wait_price",
-        "What a second of encoding costs, in seconds of all requests: 1 in an idle engine (`wait` "
-        "= auto).",
-    ),
-    "pace.withheld": (
-        "vllm:s3ec_places_withheld",
-        "Requests at a time that are held back, because the store asked for fewer.",
-    ),
-}
 # figure of ours that is sent as it is -> (Prometheus name, help, how those of the scheduler's
 # process and of all ranks make one: their sum or the largest)
 GAUGES = {
@@ -137,7 +125,6 @@ GAUGES = {
         "this engine's processes.",
         "sum",
     ),
-    "level.spool_bytes": ("vllm:s3ec_spool_bytes", "Their bytes.", "sum"),
     "level.spool_oldest_seconds": (
         "vllm:s3ec_spool_oldest_seconds",
         "How long the oldest of them has waited. Of what a dead process left, the time since its "
@@ -353,6 +340,7 @@ NOT_EXPORTED = {
     "index.forgotten": "Keys that were taken for absent for a while.",
     "index.not_kept": "Files of the index that this node's disk did not take.",
     "index.vanished_base": "Bases that were deleted while they were downloaded.",
+    "pace.withheld": "Requests at a time that are held back, because the store asked for fewer.",
     "skip.": "Chat requests that SkipPictures saw; it has a metric of its own.",
     "tier.pin_copies": "Pins that are copies, since the file system has no hard links.",
     "tier.spool_copies": "Spooled files that are copies, since there are no hard links.",

@@ -7,14 +7,19 @@ is told about this engine. The hooks themselves are in ``connector.py``.
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
 from collections.abc import Callable, Container
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from s3ec.config import load_settings, set_up_logging
 from s3ec.connector import compat, forms, live_weights
-from s3ec.connector.adapters import AdapterNames
+from s3ec.connector.adapters import Adapters
 from s3ec.connector.figures import Figures, LogLine
+from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
@@ -23,25 +28,29 @@ from s3ec.connector.vllm_config import (
     FeatureReader,
     Role,
     Topology,
+    checkpoint_of,
     describe_once,
     encoder_weights,
     identifier_problem,
     live_weights_problem,
     model_problem,
+    scopes_of,
     topology_of,
     trust_problem,
+    weights_at,
     without_pixels,
 )
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
 from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import ConfigError, TierError
-from s3ec.identity import Namespace
+from s3ec.identity import Namespace, canonical_json
 from s3ec.managers import restore
 from s3ec.managers.restore import RestoreCosts
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.open import choose_transport
+from s3ec.weights import Checkpoint, Weights
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +60,11 @@ _SHUTDOWN_TIMEOUT_S = 1.0
 class Parts:
     """One half of the connector and the node it works with.
 
-    The scheduler half decides which weights the namespace names, since it is made after they were
-    loaded; its plans carry that to the workers. A worker half is made earlier: at once where the
-    model's files are here by then, else with the first plan.
+    The scheduler half reads the model's files, since it is made after the weights were loaded; its
+    plans carry what the namespace says of them to the workers. A worker reads them as well, beside
+    the start of the engine, and makes its half there. So they are in memory when the scheduler half
+    comes to them, and what it reads shows whether they were replaced meanwhile. The half is put to
+    use with the first plan, or made anew for what that says.
 
     Attributes:
         node: This process's parts; None before the start, after the end and where nothing started.
@@ -62,8 +73,9 @@ class Parts:
         features: Tells what came without pixels; None in a worker, and for a model that takes
             none. It is there whether or not the half starts, and stays after the end.
         figures: What this engine tells about itself; None where ``scheduler`` is.
-        weights: What the namespace says about the encoder's weights; empty before it is known.
-            Stays after the end.
+        weights: What the namespace says of the model's files; empty before it is known. Stays after
+            the end.
+        has_other_weights: This worker loaded other weights than those that the scheduler read.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -71,13 +83,17 @@ class Parts:
         self._vllm_config = vllm_config
         self._settings: Settings | None = None
         self._descriptor: dict[str, Any] = {}
+        self._lock = threading.RLock()  # a signal's handler may come here, see end
+        self._early: _EarlyHalf | None = None  # under the lock, as the next one
+        self._is_early_over = False
         self.node: Node | None = None
-        self.scheduler: SchedulerHalf | AdapterNames | None = None
+        self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         self.features: FeatureReader | None = None
         self.figures: Figures | None = None
         self._log_line: LogLine | None = None
         self.weights = ""
+        self.has_other_weights = False
 
     @property
     def restore_costs(self) -> RestoreCosts | None:
@@ -86,7 +102,7 @@ class Parts:
 
     def follow_device(self, held: Container[str]) -> None:
         """Have the scheduler half look there for what the device holds."""
-        if isinstance(self.scheduler, SchedulerHalf):  # with adapters, names differ
+        if self.scheduler is not None:
             self.scheduler.device = held
 
     # -- start and end -----------------------------------------------------------------------
@@ -115,40 +131,75 @@ class Parts:
             return
         self._settings = settings
         self._descriptor = describe_once(config, settings)
+        if not scheduler:
+            # Read now: the constructor of a model may write into the configuration.
+            work = partial(self._start_beside, checkpoint_of(config), settings)
+            threading.Thread(target=work, name="s3ec-start", daemon=True).start()
+            return
+        weights = encoder_weights(config, settings)
+        if weights.problem is not None:
+            log.warning(
+                "nothing is loaded or saved, since nobody knows which weights these are: %s. If "
+                "the model's name stands for them, set `weights` = name",
+                weights.problem,
+            )
+            return
         try:
-            weights = encoder_weights(config, settings)
-            if scheduler:
-                if weights.problem is not None:
-                    log.warning(
-                        "the namespace knows the encoder's weights by the model's name only: %s",
-                        weights.problem,
-                    )
-                self.start_scheduler(self._open_node(settings, weights.fingerprint))
-            elif weights.problem is None:
-                self.start_worker(self._open_node(settings, weights.fingerprint))
+            self.weights = canonical_json(weights.descriptor)
+            self.start_scheduler(self._open_node(settings, self.weights))
         except TierError as exc:
             raise ConfigError(f"`cache_dir`: {exc}", field="cache_dir") from exc
 
+    def _start_beside(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        """Make a worker half while the engine starts; on a thread of its own."""
+        early = None
+        try:
+            early = _EarlyHalf(weights_at(checkpoint, settings))
+            if early.weights.problem is None:
+                early.node = self._open_node(settings, early.told)
+                early.half = self._worker_half(early.node)
+        except BaseException:
+            # The first plan says more, and then whatever it is comes up again.
+            log.debug("no half beside the start", exc_info=True)
+        with self._lock:
+            is_over = self._is_early_over
+            self._early = None if is_over else early
+        if is_over and early is not None:
+            early.close()
+
+    def _take_early(self) -> _EarlyHalf | None:
+        with self._lock:
+            early, self._early, self._is_early_over = self._early, None, True
+        return early
+
     def _open_node(self, settings: Settings, weights: str) -> Node:
-        self.weights = weights  # first: what fails once is not tried again in every step
-        namespace = Namespace.from_descriptor({**self._descriptor, "weights": weights})
+        namespace = Namespace.from_descriptor({**self._descriptor, **json.loads(weights)})
         return Node.shared(settings, namespace)
 
     def agree_on_weights(self, weights: str) -> None:
         """Have the worker half read and write where the scheduler half does.
 
         Args:
-            weights: What the scheduler made of the model's files, whatever this process made of
-                them.
+            weights: What the scheduler made of the model's files.
         """
-        if self.weights:
-            log.warning(
-                "the model's weights are %s for the scheduler and were %s when this worker "
-                "started; going on with the scheduler's",
-                weights,
-                self.weights,
-            )
+        self.weights = weights  # first: what fails once is not tried again in every step
+        early = self._take_early()
+        if early is not None and early.half is not None and early.told == weights:
+            self.node, self.worker = early.node, early.half
+            return
         self.end()
+        if early is not None:
+            early.close()
+            found, told = early.weights, json.loads(weights)["weights"]
+            self.has_other_weights = found.problem is None and found.fingerprint != told
+            if self.has_other_weights:
+                log.error(
+                    "the model's weights are %s for the scheduler, and were %s before this worker "
+                    "loaded them: it saves nothing",
+                    told,
+                    found.fingerprint,
+                )
+                return
         if self._settings is not None:
             self.start_worker(self._open_node(self._settings, weights))
 
@@ -157,6 +208,7 @@ class Parts:
         # All at once: a second call may come from a signal handler, in the middle of this one,
         # and must not take away the node while the worker half drains.
         self.scheduler = None
+        early = self._take_early()
         worker, self.worker = self.worker, None
         node, self.node = self.node, None
         line, self._log_line, self.figures = self._log_line, None, None
@@ -168,6 +220,8 @@ class Parts:
         finally:
             if node is not None:
                 node.release(_SHUTDOWN_TIMEOUT_S)
+            if early is not None:
+                early.close()
 
     # -- the two halves ----------------------------------------------------------------------
 
@@ -210,7 +264,7 @@ class Parts:
             node.compact_the_index()
         costs = node.encode_costs(self._encoder())
         policy = _policy_of(role, settings, costs)
-        half = SchedulerHalf(
+        self.scheduler = SchedulerHalf(
             role,
             index=node.index,
             local=node.local,
@@ -222,26 +276,29 @@ class Parts:
             counters=node.counters,
             shared_tier=_shared_tier_of(node, role, topology),
             naming=node.naming,
+            scopes=scopes_of(config),
+            adapters=self._adapters(node, features),
             costs=costs,
             policy=policy,
             worth=_worth_of(role, settings, node, costs, policy),
         )
-        lora = getattr(config, "lora_config", None)
-        if not getattr(lora, "enable_tower_connector_lora", False):
-            self.scheduler = half
-            return
 
-        def look(work: Callable[[], None]) -> None:
+    def _adapters(self, node: Node, features: FeatureReader) -> Adapters | None:
+        """What this engine's adapters are; None where none touches the encoder."""
+        lora = getattr(self._vllm_config, "lora_config", None)
+        if not getattr(lora, "enable_tower_connector_lora", False):
+            return None
+        live_weights.watch_adapters()
+
+        def read(work: Callable[[], None]) -> None:
             node.loop.submit(node.loop.disk_long(work))
 
-        self.scheduler = AdapterNames(
-            half,
-            start=look,
-            needs_embedding=features.needs_embedding,
-            defer_timeout_s=settings.defer_timeout_s,
-            counters=node.counters,
-        )
-        live_weights.watch_adapters()
+        def longest_wait_s(request: Any) -> float:
+            if any(map(features.needs_embedding, request.mm_features)):
+                return max(NO_PIXELS_WAIT_S, node.settings.defer_timeout_s)
+            return node.settings.defer_timeout_s
+
+        return Adapters(read, longest_wait_s)
 
     def _encoder(self) -> str:
         """What encodes here, as far as it decides how long that takes."""
@@ -251,6 +308,9 @@ class Parts:
     def start_worker(self, node: Node) -> None:
         """Make the worker half on a node."""
         self.node = node
+        self.worker = self._worker_half(node)
+
+    def _worker_half(self, node: Node) -> WorkerHalf:
         transfer = self._vllm_config.ec_transfer_config
         saves = None
         if transfer.is_ec_producer:
@@ -264,7 +324,7 @@ class Parts:
                 maker=compat.maker(),
             )
             node.keep_levels(saves.levels)
-        self.worker = WorkerHalf(
+        return WorkerHalf(
             node,
             saves=saves,
             device=compat.current_device,
@@ -273,6 +333,33 @@ class Parts:
             drain_timeout_s=4.0 if transfer.is_ec_consumer else 30.0,
             finish_later=compat.installed_hooks()["finish_load_caches"],
         )
+
+
+@dataclass(slots=True)
+class _EarlyHalf:
+    """A worker half that was made before the first plan.
+
+    Attributes:
+        weights: What this process read of the model's files before they were loaded.
+        node: None where nothing could be made.
+        half: Likewise.
+    """
+
+    weights: Weights
+    node: Node | None = None
+    half: WorkerHalf | None = None
+
+    @property
+    def told(self) -> str:
+        """As StepPlan.weights."""
+        return canonical_json(self.weights.descriptor)
+
+    def close(self) -> None:
+        """It is not put to use."""
+        if self.half is not None:
+            self.half.finish()
+        if self.node is not None:
+            self.node.release(_SHUTDOWN_TIMEOUT_S)
 
 
 def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
@@ -318,7 +405,7 @@ def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
         asked_every_pass=this is None or this >= (0, 30),
         can_load=topology.problem is None,
         stores_again=compat.installed_hooks()["start_save_caches"] and not saves_worth,
-        most_alone=forms.most_alone(vllm_config.model_config),
+        forms=forms.forms_of(vllm_config.model_config),
     )
 
 

@@ -179,20 +179,21 @@ class SaveOrders:
         if self._worth is not None and not self._worth.is_worth(key, feature.modality, rows):
             return None
         self.ordered_s[identifier] = self._clock()
-        return Save(feature.modality, self._placeholder_of(feature))
+        return Save(feature.modality, self._placeholder_of(feature), renamed=key.renamed)
 
     def is_recent(self, identifier: str) -> bool:
         """Whether what the device holds was ordered to be stored, too lately to do so again."""
         again_s = self.again_s.get(identifier)
         return again_s is not None and self._clock() - again_s < RETRY_AFTER_S
 
-    def again(self, feature: Any) -> Save:
+    def again(self, key: Key, feature: Any) -> Save:
         """What to save of a feature that the device holds, whatever was ordered before.
 
         The worker knows whether it is under way.
         """
         self.again_s[feature.identifier] = self._clock()
-        return Save(feature.modality, self._placeholder_of(feature), on_device=True)
+        placeholder = self._placeholder_of(feature)
+        return Save(feature.modality, placeholder, on_device=True, renamed=key.renamed)
 
     def release(self, identifier: str) -> None:
         """The bucket holds it, or it will not be saved: it may be ordered again."""

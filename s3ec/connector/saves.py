@@ -27,6 +27,7 @@ from s3ec.codec import (
     encode_header,
     is_finite,
 )
+from s3ec.connector.adapters import facts_of
 from s3ec.connector.messages import Save
 from s3ec.connector.staging import HostCopy, Staging, bytes_of, open_staging
 from s3ec.connector.uploads import Pauses, Upload, Uploader
@@ -323,7 +324,6 @@ class SaveQueue:
         return {
             "level.save_queue_entries": self._in_memory,
             "level.spool_entries": self._spool.count,
-            "level.spool_bytes": self._spool.nbytes,
             "level.spool_oldest_seconds": self._spool.oldest_s(),
         }
 
@@ -441,10 +441,15 @@ class SaveQueue:
     def _write_one(self, job: _Job) -> Upload | None:
         """Encode one embedding and put it on the disk; None where it is none to be kept."""
         tensor = job.copy.wait()
-        key = self._node.naming.make_key(job.identifier)
+        key = self._node.naming.make_key(job.identifier, job.save.renamed)
         if key is None:
             job.copy.release()
             self._node.counters.add("save_problem.refused.identifier")
+            return None
+        made_by = job.save.made_by
+        if made_by and facts_of(path for path, *_ in made_by) != made_by:
+            job.copy.release()
+            self._node.counters.add("save_problem.adapter")
             return None
         try:
             header = describe(

@@ -10,13 +10,16 @@ vLLM objects are used by attribute only: this module imports neither torch nor v
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from s3ec.connector.adapters import Adapter, Adapters
 from s3ec.connector.item_tracker import (
     ABSENT,
     FAILED,
@@ -29,7 +32,7 @@ from s3ec.connector.item_tracker import (
 )
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
-from s3ec.connector.messages import Encode, Load, StepPlan, WorkerReport
+from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth, SeenKeys
 from s3ec.connector.shared_tier import SharedTier
@@ -37,7 +40,7 @@ from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
 from s3ec.connector.waiting import SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
-from s3ec.identity import Key, KeyCache, KeyPolicy
+from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes
 from s3ec.index.base import Index
 from s3ec.prefetch import Priority
 from s3ec.tier import LocalKeys
@@ -57,6 +60,12 @@ def named_by(request: Any) -> Collection[str]:
     """
     params = getattr(request, "ec_transfer_params", None)
     return params if isinstance(params, dict) else ()
+
+
+def _form_token(identifier: str, *, is_crowded: bool) -> bytes:
+    """Stands for one form of an item in a sketch; 16 bytes."""
+    text = f"{int(is_crowded)}{identifier}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 class StoreState(Protocol):
@@ -101,6 +110,8 @@ class SchedulerHalf:
         counters: Counters,
         shared_tier: SharedTier | None = None,
         naming: KeyPolicy | None = None,
+        scopes: ModalityScopes | None = None,
+        adapters: Adapters | None = None,
         costs: EncodeCosts | None = None,
         policy: WaitPolicy | None = None,
         worth: SaveWorth | None = None,
@@ -122,6 +133,8 @@ class SchedulerHalf:
             counters: Where to count.
             shared_tier: Whether all ranks see this node's tier; None where they do for certain.
             naming: Which identifiers have keys, and which; None for the plain ones.
+            scopes: What marks the names of a modality; None where nothing does.
+            adapters: Of requests that use one; None where none touches the encoder.
             costs: What encoding costs; None where there is a policy, which has it, or where nothing
                 is known yet.
             policy: Weighs each wait against encoding; None where every wait is worth it.
@@ -148,6 +161,9 @@ class SchedulerHalf:
         self._shared_tier = shared_tier
         self._clock = clock
         self._keys = KeyCache(naming or KeyPolicy(), counters)
+        self._scopes = scopes or ModalityScopes()
+        self._adapters = adapters
+        self._renames = bool(self._scopes or role.forms) or adapters is not None
         self.answers = KeptAnswers()
         # Of store and disk: what all requests that wait depend on.
         self._outside = (False, False)
@@ -182,11 +198,9 @@ class SchedulerHalf:
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
         self._must_grant: set[str] = set()  # of this request, while the disk hangs
-        # Of this request: modalities of which its items may have other forms than alone.
-        self._crowded: Collection[str] = ()
-        # What was in such a prompt. vLLM's cache of processed items may give that form to a later
-        # prompt of one item (0.32, multimodal/cache/lru.py), and it must not be saved as the other.
-        self._other_forms = SeenKeys() if role.most_alone else None
+        # Which items were asked for in which form. vLLM's own caches know one form of an item, and
+        # may give it to a prompt for the other (multimodal/cache/lru.py), so nothing is saved then.
+        self._seen_forms = SeenKeys() if role.forms else None
         self._named: Collection[str] = ()  # by the request being scheduled
         self._decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
@@ -198,7 +212,6 @@ class SchedulerHalf:
         self._plan = StepPlan()
         self._save_orders = SaveOrders(index, placeholder_of, clock, worth)
         self._swept_s = clock()
-        self._counted_price = 0.0
         self._stopped = False
 
     def stop(self, *, was_reset: bool) -> bool:
@@ -236,11 +249,11 @@ class SchedulerHalf:
         if self._stopped:
             self.waits.goes_on(request_id)
             return self._can_be_encoded(request, num_computed_tokens)
-        if self._other_forms is not None:
-            self._note_crowd(request, self._other_forms)
         # Not by the end of the last feature: where they nest (the audio of a video), an earlier
         # one ends behind it.
         decoding = num_computed_tokens >= request.num_prompt_tokens
+        if self._renames and not decoding and not self._name(request):
+            return False
         if self._stores_again and self.on_device and not decoding:
             self._store_again(request)
         if not self._role.consumer:
@@ -248,7 +261,8 @@ class SchedulerHalf:
         if self._role.asked_every_pass:
             self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
         features = request.mm_features
-        self._named = named_by(request)
+        # An encoder was asked for each of them alone.
+        self._named = () if self._crowd_of(request) else named_by(request)
         if decoding:  # everything is in the KV cache
             self.waits.goes_on(request_id)
             if request_id in self.tracker.waiting:
@@ -294,6 +308,50 @@ class SchedulerHalf:
             self.waits.let_through(request, num_computed_tokens)
         return True
 
+    def _name(self, request: Any) -> bool:
+        """Name what a request needs as it is stored; False while its adapter is being read."""
+        adapter, adapters = self._adapter_of(request), self._adapters
+        if adapter is not None and adapters is not None and not adapters.is_ready(adapter, request):
+            return False
+        crowd = self._crowd_of(request)
+        for feature in request.mm_features:
+            name = identifier = feature.identifier
+            if adapter is not None:
+                name = adapter.name_of(name)
+            name = self._scopes.name(name, feature.modality)
+            if form := self._role.forms.get(feature.modality):
+                is_crowded = feature.modality in crowd
+                name = form.among_others(name) if is_crowded else name
+                if self._seen_forms is not None:
+                    self._seen_forms.add(_form_token(identifier, is_crowded=is_crowded))
+            self._keys.rename(identifier, name)
+        return True
+
+    def _crowd_of(self, request: Any) -> Collection[str]:
+        """Modalities of which the request has so many items that they have another form."""
+        forms = self._role.forms
+        if not forms:
+            return ()
+        counts = Counter(feature.modality for feature in request.mm_features)
+        return [modality for modality, form in forms.items() if counts[modality] > form.most]
+
+    def _has_one_form(self, feature: Any) -> bool:
+        """Whether what is encoded for a feature certainly has the form that it was asked for."""
+        if self._seen_forms is None or feature.modality not in self._role.forms:
+            return True
+        tokens = [_form_token(feature.identifier, is_crowded=crowded) for crowded in (False, True)]
+        return not all(token in self._seen_forms for token in tokens)
+
+    def _adapter_of(self, request: Any) -> Adapter | None:
+        lora = getattr(request, "lora_request", None)
+        return None if self._adapters is None or lora is None else self._adapters.of(lora)
+
+    def adapter_loaded(self, lora_request: Any) -> None:
+        """The workers are about to load an adapter, between two passes."""
+        if self._adapters is not None:
+            self._adapters.of(lora_request)
+            self._adapters.look()
+
     def _begin_pass(self) -> None:
         """See what has changed since the last pass, and keep the answers that hold."""
         if self._prefetcher.has_news:
@@ -316,29 +374,6 @@ class SchedulerHalf:
         self._seen.add(request.request_id)
         policy.load.asked(delay_s=self._wall_clock() - request.arrival_time)
 
-    def _note_crowd(self, request: Any, other_forms: SeenKeys) -> None:
-        """See of which modalities the request has items in other forms than alone."""
-        self._crowded = self._crowd_of(request)
-        for feature in request.mm_features:
-            if feature.modality in self._crowded:
-                key = self._keys(feature.identifier)
-                if key is not None:
-                    other_forms.add(key.digest)
-
-    def _crowd_of(self, request: Any) -> Collection[str]:
-        """Modalities of which the request has so many items that their form is not their own."""
-        most_alone = self._role.most_alone
-        if not most_alone:
-            return ()
-        counts = Counter(feature.modality for feature in request.mm_features)
-        return [modality for modality, most in most_alone.items() if counts[modality] > most]
-
-    def _may_be_saved(self, feature: Any, key: Key) -> bool:
-        """Whether what is about to be encoded has the form that it has alone in a prompt."""
-        if self._other_forms is None or feature.modality not in self._role.most_alone:
-            return True
-        return key.digest not in self._other_forms
-
     def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the encoder can make all that the request needs, since nothing is loaded."""
         for feature in request.mm_features:
@@ -347,9 +382,7 @@ class SchedulerHalf:
                 continue
             if self._needs_embedding(feature):
                 key = self._keys(feature.identifier)
-                if self._stopped or key is None or feature.modality in self._crowded:
-                    return self._give_up(request, [])
-                if not self._is_stored(key):
+                if self._stopped or key is None or not self._is_stored(key):
                     return self._give_up(request, [])
                 self._stored.add(feature.identifier)
         return True
@@ -370,11 +403,16 @@ class SchedulerHalf:
                 continue
             if feature.modality == PASSED_THROUGH:  # the client's own; it is no embedding of ours
                 continue
-            if feature.modality in self._role.most_alone:  # who knows in which form
+            if feature.modality in self._role.forms:  # nobody knows in which form
                 continue
             key = self._keys(identifier)
-            if key is not None and not self._disk.hangs and not self._index.maybe_contains(key):
-                self._plan.saves[identifier] = self._save_orders.again(feature)
+            if key is None or self._disk.hangs or self._index.maybe_contains(key):
+                continue
+            # A bad object has its name: a save of what is encoded tries, one of each hit would not
+            # fare better.
+            if not self._index.is_bad(key):
+                save = self._save_orders.again(key, feature)
+                self._plan.saves[identifier] = self._made_by_adapter(save, request)
 
     def _is_held(self, identifier: str) -> bool:
         """Whether the device holds it, as far as is known."""
@@ -384,10 +422,10 @@ class SchedulerHalf:
         """State of one item, noting the demand if nobody did; None is a miss of another kind."""
         identifier = feature.identifier
         rows = feature.mm_position.get_num_embeds()
-        if feature.modality in self._crowded:
-            self._rows_asked[identifier] = 0  # nor is it granted what another request waits for
-            return None
         item = self._items.get(identifier)
+        if self._renames and item is not None and item.key != self._keys(identifier):
+            self._rows_asked[identifier] = 0  # it is what was called so before
+            return None
         if item is None:
             # What the device holds needs no fetch. A feature without pixels is pinned all the
             # same: the device may evict it between this call and the next.
@@ -574,16 +612,24 @@ class SchedulerHalf:
             if saved_s is not None:
                 self._counters.add("encode.saved_seconds", saved_s)
         if granted and self._role.consumer:
+            renamed = self._items[identifier].key.renamed
             pin = self.tracker.load(identifier)
-            self._plan.loads.append(Load.of(identifier, pin))
+            self._plan.loads.append(Load.of(identifier, pin, renamed))
         elif not granted and self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
-            if key is not None and self._may_be_saved(feature, key):
+            if key is not None and self._has_one_form(feature):
                 save = self._save_orders.order(key, feature)
                 if save is not None:
-                    self._plan.saves[identifier] = save
+                    self._plan.saves[identifier] = self._made_by_adapter(save, request)
         if not granted:
             self._plan.encodes[identifier] = Encode(feature.modality, rows)
+
+    def _made_by_adapter(self, save: Save, request: Any) -> Save:
+        """The order, with the files by which a worker can tell that it had this adapter."""
+        adapter = self._adapter_of(request)
+        if adapter is None or adapter.content is None:
+            return save
+        return replace(save, made_by=adapter.content[1])
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
         """Seconds until the device would have this again, by what was measured. Memory only.
@@ -621,6 +667,8 @@ class SchedulerHalf:
             decode_tokens: What the step would have if all its requests decoded; fewer than it has
                 where some are prefilled. Of use to a policy only.
         """
+        if self._adapters is not None:
+            self._adapters.look()
         self.waits.end_pass(self.answers.asked)
         repeated = self.answers.end_pass()
         if self._policy is not None:
@@ -691,6 +739,12 @@ class SchedulerHalf:
     def update_connector_output(self, report: WorkerReport) -> None:
         """Take the workers' report: unpin what was loaded, learn what was stored."""
         self.tracker.loaded(report.loaded, self.on_device)
+        if report.has_other_weights and self.stop(was_reset=False):
+            self._counters.add("stopped_by_weights")
+            log.error(
+                "the model's weights were replaced while this engine started: nothing is loaded or "
+                "saved from here on. Start it again"
+            )
         if self._shared_tier is not None and self._shared_tier.on_report(report.sees_tier):
             self._know_ranks(self._shared_tier.apart)
         for identifier in report.published:
@@ -727,9 +781,6 @@ class SchedulerHalf:
     def _sweep(self, now: float) -> None:
         """Drop what is too old to matter; at most once a second."""
         self._swept_s = now
-        if self._policy is not None and (price := self._policy.load.price) != self._counted_price:
-            self._counters.add("wait.price", price - self._counted_price)
-            self._counted_price = price
         if not self._role.asked_every_pass:
             for identifier in self._rows_asked.keys() - self._items.keys():
                 del self._rows_asked[identifier]
@@ -750,7 +801,7 @@ class SchedulerHalf:
 
         Returns:
             Of a pure producer the features that it does not store, by their places: what has no
-            key, or another form than alone. None of all others.
+            key. None of all others.
         """
         self._seen.discard(request.request_id)
         self._unavailable.discard(request.request_id)
@@ -758,12 +809,11 @@ class SchedulerHalf:
         self.waits.end_request(request.request_id)
         if self._role.consumer:
             return None
-        unstored = (PASSED_THROUGH, *self._crowd_of(request))
         return [
             place
             for place, feature in enumerate(request.mm_features)
             if self._stopped
-            or feature.modality in unstored
+            or feature.modality == PASSED_THROUGH
             or self._keys(feature.identifier) is None
         ]
 

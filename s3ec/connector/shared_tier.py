@@ -74,16 +74,26 @@ def tier_id(tier: Tier) -> TierId:
     return TierId(_host(), str(tier.pins.folder()))
 
 
-def sees_tier(scheduler_tier: TierId, tier: Tier) -> bool:
-    """Whether the scheduler's pins lie in our own tier, under the paths that it names."""
+def sees_tier(scheduler_tier: TierId, tier: Tier) -> bool | None:
+    """Whether the scheduler's pins lie in our own tier, under the paths that it names.
+
+    Returns:
+        None where our own disk does not say: the next plan asks again.
+    """
+    try:
+        own = tier.pins.folder().parent
+    except TierError:
+        return None
     try:
         return (
             scheduler_tier.host == _host()
             and os.access(scheduler_tier.folder, os.R_OK | os.X_OK)
-            and os.path.samefile(Path(scheduler_tier.folder).parent, tier.pins.folder().parent)
+            and os.path.samefile(Path(scheduler_tier.folder).parent, own)
         )
-    except (OSError, TierError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return False
+    except OSError:
+        return None
 
 
 def _host() -> str:

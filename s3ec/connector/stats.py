@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector import metrics as vllm_metrics
 
 from s3ec.connector.guard import guarded
-from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN, zeros
+from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LOOKUPS, PLAIN, zeros
 from s3ec.counters import TIME_BOUNDS_S, Observed, observed
 
 
@@ -68,14 +66,6 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             ours: self._counter_cls(name=name, documentation=text, labelnames=labelnames)
             for ours, (name, text) in PLAIN.items()
         }
-        self._levels = {
-            ours: self._gauge_cls(
-                name=name, documentation=text, labelnames=labelnames, multiprocess_mode="sum"
-            )
-            for ours, (name, text) in LEVELS.items()
-        }
-        # Not by Gauge.inc, which Ray's has not.
-        self._sums: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._takers: dict[tuple[str, int], Callable[[float], object] | None] = {}
         # As it was sent, so that it is right in a reader that starts later. Of several API servers
         # the one that was told last is right.
@@ -131,8 +121,6 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             take = self._plain[name].labels(*values).inc
         elif name in self._gauges:
             take = self._gauges[name].labels(*values).set
-        elif name in self._levels:
-            take = partial(self._move, self._levels[name].labels(*values), (name, engine_idx))
         elif name in self._of_lookup:
             take = self._lookups.labels(*values, *self._of_lookup[name]).inc
         else:
@@ -141,10 +129,6 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
                     take = counter.labels(*values, name[len(prefix) :]).inc
                     break
         return take
-
-    def _move(self, gauge: Any, key: tuple[str, int], amount: float) -> None:
-        self._sums[key] += amount
-        gauge.set(self._sums[key])
 
     def _observe(self, bucket: Observed, engine_idx: int) -> None:
         values = self.per_engine_labelvalues[engine_idx]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -10,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from s3ec import decoding
+from s3ec.connector.forms import Form
 from s3ec.errors import ConfigError
-from s3ec.identity import Namespace
+from s3ec.identity import ModalityScopes, Namespace, canonical_json
 from s3ec.settings import Settings
 from s3ec.tenant import Tenant
 from s3ec.weights import Checkpoint, Weights, content_digest, weights_of
@@ -34,6 +36,8 @@ _ROUNDED = 0.01  # of the seconds in a size; all else in one are whole numbers
 # Settings of the multimodal configuration that change an encoder's output but not vLLM's hash
 # of the image. A release that lacks one counts as having it unset.
 _MULTIMODAL_SETTINGS = ("video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
+# Of `mm_processor_kwargs`, those of one modality only. Those of pictures are the namespace's.
+_OWN_PROCESSOR_KWARGS = {"video": "videos_kwargs", "audio": "audio_kwargs"}
 _ENCODER_CONFIGS = ("vision_config", "audio_config", "speech_config", "encoder_config")
 # Parts of a Hugging Face configuration that say nothing about an encoder. What is quantised in the
 # checkpoint shows in its tensors.
@@ -61,8 +65,7 @@ class Role:
             them hold an embedding, nothing is granted.
         stores_again: Workers can store what the device holds already (vLLM's hook
             ``start_save_caches``, 0.30 and newer).
-        most_alone: Modality to the most items of it in a prompt that have the form that they have
-            alone, see ``forms``; the others have no bound.
+        forms: Modality to how the form of its items depends on the prompt, where it does.
     """
 
     producer: bool
@@ -74,7 +77,7 @@ class Role:
     asked_every_pass: bool = True
     can_load: bool = True
     stores_again: bool = True
-    most_alone: Mapping[str, int] = field(default_factory=dict)
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,53 +286,69 @@ def without_pixels(vllm_config: Any, features: FeatureReader, role: str) -> With
     return WithoutPixels(modalities)
 
 
-def namespace_of(vllm_config: Any, settings: Settings, weights: str | None = None) -> Namespace:
+def namespace_of(vllm_config: Any, settings: Settings, weights: Weights | None = None) -> Namespace:
     """The namespace that this engine reads and writes.
 
     Args:
         vllm_config: vLLM's VllmConfig.
-        settings: For ``model_identity``, which replaces the ``--model`` string, ``weights`` and
-            ``tenant_key``.
-        weights: What the descriptor says about the encoder's weights; None finds out.
+        settings: For ``model_identity``, which replaces the ``--model`` string, ``weights``,
+            ``encoder_epoch`` and ``tenant_key``.
+        weights: What the descriptor says about the model's files; None finds out.
 
     Raises:
-        ConfigError: The configuration cannot be described as JSON, or the tenant's secret or a
-            file that belongs to the description cannot be read.
+        ConfigError: The configuration cannot be described as JSON; the tenant's secret or a file
+            that belongs to the description cannot be read; or nobody knows the weights.
     """
+    weights = weights or encoder_weights(vllm_config, settings)
+    if weights.problem is not None:
+        raise ConfigError(f"nothing can be shared: {weights.problem}", field="weights")
     return Namespace.from_descriptor(describe(vllm_config, settings, weights))
 
 
 def encoder_weights(vllm_config: Any, settings: Settings) -> Weights:
-    """Which weights this engine's encoder has, from its checkpoint; takes some 50 ms."""
-    return weights_of(checkpoint_of(vllm_config), fingerprint=settings.weights == "fingerprint")
+    """What the files of this engine's model say; takes some 100 ms, and the network for S3."""
+    return weights_at(checkpoint_of(vllm_config), settings)
+
+
+def weights_at(checkpoint: Checkpoint, settings: Settings) -> Weights:
+    """As encoder_weights."""
+
+    def tags_below(url: str) -> list[tuple[str, int, str]]:
+        from s3ec.store import tags  # the SDK takes 0.3 s
+
+        return tags.tags_below(url, allow_http=settings.allow_http)
+
+    return weights_of(
+        checkpoint, fingerprint=settings.weights == "fingerprint", list_bucket=tags_below
+    )
 
 
 def checkpoint_of(vllm_config: Any) -> Checkpoint:
-    """Where vLLM takes the weights from."""
+    """Where vLLM takes the model's files from."""
     model = vllm_config.model_config
     load = vllm_config.load_config
     # Ultravox: the audio tower comes from a model of its own.
     others = getattr(model.hf_config, "audio_model_id", None)
-    # Kimi-Audio: it lies in a folder beside the files of the rest (kimi_audio.py).
-    is_kimi = getattr(model.hf_config, "model_type", None) == "kimi_audio"
     return Checkpoint(
+        # vLLM mirrors the small files of an object store's model into a folder and runs on that.
         model=getattr(model, "model_weights", "") or model.model,
         revision=model.revision,
         load_format=str(load.load_format),
         download_dir=load.download_dir,
         others=(others,) if isinstance(others, str) else (),
-        folders=("whisper-large-v3",) if is_kimi else (),
+        files=model.model,
+        runs_code=bool(getattr(model, "trust_remote_code", False)),
+        code_revision=getattr(model, "code_revision", None),
     )
 
 
-def describe(vllm_config: Any, settings: Settings, weights: str | None = None) -> dict[str, Any]:
+def describe(vllm_config: Any, settings: Settings, weights: Weights) -> dict[str, Any]:
     """The descriptor: plain JSON, the same on every replica that may share embeddings."""
-    fingerprint = weights or encoder_weights(vllm_config, settings).fingerprint
-    return {**_describe_but_weights(vllm_config, settings), "weights": fingerprint}
+    return {**_describe_but_files(vllm_config, settings), **weights.descriptor}
 
 
 def describe_once(vllm_config: Any, settings: Settings) -> dict[str, Any]:
-    """The descriptor but for ``weights``, as it was when this process first asked for it.
+    """The descriptor but for what files say, as it was when this process first asked for it.
 
     Constructors of some models write into the configuration that is described (0.32, isaac.py,
     eagle2_5_vl.py). With one device both halves have the same configuration, and the model is made
@@ -338,7 +357,7 @@ def describe_once(vllm_config: Any, settings: Settings) -> dict[str, Any]:
     model = vllm_config.model_config
     known = _DESCRIBED.get(id(model))
     if known is None or known.model() is not model or known.settings != settings:
-        descriptor = _describe_but_weights(vllm_config, settings)
+        descriptor = _describe_but_files(vllm_config, settings)
         known = _DESCRIBED[id(model)] = _Described(weakref.ref(model), settings, descriptor)
         weakref.finalize(model, _DESCRIBED.pop, id(model), None)
     return known.descriptor
@@ -354,27 +373,29 @@ class _Described:
 _DESCRIBED: dict[int, _Described] = {}
 
 
-def _describe_but_weights(vllm_config: Any, settings: Settings) -> dict[str, Any]:
+def _describe_but_files(vllm_config: Any, settings: Settings) -> dict[str, Any]:
     model = vllm_config.model_config
     multimodal = model.multimodal_config
     tenant = Tenant.read(settings.tenant_key)
     extra = _multimodal_settings(multimodal)
+    processor, media = _processor_kwargs(multimodal), _media_io_kwargs(multimodal)
     # Mean, size, resampling: what a folder whose files are replaced may change as well.
     images = _plain(getattr(model, "hf_image_processor_config", None) or {})
     return {
-        # vLLM mirrors the small files of an object store's model into a folder and runs on that.
         "model": settings.model_identity or getattr(model, "model_weights", "") or model.model,
         "revision": model.revision,
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization,
         **_quantization_config(getattr(model, "quantization_config", None)),
         "encoder": _encoder_configs(model.hf_config),
-        "mm_processor_kwargs": _plain(_processor_kwargs(multimodal)),
-        "media_io_kwargs": _plain(_media_io_kwargs(multimodal)),
+        # What is of videos or sound alone is in the names of those, see scopes_of.
+        "mm_processor_kwargs": _plain(_without(processor, _OWN_PROCESSOR_KWARGS.values())),
+        "media_io_kwargs": _plain(_without(media, _OWN_PROCESSOR_KWARGS)),
         "hasher": hash_algorithm(multimodal),
         **({"image_processor": images} if images else {}),
         **({"multimodal": extra} if extra else {}),
         **({"tenant": tenant.id} if tenant else {}),
+        **({"epoch": settings.encoder_epoch} if settings.encoder_epoch else {}),
         **_decoding(settings),
     }
 
@@ -393,6 +414,35 @@ def _decoding(settings: Settings) -> dict[str, int]:
     if settings.decoding == "alike":
         number = decoding.shared_number(number)
     return {"decoding": number} if settings.decoding == "equal" or number > 1 else {}
+
+
+def scopes_of(vllm_config: Any) -> ModalityScopes:
+    """What marks the embeddings of each modality that has settings of its own.
+
+    They are told apart by their names, so that engines which differ in how they take videos share
+    the embeddings of pictures. vLLM keeps these settings out of a picture's hash as well (0.30 and
+    newer, multimodal/processing/inputs.py). Its hash of a video has them in an API server only.
+    The pruning of videos is no such setting: it makes embeddings of pictures wider (qwen3_vl.py).
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    processor, media = _processor_kwargs(multimodal), _media_io_kwargs(multimodal)
+    own = {
+        modality: [_plain(media.get(modality)), _plain(processor.get(name))]
+        for modality, name in _OWN_PROCESSOR_KWARGS.items()
+        if media.get(modality) or processor.get(name)
+    }
+    marks = {modality: _mark(modality, settings) for modality, settings in own.items()}
+    # A modality that unites several depends on the settings of all.
+    return ModalityScopes(marks, _mark("all", own) if own else "", frozenset(MODALITIES))
+
+
+def _mark(modality: str, settings: Any) -> str:
+    digest = hashlib.sha256(canonical_json(settings).encode()).hexdigest()
+    return f"{modality}-{digest[:16]}"
+
+
+def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 def _multimodal_settings(multimodal: Any) -> dict[str, str]:

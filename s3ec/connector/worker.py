@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from s3ec.connector import compat
-from s3ec.connector.adapters import AdapterCache, AdapterFiles, name_in_plan
 from s3ec.connector.loads import Loader, StepLoads, read_data
 from s3ec.connector.messages import Encode, EncodeTime, Load, StepPlan, TierId, WorkerReport
 from s3ec.connector.saves import SaveQueue
@@ -151,9 +150,6 @@ class _Started(NamedTuple):
 class WorkerHalf:
     """Loads and saves of one worker process. One thread: the model runner's.
 
-    The encoder caches that it is given are vLLM's, under vLLM's names. Where a plan has names of
-    its own for what adapters have their part in, it translates.
-
     A step's loads are
 
     =========  =========  ==================================================================
@@ -212,11 +208,12 @@ class WorkerHalf:
         self._increments = Increments(node.counters)
         self._told_levels: Mapping[str, float] = node.levels
         self._sees_tier: dict[int, bool] = {}  # for the next report
-        self._adapter_files = AdapterFiles()
 
     def look_for_tier(self, tier: TierId) -> None:
         """Report whether this rank sees the scheduler's tier; some system calls."""
-        self._sees_tier = {self._rank(): sees_tier(tier, self._node.tier)}
+        sees = sees_tier(tier, self._node.tier)
+        if sees is not None:
+            self._sees_tier = {self._rank(): sees}
 
     def start_load_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         """Begin to bring every granted embedding into the encoder cache.
@@ -255,8 +252,7 @@ class WorkerHalf:
         if not plan.loads:
             return
         began = time.perf_counter()
-        encoder_cache = AdapterCache(cache, plan) if plan.adapters else cache
-        wanted = {one.identifier: one for one in plan.loads if not _holds(encoder_cache, one)}
+        wanted = {one.identifier: one for one in plan.loads if not _holds(cache, one)}
         loads = list(wanted.values())
         with self._sync_allowed():
             batch = self._loader.start(loads, later=self._finish_later)
@@ -287,14 +283,13 @@ class WorkerHalf:
 
     def _finish(self, started: _Started, cache: MutableMapping[str, Any], began: float) -> None:
         plan = started.plan
-        encoder_cache = AdapterCache(cache, plan) if plan.adapters else cache
         failure: Exception | None = None
         nbytes = 0
         for load, outcome in zip(started.loads, started.batch.finish(), strict=True):
             if isinstance(outcome, Exception):
                 failure = failure or outcome
-            elif not _holds(encoder_cache, load):
-                encoder_cache[load.identifier] = outcome
+            elif not _holds(cache, load):
+                cache[load.identifier] = outcome
                 nbytes += load.shape.nbytes
         seconds = time.perf_counter() - began
         sums = {"load.seconds": seconds}
@@ -311,10 +306,9 @@ class WorkerHalf:
 
         An entry that a pure producer was told to skip holds no tensor; it stays as it is.
         """
-        encoder_cache = AdapterCache(cache, plan) if plan.adapters else cache
         for identifier, save in plan.saves.items():
-            if save.on_device and identifier in encoder_cache:
-                self._save(encoder_cache[identifier], identifier, plan)
+            if save.on_device and identifier in cache:
+                self._save(cache[identifier], identifier, plan)
         self.encoder_begins(plan)
 
     def save_caches(self, cache: Mapping[str, Any], mm_hash: str, plan: StepPlan) -> None:
@@ -323,14 +317,10 @@ class WorkerHalf:
         Args:
             mm_hash: vLLM's name of it.
         """
-        identifier = name_in_plan(mm_hash, plan) if plan.adapters else mm_hash
-        if identifier in plan.encodes:  # vLLM saves what needs no encoder before it runs
+        if mm_hash in plan.encodes:  # vLLM saves what needs no encoder before it runs
             self._timer.end()
-        use = plan.adapters.get(identifier)
-        if use is not None and not self._adapter_files.vouch_for(use):
-            self._node.counters.add("save_problem.adapter")
-        elif identifier in plan.saves:
-            self._save(cache[mm_hash], identifier, plan)
+        if mm_hash in plan.saves:
+            self._save(cache[mm_hash], mm_hash, plan)
 
     def _save(self, output: Any, identifier: str, plan: StepPlan) -> None:
         if self._saves is None or self._rank() != 0:
@@ -382,10 +372,9 @@ def load_without_a_half(cache: MutableMapping[str, Any], plan: StepPlan) -> None
     """
     if not plan.loads:  # as in most steps
         return
-    encoder_cache = AdapterCache(cache, plan) if plan.adapters else cache
     staging = HostStaging()
     for load in plan.loads:
-        if _holds(encoder_cache, load):
+        if _holds(cache, load):
             continue
         buffer = staging.take(load.shape)
         try:
@@ -397,7 +386,7 @@ def load_without_a_half(cache: MutableMapping[str, Any], plan: StepPlan) -> None
             ) from exc
         with compat.sync_allowed()():
             tensor = staging.to_device(buffer, load.shape).to(compat.current_device())
-        encoder_cache[load.identifier] = tensor
+        cache[load.identifier] = tensor
 
 
 def _holds(encoder_cache: Mapping[str, Any], load: Load) -> bool:

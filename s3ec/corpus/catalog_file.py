@@ -62,6 +62,8 @@ COLUMNS = (
 """Those of a catalogue, in order. A part's file has ``part`` beside them."""
 PART = "part"
 """The column with the name of the part that a row was appended with; kept when parts are merged."""
+STAMP = "s3ec_file"
+"""In ``extra`` of a row: size and mtime of a file, and, last, dots per inch of a PDF's page."""
 KEY = ("document", "page", "modality")
 """Of two rows that agree in these the newer one counts."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from s3ec.corpus.catalog import append_rows, check_row, read_table
-from s3ec.corpus.catalog_file import CatalogRow
+from s3ec.corpus.catalog_file import STAMP, CatalogRow
 from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.encoder import EncoderError
 from s3ec.corpus.entries import CorpusEntry, find_entry, read_header
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Counted = Literal["encoded", "catalogued", "renewed"]
 log = logging.getLogger(__name__)
-
-STAMP = "s3ec_file"
-"""In ``extra`` of a row: size and mtime of the file, and dots per inch of a PDF's page."""
 
 # How often the index is asked for what was confirmed. Writers announce every 2 s.
 _LOOK_S = 1.0
@@ -78,6 +75,8 @@ class Origin:
         extra = dict(self.item.extra)
         if self.stamp is not None:
             extra[STAMP] = self.stamp
+        elif self.item.page is not None:  # of what is no file here nothing else is known
+            extra[STAMP] = f"{self.item.options.dpi}"
         return CatalogRow(
             document=self.item.document,
             page=self.item.page,

@@ -491,7 +491,7 @@ def server_of(
     """
     from s3ec.store.botocore_s3 import BotocoreStore
 
-    same = ("endpoint_url", "region", "profile", "role_arn")
+    same = ("endpoint_url", "region", "profile")
     if not isinstance(store, BotocoreStore) or source.url or target.url:
         return None
     if any(getattr(source, name) != getattr(target, name) for name in same):

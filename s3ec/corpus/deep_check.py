@@ -34,7 +34,7 @@ from s3ec.errors import (
     UnavailableError,
 )
 from s3ec.identity import Layout, is_object_name
-from s3ec.index.listing import FEW, leaf_folders, listed
+from s3ec.index.listing import FEW, at_most, leaf_folders, listed
 from s3ec.store.base import PART_BYTES, ObjectInfo, Store, VanishedError, whole_parts
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
 from s3ec.tier.files import try_lock
@@ -260,7 +260,7 @@ async def _in_order(store: Store, layout: Layout, after: str) -> AsyncGenerator[
     Args:
         after: Only those with a later name; empty for all.
     """
-    few = await _up_to(store, layout.objects, FEW)
+    few = await at_most(store, layout.objects, FEW)
     if few is not None:
         for info in _later(few, after):
             yield info
@@ -289,17 +289,6 @@ def _later(infos: list[ObjectInfo], after: str) -> list[ObjectInfo]:
     later = [info for info in infos if info.name > after]
     later.sort(key=lambda info: info.name)
     return later
-
-
-async def _up_to(store: Store, prefix: str, most: int) -> list[ObjectInfo] | None:
-    """All objects below a prefix; None if there are more than ``most``."""
-    found: list[ObjectInfo] = []
-    async with aclosing(listed(store, prefix)) as listing:
-        async for info in listing:
-            if len(found) == most:
-                return None
-            found.append(info)
-    return found
 
 
 async def _all_below(store: Store, prefix: str) -> list[ObjectInfo]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from s3ec.decoding import why_left_out
 from s3ec.errors import ConfigError, S3ECError, SourceError
-from s3ec.identity import Namespace
+from s3ec.identity import ModalityScopes, Namespace
 from s3ec.settings import Settings
 
 if TYPE_CHECKING:
@@ -224,6 +224,7 @@ class VllmEncoder:
         self._llm: Any = None
         self._shelf = _Shelf()
         self._names: _Names | None = None
+        self._scopes = ModalityScopes()
 
     @property
     def is_running(self) -> bool:
@@ -249,7 +250,7 @@ class VllmEncoder:
         if weights.problem is not None and self._llm is None:
             self._start()  # which fetches the model, where it is not here yet
             weights = encoder_weights(config, self._settings)
-        return namespace_of(config, self._settings, weights.fingerprint)
+        return namespace_of(config, self._settings, weights)
 
     def read(self, number: int, item: SourceItem) -> Picture:
         """See Encoder."""
@@ -276,7 +277,8 @@ class VllmEncoder:
             raise SourceError(_reason(exc)) from exc
         finally:
             self._shelf.drop(picture.url)
-        return picture.uuid or found
+        name = picture.uuid or found
+        return None if name is None else self._scopes.name(name, picture.modality)
 
     def _vllm_config(self) -> Any:
         if self._config is None:
@@ -291,15 +293,16 @@ class VllmEncoder:
             except (OSError, ValueError) as exc:
                 raise ConfigError(f"vLLM refuses the model: {exc}", field="model") from exc
             from s3ec.connector.forms import form_of_model
-            from s3ec.connector.vllm_config import model_problem
+            from s3ec.connector.vllm_config import model_problem, scopes_of
 
             problem = model_problem(self._config)
             if problem is not None:
                 raise ConfigError(f"`model`: {problem}; take another one", field="model")
             found = form_of_model(self._config.model_config)
-            if found is not None and not found[1].most:
+            if found is not None and found[1].most == 0:
                 self._formless = found[1].modalities
             self._shelf.open()
+            self._scopes = scopes_of(self._config)
             self._names = _Names(self._config.model_config, self._shelf)
         return self._config
 
@@ -401,15 +404,13 @@ class VllmEncoder:
     def _answer(self, picture: Picture, output: Any) -> Encoded:
         """What the engine calls the picture; its own word counts, whatever was expected."""
         items = getattr(output, "ec_transfer_params", None) or {}
-        if len(items) == 1:
-            return Encoded(picture.number, next(iter(items)))
-        found = picture.uuid
+        found = next(iter(items)) if len(items) == 1 else picture.uuid
         if found is None and self._names is not None:
             with suppress(Exception):
                 found = self._names.of(picture)
         if found is None:
             return Encoded(picture.number, None, "this vLLM does not say what it calls a picture")
-        return Encoded(picture.number, found)
+        return Encoded(picture.number, self._scopes.name(found, picture.modality))
 
     def stop(self) -> None:
         """See Encoder."""

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from s3ec.corpus.confirmations import STAMP, Confirmations, Failure, Ledger, Origin, failure_of
+from s3ec.corpus.catalog_file import STAMP
+from s3ec.corpus.confirmations import Confirmations, Failure, Ledger, Origin, failure_of
 from s3ec.corpus.encoder import Encoded, Encoder, EncoderError, Picture, VllmEncoder
 from s3ec.corpus.reading import ReadOptions
 from s3ec.corpus.sources import SourceItem, open_source

@@ -69,7 +69,7 @@ def save_rag(result: Mapping[str, Any], folder: Path) -> list[Path]:
     about, machine = row["detail"]["about"], result["machine"]
     legs = sorted(row["detail"]["legs"], key=lambda leg: (leg["number"], leg["latency_ms"]))
     small = (
-        f"{about['workload']}, {about['requests']} requests, {about['object_bytes'] / 1e6:.3g} MB "
+        f"{about['requests']} requests, {about['object_bytes'] / 1e6:.3g} MB "
         f"each embedding; {machine['cpus']} x {machine['cpu_model']}, no GPU"
     )
     paths = []

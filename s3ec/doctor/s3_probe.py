@@ -11,26 +11,30 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
 from botocore import UNSIGNED
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, SSLError
+from botocore.exceptions import BotoCoreError, ClientError, ProxyConnectionError, SSLError
 from botocore.exceptions import ConnectionError as SdkConnectionError
 from botocore.parsers import ResponseParserError
 
 from s3ec.errors import UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.s3_client import (
+    BoundedSession,
+    Way,
     addressing_style,
     client_options,
     encryption,
     new_session,
     quiet_sdk_logs,
     timeouts,
+    way_to,
 )
 from s3ec.store.s3_errors import boundary, one_line, reading_answer, unix_s
 
@@ -73,7 +77,6 @@ class S3Probe:
         self._settings = settings
         # Sessions and the making of clients are for one thread at a time; clients are for all.
         self._lock = threading.RLock()
-        self._base: Any = None
         self._session: Any = None
         self._clients: dict[tuple[str, str], Any] = {}
 
@@ -86,21 +89,11 @@ class S3Probe:
             UnavailableError: A source did not answer.
         """
         with self._boundary("credentials"), self._lock:
-            found = self._base_session().get_credentials()
+            found = self._signing_session().get_credentials()
             if found is None:
                 return None
             found.get_frozen_credentials()  # where they are fetched, if they have to be
             return str(found.method)
-
-    def assume_role(self) -> None:
-        """Exchange the credentials for those of ``role_arn``, once.
-
-        Raises:
-            AccessError: Refused.
-            UnavailableError: STS did not answer.
-        """
-        with self._boundary("AssumeRole"):
-            self._role_session()
 
     def probe_server(self) -> ServerProbe:
         """Send a request without credentials. Any answer, even a refusal, shows a server is there.
@@ -112,7 +105,7 @@ class S3Probe:
         client = self._unsigned_client()
         client.meta.events.register("before-send.s3", lambda request, **_: sent.append(request.url))
         before_s = time.time()
-        with self._boundary("GET"), _saying_why():
+        with self._boundary("GET"), _saying_why(self._way.by):
             try:
                 reply = self._ask(client.list_objects_v2, MaxKeys=1)
             except ClientError as exc:
@@ -235,7 +228,20 @@ class S3Probe:
             self._ask(self._client().delete_object, Key=self._key(name))
 
     def _boundary(self, what: str) -> AbstractContextManager[None]:
-        return boundary(what, lambda: self._settings.region or "")
+        return boundary(what, lambda: self._settings.region or "", self._by)
+
+    def _by(self) -> str:
+        way = vars(self).get("_way")  # not made here: what failed may have been that
+        return way.by if way else ""
+
+    # Without the lock: who looks for credentials may hold it for long.
+    @cached_property
+    def _way(self) -> Way:
+        return way_to(self._settings)
+
+    @cached_property
+    def _transport(self) -> BoundedSession:
+        return BoundedSession(self._way, self._settings)
 
     def _ask(self, call: Callable[..., Any], **params: Any) -> Any:
         """The SDK's answer to a request about the bucket."""
@@ -245,34 +251,16 @@ class S3Probe:
     def _key(self, name: str) -> str:
         return f"{self._settings.prefix}/{name}" if self._settings.prefix else name
 
-    def _base_session(self) -> Any:
-        if self._base is None:
-            self._base = new_session(self._settings)
-        return self._base
-
-    def _role_session(self) -> Any:
-        if self._session is not None:
-            return self._session
-        base = self._base_session()
-        if self._settings.role_arn is None:
-            self._session = base
-            return base
-        # Not `ca_bundle`: that is the bucket's; STS is Amazon's or AWS_CA_BUNDLE's.
-        region = self._settings.region
-        with closing(base.create_client("sts", region, config=self._config())) as sts:
-            reply = sts.assume_role(RoleArn=self._settings.role_arn, RoleSessionName="s3ec-doctor")
-        keys = reply["Credentials"]
-        self._session = new_session(self._settings)
-        self._session.set_credentials(
-            keys["AccessKeyId"], keys["SecretAccessKey"], keys["SessionToken"]
-        )
+    def _signing_session(self) -> Any:
+        if self._session is None:
+            self._session = new_session(self._settings)
         return self._session
 
     def _client(self, *, style: str | None = None, checksums: str = "when_supported") -> Any:
         kind = (style or addressing_style(self._settings), checksums)
         with self._lock:
             if kind not in self._clients:
-                self._clients[kind] = self._new_client(self._role_session(), *kind)
+                self._clients[kind] = self._new_client(self._signing_session(), *kind)
             return self._clients[kind]
 
     def _unsigned_client(self) -> Any:
@@ -298,31 +286,38 @@ class S3Probe:
             response_checksum_validation=checksums,
             **more,
         )
-        return session.create_client("s3", config=config, **client_options(self._settings))
+        client = session.create_client("s3", config=config, **client_options(self._settings))
+        client.meta.events.register("before-send.s3", self._transport.send)
+        return client
 
     def close(self) -> None:
         """Close all connections."""
         # Without the lock: who looks for credentials may hold it for long.
         for client in list(self._clients.values()):
             client.close()
+        if self._clients:
+            self._transport.close()
 
     def _config(self, **more: Any) -> Config:
         return Config(retries={"total_max_attempts": 1}, **timeouts(self._settings), **more)
 
 
 @contextmanager
-def _saying_why() -> Iterator[None]:
+def _saying_why(by: str) -> Iterator[None]:
     """Tell refused from unknown host and from timed out; the SDK's own text names only the URL.
+
+    Args:
+        by: As ``Way.by``.
 
     Raises:
         UnavailableError: With the operating system's word for it.
     """
     try:
         yield
-    except SSLError:
+    except (SSLError, ProxyConnectionError):
         raise  # the boundary tells an untrusted certificate from the rest
     except (SdkConnectionError, OSError) as exc:
-        raise UnavailableError(_reason(exc)) from exc
+        raise UnavailableError(_reason(exc) + by) from exc
 
 
 def _reason(exc: Exception) -> str:

@@ -192,18 +192,17 @@ def namespace(context: CheckContext) -> Outcome:
     if context.child is None or answer is None:
         words = context.child.last_words() if context.child else "vLLM is not installed"
         return fail(f"the model cannot be described: {words}", "set `model_identity`, or report it")
+    if answer["weights_problem"]:
+        return warn(
+            f"nothing would be loaded or saved: {answer['weights_problem']}",
+            "run the doctor where the engine runs, once the model is there; or set `weights` = "
+            "name everywhere to trust the model's name",
+        )
     context.namespace = Namespace(answer["name"], answer["descriptor"])
     facts = answer["descriptor"]
     revision = f", revision {facts['revision']}" if facts.get("revision") else ""
     weights = f", weights {facts['weights']}" if facts.get("weights") else ""
     told = f"{answer['name']} for {facts.get('model')}, {facts.get('dtype')}{revision}{weights}"
-    problem = answer.get("weights_problem")
-    if problem:
-        return warn(
-            f"{told}: {problem}",
-            "run the doctor where the engine runs, once the model is there; or set `weights` = "
-            "name everywhere to trust the model's name",
-        )
     return ok(told)
 
 
@@ -461,11 +460,11 @@ def _describe(
         possible = without_pixels_of(vllm_config, FeatureReader(vllm_config.model_config), role)
         reply("without_pixels", **asdict(possible))
         weights = encoder_weights(vllm_config, settings)
-        namespace = namespace_of(vllm_config, settings, weights.fingerprint)
+        namespace = None if weights.problem else namespace_of(vllm_config, settings, weights)
         reply(
             "namespace",
-            name=namespace.name,
-            descriptor=dict(namespace.descriptor),
+            name=namespace and namespace.name,
+            descriptor=namespace and dict(namespace.descriptor),
             weights_problem=weights.problem,
         )
         from s3ec.doctor.pages import describe_pages

@@ -12,12 +12,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -29,6 +24,7 @@ from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import in_temporary_folder, server_time
 from s3ec.index.listing import (
     FEW,
+    at_most,
     key_of_object,
     list_folders,
     list_objects,
@@ -517,7 +513,7 @@ async def find_objects(
     """
     wanted = list(dict.fromkeys(keys))
     if len(wanted) > _MANY:
-        few = await _few_objects(store, layout.objects)
+        few = await at_most(store, layout.objects, FEW)
         if few is not None:
             there = {info.name: info for info in few}
             return {key: there.get(layout.object(key)) for key in wanted}
@@ -529,17 +525,6 @@ async def find_objects(
         return info
 
     return dict(zip(wanted, await in_parallel(wanted, find), strict=True))
-
-
-async def _few_objects(store: Store, prefix: str) -> list[ObjectInfo] | None:
-    """All objects below a prefix; None if there are more than FEW."""
-    found: list[ObjectInfo] = []
-    async with aclosing(listed(store, prefix)) as listing:
-        async for info in listing:
-            if len(found) == FEW:
-                return None
-            found.append(info)
-    return found
 
 
 async def delete_chosen(

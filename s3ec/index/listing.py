@@ -138,6 +138,17 @@ async def list_objects(
                 report("listing objects", count, most)
 
 
+async def at_most(store: Store, prefix: str, most: int) -> list[ObjectInfo] | None:
+    """All objects below a prefix; None if there are more than ``most``. Raises what listed does."""
+    found: list[ObjectInfo] = []
+    async with aclosing(listed(store, prefix)) as listing:
+        async for info in listing:
+            if len(found) == most:
+                return None
+            found.append(info)
+    return found
+
+
 async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
     """A listing that goes on where it broke off, if the server lists in the order of names.
 

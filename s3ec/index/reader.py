@@ -60,7 +60,6 @@ class ManifestIndex:
         cache: IndexCache,
         *,
         options: FollowOptions | None = None,
-        negative_ttl_s: float = NEGATIVE_TTL_S,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -69,7 +68,6 @@ class ManifestIndex:
         Args:
             cache: This node's files of the index, and the way to the bucket.
             options: How the bucket is followed; defaults if None.
-            negative_ttl_s: How long a key that was not to be had is not believed.
             clock: Monotonic seconds.
             wall_clock: Seconds since the epoch.
         """
@@ -78,7 +76,7 @@ class ManifestIndex:
         self._wall_clock = wall_clock
         # Held by writers of the two dictionaries and the filter, never by lookups.
         self._lock = threading.Lock()
-        self._gone = NegativeCache(negative_ttl_s, clock)
+        self._gone = NegativeCache(NEGATIVE_TTL_S, clock)
         self._bad = NegativeCache(BAD_OBJECT_TTL_S, clock)
         self._recent: dict[bytes, _Stored] = {}  # the oldest first
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
@@ -294,17 +292,17 @@ class ManifestIndex:
                 self._gone.discard_locked(digest)
 
     def _believe_what_was_mended(self, before: View, view: View) -> None:
-        """Believe bad keys again of which the new view has a later row.
+        """Believe bad keys again of which the new view has a later row or tombstone.
 
-        Somebody deleted the bad object and stored the entry again. Not every new row says so: a
-        process that finds the bad object under its name announces it, with the time at which it
-        was stored.
+        Somebody deleted the bad object, and perhaps stored the entry again. Not every new row says
+        so: a process that finds the bad object under its name announces it, with the time at which
+        it was stored.
         """
         mended = []
         for digest in list(self._bad.until):
             latest, known = view.latest(digest), before.latest(digest)
             known_s = known[0].time_s if known is not None else 0
-            if latest is not None and not latest[1] and latest[0].time_s > known_s:
+            if latest is not None and latest[0].time_s > known_s:
                 mended.append(digest)
         with self._lock:
             for digest in mended:

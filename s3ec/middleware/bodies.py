@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of requests, as an ASGI middleware reads, changes and hands them on.
 
-Standard library only: the API server imports this.
+Ours run before vLLM's, which asks for the API key. So they look at it themselves before they read a
+body. Standard library only: the API server imports this.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import secrets
+import sys
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,43 +26,83 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LIMIT_VARIABLE = "S3EC_MAX_REQUEST_BYTES"
-# A few dozen photographs as data URLs. The middleware runs before vLLM asks for an API key.
+# A few dozen photographs as data URLs.
 DEFAULT_LIMIT_BYTES = 128 * 2**20
+# Of all clients together, where no single body may be larger.
+_ROOM_BYTES = 2**30
+# Below these paths vLLM asks for a key: those of 0.26, unless the server's own can be read.
+_GUARDED = ("/v1",)
+_GUARD = "vllm.entrypoints.serve.middleware.authenticate"
 
 _JSON_TYPE = re.compile(rb"application/(?:[^;\s]*\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL)
 
 
-@dataclass(slots=True)
-class Received:
-    """What came of a request's body.
+class Room:
+    """The bytes of bodies that a middleware may hold for all its clients; for one event loop.
 
     Attributes:
-        messages: In their order, as the server gave them.
-        size: Bytes of body in them.
-        is_whole: Whether the body has ended. If not, it is over the limit, or the client left.
+        free_bytes: Below 0 by no more than one message of each request that is read.
     """
 
+    def __init__(self, limit_bytes: int) -> None:
+        """All is free.
+
+        Args:
+            limit_bytes: The largest body that is read. One of them always fits.
+        """
+        self.free_bytes = max(_ROOM_BYTES, limit_bytes)
+
+
+@dataclass(slots=True)
+class Received:
+    """What came of a request's body; ``let_go`` ends the hold on it.
+
+    Attributes:
+        room: What its bytes are taken from.
+        messages: In their order, as the server gave them.
+        size: Bytes of body in them.
+        is_whole: Whether the body has ended. If not, it is over the limit, the client left, or the
+            room is full.
+        has_left: Whether the client did.
+    """
+
+    room: Room
     messages: list[Message] = field(default_factory=list)
     size: int = 0
     is_whole: bool = False
+    has_left: bool = False
 
     @property
     def body(self) -> bytes:
         """All that came."""
         return b"".join(message.get("body", b"") for message in self.messages)
 
+    def take(self, message: Message) -> None:
+        """Hold one more."""
+        nbytes = len(message.get("body", b""))
+        self.messages.append(message)
+        self.size += nbytes
+        self.room.free_bytes -= nbytes
 
-async def read(receive: Receive, limit_bytes: int) -> Received:
-    """Read a request's body, up to its end, the limit, or the client's disconnect."""
-    received = Received()
-    while received.size <= limit_bytes and not received.is_whole:
+    def let_go(self) -> None:
+        """Hold nothing any more; a second time changes nothing."""
+        self.room.free_bytes += sum(len(message.get("body", b"")) for message in self.messages)
+        self.messages.clear()
+
+
+async def read(receive: Receive, limit_bytes: int, received: Received) -> None:
+    """Read a body up to its end, the limit, the client's disconnect, or until the room is full.
+
+    Args:
+        received: Takes what comes. Its owner lets go of it, also where this is cancelled.
+    """
+    while received.size <= limit_bytes and not received.is_whole and received.room.free_bytes > 0:
         message = await receive()
-        received.messages.append(message)
+        received.take(message)
         if message["type"] != "http.request":
+            received.has_left = True
             break
-        received.size += len(message.get("body", b""))
         received.is_whole = not message.get("more_body", False) and received.size <= limit_bytes
-    return received
 
 
 def whole(body: bytes) -> Message:
@@ -108,7 +152,7 @@ async def answer(send: Send, status: int, text: str) -> None:
     error = {"message": text, "type": "BadRequestError", "param": None, "code": status}
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if status == 413:  # what is left of the body is not read
+    if status in (401, 413, 503):  # what is left of the body is not read
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -121,6 +165,30 @@ def header(scope: Scope, name: bytes) -> bytes:
     """
     found = [value for key, value in scope["headers"] if key.lower() == name]
     return bytes(found[0]) if len(found) == 1 else b""
+
+
+def hashed_keys(args: Any) -> tuple[bytes, ...]:
+    """SHA-256 of each API key that vLLM's server takes; empty where it asks for none.
+
+    Args:
+        args: The server's command line.
+    """
+    given = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    keys = [given] if isinstance(given, str) else given
+    return tuple(hashlib.sha256(key.encode()).digest() for key in keys if key)
+
+
+def has_key(scope: Scope, hashed: tuple[bytes, ...]) -> bool:
+    """Whether vLLM will let a request in (0.32, authenticate.py)."""
+    guarded = getattr(sys.modules.get(_GUARD), "GUARDED_PREFIX", _GUARDED)
+    path = str(scope["path"]).removeprefix(scope.get("root_path") or "")
+    if not hashed or not path.startswith(guarded):
+        return True
+    scheme, _, key = header(scope, b"authorization").partition(b" ")
+    given = hashlib.sha256(key).digest()
+    # All of them, so that the time tells nothing.
+    found = [secrets.compare_digest(given, each) for each in hashed]
+    return scheme.lower() == b"bearer" and any(found)
 
 
 def is_json(content_type: bytes) -> bool:

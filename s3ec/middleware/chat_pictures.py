@@ -80,7 +80,6 @@ class ChatRequest:
 
     Attributes:
         pictures: In the order in which they are sent.
-        choices: How many answers are asked for.
         cut: How many of the pictures had something stand for their URL.
     """
 
@@ -99,8 +98,6 @@ class ChatRequest:
         named = [(part["image_url"]["url"], part.get("uuid")) for part in parts]
         self.pictures = [Picture(urls.get(url, url), uuid) for url, uuid in named]
         self.cut = sum(url in urls for url, _ in named)
-        choices = content.get("n")
-        self.choices = max(choices, 1) if isinstance(choices, int) else 1
 
     def without_pixels(self, named: Sequence[tuple[str, Mapping[str, Any]]]) -> bytes:
         """The body with metadata instead of pictures.

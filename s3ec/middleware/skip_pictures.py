@@ -8,17 +8,15 @@ Whatever is not certain passes as it came: a picture that is not known, an optio
 what a picture becomes, a disk that does not answer in time, a fault of ours. What was replaced is
 asked again with its pixels, unseen by the client, if vLLM answers with an error. So the start of an
 answer is held back until it is certain: its status, or the first event of a stream that says more
-than the assistant's role.
+than the assistant's role. Errors that pixels would not mend, such as an overload, are handed on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import json
 import logging
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,8 +31,11 @@ from s3ec.middleware.bodies import (
     Receive,
     Received,
     Replay,
+    Room,
     Scope,
     Send,
+    has_key,
+    hashed_keys,
     header,
     is_json,
     limit_bytes,
@@ -46,6 +47,7 @@ from s3ec.middleware.chat_pictures import MARK, UntouchedError, parse
 from s3ec.middleware.known_pictures import KnownPictures, Lease, Leases
 from s3ec.middleware.trusted_urls import are_trusted, trusted_urls
 from s3ec.runtime import DaemonPool, DiskCalls, DiskWatch, in_thread
+from s3ec.trial import Trial
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +60,8 @@ _SMALL_BYTES = 1 << 16
 _MOST_AT_ONCE = 32
 # Of an answer that is held back; what is longer is good.
 _MOST_HELD_BYTES = 1 << 20
-# After so many requests in a row that had to be repeated nothing is replaced for a while.
-_REPEATS_BEFORE_REST = 3
-_REST_S = 60.0
+# What vLLM answers where it takes no picture without pixels, or could not have its embedding.
+_FOR_WANT_OF_PIXELS = frozenset({400, 422, 500})
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -88,12 +89,10 @@ class WithoutPixels:
     Attributes:
         body: Of the request.
         lease: What it counts on.
-        choices: How many answers it asks for.
     """
 
     body: bytes
     lease: Lease
-    choices: int
 
 
 class SkipPictures:
@@ -127,15 +126,14 @@ class SkipPictures:
         self.counters = Counters()
         self._app = app
         self._limit_bytes = limit_bytes()
+        self._room = Room(self._limit_bytes)
         are_trusted()  # or the server would start with a word that means nothing
         self._open_node = open_node or _open_node
-        self._clock = clock
+        self._trial = Trial(clock)
         self._node: Node | None = None
         self._calls: DiskCalls | None = None
         self._watch = DiskWatch(self.counters)
         self._looking = 0
-        self._repeats = 0
-        self._rest_until_s = 0.0
         self._complained: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,13 +149,27 @@ class SkipPictures:
             await self._app(scope, receive, send)
             return
         self._start(scope)
-        received = await read(receive, self._limit_bytes)
+        received = Received(self._room)
         try:
-            asked = await self._look(scope, received)
+            await self._handle(scope, received, receive, send)
+        finally:
+            received.let_go()
+
+    async def _handle(self, scope: Scope, received: Received, receive: Receive, send: Send) -> None:
+        try:
+            node, calls = self._ready(scope)
+            await read(receive, self._limit_bytes, received)
+            asked = await self._look(node, calls, received)
+            if self._trial.rests:  # since the others began
+                self._give_back(asked)
+                raise UntouchedError("resting")
         except UntouchedError as exc:
             self._count(f"untouched.{exc.reason}")
-            await self._app(scope, Replay(received.messages, receive), send)
+            replay = Replay(received.messages, receive)
+            received.let_go()
+            await self._app(scope, replay, send)
             return
+        self._trial.begin(asked)
         try:
             await self._ask(scope, received, asked, receive, send)
         finally:
@@ -171,23 +183,32 @@ class SkipPictures:
 
     # -- what to ask -------------------------------------------------------------------------------
 
-    async def _look(self, scope: Scope, received: Received) -> WithoutPixels:
+    def _ready(self, scope: Scope) -> tuple[Node, DiskCalls]:
+        """What looks for pictures, if the body of a request is worth reading.
+
+        Raises:
+            UntouchedError: It goes on as it came.
+        """
+        if self._node is None or self._calls is None:
+            raise UntouchedError("off")
+        if not has_key(scope, self._node.api_keys):
+            raise UntouchedError("no_key")
+        if self._trial.rests:
+            raise UntouchedError("resting")
+        if self._room.free_bytes <= 0:
+            raise UntouchedError("busy")
+        return self._node, self._calls
+
+    async def _look(self, node: Node, calls: DiskCalls, received: Received) -> WithoutPixels:
         """What to ask in place of a request.
 
         Raises:
             UntouchedError: It goes on as it came.
         """
-        node, calls = self._node, self._calls
-        if node is None or calls is None:
-            raise UntouchedError("off")
         if not received.is_whole:
-            raise UntouchedError("too_large")
+            raise UntouchedError("too_large" if received.size > self._limit_bytes else "busy")
         if received.size <= _SMALL_BYTES and MARK not in received.body:
             raise UntouchedError("no_pictures")
-        if not _has_key(scope, node.api_keys):
-            raise UntouchedError("no_key")
-        if self._clock() < self._rest_until_s:
-            raise UntouchedError("resting")
         if self._looking >= _MOST_AT_ONCE or self._watch.hangs:
             raise UntouchedError("busy")
         self._looking += 1
@@ -221,8 +242,7 @@ class SkipPictures:
         self, scope: Scope, received: Received, asked: WithoutPixels, receive: Receive, send: Send
     ) -> None:
         """Ask without pixels, and with them where that fails."""
-        # Its pictures take memory, so they go as soon as they are not needed.
-        held = HeldBack(send, asked.choices, when_good=received.messages.clear)
+        held = HeldBack(send, when_good=lambda: self._note_good(held.status, received))
         replay = Replay([whole(asked.body)], receive)
         try:
             await self._app(with_length(scope, len(asked.body)), replay, held)
@@ -232,25 +252,37 @@ class SkipPictures:
             log.debug("without pixels: %r", exc)
             held.status = 500
         if held.is_good:
-            self._repeats = 0
             self._count("replaced")
         elif not replay.is_over:
             self._count("repeated")
-            self._note_repeat(held.status)
-            await self._app({**scope}, Replay(received.messages, receive), send)
+            if held.status >= 500:
+                self._note_repeat(asked)
+            again = Replay(received.messages, receive)
+            received.let_go()
+            await self._app({**scope}, again, self._noting(asked, held.status, send))
 
-    def _note_repeat(self, status: int) -> None:
-        if status < 500:  # it would have been an error with pixels, too
-            return
-        self._repeats += 1
-        if self._repeats >= _REPEATS_BEFORE_REST:
-            self._repeats = 0
-            self._rest_until_s = self._clock() + _REST_S
+    def _note_good(self, status: int, received: Received) -> None:
+        received.let_go()  # it is known soon, and the pictures take memory until the answer ends
+        if status < 400:
+            self._trial.succeeded()
+
+    def _note_repeat(self, asked: WithoutPixels) -> None:
+        if rest_s := self._trial.failed(asked):
             log.warning(
-                "%d requests in a row had to be repeated with their pictures; none is replaced "
-                "for %.0f s",
-                *(_REPEATS_BEFORE_REST, _REST_S),
+                "requests had to be repeated with their pictures; none is replaced for %.0f s",
+                rest_s,
             )
+
+    def _noting(self, asked: WithoutPixels, status: int, send: Send) -> Send:
+        """Passes the second answer on; that it is good says what was wrong with the first."""
+
+        async def passing(message: Message) -> None:
+            is_start = message["type"] == "http.response.start"
+            if is_start and status < 500 and message["status"] < 400:
+                self._note_repeat(asked)
+            await send(message)
+
+        return passing
 
     # -- start and end -----------------------------------------------------------------------------
 
@@ -295,7 +327,7 @@ def _without_pixels(node: Node, received: Received) -> WithoutPixels:
     request = parse(received.body)
     wanted = [node.pictures.name(picture) for picture in request.pictures]
     lease = node.leases.take(wanted)
-    return WithoutPixels(request.without_pixels(lease.named), lease, request.choices)
+    return WithoutPixels(request.without_pixels(lease.named), lease)
 
 
 @functools.cache
@@ -317,17 +349,6 @@ def _is_chat(scope: Scope) -> bool:
     return path == PATH and is_json(header(scope, b"content-type"))
 
 
-def _has_key(scope: Scope, api_keys: tuple[bytes, ...]) -> bool:
-    """Whether vLLM will let a request in: it asks for the key after us (0.32, authenticate.py)."""
-    if not api_keys:
-        return True
-    scheme, _, key = header(scope, b"authorization").partition(b" ")
-    given = hashlib.sha256(key).digest()
-    # All of them, so that the time tells nothing.
-    found = [secrets.compare_digest(given, each) for each in api_keys]
-    return scheme.lower() == b"bearer" and any(found)
-
-
 # -- an answer that may be taken back --------------------------------------------------------------
 
 
@@ -338,17 +359,14 @@ class HeldBack:
 
     Attributes:
         is_good: Whether the client gets it.
-        status: Of an answer that failed; 500 for a stream that began with an error.
+        status: Of the answer, 0 before it has begun; 500 for a stream that began with an error.
     """
 
-    def __init__(
-        self, send: Send, choices: int = 1, *, when_good: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, send: Send, *, when_good: Callable[[], object] = lambda: None) -> None:
         """Nothing has come yet.
 
         Args:
             send: The server's own.
-            choices: How many answers the stream will have.
             when_good: Called once, before the client has any of it.
         """
         self._send = send
@@ -356,21 +374,22 @@ class HeldBack:
         self.status = 0
         self._when_good = when_good
         self._held: list[Message] = []
-        self._events = FirstEvents(choices)
+        self._has_failed = False
+        self._events = FirstEvents()
 
     async def __call__(self, message: Message) -> None:
         """Take the next message of the answer."""
         if self.is_good:
             await self._send(message)
             return
-        if self.status:
+        if self._has_failed:
             return
         self._held.append(message)
         good: bool | None = None
         if message["type"] == "http.response.start":
-            if message["status"] >= 400:
-                self.status = message["status"]
-                good = False
+            self.status = message["status"]
+            if self.status >= 400:
+                good = self.status not in _FOR_WANT_OF_PIXELS
             elif not _is_stream(message):
                 good = True
         elif message["type"] == "http.response.body":
@@ -381,7 +400,8 @@ class HeldBack:
             return
         held, self._held = self._held, []
         if not good:
-            self.status = self.status or 500
+            self._has_failed = True
+            self.status = self.status if self.status >= 400 else 500
             return
         self.is_good = True
         self._when_good()
@@ -398,17 +418,12 @@ class FirstEvents:
     """Reads the beginning of a stream, until it is certain whether vLLM has an answer.
 
     vLLM sends the role of every choice before it looks whether its request failed (0.32,
-    chat_completion/serving.py), and comments while it waits. An error is an event of its own.
+    chat_completion/serving.py), and comments while it waits. An error is an event of its own. The
+    first word of any choice is enough: all of them need the same embeddings, which are held.
     """
 
-    def __init__(self, choices: int) -> None:
-        """Nothing was read.
-
-        Args:
-            choices: How many must have begun.
-        """
-        self._choices = choices
-        self._begun: set[Any] = set()
+    def __init__(self) -> None:
+        """Nothing was read."""
         self._left = b""
         self._size = 0
 
@@ -431,13 +446,13 @@ class FirstEvents:
             return None
         try:
             content = json.loads(lines[0].removeprefix(b"data:"))
-            if content.get("error"):
-                return False
-            choices = content["choices"]
-            self._begun |= {each["index"] for each in choices if not _is_role(each)}
+            if error := content.get("error"):
+                code = error.get("code") if isinstance(error, dict) else None
+                return isinstance(code, int) and code not in _FOR_WANT_OF_PIXELS
+            says_nothing = content["choices"] and all(map(_is_role, content["choices"]))
         except (ValueError, LookupError, TypeError, AttributeError):
             return True  # whatever it is, it is no error that we know
-        return True if not choices or len(self._begun) >= self._choices else None
+        return None if says_nothing else True
 
 
 def _is_role(choice: Any) -> bool:
@@ -502,6 +517,5 @@ def _open_node(state: Any, counters: Counters) -> Node | str:
             urls.close()
         tier.close()
 
-    keys = vllm_names.api_keys_of(getattr(state, "args", None))
-    hashed = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+    hashed = hashed_keys(getattr(state, "args", None))
     return Node(pictures, Leases(tier, naming_of(settings), fields), hashed, close)

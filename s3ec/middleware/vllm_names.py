@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -262,9 +261,3 @@ def problem_of(vllm_config: Any, settings: Settings) -> str | None:
     if found is None and not metadata_fields(vllm_config):
         found = "the model declares no metadata that stands for a picture"
     return found
-
-
-def api_keys_of(args: Any) -> list[str]:
-    """What vLLM's server asks clients for; empty where it asks for nothing."""
-    given = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
-    return [key for key in ([given] if isinstance(given, str) else given) if key]

@@ -9,6 +9,7 @@ Checked with aioboto3 15.5, aiobotocore 2.25 and aiohttp 3.14.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ssl
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from s3ec.store.s3_client import (
     client_options,
     config_for,
     configured,
-    roots_for,
+    way_to,
 )
 from s3ec.store.s3_errors import RedirectRefusedError, reading_answer
 
@@ -53,14 +54,17 @@ class Aioboto3Store(BotocoreStore):
         core = configured(get_session(), settings)
         credentials = chain_credentials(settings, patient=self._patient)
         core.get_component("credential_provider").providers.insert(0, _Provider(credentials))
-        config = AioConfig(http_session_cls=StrictSession, **config_for(settings, core))
+        way = await asyncio.to_thread(way_to, settings)
+        config = AioConfig(
+            http_session_cls=StrictSession, proxies=way.proxies, **config_for(settings, core)
+        )
         client = await self._resources.enter_async_context(
             aioboto3.Session(botocore_session=core).client(
-                "s3", config=config, **client_options(settings)
+                "s3", config=config, verify=way.roots, **client_options(settings)
             )
         )
         check_and_adapt(client, settings)
-        return Opened(client, credentials, roots_for(settings, core))
+        return Opened(client, credentials, way)
 
     async def _disconnect(self, opened: Opened) -> None:
         await self._resources.aclose()
@@ -141,6 +145,7 @@ class StrictSession(AIOHTTPSession):  # type: ignore[misc]
 
     def _get_ssl_context(self) -> ssl.SSLContext:
         context: ssl.SSLContext = super()._get_ssl_context()
+        context.set_default_verify_paths()  # as BoundedSession
         context.check_hostname = True
         return context
 
@@ -163,4 +168,5 @@ async def _refuse(
     answer: Any = params.response
     if "Location" in answer.headers or "URI" in answer.headers:
         answer.close()
-        raise RedirectRefusedError(f"{answer.status}")
+        region = answer.headers.get("x-amz-bucket-region", "")
+        raise RedirectRefusedError(answer.status, region)

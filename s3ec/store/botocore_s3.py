@@ -204,6 +204,17 @@ class BotocoreStore:
                 name = key[len(self._root) :]
                 yield ObjectInfo(name, int(entry["Size"]), _written_s(entry))
 
+    async def list_tags(self) -> AsyncIterator[tuple[str, int, str]]:
+        """Name, bytes and ETag of all objects; not a part of Store."""
+        async for found, _ in self._pages("", {}, self._tags_of):
+            for one in found:
+                yield one
+
+    def _tags_of(self, page: Any) -> Iterator[tuple[str, int, str]]:
+        for entry in page.get("Contents", ()):
+            name = str(entry["Key"]).removeprefix(self._root)
+            yield name, int(entry["Size"]), str(entry["ETag"])
+
     async def list_folders(self, prefix: str) -> Sequence[str]:
         check_folder_name(prefix)
         above = self._root + prefix
@@ -324,12 +335,15 @@ class BotocoreStore:
             return str(self._opened.client.meta.region_name)
         return self._settings.region or "unset"
 
+    def _by(self) -> str:
+        return self._opened.way.by if self._opened is not None else ""
+
     @contextlib.asynccontextmanager
     async def _slot(self, what: str) -> AsyncIterator[RequestSlot]:
         """The client, one of the places, a deadline and the error boundary around an operation."""
         asked_s = time.monotonic()
         try:
-            with boundary(what, self._region):
+            with boundary(what, self._region, self._by):
                 opened = await self._open()
                 # There are as many threads and connections as places, so nothing but what was
                 # given up a moment ago is waited for behind the deadline.

@@ -513,7 +513,6 @@ class Endpoint:
             settings.region,
             settings.bucket,
             settings.profile,
-            settings.role_arn,
         )
         with _sharing.setdefault(runtime.process_number, threading.Lock()):
             found = _shared.get(where)

@@ -16,10 +16,8 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import obstore
 from botocore.exceptions import ClientError
@@ -32,9 +30,10 @@ from s3ec.store import obstore_runtime
 from s3ec.store.base import Blob, content_type_of
 from s3ec.store.botocore_s3 import BotocoreStore, RequestSlot
 from s3ec.store.concurrency import Extend, Reply
+from s3ec.store.network import certificates
 from s3ec.store.obstore_errors import sdk_errors
 from s3ec.store.obstore_runtime import held
-from s3ec.store.s3_client import Address, Opened, address_of
+from s3ec.store.s3_client import Address, Way
 from s3ec.store.s3_errors import (
     SDK_ERRORS,
     AskAgainError,
@@ -129,6 +128,7 @@ class ObstoreReply:
 
 # What a server says to requests signed for another region, among others.
 _PERHAPS_WRONG_REGION = frozenset({301, 302, 307, 308, 400, 403})
+# Where nobody can listen.
 _NOWHERE = "http://127.0.0.1:0"
 
 
@@ -140,6 +140,8 @@ class ObstoreStore(BotocoreStore):
 
     - requests whose reply it cannot read (no length, a range not honoured), a second time,
     - all of a bucket that is signed for otherwise, such as a directory bucket,
+    - all behind a proxy, and all that is signed with a session token for a server that is not
+      Amazon's, see _obstacle,
     - all of a server whose certificate is an authority's as well, as self-signed ones are,
     - all in a child that was forked after obstore had started its threads, and in a process that
       is ending, see obstore_runtime.
@@ -147,7 +149,6 @@ class ObstoreStore(BotocoreStore):
 
     def __init__(self, settings: Settings, *, patient: bool = False) -> None:
         super().__init__(settings, patient=patient)
-        self._address: Address | None = None
         self._signed_by: Any = None
         self._clients: dict[str, S3Store] = {}
         self._bucket_region: str | None = None
@@ -163,20 +164,13 @@ class ObstoreStore(BotocoreStore):
         """End the requests that are under way soon; for another thread, when the process ends."""
         self._slots.abandon()
 
-    async def _connect(self) -> Opened:
-        opened = await super()._connect()
-        self._address = await asyncio.get_running_loop().run_in_executor(
-            self._pool, address_of, opened.client, self._settings.bucket
-        )
-        return opened
-
     async def _get_object(self, slot: RequestSlot, key: str, wanted: range | None = None) -> Reply:
-        if not self._can_take(key):
+        what = self._what("GET", key)
+        client = await self._client_for("reads", key, what)
+        if client is None:
             return await super()._get_object(slot, key, wanted)
         part: Any = {} if wanted is None else {"range": (wanted.start, wanted.stop)}
-        what = self._what("GET", key)
         try:
-            client = await self._client_for("reads", what)
             with sdk_errors(what, "GetObject"):
                 result = await held(obstore.get_async(client, key, options=part))
         except ClientError as exc:
@@ -197,11 +191,11 @@ class ObstoreStore(BotocoreStore):
         *,
         checksum: bool,
     ) -> None:
-        if not self._can_take(key):
+        client = await self._client_for("writes" if checksum else "bare writes", key, what)
+        if client is None:
             await super()._put_object(slot, key, body, what, checksum=checksum)
             return
         try:
-            client = await self._client_for("writes" if checksum else "bare writes", what)
             with sdk_errors(what, "PutObject"):
                 await held(
                     obstore.put_async(
@@ -227,63 +221,85 @@ class ObstoreStore(BotocoreStore):
         else:
             self._warn_once("obstore cannot read a reply,", exc)
 
-    def _can_take(self, key: str) -> bool:
-        problem = obstore_runtime.obstacle() or self._unfit
-        if self._address is None or self._address.service != "s3":
-            problem = problem or "obstore cannot sign for this kind of bucket"
-        if problem:
-            self._warn_once(problem)
-        # obstore refuses some names and silently changes others, such as "a/" into "a".
-        parts = key.split("/")
-        plain = key.isprintable() and not any(part in ("", ".", "..") for part in parts)
-        return plain and not problem
-
     def _warn_once(self, problem: str, detail: object = "") -> None:
         if problem not in self._warned:
             self._warned.add(problem)
             log.warning("botocore does the work of obstore here: %s %s", problem, detail)
 
-    async def _client_for(self, purpose: str, what: str) -> S3Store:
+    async def _client_for(self, purpose: str, key: str, what: str) -> S3Store | None:
         """A client of obstore that signs with the SDK's credentials of this moment.
 
         Renewed credentials get new clients, which happens about once an hour: it takes 5 to 15 ms
         and costs the open connections; a request under way keeps its own.
+
+        Returns:
+            None where the request goes the SDK's way.
         """
-        opened, address = self._opened, self._address
-        if opened is None or address is None:
+        opened = self._opened
+        if opened is None:
             raise UnavailableError(f"{what}: the store was closed")
         frozen = await opened.credentials.get_frozen_credentials()
+        if problem := self._obstacle(opened.way, frozen):
+            self._warn_once(problem)
+            return None
+        if not _is_plain(key):
+            return None
         if frozen != self._signed_by:
             self._signed_by = frozen
             self._clients.clear()
         await obstore_runtime.start(self)
         if purpose not in self._clients:
-            with sdk_errors(what, "HeadBucket"):
-                self._clients[purpose] = S3Store(
-                    self._settings.bucket,
-                    client_options=self._http_options(purpose, address, opened.roots),
-                    # Retries are a wrapper of ours.
-                    retry_config={"max_retries": 0},
-                    # Not as configuration, which obstore's object shows to everybody.
-                    credential_provider=_provider(frozen),
-                    **self._s3_options(purpose, address),
-                )
+            try:
+                self._clients[purpose] = self._new_client(purpose, opened.way, frozen, what)
+            except AskAgainError as exc:
+                self._note(exc)
+                return None
         return self._clients[purpose]
 
-    def _http_options(self, purpose: str, address: Address, roots: str) -> Any:
-        over_tls = address.url.startswith("https:")
-        options = {**http_options(self._settings), "allow_http": not over_tls}
-        if not getproxies():
-            # It follows redirects, with the session token among the headers. What is not for the
-            # server's own host goes to a port where nobody can listen.
-            host = urlsplit(address.url).hostname or ""
-            options.update(proxy_url=_NOWHERE, proxy_excludes=host)
+    def _obstacle(self, way: Way, frozen: Any) -> str:
+        """Why obstore may not be used, empty if it may.
+
+        It follows redirects, and nothing turns that off. Another host or port gets no signature
+        then, but the session token. So requests to any host but the server's are sent where nobody
+        can listen (``_NOWHERE``), as if a proxy were there. That does not hold back what goes to
+        other ports and to names below the host's. Those are Amazon's as well where the host is.
+        """
+        if problem := obstore_runtime.obstacle() or self._unfit:
+            return problem
+        if way.address.service != "s3":
+            return "obstore cannot sign for this kind of bucket"
+        if way.proxy is not None:
+            return f"obstore would follow redirects through the proxy {way.proxy}"
+        if frozen.token and not way.address.is_amazons:
+            return "obstore would send the session token to where a redirect leads"
+        return ""
+
+    def _new_client(self, purpose: str, way: Way, frozen: Any, what: str) -> S3Store:
+        with sdk_errors(what, "HeadBucket"):
+            return S3Store(
+                self._settings.bucket,
+                client_options=self._http_options(purpose, way),
+                # Retries are a wrapper of ours.
+                retry_config={"max_retries": 0},
+                # Not as configuration, which obstore's object shows to everybody.
+                credential_provider=_provider(frozen),
+                **self._s3_options(purpose, way.address),
+            )
+
+    def _http_options(self, purpose: str, way: Way) -> Any:
+        over_tls = way.address.url.startswith("https:")
+        options = {
+            **http_options(self._settings),
+            "allow_http": not over_tls,
+            "proxy_url": _NOWHERE,
+            "proxy_excludes": urlsplit(way.address.url).hostname or "",
+        }
         if purpose == "reads":
             # Over a write it would be the limit for sending the body as well.
             options["read_timeout"] = timedelta(seconds=self._settings.read_timeout_s)
         if over_tls:
             # In addition to the system's, which a slim container has none of.
-            options["root_certificate"] = Path(roots).read_bytes()
+            options["root_certificate"] = certificates(way.roots)
         return options
 
     def _s3_options(self, purpose: str, address: Address) -> Any:
@@ -338,6 +354,11 @@ class ObstoreStore(BotocoreStore):
             headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
             self._bucket_region = str(headers.get("x-amz-bucket-region", ""))
         return self._bucket_region
+
+
+def _is_plain(key: str) -> bool:
+    """Whether obstore takes a name as it is; it refuses some, and makes "a" of "a/"."""
+    return key.isprintable() and not any(part in ("", ".", "..") for part in key.split("/"))
 
 
 def _provider(frozen: Any) -> Any:

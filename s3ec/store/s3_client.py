@@ -3,9 +3,9 @@
 
 botocore calls a blocking transport, which ends by itself only after a silence, and reads an error
 or a page of a listing to its end, however far that is. Here a request can be broken off from
-another thread, by shutting its socket down, and such answers have a bound. Redirects are not
-followed, and certificates checked, by botocore's own transport below. Read with botocore 1.40 and
-1.44, urllib3 2.8.
+another thread, by shutting its socket down, and such answers have a bound. Certificates are
+checked by botocore's own transport below. Redirects are not followed. Proxy and authorities are
+those of network.py. Read with botocore 1.40 and 1.44, urllib3 2.8.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from botocore.awsrequest import (
     AWSHTTPConnection,
@@ -33,7 +34,6 @@ from botocore.awsrequest import (
     AWSResponse,
 )
 from botocore.config import Config
-from botocore.credentials import AssumeRoleCredentialFetcher, DeferredRefreshableCredentials
 from botocore.exceptions import (
     BotoCoreError,
     ConnectionClosedError,
@@ -42,17 +42,18 @@ from botocore.exceptions import (
     NoCredentialsError,
     ProfileNotFound,
 )
-from botocore.httpsession import URLLib3Session, get_cert_path
+from botocore.httpsession import URLLib3Session
 from botocore.response import StreamingBody
 from botocore.session import Session, get_session
-from botocore.utils import get_environ_proxies, parse_timestamp, validate_region_name
+from botocore.utils import parse_timestamp, validate_region_name
 from urllib3.exceptions import HTTPError
 
 import s3ec
 from s3ec.errors import AccessError, ConfigError
-from s3ec.settings import PLAIN_HTTP, Settings, is_plain_http_elsewhere
+from s3ec.settings import PLAIN_HTTP, Settings, is_amazons, is_plain_http_elsewhere
 from s3ec.store.concurrency import PIECE_BYTES
 from s3ec.store.credentials import ChainCredentials
+from s3ec.store.network import Proxy, check_roots, proxy_for, roots_for
 
 T = TypeVar("T")
 
@@ -191,6 +192,10 @@ class _HttpsConnection(_Connection, AWSHTTPSConnection):  # type: ignore[misc]
 class _Pool:
     """The part that both kinds of pool have in common."""
 
+    def urlopen(self, *args: Any, **kwargs: Any) -> Any:
+        # urllib3 would fail at a 303 in botocore's headers, before it looks at `retries`.
+        return super().urlopen(*args, **{**kwargs, "redirect": False})  # type: ignore[misc]
+
     def _put_conn(self, conn: Any) -> None:
         if conn is not None and conn.exchange is not None:
             conn.exchange.is_done_with(conn)
@@ -219,15 +224,21 @@ class _Whole:
 class BoundedSession(URLLib3Session):  # type: ignore[misc]
     """botocore's transport, with an end to every request and every answer."""
 
-    def __init__(self, **options: Any) -> None:
-        """Make no connection yet.
-
-        Args:
-            options: Of botocore's transport.
-        """
-        super().__init__(**options)
+    def __init__(self, way: Way, settings: Settings) -> None:
+        """Make no connection yet."""
+        super().__init__(
+            verify=way.roots,
+            proxies=way.proxies,
+            timeout=(settings.connect_timeout_s, settings.read_timeout_s),
+            max_pool_connections=settings.max_concurrency,
+        )
         # Its managers hold this very mapping.
         self._pool_classes_by_scheme.update(http=_HttpPool, https=_HttpsPool)
+
+    def _get_ssl_context(self) -> ssl.SSLContext:
+        context: ssl.SSLContext = super()._get_ssl_context()
+        context.set_default_verify_paths()  # the system's too, which obstore trusts in any case
+        return context
 
     def send(self, request: Any, **_: Any) -> AWSResponse:
         """Send a request that botocore has prepared; a handler of its event ``before-send``.
@@ -278,23 +289,6 @@ def _read_answer(stream: StreamingBody) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """An S3 client of an SDK, and what it works with.
-
-    Attributes:
-        client: The client.
-        credentials: What signs for it, and changes as they expire or are refused.
-        roots: PEM file of the authorities it trusts.
-        transport: What it sends with, where that is ours to close.
-    """
-
-    client: Any
-    credentials: ChainCredentials
-    roots: str
-    transport: BoundedSession | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Address:
     """Where the SDK sends requests about the objects of one bucket.
 
@@ -308,17 +302,65 @@ class Address:
     region: str
     service: str
 
+    @property
+    def is_amazons(self) -> bool:
+        """Whether nobody but Amazon answers there: TLS proves it."""
+        return self.url.startswith("https:") and is_amazons(self.url)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the requests of a store reach their server; decided once, for each client.
+
+    Attributes:
+        address: The bucket's.
+        proxy: What they pass on their way; None for nothing.
+        roots: PEM file of the authorities to trust beside the system's.
+    """
+
+    address: Address
+    proxy: Proxy | None
+    roots: str
+
+    @property
+    def proxies(self) -> dict[str, str]:
+        """The proxy as botocore and its kin take it."""
+        return {urlsplit(self.address.url).scheme: self.proxy.url} if self.proxy else {}
+
+    @property
+    def by(self) -> str:
+        """For messages, behind what was asked."""
+        return f" through the proxy {self.proxy}" if self.proxy else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An S3 client of an SDK, and what it works with.
+
+    Attributes:
+        client: The client.
+        credentials: What signs for it, and changes as they expire or are refused.
+        way: How its requests reach the server.
+        transport: What it sends with, where that is ours to close.
+    """
+
+    client: Any
+    credentials: ChainCredentials
+    way: Way
+    transport: BoundedSession | None = None
+
 
 def check_settings(settings: Settings) -> None:
     """Find at start-up what the SDK would find at the first request.
 
     Raises:
         ConfigError: No such profile, not a region's name, not a file of certificates, plain http
-            to another machine.
+            to another machine, a proxy that cannot be used.
     """
     quiet_sdk_logs()
+    core = new_session(settings)
     try:
-        endpoint_url = _endpoint_url(settings, new_session(settings).get_scoped_config())
+        endpoint_url = _endpoint_url(settings, core.get_scoped_config())
     except ProfileNotFound as exc:
         raise ConfigError(
             f"`profile` (or AWS_PROFILE): {exc}; see ~/.aws/config and ~/.aws/credentials",
@@ -332,13 +374,8 @@ def check_settings(settings: Settings) -> None:
         validate_region_name(settings.region)
     except InvalidRegionError as exc:
         raise ConfigError("`region` is not a region's name", field="region") from exc
-    if settings.ca_bundle is not None:
-        try:
-            ssl.create_default_context(cafile=settings.ca_bundle)
-        except (ssl.SSLError, OSError) as exc:
-            raise ConfigError(
-                "`ca_bundle` is not a file of PEM certificates", field="ca_bundle"
-            ) from exc
+    check_roots(settings, core)
+    proxy_for(endpoint_url or "https://s3.amazonaws.com")
 
 
 def _endpoint_url(settings: Settings, profile: Mapping[str, Any]) -> str:
@@ -377,20 +414,38 @@ def open_client(settings: Settings, *, patient: bool = False) -> Opened:
     """
     core = new_session(settings)
     core.get_component("credential_provider").providers.insert(0, _Provider())
+    client = _new_client(core, settings)
+    way = way_of(client, settings, core)
+    transport = BoundedSession(way, settings)
+    client.meta.events.register("before-send.s3", transport.send)
+    return Opened(client, chain_credentials(settings, patient=patient), way, transport)
+
+
+def _new_client(core: Any, settings: Settings) -> Any:
     # Not by way of boto3, which would import its transfer manager.
     client = core.create_client(
         "s3", config=Config(**config_for(settings, core)), **client_options(settings)
     )
     check_and_adapt(client, settings)
-    roots = roots_for(settings, core)
-    transport = BoundedSession(
-        verify=roots,
-        proxies=get_environ_proxies(client.meta.endpoint_url),
-        timeout=(settings.connect_timeout_s, settings.read_timeout_s),
-        max_pool_connections=settings.max_concurrency,
-    )
-    client.meta.events.register("before-send.s3", transport.send)
-    return Opened(client, chain_credentials(settings, patient=patient), roots, transport)
+    return client
+
+
+def way_to(settings: Settings) -> Way:
+    """The way of the requests of a store, for another client than botocore's.
+
+    Raises:
+        AccessError, ConfigError: As ``open_client`` and ``proxy_for``.
+    """
+    core = new_session(settings)
+    core.set_credentials("nobody", "unused")
+    with contextlib.closing(_new_client(core, settings)) as client:
+        return way_of(client, settings, core)
+
+
+def way_of(client: Any, settings: Settings, core: Any) -> Way:
+    """Ask a client of the SDK where it would send requests, and the environment how."""
+    address = address_of(client, settings.bucket)
+    return Way(address, proxy_for(address.url), roots_for(settings, core))
 
 
 def chain_credentials(settings: Settings, *, patient: bool) -> ChainCredentials:
@@ -406,7 +461,7 @@ def chain_credentials(settings: Settings, *, patient: bool) -> ChainCredentials:
 
 
 def find_credentials(settings: Settings) -> Any:
-    """Walk the SDK's chain from its beginning; those of the role where one is set.
+    """Walk the SDK's chain from its beginning.
 
     May ask services and commands, so it takes its time.
 
@@ -419,17 +474,7 @@ def find_credentials(settings: Settings) -> Any:
     source = core.get_credentials()
     if source is None:
         raise NoCredentialsError
-    if not settings.role_arn:
-        return source
-    fetcher = AssumeRoleCredentialFetcher(
-        client_creator=functools.partial(core.create_client, region_name=settings.region),
-        source_credentials=source,
-        role_arn=settings.role_arn,
-        extra_args={"RoleSessionName": "s3ec"},
-    )
-    return DeferredRefreshableCredentials(
-        refresh_using=fetcher.fetch_credentials, method="s3ec-assume-role"
-    )
+    return source
 
 
 def address_of(client: Any, bucket: str) -> Address:
@@ -493,7 +538,6 @@ def client_options(settings: Settings) -> dict[str, Any]:
     return {
         "endpoint_url": settings.endpoint_url,
         "region_name": settings.region,
-        "verify": str(settings.ca_bundle) if settings.ca_bundle else None,
     }
 
 
@@ -547,12 +591,6 @@ def encryption(settings: Settings, sse: str | None = None) -> dict[str, str]:
     if sse == "aws:kms" and settings.sse_kms_key_id:
         asked["SSEKMSKeyId"] = settings.sse_kms_key_id
     return asked
-
-
-def roots_for(settings: Settings, core: Any) -> str:
-    """PEM file of the authorities to trust, where the SDK would look for it."""
-    named = settings.ca_bundle or core.get_config_variable("ca_bundle")
-    return str(named or os.environ.get("REQUESTS_CA_BUNDLE") or get_cert_path(True))
 
 
 def timeouts(settings: Settings) -> dict[str, float]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from botocore import exceptions as sdk
 from botocore.parsers import ResponseParserError
@@ -124,6 +124,7 @@ CREDENTIAL_CODES = frozenset(
 # Refusals of the one who asks, whatever is asked for; a status below 400 is one as well.
 _GENERAL_CODES = CREDENTIAL_CODES | {
     "404",
+    "407",
     "AccountProblem",
     "AllAccessDisabled",
     "AuthorizationHeaderMalformed",
@@ -164,9 +165,11 @@ _FIXES = {
     "TokenRefreshRequired": "renew the credentials",
     "RequestTimeTooSkewed": "set this machine's clock",
     "KeyTooLongError": "shorten `prefix`",
+    "407": "give the proxy's user name and password in its variable, http://USER:PASSWORD@HOST:PORT",
     "404": "nothing here answers as a bucket, correct `endpoint_url` or `bucket`",
     "NotImplemented": "the server lacks a feature that the request asked for",
 }
+_WANTS_CREDENTIALS = re.compile(r"\b407\b")
 _REDIRECT_FIX = "the endpoint redirects, correct `endpoint_url` or `region`"
 # What a server's code and region may be; S3's own are shorter.
 _CODE_CHARACTERS = 64
@@ -174,6 +177,8 @@ _REGION = re.compile(r"[a-z0-9-]{1,64}")
 # What a server may repeat of a request: parts of a presigned URL, an access key.
 _SIGNED = re.compile(r"(?i)\b(x-amz-[a-z-]+|signature|awsaccesskeyid|token)=[^&\s\"'<>]*")
 _ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}")
+# User name and password in a URL.
+_USER = re.compile(r"(?<=://)[^/@\s]+@")
 _READ = "s3:GetObject, and s3:ListBucket without which S3 answers 403 for an absent object too"
 # What an operation needs; named alone where it is known what was denied.
 _ACTIONS = {
@@ -187,17 +192,33 @@ _ACTIONS = {
 }
 
 
+E = TypeVar("E", bound=BaseException)
+
+
 class RedirectRefusedError(Exception):
-    """The answer leads elsewhere, where a transport would follow it."""
+    """The answer leads elsewhere, where a transport would follow it.
+
+    Attributes:
+        status: Of the answer.
+        region: Of the bucket, as the answer has it; may be empty.
+    """
+
+    def __init__(self, status: int, region: str) -> None:
+        super().__init__(status, region)
+        self.status = status
+        self.region = region
 
 
 @contextlib.contextmanager
-def boundary(what: str, region: Callable[[], str]) -> Iterator[None]:
+def boundary(
+    what: str, region: Callable[[], str], by: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
     """Let no SDK error out of this block.
 
     Args:
         what: What was tried, such as ``GET s3://bucket/name``; begins every message.
         region: The region that was signed for, asked only when something failed.
+        by: What the request passed on its way, as ``Way.by``; the same.
 
     Raises:
         UnavailableError, AccessError, ConflictError: Instead of what the SDK raised.
@@ -207,7 +228,11 @@ def boundary(what: str, region: Callable[[], str]) -> Iterator[None]:
     except SDK_ERRORS as exc:
         # Tracebacks show the SDK's own text as well.
         exc.args = tuple(_scrubbed(arg) if isinstance(arg, str) else arg for arg in exc.args)
-        raise _translate(exc, what, region()) from exc
+        error = _translate(exc, what + by(), region())
+        if isinstance(exc, sdk.ProxyConnectionError):
+            # aiohttp's own error repeats the proxy's URL, password included.
+            exc.__cause__ = exc.__context__ = None
+        raise error from exc
 
 
 @contextlib.contextmanager
@@ -272,8 +297,10 @@ def _translate(exc: Exception, what: str, region: str) -> S3ECError:
         return _not_trusted(what, str(unproven))
     if _caused_by(exc, CertificateError):
         return _not_trusted(what, "mismatch")
-    if _caused_by(exc, RedirectRefusedError):
-        return AccessError(f"{what}: {_REDIRECT_FIX} (now {region})", code="TooManyRedirects")
+    if isinstance(exc, sdk.ProxyConnectionError):
+        return _from_proxy(exc, what)
+    if (away := _caused_by(exc, RedirectRefusedError)) is not None:
+        return _from_answer(_as_sdk(away.status, {"Region": away.region}, ""), what, region)
     # A deadline of ours says nothing more, and the SDK's text ends with the query.
     if isinstance(exc, (TimeoutError, sdk.ReadTimeoutError)):
         return UnavailableError(f"{what}: timed out")
@@ -310,6 +337,14 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
     )
 
 
+def _from_proxy(exc: Exception, what: str) -> S3ECError:
+    """The proxy let no request through; the reason is in the first error of all."""
+    reason = one_line(list(causes_of(exc))[-1])
+    if _WANTS_CREDENTIALS.search(reason):
+        return AccessError(f"{what}: {reason}; {_FIXES['407']}", code="407")
+    return UnavailableError(f"{what}: {reason}")
+
+
 def _is_later(status: int) -> bool:
     return status in _LATER or status >= 500
 
@@ -332,7 +367,7 @@ def _from_credential_service(exc: sdk.ClientError, what: str) -> S3ECError:
     said = f"{what}: {exc.operation_name} for the credentials: {status} {code} ({message})"
     if status == 429 or status >= 500 or code in _TRANSIENT_CODES:
         return UnavailableError(said)
-    return AccessError(f"{said}; correct `role_arn` or the credentials it needs", code=code)
+    return AccessError(f"{said}; correct the role, or the credentials that it needs", code=code)
 
 
 def _skew(response: Any) -> str:
@@ -377,7 +412,7 @@ def _not_trusted(what: str, reason: str, setting: str = "endpoint_url") -> Acces
     )
 
 
-def _caused_by(exc: BaseException, kind: type[BaseException]) -> BaseException | None:
+def _caused_by(exc: BaseException, kind: type[E]) -> E | None:
     """This error, or the first of those that it was raised for, that is of a kind."""
     return next((cause for cause in causes_of(exc) if isinstance(cause, kind)), None)
 
@@ -389,7 +424,7 @@ def one_line(value: object) -> str:
 
 
 def _scrubbed(text: str) -> str:
-    return _SIGNED.sub(r"\1=***", _ACCESS_KEY.sub("***", text))
+    return _SIGNED.sub(r"\1=***", _ACCESS_KEY.sub("***", _USER.sub("***@", text)))
 
 
 # -- obstore -----------------------------------------------------------------------------------

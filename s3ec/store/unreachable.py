@@ -18,6 +18,7 @@ _NOBODY = re.compile(
     r"nodename nor servname|name resolution|failed to lookup address|no address associated",
     re.IGNORECASE,
 )
+_PROXY = "through the proxy"
 _QUERY = re.compile(r"(https?://[^\s\"'?]*)\?[^\s\"']*")
 
 
@@ -29,6 +30,8 @@ def in_plain_words(exc: UnavailableError, settings: Settings) -> UnavailableErro
     found = _NOBODY.search(" ".join(str(cause) for cause in causes_of(exc)))
     if exc.status:
         return None
+    if _PROXY in str(exc):
+        return UnavailableError(f"{exc}; {mend_endpoint(settings, _PROXY)}")
     if found is None:
         text = _QUERY.sub(r"\1", str(exc))
         if text == str(exc):
@@ -46,6 +49,8 @@ def mend_endpoint(settings: Settings, reason: str) -> str:
         reason: The operating system's or a library's words.
     """
     where = settings.endpoint_url or "AWS"
+    if _PROXY in reason:
+        return "start the proxy, or correct HTTP_PROXY, HTTPS_PROXY, ALL_PROXY or NO_PROXY"
     if "certificate" in reason:
         return "name the authority's PEM file in `ca_bundle`"
     if "SSL" in reason or "WRONG_VERSION" in reason:

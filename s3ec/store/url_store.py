@@ -36,6 +36,7 @@ from s3ec.store.base import (
     delete_each,
 )
 from s3ec.store.concurrency import Extend, RequestSlots, page_begun, read_body
+from s3ec.store.network import certificates
 from s3ec.store.obstore_errors import failure_of, plain_errors
 from s3ec.store.obstore_runtime import held
 from s3ec.store.s3 import ObstoreReply, http_options
@@ -339,7 +340,7 @@ class UrlStore:
 def cloud_client(settings: Settings) -> GCSStore | AzureStore:
     options = http_options(settings)
     if settings.ca_bundle is not None:
-        options["root_certificate"] = settings.ca_bundle.read_bytes()
+        options["root_certificate"] = certificates(settings.ca_bundle)
     # Retries are a wrapper of ours.
     common: Any = {"client_options": options, "retry_config": {"max_retries": 0}}
     corpus = settings.corpus

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from s3ec.errors import S3ECError, UnavailableError
 from s3ec.store.base import ObjectInfo, Store, Wrapper
@@ -60,8 +59,7 @@ class Fault:
             ``get|get_range``.
         name: Regular expression searched in the object's name, or the listing's prefix; of
             delete_many in its names, one a line.
-        latency_s: Seconds to sleep first.
-        gate: Wait here next.
+        gate: Wait here first.
         error: Makes the exception to raise from a message, such as ``UnavailableError``.
         lost_reply: Do what was asked, then raise ``error`` (UnavailableError if None).
         partial: Of delete_many only the names that match fail, in its result.
@@ -73,7 +71,6 @@ class Fault:
 
     op: str = ".*"
     name: str = ""
-    latency_s: float = 0.0
     gate: Gate | None = None
     error: Callable[[str], Exception] | None = None
     lost_reply: bool = False
@@ -111,14 +108,6 @@ def replace(other: bytes) -> Callable[[bytes], bytes]:
     return lambda _: other
 
 
-class Plan(Protocol):
-    """Decides, call by call."""
-
-    def next(self, op: str, name: str) -> Fault | None:
-        """The fault that strikes this call, or None."""
-        ...
-
-
 @dataclass(slots=True)
 class Script:
     """Faults in order of precedence; the first that matches and is not used up strikes.
@@ -140,57 +129,24 @@ class Script:
         return None
 
 
-class Dice:
-    """One of the faults that match, chosen at random, for a share of the calls.
-
-    Args:
-        seed: Equal seeds and equal calls give equal faults.
-        faults: To choose from; ``skip`` and ``times`` are not looked at.
-        share: Probability that a call is struck, 0 to 1.
-    """
-
-    def __init__(self, seed: int, faults: Sequence[Fault], *, share: float) -> None:
-        self._random = random.Random(seed)
-        self._faults = tuple(faults)
-        self._share = share
-
-    def next(self, op: str, name: str) -> Fault | None:
-        # Both are drawn for every call, so that one call's name does not shift the next one's.
-        struck, choice = self._random.random() < self._share, self._random.random()
-        fitting = [fault for fault in self._faults if fault.matches(op, name)]
-        if not struck or not fitting:
-            return None
-        fault = fitting[int(choice * len(fitting))]
-        fault.struck += 1
-        return fault
-
-
 class FaultStore(Wrapper):
     """A Store that behaves as ``plan`` says.
 
     Args:
         inner: The store that does the work.
-        plan: A Script, Dice, or anything with their ``next``.
-        sleep: Injected, so that tests of latency need not wait.
+        plan: Which calls fail; none where it is None.
 
     Attributes:
-        plan: As given.
+        plan: As given; may be replaced.
         calls: How often each method was called, struck or not.
         log: Method and name of every call, in order.
     """
 
-    def __init__(
-        self,
-        inner: Store,
-        plan: Plan | None = None,
-        *,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, inner: Store, plan: Script | None = None) -> None:
         super().__init__(inner)
-        self.plan: Plan = plan or Script()
+        self.plan = plan or Script()
         self.calls: Counter[str] = Counter()
         self.log: list[tuple[str, str]] = []
-        self._sleep = sleep
 
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         return await self._run(self._strike(op, name), name, call)
@@ -235,8 +191,6 @@ class FaultStore(Wrapper):
         return result
 
     async def _before(self, fault: Fault, name: str) -> None:
-        if fault.latency_s > 0:
-            await self._sleep(fault.latency_s)
         if fault.gate is not None:
             await fault.gate.wait()
         if fault.error is not None and not fault.lost_reply:

@@ -22,12 +22,12 @@ def is_index_name(name: str) -> bool:
     return _INDEX_NAME.fullmatch(name) is not None
 
 
-_ENTRY_FILE = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})")
+_ENTRY_FILE = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX))
 
 
 @dataclass(frozen=True, slots=True)
 class EntryFileName:
-    """The parts of ``NAMESPACE--DESTINATION--DIGEST``: files of the spool, and of bad objects.
+    """The parts of a spooled file's name, ``NAMESPACE--DESTINATION--DIGEST.safetensors``.
 
     Attributes:
         namespace: ``Namespace.name``.
@@ -41,10 +41,10 @@ class EntryFileName:
     digest: bytes
 
     @classmethod
-    def parse(cls, name: str, suffix: str = OBJECT_SUFFIX) -> EntryFileName | None:
-        """The parts of a file name, None where it is no such name, or ends otherwise."""
-        match = _ENTRY_FILE.fullmatch(name.removesuffix(suffix))
-        if match is None or not name.endswith(suffix) or not is_namespace_name(match[1]):
+    def parse(cls, name: str) -> EntryFileName | None:
+        """The parts of a file name, None where it is no such name."""
+        match = _ENTRY_FILE.fullmatch(name)
+        if match is None or not is_namespace_name(match[1]):
             return None
         return cls(match[1], match[2], bytes.fromhex(match[3]))
 

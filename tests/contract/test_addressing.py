@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -13,8 +18,10 @@ from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.errors import AccessError, ConflictError
 from s3ec.store.botocore_s3 import BotocoreStore
+from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import BUCKET, DOMAIN, Transport
+from tests.support.disks import run_or_skip
 
 IN_PATH = rf"^http://{re.escape(DOMAIN)}/"
 IN_HOST = rf"^http://{BUCKET}\.{re.escape(DOMAIN)}/"
@@ -78,7 +85,8 @@ async def test_store_that_knows_only_the_style_of_the_settings_does_all_that_is_
     assert await store.get("aa/x", max_bytes=10) is None
     assert refused.fired == 0
     assert all(re.search(right, asked.target) for asked in proxy.requests)
-    assert "does the work of obstore" not in caplog.text
+    # Behind a proxy; see below for obstore's own way.
+    assert ("does the work of obstore" in caplog.text) == isinstance(store, ObstoreStore)
 
 
 async def test_store_that_knows_only_the_other_style_is_a_bucket_that_is_not_there(
@@ -90,3 +98,45 @@ async def test_store_that_knows_only_the_other_style_is_a_bucket_that_is_not_the
         await store.get("aa/x", max_bytes=10)
     assert caught.value.is_general
     assert refused.fired == len(proxy.requests) == 1
+
+
+OBSTORE = """
+import asyncio, json, sys
+from s3ec.config import load_settings
+from s3ec.store.s3 import ObstoreStore
+from tests.contract.test_server_identity import all_go
+
+async def use(settings):
+    store = ObstoreStore(load_settings(settings).settings)
+    await all_go(store, "größe")
+    await store.close()
+
+for settings in json.loads(sys.argv[1]):
+    asyncio.run(use(settings))
+"""
+
+
+def test_obstore_finds_the_bucket_in_the_host_and_in_the_path(
+    guarded_s3: LocalS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a process whose ``/etc/hosts`` has the names."""
+    for name, value in guarded_s3.env().items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost {DOMAIN} {BUCKET}.{DOMAIN}\n")
+    there = ("unshare", "-m", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"')
+    run_or_skip(*there, str(tmp_path / "hosts"), "true")
+    port = urlsplit(guarded_s3.endpoint_url).port
+    given = [
+        {
+            "bucket": BUCKET,
+            "prefix": f"圖/{style}",
+            "endpoint_url": f"http://{DOMAIN}:{port}",
+            "region": "us-east-1",
+            "allow_http": True,
+            "addressing_style": style,
+        }
+        for style in ("virtual", "path")
+    ]
+    command = (*there, str(tmp_path / "hosts"), sys.executable, "-c", OBSTORE, json.dumps(given))
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

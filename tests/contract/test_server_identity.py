@@ -1,22 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that are not who they should be get no request, and other hosts no credentials."""
+"""Servers that are not who they should be get no request, and other hosts no credentials; each
+client takes the way that the environment names.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 import ssl
+import subprocess
+import sys
+import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
-from s3ec.dev.rigs.proxy_faults import s3_error
-from s3ec.errors import AccessError
+from s3ec.dev.rigs.proxy_faults import Answer, s3_error
+from s3ec.errors import AccessError, UnavailableError
 from s3ec.store.botocore_s3 import BotocoreStore
+from s3ec.store.s3 import ObstoreStore
+from s3ec.store.s3_client import Address
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import Configure, Issued, Transport, issue
 
 TOKEN = "a-session-token-for-one-host-only"
+PASSWORD = "a-proxys-password"
 
 
 async def _list(store: BotocoreStore) -> list[str]:
@@ -63,20 +74,39 @@ async def test_server_with_a_bad_certificate_gets_no_request(
         await store.close()
 
 
+REDIRECTS = [
+    # (another host, other variables, whether the session has a token)
+    ("localhost", {}, False),
+    ("localhost", {}, True),
+    ("localhost", {"NO_PROXY": "10.0.0.0/8"}, False),
+    ("localhost", {"no_proxy": "*"}, True),
+    ("localhost", {"FTP_PROXY": "http://127.0.0.1:9"}, False),
+    ("localhost", {"HTTPS_PROXY": "http://127.0.0.1:9", "ALL_PROXY": ""}, True),
+    ("localhost", {"AWS_PROXY_URL": "http://127.0.0.1:9"}, False),
+    ("127.0.0.1", {}, True),
+    ("127.0.0.1", {"no_proxy": "*"}, True),
+]
+
+
+@pytest.mark.parametrize(("host", "variables", "has_token"), REDIRECTS)
 @pytest.mark.parametrize("status", [301, 307])
-async def test_redirect_to_another_host_is_refused_and_nothing_is_sent_there(
+async def test_redirect_elsewhere_is_refused_and_nothing_is_sent_there(
     status: int,
+    host: str,
+    variables: dict[str, str],
+    has_token: bool,
     local_s3: LocalS3,
     on_seaweed: Configure,
     any_transport: Transport,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    for name, value in {**variables, **({"AWS_SESSION_TOKEN": TOKEN} if has_token else {})}.items():
+        monkeypatch.setenv(name, value)
     with (
         FaultProxy(local_s3.endpoint_url) as asked,
         FaultProxy(local_s3.endpoint_url) as elsewhere,
     ):
-        address = elsewhere.url.replace("127.0.0.1", "localhost")
+        address = elsewhere.url.replace("127.0.0.1", host)
         rule = asked.add(
             Rule(s3_error(status, "TemporaryRedirect", headers={"location": f"{address}/a"}))
         )
@@ -87,6 +117,219 @@ async def test_redirect_to_another_host_is_refused_and_nothing_is_sent_there(
             assert caught.value.is_general
             assert TOKEN not in str(caught.value)
             assert rule.fired >= count
-        assert asked.requests[0].headers["x-amz-security-token"] == TOKEN
+        assert (asked.requests[0].headers.get("x-amz-security-token") == TOKEN) == has_token
         assert elsewhere.requests == []
         await store.close()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_redirect_to_another_port_of_the_host_gets_no_credentials(
+    status: int, local_s3: LocalS3, on_seaweed: Configure, any_transport: Transport
+) -> None:
+    with (
+        FaultProxy(local_s3.endpoint_url) as asked,
+        FaultProxy(local_s3.endpoint_url) as elsewhere,
+    ):
+        location = {"location": f"{elsewhere.url}/a"}
+        asked.add(Rule(s3_error(status, "TemporaryRedirect", headers=location)))
+        store = any_transport(on_seaweed(endpoint_url=asked.url))
+        for operation in OPERATIONS.values():
+            with pytest.raises(AccessError):
+                await operation(store)
+        assert not any("authorization" in request.headers for request in elsewhere.requests)
+        await store.close()
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+async def test_redirect_behind_a_proxy_is_not_followed(
+    has_token: bool,
+    local_s3: LocalS3,
+    on_seaweed: Configure,
+    any_transport: Transport,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if has_token:
+        monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    with FaultProxy(local_s3.endpoint_url) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        location = {"location": "http://elsewhere.test/a"}
+        proxy.add(Rule(s3_error(307, "TemporaryRedirect", headers=location)))
+        store = any_transport(on_seaweed(endpoint_url="http://s3.test", allow_http=True))
+        for operation in OPERATIONS.values():
+            with pytest.raises(AccessError, match=f"through the proxy {proxy.url}: 307") as caught:
+                await operation(store)
+            assert "redirects, correct `endpoint_url`" in str(caught.value)
+        assert {urlsplit(request.target).hostname for request in proxy.requests} == {"s3.test"}
+        await store.close()
+    assert caplog.text.count("does the work of obstore") == (any_transport is ObstoreStore)
+
+
+async def test_redirect_to_another_region_names_it(
+    local_s3: LocalS3, on_seaweed: Configure, any_transport: Transport
+) -> None:
+    region = {
+        "location": "http://contract.s3.eu-north-1.amazonaws.com/a",
+        "x-amz-bucket-region": "eu-north-1",
+    }
+    with FaultProxy(local_s3.endpoint_url) as asked:
+        asked.add(Rule(s3_error(307, "TemporaryRedirect", headers=region)))
+        store = any_transport(on_seaweed(endpoint_url=asked.url))
+        for operation in OPERATIONS.values():
+            with pytest.raises(AccessError, match="in region eu-north-1, set `region`"):
+                await operation(store)
+        await store.close()
+
+
+async def test_token_for_amazon_travels_by_obstore_and_to_no_other_host(
+    local_s3: LocalS3,
+    on_seaweed: Configure,
+    issued: Issued,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    monkeypatch.setattr(Address, "is_amazons", True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(issued.server)
+    with (
+        FaultProxy(local_s3.endpoint_url, tls=context) as asked,
+        FaultProxy(local_s3.endpoint_url, tls=context) as elsewhere,
+    ):
+        location = {"location": elsewhere.url.replace("127.0.0.1", "localhost")}
+        asked.add(Rule(s3_error(307, "TemporaryRedirect", headers=location)))
+        store = ObstoreStore(on_seaweed(endpoint_url=asked.url, ca_bundle=issued.authority))
+        with pytest.raises(AccessError, match="redirects, correct `endpoint_url`"):
+            await store.get("a", max_bytes=10)
+        sent = asked.requests[0].headers
+        assert sent["x-amz-security-token"] == TOKEN
+        assert "boto" not in sent["user-agent"].lower()
+        assert elsewhere.requests == []
+        await store.close()
+
+
+# -- what the environment says of the way ------------------------------------------------------
+
+
+async def all_go(store: BotocoreStore, name: str) -> None:
+    await store.put_if_absent(name, [b"body"])
+    assert await store.get(name, max_bytes=10) == b"body"
+    assert await store.get_range(name, 1, 2) == b"od"
+    assert await store.head(name) is not None
+    assert await _list(store) == [name]
+    await store.delete(name)
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+async def test_each_request_passes_the_proxy_of_the_environment_with_its_password(
+    name: str,
+    local_s3: LocalS3,
+    on_seaweed: Configure,
+    any_transport: Transport,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FaultProxy(local_s3.endpoint_url) as proxy:
+        monkeypatch.setenv(name, proxy.url.replace("http://", "us%40er:p%3Ass@"))
+        settings = on_seaweed(endpoint_url="http://s3.test", allow_http=True, prefix=name)
+        store = any_transport(settings)
+        await all_go(store, "a")
+        assert len(proxy.requests) == len(OPERATIONS)
+        expected = "Basic " + base64.b64encode(b"us@er:p:ss").decode()
+        assert {one.headers["proxy-authorization"] for one in proxy.requests} == {expected}
+        proxy.add(Rule(Answer(407, b"")))
+        for operation in OPERATIONS.values():
+            with pytest.raises(AccessError, match=f"proxy {proxy.url}: 407.*USER:PASS") as caught:
+                await operation(store)
+            assert caught.value.is_general
+            assert "p%3Ass" not in "".join(traceback.format_exception(caught.value))
+        await store.close()
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("fault", ["nobody", "unknown", "407"])
+async def test_a_proxy_that_lets_nothing_through_is_named_without_its_password(
+    scheme: str,
+    fault: str,
+    on_seaweed: Configure,
+    any_transport: Transport,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FaultProxy("http://127.0.0.1:9") as proxy:
+        proxy.add(Rule(Answer(407, b"")))
+        place = {"nobody": "127.0.0.1:9", "unknown": "nobody.invalid:1", "407": proxy.url[7:]}
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://user:{PASSWORD}@{place[fault]}")
+        settings = on_seaweed(endpoint_url=f"{scheme}://s3.test", allow_http=True)
+        store = any_transport(settings)
+        for operation in OPERATIONS.values():
+            with pytest.raises((AccessError, UnavailableError)) as caught:
+                await operation(store)
+            assert f"through the proxy http://{place[fault]}: " in str(caught.value)
+            assert isinstance(caught.value, AccessError) == (fault == "407")
+            assert PASSWORD not in "".join(traceback.format_exception(caught.value))
+        await store.close()
+
+
+async def test_a_server_in_no_proxy_is_asked_directly_by_each_request(
+    local_s3: LocalS3,
+    on_seaweed: Configure,
+    any_transport: Transport,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    port = urlsplit(local_s3.endpoint_url).port
+    for number, form in enumerate([f"127.0.0.1:{port}", "10.0.0.0/8,127.0.0.0/8", "*", "127.*"]):
+        with monkeypatch.context() as patched:
+            patched.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+            patched.setenv("NO_PROXY", form)
+            store = any_transport(on_seaweed(prefix=f"no-proxy-{number}"))
+            await all_go(store, "a")
+            await store.close()
+    assert "does the work of obstore" not in caplog.text
+
+
+# In a process of its own, since obstore reads the system's authorities once.
+ALL_GO = """
+import asyncio, json, sys
+from s3ec.config import load_settings
+from s3ec.store import aioboto3_s3, botocore_s3, s3
+from tests.contract.test_server_identity import all_go
+
+async def use(name, settings):
+    kinds = {kind.__name__: kind for kind in
+             (s3.ObstoreStore, botocore_s3.BotocoreStore, aioboto3_s3.Aioboto3Store)}
+    store = kinds[name](load_settings(json.loads(settings)).settings)
+    await all_go(store, "a")
+    await store.close()
+
+asyncio.run(use(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["ca_bundle", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"]
+)
+def test_the_authority_counts_for_each_request_wherever_it_is_named(
+    name: str,
+    local_s3: LocalS3,
+    on_seaweed: Configure,
+    any_transport: Transport,
+    issued: Issued,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "ca.pem"
+    # Editors on Windows write such a mark. The clients themselves read the system's files.
+    mark = b"" if name.startswith("SSL") else b"\xef\xbb\xbf"
+    path.write_bytes(mark + issued.authority.read_bytes())
+    if name == "SSL_CERT_DIR":
+        subprocess.run(["openssl", "rehash", str(tmp_path)], check=True)
+    monkeypatch.setenv(name, str(tmp_path if name == "SSL_CERT_DIR" else path))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(issued.server)
+    with FaultProxy(local_s3.endpoint_url, tls=context) as proxy:
+        settings = on_seaweed(endpoint_url=proxy.url, prefix=f"{name}/{any_transport.__name__}")
+        given = settings.model_dump(include={"bucket", "prefix", "endpoint_url", "region"})
+        if name == "ca_bundle":
+            given[name] = str(path)
+        command = [sys.executable, "-c", ALL_GO, any_transport.__name__, json.dumps(given)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

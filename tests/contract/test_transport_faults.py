@@ -22,6 +22,7 @@ import pytest
 from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import Exchange, Fault, FaultProxy, Reply, Rule
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
+from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.concurrency import RequestSlots
 from s3ec.store.s3 import ObstoreStore
@@ -319,6 +320,22 @@ async def test_body_that_ends_early_is_a_corrupt_entry(
         assert isinstance(error, CorruptEntryError)
         assert error.reason == "length"
         assert rule.fired == 1
+    proxy.clear()
+    await _assert_works(store)
+
+
+@pytest.mark.parametrize("transport", [Aioboto3Store], indirect=True)
+@pytest.mark.parametrize(
+    "fault",
+    [faults.Reset(), faults.Cut(100_000), faults.Cut(100_000, chunked=True), faults.html_page(502)],
+    ids=["reset", "part", "part in chunks", "502"],
+)
+async def test_failures_of_the_extra_transport_are_ours_too(
+    fault: Fault, store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(fault, method="GET"))
+    for operation in (store.get("a", max_bytes=AMPLE), store.get_range("a", 0, 300_000)):
+        await _fails(operation, UnavailableError)
     proxy.clear()
     await _assert_works(store)
 

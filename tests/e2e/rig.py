@@ -7,7 +7,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -233,20 +233,28 @@ def body(client: Any, bucket: str, key: str) -> bytes:
 
 
 @contextmanager
-def other_vision_tower(model: Path) -> Iterator[None]:
+def other_vision_tower(model: Path, part: str = "vision_tower.") -> Iterator[None]:
     """While this is open the folder holds another vision encoder under the same names.
 
     The values of every vision tensor are shuffled. vLLM names an image by the model's path and
     the image's bytes, so where the model is known by its name (``weights: name``) a corpus made
     before still answers, and whoever encodes gives itself away by other answers.
+
+    Args:
+        part: What the names of the tensors begin with.
     """
     weights = model / "model.safetensors"
     original = weights.read_bytes()
     try:
-        _replace(weights, _shuffled(original))
+        _replace(weights, _shuffled(original, part))
         yield
     finally:
         _replace(weights, original)
+
+
+def other_projector(model: Path) -> AbstractContextManager[None]:
+    """The same of the projector alone, as after it was trained once more."""
+    return other_vision_tower(model, "multi_modal_projector.")
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -256,17 +264,17 @@ def _replace(path: Path, content: bytes) -> None:
     new.replace(path)
 
 
-def _shuffled(content: bytes) -> bytes:
+def _shuffled(content: bytes, part: str) -> bytes:
     blob = bytearray(content)
     (length,) = struct.unpack_from("<Q", blob)
     start = 8 + length
     random = np.random.default_rng(0)
     tensors = 0
     for name, entry in json.loads(bytes(blob[8:start])).items():
-        if name.startswith("vision_tower."):
+        if name.startswith(part):
             first, end = entry["data_offsets"]
             values = np.frombuffer(blob, np.uint16, (end - first) // 2, start + first)
             random.shuffle(values)
             tensors += 1
-    assert tensors, "the model has no vision tower under this name"
+    assert tensors, f"the model has no tensors of {part}"
     return bytes(blob)

@@ -156,7 +156,6 @@ def test_times_and_gauges_of_both_halves_reach_vllms_metrics(run: _Run) -> None:
     assert counted["vllm:s3ec_fetch_time_seconds_count{source=tier}"] == counted[FROM_TIER]
     assert counted["vllm:s3ec_wait_time_seconds_count"] > 0
     assert counted["vllm:s3ec_saves_queued"] == BOTH
-    assert counted["vllm:s3ec_spool_bytes"] == 0
     assert counted["vllm:s3ec_save_queue_entries"] == 0
     assert counted["vllm:s3ec_breaker_open"] == 0
     assert "vllm:s3ec_tier_bytes" in counted

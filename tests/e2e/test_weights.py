@@ -25,8 +25,10 @@ from tests.e2e.rig import (
     body,
     eventually,
     keys,
+    other_projector,
     other_vision_tower,
     record,
+    said,
     settings,
 )
 
@@ -42,15 +44,16 @@ class Fleet:
         self.model = write_gemma3(workdir / "weights-gemma3")
         self.bucket = s3.create_bucket("weights")
         self.client = s3.client()
-        self._workdir, self._gallery, self._s3, self._nursery = workdir, gallery, s3, nursery
+        self._workdir, self.gallery, self._s3, self._nursery = workdir, gallery, s3, nursery
 
-    def engine(self, log: str, **options: Any) -> EngineProcess:
+    def engine(self, log: str, *, plain: bool = False, **options: Any) -> EngineProcess:
+        """One engine; a plain one has no connector."""
         chosen = settings(
             self._s3, self.bucket, self._workdir / "weights-tier", weights="fingerprint"
         )
         return EngineProcess(
             self.model,
-            ec=ec_config("ec_both", chosen),
+            ec=None if plain else ec_config("ec_both", chosen),
             log_path=self._workdir / f"weights-{log}.log",
             media=self._workdir,
             env=self._s3.env() | ONE_PROCESS,
@@ -61,7 +64,7 @@ class Fleet:
     def encodes(self, log: str, *, saves: int, **options: Any) -> bool:
         """Whether one engine finds nothing of the picture, and stores it as the n-th entry."""
         with self.engine(log, **options) as engine:
-            told = record(engine, Scenario(log, [self._gallery.solo(PURPOSE)]))
+            told = record(engine, Scenario(log, [self.gallery.solo(PURPOSE)]))
             eventually(lambda: len(self.entries()) == saves, f"{saves} entries are stored")
         return (told[HITS], told[MISSES]) == (0, 1)
 
@@ -72,9 +75,9 @@ class Fleet:
 
             def is_hit() -> bool:
                 word = f"try {next(numbers)}"  # so that no prefix is cached
-                told = record(engine, Scenario(log, [self._gallery.again(PURPOSE, word)]))
+                told = record(engine, Scenario(log, [self.gallery.again(PURPOSE, word)]))
                 for other in ("left", "right"):  # the device holds two pictures
-                    engine.chat([self._gallery.again(other, word)])
+                    engine.chat([self.gallery.again(other, word)])
                 return told[HITS] == 1
 
             eventually(is_hit, "the entry is hit", pause_s=0.5)
@@ -110,3 +113,21 @@ def test_weights_that_differ_share_nothing_and_weights_that_are_the_same_do(flee
     assert fleet.hits("again")
     marks = sorted(fleet.weights().values())
     assert [mark.split(":")[0] for mark in marks] == ["dummy", "sha256", "sha256"]
+
+
+def test_an_engine_whose_projector_was_replaced_answers_as_one_without_s3ec(fleet: Fleet) -> None:
+    """A projector is a thousandth of the encoder's values, and every answer goes through it."""
+    asked = Scenario("projector", [fleet.gallery.solo(PURPOSE)])
+    with fleet.engine("before") as engine:
+        before = record(engine, asked)
+        eventually(lambda: len(fleet.entries()) == 1, "an entry is stored")
+    with other_projector(fleet.model):
+        with fleet.engine("reference", plain=True) as engine:
+            reference = record(engine, asked)
+        with fleet.engine("projector") as engine:
+            after = record(engine, asked)
+            eventually(lambda: len(fleet.entries()) == 2, "another entry is stored")
+    assert [said(one) for one in after.answers] == [said(one) for one in reference.answers]
+    assert [said(one) for one in after.answers] != [said(one) for one in before.answers]
+    assert (after[HITS], after[MISSES]) == (0, 1)
+    assert len(set(fleet.weights().values())) == 2

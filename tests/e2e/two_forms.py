@@ -20,6 +20,7 @@ from s3ec.dev.rigs.models import byte_tokenizer, save_tokenizer, write_json
 # Alone the first one is padded, and the second one is cut into tiles: it has other rows then.
 SIZES = ((300, 600), (900, 1200))
 ENCODER_CACHE_ROWS = 4096
+_OTHERS = ENCODER_CACHE_ROWS // 273 + 1
 
 
 def write_model(out: Path) -> Path:
@@ -115,7 +116,7 @@ class Engine:
             },
         )
         self._core = self._llm.llm_engine.engine_core.engine_core
-        self._pushed = 0
+        self._turn = 0
 
     def ask(self, *pictures: Any) -> dict[str, Any]:
         """Prompt with these; what came of it."""
@@ -148,9 +149,9 @@ class Engine:
 
     def push_out(self) -> None:
         """Have the device give up what it holds: ask for as many others as it has room for."""
-        for _ in range(ENCODER_CACHE_ROWS // 273 + 1):
-            self._pushed += 1
-            self.ask(picture((64, 64), self._pushed))
+        self._turn += 1
+        for number in range(_OTHERS):
+            self.ask(picture((64, 64), number + 40 * (self._turn % 2)))
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
@@ -170,18 +171,26 @@ def main(folder: Path) -> None:
     register_model()
     engine = Engine(folder)
     result: dict[str, Any] = {}
+    for turn in (1, 2):
+        engine.push_out()
+        engine.stored(turn * _OTHERS)
     for size in SIZES:
         first, second, third = (picture(size, 100 + 10 * number) for number in range(3))
-        steps = result["x".join(map(str, size))] = {"before": engine.stored(0)}
+        before = engine.stored(0)
+        steps = result["x".join(map(str, size))] = {}
         steps["two"] = engine.ask(first, second)
         steps["alone"] = engine.ask(third)
-        steps["stored"] = engine.stored(steps["before"] + 1) - steps["before"]
+        steps["stored"] = engine.stored(before + 3) - before
         engine.push_out()
-        steps["two again"] = engine.ask(third, first)
+        before = engine.stored(0)
+        steps["two again"] = engine.ask(first, second)
         engine.push_out()
         steps["alone again"] = engine.ask(third)
         engine.push_out()
+        steps["third among others"] = engine.ask(second, third)
+        engine.push_out()
         steps["first alone"] = engine.ask(first)
+        steps["stored later"] = engine.stored(0) - before
     engine.close()
     sys.stdout.write(f"RESULT {json.dumps(result)}\n")
 

@@ -72,6 +72,11 @@ class Engine:
         """One with a cache folder of its own, that waits at its end until all is confirmed."""
         return cls(site.settings(**{"cache_dir": str(cache_dir), **other}), drain_s=PATIENCE_S)
 
+    @classmethod
+    def unhedged(cls, site: Site, cache_dir: Path) -> Engine:
+        """As ``at``; a slow request is not sent twice, so that requests can be counted."""
+        return cls.at(site, cache_dir, hedge="false")
+
     @cached_property
     def queue(self) -> SaveQueue:
         from s3ec.connector.saves import SaveQueue

@@ -43,7 +43,7 @@ def flipped(body: bytes, bit: int) -> bytes:
 
 def test_bit_flipped_anywhere_is_a_miss_or_the_right_bytes(stocked: Site, tmp_path: Path) -> None:
     numbers = itertools.count()
-    with Engine.at(stocked, tmp_path / "a") as engine:
+    with Engine.unhedged(stocked, tmp_path / "a") as engine:
 
         @settings(max_examples=12, suppress_health_check=list(HealthCheck))
         @given(bit=st.integers(0, 8 * ENTRY_BYTES - 1), where=st.sampled_from(["once", "bucket"]))
@@ -82,7 +82,7 @@ BODIES: dict[str, Callable[[], Fault]] = {
 def test_body_that_is_something_else_is_a_miss_and_the_object_is_not_asked_for_again(
     stocked: Site, tmp_path: Path
 ) -> None:
-    with Engine.at(stocked, tmp_path / "a") as engine:
+    with Engine.unhedged(stocked, tmp_path / "a") as engine:
         for number, (what, fault) in enumerate(BODIES.items()):
             stocked.stock(number)
             rule = stocked.proxy.add(
@@ -117,7 +117,7 @@ def test_entry_that_does_not_fit_is_a_miss_and_its_field_is_counted(
     stocked: Site, tmp_path: Path
 ) -> None:
     unusable = {"namespace", "version", "nonfinite"}
-    with Engine.at(stocked, tmp_path / "a") as engine:
+    with Engine.unhedged(stocked, tmp_path / "a") as engine:
         for number, (field, wound) in enumerate(MISFITS.items()):
             stocked.put(number, wound(body_at(number)))
             outcome = engine.fetch(number).outcome
@@ -150,7 +150,7 @@ HOSTILE = {
 
 
 def test_hostile_safetensors_are_refused_and_asked_for_twice(stocked: Site, tmp_path: Path) -> None:
-    with Engine.at(stocked, tmp_path / "a") as engine:
+    with Engine.unhedged(stocked, tmp_path / "a") as engine:
         for number, (what, body) in enumerate(HOSTILE.items()):
             stocked.put(number, body)
             outcome = engine.fetch(number).outcome
@@ -205,7 +205,7 @@ def test_range_that_is_something_else_is_fetched_again_or_a_miss_and_nothing_sta
     stocked: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     monkeypatch.setattr("s3ec.fetch.PART_BYTES", LARGE_PART_BYTES)
-    with Engine.at(stocked, tmp_path / "a") as engine:
+    with Engine.unhedged(stocked, tmp_path / "a") as engine:
         for number, (what, fault) in enumerate(RANGES.items()):
             stocked.put(number, body_at(number))
             if known:
@@ -226,7 +226,7 @@ def test_large_object_that_stays_bad_in_one_range_is_a_miss_and_not_asked_for_ag
     stocked: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("s3ec.fetch.PART_BYTES", LARGE_PART_BYTES)
-    with Engine.at(stocked, tmp_path / "a") as engine:
+    with Engine.unhedged(stocked, tmp_path / "a") as engine:
         for number in range(2):
             bad = [flipped(body_at(number), 8 * (ENTRY_BYTES - 3)), body_at(number) + bytes(64)]
             stocked.put(number, bad[number])

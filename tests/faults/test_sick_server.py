@@ -270,6 +270,12 @@ def test_a_node_without_a_server_starts_and_soon_asks_no_more(
     assert rig.count("spool.left") == 1
 
 
+def thread_states(pid: int | None) -> set[str]:
+    """A stopped process goes on for a moment, each thread until it is interrupted."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {task.read_text().rpartition(")")[2].split()[0] for task in tasks}
+
+
 def test_a_server_killed_while_it_reads_and_writes_loses_nothing_and_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +294,7 @@ def test_a_server_killed_while_it_reads_and_writes_loses_nothing_and_is_found_ag
             eventually(lambda: rig.kept == 1)
             assert server.pid is not None
             os.kill(server.pid, signal.SIGSTOP)  # so that no request is over before the kill
+            eventually(lambda: thread_states(server.pid) == {"T"})
             rig.save(saved)
             rig.node.prefetcher.submit([FetchRequest(key_at(wanted), "image", ROWS)])
             eventually(lambda: rig.node.endpoint.concurrency.used >= 2)

@@ -25,6 +25,7 @@ from vllm.v1.outputs import ECConnectorOutput
 from vllm.v1.request import Request
 
 from s3ec.connector import live_weights, loads
+from s3ec.connector.adapters import Adapters
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
@@ -295,6 +296,7 @@ class S3EC(NoConnector):
             counters=self.counters,
             shared_tier=self._make_shared_tier(bench),
             policy=self._make_policy(),
+            adapters=self.make_adapters(needs_embedding),
             clock=self.clock,
             wall_clock=self.clock,
         )
@@ -340,6 +342,14 @@ class S3EC(NoConnector):
         if self.options.encode_row_s is None:
             return None
         return WaitPolicy(EncodeCosts(), EngineLoad(self.options.depth), FetchQueue(16))
+
+    def make_adapters(self, needs_embedding: Callable[[Any], bool]) -> Adapters | None:
+        """What the half is told of adapters; None where they do not touch the encoder."""
+        return None
+
+    def stored_name(self, identifier: str) -> str:
+        """What is stored under vLLM's name."""
+        return identifier
 
     def _make_shared_tier(self, bench: Bench) -> SharedTier | None:
         if not self.options.asks_ranks:
@@ -400,8 +410,7 @@ class S3EC(NoConnector):
         feature = request.mm_features[index]
         if self.options.loads and self._granted == feature.identifier:
             kinds = {pin.header.modality for pin in self._pins_of(feature.identifier)}
-            # None where the entry is pinned under a name that holds an adapter's content.
-            if kinds and feature.modality not in kinds:
+            if feature.modality not in kinds:
                 detail = f"{feature.identifier[:12]}, {feature.modality}: {kinds}"
                 raise BrokenPromiseError("granted what is of another modality", detail)
         self._granted = ""
@@ -507,11 +516,12 @@ class S3EC(NoConnector):
             raise BrokenPromiseError("granted without a pin", identifier[:12])
 
     def _pins_of(self, identifier: str) -> list[Pin]:
-        return [pin for pin in self.prefetcher.live.values() if pin.header.identifier == identifier]
+        name = self.stored_name(identifier)
+        return [pin for pin in self.prefetcher.live.values() if pin.header.identifier == name]
 
     def _lies_here(self, feature: Any) -> bool:
         """Whether this node's disk holds it, and the half can know."""
-        identifier = feature.identifier
+        identifier = self.stored_name(feature.identifier)
         held = self.outside.tier.get(identifier)
         fits = held is not None and (held.rows, held.modality) == _kind_of(feature)
         return fits and self.outside.local(key_of(identifier))
@@ -519,7 +529,8 @@ class S3EC(NoConnector):
     def _misfits(self, feature: Any) -> bool:
         """Whether what is stored or pinned under this name is, or was here, of another kind."""
         identifier, kind = feature.identifier, _kind_of(feature)
-        found = (self.outside.tier.get(identifier), self.outside.bucket.get(identifier))
+        name = self.stored_name(identifier)
+        found = (self.outside.tier.get(name), self.outside.bucket.get(name))
         kinds = {(one.rows, one.modality) for one in found if one is not None}
         pinned = {(pin.header.shape.rows, pin.header.modality) for pin in self._pins_of(identifier)}
         return identifier in self.prefetcher.misfits or not kinds | pinned <= {kind}

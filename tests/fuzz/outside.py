@@ -107,6 +107,7 @@ class PlayedIndex:
         self._clock = clock
         self._sure: dict[bytes, bool] = {}
         self._hidden_until: dict[bytes, float] = {}
+        self._bad_until: dict[bytes, float] = {}
 
     def learn(self, key: Key, *, sure: bool) -> None:
         """Another engine's news, or a filter's chance."""
@@ -125,15 +126,17 @@ class PlayedIndex:
     def add(self, key: Key, facts: EntryInfo | None = None) -> None:
         self._sure[key.digest] = True
         self._hidden_until.pop(key.digest, None)
+        self._bad_until.pop(key.digest, None)
 
     def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         self._hidden_until[key.digest] = self._clock() + _HIDDEN_S
 
     def mark_bad(self, key: Key) -> None:
-        self._hidden_until[key.digest] = self._clock() + BAD_OBJECT_TTL_S
+        until_s = self._clock() + BAD_OBJECT_TTL_S
+        self._hidden_until[key.digest] = self._bad_until[key.digest] = until_s
 
     def is_bad(self, key: Key) -> bool:
-        raise NotImplementedError
+        return self._clock() < self._bad_until.get(key.digest, 0.0)
 
     async def refresh(self) -> None:
         raise NotImplementedError
@@ -238,10 +241,11 @@ class PlayedPrefetcher:
             fault: How it fails, whatever is there.
         """
         want = self.open.pop(identifier)
+        name = want.key.stored
         outside = self._outside
-        here = None if outside.disk.hangs else outside.tier.get(identifier)
+        here = None if outside.disk.hangs else outside.tier.get(name)
         found = here or (
-            None if outside.store.is_open or outside.disk.hangs else outside.bucket.get(identifier)
+            None if outside.store.is_open or outside.disk.hangs else outside.bucket.get(name)
         )
         pin = None
         if fault is not None:
@@ -256,9 +260,9 @@ class PlayedPrefetcher:
             outcome = FetchOutcome.MISMATCH
         else:
             outcome = FetchOutcome.READY
-            pin = self._files.link(identifier, found)
+            pin = self._files.link(name, found)
             self.live[pin.path] = pin
-            outside.tier.setdefault(identifier, found)
+            outside.tier.setdefault(name, found)
             outside.local.add(want.key)
         if outcome is FetchOutcome.MISMATCH:
             self.misfits.add(identifier)
@@ -291,6 +295,7 @@ class PlayedSaves:
     def __init__(self, outside: Outside) -> None:
         self._outside = outside
         self.pending: dict[str, Stored] = {}
+        self._names: dict[str, str] = {}  # of those, as they are stored
         self.full = False
         self._published: list[str] = []
         self._stored: list[str] = []
@@ -307,18 +312,19 @@ class PlayedSaves:
         if self.full or identifier in self.pending:
             return False
         self.pending[identifier] = stored
+        self._names[identifier] = save.renamed or identifier
         return True
 
     def publish(self, identifier: str) -> None:
         """The writer has it on this node's disk."""
-        self._outside.publish(identifier, self.pending[identifier])
+        self._outside.publish(self._names[identifier], self.pending[identifier])
         self._published.append(identifier)
 
     def end(self, identifier: str, *, stored: bool) -> None:
         """The bucket has confirmed it, or it was given up."""
-        entry = self.pending.pop(identifier)
+        entry, name = self.pending.pop(identifier), self._names.pop(identifier)
         if stored:
-            self._outside.upload(identifier, entry)
+            self._outside.upload(name, entry)
             self._stored.append(identifier)
 
     def take_report(self) -> tuple[list[str], list[str]]:

@@ -101,7 +101,6 @@ def test_every_setting_can_come_from_every_source(
         "addressing_style": "path",
         "allow_http": "true",
         "profile": "p",
-        "role_arn": "arn:aws:iam::1:role/r",
         "ca_bundle": str(bundle),
         "sse": "aws:kms",
         "sse_kms_key_id": "key",
@@ -120,6 +119,7 @@ def test_every_setting_can_come_from_every_source(
         "model_identity": "m",
         "weights": "name",
         "decoding": "equal",
+        "encoder_epoch": "2",
         "live_weights": "ignore",
         "tenant_key": "env:SOME_SECRET",
         "trust_client_ids": "false",
@@ -339,6 +339,12 @@ def test_what_kubernetes_sets_is_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
         ("addressing_style", "virtual-host", "'virtual'"),
         ("ca_bundle", "/nowhere/ca.pem", "no such file"),
         ("sse", "kms", "'aws:kms'"),
+        ("encoder_epoch", "a b", "a number, or up to 64 letters"),
+        ("encoder_epoch", "x" * 65, "a number, or up to 64 letters"),
+        ("encoder_epoch", "../2", "a number, or up to 64 letters"),
+        ("encoder_epoch", 2.5, "a number, or up to 64 letters"),
+        ("encoder_epoch", True, "a number, or up to 64 letters"),
+        ("encoder_epoch", None, "a number, or up to 64 letters"),
         ("cache_dir", "relative/folder", "absolute"),
         ("cache_dir", "", "absolute"),
         ("cache_dir", "~nobody-of-this-name/x", "`cache_dir`"),
@@ -429,6 +435,9 @@ def test_impossible_combinations_are_refused() -> None:
     arn = "arn:aws:s3:eu-west-1:1:accesspoint/corpus"
     assert "virtual" in str(refusal(bucket=arn, addressing_style="virtual"))
     assert settings_of(bucket=arn).bucket == arn
+    for region in ("", "eu-west-1"):
+        arn = f"arn:aws:s3:{region}:123456789012:accesspoint/mfzwi23gnjvgw.mrap"
+        assert "access point of one region" in str(refusal(bucket=arn))
     assert settings_of(sse="aws:kms", sse_kms_key_id="key").sse_kms_key_id == "key"
 
 
@@ -515,7 +524,6 @@ def test_a_place_in_the_json_that_contradicts_a_variable_is_refused(
         ("region", "eu-west-1"),
         ("addressing_style", "path"),
         ("profile", "p"),
-        ("role_arn", "arn:aws:iam::1:role/r"),
         ("sse", "AES256"),
     ],
 )

@@ -483,6 +483,47 @@ def test_key_cache_remembers_a_bounded_number_and_nothing_refused() -> None:
     assert len(asked) == before + 5
 
 
+@pytest.mark.parametrize("tenant", [None, Tenant(b"0123456789abcdef")])
+def test_a_renamed_identifier_stands_for_the_entry_of_the_other_one(tenant: Tenant | None) -> None:
+    make = KeyCache(KeyPolicy(tenant), Counters(), capacity=8)
+    plain = make(A)
+    make.rename(A, f"video-1:{A}")
+    key, other = make(A), make_key(f"video-1:{A}", tenant)
+    assert key is not None
+    assert other is not None
+    assert (key.identifier, key.renamed) == (A, f"video-1:{A}")
+    assert (key.name, key.digest, key.stored) == (other.name, other.digest, other.stored)
+    for number in range(100):
+        make(f"picture {number}")
+    assert make(A) == key != plain
+    make.rename(A, f"video-2:{A}")
+    assert make(A) not in (key, plain, None)
+    make.rename(A, "\ud800")  # which has no key
+    assert make(A) is None
+    make.rename(A, A)
+    assert make(A) == plain
+
+
+def test_a_policy_that_refuses_clients_names_looks_at_the_name_that_is_stored() -> None:
+    make = KeyCache(KeyPolicy(trust_client_ids=False), Counters())
+    make.rename(A, f"video-1:{A}")
+    assert make(A) is not None
+    make.rename("cat", "video-1:cat")
+    assert make("cat") is None
+
+
+def test_renamed_identifiers_take_a_bounded_memory() -> None:
+    make = KeyCache(KeyPolicy(), Counters())
+    tracemalloc.start()
+    for number in range(20_000):
+        name = f"{number:06}".ljust(4000, "x")
+        make.rename(name, f"video-1:{name}")
+        assert make(name) is not None
+    nbytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert nbytes < 32 * 2**20
+
+
 @pytest.mark.parametrize("character", ["x", "\U0001f600"])
 @pytest.mark.parametrize("tenant", [None, Tenant(b"0123456789abcdef")])
 def test_names_in_any_number_and_of_any_length_take_a_bounded_memory(

@@ -170,6 +170,13 @@ class Bench:
         self.script.faults.insert(0, Fault(**{"op": "get", "name": OBJECTS} | where, gate=gate))  # type: ignore[arg-type]
         return gate
 
+    def held_up(self, wants: list[FetchRequest], **where: str) -> Gate:
+        """Ask for them; the first one has begun, and waits at the gate."""
+        gate = self.hold(**where)
+        self.prefetcher.submit(wants)
+        assert gate.reached.wait(TIMEOUT_S)
+        return gate
+
     def collect(self, count: int) -> list[FetchResult]:
         done: list[FetchResult] = []
 
@@ -323,9 +330,7 @@ def test_what_lies_here_does_not_queue_behind_downloads_that_hang(bench: Bench) 
     bench.stock("here", "slow 1", "slow 2", "slow 3")
     here = bench.one("here").pin
     assert here is not None
-    gate = bench.hold()
-    bench.prefetcher.submit([want(f"slow {n}") for n in (1, 2, 3)])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want(f"slow {n}") for n in (1, 2, 3)])
     again = bench.one("here")
     assert (again.outcome, again.source) == (FetchOutcome.READY, "tier")
     gate.release()
@@ -336,9 +341,7 @@ def test_what_was_believed_to_be_here_is_downloaded_in_its_turn(bench: Bench) ->
     bench.make(max_concurrency=1)
     bench.stock("gone", "slow")
     bench.local.add(key_of("gone"))
-    gate = bench.hold(name=key_of("slow").name)
-    bench.prefetcher.submit([want("slow")])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want("slow")], name=key_of("slow").name)
     bench.prefetcher.submit([want("gone")])
     eventually(lambda: not bench.local(key_of("gone")), "a look at the disk")
     assert bench.store.peak == 1
@@ -643,9 +646,7 @@ def test_an_error_of_ours_is_counted_and_the_want_is_answered(
 def test_a_fetch_ends_at_its_deadline_and_makes_room(bench: Bench, deadlines: Deadlines) -> None:
     bench.stock("a", "b")
     bench.make(max_concurrency=1, deadline_s=7.0)
-    gate = bench.hold(name=key_of("a").name)
-    bench.prefetcher.submit([want("a"), want("b")])
-    assert gate.reached.wait(TIMEOUT_S)
+    bench.held_up([want("a"), want("b")], name=key_of("a").name)
     assert deadlines.seconds == [7.0]
     deadlines.expire(bench.loop)
     done = {each.want.key: each.outcome for each in bench.collect(2)}
@@ -693,9 +694,7 @@ def test_a_pin_is_given_back_when_the_record_cannot_be_had_in_time(
 ) -> None:
     monkeypatch.setattr("s3ec.fetch._RECORD_PATIENCE_S", TIMEOUT_S)
     bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])
-    gate = bench.hold(name="/modality/")
-    bench.prefetcher.submit([want("a")])
-    assert gate.reached.wait(TIMEOUT_S)
+    bench.held_up([want("a")], name="/modality/")
     deadlines.expire(bench.loop)
     assert bench.collect(1)[0].outcome is FetchOutcome.UNAVAILABLE
     eventually(lambda: bench.pinned() == 0, "the pin's release")
@@ -784,9 +783,7 @@ def order_of(bench: Bench, texts: Sequence[str] = "abcdefgh") -> list[str]:
 def test_demand_overtakes_lookahead(bench: Bench) -> None:
     bench.stock(*"abcdef")
     bench.make(max_concurrency=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in "abcd"])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want(text, Priority.LOOKAHEAD) for text in "abcd"])
     bench.prefetcher.submit([want("e"), want("f")])
     bench.fence()
     gate.release()
@@ -797,9 +794,7 @@ def test_demand_overtakes_lookahead(bench: Bench) -> None:
 def test_a_lookahead_that_is_needed_now_is_promoted_and_fetched_once(bench: Bench) -> None:
     bench.stock(*"abcd")
     bench.make(max_concurrency=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in "abcd"])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want(text, Priority.LOOKAHEAD) for text in "abcd"])
     bench.prefetcher.submit([want("d")])
     bench.prefetcher.submit([want("d", Priority.LOOKAHEAD)])  # never back
     bench.fence()
@@ -846,9 +841,7 @@ def test_a_fetch_that_waits_for_bytes_ends_at_its_deadline_too(
 ) -> None:
     bench.stock("a", "b")
     bench.make(max_inflight_bytes=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want("a"), want("b")])
-    assert gate.reached.wait(TIMEOUT_S)
+    bench.held_up([want("a"), want("b")])
     bench.fence()
     deadlines.expire(bench.loop)
     assert {done.outcome for done in bench.collect(2)} == {FetchOutcome.UNAVAILABLE}
@@ -860,9 +853,7 @@ def test_a_fetch_that_waits_for_bytes_ends_at_its_deadline_too(
 def test_a_full_queue_answers_at_once(bench: Bench) -> None:
     bench.stock(*"abcd")
     bench.make(max_concurrency=1, max_queued=2)
-    gate = bench.hold()
-    bench.prefetcher.submit([want("a")])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want("a")])
     bench.prefetcher.submit([want("b"), want("c"), want("d")])
     assert [(each.want.key, each.outcome) for each in bench.collect(1)] == [
         (key_of("d"), FetchOutcome.UNAVAILABLE)
@@ -916,9 +907,7 @@ def test_a_large_object_takes_the_memory_of_a_few_parts(in_parts: Bench) -> None
 
 def test_a_large_object_beside_another_one_comes_in_larger_parts(in_parts: Bench) -> None:
     in_parts.put(key_of("b"), entry(key_of("b"), rows=LARGE_ROWS))
-    gate = in_parts.hold(op="get_range", name=OBJECTS)
-    in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = in_parts.held_up([want("a", rows=LARGE_ROWS)], op="get_range", name=OBJECTS)
     in_parts.prefetcher.submit([want("b", rows=LARGE_ROWS)])
     eventually(lambda: ranges(in_parts, "b") == 1, "both are under way")
     gate.release()
@@ -934,9 +923,7 @@ def test_ranges_of_what_the_index_knows_to_fit_are_asked_for_at_once(in_parts: B
     facts = EntryInfo(rows=LARGE_ROWS, width=WIDTH, dtype="bfloat16")
     in_parts.read_the_manifest().add(key_of("a"), facts)
     in_parts.make()
-    gate = in_parts.hold(op="get_range", name=OBJECTS)
-    in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = in_parts.held_up([want("a", rows=LARGE_ROWS)], op="get_range", name=OBJECTS)
     in_parts.fence()
     assert ranges(in_parts) == PARTS_AT_A_TIME
     gate.release()
@@ -1110,9 +1097,7 @@ def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
 ) -> None:
     bench.stock(*"abcdef")
     bench.make(max_concurrency=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want(text) for text in "abc"])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want(text) for text in "abc"])
     bench.prefetcher.demote([key_of("a"), key_of("b"), key_of("x")])  # a is half fetched
     bench.prefetcher.submit([want("d", Priority.LOOKAHEAD)])
     bench.fence()
@@ -1124,9 +1109,7 @@ def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
 def test_what_was_forgotten_can_be_wanted_again(bench: Bench) -> None:
     bench.stock(*"abc")
     bench.make(max_concurrency=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want(text) for text in "abc"])
-    assert gate.reached.wait(TIMEOUT_S)
+    gate = bench.held_up([want(text) for text in "abc"])
     bench.prefetcher.demote([key_of("b"), key_of("c")])
     bench.prefetcher.submit([want("c")])
     bench.fence()
@@ -1151,9 +1134,7 @@ def test_queue_stays_short_however_often_its_wants_change_their_place(
     keys = [key_of(text) for text in texts]
     bench.stock("a", *texts)
     bench.make(max_concurrency=1)
-    gate = bench.hold()
-    bench.prefetcher.submit([want("a")])
-    assert gate.reached.wait(TIMEOUT_S)  # so its lane is never idle
+    gate = bench.held_up([want("a")])  # so its lane is never idle
     monkeypatch.setattr(heapq, "heappush", measuring)
     for _ in range(100):
         bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in texts])

@@ -4,22 +4,23 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import shutil
 import struct
-import time
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
+from s3ec.errors import AccessError
 from s3ec.weights import (
     BY_NAME,
     DUMMY,
     Checkpoint,
-    read_adapter,
+    Weights,
     weights_of,
 )
 
@@ -112,9 +113,29 @@ FAMILIES: dict[str, tuple[list[str], list[str]]] = {
         ["model.vq_adaptor.layers.0.weight", "model.encoder.layers.0.fc1.weight"],
         ["model.layers.0.mlp.up_proj.weight"],
     ),
+    "moondream3": (
+        ["model.vision.blocks.0.attn.qkv.weight", "model.text.wte.weight"],
+        ["model.text.blocks.0.attn.qkv.weight"],
+    ),
+    "qwen-vl": (
+        ["transformer.visual.transformer.resblocks.0.mlp.c_fc.weight", "transformer.wte.weight"],
+        ["transformer.h.0.attn.c_attn.weight", "transformer.ln_f.weight"],
+    ),
     "a family that nobody knows": (
         ["eye.stage.0.weight", "brain.layers.0.weight", "layers.zero.weight"],
         [],
+    ),
+    "towers that were saved alone": (
+        [
+            "blocks.0.attn.qkv.weight",
+            "layers.0.fc1.weight",
+            "norm.weight",
+            "h.0.weight",
+            "model.blocks.0.attn.qkv.weight",
+            "transformer.layers.0.fc1.weight",
+            "output.weight",
+        ],
+        ["model.layers.0.mlp.up_proj.weight"],
     ),
 }
 
@@ -154,9 +175,10 @@ def test_every_tensor_of_the_encoder_counts_and_none_of_the_language_model(
 ) -> None:
     encoder, language_model = FAMILIES[family]
     tensors = tensors_of(encoder + language_model)
-    base = mark(write(tmp_path / "base" / "model.safetensors", tensors).parent)
+    file = "consolidated.safetensors" if "consolidated" in family else "model.safetensors"
+    base = mark(write(tmp_path / "base" / file, tensors).parent)
     for number, name in enumerate(tensors):
-        other = write(tmp_path / str(number) / "model.safetensors", changed(tensors, name))
+        other = write(tmp_path / str(number) / file, changed(tensors, name))
         assert (mark(other.parent) == base) is (name in language_model), name
 
 
@@ -227,27 +249,59 @@ def test_a_snapshot_of_the_hub_shares_with_a_plain_copy_of_it(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     wanted = mark(plain.parent)
-    assert mark("acme/vision", download_dir=str(tmp_path / "hub")) == wanted
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert mark("acme/vision") == wanted
+    assert mark("acme/vision", download_dir=str(tmp_path / "hub")) == wanted
     assert mark("acme/vision", revision=commit) == wanted
     monkeypatch.delenv("HF_HUB_CACHE")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert mark("acme/vision") == wanted
 
 
-def test_of_many_large_tensors_each_is_sampled(tmp_path: Path) -> None:
-    tensors = tensors_of([f"vision.{number}" for number in range(400)], 20_000)
-    base = mark(write(tmp_path / "model.safetensors", tensors).parent)
-    for name in ("vision.0", "vision.399"):
-        other = write(tmp_path / name / "model.safetensors", changed(tensors, name))
-        assert mark(other.parent) != base
+def layers(front: str, count: int, leaves: str) -> list[str]:
+    return [f"{front}.{number}.{leaf}.weight" for number in range(count) for leaf in leaves.split()]
 
 
-def test_of_very_many_tensors_another_training_is_seen(tmp_path: Path) -> None:
-    tensors = tensors_of([f"vision.{number}" for number in range(2000)], 5_000)
-    base = mark(write(tmp_path / "model.safetensors", tensors).parent)
-    other = {name: bytes(byte ^ 1 for byte in content) for name, content in tensors.items()}
+# As many tensors as these have, with their names: encoder, projector.
+LARGE: dict[str, tuple[list[str], list[str]]] = {
+    "llama 4": (
+        layers("vision_model.model.layers", 68, "q_proj k_proj v_proj o_proj fc1 fc2 ln_1 ln_2"),
+        ["multi_modal_projector.linear_1.weight"],
+    ),
+    "internvl 78b": (
+        layers("vision_model.encoder.layers", 45, "norm1 norm2 ls1 ls2 qkv q_norm k_norm p f1 f2"),
+        [f"mlp1.{number}.{leaf}" for number in (0, 1, 3) for leaf in ("weight", "bias")],
+    ),
+    "qwen2.5-omni": (
+        layers("thinker.visual.blocks", 32, "n1 n2 q k v proj gate up down")
+        + layers("thinker.audio_tower.layers", 32, "q k v out fc1 fc2 ln1 ln2 ln3 ln4 ln5 ln6"),
+        ["thinker.visual.merger.ln_q.weight", "thinker.audio_tower.proj.weight"],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", LARGE)
+def test_however_many_tensors_there_are_each_is_read(family: str, tmp_path: Path) -> None:
+    encoder, projector = LARGE[family]
+    tensors = tensors_of(encoder + projector + ["language_model.model.layers.0.up.weight"])
+    base = mark(write(tmp_path / "base" / "model.safetensors", tensors).parent)
+    few = random.Random(family).sample(encoder, 12)
+    for number, name in enumerate([*projector, *few]):
+        other = write(tmp_path / str(number) / "model.safetensors", changed(tensors, name))
+        assert mark(other.parent) != base, name
+
+
+@pytest.mark.parametrize(
+    "part",
+    [slice(0, 4096), slice(-4096, None), slice(100_000, 300_000), slice(16_384, None)],
+    ids=["its begin", "its end", "its middle", "all but its begin"],
+)
+def test_a_tensor_is_read_in_several_places(part: slice, tmp_path: Path) -> None:
+    tensors = tensors_of(["multi_modal_projector.linear_1.weight"], 400_000)
+    base = mark(write(tmp_path / "base" / "model.safetensors", tensors).parent)
+    content = bytearray(tensors["multi_modal_projector.linear_1.weight"])
+    content[part] = bytes(byte ^ 1 for byte in content[part])
+    other = {"multi_modal_projector.linear_1.weight": bytes(content)}
     assert mark(write(tmp_path / "other" / "model.safetensors", other).parent) != base
 
 
@@ -283,14 +337,17 @@ def test_a_pickled_checkpoint_counts_as_a_whole_to_the_last_byte(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
 def test_other_files_count_as_a_whole_by_size_and_samples(name: str, tmp_path: Path) -> None:
-    content = random.Random(0).randbytes(100_000)
+    content = random.Random(0).randbytes(8_000_000)
+    projector = content[:2_500_000] + bytes(2_000_000) + content[4_500_000:]
     fingerprints = set()
-    for number, other in enumerate([content, content + b"x", b"x" + content[1:], content]):
+    for number, other in enumerate(
+        [content, content + b"x", b"x" + content[1:], content[:-1] + b"x", projector, content]
+    ):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / name).write_bytes(other)
         fingerprints.add(mark(folder))
-    assert len(fingerprints) == 3
+    assert len(fingerprints) == 5
 
 
 def test_a_gguf_file_counts_together_with_its_encoder_beside_it(tmp_path: Path) -> None:
@@ -303,14 +360,45 @@ def test_a_gguf_file_counts_together_with_its_encoder_beside_it(tmp_path: Path) 
     assert mark(model) != base
 
 
-def test_an_encoder_from_a_second_model_counts(tmp_path: Path) -> None:
+def test_an_encoder_from_a_second_model_counts_as_a_whole(tmp_path: Path) -> None:
+    """Whatever its tensors are called: there is no language model in it."""
     main = write(tmp_path / "main" / "model.safetensors", tensors_of(["projector.w"])).parent
-    tower = tensors_of(["encoder.layers.0.w"])
-    fingerprints = set()
-    for number, content in enumerate((tower, changed(tower, "encoder.layers.0.w"))):
+    names = ["encoder.layers.0.w", "model.layers.0.w", "model.norm.w"]
+    tower = tensors_of(names)
+    fingerprints = {mark(main)}
+    for number, content in enumerate([tower, *(changed(tower, name) for name in names)]):
         other = write(tmp_path / str(number) / "model.safetensors", content).parent
         fingerprints.add(weights_of(Checkpoint(str(main), others=(str(other),))).fingerprint)
-    assert len(fingerprints | {mark(main)}) == 3
+    assert len(fingerprints) == 2 + len(names)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("whisper-large-v3/model.safetensors", "model.encoder.layers.0.w"),  # kimi_audio
+        ("audio_tokenizer/pytorch_model.bin", ""),  # mimo_audio
+        ("vision_encoder/model.safetensors", "blocks.0.attn.qkv.weight"),  # cosmos3
+        ("vision_encoder/model.safetensors", "model.layers.0.w"),
+    ],
+)
+def test_a_tower_in_a_folder_of_its_own_counts(file: str, name: str, tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", tensors_of(["projector.w", "model.layers.0.w"]))
+    fingerprints = {mark(tmp_path)}
+    for fill in (b"1", b"2"):
+        path = tmp_path / file
+        if name:
+            write(path, {name: fill * 64})
+        else:
+            torch_zip(path, [fill * 64])
+        fingerprints.add(mark(tmp_path))
+    assert len(fingerprints) == 3
+
+
+def test_a_model_that_is_spread_over_folders_counts(tmp_path: Path) -> None:
+    for number, fill in enumerate((b"1", b"2")):
+        write(tmp_path / str(number) / "transformer" / "a.safetensors", {"layers.0.w": b"0"})
+        write(tmp_path / str(number) / "vision_encoder" / "b.safetensors", {"blocks.0.w": fill})
+    assert mark(tmp_path / "0") != mark(tmp_path / "1")
 
 
 def test_dummy_weights_are_neither_the_folder_s_nor_the_name_s(tmp_path: Path) -> None:
@@ -359,119 +447,220 @@ def bad_zip(folder: Path) -> None:
         (bad_zip, "is a damaged zip"),
     ],
 )
-def test_what_cannot_be_read_is_known_by_its_name_and_says_why(
+def test_what_cannot_be_read_shares_with_nobody_and_says_why(
     make: Callable[[Path], None], words: str, tmp_path: Path
 ) -> None:
     make(tmp_path)
     found = weights_of(Checkpoint(str(tmp_path)))
-    assert found.fingerprint == BY_NAME
-    assert found.problem is not None
-    assert words in found.problem
+    assert found.fingerprint == ""
+    assert words in str(found.problem)
+    trusted = weights_of(Checkpoint(str(tmp_path)), fingerprint=False)
+    assert (trusted.fingerprint, trusted.problem) == (BY_NAME, None)
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "words"),
     [
         (Checkpoint("s3://models/vision", load_format="runai_streamer"), "not on this machine"),
+        (Checkpoint("gs://models/vision", load_format="runai_streamer"), "not on this machine"),
         (Checkpoint("acme/never-downloaded"), "no snapshot of it is in"),
         (Checkpoint(".", load_format="somebody-s-plugin"), "--load-format somebody-s-plugin"),
+        (Checkpoint(".", load_format="ipc_cache"), "--load-format ipc_cache"),
+        (Checkpoint(".", load_format="modelexpress"), "--load-format modelexpress"),
         (Checkpoint("s3://models/vision.tensors", load_format="tensorizer"), "tensorizer"),
     ],
 )
-def test_what_is_elsewhere_is_known_by_its_name_and_says_why(
+def test_what_is_elsewhere_shares_with_nobody_and_says_why(
     checkpoint: Checkpoint, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     found = weights_of(checkpoint)
-    assert found.fingerprint == BY_NAME
+    assert found.fingerprint == ""
     assert words in str(found.problem)
+    trusted = weights_of(checkpoint, fingerprint=False)
+    assert (trusted.fingerprint, trusted.problem) == (BY_NAME, None)
 
 
-def test_an_unreadable_file_is_known_by_its_name(tmp_path: Path) -> None:
+def test_an_unreadable_file_shares_with_nobody(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
     found = weights_of(Checkpoint(str(tmp_path)))
-    assert (found.fingerprint, found.problem is None) == (BY_NAME, False)
+    assert (found.fingerprint, found.problem is None) == ("", False)
 
 
-# -- adapters ----------------------------------------------------------------------------------
+# -- in a bucket -------------------------------------------------------------------------------
+
+URL = "s3://models/vision"
+TAGS = [("model-1.safetensors", 10, '"aa"'), ("model-2.safetensors", 20, '"bb"')]
 
 
-def adapter(folder: Path, tensors: Tensors, rank: int = 8) -> Path:
-    write(folder / "adapter_model.safetensors", tensors)
-    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+def streamed(tags: list[tuple[str, int, str]], folder: Path) -> Weights:
+    checkpoint = Checkpoint(URL, load_format="runai_streamer", files=str(folder))
+    return weights_of(checkpoint, list_bucket={URL: tags}.__getitem__)
+
+
+def test_weights_in_a_bucket_count_by_the_tags_of_their_objects(tmp_path: Path) -> None:
+    base = streamed(TAGS, tmp_path)
+    assert base.fingerprint.startswith("sha256:")
+    assert base == streamed(TAGS[::-1], tmp_path)
+    assert base == streamed([*TAGS, ("README.md", 5, '"cc"')], tmp_path)
+    others = {
+        streamed(tags, tmp_path).fingerprint
+        for tags in (
+            [TAGS[0], ("model-2.safetensors", 20, '"dd"')],
+            [TAGS[0], ("model-2.safetensors", 21, '"bb"')],
+            [TAGS[0], ("model-3.safetensors", 20, '"bb"')],
+            TAGS[:1],
+        )
+    }
+    assert len(others | {base.fingerprint}) == 5
+    # vLLM has copied the small files into a folder.
+    (tmp_path / "preprocessor_config.json").write_text('{"size": 1}')
+    assert streamed(TAGS, tmp_path).processors
+
+
+def test_a_bucket_that_tells_nothing_shares_nothing(tmp_path: Path) -> None:
+    assert "no weights of a known kind" in str(streamed([], tmp_path).problem)
+
+    def refused(url: str) -> list[tuple[str, int, str]]:
+        raise AccessError("403: not for you", code="AccessDenied")
+
+    checkpoint = Checkpoint(URL, load_format="runai_streamer", files=str(tmp_path))
+    found = weights_of(checkpoint, list_bucket=refused)
+    assert found.fingerprint == ""
+    assert "cannot be listed: 403: not for you" in str(found.problem)
+
+
+# -- processors and code -----------------------------------------------------------------------
+
+
+def files_of(folder: Path, **more: Any) -> tuple[dict[str, str], dict[str, str]]:
+    found = weights_of(Checkpoint(str(folder), load_format="dummy", **more))
+    assert found.problem is None
+    return found.processors, found.code
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+     "tekken.json", "whisper-large-v3/preprocessor_config.json", "audio_tokenizer/config.json"],
+)  # fmt: skip
+def test_what_processors_are_made_from_counts(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    seen = [files_of(tmp_path)[0]]
+    for content in ({"image_mean": [0.5]}, {"image_mean": [0.1]}):
+        file.write_text(json.dumps(content))
+        seen.append(files_of(tmp_path)[0])
+    assert [list(one) for one in seen] == [[], [name], [name]]
+    assert seen[1] != seen[2]
+
+
+def test_what_says_nothing_about_a_processor_does_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "processor_config.json"
+    file.write_text(json.dumps({"image_processor": {"size": 1}}))
+    before = files_of(tmp_path)
+    more = {"chat_template": "x", "transformers_version": "5.19", "image_processor": {"size": 1}}
+    file.write_text(json.dumps(more, indent=1) + "\n")
+    for other in ("tokenizer_config.json", "generation_config.json", "README.md", "config.json"):
+        (tmp_path / other).write_text("{}")
+    assert files_of(tmp_path) == before
+    file.write_text("{")
+    found = weights_of(Checkpoint(str(tmp_path), load_format="dummy"))
+    assert "processor_config.json is damaged" in str(found.problem)
+
+
+def test_code_that_the_model_brings_counts_where_it_is_run(tmp_path: Path) -> None:
+    assert files_of(tmp_path, runs_code=True) == ({}, {})
+    for name in ("modeling_eye.py", "processing_eye.py", "parts/resampler.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        before = files_of(tmp_path, runs_code=True)
+        (tmp_path / name).write_text("SCALE = 1")
+        added = files_of(tmp_path, runs_code=True)
+        (tmp_path / name).write_text("SCALE = 2")
+        assert before != added != files_of(tmp_path, runs_code=True)
+        assert name in added[1]
+    assert files_of(tmp_path) == ({}, {})
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "left_over.py").write_text("")
+    assert len(files_of(tmp_path, runs_code=True)[1]) == 3
+
+
+def snapshot(cache: Path, name: str, files: Mapping[str, str], commit: str = "a" * 40) -> Path:
+    """What the hub's client leaves of a repository."""
+    repository = cache / ("models--" + name.replace("/", "--"))
+    folder = repository / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    for file, content in files.items():
+        (folder / file).write_text(content)
     return folder
 
 
-def digest_of(folder: Path) -> str:
-    found = read_adapter(str(folder))
-    assert found is not None
-    assert len(found.digest) == 16
-    return found.digest
+def test_small_files_come_from_the_hub_s_cache_wherever_the_weights_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's --download-dir is for weights; processors and code come by transformers."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    there = snapshot(tmp_path / "hub", "acme/eye", {"preprocessor_config.json": '{"size": 1}'})
+    (there / "processing_eye.py").write_text("SCALE = 1")
+    weights = snapshot(tmp_path / "weights", "acme/eye", {})
+    write(weights / "model.safetensors", tensors_of(["visual.w"]))
+    checkpoint = Checkpoint("acme/eye", download_dir=str(tmp_path / "weights"), runs_code=True)
+    before = weights_of(checkpoint)
+    assert list(before.processors) == ["preprocessor_config.json"]
+    assert list(before.code) == ["processing_eye.py"]
+    (there / "preprocessor_config.json").write_text('{"size": 2}')
+    after = weights_of(checkpoint)
+    assert (after.fingerprint, after.code) == (before.fingerprint, before.code)
+    assert after.processors != before.processors
 
 
-def test_an_adapter_is_its_weights_and_its_configuration(tmp_path: Path) -> None:
-    tensors = tensors_of(["base_model.model.vision_tower.layers.0.lora_A.weight"], 5_000)
-    one = adapter(tmp_path / "one", tensors)
-    copy = Path(shutil.copytree(one, tmp_path / "copy"))
-    retrained = adapter(tmp_path / "retrained", changed(tensors, next(iter(tensors))))
-    scaled = adapter(tmp_path / "scaled", tensors, rank=16)
-    base = digest_of(one)
-    assert digest_of(copy) == base
-    assert len({base, digest_of(retrained), digest_of(scaled)}) == 3
+def test_code_of_another_repository_and_of_another_revision_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = tmp_path / "model"
+    model.mkdir()
+    nested = {"vision_config": {"auto_map": {"AutoModel": "nvidia/RADIO--hf_model.RADIOModel"}}}
+    (model / "config.json").write_text(json.dumps(nested))
+    assert files_of(model, runs_code=True) == ({}, {})
+    there = snapshot(tmp_path / "hub", "nvidia/RADIO", {"hf_model.py": "SCALE = 1"})
+    before = files_of(model, runs_code=True)
+    assert list(before[1]) == ["nvidia/RADIO--hf_model.py"]
+    (there / "hf_model.py").write_text("SCALE = 2")
+    assert files_of(model, runs_code=True) != before
+    snapshot(tmp_path / "hub", "nvidia/RADIO", {"hf_model.py": "SCALE = 1"}, "b" * 40)
+    assert files_of(model, runs_code=True, code_revision="b" * 40) == before
 
 
-def test_an_adapter_is_read_again_only_where_its_files_were_touched(tmp_path: Path) -> None:
-    tensors = tensors_of(["vision_tower.lora_A.weight"])
-    folder = adapter(tmp_path, tensors)
-    first = read_adapter(str(folder))
-    assert first is not None
-    assert read_adapter(str(folder), first) is first
-    adapter(folder, changed(tensors, "vision_tower.lora_A.weight"))
-    later_ns = time.time_ns() + 10**7  # the clock of a file system ticks in up to 10 ms
-    os.utime(folder / "adapter_model.safetensors", ns=(later_ns, later_ns))
-    again = read_adapter(str(folder), first)
-    assert again is not None
-    assert again.digest != first.digest
+def test_a_model_of_modelscope_is_where_that_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never a repository of the same name that the other hub's client has left here."""
+    hub = snapshot(tmp_path / "hub", "acme/eye", {})
+    write(hub / "model.safetensors", tensors_of(["visual.w"]))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    other = mark("acme/eye")
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    found = weights_of(Checkpoint("acme/eye"))
+    assert "ModelScope has no copy of acme/eye here" in str(found.problem)
 
+    place = tmp_path / "modelscope" / "models" / "acme" / "eye"
+    write(place / "model.safetensors", tensors_of(["visual.x"]))
+    (place / "preprocessor_config.json").write_text("{}")
+    asked = []
 
-def test_an_adapter_that_is_not_here_is_nothing(tmp_path: Path) -> None:
-    assert read_adapter(str(tmp_path / "gone")) is None
-    assert read_adapter("acme/never-downloaded") is None
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert read_adapter(str(tmp_path)) is None
+    def snapshot_download(**options: Any) -> str:
+        asked.append(options)
+        return str(place if options["model_id"] == "acme/eye" else place / "gone")
 
-
-def test_settings_of_the_video_and_audio_processors_count(tmp_path: Path) -> None:
-    """vLLM's configuration shows those of the image processor only."""
-    write(tmp_path / "model.safetensors", tensors_of(["visual.w"]))
-    (tmp_path / "processor_config.json").write_text('{"image_processor": {"size": 1}}')
-    fingerprints = [mark(tmp_path)]
-    for name, content in (
-        ("video_preprocessor_config.json", {"image_mean": [0.5]}),
-        ("video_preprocessor_config.json", {"image_mean": [0.1]}),
-        ("processor_config.json", {"feature_extractor": {"hop_length": 160}}),
-        ("processor_config.json", {"feature_extractor": {"hop_length": 80}}),
-    ):
-        (tmp_path / name).write_text(json.dumps(content))
-        fingerprints.append(mark(tmp_path))
-    assert len(set(fingerprints)) == len(fingerprints)
-    # Written anew, with the same content.
-    (tmp_path / name).write_text(json.dumps(content, indent=1) + "\n")
-    assert mark(tmp_path) == fingerprints[-1]
-    (tmp_path / name).write_text("{")
-    assert "is damaged" in str(weights_of(Checkpoint(str(tmp_path))).problem)
-
-
-def test_an_encoder_in_a_folder_of_its_own_counts(tmp_path: Path) -> None:
-    """Kimi-Audio's lies beside the files of the rest, which are all that is loaded otherwise."""
-    write(tmp_path / "model.safetensors", tensors_of(["model.layers.0.w"]))
-    tower = tmp_path / "whisper-large-v3" / "model.safetensors"
-    checkpoint = Checkpoint(str(tmp_path), folders=("whisper-large-v3",))
-    tensors = tensors_of(["model.encoder.layers.0.w"])
-    fingerprints = set()
-    for content in (tensors, changed(tensors, "model.encoder.layers.0.w")):
-        write(tower, content)
-        fingerprints.add(weights_of(checkpoint).fingerprint)
-    assert len(fingerprints) == 2
-    tower.unlink()
-    assert "no weights of a known kind" in str(weights_of(checkpoint).problem)
+    module = ModuleType("modelscope.hub.snapshot_download")
+    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    for name in ("modelscope", "modelscope.hub"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert mark("acme/eye") != other
+    assert weights_of(Checkpoint("acme/eye")).processors
+    assert all(each["local_files_only"] for each in asked)
+    assert "ModelScope has no copy" in str(weights_of(Checkpoint("acme/gone")).problem)

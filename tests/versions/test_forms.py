@@ -105,14 +105,14 @@ def test_every_processor_that_goes_around_vllms_cache_is_known() -> None:
         if method.name == forms.HOOK
     }
     assert definers, "vLLM calls that method otherwise now; see forms.HOOK"
-    assert definers <= forms.ALONE.keys() | forms.ONE_FORM.keys()
+    assert definers <= forms.FORMS.keys() | forms.ONE_FORM.keys()
 
 
 def test_every_processor_that_counts_the_items_of_a_prompt_is_known() -> None:
     known, found = set[str](), set[tuple[str, str]]()
     for path, tree in _sources():
         for cls, method in _methods(tree):
-            if cls.name in forms.ALONE or cls.name in forms.ONE_FORM:
+            if cls.name in forms.FORMS or cls.name in forms.ONE_FORM:
                 known.add(_name(path))
             # What makes a size for the memory profile is no processor.
             if re.search(r"Process|Tiler", cls.name) and any(map(_couples, ast.walk(method))):
@@ -124,4 +124,4 @@ def test_every_processor_that_counts_the_items_of_a_prompt_is_known() -> None:
 def test_what_the_table_names_is_there_or_was() -> None:
     """A class that vLLM renames would fall out of the table unseen."""
     names = {cls.name for _, tree in _sources() for cls, _ in _methods(tree)}
-    assert forms.ALONE.keys() <= names
+    assert forms.FORMS.keys() <= names

@@ -445,7 +445,7 @@ Quick = Annotated[
 ]
 
 
-@app.command("list", epilog=epilog(("s3ec bench list", "what can be measured")))
+@app.command("list", ("s3ec bench list", "what can be measured"))
 def list_benches(as_json: JsonOption = False) -> None:
     """Name all benchmarks."""
     if as_json:
@@ -571,19 +571,11 @@ def _numbers(allowed: range, what: str) -> Callable[[str], tuple[int, ...]]:
 
 
 def _rag(
-    workload: Annotated[
-        str,
-        _option(
-            *("--workload", "NAME"),
-            "questions, decks, zipf, scan or pool: docs/benchmarks.md says what they are.",
-            parser=_one_of("workload", "questions", "decks", "zipf", "scan", "pool"),
-        ),
-    ] = "questions",
     factor: Annotated[
         float | None,
         _option(
             *("--factor", "X"),
-            "Of the workload's published size; 2/135 if left out, which are two documents.",
+            "Of the published size; 2/135 if left out, which are two documents.",
             min=1e-6,
             max=100,
         ),
@@ -639,7 +631,6 @@ def _rag(
     from s3ec.dev.bench.rag import Options
 
     options = Options(
-        workload=workload,
         factor=factor,
         seed=seed,
         latency_ms=latency_ms,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``bench rag``: questions over document images, asked of real engines with six kinds of caches.
 
-The workloads are in ``workloads.py``, the configurations and what a leg is in ``rag_rig.py``. All
+The questions are in ``workloads.py``, the configurations and what a leg is in ``rag_rig.py``. All
 legs run in this order, twice: all first halves, a restart of every engine, all second halves. So a
 moment in which the machine is slow hits neighbours alike.
 """
@@ -39,12 +39,10 @@ ROWS = (
 )
 _VLLM = (0, 32)  # the first that takes another manager of its encoder cache
 LATENCIES_MS = (0, 20, 80)
-# Two documents of workload (a); what a quick run takes of any.
+# Two documents; one in a quick run.
 FACTOR, _QUICK_FACTOR = 2 / 135, 0.002
 # Engines that encode keep up with this many requests a second in no configuration but s3ec's.
 RATE_PER_S = 0.5
-# Of the pool, the node's disk and the engine's cache hold a part.
-_POOL_TIER_SHARE = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,7 @@ class Options:
     """What the command line asks for.
 
     Attributes:
-        workload: One of ``workloads.NAMES``.
-        factor: Of the workload's published size; None for one that takes minutes here.
+        factor: Of the published size; None for one that takes minutes here.
         seed: Of what is drawn at random.
         latency_ms: Added to each request to the bucket, one leg for each.
         loop: ``closed``: a few clients, each with one request at a time. ``open``: at random times.
@@ -64,7 +61,6 @@ class Options:
         device: ``cpu`` or ``cuda``.
     """
 
-    workload: str = "questions"
     factor: float | None = None
     seed: int = 0
     latency_ms: Sequence[int] = LATENCIES_MS
@@ -78,7 +74,7 @@ class Options:
     def made(self, *, quick: bool = False) -> workloads.Workload:
         """The requests."""
         factor = self.factor or (_QUICK_FACTOR if quick else FACTOR)
-        workload = workloads.make(self.workload, factor=factor, seed=self.seed)
+        workload = workloads.questions(factor=factor, seed=self.seed)
         return workload.arriving(self.rate_per_s, self.seed) if self.loop == "open" else workload
 
 
@@ -100,7 +96,6 @@ def run(context: Context, options: Options | None = None) -> None:
         encoder = ON_GPU
     setup = Setup(
         encoder,
-        tier_share=_POOL_TIER_SHARE if options.workload == "pool" else 1.0,
         clients=options.clients if options.loop == "closed" else None,
         device=options.device,
         managers=managers,
@@ -157,7 +152,6 @@ def _legs(options: Options, without: Mapping[int, str], *, managers: bool) -> li
 
 def _about(options: Options, workload: workloads.Workload, setup: Setup) -> dict[str, Any]:
     return {
-        "workload": workload.name,
         **workload.about,
         "requests": len(workload.requests),
         "pictures": workload.pictures,
@@ -167,7 +161,6 @@ def _about(options: Options, workload: workloads.Workload, setup: Setup) -> dict
         "object_bytes": setup.encoder.nbytes,
         "managers": "as named" if setup.managers else "vLLM's own",
         "device_images": setup.device_images,
-        "tier_share": setup.tier_share,
         "device": options.device,
     }
 
@@ -244,7 +237,7 @@ def table(result: Result) -> Table | None:
         return None
     about, legs = found
     title = (
-        f"{about['workload']}: {about['requests']} requests, {about['references']} pictures shown, "
+        f"{about['requests']} requests, {about['references']} pictures shown, "
         f"{about['pictures']} different, {about['object_bytes'] / 1e6:.3g} MB each; "
         f"{about['loop']}, restarted in the middle"
     )

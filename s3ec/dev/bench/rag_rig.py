@@ -138,7 +138,6 @@ class Setup:
     Attributes:
         encoder: What plays the encoder.
         device_images: Embeddings that an engine's own cache holds.
-        tier_share: Of all embeddings, how many the node's disk may hold.
         clients: Requests at a time (closed loop); None where requests arrive at their times.
         device: ``cpu`` or ``cuda``.
         managers: Whether vLLM takes other managers of its encoder cache; else it has its own.
@@ -146,7 +145,6 @@ class Setup:
 
     encoder: Encoder
     device_images: int = 8
-    tier_share: float = 1.0
     clients: int | None = 2
     device: str = "cpu"
     managers: bool = True
@@ -448,8 +446,7 @@ class Rig:
         )
 
     def _settings(self, latency_ms: int, folder: str) -> dict[str, Any]:
-        room = self._setup.tier_share * len(self._ids) * (self._setup.encoder.nbytes + 2**14)
-        settings = {
+        return {
             "bucket": _BUCKET,
             "endpoint_url": self._links[latency_ms].url,
             "min_free_bytes": 0,
@@ -457,7 +454,6 @@ class Rig:
             "weights": "name",
             "cache_dir": str(self._scratch / folder),
         }
-        return settings if self._setup.tier_share >= 1 else {**settings, "cache_bytes": int(room)}
 
     def _fill(self, stores: set[str]) -> None:
         """Have all pictures encoded once; bucket, tier and folder then hold the same."""

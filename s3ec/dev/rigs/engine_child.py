@@ -279,15 +279,15 @@ class _SlowEncoder:
 
 def _shown(figures: dict[str, float]) -> dict[str, float]:
     """Counters and gauges of s3ec under the names that vLLM 0.31 shows them by."""
-    from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN, zeros
+    from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LOOKUPS, PLAIN, zeros
     from s3ec.counters import observed
 
     metric, _text, of_tier, cases = LOOKUPS
-    names = {ours: entry[0] for ours, entry in [*PLAIN.items(), *LEVELS.items(), *GAUGES.items()]}
+    names = {ours: entry[0] for ours, entry in [*PLAIN.items(), *GAUGES.items()]}
     for ours, values in cases.items():
         labels = zip(of_tier, values, strict=True)
         names[ours] = f"{metric}{{{','.join(f'{k}={v}' for k, v in labels)}}}"
-    figures = dict.fromkeys([*PLAIN, *LEVELS, *cases], 0.0) | zeros() | figures
+    figures = dict.fromkeys([*PLAIN, *cases], 0.0) | zeros() | figures
     for prefix, (metric, _text, label, _values) in LABELLED.items():
         for ours in figures:
             if ours.startswith(prefix):

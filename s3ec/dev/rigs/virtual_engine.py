@@ -190,6 +190,10 @@ class PlayedIndex:
 
     holds = maybe_contains
 
+    def is_bad(self, key: Key) -> bool:
+        """Nothing is."""
+        return False
+
     def add(self, key: Key) -> None:
         """Now it does."""
         self.stored.add(key.digest)

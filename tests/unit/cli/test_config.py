@@ -126,7 +126,6 @@ def test_every_bucket_option_names_a_setting_and_wins(cli: Cli, tmp_path: Path) 
     options = {
         "bucket": "embeddings",
         "endpoint_url": "http://10.0.0.1:9000",
-        "role_arn": "arn:aws:iam::1:role/reader",
         "ca_bundle": str(bundle),
     }
     words = [w for name, value in options.items() for w in (f"--{name.replace('_', '-')}", value)]

@@ -111,6 +111,17 @@ def test_refused_connection_is_told_in_the_words_of_the_doctor(
     assert error["fix"].startswith("nothing listens")
 
 
+def test_a_proxy_that_refuses_the_connection_is_not_called_the_server(
+    cli: Cli, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://user:SECRET@127.0.0.1:1")
+    out = cli("ls", "--endpoint-url", "http://127.0.0.1:2", code=1)
+    assert (
+        "through the proxy http://127.0.0.1:1: [Errno 111] Connection refused; start" in out.stderr
+    )
+    assert "SECRET" not in out.stderr
+
+
 def test_query_of_a_request_is_not_repeated(corpus: Corpus) -> None:
     async def time_out(_store: Store) -> None:
         raise UnavailableError('Connect timeout on endpoint URL: "http://h:1/b?list-type=2&a=b"')

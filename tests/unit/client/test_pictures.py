@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import base64
+import functools
+import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,13 @@ import openai
 import pytest
 
 from s3ec.client import AsyncPictures, Pictures
-from s3ec.corpus.catalog_file import CatalogRow, to_table
+from s3ec.corpus.catalog_file import STAMP, CatalogRow, to_table
 from s3ec.corpus.catalog_index import CatalogIndex
+from s3ec.corpus.reading import page_uri, render_page
 from s3ec.errors import ConfigError, NotFoundError, SourceError
+from tests.support.clock import Clock
+from tests.support.pdfs import make_pdf
+from tests.support.serving import running
 from tests.unit.client.conftest import GRID, WITH, WITHOUT, Server, row_of
 
 Make = Callable[..., Pictures]
@@ -95,16 +103,65 @@ def test_what_cannot_go_without_pixels_has_them_and_its_identifier(
     ]
 
 
-def test_an_address_is_handed_to_the_server_unless_fetch_reads_it(
-    make: Make, files: list[Path]
+@pytest.mark.parametrize("identifier", ["ab" * 32, None])
+def test_an_address_is_handed_to_the_server_without_a_name_unless_fetch_reads_it(
+    identifier: str | None, make: Make, files: list[Path]
 ) -> None:
     row = row_of(files[0], uri="https://example.org/a.jpg")
+    if identifier is not None:
+        row = replace(row, identifier=identifier)
     (handed,) = make(row, without_pixels=False).parts("a.png")
-    assert handed["image_url"]["url"] == "https://example.org/a.jpg"
+    url = {"url": "https://example.org/a.jpg"}
+    assert handed == {"type": "image_url", "image_url": url}
+    (given,) = make(row, without_pixels=False).parts("a.png", data=files[0].read_bytes())
+    assert given["image_url"]["url"] == data_url(files[0], "image/jpeg")
+    assert given["uuid"] == row.identifier
     fetching = make(row, without_pixels=False, fetch=lambda _row: files[0].read_bytes())
     (read,) = fetching.parts("a.png")
     assert read["image_url"]["url"] == data_url(files[0], "image/jpeg")
-    assert handed["uuid"] == read["uuid"] == row.identifier
+    assert read["uuid"] == row.identifier
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("dpi", [150, 200])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_page_is_drawn_as_it_was_when_it_was_encoded(
+    is_file: bool, dpi: int, make: Make, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.pdf"
+    path.write_bytes(make_pdf(2))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=tmp_path))
+    url = f"http://127.0.0.1:{server.server_address[1]}/report.pdf"
+    with running(server):
+        uri = page_uri(path.as_uri() if is_file else url, 2)
+        drawn = render_page(path, 2, dpi=dpi)
+        row = row_of(
+            path,
+            document="report.pdf",
+            page=2,
+            uri=uri,
+            sha256=hashlib.sha256(drawn).hexdigest(),
+            extra={STAMP: f"1 2 {dpi}" if is_file else f"{dpi}"},
+        )
+        (part,) = make(row, without_pixels=False).parts("report.pdf")
+    assert part["image_url"]["url"] == f"data:image/png;base64,{base64.b64encode(drawn).decode()}"
+    assert part["uuid"] == row.identifier
+
+
+@pytest.mark.parametrize("stamp", ["", "1 2", "1 2 x", "1 2 99999", "-150", 7, None])
+def test_a_page_whose_row_does_not_say_how_it_was_drawn_is_drawn_as_by_default(
+    stamp: object, make: Make, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.pdf"
+    path.write_bytes(make_pdf(1))
+    digest = hashlib.sha256(render_page(path, 1)).hexdigest()
+    row = row_of(path, page=1, uri=page_uri(path.as_uri(), 1), sha256=digest, extra={STAMP: stamp})
+    (part,) = make(row, without_pixels=False).parts("report.pdf")
+    assert part["uuid"] == row.identifier
 
 
 def test_a_file_that_has_changed_does_not_get_the_identifier_of_the_old_one(
@@ -195,14 +252,65 @@ def test_an_embedding_that_cannot_be_had_costs_one_more_request_and_then_rests(
     assert server.kinds[3:] == [WITHOUT]
 
 
-def test_a_server_that_takes_none_is_asked_without_pixels_once(
+def test_one_refusal_is_that_pictures_alone_and_ends(
     make: Make, client: openai.OpenAI, server: Server
 ) -> None:
-    server.answer = lambda kind, _number: 400 if kind == WITHOUT else "yes"
-    pictures = make()
-    for name in ("a.png", "b.png"):
+    clock = Clock()
+    server.answer = lambda kind, number: 400 if kind == WITHOUT and not number else "yes"
+    pictures = make(clock=clock)
+    for name in ("a.png", "b.png", "a.png", "c.png"):
         assert pictures.chat(client, **asking(*pictures.parts(name))).choices
-    assert server.kinds == [WITHOUT, WITH, WITH]
+    assert server.kinds == [WITHOUT, WITH, WITHOUT, WITH, WITHOUT]
+    clock.now_s += 61
+    pictures.chat(client, **asking(*pictures.parts("a.png")))
+    assert server.kinds[5:] == [WITHOUT]
+
+
+@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_takes_none_is_tried_more_and_more_seldom(
+    status: int, stream: bool, make: Make, client: openai.OpenAI, server: Server, tmp_path: Path
+) -> None:
+    clock = Clock()
+    server.answer = lambda kind, _number: status if kind == WITHOUT else "yes"
+    paths = [tmp_path / f"{number}.png" for number in range(40)]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    pictures = make(*map(row_of, paths), clock=clock)
+    left = iter(paths)
+
+    def ask() -> None:
+        request = asking(*pictures.parts(next(left).name))
+        reply = pictures.chat(client, stream=stream, **request)
+        assert words(reply) if stream else reply.choices
+
+    for _ in range(5):
+        ask()
+    assert server.kinds == [WITHOUT, WITH] * 3 + [WITH] * 2
+    server.seen.clear()
+    for pause_s in (60, 60, 60, 60):  # the rests begin after 60, and take 120 and 240
+        clock.now_s += pause_s
+        ask()
+        ask()
+    assert server.kinds == [WITHOUT, WITH, WITH, WITH, WITH, WITHOUT, *[WITH] * 4]
+    server.answer = lambda _kind, _number: "yes"
+    server.seen.clear()
+    clock.now_s += 240
+    for _ in range(3):
+        ask()
+    assert server.kinds == [WITHOUT] * 3
+
+
+def test_a_server_that_is_not_questioned_is_asked_without_pixels_for_each_picture(
+    make: Make, client: openai.OpenAI, server: Server, files: list[Path], tmp_path: Path
+) -> None:
+    server.answer = lambda kind, _number: 400 if kind == WITHOUT else "yes"
+    (tmp_path / "d.png").write_bytes(b"the fourth")
+    rows = map(row_of, [*files, tmp_path / "d.png"])
+    pictures = make(*rows, without_pixels=True)
+    for name in ("a.png", "b.png", "c.png", "d.png", "a.png"):
+        assert pictures.chat(client, **asking(*pictures.parts(name))).choices
+    assert server.kinds == [WITHOUT, WITH] * 4 + [WITH]
 
 
 def test_a_request_that_is_wrong_with_pixels_too_teaches_nothing(

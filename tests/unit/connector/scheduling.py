@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from s3ec.codec import Header, Shape
+from s3ec.connector.adapters import Adapters
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.scheduler import SchedulerHalf
@@ -17,7 +18,7 @@ from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
-from s3ec.identity import Key, KeyPolicy, Layout
+from s3ec.identity import Key, KeyPolicy, Layout, ModalityScopes
 from s3ec.index.base import Index
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import LocalKeys, Pin
@@ -155,6 +156,8 @@ class World:
         shared_tier: SharedTier | None = None,
         index: Index | None = None,
         naming: KeyPolicy | None = None,
+        scopes: ModalityScopes | None = None,
+        adapters: Callable[[Clock], Adapters] | None = None,
         policy: WaitPolicy | None = None,
         worth: SaveWorth | None = None,
         **role: Any,
@@ -189,6 +192,8 @@ class World:
             counters=self.counters,
             shared_tier=shared_tier,
             naming=naming,
+            scopes=scopes,
+            adapters=adapters and adapters(self.clock),
             policy=policy,
             worth=worth,
             clock=self.clock,

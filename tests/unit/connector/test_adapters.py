@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,392 +16,396 @@ from typing import Any
 import pytest
 
 from s3ec.connector import live_weights
-from s3ec.connector.adapters import (
-    AdapterCache,
-    AdapterFiles,
-    AdapterNames,
-    name_in_plan,
+from s3ec.connector.adapters import Adapters, read_adapter
+from s3ec.connector.messages import StepPlan
+from s3ec.identity import is_object_name, make_key
+from s3ec.weights import UnknownFilesError
+from tests.support.clock import Clock
+from tests.unit.connector.scheduling import (
+    World,
+    bare,
+    feature,
+    has_no_pixels,
+    identifier_of,
+    request,
 )
-from s3ec.connector.messages import AdapterUse, StepPlan
-from s3ec.identity import is_object_name, make_key, with_adapter
-from s3ec.weights import read_adapter
-from tests.unit.connector.scheduling import World, feature, identifier_of, request
-from tests.unit.test_weights import adapter, tensors_of
+from tests.unit.test_weights import tensors_of, write
 from tests.unit.tier.cases import key_of
 
 NAME = "my-lora"
+WEIGHTS = "adapter_model.safetensors"
+
+
+def adapter(folder: Path, version: int = 1, *, rank: int = 8, size: int = 4096) -> Path:
+    """The files of an adapter; every version has other values and other times."""
+    tensors = tensors_of([f"vision_tower.layers.0.lora_A.{version}"], size)
+    write(folder / WEIGHTS, tensors)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    os.utime(folder / WEIGHTS, (version, version))  # the kernel's clock may stand still
+    return folder
+
+
+def digest_of(folder: Path) -> str:
+    return read_adapter(str(folder))[0]
+
+
+# -- what is read ------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_its_weights_and_its_configuration(tmp_path: Path) -> None:
+    one = adapter(tmp_path / "one")
+    same = Path(shutil.copytree(one, tmp_path / "copy"))
+    retrained = adapter(tmp_path / "retrained", 2)
+    scaled = adapter(tmp_path / "scaled", rank=16)
+    assert digest_of(same) == digest_of(one)
+    assert len({digest_of(each) for each in (one, retrained, scaled)}) == 3
+
+
+@pytest.mark.parametrize("place", [0, 4_000_000, 15_999_999])
+def test_every_byte_of_an_adapter_counts(place: int, tmp_path: Path) -> None:
+    one = adapter(tmp_path / "one", size=16_000_000)
+    other = Path(shutil.copytree(one, tmp_path / "other"))
+    with (other / WEIGHTS).open("r+b") as file:
+        file.seek(place - 16_000_000, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    keys = {make_key(f"{NAME}-{digest_of(each)}:{'ab' * 32}") for each in (one, other)}
+    assert len(keys) == 2
+
+
+def append(folder: Path) -> None:
+    with (folder / WEIGHTS).open("ab") as file:
+        file.write(b"more")
+
+
+def overwrite(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[::-1])
+
+
+def replace(folder: Path) -> None:
+    other = folder / "other"
+    other.write_bytes((folder / WEIGHTS).read_bytes()[::-1])
+    os.utime(other, (1, 1))
+    other.replace(folder / WEIGHTS)
+
+
+def rescale(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"r": 9999}')
+
+
+def remove(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+@pytest.mark.parametrize("change", [append, overwrite, replace, rescale, remove])
+def test_an_adapter_that_changes_while_it_is_read_is_unknown(
+    change: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter(tmp_path)
+    known = read_adapter(str(tmp_path))
+    assert read_adapter(str(tmp_path), known) == known
+    hashed = []
+
+    def digest(file: Any, name: str) -> Any:
+        hashed.append(file.name)
+        found = original(file, name)
+        if file.name.endswith(WEIGHTS):
+            change(tmp_path)
+        return found
+
+    original = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+    with pytest.raises(UnknownFilesError, match="change"):
+        read_adapter(str(tmp_path))
+    assert len(hashed) == 2
+    with pytest.raises(UnknownFilesError, match="change"):
+        read_adapter(str(tmp_path), known)
+
+
+def test_an_adapter_that_is_not_here_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for path in (tmp_path / "gone", "acme/never-downloaded"):
+        with pytest.raises(UnknownFilesError, match="no snapshot"):
+            read_adapter(str(path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnknownFilesError, match="has not the files of an adapter"):
+        read_adapter(str(tmp_path))
+
+
+# -- in the scheduler half ---------------------------------------------------------------------
 
 
 class Engine:
-    """A scheduler half behind AdapterNames; looks at files happen when the test says so."""
+    """A scheduler half with adapters; files are read when the test says so."""
 
     def __init__(self, **role: Any) -> None:
-        self.world = World(**({"producer": True} | role))
-        self.looks: list[Callable[[], None]] = []
-        self.names = AdapterNames(
-            self.world.half,
-            start=self.looks.append,
-            needs_embedding=lambda feature: "pixel_values" not in feature.data,
-            defer_timeout_s=2.0,
-            counters=self.world.counters,
-            clock=self.world.clock,
-        )
+        self.reads: list[Callable[[], None]] = []
+
+        def adapters(clock: Clock) -> Adapters:
+            return Adapters(self.reads.append, self.longest_wait_s, clock)
+
+        self.world = World(adapters=adapters, **({"producer": True} | role))
+        self.half = self.world.half
+
+    @staticmethod
+    def longest_wait_s(request: Any) -> float:
+        return 10.0 if any(map(has_no_pixels, request.mm_features)) else 2.0
 
     def ask(self, request: Any, computed: int = 0) -> bool:
-        return self.names.ensure_cache_available(request, computed)
+        return self.half.ensure_cache_available(request, computed)
 
-    def step(self, freed: tuple[str, ...] = (), *, look: bool = True) -> StepPlan:
-        """End a pass; what was to be looked at is looked at before the next one ends."""
-        plan = self.names.build_connector_meta(freed, scheduled_tokens=10)
-        while look and self.looks:
-            self.looks.pop(0)()
+    def step(self, freed: tuple[str, ...] = (), *, read: bool = True) -> StepPlan:
+        """End a pass; what is to be read is read before the next one."""
+        plan = self.half.build_connector_meta(freed, scheduled_tokens=10)
+        while read and self.reads:
+            self.reads.pop(0)()
         return plan
 
     def allocate(self, request: Any) -> list[bool]:
-        granted = []
-        for index, one in enumerate(request.mm_features):
-            granted.append(self.names.has_cache_item(one.identifier))
-            self.names.update_state_after_alloc(request, index)
-        return granted
-
-    def complaints(self, *requests: str, device: tuple[str, ...] = ()) -> list[str]:
-        pins = self.world.prefetcher.live
-        return self.names.audit(requests=requests, device=device, fetching=(), pins=pins)
+        return self.world.schedule(request)
 
     def until_asked(self, request: Any) -> None:
-        """Passes until the request may be scheduled: the look, and nothing else, is awaited."""
-        for _ in range(5):
+        """Passes until the request may be scheduled: the adapter, and nothing else, is awaited."""
+        for _ in range(3):
             if self.ask(request):
                 return
             self.step()
         raise AssertionError("still deferred")
 
+    def saves(self, request: Any) -> dict[str, str]:
+        """What is ordered to be saved for a request that is encoded: vLLM's name to ours."""
+        self.until_asked(request)
+        assert not any(self.allocate(request))
+        freed = tuple(one.identifier for one in request.mm_features)
+        saves = {one: save.renamed for one, save in self.step().saves.items()}
+        self.step(freed)
+        return saves
 
-def lora(path: Path, number: int = 1, *, inplace: bool = False) -> Any:
+    def told(self, caplog: pytest.LogCaptureFixture) -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def lora(path: Path, number: int = 1, *, name: str = NAME, inplace: bool = False) -> Any:
     return SimpleNamespace(
-        lora_name=NAME, lora_int_id=number, lora_path=str(path), load_inplace=inplace
+        lora_name=name, lora_int_id=number, lora_path=str(path), load_inplace=inplace
     )
 
 
 def adapted(name: str, text: object, of: Any, *, pixels: bool = True) -> Any:
-    made = request(name, feature(f"{NAME}:{identifier_of(text)}", raw=True, pixels=pixels))
+    raw = f"{of.lora_name}:{identifier_of(text)}"
+    made = request(name, feature(raw, raw=True) if pixels else bare(raw, raw=True))
     made.lora_request = of
     return made
 
 
-def write(folder: Path, version: int) -> Path:
-    """An adapter; every version has other values, and other times of its files.
-
-    The kernel's clock for files may stand still for milliseconds.
-    """
-    made = adapter(folder, tensors_of([f"vision_tower.lora_A.{version}"], 4096))
-    os.utime(made / "adapter_model.safetensors", (version, version))
-    return made
+def raw_name(text: object, name: str = NAME) -> str:
+    return f"{name}:{identifier_of(text)}"
 
 
-def content_name(folder: Path, text: object) -> str:
-    found = read_adapter(str(folder))
-    assert found is not None
-    return f"{NAME}-{found.digest}:{identifier_of(text)}"
-
-
-def stock(engine: Engine, name: str) -> None:
-    key = key_of(name)
-    engine.world.index.add(key)
-
-
-def hit(engine: Engine, asked: Any, name: str) -> bool:
-    """Whether the request gets the entry of this name, once it is fetched."""
-    if engine.ask(asked):
-        return False
-    engine.step()
-    if name not in engine.world.prefetcher.open:
-        return False
-    engine.world.prefetcher.finish(name)
-    assert engine.ask(asked)
-    return engine.allocate(asked) == [True]
+def stored_name(folder: Path, text: object) -> str:
+    return f"{NAME}-{digest_of(folder)}:{identifier_of(text)}"
 
 
 def test_an_entry_is_found_by_the_adapter_s_content(tmp_path: Path) -> None:
     engine = Engine()
-    name = content_name(write(tmp_path, 1), "cat")
-    stock(engine, name)
+    stored = stored_name(adapter(tmp_path), "cat")
+    engine.world.index.add(key_of(stored))
     asked = adapted("r", "cat", lora(tmp_path))
-    assert not engine.ask(asked)
+    assert not engine.ask(asked)  # its adapter is being read
     engine.step()
-    assert not engine.ask(asked)  # what was found is taken as the pass ends
+    assert not engine.ask(asked)  # it is being fetched
     engine.step()
-    assert hit(engine, asked, name)
-    plan = engine.step()
-    assert [load.identifier for load in plan.loads] == [name]
-    raw = asked.mm_features[0].identifier
-    assert plan.adapters[name].identifier == raw
-    held: dict[str, Any] = {}
-    cache = AdapterCache(held, plan)
-    cache[name] = "tensor"
-    assert held == {raw: "tensor"}
-    assert name in cache
-    assert name_in_plan(raw, plan) == name
-    assert name_in_plan("another", plan) == "another"
+    (want,) = engine.world.prefetcher.open.values()
+    assert (want.key.name, want.key.stored) == (key_of(stored).name, stored)
+    engine.world.prefetcher.finish(raw_name("cat"))
+    assert engine.ask(asked)
+    assert engine.allocate(asked) == [True]
+    (load,) = engine.step().loads
+    assert (load.identifier, load.renamed) == (raw_name("cat"), stored)
 
 
 def test_an_encoded_image_is_saved_under_the_adapter_s_content(tmp_path: Path) -> None:
     engine = Engine()
-    name = content_name(write(tmp_path, 1), "cat")
+    stored = stored_name(adapter(tmp_path), "cat")
     asked = adapted("r", "cat", lora(tmp_path))
     engine.until_asked(asked)
     assert engine.allocate(asked) == [False]
-    plan = engine.step()
-    assert list(plan.saves) == list(plan.adapters) == [name]
-    key = key_of(name)
+    (save,) = engine.step().saves.values()
+    assert save.renamed == stored
+    assert [Path(path).name for path, *_ in save.made_by] == ["adapter_config.json", WEIGHTS]
+    key = key_of(stored)
     assert is_object_name(key.name)
-    assert key.name.startswith(name.split(":")[0] + "/")
+    assert key.name.startswith(stored.split(":")[0] + "/")
 
 
-def test_an_adapter_that_is_reloaded_under_its_name_is_another_from_the_first_step_on(
+def test_an_adapter_is_read_whole_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+    original = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *of: hashed.append(1) or original(*of))
+    engine = Engine()
+    adapter(tmp_path)
+    for number in range(5):
+        assert engine.saves(adapted(str(number), number, lora(tmp_path)))
+        engine.world.clock.now_s += 2
+    assert len(hashed) == 2
+
+
+def test_what_was_loaded_before_its_first_request_is_known_at_once(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.half.adapter_loaded(lora(adapter(tmp_path)))
+    engine.reads.pop()()
+    assert engine.ask(adapted("r", "cat", lora(tmp_path)))
+
+
+def in_place(engine: Engine, folder: Path) -> Any:
+    return lora(folder, inplace=True)
+
+
+def in_place_between_two_steps(engine: Engine, folder: Path) -> Any:
+    engine.half.adapter_loaded(lora(folder, inplace=True))
+    return lora(folder)
+
+
+def under_another_number(engine: Engine, folder: Path) -> Any:
+    return lora(folder, 2)
+
+
+def from_another_folder(engine: Engine, folder: Path) -> Any:
+    return lora(adapter(folder.with_name("two"), 2))
+
+
+def with_a_twin(engine: Engine, folder: Path) -> Any:
+    engine.until_asked(adapted("twin", "dog", lora(folder, name="twin")))
+    return lora(folder)
+
+
+def with_other_files(engine: Engine, folder: Path) -> Any:
+    adapter(folder, 3)
+    engine.world.clock.now_s += 2
+    engine.until_asked(adapted("looks", "dog", lora(folder)))
+    engine.step()
+    return lora(folder)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [in_place, in_place_between_two_steps, under_another_number, from_another_folder, with_a_twin,
+     with_other_files],
+)  # fmt: skip
+def test_where_nobody_knows_what_the_workers_hold_nothing_is_loaded_or_saved(
+    again: Callable[[Engine, Path], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine()
+    folder = adapter(tmp_path / "one")
+    stored = stored_name(folder, "cat")
+    engine.world.index.add(key_of(stored))
+    first = adapted("first", "cat", lora(folder))
+    engine.until_asked(adapted("reads", "cow", lora(folder)))
+    assert not engine.ask(first)
+    engine.step()
+    engine.world.prefetcher.finish(raw_name("cat"))
+    assert engine.ask(first)  # it is pinned, and would be granted
+    with caplog.at_level(logging.WARNING, logger="s3ec"):
+        of = again(engine, folder)
+        for number in range(2):
+            asked = adapted(f"later {number}", "cat", of)
+            assert engine.saves(asked) == {}
+        assert engine.saves(first) == {}
+    told = engine.told(caplog)
+    assert len(told) == (2 if again is with_a_twin else 1)
+    assert all("nothing is loaded or saved under adapter" in one for one in told)
+
+
+def test_an_adapter_without_files_is_a_miss_that_is_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine()
+    gone, here = tmp_path / "gone", adapter(tmp_path / "here")
+    with caplog.at_level(logging.WARNING, logger="s3ec"):
+        assert engine.saves(adapted("r", "cat", lora(gone, name="gone"))) == {}
+        assert engine.saves(adapted("s", "dog", lora(gone, name="gone"))) == {}
+    assert len(engine.told(caplog)) == 1
+    assert engine.saves(adapted("t", "cat", lora(here, 2)))
+
+
+def test_a_request_without_pixels_fails_alone_where_its_adapter_is_unknown(tmp_path: Path) -> None:
+    engine = Engine()
+    none = adapted("none", "cat", lora(tmp_path / "gone"), pixels=False)
+    assert not engine.ask(none)
+    engine.step()
+    assert not engine.ask(none)
+    assert engine.half.take_unavailable_requests() == {"none"}
+    assert engine.ask(request("plain", feature("dog")))
+
+
+def test_a_request_waits_for_its_adapter_no_longer_than_it_would_for_the_bucket(
     tmp_path: Path,
 ) -> None:
     engine = Engine()
-    old = content_name(write(tmp_path, 1), "cat")
-    stock(engine, old)
-    first = adapted("first", "dog", lora(tmp_path))
-    engine.until_asked(first)
-    write(tmp_path, 2)
-    again = lora(tmp_path, inplace=True)
-    engine.names.adapter_loaded(again)
-    new = content_name(tmp_path, "cat")
-    assert new != old
-    later = adapted("later", "cat", again)
-    engine.until_asked(later)
-    assert engine.allocate(later) == [False]
-    plan = engine.step()
-    assert list(plan.saves) == [new]
-    assert old not in engine.world.wanted
+    adapter(tmp_path)
+    with_pixels = adapted("pixels", "cat", lora(tmp_path))
+    without = adapted("none", "dog", lora(tmp_path), pixels=False)
+    for one in (with_pixels, without):
+        assert not engine.ask(one)
+    engine.step(read=False)
+    engine.world.clock.now_s += 2.5
+    assert engine.ask(with_pixels)
+    assert engine.allocate(with_pixels) == [False]
+    assert not engine.step(read=False).saves
+    assert not engine.ask(without)
+    assert engine.half.take_unavailable_requests() == set()
+    engine.world.clock.now_s += 8
+    assert not engine.ask(without)
+    assert engine.half.take_unavailable_requests() == {"none"}
+    # Nobody waits again, and what is read at last is known.
+    assert engine.ask(adapted("later", "cow", lora(tmp_path)))
+    engine.reads.pop()()
+    assert engine.saves(adapted("last", "cow", lora(tmp_path)))
 
 
-def test_what_was_under_way_when_an_adapter_was_reloaded_is_neither_loaded_nor_saved(
-    tmp_path: Path,
-) -> None:
+def test_requests_without_an_adapter_are_called_as_ever(tmp_path: Path) -> None:
     engine = Engine()
-    write(tmp_path, 1)
+    plain = request("plain", feature("cat"))
+    assert engine.ask(plain)
+    assert engine.allocate(plain) == [False]
+    (save,) = engine.step().saves.values()
+    assert (save.renamed, save.made_by) == ("", ())
+    # Nor is an adapter's that does not touch the encoder: vLLM leaves its name out.
+    other = request("other", feature("dog"))
+    other.lora_request = lora(adapter(tmp_path))
+    assert engine.saves(other) == {identifier_of("dog"): ""}
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    engine = Engine()
+    adapter(tmp_path)
     asked = adapted("r", "cat", lora(tmp_path))
     engine.until_asked(asked)
-    write(tmp_path, 2)
-    engine.names.adapter_loaded(lora(tmp_path, inplace=True))
+    engine.allocate(asked)
+    engine.step()
+    engine.step((raw_name("cat"),))
+    engine.half.request_finished(asked)
+    engine.world.clock.now_s += 60
+    engine.step()
+    pins = engine.world.prefetcher.live
+    assert engine.half.audit(requests=(), device=(), fetching=(), pins=pins, at_rest=True) == []
+
+
+def test_after_a_stop_nothing_of_an_adapter_is_granted_or_saved(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.world.index.add(key_of(stored_name(adapter(tmp_path), "cat")))
+    engine.until_asked(adapted("first", "dog", lora(tmp_path)))
+    assert engine.half.stop(was_reset=True)
+    asked = adapted("r", "cat", lora(tmp_path))
     assert engine.ask(asked)
     assert engine.allocate(asked) == [False]
     plan = engine.step()
     assert not plan.saves
     assert not plan.loads
-
-
-def test_a_look_that_began_before_the_reload_says_nothing(tmp_path: Path) -> None:
-    engine = Engine()
-    write(tmp_path, 1)
-    again = lora(tmp_path, inplace=True)
-    asked = adapted("r", "cat", again)
-    assert not engine.ask(asked)
-    engine.step()  # a look at the first version has ended, and is not taken yet
-    write(tmp_path, 2)
-    engine.names.adapter_loaded(again)
-    engine.ask(asked)
-    engine.step(look=False)
-    assert engine.ask(asked)
-    engine.allocate(asked)
-    assert not engine.step().saves
-
-
-def test_an_adapter_whose_files_change_without_a_reload_is_encoded_and_not_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = Engine()
-    old = content_name(write(tmp_path, 1), "cat")
-    stock(engine, old)
-    engine.until_asked(adapted("before", "dog", lora(tmp_path)))
-    write(tmp_path, 2)
-    asked = adapted("after", "cat", lora(tmp_path))
-    with caplog.at_level(logging.WARNING, logger="s3ec"):
-        engine.until_asked(asked)
-        assert engine.allocate(asked) == [False]
-        assert not engine.step().saves
-        engine.until_asked(adapted("third", "cow", lora(tmp_path)))
-    assert caplog.text.count("were changed without a reload") == 1
-    # It is loaded anew: known again.
-    fresh = adapted("fresh", "cat", lora(tmp_path, inplace=True))
-    engine.until_asked(fresh)
-    engine.allocate(fresh)
-    assert list(engine.step().saves) == [content_name(tmp_path, "cat")]
-
-
-def test_a_new_adapter_of_the_same_number_leaves_the_old_one_unknown(tmp_path: Path) -> None:
-    engine = Engine()
-    one, two = write(tmp_path / "one", 1), write(tmp_path / "two", 2)
-    waiting = adapted("waiting", "cat", lora(one))
-    engine.until_asked(waiting)
-    engine.names.adapter_loaded(lora(two, inplace=True))
-    assert engine.ask(waiting)
-    engine.allocate(waiting)
-    assert not engine.step().saves
-    later = adapted("later", "dog", lora(two, inplace=True))
-    engine.until_asked(later)
-    engine.allocate(later)
-    assert list(engine.step().saves) == [content_name(two, "dog")]
-
-
-def test_two_adapters_of_one_number_without_a_reload_are_both_unknown(tmp_path: Path) -> None:
-    engine = Engine()
-    one, two = write(tmp_path / "one", 1), write(tmp_path / "two", 2)
-    for name, place in (("first", one), ("second", two), ("third", one)):
-        asked = adapted(name, name, lora(place))
-        engine.until_asked(asked)
-        engine.allocate(asked)
-        assert bool(engine.step().saves) is (name == "first")
-
-
-def test_an_adapter_that_is_not_to_be_had_is_a_miss_that_is_not_saved(tmp_path: Path) -> None:
-    engine = Engine()
-    asked = adapted("r", "cat", lora(tmp_path / "gone"))
-    engine.until_asked(asked)
-    assert engine.allocate(asked) == [False]
-    assert not engine.step().saves
-
-
-def test_a_request_waits_for_the_look_no_longer_than_it_would_for_the_bucket(
-    tmp_path: Path,
-) -> None:
-    engine = Engine()
-    write(tmp_path, 1)
-    with_pixels = adapted("pixels", "cat", lora(tmp_path))
-    without = adapted("none", "dog", lora(tmp_path), pixels=False)
-    for one in (with_pixels, without):
-        assert not engine.ask(one)
-    engine.step(look=False)
-    engine.world.clock.now_s += 2.5
-    assert engine.ask(with_pixels)
-    assert not engine.ask(without)
-    engine.world.clock.now_s += 8
-    assert not engine.ask(without)
-    assert engine.names.take_unavailable_requests() == {"none"}
-    assert engine.world.counters.get("defer_timeouts") == 2
-
-
-def test_however_many_requests_wait_each_waits_for_its_adapter_once(tmp_path: Path) -> None:
-    engine = Engine()
-    write(tmp_path, 1)
-    waiting = [adapted(f"r{number}", number, lora(tmp_path)) for number in range(10_100)]
-    assert not any(map(engine.ask, waiting))
-    engine.step()
-    engine.step()
-    assert all(map(engine.ask, waiting))
-
-
-def test_requests_without_an_adapter_are_not_looked_at(tmp_path: Path) -> None:
-    engine = Engine()
-    plain = request("plain", feature("cat"))
-    assert engine.ask(plain)
-    assert engine.allocate(plain) == [False]
-    plan = engine.step()
-    assert list(plan.saves) == [identifier_of("cat")]
-    assert not plan.adapters
-    # Nor is an adapter's that does not touch the encoder: vLLM leaves its name out.
-    write(tmp_path, 1)
-    other = request("other", feature("dog"))
-    other.lora_request = lora(tmp_path)
-    engine.until_asked(other)
-    engine.allocate(other)
-    assert list(engine.step().saves) == [identifier_of("dog")]
-
-
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    engine = Engine()
-    write(tmp_path, 1)
-    asked = adapted("r", "cat", lora(tmp_path))
-    engine.until_asked(asked)
-    engine.allocate(asked)
-    engine.step()
-    write(tmp_path, 2)
-    engine.names.adapter_loaded(lora(tmp_path, inplace=True))
-    raw = asked.mm_features[0].identifier
-    engine.names.has_cache_item(raw)
-    again = adapted("again", "cat", lora(tmp_path, inplace=True))
-    engine.until_asked(again)
-    engine.allocate(again)  # the same place in vLLM's cache, another content
-    engine.step()
-    assert len(engine.world.half.on_device) == 1
-    engine.step((raw,))
-    assert len(engine.world.half.on_device) == 0
-    for one in (asked, again):
-        engine.names.request_finished(one)
-    assert engine.complaints() == []
-
-
-def test_what_is_given_up_is_told_by_the_adapter_s_content(tmp_path: Path) -> None:
-    """In a later step, in the pass that allocated it, and before that pass allocated it again."""
-    engine = Engine()
-    write(tmp_path, 1)
-    asked = adapted("r", "cat", lora(tmp_path))
-    engine.until_asked(asked)
-    raw = asked.mm_features[0].identifier
-    half = engine.world.half
-    ours = content_name(tmp_path, "cat")
-    engine.allocate(asked)
-    assert not engine.step((raw,)).saves
-    assert ours not in half.on_device
-    engine.allocate(asked)
-    engine.step()
-    assert ours in half.on_device
-    engine.allocate(asked)
-    engine.step((raw,))
-    assert ours in half.on_device
-    assert engine.complaints("r", device=(raw,)) == []
-    engine.allocate(asked)
-    engine.step((raw, raw))
-    assert ours not in half.on_device
-    assert engine.complaints("r") == []
-
-
-def test_another_content_in_the_same_place_and_both_given_up_in_one_pass(tmp_path: Path) -> None:
-    engine = Engine()
-    write(tmp_path, 1)
-    asked = adapted("r", "cat", lora(tmp_path))
-    engine.until_asked(asked)
-    engine.allocate(asked)
-    engine.step()
-    old = content_name(tmp_path, "cat")
-    write(tmp_path, 2)
-    engine.names.adapter_loaded(lora(tmp_path, inplace=True))
-    again = adapted("again", "cat", lora(tmp_path, inplace=True))
-    engine.until_asked(again)
-    raw = asked.mm_features[0].identifier
-    engine.allocate(again)
-    plan = engine.step((raw,))  # the first one only: old releases name it
-    new = content_name(tmp_path, "cat")
-    assert list(plan.saves) == [new] != [old]
-    assert new in engine.world.half.on_device
-    assert old not in engine.world.half.on_device
-    assert not engine.step((raw,)).saves
-    assert new not in engine.world.half.on_device
-
-
-def test_a_worker_vouches_for_an_adapter_while_its_files_are_the_same(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    found = read_adapter(str(tmp_path))
-    assert found is not None
-    use = AdapterUse("my-lora:cat", str(tmp_path), found.digest)
-    files = AdapterFiles()
-    assert files.vouch_for(use)
-    assert files.vouch_for(use)
-    write(tmp_path, 2)
-    assert not files.vouch_for(use)
-    assert not files.vouch_for(AdapterUse("my-lora:cat", str(tmp_path / "gone"), found.digest))
-
-
-def test_an_identifier_without_a_digest_has_no_key() -> None:
-    raw = f"{NAME}:{identifier_of('cat')}"
-    unknown = with_adapter(raw, NAME, None)
-    assert unknown != raw
-    assert make_key(unknown) is None
-    assert with_adapter(identifier_of("cat"), NAME, "0" * 16) == identifier_of("cat")
 
 
 # -- in vLLM -----------------------------------------------------------------------------------
@@ -429,17 +436,3 @@ def test_vllm_s_engine_core_says_which_adapters_it_loads(monkeypatch: pytest.Mon
         engine.scheduler = SimpleNamespace(ec_connector=connector)
         assert engine.add_lora("mine") == "loaded mine"
     assert told.loads == ["mine"]
-
-
-def test_after_a_stop_nothing_of_an_adapter_is_granted_or_saved(tmp_path: Path) -> None:
-    engine = Engine()
-    name = content_name(write(tmp_path, 1), "cat")
-    stock(engine, name)
-    asked = adapted("r", "cat", lora(tmp_path))
-    engine.until_asked(adapted("first", "dog", lora(tmp_path)))
-    assert engine.names.stop(was_reset=True)
-    engine.until_asked(asked)
-    assert engine.allocate(asked) == [False]
-    plan = engine.step()
-    assert not plan.saves
-    assert not plan.loads

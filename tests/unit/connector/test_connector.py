@@ -16,7 +16,7 @@ import pytest
 from s3ec import runtime
 from s3ec.codec import Shape
 from s3ec.connector import guard
-from s3ec.connector.messages import AdapterUse, Load, Save, StepPlan, WorkerReport
+from s3ec.connector.messages import Load, Save, StepPlan, WorkerReport
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, TierError
 from s3ec.weights import Weights
@@ -250,14 +250,13 @@ def test_in_a_forked_child_a_granted_load_is_an_error_and_no_made_up_tensor(
 def test_a_worker_whose_half_did_not_start_loads_what_is_granted(tmp_path: Path) -> None:
     rig = Process(tmp_path)
     one, two, three = (rig.pinned(HASHES[number], tensor(number)) for number in range(3))
-    use = AdapterUse("an adapter's", "/adapter", "0" * 16)
     cache = {one.identifier: tensor(0), two.identifier: tensor(9)[:2]}  # of two: another's rows
     held = cache[one.identifier]
-    it = connector(None, StepPlan(loads=[one, two, three], adapters={three.identifier: use}))
+    it = connector(None, StepPlan(loads=[one, two, three]))
     it.start_load_caches(cache)
     it.finish_load_caches(cache)
     assert cache[one.identifier] is held
-    for name, number in ((two.identifier, 1), (use.identifier, 2)):
+    for name, number in ((two.identifier, 1), (three.identifier, 2)):
         assert cache[name].tolist() == tensor(number).tolist()
     assert it.build_connector_worker_meta() is None
     rig.close()

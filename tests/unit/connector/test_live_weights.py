@@ -68,12 +68,19 @@ def callback(model: Any) -> None:
     """What a caller of collective_rpc may bring along."""
 
 
+def check_health(worker: Any) -> None:
+    """The same, with a name that one of vLLM's own has."""
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "update_weights": lambda core: core.collective_rpc("update_weights", args=({},)),
     "reload_weights": lambda core: core.collective_rpc("reload_weights"),
     "apply_model": lambda core: core.collective_rpc("apply_model", None, (callback,)),
     "a name of their own": lambda core: core.collective_rpc("update_from_trainer"),
+    "a getter of their own": lambda core: core.collective_rpc("get_and_merge_delta"),
+    "the model handed out": lambda core: core.collective_rpc("get_model"),
     "a function": lambda core: core.collective_rpc(callback),
+    "a function with a good name": lambda core: core.collective_rpc(check_health),
     "weight version": lambda core: core.set_weight_version("v2"),
     "reset": lambda core: core.scheduler.reset_encoder_cache(),
 }
@@ -107,7 +114,11 @@ def test_calls_reach_the_workers_and_their_answers_the_caller() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["check_health", "get_model", "add_lora", "compute_weight_checksums", "profile"]
+    "method",
+    [
+        *("check_health", "add_lora", "compute_weight_checksums", "profile"),
+        *("get_model_inspection", "get_kv_cache_spec", "release_late_interaction_query_cache"),
+    ],
 )
 def test_calls_that_leave_the_weights_alone_stop_nothing(method: str) -> None:
     engine = Engine()

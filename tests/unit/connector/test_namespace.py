@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from s3ec.config import load_settings
-from s3ec.errors import ConfigError
-from s3ec.identity import Namespace, is_namespace_name
+from s3ec.errors import AccessError, ConfigError
+from s3ec.identity import Namespace, is_namespace_name, is_object_name, make_key
 from s3ec.settings import Settings
 from s3ec.tenant import Tenant
+from s3ec.weights import Weights
 
 # Every engine process has it loaded; reading one descriptor needs it too.
 pytest.importorskip("transformers")
 
-from s3ec.connector.vllm_config import describe, encoder_weights, namespace_of
+from s3ec.connector.vllm_config import describe, encoder_weights, namespace_of, scopes_of
 
 
 class Config:
@@ -84,7 +85,8 @@ def engine() -> Any:
 
 
 def settings_of(**values: Any) -> Settings:
-    return load_settings({"bucket": "corpus", **values}).settings
+    """Settings that take the weights by the model's name: most models here are not on the disk."""
+    return load_settings({"bucket": "corpus", "weights": "name", **values}).settings
 
 
 def put(path: str, value: Any) -> Callable[[Any], None]:
@@ -131,12 +133,12 @@ def test_the_descriptor_is_plain_json_and_the_name_readable() -> None:
         put(f"{ENCODER}layer_norm_eps", 1e-05),
         put(f"{ENCODER}more", [1, 2]),
         put(f"{MULTIMODAL}mm_processor_kwargs", {"max_pixels": 50176}),
-        put(f"{MULTIMODAL}media_io_kwargs", {"video": {"num_frames": 40}}),
+        put(f"{MULTIMODAL}mm_processor_kwargs", {"images_kwargs": {"max_pixels": 50176}}),
+        put(f"{MULTIMODAL}media_io_kwargs", {"image": {"rgba_background_color": [0, 0, 0]}}),
         put(f"{MULTIMODAL}mm_hasher_algorithm", "sha256"),
+        # Models that prune videos put positions beside the embeddings of pictures, too.
         put(f"{MULTIMODAL}video_pruning_rate", 0.5),
         put(f"{MULTIMODAL}mm_encoder_attn_dtype", "fp8"),
-        put(f"{MULTIMODAL}media_io_kwargs", {"video": {"backend": "torchcodec"}}),
-        put(f"{MULTIMODAL}media_io_kwargs", {"video": {"backend": "opencv", "device": "cuda"}}),
         put("model_config.hf_image_processor_config", {"image_mean": [0.5, 0.5, 0.5]}),
         put("load_config.load_format", "dummy"),
         put("model_config.quantization_config", {"ignore": ["re:vision_tower.*"]}),
@@ -173,6 +175,11 @@ def test_what_changes_embeddings_changes_the_namespace(change: Callable[[Any], N
         # What vLLM adds on an encode-only instance on CUDA, with torchcodec and without.
         put(f"{MULTIMODAL}media_io_kwargs", {"video": {"backend": "torchcodec", "device": "cuda"}}),
         put(f"{MULTIMODAL}media_io_kwargs", {"video": {}}),
+        # What is of videos and of sound alone is in the names of those.
+        put(f"{MULTIMODAL}media_io_kwargs", {"video": {"num_frames": 40}}),
+        put(f"{MULTIMODAL}media_io_kwargs", {"audio": {"audio_backend": "pyav"}}),
+        put(f"{MULTIMODAL}mm_processor_kwargs", {"videos_kwargs": {"fps": 1}}),
+        put(f"{MULTIMODAL}mm_processor_kwargs", {"audio_kwargs": {"truncation": True}}),
         put(f"{MULTIMODAL}mm_encoder_only", True),
         put(f"{MULTIMODAL}mm_tensor_ipc", "torch_shm"),
         put("load_config.load_format", "safetensors"),
@@ -191,6 +198,56 @@ def test_what_does_not_change_embeddings_keeps_the_namespace(
     other = engine()
     change(other)
     assert namespace_of(other, settings_of()).name == namespace_of(engine(), settings_of()).name
+
+
+VIDEO, AUDIO = {"video": {"num_frames": 40}}, {"audio": {"audio_backend": "pyav"}}
+
+
+def name_of(modality: str, **multimodal: Any) -> str:
+    config = engine()
+    for setting, value in multimodal.items():
+        put(f"{MULTIMODAL}{setting}", value)(config)
+    return scopes_of(config).name("ab" * 32, modality)
+
+
+@pytest.mark.parametrize(
+    ("setting", "values", "modality"),
+    [
+        ("media_io_kwargs", [{}, VIDEO, {"video": {"num_frames": 41}}], "video"),
+        ("media_io_kwargs", [{}, AUDIO, {"audio": {"audio_backend": "soundfile"}}], "audio"),
+        ("media_io_kwargs", [{}, VIDEO, AUDIO, VIDEO | AUDIO], "vision_chunk"),
+        ("media_io_kwargs", [{}, {"video": {"backend": "torchcodec"}}], "video"),
+        ("media_io_kwargs", [{}, {"video": {"backend": "opencv", "device": "cuda"}}], "video"),
+        ("mm_processor_kwargs", [{}, {"videos_kwargs": {"fps": 1}}], "video"),
+        ("mm_processor_kwargs", [{}, {"audio_kwargs": {"truncation": True}}], "audio"),
+    ],
+)
+def test_settings_of_one_modality_part_the_names_of_that_alone(
+    setting: str, values: list[Any], modality: str
+) -> None:
+    names = {name_of(modality, **{setting: value}) for value in values}
+    assert len(names) == len(values)
+    others = {"image", "video", "audio"} - {modality} if modality != "vision_chunk" else {"image"}
+    for other in others:
+        assert {name_of(other, **{setting: value}) for value in values} == {"ab" * 32}
+
+
+def test_a_name_is_marked_once_and_stays_a_name_of_ours() -> None:
+    once = name_of("video", media_io_kwargs=VIDEO)
+    mark, _, rest = once.partition(":")
+    assert (mark[:6], rest) == ("video-", "ab" * 32)
+    config = engine()
+    put(f"{MULTIMODAL}media_io_kwargs", VIDEO)(config)
+    scopes = scopes_of(config)
+    # A client has read it in the catalogue and sends it.
+    assert scopes.name(once, "video") == once
+    assert scopes.name("cat", "video") == f"{mark}:cat"
+    key = make_key(once)
+    assert key is not None
+    assert key.name == f"{mark}/ab/{'ab' * 32}.safetensors"
+    assert is_object_name(key.name)
+    assert make_key(scopes.name("renderer0-mm-1-video-0", "video")) is None
+    assert not scopes_of(engine())
 
 
 def test_pruning_settings_count_together() -> None:
@@ -223,7 +280,7 @@ def write_weights(folder: Path, content: bytes) -> Path:
 def namespace_at(folder: Path, **more: Any) -> Namespace:
     config = engine()
     config.model_config.model = str(folder)
-    return namespace_of(config, settings_of(**more))
+    return namespace_of(config, settings_of(**{"weights": "fingerprint"} | more))
 
 
 def test_two_folders_share_if_their_weights_are_the_same(tmp_path: Path) -> None:
@@ -259,27 +316,87 @@ def test_dummy_weights_share_with_nobody_who_has_real_ones(tmp_path: Path) -> No
         assert namespace.name != namespace_at(tmp_path, weights=weights).name
 
 
-def test_a_model_in_an_object_store_is_called_by_its_url() -> None:
-    """vLLM copies its small files into a folder below the home folder and runs on that."""
+def streamed(folder: Path) -> Any:
+    """vLLM copies the small files into a folder below the home folder and runs on that."""
     config = engine()
-    config.model_config.model = "/root/.cache/vllm/model_streamer/0123abcd"
+    config.model_config.model = str(folder)
     config.model_config.model_weights = "s3://models/gemma"
     config.load_config.load_format = "runai_streamer"
-    descriptor = namespace_of(config, settings_of()).descriptor
-    assert descriptor["model"] == "s3://models/gemma"
-    assert descriptor["weights"] == "by name"
-    assert "s3://models/gemma is not on this machine" in str(
-        encoder_weights(config, settings_of()).problem
-    )
+    return config
+
+
+def test_a_model_in_an_object_store_is_called_by_its_url_and_counts_by_its_tags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tags = [("model.safetensors", 10, '"aa"')]
+    monkeypatch.setattr("s3ec.store.tags.tags_below", lambda url, **_: tags)
+    (tmp_path / "preprocessor_config.json").write_text('{"size": 1}')
+    settings = settings_of(weights="fingerprint")
+    before = namespace_of(streamed(tmp_path), settings)
+    assert before.descriptor["model"] == "s3://models/gemma"
+    assert before.descriptor["weights"].startswith("sha256:")
+    assert list(before.descriptor["processors"]) == ["preprocessor_config.json"]
+    tags[0] = ("model.safetensors", 10, '"bb"')
+    assert namespace_of(streamed(tmp_path), settings).name != before.name
+
+
+def test_where_nobody_knows_the_weights_there_is_no_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(url: str, **_: Any) -> list[tuple[str, int, str]]:
+        raise AccessError("403: not for you", code="AccessDenied")
+
+    monkeypatch.setattr("s3ec.store.tags.tags_below", refused)
+    settings = settings_of(weights="fingerprint")
+    assert "403: not for you" in str(encoder_weights(streamed(tmp_path), settings).problem)
+    with pytest.raises(ConfigError, match="403: not for you") as told:
+        namespace_of(streamed(tmp_path), settings)
+    assert told.value.field == "weights"
+    named = namespace_of(streamed(tmp_path), settings_of())
+    assert named.descriptor["weights"] == "by name"
+
+
+def test_an_epoch_starts_over_on_purpose() -> None:
+    names = {
+        namespace_of(engine(), settings_of(**given)).name
+        for given in (
+            {},
+            {"encoder_epoch": 1},
+            {"encoder_epoch": 2},
+            {"encoder_epoch": "after-cve"},
+        )
+    }
+    assert len(names) == 4
+    one = namespace_of(engine(), settings_of(encoder_epoch="1"))
+    assert one == namespace_of(engine(), settings_of(encoder_epoch=1))
+    assert one.descriptor["epoch"] == "1"
+
+
+def test_processors_and_code_are_in_the_descriptor(tmp_path: Path) -> None:
+    write_weights(tmp_path, b"old")
+    (tmp_path / "preprocessor_config.json").write_text('{"size": 1}')
+    (tmp_path / "modeling_eye.py").write_text("SCALE = 1")
+    for weights in ("fingerprint", "name"):
+        config = engine()
+        config.model_config.model = str(tmp_path)
+        settings = settings_of(weights=weights)
+        assert "code" not in namespace_of(config, settings).descriptor
+        config.model_config.trust_remote_code = True
+        found = namespace_of(config, settings).descriptor
+        assert (list(found["processors"]), list(found["code"])) == (
+            ["preprocessor_config.json"],
+            ["modeling_eye.py"],
+        )
 
 
 def test_the_audio_tower_of_another_model_counts(tmp_path: Path) -> None:
     config = engine()
     config.model_config.model = str(write_weights(tmp_path / "main", b"projector"))
     config.model_config.hf_config.audio_model_id = str(write_weights(tmp_path / "tower", b"old"))
-    before = namespace_of(config, settings_of()).name
+    settings = settings_of(weights="fingerprint")
+    before = namespace_of(config, settings).name
     write_weights(tmp_path / "tower", b"new")
-    assert namespace_of(config, settings_of()).name != before
+    assert namespace_of(config, settings).name != before
 
 
 def test_scales_of_fp8_attention_count_by_their_content(tmp_path: Path) -> None:
@@ -314,7 +431,8 @@ def test_encoders_described_by_a_dictionary_count_too() -> None:
     as_dict.model_config.hf_config.vision_config = (
         one.model_config.hf_config.vision_config.to_dict()
     )
-    assert describe(one, settings_of()) == describe(as_dict, settings_of())
+    weights = Weights("by name")
+    assert describe(one, settings_of(), weights) == describe(as_dict, settings_of(), weights)
 
 
 def test_values_that_json_lacks_are_spelt_out() -> None:
@@ -363,7 +481,12 @@ def test_two_tenants_have_two_namespaces_that_show_the_id_alone(
     names = set()
     for reference in (None, "env:ONE", "env:TWO"):
         settings = Settings.model_validate(
-            {"bucket": "corpus", "cache_dir": tmp_path, "tenant_key": reference}
+            {
+                "bucket": "corpus",
+                "cache_dir": tmp_path,
+                "tenant_key": reference,
+                "weights": "name",
+            }
         )
         namespace = namespace_of(engine(), settings)
         tenant = Tenant.read(reference)

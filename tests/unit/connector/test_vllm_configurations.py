@@ -4,7 +4,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
+import shutil
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +23,7 @@ import pytest
 from s3ec.codec import Shape
 from s3ec.connector import forms
 from s3ec.connector.messages import Load, StepPlan
-from s3ec.connector.vllm_config import checkpoint_of, describe, namespace_of
+from s3ec.connector.vllm_config import checkpoint_of, namespace_of
 from s3ec.corpus.encoder import VllmEncoder
 from s3ec.corpus.sources import SourceItem
 from s3ec.dev.rigs.models import write_gemma3
@@ -26,7 +31,8 @@ from s3ec.errors import SourceError
 from s3ec.identity import Namespace
 from s3ec.settings import Settings
 from s3ec.weights import Checkpoint, weights_of
-from tests.unit.test_weights import adapter, tensors_of, write
+from tests.unit.connector.test_adapters import adapter
+from tests.unit.test_weights import tensors_of, write
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -148,7 +154,7 @@ def test_the_instances_of_vllm_s_examples_share_a_namespace(
             )
         config = engine_config(model, ec(role, settings), **options)
         platform(config)
-        descriptors.append(describe(config, Settings.model_validate(settings)))
+        descriptors.append(namespace_of(config, Settings.model_validate(settings)).descriptor)
     first, *others = descriptors
     assert all(other == first for other in others)
     assert first["weights"].startswith("sha256:")
@@ -156,7 +162,8 @@ def test_the_instances_of_vllm_s_examples_share_a_namespace(
 
 def test_vllm_s_dummy_weights_are_known_as_such(model: Path, settings: dict[str, Any]) -> None:
     config = engine_config(model, ec("ec_both", settings), load_format="dummy")
-    assert describe(config, Settings.model_validate(settings))["weights"] == "dummy"
+    found = namespace_of(config, Settings.model_validate(settings)).descriptor
+    assert found["weights"] == "dummy"
 
 
 def test_where_vllm_takes_the_weights_from_is_read_off_its_configuration(
@@ -164,7 +171,11 @@ def test_where_vllm_takes_the_weights_from_is_read_off_its_configuration(
 ) -> None:
     config = engine_config(model, None, download_dir=str(tmp_path), load_format="safetensors")
     assert checkpoint_of(config) == Checkpoint(
-        str(model), load_format="safetensors", download_dir=str(tmp_path)
+        str(model), load_format="safetensors", download_dir=str(tmp_path), files=str(model)
+    )
+    config = engine_config(model, None, trust_remote_code=True, code_revision="abc")
+    assert checkpoint_of(config) == Checkpoint(
+        str(model), files=str(model), runs_code=True, code_revision="abc"
     )
 
 
@@ -185,7 +196,8 @@ def test_layers_that_are_quantised_while_they_are_loaded_count(
     ]
     named = []
     for options in cases:
-        made = [describe(engine_config(model, None, **options), Settings(**settings)) for _ in "12"]
+        configs = [engine_config(model, None, **options) for _ in "12"]
+        made = [namespace_of(each, Settings(**settings)).descriptor for each in configs]
         assert made[0] == made[1]
         named.append(Namespace.from_descriptor(made[0]).name)
     assert len(set(named)) == len(cases)
@@ -247,6 +259,7 @@ def test_what_a_models_constructor_writes_into_the_configuration_does_not_part_t
     config.model_config.hf_config.image_token_id = 151655
     scheduler = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER)
     try:
+        worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
         assert namespace(worker) == namespace(scheduler)
         beside = engine_config(model, ec("ec_both", settings))  # a process that makes no model
         assert namespace(worker) == namespace_of(beside, Settings(**settings))
@@ -255,34 +268,93 @@ def test_what_a_models_constructor_writes_into_the_configuration_does_not_part_t
         scheduler.shutdown()
 
 
-def test_a_worker_goes_on_where_the_scheduler_reads_and_says_that_its_files_differ(
-    connectors: Any, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def started(worker: Any) -> Any:
+    """A worker connector whose half was made beside the start of the engine."""
+    for thread in threading.enumerate():
+        if thread.name == "s3ec-start":
+            thread.join()
+    return worker
+
+
+def test_a_worker_s_half_is_made_beside_the_start_and_used_with_the_first_plan(
+    connectors: Any,
 ) -> None:
-    other = write(tmp_path / "other" / "model.safetensors", tensors_of(["vision.w"])).parent
-    worker = connectors("WORKER", other)
-    before = namespace(worker)
+    worker = started(connectors("WORKER"))
+    assert worker.parts.worker is None
     scheduler = connectors("SCHEDULER")
-    assert before != namespace(scheduler)
-    with caplog.at_level(logging.WARNING, logger="s3ec"):
-        worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
-    assert namespace(worker) == namespace(scheduler)
-    assert "going on with the scheduler's" in caplog.text
+    node = scheduler.parts.node
+    assert node.users == 2
+    worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
+    assert (worker.parts.node, node.users) == (node, 2)
     half = worker.parts.worker
     worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
     assert worker.parts.worker is half
+    worker.shutdown()
+    assert node.users == 1
 
 
-def test_a_scheduler_without_the_files_says_once_that_the_name_is_all_it_knows(
+def test_a_half_that_is_never_used_is_let_go_of(connectors: Any) -> None:
+    worker, scheduler = started(connectors("WORKER")), connectors("SCHEDULER")
+    worker.shutdown()
+    assert scheduler.parts.node.users == 1
+    late = connectors("WORKER")
+    late.shutdown()
+    started(late)
+    assert scheduler.parts.node.users == 1
+
+
+def test_weights_that_were_replaced_while_the_engine_started_stop_it(
+    connectors: Any, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker may have loaded the old ones, or some of both."""
+    place = Path(shutil.copytree(model, tmp_path / "model"))
+    worker = started(connectors("WORKER", place))
+    write(place / "model.safetensors", tensors_of(["vision.w"]))
+    scheduler = connectors("SCHEDULER", place)
+    with caplog.at_level(logging.ERROR, logger="s3ec"):
+        for _ in range(2):
+            worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
+            report = worker.build_connector_worker_meta()
+            scheduler.update_connector_output(SimpleNamespace(ec_connector_worker_meta=report))
+    assert worker.parts.worker is None
+    assert scheduler.parts.scheduler.stop(was_reset=False) is False  # it has stopped
+    assert caplog.text.count("it saves nothing") == 1
+    assert caplog.text.count("were replaced while this engine started") == 1
+
+
+def test_processors_that_came_after_the_worker_s_look_stop_nothing(
+    connectors: Any, model: Path, tmp_path: Path
+) -> None:
+    """As where the hub's client fetches them file by file."""
+    place = Path(shutil.copytree(model, tmp_path / "model"))
+    worker = started(connectors("WORKER", place))
+    (place / "video_preprocessor_config.json").write_text('{"size": 1}')
+    scheduler = connectors("SCHEDULER", place)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
+    assert namespace(worker) == namespace(scheduler)
+    assert "video_preprocessor_config.json" in namespace(worker).descriptor["processors"]
+    assert worker.parts.worker is not None
+
+
+def test_without_the_files_nothing_is_loaded_or_saved_and_that_is_said_once(
     connectors: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     with caplog.at_level(logging.WARNING, logger="s3ec"):
-        worker, scheduler = connectors("WORKER", empty), connectors("SCHEDULER", empty)
+        worker, scheduler = started(connectors("WORKER", empty)), connectors("SCHEDULER", empty)
         for _ in range(2):
             worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
-    assert caplog.text.count("by the model's name only: there are no weights of a known kind") == 1
-    assert namespace(worker).descriptor["weights"] == "by name"
+            worker.save_caches({"a": torch.zeros(1, 1)}, "a")
+    told = "nobody knows which weights these are: there are no weights of a known kind"
+    assert caplog.text.count(told) == 1
+    assert caplog.text.count("set `weights` = name") == 1
+    assert scheduler.parts.scheduler is worker.parts.worker is None
+    pixels = {"pixel_values": SimpleNamespace(field=SimpleNamespace(keep_on_cpu=False))}
+    feature = SimpleNamespace(identifier="a", modality="image", data=pixels)
+    asked = SimpleNamespace(request_id="r", mm_features=[feature], num_prompt_tokens=9)
+    assert scheduler.ensure_cache_available(asked, 0)
+    assert not scheduler.has_cache_item("a")
 
 
 def test_a_worker_whose_half_did_not_start_says_so_instead_of_loading_nothing(
@@ -367,6 +439,63 @@ def test_what_the_fingerprint_leaves_out_vllm_calls_the_language_model(
     assert {name for name, mark in marks.items() if mark == base} == set(language_model)
 
 
+_WRAPPERS = ("model", "vlm", "thinker", "base_model", "language_model", "text_model", "llm",
+             "language", "text")  # fmt: skip
+_ENDS = ("layers.0.w", "norm.weight", "final_norm.weight", "final_layernorm.weight", "ln_f.weight",
+         "lm_head.weight", "output.weight", "h.0.w", "blocks.0.w", "transformer.h.0.w",
+         "transformer.blocks.0.w", "transformer.ln_f.weight")  # fmt: skip
+# In a process of its own: it imports all models of vLLM.
+_LOOK_AT_ALL_MODELS = """
+import importlib, json, sys
+from vllm.model_executor.models import registry
+
+names, seen = json.load(sys.stdin), 0
+for arch, (module, kind) in registry._MULTIMODAL_MODELS.items():
+    try:
+        kind = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), kind)
+        parts = kind.get_mm_mapping(kind)
+    except (AttributeError, ImportError):  # not of this platform, or known to an instance only
+        continue
+    seen += 1
+    mapper = getattr(kind, "hf_to_vllm_mapper", None)
+    encoder = tuple(f"{one.rstrip('.')}." for one in [*parts.tower_model, *parts.connector])
+    for name in names:
+        mapped = mapper.map_name(name) if mapper is not None else name
+        if mapped is not None and mapped.startswith(encoder):
+            print(arch, name, mapped)
+print(seen)
+"""
+
+
+def _is_left_out(name: str, folder: Path) -> bool:
+    marks = set()
+    for number, content in enumerate((b"a", b"b")):
+        file = folder / str(number) / "model.safetensors"
+        place = write(file, {"vision.w": b"v", name: content}).parent
+        marks.add(weights_of(Checkpoint(str(place))).fingerprint)
+    return len(marks) == 1
+
+
+def test_what_the_fingerprint_leaves_out_is_no_encoder_s_in_any_model_of_vllm(
+    tmp_path: Path,
+) -> None:
+    fronts = ["", *(f"{one}." for one in _WRAPPERS)]
+    fronts += [f"{one}.{other}." for one in _WRAPPERS for other in _WRAPPERS]
+    names = [f"{front}{end}" for front in fronts for end in _ENDS]
+    left_out = [name for name in names if _is_left_out(name, tmp_path)]
+    assert len(left_out) > 500
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK_AT_ALL_MODELS],
+        input=json.dumps(left_out),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *wrong, seen = done.stdout.splitlines()
+    assert [line for line in wrong if "INFO" not in line and "WARNING" not in line] == []
+    assert int(seen) > 50
+
+
 # -- an adapter that touches the encoder, through both halves ----------------------------------
 
 _DEADLINE_S = 60.0
@@ -386,7 +515,7 @@ class Adapted:
         )
         # vLLM's ranks are not set up here.
         with mock.patch("s3ec.connector.compat.loading_rank", new=int):
-            self.worker = shell.S3ECConnector(config, shell.ECConnectorRole.WORKER)
+            self.worker = started(shell.S3ECConnector(config, shell.ECConnectorRole.WORKER))
         self.scheduler = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER)
         self.cache: dict[str, Any] = {}
         self.requests = 0
@@ -454,21 +583,21 @@ class Adapted:
         return float(self.scheduler.parts.node.counters.get(name))
 
 
-def test_an_adapter_s_embeddings_are_shared_until_it_is_replaced_under_its_name(
+def test_an_adapter_s_embeddings_are_shared_and_those_of_unknown_files_are_not_saved(
     model: Path, tmp_path: Path
 ) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     settings = {"url": f"file://{corpus}", "cache_dir": str(tmp_path / "tier"),
                 "min_free_bytes": 0, "wait": "always", "defer_timeout_s": 60}  # fmt: skip
-    place = adapter(tmp_path / "adapter", tensors_of(["vision_tower.lora_A"]))
+    place = adapter(tmp_path / "adapter")
     name = "my-lora:" + "ab" * 32
     old, new = (torch.full((_ROWS, _WIDTH), float(n), dtype=torch.bfloat16) for n in (1, 2))
 
-    def lora(*, inplace: bool = False) -> Any:
+    def lora(number: int = 1) -> Any:
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest("my-lora", 1, str(place), load_inplace=inplace)
+        return LoRARequest(f"my-lora{'' if number == 1 else number}", number, str(place))
 
     def stored() -> set[str]:
         return {path.parts[-3] for path in corpus.rglob("objects/**/*.safetensors")}
@@ -481,22 +610,20 @@ def test_an_adapter_s_embeddings_are_shared_until_it_is_replaced_under_its_name(
         assert first.startswith("my-lora-")
         assert engine.ask(name, lora(), old)
 
-        adapter(place, tensors_of(["vision_tower.lora_B"]))
-        engine.scheduler.adapter_loaded(lora(inplace=True))
-        assert not engine.ask(name, lora(inplace=True), new)
-        engine.until(lambda: engine.counted("save.items") == 2)
-        assert len(stored()) == 2
-        assert engine.ask(name, lora(inplace=True), new)
-
         # Replaced between the scheduler's decision and the save: nobody vouches for it.
-        third = tensors_of(["vision_tower.lora_C"])
-        other, again = "my-lora:" + "cd" * 32, lora(inplace=True)
-        assert not engine.ask(other, again, old, lambda: adapter(place, third))
-        assert engine.counted("save_problem.adapter") == 1
+        other = "my-lora:" + "cd" * 32
+        assert not engine.ask(other, lora(), old, lambda: adapter(place, 2))
+        engine.until(lambda: engine.counted("save_problem.adapter") == 1)
+
+        # Under another name and number it is another adapter.
+        again = "my-lora2:" + "ab" * 32
+        assert not engine.ask(again, lora(2), new)
+        engine.until(lambda: engine.counted("save.items") == 2)
+        assert engine.ask(again, lora(2), new)
     finally:
         engine.worker.shutdown()
         engine.scheduler.shutdown()
-    assert len(stored()) == 2
+    assert {folder.rpartition("-")[0] for folder in stored()} == {"my-lora", "my-lora2"}
 
 
 @pytest.mark.parametrize(
@@ -546,7 +673,7 @@ def test_a_model_with_one_form_of_a_picture_has_no_bound(
 ) -> None:
     config = engine_config(model, ec("ec_both", settings))
     caplog.clear()
-    assert forms.most_alone(config.model_config) == {}
+    assert forms.forms_of(config.model_config) == {}
     assert not [record for record in caplog.records if record.name.startswith("s3ec")]
 
 
@@ -554,7 +681,7 @@ def test_a_job_leaves_out_pictures_whose_form_is_never_known(
     model: Path, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = VllmEncoder(str(model), Settings(**settings))
-    never = ("Processor", forms.Form(0, "shrinks them"))
+    never = ("Processor", forms.Form(0, "shrinks them", is_known=False))
     monkeypatch.setattr(forms, "form_of_model", lambda _: never)
     encoder.namespace()
     path = tmp_path / "page.png"

@@ -480,25 +480,20 @@ def test_hits_count_what_the_encoder_would_have_taken_once_that_is_known() -> No
     assert here.counters.get("encode.saved_seconds") == pytest.approx(0.1)
 
 
-def test_price_of_encoding_is_told_once_a_second_as_a_level() -> None:
-    here = world()
-
-    def passes(count: int) -> None:
-        for number in range(count):
-            for other in range(20):
-                here.ask(request(f"{number} {other}", feature(f"{other}")))
-            here.clock.now_s += 0.01
-            here.half.build_connector_meta((), scheduled_tokens=100)
-
-    assert here.counters.get("wait.price") == 0
+def test_scheduler_tells_the_policy_how_busy_the_engine_is() -> None:
+    policy = learned()
+    here = World(policy=policy)
     here.clock.now_s += 2
     here.half.build_connector_meta((), scheduled_tokens=0)
-    assert here.counters.get("wait.price") == 1
-    passes(500)
-    busy = here.counters.get("wait.price")
-    assert busy > 5
+    assert policy.load.price == 1
+    for number in range(500):
+        for other in range(20):
+            here.ask(request(f"{number} {other}", feature(f"{other}")))
+        here.clock.now_s += 0.01
+        here.half.build_connector_meta((), scheduled_tokens=100)
+    assert policy.load.price > 5
     here.clock.now_s += 60
     for _ in range(3):
         here.clock.now_s += 2
         here.half.build_connector_meta((), scheduled_tokens=0)
-    assert here.counters.get("wait.price") == pytest.approx(1)
+    assert policy.load.price == pytest.approx(1)

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from s3ec.dev import plots
-from s3ec.errors import ConfigError
 from tests.unit.dev.bench import fakes
 
 
@@ -46,12 +44,6 @@ def test_both_plots_of_rag_show_every_configuration_and_are_the_same_again(tmp_p
         assert {rgb(plots.RAG_COLOURS[number]) for number in (1, 3, 5)} <= colours_of(once)
 
 
-def test_a_result_without_legs_is_refused(tmp_path: Path) -> None:
-    result = {"machine": {}, "rows": [{"name": "rag.legs", "value": None}]}
-    with pytest.raises(ValueError, match="nothing was measured"):
-        plots.save_rag(result, tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("matplotlib")
 def test_the_plot_of_what_pays_is_an_svg_that_is_the_same_again(tmp_path: Path) -> None:
@@ -60,17 +52,3 @@ def test_the_plot_of_what_pays_is_an_svg_that_is_the_same_again(tmp_path: Path) 
         plots.main(["payoff", str(path)])
     assert once.read_bytes() == again.read_bytes()
     assert "</svg>" in once.read_text()
-
-
-def test_missing_matplotlib_is_said_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"matplotlib.*pip install 's3ec\[dev\]'"):
-        plots.main(["payoff", str(tmp_path / "x.svg")])
-
-
-@pytest.mark.parametrize("arguments", [[], ["rag", "one"], ["no-such-plot", "x"]])
-def test_other_arguments_end_with_what_there_is(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match="plots rag RESULT"):
-        plots.main(arguments)

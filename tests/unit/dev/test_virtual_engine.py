@@ -41,14 +41,6 @@ def outcomes(virtual: Any, model: Path, point: Any, count: int = 80) -> dict[str
     }
 
 
-def test_same_seed_gives_the_same_figures(virtual: Any, model: Path) -> None:
-    point = virtual.Point(0.015, 0.03, 0.0)
-    first, second = (
-        virtual.simulate(model, point, "auto", count=30, rate=0, seed=3) for _ in range(2)
-    )
-    assert first == second
-
-
 @pytest.mark.parametrize(
     ("encode_ms", "fetch_ms", "load", "better"),
     [

@@ -69,23 +69,38 @@ def test_unknown_profile_is_a_bad_setting(make_patient: MakePatient) -> None:
         check_settings(patient.settings)
 
 
-def test_role_is_assumed_with_the_found_credentials(
-    make_patient: MakePatient, moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def role_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "role").write_text(
+        "[profile reader]\nrole_arn = arn:aws:iam::123456789012:role/reader\n"
+        "credential_source = Environment\nregion = us-east-1\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "role"))
+    return "reader"
+
+
+def test_role_of_a_profile_is_assumed_with_the_found_credentials(
+    make_patient: MakePatient,
+    moto_server: MotoServer,
+    role_profile: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", moto_server.endpoint_url)
-    role = "arn:aws:iam::123456789012:role/reader"
-    patient = make_patient(role_arn=role, region="us-east-1")
-    says(bucket.credentials(patient), Verdict.OK, found=role)
+    patient = make_patient(profile=role_profile)
+    says(bucket.credentials(patient), Verdict.OK, found="role of a profile")
     assert bucket.bucket(patient).verdict == Verdict.OK
 
 
 def test_refused_role_fails_and_names_the_action(
-    make_patient: MakePatient, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+    make_patient: MakePatient,
+    proxy: FaultProxy,
+    role_profile: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", proxy.url)
     proxy.add(Rule(s3_error(403, "AccessDenied"), method="POST"))
-    patient = make_patient(role_arn="arn:aws:iam::123456789012:role/reader", region="us-east-1")
-    says(bucket.credentials(patient), Verdict.FAIL, mend="sts:AssumeRole")
+    outcome = bucket.credentials(make_patient(profile=role_profile))
+    says(outcome, Verdict.FAIL, found="AssumeRole", mend="mend that source of credentials")
 
 
 def test_endpoint_that_answers_is_named_with_its_server(make_patient: MakePatient) -> None:
@@ -119,6 +134,21 @@ def test_endpoint_that_never_replies_fails_in_the_end(
 ) -> None:
     proxy.add(Rule(Stall()))
     says(bucket.endpoint(make_patient(read_timeout_s=0.3)), Verdict.FAIL)
+
+
+def test_the_proxy_on_the_way_is_blamed_by_name(
+    make_patient: MakePatient, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://user:SECRET@127.0.0.1:1")
+    dead = bucket.endpoint(make_patient())
+    says(dead, Verdict.FAIL, found="through the proxy http://127.0.0.1:1: ", mend="NO_PROXY")
+    monkeypatch.setenv("HTTP_PROXY", proxy.url)
+    proxy.add(Rule(Stall()))
+    silent = bucket.endpoint(make_patient(read_timeout_s=0.3))
+    says(silent, Verdict.FAIL, found=f"through the proxy {proxy.url}", mend="NO_PROXY")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.0/8")
+    proxy.clear()
+    says(bucket.endpoint(make_patient()), Verdict.OK)
 
 
 @pytest.mark.parametrize("status", [200, 404, 503])

@@ -138,7 +138,7 @@ def test_weights_that_are_not_here_are_told_with_the_reason(
     patient.child = SimpleNamespace(stage=stages.get)
     told = serving.namespace(patient)
     assert told.verdict == Verdict.WARN
-    assert "weights by name: there are no weights of a known kind" in told.found
+    assert "nothing would be loaded or saved: there are no weights of a known kind" in told.found
 
 
 def test_folder_that_is_not_there_is_not_taken_for_a_name_on_a_hub(

@@ -54,7 +54,6 @@ def test_pictures_of_all_messages_are_found_in_their_order() -> None:
     ]
     request = parse(body({"messages": messages, "n": 3}))
     assert request.pictures == [Picture("a", None), Picture("b", "mine"), Picture("c", None)]
-    assert request.choices == 3
     fresh = json.loads(request.without_pixels(named(3)))
     assert fresh["messages"][0] == messages[0]
     assert fresh["messages"][1]["content"] == [without(0), TEXT, "words", without(1)]
@@ -158,11 +157,6 @@ def test_another_spelling_of_a_picture_is_left_alone(hidden: bytes) -> None:
 def test_more_pictures_than_are_held_for_one_request_are_left_alone() -> None:
     assert len(parse(body(chat(*[part()] * MOST_PICTURES))).pictures) == MOST_PICTURES
     assert reason_of(chat(*[part()] * (MOST_PICTURES + 1))) == "too_many"
-
-
-@pytest.mark.parametrize(("n", "choices"), [(None, 1), (0, 1), (4, 4), ("4", 1), (1.5, 1)])
-def test_choices_are_those_that_are_asked_for(n: Any, choices: int) -> None:
-    assert parse(body(chat(part(), n=n))).choices == choices
 
 
 LONG = "data:image/png;base64," + "A" * 5000

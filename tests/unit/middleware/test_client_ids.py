@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s3ec.errors import ConfigError
+from s3ec.middleware import bodies
 from s3ec.middleware.bodies import LIMIT_VARIABLE, Message
 from s3ec.middleware.client_ids import (
     BodyError,
@@ -323,6 +325,90 @@ def test_a_limit_that_is_no_number_ends_the_start(
     monkeypatch.setenv(LIMIT_VARIABLE, limit)
     with pytest.raises(ConfigError, match=LIMIT_VARIABLE):
         Server()
+
+
+KEY = [(b"authorization", b"Bearer secret")]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/chat/completions", [], 401),
+        ("/v1/chat/completions", [(b"authorization", b"Bearer other")], 401),
+        ("/v1/chat/completions", [(b"authorization", b"Basic secret")], 401),
+        # Servers differ in which of two counts.
+        ("/v1/chat/completions", [*KEY, (b"authorization", b"Bearer other")], 401),
+        ("/v1/chat/completions", KEY, 200),
+        ("/v1/embeddings", [], 401),
+        ("/tokenize", [], 200),  # nor does vLLM ask for it there
+    ],
+)
+@pytest.mark.parametrize("source", ["args", "environment"])
+def test_the_key_is_asked_for_before_the_body_is_read(
+    source: str,
+    path: str,
+    headers: list[tuple[bytes, bytes]],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = SimpleNamespace(api_key=["secret"] if source == "args" else None)
+    if source == "environment":
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+    app = SimpleNamespace(state=SimpleNamespace(args=args))
+    server = Server()
+    read: list[int] = []
+
+    async def receive() -> Message:
+        read.append(1)
+        return {"type": "http.request", "body": POISONED}
+
+    async def send(message: Message) -> None:
+        server.sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [JSON, *headers],
+        "app": app,
+    }
+    asyncio.run(server.middleware(scope, receive, send))
+    assert server.sent[0]["status"] == status
+    assert bool(read) == (status == 200)
+    assert STOLEN.encode() not in (server.got or b"")
+    if status == 401:
+        assert server.calls == 0
+        assert (b"connection", b"close") in server.sent[0]["headers"]
+
+
+async def test_bodies_of_all_clients_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_ROOM_BYTES", 2 * len(CLEAN))
+    monkeypatch.setenv(LIMIT_VARIABLE, str(len(CLEAN)))
+    server = Server()
+    last = asyncio.Event()
+
+    def ask(*parts: bytes) -> asyncio.Task[None]:
+        async def messages() -> AsyncIterator[Message]:
+            for part in parts:
+                yield {"type": "http.request", "body": part, "more_body": True}
+            await last.wait()
+            yield {"type": "http.request", "body": CLEAN[-1:]}
+            yield {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            server.sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": [JSON]}
+        return asyncio.create_task(server.middleware(scope, messages().__anext__, send))  # type: ignore[arg-type]
+
+    slow = [ask(CLEAN[:-1]) for _ in range(2)]
+    await asyncio.sleep(0)
+    await ask(CLEAN[:-1])  # the last byte that there is room for is the second one's
+    assert [one["status"] for one in server.sent if "status" in one] == [503]
+    last.set()
+    await asyncio.gather(*slow)
+    await ask(CLEAN[:-1])
+    assert [one["status"] for one in server.sent if "status" in one] == [503, 200, 200, 200]
 
 
 def test_a_client_that_leaves_gets_no_reply() -> None:

@@ -17,7 +17,7 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError
 from s3ec.identity import KeyPolicy
-from s3ec.middleware import SkipPictures, StripClientIds
+from s3ec.middleware import SkipPictures, StripClientIds, bodies
 from s3ec.middleware.bodies import LIMIT_VARIABLE, Message
 from s3ec.middleware.known_pictures import KnownPictures, Leases
 from s3ec.middleware.skip_pictures import PATH, FirstEvents, HeldBack, Node
@@ -126,7 +126,7 @@ class Rig:
     async def start(self) -> None:
         """Have it open its node, as a first request does, which passes as it came."""
         answers, self.app.answers = self.app.answers, ((200, JSON, [b"{}"]),)
-        while not self.count("untouched.no_pictures"):
+        while not self.count("untouched.no_pictures") and not self.count("untouched.no_key"):
             await self.ask(b"{}")
         self.app.answers = answers
         self.app.bodies.clear()
@@ -279,6 +279,90 @@ async def test_a_body_over_the_limit_passes_as_it_came(
     assert rig.count("untouched.too_large") == 1
 
 
+class Refusing(App):
+    """Answers without reading, as vLLM does where the key is missing."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": [JSON]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.mark.parametrize("state", ["no key", "off", "resting"])
+async def test_a_body_that_is_not_looked_at_is_not_read_either(state: str, tier: Tier) -> None:
+    key = hashlib.sha256(b"secret").digest()
+    rig = Rig(tier, Refusing(), api_keys=(key,) if state == "no key" else ())
+    if state == "off":
+        rig.opened = lambda: "a reason"  # type: ignore[method-assign]
+    else:
+        await rig.start()
+    if state == "resting":
+        rig.app = rig.middleware._app = App((500, JSON, [ERROR]))
+        for _ in range(3):
+            await rig.ask(KNOWN)
+        rig.middleware._app = Refusing()
+    asked: list[bytes] = []
+
+    async def receive() -> Message:
+        asked.append(b"")
+        return {"type": "http.request", "body": KNOWN}
+
+    async def send(message: Message) -> None:
+        rig.sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": PATH, "headers": [JSON]}
+    await rig.middleware(scope, receive, send)
+    assert asked == []
+    assert rig.statuses[-1] == 401
+    assert rig.count(f"untouched.{state.replace(' ', '_')}") >= 1
+    rig.pictures.close()
+
+
+async def test_bodies_of_all_clients_together_are_bounded_and_what_is_over_passes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "_ROOM_BYTES", 3 * len(KNOWN))
+    monkeypatch.setenv(LIMIT_VARIABLE, str(2 * len(KNOWN)))
+    rig = await make()
+    gate, waiting = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def wait() -> None:
+        waiting.release()
+        await gate.wait()
+
+    rig.app.when_asked = wait
+    tasks = [asyncio.create_task(rig.ask(KNOWN)) for _ in range(3)]
+    for _ in tasks:
+        await waiting.acquire()
+    # Their pictures are held until it is certain that nobody needs them again.
+    tasks.append(asyncio.create_task(rig.ask(KNOWN)))
+    await waiting.acquire()
+    assert rig.app.bodies[3] == KNOWN
+    assert rig.count("untouched.busy") == 1
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert rig.count("replaced") == 3
+    await rig.ask(KNOWN)
+    assert rig.count("replaced") == 4
+
+
+async def test_a_body_that_finds_no_more_room_passes_whole(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "_ROOM_BYTES", len(KNOWN))
+    monkeypatch.setenv(LIMIT_VARIABLE, str(len(KNOWN)))
+    rig = await make()
+    first = asyncio.create_task(rig.ask(KNOWN[:50], is_cut=True))
+    await until(lambda: rig.middleware._room.free_bytes == len(KNOWN) - 50)
+    await rig.ask(KNOWN[:-40], KNOWN[-40:-10], KNOWN[-10:])
+    assert rig.app.bodies == [KNOWN]
+    assert rig.count("untouched.busy") == 1
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await rig.ask(KNOWN)
+    assert rig.count("replaced") == 1
+
+
 async def test_nobody_without_the_servers_key_has_pictures_looked_up(make: Make) -> None:
     rig = await make(api_keys=(hashlib.sha256(b"secret").digest(),))
     for headers in ([JSON], [JSON, (b"authorization", b"Bearer other")],
@@ -367,6 +451,23 @@ async def test_what_vllm_raises_is_repeated_too(make: Make) -> None:
     assert rig.app.bodies[1:] == [KNOWN]
 
 
+@pytest.mark.parametrize("status", [401, 403, 404, 413, 429, 502, 503])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_error_that_pixels_would_not_mend_is_handed_on(
+    status: int, streamed: bool, make: Make
+) -> None:
+    error = b'{"error":{"message":"Too busy","code":%d}}' % status
+    parts = [event(ROLE), event(error)] if streamed else [error]
+    kind = (200, STREAM) if streamed else (status, JSON)
+    rig = await make((*kind, parts))
+    for _ in range(5):
+        await rig.ask(KNOWN)
+    assert [json.loads(one) for one in rig.app.bodies] == [WITHOUT] * 5
+    assert rig.statuses == [kind[0]] * 5
+    assert rig.answer == b"".join(parts) * 5
+    assert rig.count("repeated") == rig.count("untouched.resting") == 0
+
+
 async def test_an_error_with_pixels_reaches_the_client(make: Make) -> None:
     rig = await make((500, JSON, [b"first"]), (400, JSON, [b"second"]))
     await rig.ask(KNOWN)
@@ -395,6 +496,26 @@ async def test_a_good_stream_reaches_the_client_with_its_first_word(make: Make) 
     bodies = [one.get("body") for one in rig.sent]
     assert bodies == [None, event(ROLE), event(WORD), event(END), b""]
     assert rig.count("replaced") == 1
+
+
+async def test_the_first_word_of_any_choice_passes_as_it_comes(make: Make) -> None:
+    second = WORD.replace(b'"index":0', b'"index":1')
+    parts = [event(ROLE), *[event(WORD)] * 3, event(second), event(END)]
+    rig = await make((200, STREAM, parts))
+    passed: list[int] = []
+    genuine = rig.middleware._app
+
+    async def counting(scope: Any, receive: Any, send: Any) -> None:
+        async def sending(message: Message) -> None:
+            await send(message)
+            passed.append(len(rig.sent))
+
+        await genuine(scope, receive, sending)
+
+    rig.middleware._app = counting
+    await rig.ask(json.dumps({**json.loads(KNOWN), "n": 2, "stream": True}).encode())
+    # The start of the answer and the role are held, and go with the first word.
+    assert passed == [0, 0, 3, 4, 5, 6, 7, 8]
 
 
 async def test_an_error_after_the_first_word_reaches_the_client(make: Make) -> None:
@@ -457,6 +578,53 @@ async def test_after_three_repeats_in_a_row_nothing_is_replaced_for_a_minute(
     rig.now_s += 61
     await rig.ask(KNOWN)
     assert json.loads(rig.app.bodies[7]) == WITHOUT
+    await rig.ask(KNOWN)
+    assert json.loads(rig.app.bodies[8]) == WITHOUT
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_a_server_that_takes_none_for_good_is_tried_more_and_more_seldom(
+    status: int, make: Make
+) -> None:
+    rig = await make()
+
+    async def stopped(scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+        answer = status if b"image_embeds" in body else 200
+        await send({"type": "http.response.start", "status": answer, "headers": [JSON]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    rig.middleware._app = stopped
+    for _ in range(4):
+        await rig.ask(KNOWN)
+    for minute in range(1, 24 * 60):
+        rig.now_s = minute * 60.0
+        await asyncio.gather(*(rig.ask(KNOWN) for _ in range(5)))
+    assert set(rig.statuses) == {200}
+    # Three begin it. One goes after 1, 2, 4, 8, 16 and 32 minutes each, and then every hour.
+    assert rig.count("repeated") == 3 + 6 + 22
+    rig.middleware._app = rig.app
+    rig.now_s += 3600
+    await rig.ask(KNOWN)
+    assert rig.count("replaced") == 1
+    await asyncio.gather(*(rig.ask(KNOWN) for _ in range(5)))
+    assert rig.count("replaced") == 6
+
+
+async def test_a_trial_whose_client_left_is_followed_by_another(make: Make) -> None:
+    rig = await make((500, JSON, [b"x"]))
+    for _ in range(3):
+        await rig.ask(KNOWN)
+    rig.now_s += 61
+    rig.app.listens = True
+    await rig.ask(KNOWN, leave=True)
+    rig.app.listens = False
+    rig.app.answers = ((200, JSON, [b"y"]),)
+    await rig.ask(KNOWN)
+    assert rig.count("replaced") == 0
+    rig.now_s += 61
+    await rig.ask(KNOWN)
+    assert rig.count("replaced") == 1
 
 
 async def test_errors_that_are_the_clients_own_are_no_reason_to_rest(make: Make) -> None:
@@ -468,31 +636,32 @@ async def test_errors_that_are_the_clients_own_are_no_reason_to_rest(make: Make)
 
 
 @pytest.mark.parametrize(
-    ("events", "choices", "good"),
+    ("events", "good"),
     [
-        ([ROLE], 1, None),
-        ([ROLE, WORD], 1, True),
-        ([ERROR], 1, False),
-        ([ROLE, ERROR], 1, False),
-        ([ROLE, WORD], 2, None),
-        ([ROLE, WORD, ERROR], 2, False),
-        ([ROLE, WORD, WORD.replace(b'"index":0', b'"index":1')], 2, True),
-        ([END], 1, True),
-        ([b"words"], 1, True),
-        ([b"[1]"], 1, True),
-        ([b'{"choices":[]}'], 1, True),
-        ([b'{"choices":[{"index":0,"delta":{"role":"assistant","tool_calls":[1]}}]}'], 1, True),
-        ([b'{"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}'], 1, True),
-        ([b'{"choices":[{"index":0,"delta":{"role":"assistant"},"finish_reason":"stop"}]}'],
-         1, True),
+        ([ROLE], None),
+        ([ROLE, WORD], True),
+        ([ERROR], False),
+        ([ROLE, ERROR], False),
+        ([ERROR.replace(b"500", b"400")], False),
+        ([ERROR.replace(b"500", b"503")], True),
+        ([ERROR.replace(b"500", b"null")], False),
+        ([ERROR.replace(b"500", b"[]")], False),
+        ([b'{"error":"words"}'], False),
+        ([ROLE, ROLE.replace(b'"index":0', b'"index":1')], None),
+        ([ROLE, WORD, ERROR], True),
+        ([END], True),
+        ([b"words"], True),
+        ([b"[1]"], True),
+        ([b'{"choices":[]}'], True),
+        ([b'{"choices":[{"index":0,"delta":{"role":"assistant","tool_calls":[1]}}]}'], True),
+        ([b'{"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}'], True),
+        ([b'{"choices":[{"index":0,"delta":{"role":"assistant"},"finish_reason":"stop"}]}'], True),
     ],
-)  # fmt: skip
-def test_a_stream_is_certain_with_the_first_word_of_every_choice(
-    events: list[bytes], choices: int, good: bool | None
-) -> None:
+)
+def test_a_stream_is_certain_with_the_first_word(events: list[bytes], good: bool | None) -> None:
     whole = b"".join(map(event, events))
-    assert FirstEvents(choices).take(whole) is good
-    reader = FirstEvents(choices)
+    assert FirstEvents().take(whole) is good
+    reader = FirstEvents()
     found = None
     for number in range(len(whole)):  # whatever the parts are
         found = reader.take(whole[number : number + 1])
@@ -502,7 +671,7 @@ def test_a_stream_is_certain_with_the_first_word_of_every_choice(
 
 
 def test_a_stream_that_says_nothing_is_not_held_back_for_ever() -> None:
-    reader = FirstEvents(1)
+    reader = FirstEvents()
     assert reader.take(b": wait\n\n") is None
     assert reader.take(b":" + b" " * (1 << 20)) is True
 

@@ -245,14 +245,3 @@ def test_a_release_before_the_feature_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert vllm_names.release_problem() == (
         "vLLM 0.29.0 takes no request without pixels; 0.30 and newer do"
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "variable", "keys"),
-    [(None, "", []), (None, "b", ["b"]), (["a", "c"], "b", ["a", "c"]), ("a", "", ["a"])],
-)
-def test_keys_are_those_that_vllm_asks_for(
-    given: Any, variable: str, keys: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", variable)
-    assert vllm_names.api_keys_of(SimpleNamespace(api_key=given)) == keys

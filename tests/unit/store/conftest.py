@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,17 @@ def sts(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fa
     with FaultProxy(moto_server.endpoint_url) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", proxy.url)
         yield proxy
+
+
+@pytest.fixture
+def role_profile(sts: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A profile of the SDK that assumes a role with the environment's credentials."""
+    (tmp_path / "role").write_text(
+        f"[profile reader]\nrole_arn = {ROLE}\ncredential_source = Environment\n"
+        "region = us-east-1\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "role"))
+    return "reader"
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.s3_client import Exchange
 from tests.support.serving import running
 from tests.support.waiting import eventually, until
-from tests.unit.store.conftest import PATIENCE_S, ROLE, Configure
+from tests.unit.store.conftest import PATIENCE_S, Configure
 
 BODY = os.urandom(300_000)
 AMPLE = 2**24
@@ -273,10 +273,10 @@ async def test_single_sign_on_of_a_profile_is_used(
 
 
 async def test_service_of_credentials_that_hangs_is_given_up_as_soon_as_a_store_would_be(
-    keys: None, configure: Configure, sts: FaultProxy
+    keys: None, configure: Configure, sts: FaultProxy, role_profile: str
 ) -> None:
     rule = sts.add(Rule(faults.Stall()))
-    store = BotocoreStore(configure(role_arn=ROLE, read_timeout_s=0.3))
+    store = BotocoreStore(configure(profile=role_profile, read_timeout_s=0.3))
     with pytest.raises(UnavailableError):
         await store.get("x", max_bytes=1)
     # It is asked again, which botocore's own limit would put off for a minute.

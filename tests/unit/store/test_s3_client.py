@@ -316,27 +316,28 @@ async def test_call_after_close_is_an_error_of_the_caller(make: Make, keys: None
         await store.get("x", max_bytes=1)
 
 
-@pytest.mark.parametrize("source", ["role_arn", "web identity"])
+@pytest.mark.parametrize("source", ["profile", "web identity"])
 async def test_a_role_is_assumed_once_and_its_session_signs(
     source: str,
     make: Make,
     proxy: FaultProxy,
     sts: FaultProxy,
+    role_profile: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    if source == "role_arn":
+    if source == "profile":
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     else:
         (tmp_path / "token").write_text("a-web-identity-token")
         monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
         monkeypatch.setenv("AWS_ROLE_ARN", ROLE)
-    store = make(role_arn=ROLE) if source == "role_arn" else make()
+    store = make(profile=role_profile) if source == "profile" else make()
     for _ in range(3):
         assert await store.get("absent", max_bytes=1) is None
     (asked,) = sts.requests  # the session is kept until it expires
-    assert source != "role_arn" or KEY_ID in asked.headers["authorization"]
+    assert source != "profile" or KEY_ID in asked.headers["authorization"]
     for request in proxy.requests:
         assert KEY_ID not in request.headers["authorization"]
         assert "x-amz-security-token" in request.headers
@@ -386,22 +387,28 @@ async def test_endpoint_of_the_settings_goes_before_the_environments(
     assert await make().get("absent", max_bytes=1) is None
 
 
-async def test_role_that_may_not_be_assumed_is_an_access_error_naming_the_setting(
-    make: Make, keys: None, sts: FaultProxy
+@pytest.mark.parametrize(
+    "name", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "the profile", "HTTP_PROXY", "ALL_PROXY"]
+)
+@pytest.mark.parametrize("value", ["/nowhere/ca.pem", "/", __file__])
+def test_an_environment_that_no_client_can_use_is_named_at_the_start(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if name == "the profile":
+        (tmp_path / "config").write_text(f"[default]\nca_bundle = {value}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    else:
+        monkeypatch.setenv(name, f"socks5:/{value}" if "PROXY" in name else value)
+    with pytest.raises(ConfigError, match=name):
+        open_store(offline(endpoint_url="http://127.0.0.1:1"))
+
+
+async def test_role_that_may_not_be_assumed_is_an_access_error_naming_the_role(
+    make: Make, keys: None, sts: FaultProxy, role_profile: str
 ) -> None:
     sts.add(Rule(faults.s3_error(403, "AccessDenied")))
-    with pytest.raises(AccessError, match="`role_arn`"):
-        await make(role_arn=ROLE).get("x", max_bytes=1)
-
-
-async def test_role_without_credentials_to_assume_it_is_an_access_error(
-    make: Make, looks: list[int]
-) -> None:
-    store = make(role_arn=ROLE)
-    for _ in range(3):
-        with pytest.raises(AccessError, match="AWS_ACCESS_KEY_ID"):
-            await store.get("x", max_bytes=1)
-    assert looks == [1]
+    with pytest.raises(AccessError, match="correct the role"):
+        await make(profile=role_profile).get("x", max_bytes=1)
 
 
 SDK_LOGGERS = list(map(logging.getLogger, ("aioboto3", "aiobotocore", "boto3", "botocore")))
@@ -428,6 +435,7 @@ async def test_no_log_and_no_traceback_holds_the_credentials(
     transport: Transport,
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    monkeypatch.setattr(Address, "is_amazons", True)  # others' tokens are not given to obstore
     caplog.set_level(logging.DEBUG)
     told = []
     store = make(prefix=transport.__name__)

@@ -182,7 +182,7 @@ def test_credential_service_that_refuses_is_an_access_error_whatever_its_status(
     for status in (400, 403, 404, 412):
         error = translated(answer(status, "Nope", operation="AssumeRole"))
         assert type(error) is AccessError
-        assert "`role_arn`" in str(error)
+        assert "correct the role" in str(error)
     assert type(translated(answer(503, "Busy", operation="AssumeRole"))) is UnavailableError
 
 

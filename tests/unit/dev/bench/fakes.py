@@ -69,7 +69,6 @@ def rag_result(*, missed: bool = False) -> Result:
         _leg(5, 0, [0.3, 0.4, 0.6]),
     ]
     about = {
-        "workload": "<questions>",
         "requests": 3,
         "references": 10,
         "pictures": 9,

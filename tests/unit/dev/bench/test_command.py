@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from s3ec.cli.app import app
-from s3ec.dev.bench import command, rag_rig, workloads
+from s3ec.dev.bench import command
 from s3ec.dev.bench.command import Entry
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result
 from s3ec.errors import ConfigError
@@ -82,28 +79,6 @@ def test_every_benchmark_has_its_rows_under_names_that_stay() -> None:
     }
 
 
-def test_all_of_them_fit_into_their_time() -> None:
-    times_s = [command.ENTRIES[name].typical_s for name in command.TOGETHER]
-    assert sum(times_s) < command.ALL_TIME_S
-
-
-def test_looking_at_benchmarks_imports_nothing_heavy() -> None:
-    code = (
-        "import sys\n"
-        "from s3ec.dev.bench import command\n"
-        "[command.load(name) for name in command.ENTRIES]\n"
-        "print(sorted({'torch', 'vllm', 'matplotlib', 'boto3', 'rich.table'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=command.child_env(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
-
-
 def test_any_latency_has_rows_of_its_own() -> None:
     assert [spec.name for spec in command.load("fetch5").rows] == [
         "fetch5.ratio_to_raw",
@@ -112,17 +87,6 @@ def test_any_latency_has_rows_of_its_own() -> None:
     for name in ("fetch0", "fetch-1", "fetch80x", "no-such-benchmark"):
         with pytest.raises(KeyError):
             command.load(name)
-
-
-def test_machine_says_what_explains_figures_and_not_whose_it_is() -> None:
-    about = command.describe_machine()
-    assert about["cpus"] >= 1
-    assert about["memory_bytes"] > 2**20
-    assert {"cpu_model", "kernel", "python", "load_1min"} < about.keys()
-    assert "s3ec" in about["versions"]
-    text = repr(about)
-    assert platform.node() not in text
-    assert "/" not in text
 
 
 # -- running them ----------------------------------------------------------------------------------
@@ -162,13 +126,6 @@ def report_all(context: Context) -> None:
         context.report(spec.name, 0.5, samples=1)
 
 
-def test_result_holds_what_was_reported(use: Callable[[Bench], None]) -> None:
-    use(fakes.bench(report_all))
-    result = command.run_here("fake", quick=False, say=quiet)
-    assert [row.value for row in result.rows] == [0.5, 0.5, 0.5]
-    assert not result.failed
-
-
 def test_what_cannot_be_measured_stays_in_the_result(use: Callable[[Bench], None]) -> None:
     def half(context: Context) -> None:
         context.report("fake.ratio", 0.5, samples=1)
@@ -185,35 +142,6 @@ def test_row_that_was_forgotten_is_a_fault(use: Callable[[Bench], None]) -> None
     use(fakes.bench(lambda context: context.report("fake.ratio", 0.5, samples=1)))
     with pytest.raises(RuntimeError, match=r"fake\.speed_us"):
         command.run_here("fake", quick=False, say=quiet)
-
-
-def test_scratch_folder_is_there_and_gone_afterwards(use: Callable[[Bench], None]) -> None:
-    folders: list[Path] = []
-
-    def measure(context: Context) -> None:
-        folders.append(context.scratch)
-        (context.scratch / "file").touch()
-        report_all(context)
-
-    use(fakes.bench(measure))
-    command.run_here("fake", quick=False, say=quiet)
-    assert not folders[0].exists()
-
-
-def test_what_libraries_print_goes_to_stderr(
-    use: Callable[[Bench], None], capfd: pytest.CaptureFixture[str]
-) -> None:
-    def noisy(context: Context) -> None:
-        sys.stdout.write("from Python\n")
-        os.write(1, b"from C\n")
-        subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
-        report_all(context)
-
-    use(fakes.bench(noisy))
-    command.run_here("fake", quick=False, say=quiet)
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert {"from Python", "from C", "from a child"} <= set(err.splitlines())
 
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -249,32 +177,6 @@ def test_child_that_crashes_fails_and_costs_only_its_own_rows(
     assert "the disk is full" in first.rows[0].detail["note"]
     assert all("the disk is full" in row.detail["why"] for row in first.rows[1:])
     assert second.failed
-
-
-def test_child_that_hangs_is_ended_when_its_time_is_over(
-    use: Callable[[Bench], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    use(fakes.bench(report_all))
-    # It never gets to the end of this file; its own child must not either.
-    fifo = tmp_path / "never"
-    os.mkfifo(fifo)
-    inner = f"import subprocess, sys; subprocess.run(['cat', {str(fifo)!r}])"
-    child(monkeypatch, inner)
-    (result,) = command.run_all(["fake"], quick=False, say=quiet, time_s=0.5)
-    assert result.failed
-    assert "ended after" in result.rows[0].detail["note"]
-    with pytest.raises(OSError, match="No such device"):  # nobody reads any more
-        os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-
-
-def test_bench_without_any_time_left_is_not_started(
-    use: Callable[[Bench], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(fakes.bench(report_all))
-    child(monkeypatch, f"print({json.dumps(fakes.result().to_json())!r})")
-    (result,) = command.run_all(["fake"], quick=False, say=quiet, time_s=0)
-    assert result.failed
-    assert "no time left" in result.rows[0].detail["note"]
 
 
 # -- the commands ----------------------------------------------------------------------------------
@@ -315,40 +217,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-@pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where something is measured."""
-    for name in ("run_here", "run_all"):
-        monkeypatch.setattr(command, name, lambda *_, **__: pytest.fail("it measured"))
-
-
-@pytest.mark.parametrize("name", ["list", "all", "data", "hooks", "fetch", "index"])
-def test_help_has_examples_and_exit_codes(name: str) -> None:
-    text = invoke(name, "--help").stdout
-    assert "Examples" in text
-    assert f"s3ec bench {name}" in text
-    assert "Exit status" in text
-
-
-def test_list_names_every_benchmark() -> None:
-    assert invoke("list").stdout.startswith("hooks  ")
-    assert json.loads(invoke("list", "--json").stdout)["benches"][0]["bench"] == "hooks"
-
-
-def test_unknown_benchmark_is_bad_usage() -> None:
-    invoke("no-such-benchmark", code=2)
-
-
-@pytest.mark.usefixtures("measured")
-def test_table_shows_rows_cases_and_reasons() -> None:
-    text = invoke("hooks").stdout
-    for expected in (
-        *("fake.speed_us", "<= 5", "yes", "hit <b>", "strace is not installed", "1,234"),
-        *("1.5 to 2.5; the slowest case: hit", "2 x Made-up <CPU>, 16 GiB"),
-    ):
-        assert expected in text
-
-
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", ["hooks", "data", "all"])
 def test_json_on_stdout_is_one_document_and_nothing_else(name: str) -> None:
@@ -361,26 +229,6 @@ def test_json_on_stdout_is_one_document_and_nothing_else(name: str) -> None:
         assert row["value"] is not None or row["detail"]["why"]
 
 
-@pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("args", [["--json"], ["--json", "--quick"], ["--quick", "--json", "-"]])
-def test_json_without_a_file_goes_to_stdout(args: list[str]) -> None:
-    assert json.loads(invoke("data", *args).stdout)["bench"] == "data"
-
-
-@pytest.mark.usefixtures("asked")
-def test_progress_goes_to_stderr_line_by_line_where_that_is_no_terminal() -> None:
-    result = invoke("hooks", "--json")
-    assert result.stderr.splitlines() == ["bench hooks: the first", "bench hooks: the second"]
-    assert json.loads(result.stdout)["bench"] == "hooks"
-
-
-@pytest.mark.usefixtures("measured")
-def test_json_in_a_file_leaves_the_table(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    assert "fake.speed_us" in invoke("hooks", "--json", str(file)).stdout
-    assert json.loads(file.read_text())["bench"] == "hooks"
-
-
 @pytest.mark.parametrize("name", ["hooks", "all"])
 def test_row_that_misses_its_reach_ends_with_one(
     measured: Callable[[Result], None], name: str, tmp_path: Path
@@ -389,13 +237,6 @@ def test_row_that_misses_its_reach_ends_with_one(
     file = tmp_path / "out.json"
     assert "NO" in invoke(name, "--json", str(file), code=1).stdout
     assert file.exists()
-
-
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("name", ["hooks", "all"])
-def test_file_that_cannot_be_written_is_refused_before_measuring(name: str) -> None:
-    for path in ("/no/such/folder/x.json", "/"):
-        assert "--json" in invoke(name, "--json", path, code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -418,67 +259,14 @@ def test_options_reach_the_benchmark(
     assert asked == [(name, options)]
 
 
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("keys", ["many", "0", "-1e6", "9999", "1e10", "12345.6", "nan", "inf", ""])
-def test_keys_that_are_no_number_of_keys_are_refused(keys: str) -> None:
-    assert "1e4 to 1e9" in invoke("index", "--keys", keys, code=2).stderr
-
-
 def test_options_of_rag_reach_it(asked: list[tuple[str, dict[str, Any]]]) -> None:
-    args = "--workload zipf --factor 0.5 --latency-ms 5,20,5 --loop open --rate 2 --configs 3,1"
+    args = "--factor 0.5 --latency-ms 5,20,5 --loop open --rate 2 --configs 3,1"
 
     invoke("rag", *args.split(), "--object-mb", "30", "--seed", "7")
 
     options = asked[0][1]["options"]
-    assert options.workload == "zipf"
     assert options.factor == 0.5
     assert options.latency_ms == (5, 20)
     assert (options.loop, options.rate_per_s, options.seed) == ("open", 2.0, 7)
     assert options.configs == (3, 1)
     assert options.object_mb == "30"
-
-
-def test_a_quick_run_of_rag_chooses_for_itself_unless_asked(
-    asked: list[tuple[str, dict[str, Any]]],
-) -> None:
-    for args in (["--quick"], [], ["--quick", "--configs", "1"]):
-        invoke("rag", *args)
-    first, second, third = (options["options"] for _, options in asked)
-    assert first is None
-    assert second.configs == (1, 2, 3, 4, 5, 6)
-    assert third.configs == (1,)
-
-
-@pytest.mark.usefixtures("asked")
-def test_rag_shows_its_legs() -> None:
-    assert "(5) ECExample, local folder" in invoke("rag").stdout
-
-
-@pytest.mark.usefixtures("asked")
-def test_rag_takes_every_workload_size_and_configuration() -> None:
-    for name in workloads.NAMES:
-        invoke("rag", "--workload", name)
-    for size in rag_rig.ENCODERS:
-        invoke("rag", "--object-mb", size)
-    invoke("rag", "--configs", ",".join(map(str, rag_rig.CONFIGS)))
-
-
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--workload", "letters"], "choose of questions, decks, zipf, scan, pool"),
-        (["--latency-ms", "20,far"], "whole numbers from 0 to 1000"),
-        (["--latency-ms", "2000"], "whole numbers from 0 to 1000"),
-        (["--configs", "1,7"], "configurations are 1 to 6"),
-        (["--configs", "0"], "configurations are 1 to 6"),
-        (["--loop", "round"], "choose of open, closed"),
-        (["--object-mb", "5"], "choose of 2.75, 8.8, 30, 67"),
-        (["--device", "tpu"], "choose of cpu, cuda"),
-        (["--factor", "0"], "--factor"),
-    ],
-)
-def test_what_rag_cannot_take_is_refused_before_measuring(args: list[str], message: str) -> None:
-    said = " ".join(invoke("rag", *args, code=2).stderr.replace("\u2502", "").split())
-    assert message in said
-    assert args[0] in said

@@ -3,37 +3,18 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from s3ec.dev.bench import engines, soak, soak_engine, soak_run
-from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, Sample, compare, growths
+from s3ec.dev.bench import soak_engine
+from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, compare
 from s3ec.dev.rigs.engine import EngineError, EngineProcess
 from tests.support.waiting import eventually
-
-KINDS = ["killed", "cut", "full", "flipped", "swapped"]
-
-
-def test_a_seed_gives_the_same_steps_and_another_seed_others() -> None:
-    first, again, other = (list(islice(soak_run.plan(seed, KINDS), 20)) for seed in (7, 7, 8))
-    assert first == again
-    assert first != other
-
-
-def test_every_kind_comes_before_any_comes_again() -> None:
-    kinds = [kind for step in islice(soak_run.plan(1, KINDS), 30) for kind in step.kinds]
-    for start in range(0, len(kinds) - len(KINDS), len(KINDS)):
-        assert Counter(kinds[start : start + len(KINDS)]) == Counter(KINDS)
 
 
 def answer(*tokens: int, shift: float = 0.0) -> dict[str, Any]:
@@ -147,47 +128,3 @@ def test_a_wrong_answer_is_counted_and_told(tmp_path: Path) -> None:
     assert tally.wrong == tally.requests > 0
     assert tally.examples[0]["said"] == [5]
     assert tally.examples[0]["during"] == "bits flipped"
-
-
-def test_pictures_that_come_later_are_asked_about_later() -> None:
-    album = PictureSet([Path(f"{number}") for number in range(100)], window=10)
-    source = random.Random(0)
-    early = {path for _ in range(200) for path in album.pick(source)}
-    album.share = 1.0
-    late = {path for _ in range(200) for path in album.pick(source)}
-    assert early == set(album.paths[:10])
-    assert set(album.paths[90:]) < late
-
-
-def test_no_two_patterns_are_alike(tmp_path: Path) -> None:
-    paths = engines.write_patterns(tmp_path, 5, seed=1)
-    assert len({path.read_bytes() for path in paths}) == 5
-
-
-def test_growth_is_that_of_each_long_life_after_its_warm_up() -> None:
-    def life(number: int, sizes: Sequence[int]) -> list[Sample]:
-        return [Sample("one", number, 5.0 * at, n, 30, 9) for at, n in enumerate(sizes)]
-
-    warm_up, early, late = [500] * 20, [1000] * 60, [1020] * 20
-    found = growths(life(1, [1] * 10) + life(2, warm_up + early + late))
-    assert [(growth.life, round(growth.share, 3)) for growth in found] == [(2, 0.02)]
-    assert found[0].fds == (30, 30)
-
-
-def test_the_last_confirmation_of_each_entry_is_read_from_the_log() -> None:
-    digest = "ab" * 16
-    line = "DEBUG 11-22 05:00:0{} [s3ec.connector.uploads] stored digest={} nbytes=1 seconds=0.1\n"
-    found = soak.confirmations(
-        "".join(line.format(second, digest) for second in (1, 7)) + "INFO something else\n"
-    )
-    assert list(found) == [digest]
-    assert time.localtime(found[digest]).tm_sec == 7
-
-
-def test_the_first_interrupt_ends_it_early_and_with_a_report() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with soak.stopped_by_signals() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.wait(10)
-        assert signal.getsignal(signal.SIGTERM) == before
-    assert signal.getsignal(signal.SIGTERM) == before

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way to a server by the environment's word: its proxy, and the authorities to trust.
+
+Decided once for a store and handed to each client. Left to themselves they differ: botocore knows
+neither ``ALL_PROXY`` nor networks in ``NO_PROXY``, obstore knows no ports there, and only obstore
+reads ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import ssl
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.request import getproxies_environment
+
+from botocore.httpsession import get_cert_path
+
+from s3ec.errors import ConfigError
+from s3ec.settings import Settings
+
+_PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"[0-9a-z._:-]+")
+_CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """An HTTP proxy; ``str`` of it has no credentials and is for people.
+
+    Attributes:
+        url: With its user name and password.
+    """
+
+    url: str = field(repr=False)
+
+    def __str__(self) -> str:
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def proxy_for(url: str) -> Proxy | None:
+    """The proxy that the environment names for a server; None where there is none.
+
+    Of two spellings of a variable the one in lower case counts. That of the URL's scheme goes
+    before ``ALL_PROXY``.
+
+    Raises:
+        ConfigError: The proxy cannot be used.
+    """
+    server, variables = urlsplit(url), getproxies_environment()
+    host, port = server.hostname or "", server.port or _PORTS[server.scheme]
+    if any(_covers(entry, host, port) for entry in re.split(r"[\s,]+", variables.get("no", ""))):
+        return None
+    for name in (server.scheme, "all"):
+        if value := variables.get(name, "").strip():
+            return _usable(name, value)
+    return None
+
+
+def _covers(entry: str, host: str, port: int) -> bool:
+    """Whether an entry of ``NO_PROXY`` is about a server.
+
+    It is a name, which stands for all below it too, an address, a network, or a pattern with ``*``;
+    each may have a port.
+    """
+    name, _, its_port = entry.rpartition(":")
+    if its_port.isdecimal() and (name.endswith("]") or (name and ":" not in name)):
+        if int(its_port) != port:
+            return False
+        entry = name
+    entry = entry.strip("[]").lower()
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False)
+    except ValueError:  # one of the two is a name
+        host, name = host.rstrip("."), entry.strip(".")
+        return fnmatchcase(host, entry) or (name != "" and f".{host}".endswith(f".{name}"))
+
+
+def _usable(name: str, value: str) -> Proxy:
+    url = value if "://" in value else f"http://{value.lstrip('/')}"
+    try:
+        is_usable = _is_usable(urlsplit(url))
+    except ValueError:  # its text repeats what was given
+        is_usable = False
+    if not is_usable:
+        variable = f"{name}_proxy"
+        raise ConfigError(
+            f"{variable.upper()} (or {variable}) is no proxy that can be used here: write it as "
+            "http://HOST:PORT or http://USER:PASSWORD@HOST:PORT, special characters as %XX; "
+            "there is no SOCKS. NO_PROXY names servers that need none"
+        )
+    return Proxy(url)
+
+
+def _is_usable(url: SplitResult) -> bool:
+    said = url.path.strip("/") + url.query + url.fragment  # such as half of a password with a `#`
+    credentials = unquote((url.username or "") + (url.password or ""))
+    return (
+        url.scheme in _PORTS
+        and _HOST.fullmatch(url.hostname or "") is not None
+        and url.port != 0
+        and not said
+        and credentials.isascii()  # botocore cannot send others
+    )
+
+
+def roots_for(settings: Settings, core: Any) -> str:
+    """PEM file of the authorities to trust beside the system's; those of the SDK by default.
+
+    Args:
+        core: A session of botocore, which knows the profile.
+    """
+    return _named_roots(settings, core)[1] or str(get_cert_path(True))
+
+
+def check_roots(settings: Settings, core: Any) -> None:
+    """Look at the PEM file that somebody has named.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    source, path = _named_roots(settings, core)
+    if not path:
+        return
+    try:
+        ssl.create_default_context(cafile=path)
+    except (ssl.SSLError, OSError) as exc:
+        raise ConfigError(
+            f"{source} is not a file of PEM certificates",
+            field="ca_bundle" if settings.ca_bundle else None,
+        ) from exc
+
+
+def _named_roots(settings: Settings, core: Any) -> tuple[str, str]:
+    """Who names a file, and its path; empty where nobody does."""
+    if settings.ca_bundle:
+        return "`ca_bundle`", str(settings.ca_bundle)
+    if path := core.get_config_variable("ca_bundle"):
+        return "AWS_CA_BUNDLE (or `ca_bundle` of the profile)", str(path)
+    return "REQUESTS_CA_BUNDLE", os.environ.get("REQUESTS_CA_BUNDLE", "")
+
+
+def certificates(path: str | Path) -> bytes:
+    """The certificates of a PEM file, without what else people put there.
+
+    OpenSSL skips a byte order mark and private keys, and obstore does not.
+    """
+    return b"\n".join(_CERTIFICATE.findall(Path(path).read_bytes())) + b"\n"
