@@ -11,6 +11,7 @@ from typing import Any
 from s3ec.errors import AmbiguousError, CorruptEntryError, NotFoundError
 from s3ec.identity import (
     DESCRIPTOR_BYTES,
+    FORMAT_VERSION,
     Layout,
     canonical_json,
     is_namespace_name,
@@ -51,6 +52,12 @@ class NamespaceInfo:
     def slug(self) -> str:
         """The readable part of the name: the same for the same model."""
         return slug_of(self.name)
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether a newer s3ec made it, in a format that this one does not read."""
+        version = self.descriptor.get("format")
+        return isinstance(version, int) and version > FORMAT_VERSION
 
     @property
     def model(self) -> str:
@@ -145,7 +152,7 @@ class Wording:
 async def choose_namespace(
     store: Store, namespace: str | None, model: str | None, wording: Wording
 ) -> tuple[str, str]:
-    """The namespace that fits; of several of one model the newest.
+    """The namespace that fits; of several of one model the newest that this release reads.
 
     The newest is the one whose ``namespace.json`` was written last: its first producer began last.
 
@@ -171,6 +178,7 @@ async def choose_namespace(
         return namespace, ""
     found = await read_namespaces(store, names)
     fitting = _fitting(found, namespace or "", model)
+    fitting = [each for each in fitting if not each.is_newer] or fitting
     if len(fitting) == 1:
         return fitting[0].name, ""
     if not fitting:

@@ -181,9 +181,11 @@ def parse_header(
     metadata = content.get("__metadata__")
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptEntryError("metadata must be strings", reason="header")
-    if metadata.get("s3ec") != version:
+    if "s3ec" not in metadata:
+        raise CorruptEntryError("s3ec did not write it", reason="header")
+    if metadata["s3ec"] != version:
         raise CorruptEntryError(
-            f"format version {metadata.get('s3ec')!r:.40}, expected {version}", reason="version"
+            f"format version {metadata['s3ec']!r:.40}, expected {version}", reason="version"
         )
     try:
         sealed = seal(metadata, tensors[only] if only else tensors)

@@ -14,7 +14,8 @@ def main() -> None:
     # At its end the interpreter would look through all that was imported, which takes 0.2 s.
     atexit.register(gc.freeze)
     from s3ec.cli.app import app
-    from s3ec.cli.output import open_stdout
+    from s3ec.cli.output import open_stdout, plain_logs
 
     open_stdout()
+    plain_logs()
     app(obj=started_s)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from s3ec.cli.output import App, Group, epilog, reporting
+from s3ec.cli.output import App, Group, echo, epilog, reporting
 
 _WORDS = "s3ec.words"
 # Commands in the order in which people need them, and the module of s3ec.cli that has each.
@@ -88,7 +88,7 @@ def _print_version(value: bool) -> None:
     if value:
         import s3ec
 
-        typer.echo(f"s3ec {s3ec.__version__}")
+        echo(f"s3ec {s3ec.__version__}")
         raise typer.Exit
 
 

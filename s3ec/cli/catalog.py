@@ -16,6 +16,7 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     console,
+    echo,
     epilog,
     facts,
     human_age,
@@ -340,4 +341,4 @@ def merge(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption =
     if as_json:
         print_json({"namespace": name, "merged": merged, "part_count": left})
     else:
-        typer.echo(f"{many(merged, 'part')} merged; {left:,} now")
+        echo(f"{many(merged, 'part')} merged; {left:,} now")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
-from s3ec.cli.output import EXIT_WRONG, App, console, print_json, safe
+from s3ec.cli.output import EXIT_WRONG, App, console, echo, print_json, safe
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def doctor(
         told = [check.to_json() for check in checks]
         print_json({"ok": not failed, "checks": told, "compatibility": line})
     elif line is not None and server is not None:
-        typer.echo(f"\n{row(list(COLUMNS.values()))}\n{row(list(line.values()))}")
+        echo(f"\n{row(list(COLUMNS.values()))}\n{row(list(line.values()))}")
     if failed:
         raise typer.Exit(EXIT_WRONG)
 
@@ -199,9 +199,9 @@ class _Page:
     def _add_plain(self, check: Check) -> None:
         """Print what was found on one line and the remedy on another, however long they are."""
         found = safe(check.outcome.found, limit=1000)
-        typer.echo(f"  {check.outcome.verdict:<4} {check.name:<{_NAME_WIDTH}} {found}")
+        echo(f"  {check.outcome.verdict:<4} {check.name:<{_NAME_WIDTH}} {found}")
         if check.outcome.mend:
-            typer.echo(f"       {'':<{_NAME_WIDTH}} -> {check.outcome.mend}")
+            echo(f"       {'':<{_NAME_WIDTH}} -> {check.outcome.mend}")
 
     def _add_wrapped(self, check: Check) -> None:
         from rich.padding import Padding
@@ -220,7 +220,7 @@ class _Page:
             Text(safe(outcome.found, limit=1000), style=dim),
         )
         if outcome.mend:
-            row.add_row("", "", Text(f"-> {outcome.mend}", style=dim or "cyan"))
+            row.add_row("", "", Text(safe(f"-> {outcome.mend}", limit=1000), style=dim or "cyan"))
         self._out.print(Padding(row, (0, 0, 0, 2)))
 
     def finish(self, checks: Sequence[Check]) -> None:

@@ -22,6 +22,7 @@ from s3ec.cli.options import (
     size_bytes,
 )
 from s3ec.cli.output import (
+    echo,
     human_age,
     human_bytes,
     many,
@@ -338,7 +339,7 @@ def _print(name: str, found: Found, now_s: float, *, as_json: bool, as_lines: bo
         for entry, facts in found.entries:
             age = human_age(entry.age_s(now_s))
             maker = f"  {facts['made_by']}" if facts.get("made_by") else ""
-            typer.echo(f"{human_bytes(entry.nbytes):>10}  {age:>8}  {entry.label}{maker}")
+            echo(f"{human_bytes(entry.nbytes):>10}  {age:>8}  {entry.label}{maker}")
     if found.unreadable:
         left_out = many(found.unreadable, "entry", "entries")
         print_note(f"{left_out} left out: no header can be read there")

@@ -13,6 +13,7 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     counting,
+    echo,
     epilog,
     facts,
     human_age,
@@ -194,7 +195,7 @@ def _report(made: BuildResult, *, as_json: bool) -> None:
             }
         )
     else:
-        typer.echo(
+        echo(
             f"base {head.version}: {many(head.entries, 'entry', 'entries')} in "
             f"{human_bytes(head.nbytes)}; {many(made.merged, 'delta')} merged, "
             f"{many(made.removed, 'old object')} deleted"
@@ -270,7 +271,7 @@ def print_verified(found: Verified) -> None:
     for kind in _KINDS:
         for row in _examples(found, kind):
             named = row["label"] or f"(no object; digest {row['digest']})"
-            typer.echo(f"  {kind:<9}  {safe(named)}")
+            echo(f"  {kind:<9}  {safe(named)}")
     for problem in found.corrupt.values():
         print_note(f"unusable: {safe(problem)}")
     if not found.index_agrees:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -177,26 +179,38 @@ def console() -> Console:
 
 def print_json(document: object) -> None:
     """Print one JSON document, indented for people at a terminal."""
-    indent = 2 if sys.stdout.isatty() else None
-    sys.stdout.write(_json(document, indent) + "\n")
+    sys.stdout.write(json_text(document, 2 if sys.stdout.isatty() else None) + "\n")
 
 
 def print_json_line(document: object) -> None:
     """Print one JSON document as one line, for readers that take a line at a time."""
-    sys.stdout.write(_json(document) + "\n")
+    sys.stdout.write(json_text(document) + "\n")
 
 
-def _json(document: object, indent: int | None = None) -> str:
-    """As people read it; with JSON's own escapes where stdout cannot hold it.
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e\n]")
 
-    No encoding holds the half of a surrogate pair, which a ``namespace.json`` can name.
+
+def json_text(document: object, indent: int | None = None) -> str:
+    """As people read it; with JSON's own escapes for what is not printable.
+
+    They stand also for what stdout cannot hold. No encoding holds the half of a surrogate pair,
+    which a ``namespace.json`` can name.
     """
-    text = json.dumps(document, indent=indent, ensure_ascii=False)
+
+    def escaped(found: re.Match[str]) -> str:
+        return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
+
+    text = _UNPRINTABLE.sub(escaped, json.dumps(document, indent=indent, ensure_ascii=False))
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
         text = json.dumps(document, indent=indent)
     return text
+
+
+def echo(text: str) -> None:
+    """Print lines on stdout."""
+    typer.echo("\n".join(map(printable, text.split("\n"))))
 
 
 def print_error(message: str) -> None:
@@ -209,8 +223,21 @@ def print_error(message: str) -> None:
 
 
 def print_note(message: str) -> None:
-    """Print one line for people on stderr."""
-    sys.stderr.write(f"{message}\n")
+    """Print lines for people on stderr."""
+    sys.stderr.write("\n".join(map(printable, message.split("\n"))) + "\n")
+
+
+class _Plain(logging.Formatter):
+    """A log's lines; they may name what lies in a bucket."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, super().format(record).split("\n")))
+
+
+def plain_logs() -> None:
+    """Have warnings that nobody has set up a log for go to stderr as notes do; for main."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Plain())
 
 
 def note_headers(count: int) -> None:
@@ -232,13 +259,18 @@ def progress(message: str) -> Iterator[None]:
         yield
 
 
-def safe(text: str, *, limit: int = _SHOWN_CHARACTERS) -> str:
-    """Text from a bucket as one harmless line.
+def printable(text: str) -> str:
+    """Text as one harmless line.
 
-    Identifiers are chosen by clients: control characters could rewrite a terminal.
+    What is in a bucket was named by others, and control characters could rewrite a terminal. All
+    that commands print passes here.
     """
-    if not text.isprintable():
-        text = text.encode("unicode_escape").decode("ascii")
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+
+
+def safe(text: str, *, limit: int = _SHOWN_CHARACTERS) -> str:
+    """Text from a bucket as one harmless line that is not too long."""
+    text = printable(text)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
@@ -280,7 +312,7 @@ def facts(pairs: list[tuple[str, Any]]) -> None:
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in pairs:
-        grid.add_row(name, Text(safe(str(value))))
+        grid.add_row(Text(safe(name)), Text(safe(str(value))))
     console().print(grid)
 
 

@@ -24,6 +24,7 @@ from s3ec.cli.output import (
     counting,
     facts,
     human_bytes,
+    json_text,
     many,
     print_json,
     print_note,
@@ -81,6 +82,13 @@ def precompute(
     batch: Annotated[int, option("--batch", "N", "Pictures that the engine has at a time.")] = 64,
     shard: Annotated[str, option("--shard", "K/N", "This job's part of several: `0/4`.")] = "0/1",
     limit: Annotated[int | None, option("--limit", "N", "Look at so many items only.")] = None,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace",
+            help="Replace rows of the catalogue whose document is another file in another source.",
+        ),
+    ] = False,
     dpi: Annotated[
         int | None, option("--dpi", "N", "Dots per inch of a PDF's pages; 150 if unset.")
     ] = None,
@@ -133,13 +141,15 @@ def precompute(
     """Encode what a source names and the corpus lacks, and catalogue it.
 
     Runs vLLM as `ec_producer`, the way a server does. Nothing counts as done before the bucket
-    has confirmed it, and a second run encodes nothing twice. Ctrl-C saves what is encoded, writes
-    the report and ends. Exit status 0: all of the source is there; 3: a part of it; 1: nothing.
+    has confirmed it, and a second run encodes nothing twice. A document that the catalogue has from
+    another source, with another file, is left as it is without --replace. Ctrl-C saves what is
+    encoded, writes the report and ends. Exit status 0: all of the source is there; 3: a part of it;
+    1: nothing.
     """
     from s3ec.corpus.precompute import JobOptions, make_job
     from s3ec.corpus.reading import DPI, ReadOptions
 
-    options = JobOptions(identifier, _shard(shard), limit)
+    options = JobOptions(identifier, _shard(shard), limit, replace)
     arguments = _engine_args(engine_args)
     ray = {"address": ray_address, "workers": ray_workers, "gpus": ray_gpus, "cpus": ray_cpus}
     on_ray = _ray_options(engine, {name: it for name, it in ray.items() if it is not None}, batch)
@@ -266,7 +276,7 @@ def _stdout_kept() -> Iterator[None]:
 def _write(path: Path, report: PrecomputeReport) -> None:
     from s3ec.cli.browse import save
 
-    text = json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n"
+    text = json_text(report.to_json(), 2) + "\n"
     save(path.absolute(), [text.encode("utf-8", "backslashreplace")], force=True)
 
 
@@ -288,6 +298,7 @@ def _print(report: PrecomputeReport) -> None:
             f"{report.encoded:,} ({human_bytes(report.stored_bytes)}, {rate:.2g} a second)",
         ),
         ("only catalogued", f"{report.catalogued:,}"),
+        ("replaced", f"{report.replaced:,} of other sources" if report.replaced else ""),
     ]
     facts([row for row in rows if row[1]])
     _name("not encoded", report.failures)

@@ -25,6 +25,7 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     counting,
+    echo,
     facts,
     human_age,
     human_bytes,
@@ -96,13 +97,13 @@ def rm(
         count, absent = found.count, found.absent
         what = f"{many(count, 'entry', 'entries')}, {human_bytes(found.nbytes)}, from {name}"
         if not as_json:
-            typer.echo(f"deleted {what}" if consent.yes else f"would delete {what}")
+            echo(f"deleted {what}" if consent.yes else f"would delete {what}")
             for text in absent:
                 print_note(f"not there: {safe(text)}")
         # What is absent may be in the index, so it is deleted as well.
         if count and not found.done and consent.ask(f"delete {what}?", as_json=as_json):
             found = delete(dry_run=False)
-            typer.echo(f"deleted {what}")
+            echo(f"deleted {what}")
     _note_rows(found)
     if as_json:
         print_json(
@@ -187,11 +188,11 @@ def gc(
 
         found = collect(dry_run=not consent.yes)
         if not as_json:
-            typer.echo(f"{'deleted' if found.done else 'would delete'} {sum_of(found)}")
+            echo(f"{'deleted' if found.done else 'would delete'} {sum_of(found)}")
         question = f"delete {sum_of(found)}?"
         if found.objects and not found.done and consent.ask(question, as_json=as_json):
             found = collect(dry_run=False)
-            typer.echo(f"deleted {sum_of(found)}")
+            echo(f"deleted {sum_of(found)}")
     _note_rows(found)
     if most is not None and found.left_bytes > most:
         print_note(f"{human_bytes(found.left_bytes)} are left, since the other rules keep them")
@@ -265,7 +266,7 @@ def ns_rm(
             contents = _remove(corpus, namespace, idle_s, delete=True)
             what = f"{many(contents.objects, 'object')}, {human_bytes(contents.nbytes)}"
             if not as_json:
-                typer.echo(f"deleted {what}: {namespace} is gone")
+                echo(f"deleted {what}: {namespace} is gone")
     if as_json:
         print_json(
             {

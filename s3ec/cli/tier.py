@@ -23,6 +23,7 @@ from s3ec.cli.output import (
     App,
     console,
     counting,
+    echo,
     epilog,
     facts,
     human_age,
@@ -175,7 +176,7 @@ def ls(
     for one in shown:
         unused = human_age(one.age_s(now_s))
         size = human_bytes(one.nbytes)
-        typer.echo(one.label if names else f"{size:>10}  {unused:>8}  {one.label}")
+        echo(one.label if names else f"{size:>10}  {unused:>8}  {one.label}")
     if name is not None:
         page = "" if len(shown) == len(scanned) else f"; {len(shown)} shown (--limit 0: all)"
         counted = many(len(scanned), "entry", "entries")
@@ -192,7 +193,7 @@ def check(source: SettingsSource, as_json: JsonOption = False) -> None:
         print_json(_audited(settings, complaints))
     else:
         for complaint in complaints:
-            typer.echo(safe(complaint.text, limit=2000))
+            echo(safe(complaint.text, limit=2000))
         print_note(f"{many(len(complaints), 'complaint')} about {settings.cache_dir}")
         if any(complaint.remedy for complaint in complaints):
             print_note("`s3ec tier repair` says what it would do about that")
@@ -213,7 +214,7 @@ def repair(source: SettingsSource, consent: Consent, as_json: JsonOption = False
     if not as_json:
         for complaint in complaints:
             remedy = f" -> {complaint.remedy}" if complaint.remedy else ""
-            typer.echo(f"{safe(complaint.text, limit=2000)}{remedy}")
+            echo(f"{safe(complaint.text, limit=2000)}{remedy}")
     question = f"mend {len(wanted)} of {many(len(complaints), 'complaint')}?"
     do = bool(wanted) and consent.ask(question, as_json=as_json)
     left = [complaint for complaint in complaints if not (do and _is_mended(complaint))]
@@ -319,7 +320,7 @@ def evict(
 
 
 def _print_freed(freed: Freed, target_bytes: int, *, done: bool) -> None:
-    typer.echo(
+    echo(
         f"{'freed' if done else 'would free'} {human_bytes(freed.gone.nbytes)} "
         f"({freed.gone.nbytes} bytes, {freed.gone.entries} entries); "
         f"{human_bytes(freed.after_bytes)} left"

@@ -24,6 +24,7 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     counting,
+    echo,
     human_bytes,
     many,
     print_json,
@@ -340,7 +341,7 @@ def _tell(done: Transferred, places: str, *, as_json: bool) -> None:
         )
     else:
         entries = many(done.copied, "entry", "entries")
-        typer.echo(f"copied {entries}, {human_bytes(done.nbytes)}, {places}")
+        echo(f"copied {entries}, {human_bytes(done.nbytes)}, {places}")
         counts = {
             "were there": done.present,
             "copied by the server": done.by_server,
@@ -348,7 +349,7 @@ def _tell(done: Transferred, places: str, *, as_json: bool) -> None:
             "rows of the catalogue": done.catalogued,
             "failed": len(done.failures),
         }
-        typer.echo(", ".join(f"{number:,} {what}" for what, number in counts.items() if number))
+        echo(", ".join(f"{number:,} {what}" for what, number in counts.items() if number))
         for what, why in list(done.failures.items())[:_SHOWN_FAILURES]:
             print_note(f"failed: {safe(what)}: {safe(why)}")
         if len(done.failures) > _SHOWN_FAILURES:

@@ -21,6 +21,7 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     counting,
+    echo,
     facts,
     human_bytes,
     many,
@@ -126,6 +127,8 @@ def _repairable(found: Audit) -> str:
 def _is_mended(found: Audit, done: Repair) -> bool:
     """Whether nothing is left to complain about."""
     deep, catalog = found.deep, found.catalog
+    if done.problem:
+        return False
     if deep is not None and (deep.unread or deep.corrupt > len(deep.bad) or done.spared):
         return False
     return catalog is None or not catalog.problem
@@ -145,7 +148,7 @@ def _print(found: Audit) -> None:
             ]
         )
         for document in catalog.examples:
-            typer.echo(f"  {'gone':<9}  {safe(document)}")
+            echo(f"  {'gone':<9}  {safe(document)}")
     if deep is not None:
         _print_deep(deep)
 
@@ -160,11 +163,12 @@ def _print_deep(deep: DeepCheck) -> None:
             ("unread", f"{deep.unread:,} could not be read; they may be good"),
             ("unstable", f"{deep.unstable:,} came bad once, and good then"),
             ("foreign", f"{deep.foreign:,} below objects/ have no name of s3ec's"),
+            *([("newer", f"{deep.newer:,} of a newer format, left alone")] if deep.newer else []),
         ]
     )
     for kind, some in (("corrupt", deep.bad), ("unread", deep.unreadable)):
         for bad in some[:_SHOWN]:
-            typer.echo(f"  {kind:<9}  {safe(bad.name)}  {safe(bad.message)}")
+            echo(f"  {kind:<9}  {safe(bad.name)}  {safe(bad.message)}")
 
 
 def _print_repair(done: Repair) -> None:
@@ -175,7 +179,9 @@ def _print_repair(done: Repair) -> None:
         mended.append(f"index made anew as base {done.version}")
     if done.dropped:
         mended.append(f"{many(done.dropped, 'row')} of the catalogue dropped")
-    typer.echo("; ".join(mended) or "nothing was mended")
+    echo("; ".join(mended) or "nothing was mended")
+    if done.problem:
+        print_note(done.problem)
     if done.spared:
         print_note(f"{many(done.spared, 'object')} not deleted: not bad, gone, or not to be read")
 
@@ -198,6 +204,7 @@ def _document(found: Audit) -> dict[str, Any]:
             "resumed_count": deep.resumed,
             "gone_count": deep.gone,
             "foreign_count": deep.foreign,
+            "newer_count": deep.newer,
             "unstable_count": deep.unstable,
             "corrupt_count": deep.corrupt,
             "unread_count": deep.unread,
@@ -218,4 +225,5 @@ def _repair_document(done: Repair) -> dict[str, Any]:
         "spared_count": done.spared,
         "version": done.version,
         "dropped_row_count": done.dropped,
+        "problem": done.problem or None,
     }

@@ -22,6 +22,8 @@ from s3ec.safetensors_file import plain_json
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from s3ec.settings import Settings
+
 log = logging.getLogger(__name__)
 
 REFRESH_S = 300.0
@@ -45,6 +47,9 @@ class KnownCatalog:
 
     The first look reads it and waits for that. A later look that finds it older than ``refresh_s``
     has it read in a thread, and answers with what is there.
+
+    Attributes:
+        s3_settings: Of the open corpus that it is of, where that is on S3; else None.
     """
 
     def __init__(
@@ -58,6 +63,8 @@ class KnownCatalog:
         if not refresh_s > 0:
             raise ConfigError("`refresh_s` is more than 0", field="refresh_s")
         self._read = _reader_of(source)
+        settings: Settings | None = getattr(source, "settings", None)
+        self.s3_settings = None if settings is None or settings.url else settings
         self._refresh_s = refresh_s
         self._clock = clock
         self._lock = threading.Lock()

@@ -14,12 +14,13 @@ import base64
 import contextlib
 import hashlib
 import mimetypes
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from s3ec.client.known import KnownCatalog
 from s3ec.corpus.catalog_file import STAMP, CatalogRow
-from s3ec.corpus.reading import ReadOptions, reader_for, scheme_of, suffix_of
+from s3ec.corpus.reading import ReadOptions, is_whole, reader_for, scheme_of, suffix_of
 from s3ec.errors import ConfigError, NotFoundError, S3ECError, SourceError
 
 Part = dict[str, Any]
@@ -32,6 +33,9 @@ _WITH_PIXELS = {
     **dict.fromkeys(("audio_url", "input_audio"), "audio"),
     "video_url": "video",
 }
+_HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
+# Stricter than a URL may be: what one reader takes for a user's name another takes for the host.
+_ADDRESS = re.compile(rf"(?i:https?)://(?P<host>{_HOST.pattern})(?::[0-9]+)?(?:/[^\\\s]*)?")
 _DEFAULT_TYPE = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 
 
@@ -39,17 +43,27 @@ class PartMaker:
     """Makes parts of what the catalogue knows. Thread-safe."""
 
     def __init__(
-        self, known: KnownCatalog, without_pixels: Collection[str], fetch: Fetch | None
+        self,
+        known: KnownCatalog,
+        without_pixels: Collection[str],
+        fetch: Fetch | None,
+        hosts: Collection[str],
     ) -> None:
         """Read nothing yet.
 
         Args:
             without_pixels: Modalities whose parts go without.
             fetch: Reads the bytes that the encoder was given; None reads from the row's ``uri``.
+            hosts: That a row's ``uri`` may name.
 
         Raises:
-            ConfigError: There is no such modality.
+            ConfigError: There is no such modality, or no such host.
         """
+        if isinstance(hosts, str) or not all(map(_HOST.fullmatch, hosts)):
+            raise ConfigError(
+                f"`hosts` is a list of names such as cdn.example.org, without ports, not {hosts!r}",
+                field="hosts",
+            )
         given = [without_pixels] if isinstance(without_pixels, str) else list(without_pixels)
         if isinstance(without_pixels, str) or not set(given) <= set(MODALITIES):
             raise ConfigError(
@@ -59,6 +73,7 @@ class PartMaker:
         self._known = known
         self._without_pixels = frozenset(given)
         self._fetch = fetch
+        self._hosts = frozenset(host.lower() for host in hosts)
 
     def parts(
         self,
@@ -125,19 +140,36 @@ class PartMaker:
         return {"type": kind, kind: dict(row.placeholder), "uuid": row.identifier}
 
     def _pixel_part(self, row: CatalogRow) -> Part:
-        is_address = scheme_of(row.uri) in ("http", "https") and suffix_of(row.uri) != ".pdf"
-        if is_address and self._fetch is None:
-            # Without the identifier: the server may read something else there by now, and would
-            # store that under it. What it calls the bytes by itself is theirs.
-            return _pixels(row.modality, row.uri, None)
+        is_away = scheme_of(row.uri) in ("http", "https")
+        if is_away and self._fetch is None:
+            self._require_allowed(row.uri)
+            if suffix_of(row.uri) != ".pdf":
+                # Without the identifier: the server may read something else there by now, and would
+                # store that under it. What it calls the bytes by itself is theirs.
+                return _pixels(row.modality, row.uri, None)
         body = self._read(row)
         if hashlib.sha256(body).hexdigest() != row.sha256:
             raise SourceError(f"{row.uri} is not what it was when it was encoded: precompute it")
         return _checked(row, body)
 
+    def _require_allowed(self, uri: str) -> None:
+        """Refuse an address that the caller has not allowed: rows are the word of who wrote them.
+
+        Raises:
+            SourceError: It is one, or it is no address any more.
+        """
+        if not is_whole(uri):
+            raise SourceError(f"{uri} is no address without its query; give `fetch`")
+        found = _ADDRESS.fullmatch(uri)
+        if found is None or found["host"].lower() not in self._hosts:
+            raise SourceError(
+                f"{uri} is on a host that is not in `hosts`, and a catalogue is another's word; "
+                "name it there, or give `fetch`"
+            )
+
     def _read(self, row: CatalogRow) -> bytes:
         if self._fetch is None:
-            return reader_for(_options_of(row)).read(row.uri, row.page)
+            return reader_for(self._options_of(row)).read(row.uri, row.page)
         try:
             return self._fetch(row)
         except S3ECError:
@@ -145,14 +177,14 @@ class PartMaker:
         except Exception as exc:
             raise SourceError(f"`fetch` failed for {row.uri}: {exc}") from exc
 
-
-def _options_of(row: CatalogRow) -> ReadOptions:
-    """How the encoder was given a page; the default where the row does not say."""
-    words = str(row.extra.get(STAMP, "")).split()
-    if row.page is not None and words:
-        with contextlib.suppress(ValueError):  # no number, or none that is taken
-            return ReadOptions(dpi=int(words[-1]))
-    return ReadOptions()
+    def _options_of(self, row: CatalogRow) -> ReadOptions:
+        """How the encoder was given a page; the default where the row does not say."""
+        settings = self._known.s3_settings
+        words = str(row.extra.get(STAMP, "")).split()
+        if row.page is not None and words:
+            with contextlib.suppress(ValueError):  # no number, or none that is taken
+                return ReadOptions(dpi=int(words[-1]), settings=settings)
+        return ReadOptions(settings=settings)
 
 
 # -- messages --------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class _Pictures:
         without_pixels: bool | None = None,
         modalities: Collection[str] = ("image",),
         fetch: Fetch | None = None,
+        hosts: Collection[str] = (),
         refresh_s: float = REFRESH_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +61,8 @@ class _Pictures:
             modalities: Which may go without pixels. Not every model answers alike for a video: see
                 docs/operations.md.
             fetch: Reads the bytes that the encoder was given, for a row of the catalogue.
+            hosts: Whose ``http`` and ``https`` addresses in the catalogue may be used, such as
+                ``cdn.example.org``; without ``fetch``, which decides by itself.
             refresh_s: An older catalogue is read anew, in the background.
             clock: Monotonic seconds.
 
@@ -68,7 +71,7 @@ class _Pictures:
         """
         self._known = KnownCatalog(catalog, refresh_s, clock)
         allowed = () if without_pixels is False else modalities
-        self._maker = PartMaker(self._known, allowed, fetch)
+        self._maker = PartMaker(self._known, allowed, fetch, hosts)
         self._requests = _Requests(self._maker, without_pixels, clock)
 
 
@@ -81,7 +84,9 @@ class Pictures(_Pictures):
     **Pixels** are read only where they are needed: from ``uri`` of the catalogue's row, or by
     ``fetch``. Their sha256 must be that of the row, or another picture would get the uuid. An
     ``http`` or ``https`` address is not read here but handed to the server, without the uuid: what
-    the server reads there is for it to name.
+    the server reads there is for it to name. It goes there only where its host is in ``hosts``,
+    since a catalogue is another's word. An ``s3`` object is read with the credentials and the
+    endpoint of the corpus whose catalogue was given; with an exported one it is not read.
 
     **Servers that take no parts without pixels** are found out by their answers: such a request is
     sent once more with pixels. After three of those in a row all requests for that model have

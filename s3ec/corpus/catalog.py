@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Set
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence, Set
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ from s3ec.errors import (
     CorruptEntryError,
     UnavailableError,
 )
-from s3ec.identity import Layout
+from s3ec.identity import Layout, make_key
 from s3ec.index.listing import listed
 from s3ec.index.manifest import Ulids, time_ms
 from s3ec.namespaces import read_namespaces
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from s3ec.corpus.corpus import Corpus
+    from s3ec.tenant import Tenant
 
 __all__ = [
     "Catalog",
@@ -119,8 +120,11 @@ class PartReader:
         known: ULIDs of the parts that are still there and were read, or cannot be used.
     """
 
-    def __init__(self, store: Store, layout: Layout) -> None:
+    def __init__(self, store: Store, layout: Layout, *, at_a_time: int = _PARTS_AT_A_TIME) -> None:
         """Set up; no request goes out.
+
+        Args:
+            at_a_time: Parts that are read, and in memory, at once.
 
         Raises:
             ConfigError: The extra is missing.
@@ -128,6 +132,7 @@ class PartReader:
         require_pyarrow()
         self._store = store
         self._layout = layout
+        self._at_a_time = at_a_time
         self.problems: dict[str, CorruptEntryError] = {}
         self.known: set[str] = set()
 
@@ -149,8 +154,8 @@ class PartReader:
             self.problems = {name: exc for name, exc in self.problems.items() if name in there}
             new = [(ulid, info) for ulid, info in parts.items() if ulid not in self.known]
             vanished = False
-            for start in range(0, len(new), _PARTS_AT_A_TIME):
-                some = new[start : start + _PARTS_AT_A_TIME]
+            for start in range(0, len(new), self._at_a_time):
+                some = new[start : start + self._at_a_time]
                 tables = await in_parallel(some, self._read)
                 for (ulid, info), table in zip(some, tables, strict=True):
                     if table is None and info.name not in self.problems:
@@ -451,15 +456,25 @@ def _small_parts(parts: dict[str, ObjectInfo]) -> list[str]:
     return small
 
 
-async def drop_rows(store: Store, layout: Layout, is_gone: Callable[[str], bool]) -> int:
-    """Write the catalogue anew without the rows of some entries, then delete its old parts.
+async def drop_rows(
+    store: Store,
+    layout: Layout,
+    is_suspect: Callable[[str], bool],
+    *,
+    tenant: Tenant | None = None,
+) -> int:
+    """Write the catalogue anew without rows whose entry is gone, then delete its old parts.
 
-    An older row of the same document, page and modality goes as well: it is of what the document
-    was before. A merge that is under way may bring rows back; they are found again by the next
-    audit. One that is killed leaves both, and the next call goes on. Memory: as read_table.
+    An entry is looked for after the catalogue was read: a row comes after its entry, so one that
+    was stored again, by whoever fills the corpus meanwhile, keeps its row. An older row of the same
+    document, page and modality goes with a newer one: it is of what the document was before. A
+    merge that is under way may bring rows back; they are found again by the next audit. One that is
+    killed leaves both, and the next call goes on. Costs a HEAD for each suspect. Memory: as
+    read_table.
 
     Args:
-        is_gone: Whether the entry of an identifier is. Called in another thread.
+        is_suspect: Whether the entry of an identifier may be gone. Called in another thread.
+        tenant: Whose secret is in the names.
 
     Returns:
         How many rows were dropped.
@@ -475,11 +490,21 @@ async def drop_rows(store: Store, layout: Layout, is_gone: Callable[[str], bool]
     if not tables:
         return 0
     read = sorted(reader.known - {layout.catalog_part_of(name) for name in reader.problems})
-    whole, left = await asyncio.to_thread(_without, tables, is_gone)
+    whole = await asyncio.to_thread(newest, tables)
+    del tables
+    suspects = await asyncio.to_thread(_those, whole, is_suspect)
+
+    async def is_gone(identifier: str) -> bool:
+        key = make_key(identifier, tenant)
+        return key is None or await store.head(layout.object(key)) is None
+
+    looked = await in_parallel(suspects, is_gone)
+    gone = [identifier for identifier, absent in zip(suspects, looked, strict=True) if absent]
+    left = await asyncio.to_thread(_without, whole, gone)
     dropped = len(whole) - len(left)
     if not dropped:
         return 0
-    del tables, whole
+    del whole
     parts = await list_parts(store, layout)
     await store.delete(layout.catalog_part(_next_name(parts)))  # as in merge_parts
     while len(left):
@@ -496,16 +521,18 @@ async def drop_rows(store: Store, layout: Layout, is_gone: Callable[[str], bool]
     return dropped
 
 
-def _without(tables: list[pa.Table], is_gone: Callable[[str], bool]) -> tuple[pa.Table, pa.Table]:
-    """All rows, the newest of each; and those that are not of these entries."""
+def _those(table: pa.Table, is_suspect: Callable[[str], bool]) -> list[str]:
+    return list(filter(is_suspect, table.column("identifier").unique().to_pylist()))
+
+
+def _without(table: pa.Table, identifiers: Sequence[str]) -> pa.Table:
+    """The rows that are not of these entries."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    whole = newest(tables)
-    column = whole.column("identifier")
-    gone = [one for one in column.unique().to_pylist() if is_gone(one)]
-    wanted = pa.array(gone, column.type)
-    return whole, whole.filter(pc.invert(pc.is_in(column, value_set=wanted)))
+    column = table.column("identifier")
+    wanted = pa.array(identifiers, column.type)
+    return table.filter(pc.invert(pc.is_in(column, value_set=wanted)))
 
 
 # -- for programs ----------------------------------------------------------------------------------
@@ -522,6 +549,7 @@ class Catalog:
 
     Attributes:
         namespace: Its name.
+        settings: Of the corpus.
     """
 
     def __init__(self, corpus: Corpus, namespace: str) -> None:
@@ -532,6 +560,7 @@ class Catalog:
         """
         require_pyarrow()
         self.namespace = namespace
+        self.settings = corpus.settings
         self._corpus = corpus
         self._follower: CatalogFollower | None = None
 

@@ -2,7 +2,7 @@
 """One part of a catalogue: its rows, and the Parquet file they are written as.
 
 A part is plain Parquet that any reader can read. Whoever reads one here checks all of it, since
-anybody may have put anything there: the footer's claims before anything is unpacked, every page's
+anybody may have put anything there: what its pages hold before anything is unpacked, every page's
 checksum, the columns' types, and every value. What passes can be used without another look.
 """
 
@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from s3ec.codec import MADE_BY, MADE_BY_CHARACTERS
+from s3ec.corpus.parquet_pages import unpacked_bytes
+from s3ec.corpus.reading import without_secrets
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, is_ulid
 from s3ec.safetensors_file import plain_json
@@ -34,6 +36,10 @@ _APPEND_ROWS = 2**16
 _APPEND_BYTES = 64 * 2**20
 _GROUP_ROWS = 2**16
 _BATCH_ROWS = 4096
+# Of a footer: that of a full part, whose statistics may hold long texts, has 2 MiB. Of its lists,
+# each item of which takes a reader up to 1 KiB: a part has 16 groups of some 15 columns.
+_FOOTER_BYTES = 4 * 2**20
+_FOOTER_ITEMS = 256
 
 # Each text column with the most bytes of a value. Paths have 4096 at most, signed URLs a few
 # thousand, and a header, which holds the placeholder as well, 16 KiB.
@@ -75,7 +81,7 @@ class CatalogRow:
     Attributes:
         document: Its id; of a file the path relative to the source.
         page: From 1; None where there are no pages.
-        uri: Where it came from.
+        uri: Where it came from; stored without what may be secret in a URL.
         sha256: Of the file's bytes as the encoder was given them, 64 hex digits; of a PDF page
             those of its PNG.
         identifier: As vLLM spells it: its content hash, or ``sha256:HEX`` for clients that send
@@ -181,6 +187,8 @@ def _to_value(name: str, value: Any) -> Any:
         return round(value * 1e6)
     if name in ("page", "rows", "width", "nbytes") and value is not None:
         return operator.index(value)  # Arrow would cut off a fraction
+    if name == "uri" and isinstance(value, str):
+        return without_secrets(value)  # whoever may read the bucket reads it
     if name in _JSON and value is not None:
         return canonical_json(
             _with_long_numbers_as_text(dict(value)) if name == "extra" else dict(value)
@@ -313,7 +321,7 @@ def decode_part(blob: Blob | bytearray, namespace: str, *, ulid: str, name: str)
         ArithmeticError,
         MemoryError,
     ) as exc:
-        raise wrong("header", f"no Parquet that can be read: {exc!s:.200}") from exc
+        raise wrong("header", f"no Parquet that can be read: {str(exc)!r:.200}") from exc
     problem = _problem(table)
     if problem:
         raise wrong("header", problem)
@@ -326,7 +334,13 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    footer = pq.read_metadata(pa.BufferReader(pa.py_buffer(blob)))
+    if _FOOTER_BYTES < int.from_bytes(blob[-8:-4], "little") < len(blob):
+        raise CorruptEntryError("its footer is too long", reason="size")
+    footer = pq.ParquetFile(
+        pa.BufferReader(pa.py_buffer(blob)),
+        thrift_string_size_limit=_FOOTER_BYTES,
+        thrift_container_size_limit=_FOOTER_ITEMS,
+    ).metadata
     about = footer.metadata or {}
     kind = about.get(b"s3ec", b"").decode("ascii", "replace")
     if kind != KIND:
@@ -336,10 +350,7 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
         )
     if about.get(b"namespace") != namespace.encode():
         raise CorruptEntryError("it is of another namespace", reason="namespace")
-    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-    sizes = [group.total_byte_size for group in groups]
-    is_small = footer.num_rows <= MAX_PART_ROWS and sum(sizes) <= MAX_UNPACKED_BYTES
-    if not is_small or min(sizes, default=0) < 0:
+    if footer.num_rows > MAX_PART_ROWS:
         raise CorruptEntryError("it holds too much", reason="size")
     wanted = schema(part=True)
     paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
@@ -347,6 +358,8 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
         if (count := paths.count(name)) != 1:
             raise CorruptEntryError(f"it has {count} columns `{name}`, not one", reason="header")
     _require_types(footer.schema.to_arrow_schema(), wanted)
+    if unpacked_bytes(blob, [paths.index(name) for name in wanted.names]) > MAX_UNPACKED_BYTES:
+        raise CorruptEntryError("it holds too much", reason="size")
     # As dictionaries a text that comes a million times is in memory once until it was measured.
     file = pq.ParquetFile(
         pa.BufferReader(pa.py_buffer(blob)),
@@ -355,7 +368,7 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
         read_dictionary=list(TEXTS),
     )
     tables, nbytes = [], 0
-    for number in range(len(groups)):
+    for number in range(footer.num_row_groups):
         # One thread: the caller's. The pool of Arrow has as many threads as there are cores.
         group = file.read_row_group(number, columns=wanted.names, use_threads=False)
         group.validate(full=True)  # UTF-8 too; before anything is made of it
@@ -364,10 +377,7 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
         if nbytes > MAX_UNPACKED_BYTES:
             raise CorruptEntryError("its texts are too long together", reason="size")
         tables.append(group.select(wanted.names).cast(wanted))
-    table = pa.concat_tables(tables) if tables else wanted.empty_table()
-    if len(table) != footer.num_rows:
-        raise CorruptEntryError("it has not as many rows as it says", reason="header")
-    return table
+    return pa.concat_tables(tables) if tables else wanted.empty_table()
 
 
 def _require_types(found: pa.Schema, wanted: pa.Schema) -> None:

@@ -22,7 +22,9 @@ _NAME = "catalog"
 _BATCH = 4096
 # Whoever asks may have got the question from somewhere else. It sees the catalogue and nothing
 # else: no file, no network, no variable of Python, and it cannot allow itself more.
+# The folder for temporary files stays allowed without external access (DuckDB 2.0): there is none.
 _LOCKED = (
+    "SET temp_directory=''",
     "SET python_enable_replacements=false",
     "SET enable_external_access=false",
     "SET lock_configuration=true",

@@ -278,14 +278,13 @@ async def collect_garbage(
         dry_run: Only say what would go.
         headers: As for choose.
         report: Told how many objects were looked at.
-        clock: Seconds since the epoch.
+        clock: Seconds since the epoch; for a dry run, which writes nothing to ask the server.
 
     Raises:
         ConfigError, UnavailableError, AccessError, TierError: As choose and collect.
     """
-    now_s = clock()
-    if not dry_run:  # a clock that is ahead must not make entries old
-        now_s = min(now_s, await server_time(store))
+    # The times of objects are the server's: a clock of ours that is ahead would make them old.
+    now_s = clock() if dry_run else await server_time(store)
     rules.check()
     choice = Choice(rules, layout, now_s)
     if dry_run or rules.max_bytes is not None or rules.made_by is not None:
@@ -324,9 +323,10 @@ def _collection(
 async def drop_deleted_rows(
     store: Store, layout: Layout, names: Set[str], tenant: Tenant | None
 ) -> tuple[int, str]:
-    """Drop the catalogue's rows of entries that were deleted.
+    """Drop the catalogue's rows of entries that were deleted, and were not stored again since.
 
-    Costs a listing where there is no catalogue, and else to read and write it.
+    Costs a listing where there is no catalogue, and else to read and write it, and a HEAD for each
+    of these entries that it has.
 
     Args:
         names: Of the entries' objects, below ``objects/``.
@@ -338,13 +338,13 @@ async def drop_deleted_rows(
     """
     from s3ec.corpus.catalog import drop_rows, list_parts
 
-    def is_gone(identifier: str) -> bool:
+    def was_deleted(identifier: str) -> bool:
         key = make_key(identifier, tenant)
         return key is not None and key.name in names
 
     try:
         if not names or not await list_parts(store, layout):
             return 0, ""
-        return await drop_rows(store, layout, is_gone), ""
+        return await drop_rows(store, layout, was_deleted, tenant=tenant), ""
     except (ConfigError, UnavailableError, AccessError) as exc:
         return 0, str(exc)

@@ -21,6 +21,7 @@ from s3ec.corpus.catalog_file import STAMP, CatalogRow
 from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.encoder import EncoderError
 from s3ec.corpus.entries import CorpusEntry, find_entry, read_header
+from s3ec.corpus.reading import without_secrets
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout, Namespace, naming_of
@@ -61,11 +62,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What is known of an item without its bytes."""
+    """What is known of an item without its bytes.
+
+    Attributes:
+        replaces: Its row takes the place of that of another file, of another source.
+    """
 
     item: SourceItem
     sha256: str
     stamp: str | None
+    replaces: bool = False
 
     def failure(self, reason: str) -> Failure:
         return failure_of(self.item, reason)
@@ -80,7 +86,7 @@ class Origin:
         return CatalogRow(
             document=self.item.document,
             page=self.item.page,
-            uri=self.item.uri,
+            uri=without_secrets(self.item.uri),
             sha256=self.sha256,
             identifier=like.identifier,
             modality=self.item.modality,
@@ -100,7 +106,7 @@ _ANY = CatalogRow("", None, "", "", "0" * 64, "image", 1, 1, "bfloat16", None, 1
 
 
 def failure_of(item: SourceItem, reason: str) -> Failure:
-    return Failure(item.document, item.page, item.uri, reason)
+    return Failure(item.document, item.page, without_secrets(item.uri), reason)
 
 
 class Ledger:
@@ -299,7 +305,7 @@ class Confirmations:
         self._clock = clock
         self._changed = threading.Condition()
         self._waiting: dict[bytes, _Unconfirmed] = {}
-        self._rows: list[tuple[CatalogRow, Counted]] = []
+        self._rows: list[tuple[CatalogRow, Counted, bool]] = []  # and whether it replaces one
         self._failures: list[Failure] = []
         self._ending = False
         self._is_asked = False
@@ -308,7 +314,7 @@ class Confirmations:
         self._problem = ""
         self._has_failed = False
         self._moved_s = time.monotonic()
-        self.encoded = self.catalogued = self.stored_bytes = 0
+        self.encoded = self.catalogued = self.replaced = self.stored_bytes = 0
         self._thread = threading.Thread(target=self._run, name="s3ec-confirm", daemon=True)
         self._thread.start()
 
@@ -350,14 +356,15 @@ class Confirmations:
             self._changed.notify_all()
         return None
 
-    def add_row(self, row: CatalogRow, *, is_new: bool) -> None:
+    def add_row(self, row: CatalogRow, *, is_new: bool, replaces: bool) -> None:
         """Write a row for an embedding that is there.
 
         Args:
             is_new: The document had none; else it only says something else of it.
+            replaces: See Origin.
         """
         with self._changed:
-            self._rows.append((row, "catalogued" if is_new else "renewed"))
+            self._rows.append((row, "catalogued" if is_new else "renewed", replaces))
             self._changed.notify_all()
 
     def wait_for_room(self, stopped: threading.Event, patience_s: float) -> None:
@@ -399,7 +406,7 @@ class Confirmations:
         ]
         reason = f"the catalogue could not be written{self._why()}; run the job again"
         left += self._failures
-        return left + [Failure(row.document, row.page, row.uri, reason) for row, _ in self._rows]
+        return left + [Failure(row.document, row.page, row.uri, reason) for row, _, _ in self._rows]
 
     def _why(self) -> str:
         return f" ({self._problem})" if self._problem else ""
@@ -454,8 +461,8 @@ class Confirmations:
                 if isinstance(facts, str):
                     self._failures += [one.failure(facts) for one in each.origins]
                     continue
-                self._rows += [(one.row(facts, now_s), "encoded") for one in each.encoded]
-                self._rows += [(one.row(facts, now_s), "catalogued") for one in each.others]
+                self._rows += [(o.row(facts, now_s), "encoded", o.replaces) for o in each.encoded]
+                self._rows += [(o.row(facts, now_s), "catalogued", o.replaces) for o in each.others]
             if found:
                 self._moved_s = time.monotonic()
             self._changed.notify_all()
@@ -483,10 +490,11 @@ class Confirmations:
             batch = list(self._rows)
         if not batch:
             return
-        self._corpus.run(lambda store: self._ledger.append(store, [row for row, _ in batch]))
+        self._corpus.run(lambda store: self._ledger.append(store, [row for row, _, _ in batch]))
         with self._changed:
             del self._rows[: len(batch)]
-            for row, how in batch:
+            for row, how, replaces in batch:
+                self.replaced += replaces
                 self.encoded += how == "encoded"
                 self.catalogued += how == "catalogued"
                 self.stored_bytes += row.nbytes if how == "encoded" else 0

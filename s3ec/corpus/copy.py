@@ -674,7 +674,10 @@ class Places:
 
 
 async def _copy_catalog(places: Places, there: Mapping[bytes, int], result: Transferred) -> None:
-    """Append those rows of entries that were copied which are news to the other catalogue."""
+    """Append those rows of entries that were copied which are news to the other catalogue.
+
+    A document that it has from another source, of another picture, stays what it is there.
+    """
     from s3ec.corpus.catalog import append_rows, list_parts, read_table
     from s3ec.corpus.catalog_file import to_rows
 
@@ -682,17 +685,25 @@ async def _copy_catalog(places: Places, there: Mapping[bytes, int], result: Tran
         return
     try:
         theirs = await read_table(places.source, places.layout)
-        known_s = {
-            (row.document, row.page, row.modality): row.stored_s
+        known = {
+            (row.document, row.page, row.modality): (row.stored_s, row.uri, row.sha256)
             for row in to_rows(await read_table(places.target, places.to_layout))
         }
-        news = []
+        news, kept = [], []
         for row in to_rows(theirs):
             key = make_key(row.identifier)
             if key is None or key.digest not in there:
                 continue
-            if known_s.get((row.document, row.page, row.modality), -math.inf) < row.stored_s:
+            mine = known.get((row.document, row.page, row.modality))
+            if mine is not None and row.uri != mine[1] and row.sha256 != mine[2]:
+                kept.append(row.document)
+            elif mine is None or mine[0] < row.stored_s:
                 news.append(replace(row, nbytes=there[key.digest] or row.nbytes))
+        if kept:
+            result.failures["catalog"] = (
+                f"{len(kept)} rows are left out, since their document is another file of another "
+                f"source there: {kept[0]!r:.200}"
+            )
         await append_rows(places.target, places.to_layout, news)
     except (CorruptEntryError, ConfigError) as exc:  # its parts, or the extra is missing
         result.failures["catalog"] = str(exc)

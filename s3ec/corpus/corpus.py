@@ -609,12 +609,15 @@ class Corpus:
         from s3ec.index.base_writer import BuildOptions
 
         name = self.choose(namespace, model=model)
-        place = str(self.settings.corpus)
-        opened = (
-            AuditState(state, place, name, again=not resume_complete)
-            if state is not None and deep
-            else None
-        )
+        opened: AuditState | None = None
+        if state is not None and deep:
+            place = {
+                "corpus": str(self.settings.corpus),
+                "endpoint": self.settings.endpoint_url,
+                "namespace": name,
+                "made_s": self.within(_made_s, name),
+            }
+            opened = AuditState(state, place, again=not resume_complete)
 
         async def work(store: Store, layout: Layout) -> Audit:
             return await audit(
@@ -693,6 +696,7 @@ class Corpus:
         identifier: Literal["content", "sha256"] = "content",
         shard: tuple[int, int] = (0, 1),
         limit: int | None = None,
+        replace: bool = False,
         read: ReadOptions | None = None,
         column: str | None = None,
         engine: str = "local",
@@ -716,6 +720,8 @@ class Corpus:
                 send ``sha256:HEX`` of the file as ``uuid``.
             shard: This call's part and the number of parts, such as (0, 4).
             limit: Most items that are looked at.
+            replace: A document that the catalogue has from another source, with another file, gets
+                this one; else such an item is left out and listed.
             read: How items are read: dots per inch of a PDF's pages, above all.
             column: Of a dataset with several columns of files.
             engine: ``local``, which is vLLM in this process; or ``ray``, vLLM in each worker of a
@@ -740,7 +746,7 @@ class Corpus:
             self,
             source,
             model,
-            JobOptions(identifier, shard, limit),
+            JobOptions(identifier, shard, limit, replace),
             read=read,
             column=column,
             engine=engine,
@@ -1095,6 +1101,12 @@ class Corpus:
             return self._thread.submit(coroutine)
         except RuntimeError as exc:  # it ends just now, or no descriptor is left
             raise S3ECError(f"this corpus cannot be used: {exc}") from exc
+
+
+async def _made_s(store: Store, layout: Layout) -> float:
+    """When a namespace was made, by its server: other buckets have one of its name, too."""
+    info = await store.head(layout.descriptor)
+    return info.modified_s if info else 0.0
 
 
 def _require_form(form: str) -> None:

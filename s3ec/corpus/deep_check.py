@@ -35,6 +35,7 @@ from s3ec.errors import (
 )
 from s3ec.identity import Layout, is_object_name
 from s3ec.index.listing import FEW, at_most, leaf_folders, listed
+from s3ec.namespaces import read_namespaces
 from s3ec.store.base import PART_BYTES, ObjectInfo, Store, VanishedError, whole_parts
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
 from s3ec.tier.files import try_lock
@@ -47,7 +48,7 @@ _ATTEMPTS = 3
 _SAVE_S = 1.0
 _FORMAT = "s3ec-verify"
 _VERSION = 1
-_COUNTS = ("objects", "nbytes", "gone", "foreign", "unstable", "corrupt")
+_COUNTS = ("objects", "nbytes", "gone", "foreign", "newer", "unstable", "corrupt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class DeepCheck:
         nbytes: Their size.
         gone: Deleted between the listing and their turn.
         foreign: Objects below ``objects/`` with no name of ours; not read.
+        newer: Of another format than this release reads, which a newer s3ec wrote. They may be
+            good, and are no fault.
         unstable: Came bad once and good when they were read again: damaged on their way.
         corrupt: Came whole twice with the same bytes, which are bad.
         unread: Could not be read whole, or came differently each time. They may be good.
@@ -88,6 +91,7 @@ class DeepCheck:
     nbytes: int = 0
     gone: int = 0
     foreign: int = 0
+    newer: int = 0
     unstable: int = 0
     corrupt: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -132,7 +136,10 @@ async def check_objects(
     """
     if state is not None and state.found.complete:
         return state.found
-    check = _DeepRun(store, layout, state, expected=expected, report=report)
+    [about] = await read_namespaces(store, [layout.namespace])
+    check = _DeepRun(
+        store, layout, state, expected=expected, report=report, is_newer=about.is_newer
+    )
     try:
         await check.run(width)
     finally:
@@ -151,10 +158,12 @@ class _DeepRun:
         *,
         expected: int | None,
         report: Report,
+        is_newer: bool,
     ) -> None:
         self._store = store
         self._layout = layout
         self._state = state
+        self._is_newer = is_newer
         self._expected = expected
         self._report = report
         self.found = DeepCheck() if state is None else state.found
@@ -188,6 +197,8 @@ class _DeepRun:
     async def _look(self, info: ObjectInfo) -> Outcome:
         if not is_object_name(info.name.removeprefix(self._layout.objects)):
             return Outcome("foreign")
+        if self._is_newer:
+            return Outcome("newer")
         outcome = await check_object(self._store, self._layout, info)
         if outcome.error is None:
             self._outage = 0
@@ -221,6 +232,8 @@ class _DeepRun:
                 found.gone += 1
             case "foreign", _:
                 found.foreign += 1
+            case "newer", _:
+                found.newer += 1
             case "unstable", _:
                 found.unstable += 1
             case "corrupt", BadObject() as bad:
@@ -300,7 +313,7 @@ class Outcome:
     """What reading one object came to.
 
     Attributes:
-        kind: ``good``, ``gone``, ``foreign``, ``unstable``, ``corrupt`` or ``unread``.
+        kind: ``good``, ``gone``, ``foreign``, ``newer``, ``unstable``, ``corrupt`` or ``unread``.
         nbytes: That were read.
         bad: What is wrong with it.
         error: Of the store, where that did not give it.
@@ -323,9 +336,10 @@ async def check_object(store: Store, layout: Layout, info: ObjectInfo) -> Outcom
         reading = await _read(store, layout, info)
         if reading.kind == "good" and attempt:
             return Outcome("unstable", info.nbytes)
-        if reading.kind != "corrupt" and (reading.kind != "unread" or reading.error is not None):
+        came_bad = reading.kind in ("corrupt", "newer")
+        if not came_bad and (reading.kind != "unread" or reading.error is not None):
             break
-        if reading.kind == "corrupt" and reading.digest in seen:
+        if came_bad and reading.digest in seen:
             break
         seen.add(reading.digest)
     else:
@@ -338,7 +352,7 @@ class _Reading:
     """One reading of an object.
 
     Attributes:
-        kind: ``good``, ``gone``, ``corrupt`` (it came whole, and is bad) or ``unread``.
+        kind: ``good``, ``gone``, ``newer``, ``corrupt`` (it came whole, and is bad) or ``unread``.
         digest: Of all bytes, where it is corrupt.
     """
 
@@ -350,7 +364,8 @@ class _Reading:
 
     def outcome(self, info: ObjectInfo) -> Outcome:
         """What it means for the object."""
-        bad = BadObject(info.name, self.reason, self.message) if self.reason else None
+        is_bad = self.reason and self.kind != "newer"
+        bad = BadObject(info.name, self.reason, self.message) if is_bad else None
         read = self.kind in ("good", "corrupt")
         return Outcome(self.kind, info.nbytes if read else 0, bad, self.error)
 
@@ -381,8 +396,14 @@ async def _read(store: Store, layout: Layout, info: ObjectInfo) -> _Reading:
         header = checked_header(blob, entry)
         codec.check_data(header, memoryview(blob)[header.data_start :])
     except CorruptEntryError as exc:
-        return _Reading("corrupt", codec.checksum(blob), exc.reason, str(exc))
+        return _bad(codec.checksum(blob), exc)
     return _Reading("good")
+
+
+def _bad(digest: str, exc: CorruptEntryError) -> _Reading:
+    """Of an object that came whole. What a newer s3ec wrote is not ours to judge."""
+    kind = "newer" if exc.reason == "version" else "corrupt"
+    return _Reading(kind, digest, exc.reason, str(exc))
 
 
 async def _read_parts(store: Store, entry: CorpusEntry) -> _Reading:
@@ -415,7 +436,7 @@ async def _read_parts(store: Store, entry: CorpusEntry) -> _Reading:
     except CorruptEntryError as exc:
         problem = exc
     if problem is not None:
-        return _Reading("corrupt", digest.hexdigest(), problem.reason, str(problem))
+        return _bad(digest.hexdigest(), problem)
     return _Reading("good")
 
 
@@ -438,24 +459,23 @@ class AuditState:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], corpus: str, namespace: str, *, again: bool = True
+        self, folder: str | os.PathLike[str], of: Mapping[str, Any], *, again: bool = True
     ) -> None:
         """Open or make it.
 
         Args:
             folder: Made where it is absent.
-            corpus: The corpus's address; a state is of one.
-            namespace: Likewise.
+            of: What the state is of: the ``namespace``, the corpus, and its server. Plain JSON.
             again: Begin anew where it is complete.
 
         Raises:
             ConfigError: It is that of another corpus, in use, or no state at all.
             TierError: The disk refuses.
         """
-        self.path = Path(folder) / f"{namespace}.jsonl"
+        self.path = Path(folder) / f"{of['namespace']}.jsonl"
         self.found = DeepCheck()
         self.cursor = ""
-        self._about = {"corpus": corpus, "namespace": namespace}
+        self._about = dict(of)
         self._kept = 0
         self._due_s = 0.0
         try:
@@ -549,8 +569,8 @@ class AuditState:
         try:
             header = json.loads(line)
             fits = header["format"] == _FORMAT and header["version"] == _VERSION
-            same = {name: header[name] for name in self._about} == self._about
-        except (ValueError, TypeError, KeyError):
+            same = {name: header.get(name) for name in self._about} == self._about
+        except (ValueError, TypeError, KeyError, AttributeError):
             fits = same = False
         if not fits:
             raise ConfigError(
@@ -559,7 +579,7 @@ class AuditState:
             )
         if not same:
             raise ConfigError(
-                f"`--state`: {self.path} is that of another corpus; name another folder",
+                f"`--state`: {self.path} is that of another corpus or server; name another folder",
                 field="state",
             )
 

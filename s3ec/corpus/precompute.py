@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 from s3ec.corpus.catalog_file import STAMP
 from s3ec.corpus.confirmations import Confirmations, Failure, Ledger, Origin, failure_of
 from s3ec.corpus.encoder import Encoded, Encoder, EncoderError, Picture, VllmEncoder
-from s3ec.corpus.reading import ReadOptions
+from s3ec.corpus.reading import ReadOptions, without_secrets
 from s3ec.corpus.sources import SourceItem, open_source
 from s3ec.counters import Report, unreported
 from s3ec.errors import ConfigError, S3ECError, SourceError
@@ -54,12 +54,15 @@ class JobOptions:
             that send that as ``uuid``.
         shard: This job's part and the number of parts, such as (0, 4).
         limit: Most items of the source that are looked at; None for all.
+        replace: Rows of the catalogue whose document has another file in another source are
+            replaced; else such an item is left out and listed.
         patience_s: How long the bucket may confirm nothing before the job ends without it.
     """
 
     identifier: Identifier = "content"
     shard: tuple[int, int] = (0, 1)
     limit: int | None = None
+    replace: bool = False
     patience_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -88,6 +91,9 @@ class PrecomputeReport:
         done_before: Of these, what the catalogue and the index had.
         catalogued: What the index had and the catalogue lacked.
         encoded: What was encoded, confirmed by the bucket and catalogued.
+        replaced: Rows that took the place of another source's, as was asked for.
+        kept: Items that were left out, since their document has another file in another source.
+            They are in ``failures``, too.
         failures: What could not be read or encoded.
         unconfirmed: What was encoded, and the bucket has not confirmed.
         read_bytes: Of the files that were read.
@@ -102,6 +108,8 @@ class PrecomputeReport:
     done_before: int = 0
     catalogued: int = 0
     encoded: int = 0
+    replaced: int = 0
+    kept: int = 0
     failures: list[Failure] = field(default_factory=list)
     unconfirmed: list[Failure] = field(default_factory=list)
     read_bytes: int = 0
@@ -121,7 +129,7 @@ class PrecomputeReport:
         """``complete``: all of the source is there. ``failed``: nothing of it is."""
         if not (self.failures or self.unconfirmed or self.is_stopped or self.problem):
             return "complete"
-        return "partial" if self.confirmed else "failed"
+        return "partial" if self.confirmed or self.kept else "failed"
 
     def to_json(self) -> dict[str, Any]:
         """As a plain document, for ``--report`` and ``--json``."""
@@ -138,6 +146,8 @@ class PrecomputeReport:
             "done_before_count": self.done_before,
             "catalogued_count": self.catalogued,
             "encoded_count": self.encoded,
+            "replaced_count": self.replaced,
+            "kept_count": self.kept,
             "failed_count": len(self.failures),
             "unconfirmed_count": len(self.unconfirmed),
             "read_bytes": self.read_bytes,
@@ -159,7 +169,8 @@ class _Planned:
     """What is to be done for one item; exactly one of these, or nothing where it is done.
 
     Attributes:
-        failure: It cannot be read.
+        failure: It cannot be read, or must not replace what is there.
+        is_kept: The latter.
         row: The embedding is there and known: only this row is new.
         is_renewed: The catalogue had the document already, with other words about it.
         found: The embedding is there under this identifier, and no row tells of it.
@@ -169,6 +180,7 @@ class _Planned:
     read_bytes: int = 0
     origin: Origin | None = None
     failure: Failure | None = None
+    is_kept: bool = False
     row: CatalogRow | None = None
     is_renewed: bool = False
     found: str | None = None
@@ -238,6 +250,7 @@ class Job:
         self._stopped = threading.Event()
         self._under_way: dict[int, _UnderWay] = {}
         self._begun: dict[bytes, _UnderWay] = {}  # the same by their key, as far as that is known
+        self._named: dict[int, int] = {}  # hashes of the names and of the files of items
         self.report = PrecomputeReport()
         self._ledger: Ledger | None = None
         self._confirmations: Confirmations | None = None
@@ -318,13 +331,14 @@ class Job:
         if confirmations is not None:
             self.report.encoded = confirmations.encoded
             self.report.catalogued = confirmations.catalogued
+            self.report.replaced = confirmations.replaced
             self.report.stored_bytes = confirmations.stored_bytes
 
     # -- what is to be done ------------------------------------------------------------------
 
     def _pictures(self) -> Iterator[Picture]:
         """Those that are to be encoded; all other items are seen to on the way."""
-        for plan in self._plans():
+        for plan in map(self._first_of_its_name, self._plans()):
             self._count(plan)
             picture = self._picture_of(plan)
             if picture is None:
@@ -340,6 +354,7 @@ class Job:
         report.read_bytes += plan.read_bytes
         if plan.failure is not None:
             report.failures.append(plan.failure)
+            report.kept += plan.is_kept
         elif plan.is_renewed or (plan.row or plan.found or plan.picture) is None:
             report.done_before += 1
         if report.items % _REPORT_EVERY == 0 or self._under_way:
@@ -353,7 +368,8 @@ class Job:
         """What is left to encode of a plan; None where it is done, or waits for what is."""
         confirmations = self._require_confirmations()
         if plan.row is not None:
-            confirmations.add_row(plan.row, is_new=not plan.is_renewed)
+            replaces = plan.origin is not None and plan.origin.replaces
+            confirmations.add_row(plan.row, is_new=not plan.is_renewed, replaces=replaces)
             return None
         if plan.origin is None or (plan.found is None and plan.picture is None):
             return None
@@ -433,17 +449,41 @@ class Job:
         except S3ECError as exc:  # a bucket that the item lies in, above all
             return _Planned(failure=failure_of(item, str(exc)))
 
+    def _first_of_its_name(self, plan: _Planned) -> _Planned:
+        """The plan; another one where this run had another file under this document and page."""
+        origin = plan.origin
+        if origin is None or not self._require_ledger().has_catalogue:
+            return plan
+        name = hash((origin.item.document, origin.item.page, origin.item.modality))
+        content = hash(origin.sha256)
+        if self._named.setdefault(name, content) == content:
+            return plan
+        if self._options.replace:
+            self._named[name] = content
+            return replace(plan, origin=replace(origin, replaces=True))
+        return self._kept(origin, "this source has another file under this document and page")
+
+    def _kept(self, origin: Origin, why: str) -> _Planned:
+        fix = "name its document otherwise, or replace the other one (`replace`, `--replace`)"
+        return _Planned(failure=origin.failure(f"{why}; {fix}"), is_kept=True)
+
     def _plan_readable(self, number: int, item: SourceItem) -> _Planned:
         ledger = self._require_ledger()
         stamp = stamp_of(item)
         mine = _row_of(item, ledger.catalogue.by_document(item.document, item.page))
         picture: Picture | None = None
-        if mine is not None and stamp is not None and mine.extra.get(STAMP) == stamp:
+        # Two folders with files of one name are two documents, of whatever size and age.
+        is_elsewhere = mine is not None and mine.uri != without_secrets(item.uri)
+        is_known = mine is not None and not is_elsewhere and stamp is not None
+        if mine is not None and is_known and mine.extra.get(STAMP) == stamp:
             sha256, nbytes = mine.sha256, 0
         else:
             picture = self._encoder.read(number, item)
             sha256, nbytes = picture.sha256, picture.nbytes
-        origin = Origin(item, sha256, stamp)
+        replaces = mine is not None and is_elsewhere and mine.sha256 != sha256
+        origin = Origin(item, sha256, stamp, replaces)
+        if mine is not None and replaces and not self._options.replace:
+            return self._kept(origin, f"the catalogue has another file under it, {mine.uri}")
         known = mine
         if mine is None or mine.sha256 != sha256 or not self._is_wanted(mine):
             known = ledger.catalogue.by_sha256(sha256)
@@ -559,7 +599,9 @@ def make_job(
     if ray is not None and engine != "ray":
         raise ConfigError("options of Ray are for `engine` = ray", field="engine")
     options = options or JobOptions()
-    read = read or ReadOptions(settings=corpus.settings)
+    read = read or ReadOptions()
+    if read.settings is None:
+        read = replace(read, settings=corpus.settings)
 
     def items() -> Iterator[SourceItem]:
         return open_source(source, read, column=column)

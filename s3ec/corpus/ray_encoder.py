@@ -17,9 +17,11 @@ These are plain actors and not Ray Data's ``map_batches``. That was tried with R
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -57,6 +59,8 @@ _CLOSE_S = 90.0
 _DEATHS = 3
 _STARTS = 3
 _REMEMBERED_READERS = 8192
+# The first whose own cluster on a machine asks for a token; older ones ask for nothing.
+_FIRST_RAY = (2, 59)
 
 
 class _GoneError(Exception):
@@ -104,27 +108,50 @@ def _import_ray(*, stays_here: bool) -> Any:
     """Ray; told to use loopback alone and to tell nobody, where it is for this machine only.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: It is not installed, or too old.
     """
     if stays_here:
-        # Read while it is imported (Ray 2.60, ray_constants.py). A node's address that is given as
-        # 127.0.0.1 is replaced by the one that others reach.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # Read by the processes that Ray starts, and while it is imported (Ray 2.60,
+        # ray_constants.py). A node's address that is given as 127.0.0.1 is replaced by the one
+        # that others reach.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray would have the engines give way to every other process of the machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
-    return require("ray", "'s3ec[ray]'", "`--engine ray`")
+    ray = require("ray", "'s3ec[ray]'", "`--engine ray`")
+    release = tuple(int(digits) for digits in re.findall(r"\d+", ray.__version__)[:2])
+    if release < _FIRST_RAY:
+        wanted = ".".join(map(str, _FIRST_RAY))
+        raise ConfigError(
+            f"Ray {ray.__version__} lets everybody run code who reaches its ports; install Ray "
+            f"{wanted} or newer, which asks for a token: pip install 's3ec[ray]'",
+            field="engine",
+        )
+    return ray
 
 
 def start_ray(cpus: int) -> None:
-    """Start a Ray of our own on this machine; ``ray.shutdown`` ends it.
+    """Start a Ray of our own on this machine, on loopback; ``ray.shutdown`` ends it.
 
     Its files are where ``RAY_TMPDIR`` says. Sockets lie below that, so the path must be short.
 
     Args:
         cpus: That its workers share.
+
+    Raises:
+        ConfigError: It is not installed, or too old.
+        RuntimeError: It would listen where others reach it.
     """
-    _import_ray(stays_here=True).init(
+    ray = _import_ray(stays_here=True)
+    # What the variable says has no effect where the program has imported Ray before, as vLLM does.
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        raise RuntimeError(
+            f"it would listen on {address} and not on loopback; start one yourself, and name it "
+            "with `--ray-address`"
+        )
+    ray.init(
         "local",
         num_cpus=cpus,
         include_dashboard=False,

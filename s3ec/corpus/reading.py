@@ -44,6 +44,11 @@ _KEPT_PDFS = 2
 _PAGE_OF = re.compile(r"#page=[0-9]+$")
 _CELL_OF = re.compile(r"#row=([0-9]+)&column=(.+)$")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# User name and password, and a host with its port, up to the path.
+_HOST = re.compile(
+    r"(?P<user>(?:[^/?#\\]*@)?)(?:\[[^/?#\]]*\]|[^/?#:\[\]]*)(?::[0-9]*)?(?=[/?#]|$)"
+)
+_REMOVED = "?..."
 
 # PDFium is not thread-safe, not even for two documents.
 _pdfium = threading.Lock()
@@ -57,8 +62,8 @@ class ReadOptions:
         dpi: Dots per inch of a PDF's pages.
         max_bytes: Of one item, and of a PDF file. A larger one is refused.
         timeout_s: For one item over http, answer and body together.
-        settings: Whose credentials and endpoint are used for ``s3://``; None for those of the
-            environment.
+        settings: Of the corpus whose credentials and endpoint are used for ``s3://``; None where
+            no object is to be read.
 
     Raises:
         ConfigError: A number is out of its range.
@@ -102,8 +107,39 @@ def scheme_of(uri: str) -> str:
     return found[1].lower() if found else ""
 
 
+def without_secrets(uri: str) -> str:
+    """A URI as others may see it, who read the catalogue or a report.
+
+    User name and password go, and of what is no file and no object the query and the fragment: any
+    of them may be a signature. ``?...`` stands for a query, so that what is left is no address of
+    something else.
+    """
+    scheme = scheme_of(uri)
+    if not scheme:
+        return uri
+    front, rest = uri[: len(scheme) + 3], uri[len(scheme) + 3 :]
+    page = _PAGE_OF.search(rest)
+    rest = rest if page is None else rest[: page.start()]
+    host = _HOST.match(rest)
+    # A password may hold what should have been escaped, such as a slash: then there is no host.
+    rest = rest.rpartition("@")[2] if host is None else rest[host.end("user") :]
+    if scheme not in ("file", "s3"):
+        rest, mark, _ = rest.partition("?")
+        rest = rest.partition("#")[0] + (_REMOVED if mark else "")
+    return front + rest + ("" if page is None else page[0])
+
+
+def is_whole(uri: str) -> bool:
+    """Whether a URI of the catalogue is an address still: nothing was left out."""
+    return not _PAGE_OF.sub("", uri).endswith(_REMOVED)
+
+
 def suffix_of(uri: str) -> str:
-    """The suffix of the file that a URI or path names, in lower case."""
+    """The suffix of the file that a URI or path names, in lower case.
+
+    Raises:
+        ValueError: It is no URL; the message may hold what is secret in it.
+    """
     uri = _PAGE_OF.sub("", uri)
     path = urlsplit(uri).path if scheme_of(uri) in ("http", "https", "file") else uri
     return PurePosixPath(path).suffix.lower()
@@ -314,6 +350,8 @@ class Reader:
         bucket, _, key = _PAGE_OF.sub("", uri)[len("s3://") :].partition("/")
         if not bucket or not key:
             raise SourceError("write it as s3://BUCKET/KEY")
+        if "@" in bucket:
+            raise SourceError("no user name and password in the URL")
         most = self._options.max_bytes
 
         try:
@@ -335,12 +373,12 @@ class Reader:
             return self._buckets[name]
 
     def _settings_of(self, bucket: str) -> Settings:
-        from s3ec.config import load_settings
-
         settings = self._options.settings
         if settings is None:
-            options = {"bucket": bucket, "prefix": ""}
-            return load_settings(options=options, as_arguments=True).settings
+            raise SourceError(
+                "an object is read with the credentials and the endpoint of a corpus, and none is "
+                "open; give its settings (ReadOptions), or for a client its catalogue, or `fetch`"
+            )
         values = settings.model_dump() | {"url": None, "bucket": bucket, "prefix": ""}
         return type(settings).model_validate(values)
 

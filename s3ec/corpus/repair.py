@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mends what an audit found, with the owners of each kind of thing.
 
-- A corrupt object is read again. If it still comes whole and bad it is deleted, and its entry is
-  announced as deleted, so that producers store it again.
+- A corrupt object is read again. If it still comes whole and bad it is deleted at once, and its
+  entry is announced as deleted, so that producers store it again.
 - Where index and listing differ the index is made anew from a listing. What it lacked is in it
   then, and what it only believed is not.
 - The object of a row of the catalogue is looked for again. If it is gone the row is dropped.
 
-What could not be read is never deleted: a store that fails makes nothing corrupt. Bad objects are
-not kept aside. Nothing would ever read them, and the producer's copy is what makes good.
+What could not be read is never deleted: a store that fails makes nothing corrupt. Nor is what a
+newer s3ec wrote, nor anything that is no entry of the namespace, whatever an audit's state says.
+Bad objects are not kept aside. Nothing would ever read them, and the producer's copy is what makes
+good.
 """
 
 from __future__ import annotations
@@ -17,17 +19,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from s3ec.corpus.deep_check import BadObject, check_object
-from s3ec.identity import Key, Layout, make_key
+from s3ec.identity import Key, Layout, is_object_name
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.delete import deleting
 from s3ec.index.listing import key_of_object
 from s3ec.index.rebuild import rebuild
+from s3ec.namespaces import read_namespaces
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.tenant import Tenant
 
 if TYPE_CHECKING:
     from s3ec.corpus.audit import Audit
+
+
+# Each costs two announcements, and its objects one request.
+_AT_A_TIME = 256
 
 
 @dataclass(slots=True)
@@ -37,15 +44,17 @@ class Repair:
     Attributes:
         deleted: Corrupt objects.
         spared: Of those that were found corrupt: good, gone or unreadable when they were read
-            again.
+            again, or no entries of the namespace.
         version: Of the new base of the index; None where the old one was right.
         dropped: Rows of the catalogue.
+        problem: Why nothing was mended; empty where that was tried.
     """
 
     deleted: int = 0
     spared: int = 0
     version: int | None = None
     dropped: int = 0
+    problem: str = ""
 
 
 async def repair(
@@ -68,49 +77,48 @@ async def repair(
         UnavailableError, AccessError: The store does not answer now, or refuses; some is mended.
         TierError: The folder for temporary files is full.
     """
+    [about] = await read_namespaces(store, [layout.namespace])
+    if about.is_newer:
+        return Repair(
+            problem=f"{layout.namespace} is of a newer format than this s3ec reads: nothing is "
+            "touched; repair it with the release that made it"
+        )
     done = Repair()
     if found.deep is not None and found.deep.bad:
         await _delete_corrupt(store, layout, found.deep.bad, done, options)
     if not found.index_agrees:
         done.version = (await rebuild(store, layout, options)).head.version
     if found.catalog is not None and found.catalog.gone_identifiers:
-        done.dropped = await drop_gone_rows(
-            store, layout, sorted(found.catalog.gone_identifiers), tenant
-        )
+        from s3ec.corpus.catalog import drop_rows
+
+        suspects = found.catalog.gone_identifiers
+        done.dropped = await drop_rows(store, layout, suspects.__contains__, tenant=tenant)
     return done
 
 
 async def _delete_corrupt(
     store: Store, layout: Layout, bad: list[BadObject], done: Repair, options: BuildOptions
 ) -> None:
-    """Delete the objects that are still corrupt, and announce their entries as deleted."""
-    corrupt: list[Key] = []
+    """Delete the objects that are still corrupt, and announce their entries as deleted.
 
-    async def look(one: BadObject) -> None:
-        info = await store.head(one.name)
+    Some at a time: between the look at one and its deletion somebody may store it anew.
+    """
+
+    names = list(dict.fromkeys(one.name for one in bad))
+
+    async def look(name: str) -> Key | None:
+        below = name.removeprefix(layout.objects)
+        if not name.startswith(layout.objects) or not is_object_name(below):
+            return None  # the state is a file, in which anybody may have written
+        info = await store.head(name)
         kind = "gone" if info is None else (await check_object(store, layout, info)).kind
-        if kind == "corrupt":
-            corrupt.append(key_of_object(layout, one.name))
-        else:
-            done.spared += 1
+        return key_of_object(layout, name) if kind == "corrupt" else None
 
-    await in_parallel(bad, look)
     async with deleting(store, layout) as deleter:
-        await deleter.delete(corrupt, report=options.report)
-    done.deleted = len(corrupt)
-
-
-async def drop_gone_rows(
-    store: Store, layout: Layout, identifiers: list[str], tenant: Tenant | None
-) -> int:
-    """Drop the catalogue's rows of those entries that have no object now; answers how many."""
-    from s3ec.corpus.catalog import drop_rows
-
-    async def look(identifier: str) -> str | None:
-        key = make_key(identifier, tenant)
-        if key is not None and await store.head(layout.object(key)) is not None:
-            return None
-        return identifier
-
-    gone = set(filter(None, await in_parallel(identifiers, look)))
-    return await drop_rows(store, layout, gone.__contains__) if gone else 0
+        for start in range(0, len(names), _AT_A_TIME):
+            some = names[start : start + _AT_A_TIME]
+            corrupt = [key for key in await in_parallel(some, look) if key is not None]
+            await deleter.delete(corrupt)
+            done.deleted += len(corrupt)
+            done.spared += len(some) - len(corrupt)
+            options.report("mending", start + len(some), len(names))

@@ -257,8 +257,12 @@ def _item_of_row(row: Mapping[str, Any], folder: Path, options: ReadOptions) -> 
     rest = dict(row)
     document = _document(rest)
     uri = _place(rest, folder)
+    try:
+        suffix = suffix_of(uri)
+    except ValueError:  # whose message repeats a part of it
+        raise ValueError("its place is no URL") from None
     page = _page(rest.pop("page", None))
-    modality = rest.pop("modality", None) or SUFFIXES.get(suffix_of(uri), "image")
+    modality = rest.pop("modality", None) or SUFFIXES.get(suffix, "image")
     if modality not in MODALITIES:
         raise ValueError(f"`modality` is one of {', '.join(MODALITIES)}")
     extra = {key: plain(value) for key, value in rest.items() if value is not None}
@@ -285,6 +289,8 @@ def _place(rest: dict[str, Any], folder: Path) -> str:
     key, value = given[0]
     if not isinstance(value, str) or not value or not value.isprintable():
         raise ValueError(f"`{key}` is a path or a URL")
+    if value != value.strip():  # a URL would be taken for a path, and be told as it is
+        raise ValueError(f"`{key}` begins or ends with a space")
     if scheme_of(value):
         return value
     return (folder / value).absolute().as_uri()

@@ -198,7 +198,10 @@ class _Renaming(Wrapper):
 
 
 def _sweep(folder: Path, ours: str) -> None:
+    """Remove what killed exports left. Links stay: what they lead to is not ours."""
     for below in folder.glob(ours):
+        if below.is_symlink():
+            continue
         for above, _, names in os.walk(below):
             for name in filter(_UNFINISHED.search, names):
                 with suppress(OSError):

@@ -7,39 +7,76 @@ a URL gave when the corpus was built. What changed there since is not seen, and 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from s3ec.errors import ConfigError, S3ECError
-from s3ec.identity import is_content_hash
+from s3ec.identity import Layout, is_content_hash
 from s3ec.runtime import Background
+from s3ec.safetensors_file import plain_json
 from s3ec.settings import Settings
+from s3ec.store.base import Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "S3EC_SKIP_URLS"
 _NEVER, _TRUST = "never", "trust"
 _REFRESH_S = 300.0
-# Some 0.4 KB each.
+# Some 0.4 KB each, and 1 KB where every placeholder is another one and as long as may be.
 _MOST = 500_000
+_PLACEHOLDER_BYTES = 512
+_BATCH_ROWS = 4096
 
 
-class Row(Protocol):
-    """What is read of a catalogue's row."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is read of a catalogue's row.
 
-    @property
-    def uri(self) -> str:
-        """Where it came from."""
+    Attributes:
+        uri: Where the picture came from.
+        identifier: As vLLM spells it.
+        size: What sizes its placeholder, JSON; None where that is not known.
+        key: Hash of document, page and modality. Of rows that agree in them the newest counts.
+        part: With which it was appended; the newest row is that of the greatest.
+    """
 
-    @property
-    def identifier(self) -> str:
-        """As vLLM spells it."""
+    uri: str
+    identifier: str
+    size: str | None = None
+    key: int = 0
+    part: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is kept of a row; see Row."""
+
+    identifier: str
+    size: str | None
+    key: int
+    part: str
 
     @property
     def placeholder(self) -> Mapping[str, Any] | None:
         """What sizes its placeholder."""
+        found: Mapping[str, Any] | None = None if self.size is None else plain_json(self.size)
+        return found
 
 
 def are_trusted() -> bool:
@@ -78,7 +115,7 @@ class TrustedUrls:
         self._read = read
         self._domains = frozenset(domains)
         self._refresh_s = refresh_s
-        self._rows: Mapping[str, Row] = {}
+        self._known: Mapping[bytes, _Known] = {}
         self._background = Background("s3ec-skip-urls", self._refresh)
         self._background.wake()
 
@@ -86,10 +123,10 @@ class TrustedUrls:
         """Read no more."""
         self._background.stop()
 
-    def __call__(self, url: str) -> Row | None:
+    def __call__(self, url: str) -> _Known | None:
         """What a URL gave when the corpus was built; None where that is not known."""
-        row = self._rows.get(url)
-        return row if row is not None and self._is_allowed(url) else None
+        known = self._known.get(_digest(url))
+        return known if known is not None and self._is_allowed(url) else None
 
     def _is_allowed(self, url: str) -> bool:
         from urllib3.util import parse_url
@@ -99,38 +136,55 @@ class TrustedUrls:
     def _refresh(self, pause: Callable[[], None]) -> float:
         try:
             rows = self._read()
-            if rows is not None:
-                self._rows = _by_url(rows, pause)
+            try:
+                if rows is not None:
+                    self._known = _by_url(rows, pause)
+            finally:
+                if isinstance(rows, Generator):  # whose bucket is open
+                    rows.close()
         except S3ECError as exc:
             log.warning("SkipPictures cannot read the catalogue, trying again later: %s", exc)
         self._background.wake()  # again, after the rest
         return self._refresh_s
 
 
-def _by_url(rows: Iterable[Row], pause: Callable[[], None]) -> Mapping[str, Row]:
-    found: dict[str, Row] = {}
-    twice: set[str] = set()
+def _digest(url: str) -> bytes:
+    return hashlib.sha256(url.encode("utf-8", "surrogatepass")).digest()[:16]
+
+
+def _by_url(rows: Iterable[Row], pause: Callable[[], None]) -> Mapping[bytes, _Known]:
+    """What the rows say of _MOST URLs. All rows are looked at: a later one may say otherwise."""
+    found: dict[bytes, _Known] = {}
+    twice: set[bytes] = set()
+    texts: dict[str, str] = {}  # pictures of one size have one placeholder
+    is_full = False
     for number, row in enumerate(rows):
         if number % 1000 == 0:
             pause()
-        if not row.uri.startswith(("http://", "https://")):
+        url = _digest(row.uri)
+        known = found.get(url)
+        if known is not None and known.key != row.key:
+            if known.identifier != row.identifier:
+                twice.add(url)
             continue
-        # vLLM would call it by its content.
-        if not is_content_hash(row.identifier) or ":" in row.identifier:
+        if known is not None and known.part > row.part:
             continue
-        known = found.setdefault(row.uri, row)
-        if known.identifier != row.identifier:
-            twice.add(row.uri)
-        if len(found) >= _MOST:
-            log.warning("SkipPictures knows the first %d URLs of the catalogue only", _MOST)
-            break
-    return {url: row for url, row in found.items() if url not in twice}
+        if known is None and len(found) >= _MOST:
+            is_full = True
+            continue
+        size = row.size if len(row.size or "") <= _PLACEHOLDER_BYTES else None
+        size = None if size is None else texts.setdefault(size, size)
+        found[url] = _Known(row.identifier, size, row.key, row.part)
+    if is_full:
+        log.warning("SkipPictures knows %d URLs of the catalogue only, which has more", _MOST)
+    return {url: known for url, known in found.items() if url not in twice}
 
 
 class CatalogPictures:
     """The rows of a catalogue's pictures, for TrustedUrls. For one thread.
 
-    A look that finds the same parts as the last one costs one LIST.
+    A look that finds the same parts as the last one costs one LIST. Memory: one part, while its
+    rows are taken.
     """
 
     def __init__(self, settings: Settings, namespace: str) -> None:
@@ -143,26 +197,69 @@ class CatalogPictures:
         self._namespace = namespace
         self._parts: frozenset[str] | None = None
 
-    def __call__(self) -> Iterator[Row] | None:
-        """All rows; None where all were taken before, and there is no other part since.
+    def __call__(self) -> Generator[Row, None, None] | None:
+        """All rows, replaced ones too; None where all were taken before, and no part is new.
 
         Raises:
-            S3ECError: The catalogue cannot be read.
+            S3ECError: The catalogue cannot be read; also while rows are taken.
         """
         from s3ec.corpus.catalog import list_parts
         from s3ec.corpus.corpus import Corpus
 
         with Corpus.open(self._settings) as corpus:
             parts = frozenset(corpus.within(list_parts, self._namespace))
-            if parts == self._parts:
-                return None
-            rows = corpus.catalog(self._namespace).rows("modality = 'image'")
-        return self._taken(rows, parts)
+        return None if parts == self._parts else self._rows(parts)
 
-    def _taken(self, rows: Iterator[Row], parts: frozenset[str]) -> Iterator[Row]:
-        yield from rows
+    def _rows(self, parts: frozenset[str]) -> Generator[Row, None, None]:
+        from s3ec.corpus.catalog import PartReader
+        from s3ec.corpus.corpus import Corpus
+
+        reader: PartReader | None = None
+        coming: AsyncGenerator[pa.Table, None] | None = None
+
+        async def following(store: Store, layout: Layout) -> pa.Table | None:
+            nonlocal reader, coming
+            if reader is None or coming is None:
+                reader = PartReader(store, layout, at_a_time=1)
+                coming = reader.read_new()
+            return await anext(coming, None)
+
+        async def end(_: Store) -> None:
+            if coming is not None:
+                await coming.aclose()
+
+        with Corpus.open(self._settings) as corpus:
+            try:
+                while (table := corpus.within(following, self._namespace)) is not None:
+                    yield from _rows_of(table)
+                    del table  # not in memory while the next one comes
+            finally:
+                corpus.run(end)
+        for exc in reader.problems.values() if reader is not None else ():
+            log.warning("this part of the catalogue is left out: %s", exc)
         # What was appended since these were listed may be among the rows: then it comes again.
         self._parts = parts
+
+
+def _rows_of(table: pa.Table) -> Iterator[Row]:
+    """The pictures of a part that have a content hash and a URL of another machine."""
+    import pyarrow.compute as pc
+
+    from s3ec.corpus.reading import is_whole
+
+    is_picture = pc.equal(table.column("modality"), "image")
+    uris = table.column("uri")
+    is_away = pc.or_(pc.starts_with(uris, "http://"), pc.starts_with(uris, "https://"))
+    names = ("document", "page", "uri", "identifier", "placeholder", "part")
+    some = table.filter(pc.and_(is_picture, is_away)).select(names)
+    parts: dict[str, str] = {}  # one text for all rows of a part
+    for batch in some.to_batches(max_chunksize=_BATCH_ROWS):
+        columns = (column.to_pylist() for column in batch.columns)
+        for document, page, uri, identifier, size, part in zip(*columns, strict=True):
+            # vLLM would call it by its content. A URL that is not whole names something else.
+            if is_whole(uri) and is_content_hash(identifier) and ":" not in identifier:
+                key = hash((document, page))
+                yield Row(uri, identifier, size, key, parts.setdefault(part, part))
 
 
 def trusted_urls(settings: Settings, namespace: str, domains: Collection[str]) -> TrustedUrls:

@@ -49,15 +49,15 @@ _UNFINISHED = re.compile(r"#\d+$")
 class RealFolder:
     """Looks at the names below ``root``. Every method touches the disk, one call per part.
 
-    It keeps out links that lie there. Somebody who may write to the folder can still make a link
-    between the look and the use.
+    It keeps out links that lie there, and what is no file: to open a pipe may take for ever.
+    Somebody who may write to the folder can still make one between the look and the use.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def require(self, key: str) -> None:
-        """Refuse a name that leads over a link, or that obstore keeps for itself.
+        """Refuse a name that leads over a link or to no file, or that obstore keeps for itself.
 
         Raises:
             AccessError: It is one.
@@ -72,6 +72,9 @@ class RealFolder:
             raise AccessError(
                 "symbolic links are not followed", code="SymbolicLink", is_general=False
             )
+        mode = _mode(self._root / key)
+        if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise AccessError("it is no file", code="NoFile", is_general=False)
 
     def real(self, keys: Iterable[str]) -> set[str]:
         """Those of some names that lead over no link."""
@@ -108,10 +111,15 @@ class RealFolder:
 
 
 def _is_link(path: Path) -> bool:
+    return stat.S_ISLNK(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """What is there by that very name; 0 where that cannot be told."""
     try:
-        return stat.S_ISLNK(path.lstat().st_mode)
+        return path.lstat().st_mode
     except OSError:  # not there, or not to be looked at: what then is done with it will tell
-        return False
+        return 0
 
 
 # A page of a listing: 1000 entries of a name of up to 1 KiB each.

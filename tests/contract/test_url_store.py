@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from urllib.parse import quote
@@ -113,6 +114,38 @@ async def test_symbolic_links_are_neither_followed_nor_listed(
     assert [info.name async for info in store.list("folder/")] == []
     assert list(await store.list_folders("")) == ["real/"]
     assert os.listdir(outside) == ["secret"]
+
+
+def make_socket(path: Path) -> None:
+    """Bound in its folder: the path of a socket is short."""
+    with socket.socket(socket.AF_UNIX) as made:
+        before = os.getcwd()
+        os.chdir(path.parent)
+        try:
+            made.bind(path.name)
+        finally:
+            os.chdir(before)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, make_socket], ids=["pipe", "socket"])
+async def test_what_is_no_file_is_neither_opened_nor_listed_nor_removed(
+    store: UrlStore, folder: Path, make: Callable[[Path], None]
+) -> None:
+    """To open a pipe takes until somebody writes into it."""
+    (folder / "a").mkdir()
+    make(folder / "a" / "x")
+    for call in (
+        lambda: store.get("a/x", max_bytes=10),
+        lambda: store.get_range("a/x", 0, 1),
+        lambda: store.head("a/x"),
+        lambda: store.delete("a/x"),
+        lambda: store.put_if_absent("a/x", [b"x"]),
+    ):
+        with pytest.raises(AccessError, match="it is no file"):
+            await call()
+    assert list(await store.delete_many(["a/x"])) == ["a/x"]
+    assert [info.name async for info in store.list("")] == []
+    assert os.listdir(folder / "a") == ["x"]
 
 
 async def test_no_reader_sees_half_a_file(store: UrlStore, folder: Path) -> None:

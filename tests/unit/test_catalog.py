@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from s3ec.client.known import KnownCatalog
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus
 from s3ec.corpus.catalog import (
@@ -70,6 +71,12 @@ async def test_long_number_of_a_source_comes_back_as_text() -> None:
     await append_rows(store, LAYOUT, [row(extra={"id": [10**18, {"of": -(10**15)}], "n": True})])
     [found] = await rows_of(store)
     assert found.extra == {"id": [str(10**18), {"of": str(-(10**15))}], "n": True}
+
+
+async def test_secrets_in_urls_are_not_stored() -> None:
+    store = MemoryStore()
+    await append_rows(store, LAYOUT, [row(uri="https://me:secret@h/a.png?sig=secret")])
+    assert [one.uri for one in await rows_of(store)] == ["https://h/a.png?..."]
 
 
 async def test_without_rows_nothing_is_written() -> None:
@@ -403,6 +410,12 @@ def test_catalog_is_asked_from_a_program(catalog: Catalog) -> None:
     assert repr(catalog) == f"Catalog(Corpus('s3://corpus'), {catalog.namespace!r})"
 
 
+def test_catalog_says_how_its_corpus_is_reached(catalog: Catalog) -> None:
+    known = KnownCatalog(catalog, 60)
+    assert known.s3_settings is catalog.settings
+    assert catalog.settings.bucket
+
+
 def test_index_learns_what_was_appended_since(catalog: Catalog) -> None:
     first = catalog.index()
     assert catalog.index() is first
@@ -441,6 +454,33 @@ def test_question_writes_nothing(catalog: Catalog, tmp_path: Path, statement: st
     with pytest.raises(ConfigError):
         catalog.sql(statement.format(tmp_path / "x"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "COPY catalog TO '.tmp/x.csv'",
+        "EXPLAIN ANALYZE COPY catalog TO '.tmp/x.csv'",
+        "PREPARE p AS COPY (SELECT 1) TO '.tmp/x.csv'; EXECUTE p",
+        "SELECT 1; COPY (SELECT 1) TO '.tmp/x.csv'; SELECT 2",
+        "EXPORT DATABASE '.tmp/x'",
+        "ATTACH '.tmp/x'",
+        "SELECT * FROM read_text('.tmp/there')",
+        "SELECT * FROM read_blob(['.tmp/there'])",
+        "SELECT * FROM glob('.tmp/*')",
+        "SET temp_directory='.tmp'",
+    ],
+)
+def test_question_sees_no_folder_for_temporary_files(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    """DuckDB lets a question use it, `.tmp` of the working folder, whatever else is off."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".tmp").mkdir()
+    (tmp_path / ".tmp/there").write_text("not for questions")
+    with pytest.raises(ConfigError):
+        catalog.sql(statement)
+    assert [path.name for path in (tmp_path / ".tmp").iterdir()] == ["there"]
 
 
 @pytest.mark.parametrize("where", ["", "rows >", "no_column = 1", "true) UNION SELECT 1 --"])

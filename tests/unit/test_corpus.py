@@ -135,6 +135,16 @@ def test_variable_names_the_namespace(filled: Filled, monkeypatch: pytest.Monkey
     assert filled.corpus.stat(IDS[0]) is not None
 
 
+def test_namespace_of_a_newer_release_is_taken_only_by_its_name(
+    filled: Filled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("s3ec.identity.FORMAT_VERSION", 2)
+        newer = filled.namespace({**MODEL, "revision": "r2"})
+    assert filled.corpus.choose() == filled.name
+    assert filled.corpus.choose(newer) == newer
+
+
 def test_newest_of_one_model_is_logged(filled: Filled, caplog: pytest.LogCaptureFixture) -> None:
     second = filled.namespace({**MODEL, "revision": "r2"})
     with caplog.at_level(logging.INFO, "s3ec.corpus"):

@@ -7,19 +7,21 @@ import base64
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import openai
+import pyarrow as pa
 import pytest
 
 from s3ec.client import AsyncPictures, Pictures
 from s3ec.corpus.catalog_file import STAMP, CatalogRow, to_table
 from s3ec.corpus.catalog_index import CatalogIndex
-from s3ec.corpus.reading import page_uri, render_page
+from s3ec.corpus.reading import ReadOptions, page_uri, reader_for, render_page
 from s3ec.errors import ConfigError, NotFoundError, SourceError
+from s3ec.settings import Settings
 from tests.support.clock import Clock
 from tests.support.pdfs import make_pdf
 from tests.support.serving import running
@@ -110,7 +112,7 @@ def test_an_address_is_handed_to_the_server_without_a_name_unless_fetch_reads_it
     row = row_of(files[0], uri="https://example.org/a.jpg")
     if identifier is not None:
         row = replace(row, identifier=identifier)
-    (handed,) = make(row, without_pixels=False).parts("a.png")
+    (handed,) = make(row, without_pixels=False, hosts=["Example.org"]).parts("a.png")
     url = {"url": "https://example.org/a.jpg"}
     assert handed == {"type": "image_url", "image_url": url}
     (given,) = make(row, without_pixels=False).parts("a.png", data=files[0].read_bytes())
@@ -120,6 +122,81 @@ def test_an_address_is_handed_to_the_server_without_a_name_unless_fetch_reads_it
     (read,) = fetching.parts("a.png")
     assert read["image_url"]["url"] == data_url(files[0], "image/jpeg")
     assert read["uuid"] == row.identifier
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "https://example.com/a.jpg",
+        "https://example.org.evil.net/a.jpg",
+        "https://evil.net/example.org/a.jpg",
+        "https://example.org@evil.net/a.jpg",
+        "https://evil.net\\@example.org/a.jpg",
+        "https://example.org\\@evil.net/a.jpg",
+        "https://example.org /a.jpg",
+        "https://example.org\t.evil.net/a.jpg",
+        "https://example.org./a.jpg",
+        "HTTP://169.254.169.254/latest/meta-data/a.jpg",
+        "http://169.254.169.254/a.pdf#page=1",
+        "https:///example.org/a.jpg",
+        "https://[::1]/a.jpg",
+    ],
+)
+def test_an_address_of_a_host_that_is_not_allowed_goes_nowhere(uri: str, files: list[Path]) -> None:
+    """A catalogue is another's word: neither the server nor the client asks what it names."""
+    table = to_table([row_of(files[0])])
+    table = table.set_column(table.schema.get_field_index("uri"), "uri", pa.array([uri]))
+    pictures = Pictures(
+        CatalogIndex.from_table(table), without_pixels=False, hosts=["example.org", "[::2]"]
+    )
+    with pytest.raises(SourceError, match="not in `hosts`"):
+        pictures.parts("a.png")
+    pictures.close()
+
+
+def test_an_address_that_lost_its_query_goes_nowhere(make: Make) -> None:
+    row = row_of(Path(__file__), document="a.jpg", uri="https://example.org/a.jpg?sig=secret")
+    with pytest.raises(SourceError, match=r"a.jpg\?\.\.\. is no address without its query"):
+        make(row, without_pixels=False, hosts=["example.org"]).parts("a.jpg")
+
+
+@dataclass
+class OfCorpus:
+    """A catalogue of an open corpus."""
+
+    row: CatalogRow
+    settings: Settings
+
+    def index(self) -> CatalogIndex:
+        return index_of(self.row)
+
+
+@pytest.mark.parametrize("place", [{"bucket": "corpus"}, {"url": "gs://corpus"}, None], ids=str)
+def test_an_object_is_read_with_the_settings_of_the_open_corpus_or_not_at_all(
+    place: dict[str, str] | None, files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ReadOptions] = []
+
+    class Reading:
+        def read(self, uri: str, page: int | None) -> bytes:
+            return files[0].read_bytes()
+
+    def reader(options: ReadOptions) -> Any:
+        asked.append(options)
+        return Reading() if options.settings else reader_for(options)
+
+    monkeypatch.setattr("s3ec.client.parts.reader_for", reader)
+    row = row_of(files[0], uri="s3://documents/a.png")
+    settings = Settings.model_validate(place) if place else None
+    source = index_of(row) if settings is None else OfCorpus(row, settings)
+    pictures = Pictures(source, without_pixels=False)
+    if place == {"bucket": "corpus"}:
+        assert pictures.parts("a.png")[0]["uuid"] == row.identifier
+        assert asked == [ReadOptions(settings=settings)]
+    else:
+        with pytest.raises(SourceError, match="none is open"):
+            pictures.parts("a.png")
+    pictures.close()
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -147,7 +224,7 @@ def test_a_page_is_drawn_as_it_was_when_it_was_encoded(
             sha256=hashlib.sha256(drawn).hexdigest(),
             extra={STAMP: f"1 2 {dpi}" if is_file else f"{dpi}"},
         )
-        (part,) = make(row, without_pixels=False).parts("report.pdf")
+        (part,) = make(row, without_pixels=False, hosts=["127.0.0.1"]).parts("report.pdf")
     assert part["image_url"]["url"] == f"data:image/png;base64,{base64.b64encode(drawn).decode()}"
     assert part["uuid"] == row.identifier
 
@@ -212,6 +289,9 @@ def test_an_address_serves_for_a_document_that_the_catalogue_lacks(make: Make) -
         (lambda make: make(modalities="image"), "modalities"),
         (lambda make: make(modalities=["picture"]), "modalities"),
         (lambda make: make(refresh_s=0), "refresh_s"),
+        (lambda make: make(hosts="example.org"), "hosts"),
+        (lambda make: make(hosts=["https://example.org"]), "hosts"),
+        (lambda make: make(hosts=["example.org:443"]), "hosts"),
         (lambda _make: Pictures("catalogue.csv"), "catalog"),
         (lambda _make: Pictures(7), "catalog"),  # type: ignore[arg-type]
     ],

@@ -64,17 +64,20 @@ def args_of(*middleware: str) -> Namespace:
     )
 
 
-async def post(middleware: str | None, path: str, content: Any) -> tuple[Any, Handler]:
+async def post(
+    middleware: str | None, path: str, content: Any, *, key: str = "key"
+) -> tuple[Any, Handler]:
     app, handler = fastapi.FastAPI(), Handler()
     app.state.openai_serving_chat = app.state.serving_tokens = handler
     app.include_router(chat_routes.router)
     app.include_router(generate_routes.router)
     args = args_of(*([middleware] if middleware else []))
+    app.state.args = args  # as vLLM's app_state.py
     register.init_entrypoints_middleware(args, app, ("generate",))
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app),
         base_url="http://test",
-        headers={"authorization": "Bearer key"},
+        headers={"authorization": f"Bearer {key}"},
     ) as client:
         return await client.post(path, json=content), handler
 
@@ -93,6 +96,14 @@ async def test_the_server_gets_the_picture_without_the_name_and_streams_its_repl
     assert picture["image_url"] == {"url": "data:,"}
     assert "uuid" not in picture
     assert question["text"] == "what is in it?"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/inference/v1/generate", "/v1/nothing", "/nothing"])
+async def test_who_has_no_key_is_answered_as_by_vllm(path: str) -> None:
+    alone, _ = await post(None, path, POISONED, key="other")
+    both, handler = await post("s3ec.middleware.StripClientIds", path, POISONED, key="other")
+    assert both.status_code == alone.status_code == (404 if path == "/nothing" else 401)
+    assert handler.asked == []
 
 
 async def test_the_server_hears_nothing_of_a_refused_request() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,13 @@ import pytest
 from s3ec.corpus import deep_check
 from s3ec.corpus.audit import Audit, audit
 from s3ec.corpus.catalog import CatalogRow, append_rows, read_table
-from s3ec.corpus.deep_check import AuditState, DeepCheck, check_objects
+from s3ec.corpus.deep_check import AuditState, BadObject, DeepCheck, check_objects
 from s3ec.corpus.repair import Repair, repair
 from s3ec.errors import (
     AccessError,
     ConfigError,
     CorruptEntryError,
+    S3ECError,
     TierError,
     UnavailableError,
 )
@@ -27,7 +28,7 @@ from s3ec.index.base_writer import BuildOptions
 from s3ec.index.compaction import compact
 from s3ec.index.rows import EntryInfo
 from s3ec.store import base
-from s3ec.store.base import Store
+from s3ec.store.base import ObjectInfo, Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.waiting import reached
@@ -248,8 +249,11 @@ async def test_object_that_is_deleted_before_its_turn_is_not_missed(memory: Memo
 # -- going on ----------------------------------------------------------------------------------
 
 
+OF = {"corpus": "s3://b", "endpoint": None, "namespace": LAYOUT.namespace, "made_s": 1000.0}
+
+
 def new_state(folder: Path, *, again: bool = True) -> AuditState:
-    return AuditState(folder, "s3://b", LAYOUT.namespace, again=again)
+    return AuditState(folder, OF, again=again)
 
 
 @pytest.mark.parametrize("few", [0, 4096], ids=["by folders", "at once"])
@@ -271,7 +275,7 @@ async def test_check_that_is_broken_off_goes_on_where_it_was(
     again = FaultStore(memory)
     with new_state(tmp_path) as state:
         deep = await check_objects(again, LAYOUT, state, width=4)
-    read = {name for op, name in again.log if op == "get"}
+    read = {name for op, name in again.log if op == "get"} - {LAYOUT.descriptor}
     assert read == set(names[10:])
     assert (deep.objects, deep.resumed, deep.corrupt) == (21, 10, 2)
     assert [bad.name for bad in deep.bad] == [names[2], names[18]]
@@ -343,8 +347,9 @@ async def test_state_of_something_else_is_refused(memory: MemoryStore, tmp_path:
     with new_state(tmp_path), pytest.raises(ConfigError, match="another audit uses") as caught:
         new_state(tmp_path)
     assert caught.value.field == "state"
-    with pytest.raises(ConfigError, match="another corpus"):
-        AuditState(tmp_path, "s3://other", LAYOUT.namespace)
+    for other in ({"corpus": "s3://c"}, {"endpoint": "https://other"}, {"made_s": 1001.0}):
+        with pytest.raises(ConfigError, match="another corpus or server"):
+            AuditState(tmp_path, {**OF, **other})
     (tmp_path / f"{LAYOUT.namespace}.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(ConfigError, match="no state of"):
         new_state(tmp_path)
@@ -401,6 +406,105 @@ async def test_store_that_fails_in_a_repair_deletes_nothing(memory: MemoryStore,
     except UnavailableError:
         pass
     assert set(names) <= memory.bucket.objects.keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        LAYOUT.descriptor,
+        LAYOUT.objects + "README.safetensors",
+        LAYOUT.objects + "../namespace.json",
+        f"other-0123456789abcdef/objects/{make_key(IDS[0]).name}",  # type: ignore[union-attr]
+        f"/{LAYOUT.objects}{make_key(IDS[0]).name}",  # type: ignore[union-attr]
+        f"{make_key(IDS[0]).name}",  # type: ignore[union-attr]
+        LAYOUT.modality("image"),
+        "",
+    ],
+)
+async def test_repair_deletes_nothing_but_entries_of_the_namespace(
+    memory: MemoryStore, name: str
+) -> None:
+    """Whatever an audit's state says, which is a file."""
+    bad = put(memory, IDS[0], b"bad")
+    found = await look(memory)
+    memory.bucket.objects[name] = b"of somebody else"
+    deep_of(found).bad.append(BadObject(name, "checksum", "forged"))
+    deep_of(found).bad.append(deep_of(found).bad[0])
+    done = await mend(memory, found)
+    assert (done.deleted, done.spared) == (1, 1)
+    assert bad not in memory.bucket.objects
+    assert memory.bucket.objects[name] == b"of somebody else"
+
+
+async def test_repair_deletes_each_object_soon_after_it_was_read(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody may store it anew meanwhile."""
+    monkeypatch.setattr("s3ec.corpus.repair._AT_A_TIME", 2)
+    names = [put(memory, identifier, b"bad") for identifier in IDS[:6]]
+    found = await look(memory)
+
+    class Renewed(base.Wrapper):
+        """Has the last one stored anew once the first ones are deleted."""
+
+        async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+            put(memory, last)
+            return await super().delete_many(names)
+
+    order = [one.name for one in deep_of(found).bad]
+    last = next(one for one in IDS if object_of(one) == order[-1])
+    done = await mend(Renewed(memory), found)
+    assert (done.deleted, done.spared) == (5, 1)
+    assert set(names) & memory.bucket.objects.keys() == {order[-1]}
+
+
+def newer(identifier: str, namespace: str = NAMESPACE.name) -> bytes:
+    """An entry as a release that writes the next format has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("s3ec.codec.FORMAT_VERSION", 2)
+        return entry_bytes(identifier, namespace)
+
+
+async def test_what_a_newer_release_wrote_stays_and_is_no_fault(memory: MemoryStore) -> None:
+    name = put(memory, IDS[0], newer(IDS[0]))
+    put(memory, IDS[1], b"bad")
+    found = await look(memory)
+    deep = deep_of(found)
+    assert (deep.newer, deep.corrupt, [one.name for one in deep.bad]) == (1, 1, [object_of(IDS[1])])
+    deep.bad.append(BadObject(name, "version", "forged"))
+    done = await mend(memory, found)
+    assert (done.deleted, done.spared) == (1, 1)
+    assert name in memory.bucket.objects
+    again = await look(memory)
+    assert (deep_of(again).newer, again.agrees) == (1, True)
+
+
+async def test_version_that_was_damaged_on_its_way_is_not_taken_for_a_newer_one(
+    memory: MemoryStore,
+) -> None:
+    body = entry_bytes(IDS[0], NAMESPACE.name)
+    changed = body.replace(b'"s3ec":"1"', b'"s3ec":"3"')
+    assert changed != body
+    once = Fault("get", object_of(IDS[0]), change=lambda _: changed, times=1)
+    deep = deep_of(await look(FaultStore(memory, Script([once]))))
+    assert (deep.newer, deep.unstable, deep.agrees) == (0, 1, True)
+
+
+async def test_namespace_of_a_newer_release_is_left_as_it_is(memory: MemoryStore) -> None:
+    """Its entries may be of any form: none is read."""
+    about = json.dumps({**NAMESPACE.descriptor, "format": 2}).encode()
+    memory.bucket.objects[LAYOUT.descriptor] = about
+    put(memory, IDS[0], b"another form")
+    put(memory, "unannounced")
+    before = dict(memory.bucket.objects)
+    store = FaultStore(memory)
+    found = await look(store)
+    deep = deep_of(found)
+    assert (deep.newer, deep.objects, deep.corrupt) == (22, 0, 0)
+    done = await mend(memory, found)
+    assert (done.deleted, done.version) == (0, None)
+    assert "of a newer format" in done.problem
+    assert memory.bucket.objects == before
 
 
 async def test_unusable_announcement_is_mended_by_a_new_index(memory: MemoryStore) -> None:
@@ -470,6 +574,32 @@ async def test_row_whose_entry_came_back_stays(memory: MemoryStore) -> None:
     found = await look(memory, deep=False)
     put(memory, IDS[1])
     assert (await mend(memory, found)).dropped == 0
+    assert len(await read_table(memory, LAYOUT)) == 2
+
+
+async def test_row_whose_entry_came_back_while_the_catalogue_was_read_stays(
+    memory: MemoryStore,
+) -> None:
+    await append_rows(memory, LAYOUT, rows_for(IDS[:2]))
+    await memory.delete(object_of(IDS[1]))
+    found = await look(memory, deep=False)
+
+    class Filling(base.Wrapper):
+        """A job stores it again, and its row, before the catalogue is read."""
+
+        is_done = False
+
+        async def list(
+            self, prefix: str, *, start_after: str = ""
+        ) -> AsyncGenerator[ObjectInfo, None]:
+            if prefix == LAYOUT.catalog and not self.is_done:
+                self.is_done = True
+                put(memory, IDS[1])
+                await append_rows(memory, LAYOUT, [row_of("doc 1", IDS[1])])
+            async for info in super().list(prefix, start_after=start_after):
+                yield info
+
+    assert (await mend(Filling(memory), found)).dropped == 0
     assert len(await read_table(memory, LAYOUT)) == 2
 
 

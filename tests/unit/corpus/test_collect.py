@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -12,7 +13,7 @@ from s3ec.corpus.collect import Choice, Rules, choose, collect, collect_garbage
 from s3ec.errors import ConfigError, UnavailableError
 from s3ec.identity import make_key
 from s3ec.index import listing
-from s3ec.store.base import Store
+from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.waiting import reached
@@ -111,6 +112,13 @@ async def test_what_is_stored_while_it_is_chosen_stays(memory: MemoryStore) -> N
     assert left(memory) == names_of(IDS[0], "new")
 
 
+async def test_with_a_size_what_is_stored_since_the_look_began_stays(memory: MemoryStore) -> None:
+    """It may be in the listing that counts already; the newest is not what is to go."""
+    put(memory, "new", -1.0)
+    await run(memory, Rules(max_bytes=0))
+    assert left(memory) == names_of("new")
+
+
 async def test_object_without_a_time_stays(memory: MemoryStore) -> None:
     memory.bucket.modified_s[LAYOUT.objects + name_of(IDS[7])] = 0.0
     await run(memory, Rules(older_than_s=0.0))
@@ -160,6 +168,42 @@ async def test_rows_of_the_catalogue_go_with_their_entries(memory: MemoryStore) 
     assert (done.objects, done.done, done.dropped_rows, done.problem) == (5, True, 3, "")
     table = await read_table(memory, LAYOUT)
     assert table.column("identifier").to_pylist() == IDS[:5]
+
+
+@pytest.mark.parametrize("ahead_s", [-1000 * HOUR_S, 0.0, 1000 * HOUR_S])
+@pytest.mark.parametrize("max_bytes", [None, 0])
+async def test_ages_are_by_the_servers_clock_and_not_by_ours(
+    memory: MemoryStore, ahead_s: float, max_bytes: int | None
+) -> None:
+    rules = Rules(older_than_s=5.5 * HOUR_S, max_bytes=max_bytes)
+    done = await collect_garbage(
+        memory, LAYOUT, rules, tenant=None, dry_run=False, clock=lambda: NOW_S + ahead_s
+    )
+    assert done.objects == 5
+    assert left(memory) == names_of(*IDS[:5])
+
+
+async def test_row_of_an_entry_that_came_back_meanwhile_stays(memory: MemoryStore) -> None:
+    memory.bucket.objects[LAYOUT.descriptor] = b'{"model": "tiny"}'
+    await append_rows(memory, LAYOUT, rows_for(IDS))
+
+    class Filling(Wrapper):
+        """A job encodes one again, and catalogues it, when all are deleted."""
+
+        async def list(
+            self, prefix: str, *, start_after: str = ""
+        ) -> AsyncGenerator[ObjectInfo, None]:
+            if prefix == LAYOUT.catalog and name_of(IDS[6]) not in left(memory):
+                put(memory, IDS[6], 0.0)
+                await append_rows(memory, LAYOUT, [rows_for(IDS)[6]])
+            async for info in super().list(prefix, start_after=start_after):
+                yield info
+
+    rules = Rules(older_than_s=5.5 * HOUR_S)
+    done = await collect_garbage(Filling(memory), LAYOUT, rules, tenant=None, dry_run=False)
+    assert (done.objects, done.dropped_rows, done.problem) == (5, 2, "")
+    table = await read_table(memory, LAYOUT)
+    assert table.column("identifier").to_pylist() == [*IDS[:5], IDS[6]]
 
 
 async def test_catalogue_that_cannot_be_had_is_said_when_the_entries_are_gone(

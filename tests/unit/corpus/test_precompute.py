@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -401,6 +402,119 @@ def test_what_the_source_says_is_renewed(desk: Desk) -> None:
     report = desk.job(encoder, items=items).run()
     assert (report.done_before, report.catalogued, encoder.is_running) == (1, 0, False)
     assert desk.rows()["a.png"].extra["title"] == "A"
+
+
+def two_folders(desk: Desk, one: bytes, other: bytes) -> tuple[Path, Path]:
+    """Two folders with a file of one name, of one age."""
+    folders = desk.folder / "one", desk.folder / "other"
+    for folder, data in zip(folders, (one, other), strict=True):
+        folder.mkdir()
+        (folder / "a.png").write_bytes(data)
+        os.utime(folder / "a.png", ns=(10**18, 10**18))
+    return folders
+
+
+def run_on(
+    desk: Desk, items: Iterable[SourceItem], *, replace: bool = False
+) -> tuple[PrecomputeReport, FakeEncoder]:
+    encoder = FakeEncoder(desk.corpus)
+    return desk.job(encoder, JobOptions(replace=replace), items=items).run(), encoder
+
+
+def test_a_row_of_another_source_is_replaced_only_where_that_is_asked_for(desk: Desk) -> None:
+    one, other = two_folders(desk, b"one", b"two")  # of one size, too
+    assert run_on(desk, open_source(str(one)))[0].status == "complete"
+    report, encoder = run_on(desk, open_source(str(other)))
+    assert (report.status, report.kept, report.replaced) == ("partial", 1, 0)
+    [failure] = report.failures
+    assert f"another file under it, {(one / 'a.png').as_uri()}" in failure.reason
+    assert "--replace" in failure.reason
+    assert encoder.encoded == []
+    assert desk.rows()["a.png"].identifier == name_of(b"one")
+    report, _ = run_on(desk, open_source(str(other)), replace=True)
+    assert (report.status, report.kept, report.replaced) == ("complete", 0, 1)
+    assert desk.rows()["a.png"].identifier == name_of(b"two")
+    assert report.to_json()["replaced_count"] == 1
+
+
+def test_a_file_of_another_source_is_read_whatever_its_size_and_age(desk: Desk) -> None:
+    one, other = two_folders(desk, b"one", b"two")
+    run_on(desk, open_source(str(one)))
+    report, encoder = run_on(desk, open_source(str(other)), replace=True)
+    assert report.read_bytes == 3
+    assert encoder.encoded == [b"two"]
+
+
+def test_a_folder_that_was_moved_is_catalogued_where_it_is(desk: Desk) -> None:
+    one, other = two_folders(desk, b"one", b"one")
+    run_on(desk, open_source(str(one)))
+    report, encoder = run_on(desk, open_source(str(other)))
+    assert (report.status, report.kept, report.replaced) == ("complete", 0, 0)
+    assert encoder.encoded == []
+    assert desk.rows()["a.png"].uri == (other / "a.png").as_uri()
+
+
+def test_of_two_files_under_one_name_in_a_list_the_first_counts(desk: Desk) -> None:
+    one, other = two_folders(desk, b"one", b"two")
+    listed = desk.folder / "list.jsonl"
+    paths = [one / "a.png", other / "a.png", one / "a.png"]
+    listed.write_text("".join(json.dumps({"id": "a", "path": str(each)}) + "\n" for each in paths))
+    report, encoder = run_on(desk, open_source(str(listed)))
+    assert (report.status, report.kept, report.items) == ("partial", 1, 3)
+    assert encoder.encoded == [b"one"]
+    assert desk.rows()["a"].identifier == name_of(b"one")
+    listed.write_text("".join(listed.read_text().splitlines(keepends=True)[:2]))
+    report, _ = run_on(desk, open_source(str(listed)), replace=True)
+    assert (report.status, report.replaced) == ("complete", 1)
+    assert desk.rows()["a"].identifier == name_of(b"two")
+
+
+@pytest.fixture
+def host() -> Iterator[str]:
+    """A server that has `/a.png` under any query, and nothing else."""
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b"one" if self.path.startswith("/a.png") else b""
+            self.send_response(200 if body else 403)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_secrets_in_urls_reach_neither_catalogue_nor_report(desk: Desk, host: str) -> None:
+    listed = desk.folder / "list.jsonl"
+    urls = [
+        f"http://{host}/a.png?X-Amz-Signature=SECRET",
+        f"http://{host}/b.png?sig=SECRET",
+        f"http://me:SECRET@{host}/a.png",
+        f"ftp://me:SECRET@{host}/a.png",
+        f" http://me:SECRET@{host}/a.png",
+        "http://me:SECRET@[half/a.png",
+        "http://me:SECRET@ho\u2100st/a.png",
+        "s3://KEY:SECRET@bucket/a.png",
+    ]
+    rows = [{"document": str(number), "url": url} for number, url in enumerate(urls)]
+    listed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run() -> PrecomputeReport:
+        return desk.job(FakeEncoder(desk.corpus), items=open_source(str(listed))).run()
+
+    report = run()
+    assert (report.encoded, len(report.failures)) == (1, len(urls) - 1)
+    assert "SECRET" not in json.dumps(report.to_json())
+    assert desk.rows()["0"].uri == f"http://{host}/a.png?..."
+    listed.write_text(listed.read_text().replace("Signature=SECRET", "Signature=OTHER"))
+    again = run()
+    assert (again.done_before, again.catalogued) == (1, 0)
 
 
 def test_clients_that_send_the_hash_of_the_file_get_entries_under_that(desk: Desk) -> None:

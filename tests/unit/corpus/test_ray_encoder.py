@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,13 +36,15 @@ def _cluster() -> Iterator[None]:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is not installed")
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")
         patch.setenv("RAY_TMPDIR", folder)
-        start_ray(4)
+        # Imported before, as vLLM does: what the variable says is settled by then.
         import ray
 
+        patch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", True)
+        start_ray(4)
         yield
         ray.shutdown()
 
@@ -83,6 +87,45 @@ def run(made: RayEncoder, items: list[SourceItem]) -> list[Encoded]:
         return sorted(made.encode(pictures(made, items)), key=lambda each: each.number)
     finally:
         made.close()
+
+
+def test_a_ray_of_our_own_is_on_loopback_whoever_imported_it_first() -> None:
+    import ray
+
+    assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
+    assert {node["NodeManagerAddress"] for node in ray.nodes()} == {"127.0.0.1"}
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def fake_ray(version: str, address: str) -> Any:
+    """A Ray that would listen there."""
+
+    def init(*_: object, **__: object) -> None:
+        raise AssertionError("started")
+
+    return SimpleNamespace(
+        __version__=version,
+        _private=SimpleNamespace(ray_constants=SimpleNamespace()),
+        util=SimpleNamespace(get_node_ip_address=lambda: address),
+        init=init,
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "address", "kind", "says"),
+    [
+        ("2.58.1", "127.0.0.1", ConfigError, "Ray 2.59 or newer"),
+        ("2.9.3", "127.0.0.1", ConfigError, "Ray 2.59 or newer"),
+        ("2.60.0", "192.0.2.2", RuntimeError, "would listen on 192.0.2.2"),
+        ("3.0.0.dev0", "::1", AssertionError, "started"),
+    ],
+)
+def test_a_ray_that_others_reach_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, version: str, address: str, kind: type[Exception], says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", fake_ray(version, address))
+    with pytest.raises(kind, match=says):
+        start_ray(1)
 
 
 def test_all_items_are_encoded_once_by_who_has_read_them(tmp_path: Path, log: Path) -> None:

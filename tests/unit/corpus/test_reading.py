@@ -21,8 +21,10 @@ from s3ec.corpus.reading import (
     ReadOptions,
     close_readers,
     count_pages,
+    is_whole,
     reader_for,
     render_page,
+    without_secrets,
 )
 from s3ec.errors import SourceError
 from s3ec.settings import Settings
@@ -174,6 +176,44 @@ def test_reason_does_not_repeat_what_a_url_holds(reader: Reader) -> None:
     refused = reason_of(reader, f"http://{HOST}:1/a.png?signature=secret")
     assert refused == "the server cannot be read from: NewConnectionError"
     assert reason_of(reader, f"http://me:secret@{HOST}/a.png") == (
+        "no user name and password in the URL"
+    )
+
+
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("https://h/a.png", "https://h/a.png"),
+        ("https://h:8080/@a/b@2x.png", "https://h:8080/@a/b@2x.png"),
+        ("https://h/a.png?X-Amz-Signature=SECRET", "https://h/a.png?..."),
+        ("https://h?SECRET", "https://h?..."),
+        ("https://h/a.pdf?sig=SECRET#page=3", "https://h/a.pdf?...#page=3"),
+        ("https://h/a.png#access_token=SECRET", "https://h/a.png"),
+        ("https://me:SECRET@h/a.png", "https://h/a.png"),
+        ("https://SECRET@h:81/a.png", "https://h:81/a.png"),
+        ("https://me:SECRET@[::1]:81/a.png", "https://[::1]:81/a.png"),
+        ("https://me:SEC/RET@h/a.png", "https://h/a.png"),
+        ("https://me:SEC#RET@h/a.png?SECRET", "https://h/a.png?..."),
+        ("https://me:SEC?RET@h/a.png", "https://h/a.png"),
+        ("https://me:SECRET@me@h/a.png", "https://h/a.png"),
+        ("https://me:SECRET\\@h/a.png", "https://h/a.png"),
+        ("HTTPS://me:SECRET@h/a.png?SECRET", "HTTPS://h/a.png?..."),
+        ("ftp://me:SECRET@h/a.png?SECRET", "ftp://h/a.png?..."),
+        ("s3://KEY:SECRET@bucket/a.png", "s3://bucket/a.png"),
+        ("s3://bucket/a?b.png", "s3://bucket/a?b.png"),
+        ("file:///a@b/c#row=7&column=image", "file:///a@b/c#row=7&column=image"),
+        ("file://me:SECRET@h/a.png", "file://h/a.png"),
+        ("a@b/c?d", "a@b/c?d"),
+    ],
+)
+def test_what_is_told_of_a_uri_has_no_secret(uri: str, told: str) -> None:
+    assert without_secrets(uri) == told
+    assert without_secrets(told) == told
+    assert is_whole(told) == ("?..." not in told)
+
+
+def test_credentials_in_the_url_of_an_object_are_refused(reader: Reader) -> None:
+    assert reason_of(reader, "s3://KEY:secret@bucket/a.png") == (
         "no user name and password in the URL"
     )
 

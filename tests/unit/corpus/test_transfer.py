@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,6 +186,19 @@ def test_a_condition_on_the_catalogue_chooses_and_the_rows_go_along(
     assert [r.document for r in there.catalog().rows()] == ["manuals/1.png"]
 
 
+def test_row_of_another_source_is_not_replaced_by_an_import(there: Corpus, disk: Path) -> None:
+    theirs = row("a.png", uri="file:///theirs/a.png", sha256="cd" * 32, identifier=IDS[0])
+    with in_folder(disk) as exported:
+        exported.catalog().append([theirs, row("b.png", identifier=IDS[1])])
+    there.import_from(disk, Selection([IDS[0]]))
+    mine = row("a.png", uri="file:///mine/a.png", identifier=IDS[1], stored_s=1.0)
+    there.catalog().append([mine])
+    done = there.import_from(disk)
+    assert (done.status, done.catalogued) == ("partial", 1)
+    assert "1 rows are left out" in done.failures["catalog"]
+    assert [r.uri for r in there.catalog().find("a.png")] == [mine.uri]
+
+
 def test_rows_of_the_catalogue_are_merged_and_the_newer_one_counts(
     here: Filled, there: Corpus, disk: Path
 ) -> None:
@@ -268,6 +282,41 @@ def test_what_is_no_file_is_not_opened(there: Corpus, disk: Path) -> None:
     path.unlink()
     os.mkfifo(path)
     assert there.import_from(disk).copied == len(IDS) - 1
+
+
+@pytest.mark.parametrize("name", ["namespace.json", "modality/image.json"])
+def test_records_that_are_no_files_keep_nobody_waiting(
+    here: Filled, there: Corpus, disk: Path, name: str
+) -> None:
+    path = disk / NAMESPACE / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    if name == "namespace.json":
+        for call in (lambda: there.import_from(disk), lambda: here.corpus.export(disk)):
+            with pytest.raises(AccessError, match="it is no file"):
+                call()
+    else:  # those of the other side count
+        assert there.import_from(disk).status == "complete"
+    assert path.is_fifo()
+
+
+@pytest.mark.parametrize("form", ["s3ec", "vllm"])
+def test_export_removes_nothing_behind_a_link(here: Filled, tmp_path: Path, form: str) -> None:
+    disk, elsewhere = tmp_path / "disk", tmp_path / "elsewhere"
+    (elsewhere / "objects").mkdir(parents=True)
+    under_way = [elsewhere / "ab.safetensors#1", elsewhere / "objects" / ".tmp-1-0123456789abcdef"]
+    for path in under_way:
+        path.write_bytes(b"of somebody else")
+    disk.mkdir()
+    name = NAMESPACE if form == "s3ec" else content_hash("linked")
+    (disk / name).symlink_to(elsewhere)
+    own = disk / (NAMESPACE if form == "vllm" else "other")
+    own.mkdir()
+    (own / "objects").symlink_to(elsewhere / "objects")
+    with suppress(AccessError):
+        here.corpus.export(disk, form=form)
+    assert all(path.exists() for path in under_way)
 
 
 def test_files_that_are_no_entries_are_named_or_left_alone(
