@@ -13,6 +13,7 @@ from tests.unit.connector.scheduling import (
     ROWS,
     WINDOW,
     World,
+    bare,
     feature,
     identifier_of,
     request,
@@ -337,6 +338,21 @@ def test_after_waits_in_vain_nobody_waits_for_the_bucket_for_a_while(world: Worl
     assert not world.ask(request("c", feature("c")))  # such a state ends by itself
     wait_for_nothing(world, 1)  # and one more in vain brings it back
     assert world.ask(request("a2", feature("a")))
+
+
+def test_a_request_without_pixels_waits_for_a_bucket_that_rests(world: World) -> None:
+    """It has no other chance: it would fail, though its embedding comes a little later."""
+    wait_for_nothing(world)
+    world.stock("a", "bare")
+    assert world.ask(request("pixels", feature("a")))
+    asker = request("no pixels", bare("bare"))
+    assert not world.ask(asker)
+    assert world.failed() == set()
+    world.step()
+    world.clock.now_s += 3.0
+    world.finish("bare")
+    assert world.run(asker) == [True]
+    assert world.failed() == set()
 
 
 def test_what_lies_on_this_node_is_waited_for_however_slow_the_bucket_was(world: World) -> None:
