@@ -30,6 +30,8 @@ def test_key_is_seen_from_its_second_time_on() -> None:
     seen = SeenKeys()
     assert [seen.add(digest(1)) for _ in range(3)] == [False, True, True]
     assert not seen.add(digest(2))
+    assert digest(3) not in seen
+    assert not seen.add(digest(3))  # to ask is not to note
 
 
 def test_the_last_ones_are_known_and_old_ones_are_forgotten() -> None:
@@ -38,6 +40,7 @@ def test_the_last_ones_are_known_and_old_ones_are_forgotten() -> None:
     early = sum(seen.add(digest(number)) for number in range(many))
     assert early < many / 100  # taken for others
     for number in range(many - seen.capacity, many):
+        assert digest(number) in seen
         assert seen.add(digest(number))
     forgotten = [not seen.add(digest(number)) for number in range(seen.capacity // 2)]
     assert sum(forgotten) > 0.98 * len(forgotten)
