@@ -218,6 +218,8 @@ def _stat_document(entry: CorpusEntry, verified: bool) -> dict[str, Any]:
         "dtype": header.shape.dtype,
         "xxh3": header.checksum,
         "placeholder": None if header.placeholder is None else dict(header.placeholder),
+        "made_by": header.maker.made_by or None,
+        "decoding": header.maker.decoding or None,
         "verified": verified,
     }
 
@@ -232,6 +234,7 @@ def _stat_pairs(document: dict[str, Any], is_bad: bool) -> list[tuple[str, Any]]
             ("tensor", f"{shape} (rows x width)"),
             ("xxh3-128", document["xxh3"]),
             ("placeholder", json.dumps(placeholder) if placeholder else "-"),
+            ("made by", document["made_by"] or "-"),
         ]
     unread = "no, it is corrupt" if is_bad else "header only (--verify reads all)"
     return [

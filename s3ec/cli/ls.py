@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ import typer
 
 from s3ec.cli.options import (
     JsonOption,
+    MadeByOption,
     NamespaceChoice,
     SettingsSource,
     duration_s,
@@ -25,6 +26,7 @@ from s3ec.cli.output import (
     human_age,
     human_bytes,
     many,
+    note_headers,
     print_json,
     print_json_line,
     print_note,
@@ -34,9 +36,12 @@ from s3ec.errors import ConfigError, CorruptEntryError
 
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus, CorpusEntry
+    from s3ec.corpus.makers import MadeBy, Makers
     from s3ec.identity import Layout
     from s3ec.store.base import Store
 
+# ``modality`` and ``made_by`` of an entry, where one of them was asked for.
+Facts = Mapping[str, str]
 _LIMIT = 100
 # Entries kept beyond those to show, before they are sorted and the last ones dropped.
 _SORTED_AT_A_TIME = 10_000
@@ -58,14 +63,16 @@ class Filter:
         sizes: Least and most bytes.
         ages_s: Least and most seconds since the last change; an unknown age does not fit.
         modality: As the entry's own header says.
+        made_by: As the catalogue says, or the header.
     """
 
     sizes: tuple[int | None, int | None] = (None, None)
     ages_s: tuple[float | None, float | None] = (None, None)
     modality: str | None = None
+    made_by: MadeBy | None = None
 
     def fits(self, entry: CorpusEntry, now_s: float) -> bool:
-        """Whether the listing of an entry fits. The modality is not in a listing."""
+        """Whether the listing of an entry fits; modality and maker are not in a listing."""
         age_s = entry.age_s(now_s)
         if self.ages_s != (None, None) and age_s is None:
             return False
@@ -85,7 +92,7 @@ class Found:
         sort: What decides which entries are the first ones; None for the order they come in.
         limit: How many are shown, 0 for all.
         keeps: Whether any are kept to be shown at the end.
-        entries: Those, each with its modality where that is known; more of them until ``finish``.
+        entries: Those, each with what is known beside the listing; more of them until ``finish``.
         count: All that fit.
         nbytes: Their size together.
         is_cut: Whether the listing ended early, so that ``count`` and ``nbytes`` are not of all.
@@ -96,18 +103,18 @@ class Found:
     reverse: bool
     limit: int
     keeps: bool
-    entries: list[tuple[CorpusEntry, str | None]] = field(default_factory=list)
+    entries: list[tuple[CorpusEntry, Facts]] = field(default_factory=list)
     count: int = 0
     nbytes: int = 0
     is_cut: bool = False
     unreadable: int = 0
 
-    def add(self, entry: CorpusEntry, modality: str | None) -> None:
+    def add(self, entry: CorpusEntry, facts: Facts) -> None:
         """Count one that fits."""
         self.count += 1
         self.nbytes += entry.nbytes
         if self.keeps:
-            self.entries.append((entry, modality))
+            self.entries.append((entry, facts))
             if self.limit and len(self.entries) > 2 * self.limit + _SORTED_AT_A_TIME:
                 self.finish()
 
@@ -160,6 +167,7 @@ def ls(
             "Only such as `image`; reads the header of each entry, one request each.",
         ),
     ] = None,
+    made_by: MadeByOption = None,
     min_size: Annotated[str | None, option("--min-size", "SIZE", "Such as `10MiB`.")] = None,
     max_size: Annotated[str | None, option("--max-size", "SIZE", "Such as `10MiB`.")] = None,
     older_than: Annotated[
@@ -189,30 +197,43 @@ def ls(
     found = Found(order, reverse, limit, keeps=not streams)
     now_s = time.time()
 
-    def take(entry: CorpusEntry, kind: str | None) -> None:
+    def take(entry: CorpusEntry, facts: Facts) -> None:
         if streams and (not limit or found.count < limit):
-            print_json_line(_row(entry, kind, now_s))
-        found.add(entry, kind)
+            print_json_line(_row(entry, facts, now_s))
+        found.add(entry, facts)
 
     async def look(store: Store, layout: Layout) -> None:
         from s3ec.corpus import scan
+        from s3ec.corpus.makers import Makers, open_makers
         from s3ec.store.concurrency import REQUESTS_AT_A_TIME
 
-        width = 1 if quick else REQUESTS_AT_A_TIME
-        begin = starts_with or ""
-        batches = scan(store, layout.namespace, starts_with=begin, adapter=folder, width=width)
-        async with aclosing(batches):
-            async for batch in batches:
-                fitting = [entry for entry in batch if wanted.fits(entry, now_s)]
-                for some in _groups(fitting, 1 if quick else len(fitting)):
-                    kinds = await _modalities(store, some, wanted.modality, found)
-                    for entry, kind in zip(some, kinds, strict=True):
-                        if kind != wanted.modality:
+        async def listed() -> AsyncGenerator[list[CorpusEntry], None]:
+            width = 1 if quick else REQUESTS_AT_A_TIME
+            begin = starts_with or ""
+            batches = scan(store, layout.namespace, starts_with=begin, adapter=folder, width=width)
+            async with aclosing(batches):
+                async for batch in batches:
+                    yield [entry for entry in batch if wanted.fits(entry, now_s)]
+
+        makers = Makers({})
+        if wanted.made_by is not None:
+            makers = await open_makers(store, layout, tenant)
+            if not quick:  # which reads as many as it shows, and those that do not fit
+                untold = [sum(makers.told(one) is None for one in some) async for some in listed()]
+                note_headers(sum(untold))
+        async with aclosing(listed()) as fitting:
+            async for batch in fitting:
+                for some in _groups(batch, 1 if quick else len(batch)):
+                    facts = await _facts_of(store, some, wanted, makers, found)
+                    for entry, known in zip(some, facts, strict=True):
+                        if known is None:
                             continue
                         if quick and limit and found.count == limit:
                             found.is_cut = True
                             return
-                        take(entry, kind)
+                        take(entry, known)
+
+    from s3ec.corpus.makers import MadeBy
 
     # A spinner would take lines on stdout for its own.
     with nullcontext() if streams else progress("listing"), source.corpus() as corpus:
@@ -221,7 +242,9 @@ def ls(
             (_size(min_size, "min_size"), _size(max_size, "max_size")),
             (_age(older_than, "older_than"), _age(newer_than, "newer_than")),
             modality,
+            None if made_by is None else MadeBy.parse(made_by),
         )
+        tenant = corpus.tenant
         name = choice.within(corpus)
         corpus.within(look, name)
     found.finish()
@@ -250,24 +273,35 @@ def _groups(entries: Sequence[CorpusEntry], size: int) -> Iterable[Sequence[Corp
     return (entries[at : at + size] for at in range(0, len(entries), max(size, 1)))
 
 
-async def _modalities(
-    store: Store, entries: Sequence[CorpusEntry], wanted: str | None, found: Found
-) -> Sequence[str | None]:
-    """The modality of each entry where one is asked for; None where it is gone or unreadable."""
-    from s3ec.corpus import read_modality
+async def _facts_of(
+    store: Store, entries: Sequence[CorpusEntry], wanted: Filter, makers: Makers, found: Found
+) -> Sequence[Facts | None]:
+    """What was asked for of each entry; None where it does not fit, is gone or is unreadable."""
+    from s3ec.corpus import read_header
     from s3ec.store.concurrency import in_parallel
 
-    if wanted is None:
-        return [None] * len(entries)
+    if wanted.modality is None and wanted.made_by is None:
+        return [{}] * len(entries)
 
-    async def read(entry: CorpusEntry) -> str | None:
-        try:
-            return await read_modality(store, entry)
-        except CorruptEntryError:
-            found.unreadable += 1
-            return None
+    async def look(entry: CorpusEntry) -> Facts | None:
+        facts: dict[str, str] = {}
+        made_by = None if wanted.made_by is None else makers.told(entry)
+        if wanted.modality is not None or made_by is None:
+            try:
+                read = await read_header(store, entry)
+            except CorruptEntryError:
+                found.unreadable += 1
+                return None
+            if read is None or read.header is None:
+                return None
+            facts["modality"] = read.header.modality
+            made_by = read.header.maker.made_by
+        facts["made_by"] = made_by or ""
+        fits = wanted.modality in (None, facts.get("modality"))
+        fits = fits and (wanted.made_by is None or wanted.made_by.fits(facts["made_by"]))
+        return facts if fits else None
 
-    return await in_parallel(entries, read)
+    return await in_parallel(entries, look)
 
 
 def entry_document(entry: CorpusEntry, now_s: float) -> dict[str, Any]:
@@ -282,12 +316,12 @@ def entry_document(entry: CorpusEntry, now_s: float) -> dict[str, Any]:
     }
 
 
-def _row(entry: CorpusEntry, modality: str | None, now_s: float) -> dict[str, Any]:
-    return {**entry_document(entry, now_s), **({} if modality is None else {"modality": modality})}
+def _row(entry: CorpusEntry, facts: Facts, now_s: float) -> dict[str, Any]:
+    return {**entry_document(entry, now_s), **facts}
 
 
 def _print(name: str, found: Found, now_s: float, *, as_json: bool, as_lines: bool) -> None:
-    rows = [_row(entry, kind, now_s) for entry, kind in found.entries]
+    rows = [_row(entry, facts, now_s) for entry, facts in found.entries]
     if as_json:
         print_json(
             {
@@ -302,9 +336,10 @@ def _print(name: str, found: Found, now_s: float, *, as_json: bool, as_lines: bo
         for row in rows:
             print_json_line(row)
     else:
-        for entry, _ in found.entries:
+        for entry, facts in found.entries:
             age = human_age(entry.age_s(now_s))
-            echo(f"{human_bytes(entry.nbytes):>10}  {age:>8}  {entry.label}")
+            maker = f"  {facts['made_by']}" if facts.get("made_by") else ""
+            echo(f"{human_bytes(entry.nbytes):>10}  {age:>8}  {entry.label}{maker}")
     if found.unreadable:
         left_out = many(found.unreadable, "entry", "entries")
         print_note(f"{left_out} left out: no header can be read there")

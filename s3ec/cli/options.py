@@ -40,6 +40,18 @@ def option(name: str, metavar: str, text: str, **more: Any) -> Any:
     return typer.Option(name, metavar=metavar, help=text, **more)
 
 
+MadeByOption = Annotated[
+    str | None,
+    option(
+        "--made-by",
+        "WORDS",
+        "Only what these releases made: `vllm=0.32.0`, or `'vllm=0.32.* platform=NVIDIA*'`; "
+        "names are vllm, transformers, torch, pillow and platform. By the catalogue; what it does "
+        "not tell, by headers, one request each.",
+    ),
+]
+
+
 def _option(name: str, metavar: str, text: str) -> Any:
     return Annotated[str | None, option(name, metavar, text, rich_help_panel=_PANEL)]
 

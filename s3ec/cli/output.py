@@ -240,6 +240,13 @@ def plain_logs() -> None:
         logging.lastResort.setFormatter(_Plain())
 
 
+def note_headers(count: int) -> None:
+    """Say how many headers will be read to find out what made entries, before it is done."""
+    if count:
+        entries = many(count, "entry", "entries")
+        print_note(f"no catalogue tells of {entries}: reading headers, {many(count, 'request')}")
+
+
 @contextmanager
 def progress(message: str) -> Iterator[None]:
     """A spinner on stderr while the block runs; nothing where stderr is not a terminal."""

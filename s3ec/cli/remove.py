@@ -12,6 +12,7 @@ from s3ec.cli.options import (
     CONSENT,
     Consent,
     JsonOption,
+    MadeByOption,
     NamespaceChoice,
     SettingsSource,
     complete_namespace,
@@ -29,6 +30,7 @@ from s3ec.cli.output import (
     human_age,
     human_bytes,
     many,
+    note_headers,
     print_json,
     print_note,
     safe,
@@ -55,6 +57,7 @@ def register(app: App) -> None:
         ("s3ec gc --older-than 90d --dry-run", "how much is older than that?"),
         ("s3ec gc --older-than 90d --yes", "delete it"),
         ("s3ec gc --max-bytes 2TiB --yes", "the oldest, until the rest fits"),
+        ("s3ec gc --made-by vllm=0.32.0 --dry-run", "what a faulty release stored"),
     )(with_namespace(gc, CONSENT))
 
 
@@ -140,6 +143,7 @@ def gc(
     adapter: Annotated[
         str | None, option("--adapter", "NAME", "Only entries of this LoRA adapter.")
     ] = None,
+    made_by: MadeByOption = None,
     prices: Annotated[
         str | None,
         option(
@@ -150,10 +154,11 @@ def gc(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete entries that are old or too many, by a listing of all objects.
+    """Delete entries that are old, too many or badly made, by a listing of all objects.
 
     Rules that are given together narrow. Without --yes, nothing is deleted unless you agree at a
-    terminal. An entry that is still needed is encoded and stored again.
+    terminal. An entry that is still needed is encoded and stored again. With --made-by the header
+    is read of each entry of which the catalogue does not tell, after it was said how many that are.
     """
     age_s = None if older_than is None else duration_s(older_than, "older_than")
     most = None if max_bytes is None else size_bytes(max_bytes, "max_bytes")
@@ -168,7 +173,9 @@ def gc(
                     older_than_s=age_s,
                     max_bytes=most,
                     adapter=adapter,
+                    made_by=made_by,
                     dry_run=dry_run,
+                    headers=note_headers,
                     report=report,
                 )
 
@@ -196,6 +203,7 @@ def gc(
                 "older_than_s": age_s,
                 "max_bytes": most,
                 "adapter": adapter,
+                "made_by": made_by,
                 "entry_count": found.objects,
                 "bytes": found.nbytes,
                 "left_count": found.left_objects,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import inspect
 import re
 import sys
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 from vllm import __version__ as _vllm_version
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+
+from s3ec import decoding
+from s3ec.codec import Maker
 
 # Before it nobody tells when a request ends, so what is kept of requests would only grow.
 OLDEST = (0, 26)
@@ -109,6 +113,25 @@ def device_name() -> str:
         return str(current_platform.get_device_name())
     except Exception:  # noqa: BLE001 (whatever a driver raises)
         return str(current_platform.device_type)
+
+
+@functools.cache
+def maker() -> Maker:
+    """What embeddings are made with here: the releases and the device that decide their values."""
+    found = {
+        "vllm": vllm_version(),
+        **{name: _installed(name) for name in ("transformers", "torch", "pillow")},
+        "platform": device_name(),
+    }
+    words = (f"{name}={re.sub('[^!-~]+', '-', value)[:80] or '-'}" for name, value in found.items())
+    return Maker(" ".join(words), decoding.number_of(release(vllm_version())))
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
 
 
 @functools.cache

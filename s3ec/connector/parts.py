@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from s3ec.config import load_settings, set_up_logging
-from s3ec.connector import compat, live_weights
+from s3ec.connector import compat, forms, live_weights
 from s3ec.connector.adapters import Adapters
 from s3ec.connector.figures import Figures, LogLine
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
@@ -317,7 +317,12 @@ class Parts:
             settings = node.settings
             overflow = settings.save_overflow or _overflow(is_consumer=transfer.is_ec_consumer)
             log.info("a full save queue: %s (`save_overflow`)", overflow)
-            saves = SaveQueue(node, budget_bytes=int(settings.save_queue_bytes), overflow=overflow)
+            saves = SaveQueue(
+                node,
+                budget_bytes=int(settings.save_queue_bytes),
+                overflow=overflow,
+                maker=compat.maker(),
+            )
             node.keep_levels(saves.levels)
         return WorkerHalf(
             node,
@@ -400,6 +405,7 @@ def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
         asked_every_pass=this is None or this >= (0, 30),
         can_load=topology.problem is None,
         stores_again=compat.installed_hooks()["start_save_caches"] and not saves_worth,
+        forms=forms.forms_of(vllm_config.model_config),
     )
 
 

@@ -53,6 +53,14 @@ class SeenKeys:
         self._older = bytearray(generation_bytes)
         self._count = 0
 
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether a key was seen; notes nothing."""
+        bits = [probe & self._mask for probe in _PROBES.unpack(digest)]
+        return any(
+            all(seen[bit >> 3] >> (bit & 7) & 1 for bit in bits)
+            for seen in (self._newer, self._older)
+        )
+
     def add(self, digest: bytes) -> bool:
         """Note one key; whether it was seen before. About 2 us.
 

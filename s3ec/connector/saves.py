@@ -17,7 +17,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from s3ec.codec import DTYPES, Header, Shape, checksum, encode_header, is_finite
+from s3ec.codec import (
+    DTYPES,
+    UNKNOWN_MAKER,
+    Header,
+    Maker,
+    Shape,
+    checksum,
+    encode_header,
+    is_finite,
+)
 from s3ec.connector.adapters import facts_of
 from s3ec.connector.messages import Save
 from s3ec.connector.staging import HostCopy, Staging, bytes_of, open_staging
@@ -53,12 +62,14 @@ def describe(
     namespace: str,
     modality: str,
     placeholder: Mapping[str, Any] | None = None,
+    maker: Maker = UNKNOWN_MAKER,
 ) -> Header:
     """The header of a tensor that is about to be stored.
 
     Args:
         tensor: Contiguous, on the CPU, shape (rows, width), dtype of codec.DTYPES.
         placeholder: As in the header: None where it is not known.
+        maker: What it was made with.
 
     Raises:
         CorruptEntryError: Not two-dimensional, empty, a dtype we do not store, or not finite
@@ -82,6 +93,7 @@ def describe(
         shape=Shape(rows, width, dtype),
         checksum=checksum(tensor_bytes(tensor)),
         placeholder=None if placeholder is None else dict(placeholder),
+        maker=maker,
     )
 
 
@@ -137,6 +149,7 @@ class SaveQueue:
         *,
         budget_bytes: int,
         overflow: Literal["block", "drop"],
+        maker: Maker = UNKNOWN_MAKER,
         max_blocked_s: float = MAX_BLOCKED_S,
         stage: Callable[[torch.device], Staging] | None = None,
         pauses: Pauses | None = None,
@@ -148,6 +161,7 @@ class SaveQueue:
             overflow: What put does when either bound is reached. ``block`` waits for room, at
                 most MAX_BLOCKED_S in a step and since the bucket took something last; from then
                 on it drops, until the bucket takes something again.
+            maker: What all of them are made with.
             max_blocked_s: In place of MAX_BLOCKED_S.
             stage: Makes what copies from a device; None for ``open_staging``.
             pauses: Of the uploads; None for the usual ones.
@@ -156,6 +170,7 @@ class SaveQueue:
         self._budget_bytes = budget_bytes
         self._spool_bytes = int(node.settings.cache_bytes) // _SPOOL_SHARE
         self._overflow = overflow
+        self._maker = maker
         self._max_blocked_s = max_blocked_s
         self._step = 0
         self._blocked_in_step_s = self._blocked_in_outage_s = 0.0
@@ -443,6 +458,7 @@ class SaveQueue:
                 namespace=self._node.namespace.name,
                 modality=job.save.modality,
                 placeholder=job.save.placeholder,
+                maker=self._maker,
             )
             pieces = encode(header, tensor)
         except CorruptEntryError as exc:

@@ -10,6 +10,7 @@ vLLM objects are used by attribute only: this module imports neither torch nor v
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import Counter
@@ -33,7 +34,7 @@ from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
-from s3ec.connector.save_orders import SaveOrders, SaveWorth
+from s3ec.connector.save_orders import SaveOrders, SaveWorth, SeenKeys
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
 from s3ec.connector.waiting import SourceTimes, WaitPolicy
@@ -59,6 +60,12 @@ def named_by(request: Any) -> Collection[str]:
     """
     params = getattr(request, "ec_transfer_params", None)
     return params if isinstance(params, dict) else ()
+
+
+def _form_token(identifier: str, *, is_crowded: bool) -> bytes:
+    """Stands for one form of an item in a sketch; 16 bytes."""
+    text = f"{int(is_crowded)}{identifier}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 class StoreState(Protocol):
@@ -156,7 +163,7 @@ class SchedulerHalf:
         self._keys = KeyCache(naming or KeyPolicy(), counters)
         self._scopes = scopes or ModalityScopes()
         self._adapters = adapters
-        self._renames = bool(self._scopes) or adapters is not None
+        self._renames = bool(self._scopes or role.forms) or adapters is not None
         self.answers = KeptAnswers()
         # Of store and disk: what all requests that wait depend on.
         self._outside = (False, False)
@@ -191,6 +198,9 @@ class SchedulerHalf:
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
         self._must_grant: set[str] = set()  # of this request, while the disk hangs
+        # Which items were asked for in which form. vLLM's own caches know one form of an item, and
+        # may give it to a prompt for the other (multimodal/cache/lru.py), so nothing is saved then.
+        self._seen_forms = SeenKeys() if role.forms else None
         self._named: Collection[str] = ()  # by the request being scheduled
         self._decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
@@ -251,7 +261,8 @@ class SchedulerHalf:
         if self._role.asked_every_pass:
             self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
         features = request.mm_features
-        self._named = named_by(request)
+        # An encoder was asked for each of them alone.
+        self._named = () if self._crowd_of(request) else named_by(request)
         if decoding:  # everything is in the KV cache
             self.waits.goes_on(request_id)
             if request_id in self.tracker.waiting:
@@ -302,12 +313,34 @@ class SchedulerHalf:
         adapter, adapters = self._adapter_of(request), self._adapters
         if adapter is not None and adapters is not None and not adapters.is_ready(adapter, request):
             return False
+        crowd = self._crowd_of(request)
         for feature in request.mm_features:
             name = identifier = feature.identifier
             if adapter is not None:
                 name = adapter.name_of(name)
-            self._keys.rename(identifier, self._scopes.name(name, feature.modality))
+            name = self._scopes.name(name, feature.modality)
+            if form := self._role.forms.get(feature.modality):
+                is_crowded = feature.modality in crowd
+                name = form.among_others(name) if is_crowded else name
+                if self._seen_forms is not None:
+                    self._seen_forms.add(_form_token(identifier, is_crowded=is_crowded))
+            self._keys.rename(identifier, name)
         return True
+
+    def _crowd_of(self, request: Any) -> Collection[str]:
+        """Modalities of which the request has so many items that they have another form."""
+        forms = self._role.forms
+        if not forms:
+            return ()
+        counts = Counter(feature.modality for feature in request.mm_features)
+        return [modality for modality, form in forms.items() if counts[modality] > form.most]
+
+    def _has_one_form(self, feature: Any) -> bool:
+        """Whether what is encoded for a feature certainly has the form that it was asked for."""
+        if self._seen_forms is None or feature.modality not in self._role.forms:
+            return True
+        tokens = [_form_token(feature.identifier, is_crowded=crowded) for crowded in (False, True)]
+        return not all(token in self._seen_forms for token in tokens)
 
     def _adapter_of(self, request: Any) -> Adapter | None:
         lora = getattr(request, "lora_request", None)
@@ -369,6 +402,8 @@ class SchedulerHalf:
             if identifier not in self.on_device or self._save_orders.is_recent(identifier):
                 continue
             if feature.modality == PASSED_THROUGH:  # the client's own; it is no embedding of ours
+                continue
+            if feature.modality in self._role.forms:  # nobody knows in which form
                 continue
             key = self._keys(identifier)
             if key is None or self._disk.hangs or self._index.maybe_contains(key):
@@ -582,9 +617,10 @@ class SchedulerHalf:
             self._plan.loads.append(Load.of(identifier, pin, renamed))
         elif not granted and self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
-            save = None if key is None else self._save_orders.order(key, feature)
-            if save is not None:
-                self._plan.saves[identifier] = self._made_by_adapter(save, request)
+            if key is not None and self._has_one_form(feature):
+                save = self._save_orders.order(key, feature)
+                if save is not None:
+                    self._plan.saves[identifier] = self._made_by_adapter(save, request)
         if not granted:
             self._plan.encodes[identifier] = Encode(feature.modality, rows)
 

@@ -7,9 +7,11 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from s3ec import decoding
+from s3ec.connector.forms import Form
 from s3ec.errors import ConfigError
 from s3ec.identity import ModalityScopes, Namespace, canonical_json
 from s3ec.settings import Settings
@@ -63,6 +65,7 @@ class Role:
             them hold an embedding, nothing is granted.
         stores_again: Workers can store what the device holds already (vLLM's hook
             ``start_save_caches``, 0.30 and newer).
+        forms: Modality to how the form of its items depends on the prompt, where it does.
     """
 
     producer: bool
@@ -74,6 +77,7 @@ class Role:
     asked_every_pass: bool = True
     can_load: bool = True
     stores_again: bool = True
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +396,24 @@ def _describe_but_files(vllm_config: Any, settings: Settings) -> dict[str, Any]:
         **({"multimodal": extra} if extra else {}),
         **({"tenant": tenant.id} if tenant else {}),
         **({"epoch": settings.encoder_epoch} if settings.encoder_epoch else {}),
+        **_decoding(settings),
     }
+
+
+def _decoding(settings: Settings) -> dict[str, int]:
+    """How pictures are decoded, as far as that keeps releases of vLLM apart.
+
+    Nothing is said of the oldest way.
+    """
+    ways = range(1, len(decoding.STEPS) + 1)
+    if settings.decoding == "alike" and max(map(decoding.shared_number, ways)) == 1:
+        return {}  # whichever release this is
+    from s3ec.connector import compat
+
+    number = decoding.number_of(compat.release(compat.vllm_version()))
+    if settings.decoding == "alike":
+        number = decoding.shared_number(number)
+    return {"decoding": number} if settings.decoding == "equal" or number > 1 else {}
 
 
 def scopes_of(vllm_config: Any) -> ModalityScopes:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from s3ec.corpus.corpus import ATTEMPTS, Corpus, Deletion
-from s3ec.corpus.entries import CorpusEntry, Embedding, is_hash_prefix, read_modality, scan
+from s3ec.corpus.entries import CorpusEntry, Embedding, is_hash_prefix, read_header, scan
 from s3ec.corpus.selection import CopyOptions, Selection, Transferred
 
 __all__ = [
@@ -20,6 +20,6 @@ __all__ = [
     "Selection",
     "Transferred",
     "is_hash_prefix",
-    "read_modality",
+    "read_header",
     "scan",
 ]

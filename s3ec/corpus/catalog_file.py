@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from s3ec.codec import MADE_BY, MADE_BY_CHARACTERS
 from s3ec.corpus.parquet_pages import unpacked_bytes
 from s3ec.corpus.reading import without_secrets
 from s3ec.errors import ConfigError, CorruptEntryError
@@ -51,6 +52,7 @@ TEXTS = {
     "dtype": 64,
     "placeholder": 2**14,
     "extra": 2**16,
+    "made_by": MADE_BY_CHARACTERS,
     "part": 26,
 }
 _NAMES = ("document", "sha256", "identifier", "modality", "dtype")  # never empty
@@ -61,7 +63,7 @@ _NULLABLE = {"page", "placeholder"}
 _JSON = ("placeholder", "extra")
 COLUMNS = (
     *("document", "page", "uri", "sha256", "identifier", "modality", "rows", "width", "dtype"),
-    *("placeholder", "bytes", "time", "extra"),
+    *("placeholder", "bytes", "time", "extra", "made_by"),
 )
 """Those of a catalogue, in order. A part's file has ``part`` beside them."""
 PART = "part"
@@ -94,6 +96,7 @@ class CatalogRow:
         stored_s: When it was stored, seconds since the epoch; kept to the microsecond.
         extra: What the source said beside that; plain JSON. An integer of more than 15 digits
             comes back as text.
+        made_by: What the embedding was made with, as its header says; empty where it does not.
     """
 
     document: str
@@ -109,6 +112,7 @@ class CatalogRow:
     nbytes: int
     stored_s: float
     extra: Mapping[str, Any]
+    made_by: str = ""
 
 
 _FIELDS = tuple(field.name for field in fields(CatalogRow))
@@ -436,6 +440,9 @@ def _problem(table: pa.Table) -> str:
     is_hex = pc.match_substring_regex(table.column("sha256"), r"\A[0-9a-f]{64}\z")
     if pc.all(is_hex).as_py() is False:
         return "`sha256` is not 64 hex digits, in lower case"
+    says = pc.match_substring_regex(table.column("made_by"), rf"\A(?:{MADE_BY.pattern})?\z")
+    if pc.all(says).as_py() is False:
+        return "`made_by` is no list of names and versions"
     parts = pc.unique(table.column(PART)).to_pylist() if PART in table.schema.names else []
     if not all(map(is_ulid, parts)):
         return f"`{PART}` is no ULID"

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from s3ec.corpus.entries import CorpusEntry, entries_of
+from s3ec.corpus.makers import MadeBy, names_made_by, open_makers
 from s3ec.counters import Report, unreported
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
@@ -36,17 +38,19 @@ class Rules:
         older_than_s: Stored so long ago.
         max_bytes: The oldest, until the rest of what lies below ``adapter`` fits.
         adapter: Only what lies in the folder of this LoRA adapter; None for everything.
+        made_by: Only what was made so.
     """
 
     older_than_s: float | None = None
     max_bytes: int | None = None
     adapter: str | None = None
+    made_by: MadeBy | None = None
 
     def check(self) -> None:
         """Raise ConfigError where they are no rules to delete by."""
-        if self.older_than_s is None and self.max_bytes is None:
+        if self.older_than_s is None and self.max_bytes is None and self.made_by is None:
             raise ConfigError(
-                "nothing says what is to go; give `--older-than` or `--max-bytes`",
+                "nothing says what is to go; give `--older-than`, `--max-bytes` or `--made-by`",
                 field="older_than",
             )
 
@@ -58,9 +62,11 @@ class Choice:
     Attributes:
         rules: The rules.
         layout: The namespace.
-        now_s: Ages count to here. With ``max_bytes`` nothing goes that was stored later.
+        now_s: Ages count to here. With ``max_bytes`` or ``made_by`` nothing goes that was stored
+            later.
         last: With ``max_bytes`` the last one that goes by rank; None where all go or none was
             found yet.
+        names: With ``made_by`` the objects that were made so; None without.
         objects: That go.
         nbytes: Their size.
         left_objects: That stay, of those below the adapter's folder.
@@ -71,6 +77,7 @@ class Choice:
     layout: Layout
     now_s: float
     last: Rank | None = None
+    names: Set[str] | None = None
     objects: int = 0
     nbytes: int = 0
     left_objects: int = 0
@@ -99,7 +106,10 @@ class Choice:
         """Whether its age lets it go. One without a time stays."""
         rules = self.rules
         age_s = self.now_s - info.modified_s
-        if not info.modified_s or (rules.max_bytes is not None and age_s < 0):
+        is_counted = rules.max_bytes is not None or self.names is not None
+        if not info.modified_s or (is_counted and age_s < 0):
+            return False
+        if self.names is not None and info.name not in self.names:
             return False
         return rules.older_than_s is None or age_s > rules.older_than_s
 
@@ -110,14 +120,27 @@ def _rank(info: ObjectInfo) -> Rank:
 
 
 async def choose(
-    store: Store, layout: Layout, rules: Rules, now_s: float, *, report: Report = unreported
+    store: Store,
+    layout: Layout,
+    rules: Rules,
+    now_s: float,
+    *,
+    tenant: Tenant | None = None,
+    headers: Callable[[int], object] = lambda count: None,
+    report: Report = unreported,
 ) -> Choice:
     """Find out by a listing what would go, and count it; changes nothing.
 
-    Memory: with ``max_bytes`` some 150 bytes for each object that the other rules let go.
+    With ``made_by`` there is one more listing, and a request for each entry of which the catalogue
+    does not say what made it.
+
+    Memory: with ``max_bytes`` some 150 bytes for each object that the other rules let go, with
+    ``made_by`` some 500.
 
     Args:
         now_s: Ages count to here.
+        tenant: Whose secret is in the names.
+        headers: Told how many headers will be read, before the first one is.
         report: Told how many objects were looked at.
 
     Raises:
@@ -126,6 +149,9 @@ async def choose(
     """
     rules.check()
     choice = Choice(rules, layout, now_s)
+    if rules.made_by is not None:
+        names = await _made_by(store, choice, rules.made_by, tenant, headers, report)
+        choice = Choice(rules, layout, now_s, names=names)
     found: list[tuple[Rank, int]] = []
     expected = await indexed_entries(store, layout)
     listing = list_objects(store, layout, report=report, expected=expected)
@@ -137,6 +163,26 @@ async def choose(
     if rules.max_bytes is None:
         return choice
     return _until_the_rest_fits(choice, found, rules.max_bytes)
+
+
+async def _made_by(
+    store: Store,
+    choice: Choice,
+    wanted: MadeBy,
+    tenant: Tenant | None,
+    headers: Callable[[int], object],
+    report: Report,
+) -> set[str]:
+    """Of what the other rules choose, the objects that were made so."""
+    makers = await open_makers(store, choice.layout, tenant)
+    listing = list_objects(store, choice.layout, report=report)
+    async with aclosing(listing) as batches:
+
+        async def entries() -> AsyncIterator[list[CorpusEntry]]:
+            async for infos in batches:
+                yield list(entries_of(choice.layout, choice(infos)))
+
+        return await names_made_by(store, wanted, makers, entries(), headers=headers, report=report)
 
 
 def _until_the_rest_fits(choice: Choice, found: list[tuple[Rank, int]], most: int) -> Choice:
@@ -219,6 +265,7 @@ async def collect_garbage(
     *,
     tenant: Tenant | None,
     dry_run: bool,
+    headers: Callable[[int], object] = lambda count: None,
     report: Report = unreported,
     clock: Callable[[], float] = time.time,
 ) -> Collection:
@@ -229,6 +276,7 @@ async def collect_garbage(
         rules: What goes.
         tenant: Whose secret is in the names.
         dry_run: Only say what would go.
+        headers: As for choose.
         report: Told how many objects were looked at.
         clock: Seconds since the epoch; for a dry run, which writes nothing to ask the server.
 
@@ -239,8 +287,10 @@ async def collect_garbage(
     now_s = clock() if dry_run else await server_time(store)
     rules.check()
     choice = Choice(rules, layout, now_s)
-    if dry_run or rules.max_bytes is not None:
-        choice = await choose(store, layout, rules, now_s, report=report)
+    if dry_run or rules.max_bytes is not None or rules.made_by is not None:
+        choice = await choose(
+            store, layout, rules, now_s, tenant=tenant, headers=headers, report=report
+        )
     if dry_run:
         return _collection(choice, done=False)
     names: set[str] = set()

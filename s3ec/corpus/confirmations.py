@@ -97,6 +97,7 @@ class Origin:
             nbytes=like.nbytes,
             stored_s=stored_s,
             extra=extra,
+            made_by=like.made_by,
         )
 
 
@@ -230,6 +231,7 @@ class Ledger:
             nbytes=entry.nbytes,
             stored_s=0.0,
             extra={},
+            made_by=entry.header.maker.made_by,
         )
 
     def require_row(self, origin: Origin) -> None:

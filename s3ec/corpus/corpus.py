@@ -518,20 +518,25 @@ class Corpus:
         older_than_s: float | None = None,
         max_bytes: int | None = None,
         adapter: str | None = None,
+        made_by: str | None = None,
         dry_run: bool = False,
+        headers: Callable[[int], object] = lambda count: None,
         report: Report = unreported,
     ) -> Collection:
-        """Delete entries that are old or too many, and tell every reader by the index.
+        """Delete entries that are old, too many or badly made, and tell every reader by the index.
 
         Rules that are given together narrow: an entry goes where all agree. Costs a listing of
-        everything, two with ``max_bytes``, and what delete costs for what goes. The catalogue's
-        rows of what is gone go too.
+        everything, another one with ``max_bytes`` and one with ``made_by``, and what delete costs
+        for what goes. With ``made_by`` the catalogue is read, and the header of each entry of which
+        it does not tell. The catalogue's rows of what is gone go too.
 
         Args:
             older_than_s: Those that were stored so long ago.
             max_bytes: The oldest, until the rest fits.
             adapter: Only those of the LoRA adapter of this name.
+            made_by: Only those made with these releases, such as ``vllm=0.32.* platform=cpu``.
             dry_run: Only say what would go.
+            headers: Told how many headers will be read, before the first one is.
             report: Told how many objects were looked at.
 
         Returns:
@@ -543,13 +548,21 @@ class Corpus:
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         from s3ec.corpus.collect import Rules, collect_garbage
+        from s3ec.corpus.makers import MadeBy
 
         name = self.choose(namespace, model=model)
-        rules = Rules(older_than_s, max_bytes, self._folder_of(adapter))
+        wanted = None if made_by is None else MadeBy.parse(made_by)
+        rules = Rules(older_than_s, max_bytes, self._folder_of(adapter), wanted)
 
         async def work(store: Store, layout: Layout) -> Collection:
             return await collect_garbage(
-                store, layout, rules, tenant=self.tenant, dry_run=dry_run, report=report
+                store,
+                layout,
+                rules,
+                tenant=self.tenant,
+                dry_run=dry_run,
+                headers=headers,
+                report=report,
             )
 
         return self.within(work, name, write=not dry_run)

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from s3ec.decoding import why_left_out
 from s3ec.errors import ConfigError, S3ECError, SourceError
 from s3ec.identity import ModalityScopes, Namespace
 from s3ec.settings import Settings
@@ -219,6 +220,7 @@ class VllmEncoder:
         self._batch = batch
         self._stopped = threading.Event()
         self._config: Any = None
+        self._formless: tuple[str, ...] = ()  # modalities of which nothing is stored
         self._llm: Any = None
         self._shelf = _Shelf()
         self._names: _Names | None = None
@@ -252,7 +254,15 @@ class VllmEncoder:
 
     def read(self, number: int, item: SourceItem) -> Picture:
         """See Encoder."""
+        if item.modality in self._formless:
+            raise SourceError(
+                f"the model's processor makes other pixels of an {item.modality} in another "
+                "prompt, so nothing is stored"
+            )
         data = item.read()
+        reason = why_left_out(data) if item.modality == "image" else None
+        if reason is not None:
+            raise SourceError(f"left out, since {reason}; convert it to a PNG without tRNS")
         sha256 = hashlib.sha256(data).hexdigest()
         return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
 
@@ -282,11 +292,15 @@ class VllmEncoder:
                 ) from exc
             except (OSError, ValueError) as exc:
                 raise ConfigError(f"vLLM refuses the model: {exc}", field="model") from exc
+            from s3ec.connector.forms import form_of_model
             from s3ec.connector.vllm_config import model_problem, scopes_of
 
             problem = model_problem(self._config)
             if problem is not None:
                 raise ConfigError(f"`model`: {problem}; take another one", field="model")
+            found = form_of_model(self._config.model_config)
+            if found is not None and found[1].most == 0:
+                self._formless = found[1].modalities
             self._shelf.open()
             self._scopes = scopes_of(self._config)
             self._names = _Names(self._config.model_config, self._shelf)

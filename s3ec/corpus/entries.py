@@ -190,7 +190,7 @@ async def scan(
         async for infos in batches:
             found = [
                 entry
-                for entry in _entries(layout, infos)
+                for entry in entries_of(layout, infos)
                 if _is_wanted(entry, starts_with, adapter)
             ]
             if found:
@@ -236,11 +236,11 @@ async def _listed(store: Store, namespace: str, folder: str) -> AsyncIterator[Co
     """All entries below a folder of ``objects/``."""
     layout = Layout(namespace)
     async for info in store.list(layout.objects + folder):
-        for entry in _entries(layout, [info]):
+        for entry in entries_of(layout, [info]):
             yield entry
 
 
-def _entries(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[CorpusEntry]:
+def entries_of(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[CorpusEntry]:
     """Those of listed objects that are entries; foreign objects are left out."""
     for info in infos:
         name = info.name.removeprefix(layout.objects)
@@ -299,16 +299,6 @@ async def read_header(store: Store, entry: CorpusEntry) -> CorpusEntry | None:
                 reason="length",
             )
     return replace(entry, header=header)
-
-
-async def read_modality(store: Store, entry: CorpusEntry) -> str | None:
-    """What kind of item an entry is of, such as ``image``; None where it is gone.
-
-    Raises:
-        CorruptEntryError: No usable header.
-    """
-    found = await read_header(store, entry)
-    return found.header.modality if found and found.header else None
 
 
 async def read_entry(

@@ -145,6 +145,10 @@ async def test_others_in_the_folder_are_left_alone() -> None:
         ("sha256", "AB" * 32),
         ("sha256", "ab" * 31),
         ("sha256", "ab" * 32 + "\n"),
+        ("made_by", "\x1b]0;title"),
+        ("made_by", "vllm=0.32.0\n"),
+        ("made_by", "vllm"),
+        ("made_by", "vllm=" + "1" * 600),
         ("identifier", "i" * 4097),
         ("modality", ""),
         ("rows", 0),
@@ -238,6 +242,7 @@ BAD = {
     "part is no ULID": (parquet(with_column("part", text(ULID, "part"))), "`part` is no ULID"),
     "part is later": (parquet(part_table(row(), ulid=LATER)), "`part` is later"),
     "no hash": (parquet(with_column("sha256", text("ab" * 32, "x" * 64))), "`sha256`"),
+    "no maker": (parquet(with_column("made_by", text("", "vllm=\x1b[2J"))), "`made_by`"),
     "a long text": (parquet(with_column("uri", text("u" * 2**15, "u"))), "`uri` has more than"),
 }
 

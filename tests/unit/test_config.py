@@ -118,6 +118,7 @@ def test_every_setting_can_come_from_every_source(
         "index": "bloom",
         "model_identity": "m",
         "weights": "name",
+        "decoding": "equal",
         "encoder_epoch": "2",
         "live_weights": "ignore",
         "tenant_key": "env:SOME_SECRET",

@@ -21,7 +21,7 @@ BENCH = PACKAGE / "cli" / "bench.py"  # the one way from what is installed to s3
 
 # From the bottom up. A part imports from lower layers and from itself, never from beside or above.
 LAYERS = [
-    {"errors", "payoff", "__init__"},
+    {"errors", "payoff", "decoding", "__init__"},
     {"tenant", "weights", "counters", "spans", "trial"},
     {"settings", "runtime", "managers"},
     {"identity", "config", "store"},

@@ -23,6 +23,7 @@ ALWAYS = {
     "multimodal.inputs:MultiModalFieldElem": ("field",),
     "multimodal.inputs:BaseMultiModalField": ("keep_on_cpu",),
     "multimodal.inputs:MultiModalKwargsItem": ("get_data",),
+    "multimodal.registry:MultiModalRegistry": ("_get_model_cls",),
     "v1.request:Request": ("request_id", "num_prompt_tokens", "mm_features", "arrival_time"),
     "v1.engine.core:EngineCore": ("collective_rpc", "reset_encoder_cache", "scheduler"),
     "v1.core.sched.scheduler:Scheduler": ("reset_encoder_cache", "ec_connector"),

@@ -25,7 +25,9 @@ def content_hash(seed: str) -> str:
     return hashlib.sha256(seed.encode()).hexdigest()
 
 
-def entry_bytes(identifier: str, namespace: str, *, rows: int = 4, width: int = 8) -> bytes:
+def entry_bytes(
+    identifier: str, namespace: str, *, rows: int = 4, width: int = 8, made_by: str = ""
+) -> bytes:
     """One whole entry with a tensor of bytes that follow from the identifier."""
     shape = codec.Shape(rows, width, "bfloat16")
     data = (hashlib.sha256(identifier.encode()).digest().translate(FINITE) * shape.nbytes)[
@@ -38,6 +40,7 @@ def entry_bytes(identifier: str, namespace: str, *, rows: int = 4, width: int = 
         shape=shape,
         checksum=codec.checksum(data),
         placeholder={"image_grid_thw": [1, 2, 2]},
+        maker=codec.Maker(made_by),
     )
     return codec.encode_header(header) + data
 

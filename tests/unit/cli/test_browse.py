@@ -125,6 +125,11 @@ def test_stat_shows_the_header(cli: Cli, corpus: Corpus) -> None:
     assert not found["verified"]
     assert cli.json("stat", identifier, "--verify")["verified"]
     assert "4 x 8 bfloat16" in cli("stat", identifier).stdout
+    assert found["made_by"] is None
+    made_by = "vllm=0.32.0 platform=cpu"
+    corpus.entry(name, identifier, entry_bytes(identifier, name, made_by=made_by))
+    assert cli.json("stat", identifier)["made_by"] == made_by
+    assert made_by in cli("stat", identifier).stdout
 
 
 def test_stat_of_an_absent_identifier_is_not_found(cli: Cli, corpus: Corpus) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from s3ec import codec
 from s3ec.cli.ls import Found, Sort
 from s3ec.corpus import CorpusEntry
 from s3ec.identity import Layout, digest_of_name, make_key
+from tests.support import catalogues
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash, entry_bytes
+from tests.unit.cli.test_catalog import append
 
 # By growing size.
 HASHES = sorted(content_hash(str(number)) for number in range(5))
@@ -79,7 +82,7 @@ def test_first_ones_are_right_where_the_rest_is_dropped_on_the_way() -> None:
     found = Found(Sort.BYTES, reverse=True, limit=2, keeps=True)
     sizes = [size * 7919 % 30_011 for size in range(1, 30_011)]  # each once, in no order
     for size in sizes:
-        found.add(CorpusEntry("acme", f"00/{size}.safetensors", size, 0.0), None)
+        found.add(CorpusEntry("acme", f"00/{size}.safetensors", size, 0.0), {})
         assert len(found.entries) < 10_010
     found.finish()
     assert [entry.nbytes for entry, _ in found.entries] == [30_010, 30_009]
@@ -187,3 +190,24 @@ def test_bad_options_are_named(cli: Cli, namespace: str, args: list[str], field:
 
 def test_json_and_ndjson_exclude_each_other(cli: Cli, tmp_path: Path) -> None:
     assert "leave one out" in cli("ls", "--json", "--ndjson", code=2).stderr
+
+
+def test_made_by_chooses_by_the_catalogue_and_by_headers(
+    cli: Cli, corpus: Corpus, namespace: str
+) -> None:
+    old, new = "vllm=0.32.0 platform=cpu", "vllm=0.32.1 platform=cpu"
+    for seed, made_by in (("old", old), ("known", old), ("new", new)):
+        identifier = content_hash(seed)
+        corpus.entry(namespace, identifier, entry_bytes(identifier, namespace, made_by=made_by))
+    row = catalogues.row(identifier=content_hash("known"), made_by=old, stored_s=time.time())
+    append(corpus, namespace, [row])
+    out = cli("ls", "--made-by", "vllm=0.32.0", "--json")
+    found = json.loads(out.stdout)
+    assert sorted(labels(found)) == sorted(map(content_hash, ("old", "known")))
+    assert {entry["made_by"] for entry in found["entries"]} == {old}
+    assert "no catalogue tells of 9 entries: reading headers, 9 requests" in out.stderr
+    assert f"{content_hash('new')}  {new}" in cli("ls", "--made-by", "vllm=0.32.1").stdout
+    assert cli.json("ls", "--made-by", "vllm=0.32.*", "--modality", "image")["entry_count"] == 3
+    assert cli.json("ls", "--made-by", "vllm=*", "--quick", "--limit", "1")["more"]
+    assert cli.json("ls", "--made-by", "torch=*")["entry_count"] == 0
+    assert cli.json("ls", "--made-by", "0.32.0", code=2)["error"]

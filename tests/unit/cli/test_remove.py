@@ -17,7 +17,7 @@ from s3ec.identity import Layout
 from s3ec.testing.server import MotoServer
 from tests.support.catalogues import row
 from tests.unit.cli.conftest import Cli, all_shown_on
-from tests.unit.cli.corpus import MODEL, OTHER, Corpus, content_hash
+from tests.unit.cli.corpus import MODEL, OTHER, Corpus, content_hash, entry_bytes
 from tests.unit.cli.test_catalog import append
 from tests.unit.cli.test_manifest import announce
 
@@ -115,6 +115,20 @@ def test_gc_with_yes_deletes_what_is_older(
 @pytest.mark.parametrize("age", ["", "90", "d", "-1d", "0d", "1y", "1e9d"])
 def test_gc_refuses_what_is_no_age(cli: Cli, corpus: Corpus, namespace: str, age: str) -> None:
     assert "is no age" in cli("gc", f"--older-than={age}", code=2).stderr
+
+
+def test_gc_finds_what_a_release_made(cli: Cli, corpus: Corpus, namespace: str) -> None:
+    bad = content_hash("bad")
+    corpus.entry(namespace, bad, entry_bytes(bad, namespace, made_by="vllm=0.32.0 platform=cpu"))
+    out = cli("gc", "--made-by", "vllm=0.32.0", "--dry-run")
+    assert "would delete 1 entry" in out.stdout
+    assert "no catalogue tells of 5 entries: reading headers, 5 requests" in out.stderr
+    assert bad in labels(cli)
+    found = cli.json("gc", "--made-by", "vllm=0.32.0", "--yes")
+    assert (found["made_by"], found["deleted"]) == ("vllm=0.32.0", 1)
+    assert len(labels(cli)) == 4
+    assert cli.json("manifest", "verify")["ok"]
+    assert "made-by" in cli("gc", "--made-by", "0.32.0", "--yes", code=2).stderr
 
 
 def test_gc_says_what_is_left_and_what_it_saves(cli: Cli, corpus: Corpus, namespace: str) -> None:

@@ -24,6 +24,7 @@ COMMANDS = [
     ["ns", "--count"],
     ["ls"],
     ["ls", "--modality", "image"],
+    ["ls", "--made-by", "vllm=*"],
     ["stat", ONE],
     ["stat", ONE, "--verify"],
     ["get", ONE, "-o", "FOLDER"],

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
+
+from s3ec.codec import Header, Shape, encode_header, parse_header
 
 compat = pytest.importorskip("s3ec.connector.compat")
 
@@ -41,6 +45,27 @@ def test_the_device_is_asked_for_its_name_once(monkeypatch: pytest.MonkeyPatch) 
     finally:
         compat.device_name.cache_clear()
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3", "é\x1b", "x" * 500, ""])
+def test_whatever_the_device_is_called_a_header_can_say_what_made_it(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(compat, "device_name", lambda: device)
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.32.1.dev3+cu129")
+    compat.maker.cache_clear()
+    try:
+        maker = compat.maker()
+    finally:
+        compat.maker.cache_clear()
+    header = Header("ab" * 32, "n-0123456789abcdef", "image", Shape(1, 1, "float32"), "0" * 32)
+    blob = encode_header(replace(header, maker=maker)) + bytes(4)
+    assert parse_header(blob).maker == maker
+    words = dict(word.split("=") for word in maker.made_by.split(" "))
+    assert list(words) == ["vllm", "transformers", "torch", "pillow", "platform"]
+    assert words["vllm"] == "0.32.1.dev3+cu129"
+    assert words["torch"] == version("torch")
+    assert maker.decoding == 1
 
 
 @pytest.mark.parametrize(

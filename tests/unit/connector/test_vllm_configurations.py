@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,9 +21,13 @@ from unittest import mock
 import pytest
 
 from s3ec.codec import Shape
+from s3ec.connector import forms
 from s3ec.connector.messages import Load, StepPlan
 from s3ec.connector.vllm_config import checkpoint_of, namespace_of
+from s3ec.corpus.encoder import VllmEncoder
+from s3ec.corpus.sources import SourceItem
 from s3ec.dev.rigs.models import write_gemma3
+from s3ec.errors import SourceError
 from s3ec.identity import Namespace
 from s3ec.settings import Settings
 from s3ec.weights import Checkpoint, weights_of
@@ -661,3 +666,28 @@ def test_save_worth_stores_at_the_second_encode_and_a_pure_producer_at_the_first
         scheduler.build_connector_meta(output)
     scheduler.shutdown()
     assert seen == saved
+
+
+def test_a_model_with_one_form_of_a_picture_has_no_bound(
+    model: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine_config(model, ec("ec_both", settings))
+    caplog.clear()
+    assert forms.forms_of(config.model_config) == {}
+    assert not [record for record in caplog.records if record.name.startswith("s3ec")]
+
+
+def test_a_job_leaves_out_pictures_whose_form_is_never_known(
+    model: Path, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = VllmEncoder(str(model), Settings(**settings))
+    never = ("Processor", forms.Form(0, "shrinks them", is_known=False))
+    monkeypatch.setattr(forms, "form_of_model", lambda _: never)
+    encoder.namespace()
+    path = tmp_path / "page.png"
+    path.write_bytes(b"page")
+    item = SourceItem("page", None, path.as_uri())
+    with pytest.raises(SourceError, match="other pixels of an image"):
+        encoder.read(0, item)
+    assert encoder.read(1, replace(item, modality="audio")).data == b"page"
+    encoder.close()

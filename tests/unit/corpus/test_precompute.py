@@ -23,6 +23,7 @@ from s3ec.corpus.encoder import ConfirmedCheck, Encoded, EncoderError, Picture, 
 from s3ec.corpus.precompute import Job, JobOptions, PrecomputeReport, make_job
 from s3ec.corpus.reading import ReadOptions
 from s3ec.corpus.sources import SourceItem, open_source
+from s3ec.decoding import has_transparent_colour
 from s3ec.errors import AccessError, ConfigError, SourceError
 from s3ec.identity import Layout, Namespace, make_key
 from s3ec.index.manifest import Ulids
@@ -35,9 +36,11 @@ from tests.support.pdfs import make_pdf
 from tests.support.waiting import eventually
 from tests.unit.cli.corpus import MODEL, entry_bytes
 from tests.unit.index.manifests import delta_bytes
+from tests.versions.odd_pictures import ODD
 
 NAMESPACE = Namespace.from_descriptor(MODEL)
 LAYOUT = Layout(NAMESPACE.name)
+MADE_BY = "vllm=0.32.0 platform=cpu"
 # What is never confirmed is not waited for.
 AT_ONCE = JobOptions(patience_s=0.0)
 
@@ -121,7 +124,7 @@ def save(corpus: Corpus, identifier: str, tenant: Tenant | None = None) -> None:
     """What an engine does: the object, then its announcement."""
     key = make_key(identifier, tenant)
     assert key is not None
-    body = entry_bytes(key.stored, NAMESPACE.name)
+    body = entry_bytes(key.stored, NAMESPACE.name, made_by=MADE_BY)
     put(corpus, LAYOUT.descriptor, NAMESPACE.to_json())
     put(corpus, LAYOUT.object(key), body)
     facts = EntryInfo(len(body), 4, 8, "bfloat16", time_s=int(time.time()))
@@ -212,13 +215,14 @@ def test_what_is_encoded_is_confirmed_and_catalogued(desk: Desk) -> None:
     )
     assert sorted(encoder.encoded) == [b"one", b"two"]
     row = desk.rows()["a.png"]
-    blob = entry_bytes(name_of(b"one"), NAMESPACE.name)
+    blob = entry_bytes(name_of(b"one"), NAMESPACE.name, made_by=MADE_BY)
     assert row.identifier == name_of(b"one")
     assert row.sha256 == hashlib.sha256(b"one").hexdigest()
     assert row.uri == (desk.folder / "a.png").as_uri()
     # By the stored entry's own header.
     assert (row.rows, row.width, row.dtype, row.nbytes) == (4, 8, "bfloat16", len(blob))
     assert row.placeholder == {"image_grid_thw": [1, 2, 2]}
+    assert row.made_by == MADE_BY
     assert report.stored_bytes == 2 * len(blob)
     assert report.to_json()["encoded_count"] == 2
 
@@ -700,3 +704,19 @@ def test_bad_sources_batches_and_engines_are_refused_before_anything_starts(desk
     for name in ("model", "ec_transfer_config"):
         with pytest.raises(ConfigError, match=f"`{name}` cannot be given"):
             VllmEncoder("model", desk.corpus.settings, engine_args={name: "x"})
+
+
+def test_a_picture_that_releases_decode_in_two_ways_is_left_out_and_the_report_says_why(
+    desk: Desk,
+) -> None:
+    encoder = VllmEncoder("model", desk.corpus.settings)
+    path = desk.folder / "odd.png"
+    for name, odd in ODD.items():
+        path.write_bytes(odd.data)
+        item = SourceItem("odd.png", None, path.as_uri())
+        if has_transparent_colour(odd.data):
+            with pytest.raises(SourceError, match=r"left out, since vLLM 0\.33 lays RGB PNGs"):
+                encoder.read(0, item)
+            assert encoder.read(0, replace(item, modality="video")).data == odd.data
+        else:
+            assert encoder.read(0, item).data == odd.data, name

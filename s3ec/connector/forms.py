@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose processor gives one picture other pixels when others are in its prompt.
+
+vLLM's identifier of a picture says nothing of the prompt, so two forms of it have one identifier.
+Here the second form has a name of its own. Where the form cannot be told it has none: such pictures
+are neither loaded nor saved. ``FORMS`` names the models, and ``tests/versions/test_forms.py`` fails
+for a processor of the installed vLLM that is not in it. From 0.33 on vLLM's identifiers of three of
+them name the form (``_get_mm_hashes``), and nothing is left to do here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# vLLM's processors override this method where its cache of processed items would be wrong for them.
+HOOK = "_cached_apply_hf_processor"
+NAMED_BY = "_get_mm_hashes"
+_BASE = "BaseMultiModalProcessor"
+_MODALITIES = ("image", "video", "audio", "vision_chunk")
+_MARK = "among-others:"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the form of an item depends on the prompt.
+
+    Attributes:
+        most: Of its modality in one prompt, so that each has the form that it has alone.
+        why: What the processor does.
+        is_known: Whether more of them in a prompt have one other form; else nobody knows theirs.
+        modalities: Which items that is about.
+        applies: Whether a model is one of these, by its Hugging Face configuration.
+    """
+
+    most: int
+    why: str
+    is_known: bool = True
+    modalities: tuple[str, ...] = ("image",)
+    applies: Callable[[Any], bool] = lambda config: True
+
+    def among_others(self, identifier: str) -> str:
+        """The identifier of an item in its other form; what has no key if nobody knows that."""
+        if not self.is_known:
+            return f"\ud800{identifier}"  # not valid Unicode, so nobody can send it either
+        return f"{_MARK}{identifier.removeprefix(_MARK)}"
+
+
+def _has_dynamic_resolution(config: Any) -> bool:
+    vision = getattr(config, "vision_config", None)
+    return "min_num_patches" in (getattr(vision, "args", None) or {})
+
+
+# By the class that makes the difference; classes derived from it are found as well.
+FORMS: Mapping[str, Form] = {
+    "UnlimitedOCRMultiModalProcessor": Form(
+        1, "cuts one picture into tiles or pads it, and squashes several"
+    ),
+    "H2OVLMultiModalProcessor": Form(1, "cuts one picture twice, and several once"),
+    "DeepseekVL2MultiModalProcessor": Form(2, "cuts up to two pictures into tiles"),
+    # The budget is shared by those that vLLM's cache lacks at that moment, and it is cut from
+    # `max_model_len`. What came of it stays in that cache, and is used for later prompts.
+    "NanoNemotronVLMultiModalProcessor": Form(
+        0,
+        "shrinks the pictures of a prompt until they fit together",
+        is_known=False,
+        applies=_has_dynamic_resolution,
+    ),
+}
+# These override HOOK too, and an item has one form all the same.
+ONE_FORM: Mapping[str, str] = {
+    "JinaVLMultiModalProcessor": "turns the order of a pair around",
+    "PixtralMultiModalProcessor": "says that the prompt has its tokens already (vLLM 0.27)",
+    "VoxtralMultiModalProcessor": "says that the prompt has its tokens already (vLLM 0.27)",
+    "VoxtralRealtimeMultiModalProcessor": "has one sound in a prompt",
+    "Qwen3ASRRealtimeMultiModalProcessor": "has one sound in a prompt",
+    "CohereASRMultiModalProcessor": "adds noise, whatever else is in the prompt",
+    "FunASRMultiModalProcessor": "adds noise, whatever else is in the prompt",
+}
+_UNKNOWN = Form(1, "may do so, as far as s3ec knows", is_known=False, modalities=_MODALITIES)
+
+
+def form_of(processor: Any, config: Any) -> tuple[str, Form] | None:
+    """What is known of a processor's class, by the classes that it is derived from.
+
+    Args:
+        processor: What the model is registered with.
+        config: The model's Hugging Face configuration.
+
+    Returns:
+        The name of the class that makes the difference; None where items have one form, or where
+        vLLM's identifiers name it.
+    """
+    if not isinstance(processor, type):  # a function that makes one
+        return getattr(processor, "__name__", "?"), _UNKNOWN
+    for cls in processor.__mro__:
+        if cls.__name__ == _BASE:
+            break
+        form = FORMS.get(cls.__name__)
+        if form is None and HOOK in vars(cls) and cls.__name__ not in ONE_FORM:
+            form = _UNKNOWN
+        if form is not None:
+            is_named = NAMED_BY in vars(cls)
+            return None if is_named or not form.applies(config) else (cls.__name__, form)
+    return None
+
+
+def form_of_model(model_config: Any) -> tuple[str, Form] | None:
+    """As ``form_of``, of the processor that vLLM uses for a model.
+
+    Args:
+        model_config: vLLM's. Its model's class is imported, as vLLM does for the scheduler.
+    """
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    model: Any = MULTIMODAL_REGISTRY._get_model_cls(model_config)
+    return form_of(model._processor_factory.processor, getattr(model_config, "hf_config", None))
+
+
+def forms_of(model_config: Any) -> dict[str, Form]:
+    """Modality to how the form of its items depends on the prompt; empty for most models.
+
+    Says so once, where items are neither loaded nor saved for it.
+    """
+    found = form_of_model(model_config)
+    if found is None:
+        return {}
+    name, form = found
+    if not form.is_known:
+        log.warning(
+            "vLLM's %s %s, under the same identifiers. It is encoded, and neither loaded nor "
+            "saved: each %s%s",
+            name,
+            form.why,
+            " or ".join(form.modalities),
+            f" of a prompt that has more than {form.most}" if form.most else "",
+        )
+    return dict.fromkeys(form.modalities, form)

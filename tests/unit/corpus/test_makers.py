@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What entries were made with: by the catalogue, else by headers, and what gc deletes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from s3ec.corpus.catalog import append_rows, read_table
+from s3ec.corpus.collect import Collection, Rules, collect_garbage
+from s3ec.corpus.makers import MadeBy
+from s3ec.errors import ConfigError
+from s3ec.identity import make_key
+from s3ec.testing.fault_store import FaultStore
+from s3ec.testing.memory_store import MemoryStore
+from tests.unit.cli.corpus import content_hash, entry_bytes
+from tests.unit.corpus.test_audit import row_of
+from tests.unit.index.basics import LAYOUT
+
+NOW_S = 1_700_000_000.0
+HOUR_S = 3600.0
+BAD = "vllm=0.32.0 transformers=5.19.0 torch=2.13.0+cpu pillow=13.0.0 platform=cpu"
+GOOD = BAD.replace("0.32.0", "0.32.1")
+FAULTY = MadeBy.parse("vllm=0.32.0")
+
+
+def name_of(identifier: str) -> str:
+    key = make_key(identifier)
+    assert key is not None
+    return LAYOUT.objects + key.name
+
+
+class Calls:
+    """No faults; notes what is asked for."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, str]] = []
+
+    def next(self, op: str, name: str) -> None:
+        self.made.append((op, name))
+
+
+class World:
+    """Entries in a bucket in memory, whose requests are counted."""
+
+    def __init__(self) -> None:
+        self.memory = MemoryStore(clock=lambda: NOW_S)
+        self.calls = Calls()
+        self.store = FaultStore(self.memory, self.calls)
+        self.told: list[int] = []
+
+    def put(self, seed: str, made_by: str, *, age_s: float = HOUR_S) -> str:
+        identifier = content_hash(seed)
+        name = name_of(identifier)
+        self.memory.bucket.objects[name] = entry_bytes(
+            identifier, LAYOUT.namespace, made_by=made_by
+        )
+        self.memory.bucket.modified_s[name] = NOW_S - age_s
+        return identifier
+
+    async def catalogue(self, identifier: str, made_by: str, *, age_s: float = HOUR_S) -> None:
+        row = row_of(f"doc {identifier[:4]} {age_s}", identifier)
+        row = dataclasses.replace(row, made_by=made_by, stored_s=NOW_S - age_s)
+        await append_rows(self.memory, LAYOUT, [row])
+
+    @property
+    def headers_read(self) -> int:
+        return sum(
+            op == "get_range" and name.startswith(LAYOUT.objects) for op, name in self.calls.made
+        )
+
+    async def gc(self, rules: Rules, *, dry_run: bool = False) -> Collection:
+        def told(count: int) -> None:
+            assert not self.headers_read  # it is said before
+            self.told.append(count)
+
+        self.calls.made.clear()
+        return await collect_garbage(
+            self.store,
+            LAYOUT,
+            rules,
+            tenant=None,
+            dry_run=dry_run,
+            headers=told,
+            clock=lambda: NOW_S,
+        )
+
+    @property
+    def left(self) -> set[str]:
+        names = self.memory.bucket.objects
+        return {name for name in names if name.startswith(LAYOUT.objects)}
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+# -- which are meant -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "fits"),
+    [
+        ("vllm=0.32.0", True),
+        ("vllm=0.32.1", False),
+        ("vllm=0.32.*", True),
+        ("vllm=0.3", False),
+        ("torch=2.13.0", False),
+        ("torch=2.13.0*", True),
+        ("vllm=0.32.0 platform=cpu", True),
+        ("vllm=0.32.0,platform=NVIDIA*", False),
+        (" vllm=0.32.0 , torch=*  ", True),
+        ("cuda=*", False),
+    ],
+)
+def test_words_fit_by_name_and_pattern(words: str, fits: bool) -> None:
+    assert MadeBy.parse(words).fits(BAD) is fits
+
+
+def test_what_does_not_say_what_made_it_never_fits() -> None:
+    assert not MadeBy.parse("vllm=*").fits("")
+
+
+@pytest.mark.parametrize("words", ["", " ", "0.32.0", "vllm", "vllm=", "=1", "v=é", "V=1"])
+def test_what_is_no_list_of_names_and_versions_is_refused(words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MadeBy.parse(words)
+    assert caught.value.field == "made_by"
+
+
+# -- by headers ------------------------------------------------------------------------------------
+
+
+async def test_without_a_catalogue_headers_are_read_and_their_number_is_told_first(
+    world: World,
+) -> None:
+    world.put("bad", BAD)
+    kept = {name_of(world.put("good", GOOD)), name_of(world.put("unknown", ""))}
+    counted = await world.gc(Rules(made_by=FAULTY), dry_run=True)
+    assert (counted.objects, counted.left_objects, counted.done) == (1, 2, False)
+    assert world.told == [3]
+    assert world.headers_read == 3
+    done = await world.gc(Rules(made_by=FAULTY))
+    assert (done.objects, done.done) == (1, True)
+    assert world.left == kept
+
+
+async def test_an_object_that_is_no_entry_stays(world: World) -> None:
+    name = name_of(world.put("broken", BAD))
+    world.memory.bucket.objects[name] = b"no entry at all"
+    assert (await world.gc(Rules(made_by=FAULTY))).objects == 0
+    assert world.left == {name}
+
+
+async def test_rules_that_are_given_together_narrow_and_spare_requests(world: World) -> None:
+    old = world.put("old", BAD, age_s=48 * HOUR_S)
+    young = world.put("young", BAD)
+    world.put("old and good", GOOD, age_s=48 * HOUR_S)
+    done = await world.gc(Rules(older_than_s=24 * HOUR_S, made_by=FAULTY))
+    assert done.objects == 1
+    assert world.told == [2]
+    assert name_of(old) not in world.left
+    assert name_of(young) in world.left
+    largest = len(world.memory.bucket.objects[name_of(young)])
+    assert (await world.gc(Rules(max_bytes=largest, made_by=FAULTY), dry_run=True)).objects == 1
+
+
+async def test_what_is_stored_again_while_it_is_chosen_stays(world: World) -> None:
+    identifier = world.put("bad", BAD)
+
+    def again(what: str, done: int, total: int | None) -> None:
+        if what == "reading headers":
+            world.put("bad", GOOD, age_s=-10)
+
+    await collect_garbage(
+        world.store,
+        LAYOUT,
+        Rules(made_by=FAULTY),
+        tenant=None,
+        dry_run=False,
+        report=again,
+        clock=lambda: NOW_S,
+    )
+    assert name_of(identifier) in world.left
+
+
+# -- by the catalogue ------------------------------------------------------------------------------
+
+
+async def test_what_the_catalogue_tells_costs_no_request(world: World) -> None:
+    for seed, made_by in (("bad", BAD), ("good", GOOD)):
+        await world.catalogue(world.put(seed, made_by), made_by, age_s=HOUR_S / 2)
+    world.put("an engine's", BAD)
+    done = await world.gc(Rules(made_by=FAULTY))
+    assert done.objects == 2
+    assert world.told == [1]
+    assert world.headers_read == 1
+    assert done.dropped_rows == 1
+    table = await read_table(world.memory, LAYOUT)
+    assert table.column("made_by").to_pylist() == [GOOD]
+
+
+async def test_a_row_of_what_was_stored_again_since_tells_nothing(world: World) -> None:
+    identifier = world.put("bad", GOOD, age_s=0)  # made again by another release
+    await world.catalogue(identifier, BAD, age_s=HOUR_S)
+    done = await world.gc(Rules(made_by=FAULTY))
+    assert done.objects == 0
+    assert world.told == [1]
+
+
+async def test_of_several_rows_the_one_that_was_seen_last_tells(world: World) -> None:
+    identifier = world.put("bad", BAD, age_s=3 * HOUR_S)
+    await world.catalogue(identifier, BAD, age_s=HOUR_S)
+    await world.catalogue(identifier, GOOD, age_s=2 * HOUR_S)
+    assert (await world.gc(Rules(made_by=FAULTY), dry_run=True)).objects == 1
+    assert world.told == [0]
+
+
+async def test_a_row_that_does_not_say_leaves_it_to_the_header(world: World) -> None:
+    await world.catalogue(world.put("bad", BAD), "")
+    assert (await world.gc(Rules(made_by=FAULTY), dry_run=True)).objects == 1
+    assert world.told == [1]
