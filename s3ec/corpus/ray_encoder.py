@@ -105,16 +105,12 @@ class RayOptions:
 
 
 def _import_ray(*, stays_here: bool) -> Any:
-    """Ray; told to use loopback alone and to tell nobody, where it is for this machine only.
+    """Ray; told to tell nobody, where it is for this machine only.
 
     Raises:
         ConfigError: It is not installed, or too old.
     """
     if stays_here:
-        # Read by the processes that Ray starts, and while it is imported (Ray 2.60,
-        # ray_constants.py). A node's address that is given as 127.0.0.1 is replaced by the one
-        # that others reach.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray would have the engines give way to every other process of the machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
@@ -143,7 +139,10 @@ def start_ray(cpus: int) -> None:
         RuntimeError: It would listen where others reach it.
     """
     ray = _import_ray(stays_here=True)
-    # What the variable says has no effect where the program has imported Ray before, as vLLM does.
+    # A node's address that is given as 127.0.0.1 is replaced by the one that others reach. The
+    # variable has it use loopback, on any system (Ray 2.60, ray_constants.py). It counts for the
+    # processes that Ray starts; here it was read when Ray was imported, which vLLM does.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
