@@ -153,6 +153,26 @@ def test_newest_of_one_model_is_logged(filled: Filled, caplog: pytest.LogCapture
     assert caplog.messages == [f"taking {second}, the newest of 2 namespaces of acme/vision-9b"]
 
 
+@pytest.mark.parametrize("other", [{"endpoint_url": "https://production:9000"}, {}], ids=str)
+def test_state_of_an_audit_is_of_one_server(tmp_path: Path, other: dict[str, str]) -> None:
+    """Another one has a bucket of the same name, or another bucket has its address by now."""
+    states = tmp_path / "states"
+
+    def opened(store: MemoryStore, **place: str) -> Corpus:
+        given = {"bucket": "embeddings", "endpoint_url": "https://staging:9000", **place}
+        return Corpus(load_settings(given).settings, store=store)
+
+    with opened(MemoryStore(clock=lambda: 1000.0)) as corpus:
+        name = Filled(corpus).name
+        corpus.verify(name, deep=True, state=states)
+        assert corpus.verify(name, deep=True, state=states, resume_complete=True).deep is not None
+    made_s = 1000.0 if other else 2000.0
+    with opened(MemoryStore(clock=lambda: made_s), **other) as corpus:
+        Filled(corpus)
+        with pytest.raises(ConfigError, match="another corpus or server"):
+            corpus.verify(name, deep=True, state=states)
+
+
 # -- tenants -----------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus
+from s3ec.corpus.catalog import list_parts
 from s3ec.corpus.encoder import ConfirmedCheck, Encoded, EncoderError, Picture, VllmEncoder
 from s3ec.corpus.precompute import Job, JobOptions, PrecomputeReport, make_job
 from s3ec.corpus.reading import ReadOptions
@@ -512,9 +513,11 @@ def test_secrets_in_urls_reach_neither_catalogue_nor_report(desk: Desk, host: st
     assert (report.encoded, len(report.failures)) == (1, len(urls) - 1)
     assert "SECRET" not in json.dumps(report.to_json())
     assert desk.rows()["0"].uri == f"http://{host}/a.png?..."
+    parts = desk.corpus.within(list_parts, NAMESPACE.name)
     listed.write_text(listed.read_text().replace("Signature=SECRET", "Signature=OTHER"))
     again = run()
     assert (again.done_before, again.catalogued) == (1, 0)
+    assert desk.corpus.within(list_parts, NAMESPACE.name) == parts  # its row says all it can
 
 
 def test_clients_that_send_the_hash_of_the_file_get_entries_under_that(desk: Desk) -> None:
