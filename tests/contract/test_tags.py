@@ -58,5 +58,6 @@ def test_a_server_that_does_not_answer_ends_the_wait(
 ) -> None:
     monkeypatch.setenv("RUNAI_STREAMER_S3_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(tags, "_LONGEST_S", 0.2)
-    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9"):
+    # Named by the server if there was time for one try, else by the time alone.
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9|no whole listing"):
         tags.tags_below(f"s3://{place[1]}/vision")

@@ -98,7 +98,7 @@ def patiently(node: Node) -> None:
 def believing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that believe a 404 for no time at all, of the modality's record neither."""
     monkeypatch.setattr(modality, "_ABSENT_TTL_S", 0.0)
-    monkeypatch.setitem(reader.ManifestIndex.__init__.__kwdefaults__, "negative_ttl_s", 0.0)
+    monkeypatch.setattr(reader, "NEGATIVE_TTL_S", 0.0)
 
 
 def is_object(name: str) -> bool:
@@ -151,7 +151,7 @@ def test_manifest_ahead_of_its_objects_is_a_miss_for_the_negative_ttl_and_heals(
     there = fill(replica.home, tmp_path)
     replica.look()
     replica.deliver_where(lambda name: not is_object(name))
-    monkeypatch.setitem(reader.ManifestIndex.__init__.__kwdefaults__, "negative_ttl_s", 3600.0)
+    monkeypatch.setattr(reader, "NEGATIVE_TTL_S", 3600.0)
     with noding(replica.away.settings(tmp_path / "cache")) as node:
         refresh(node)
         for _ in range(3):
