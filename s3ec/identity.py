@@ -134,6 +134,14 @@ class ModalityScopes:
         return f"{mark}:{identifier}"
 
 
+def without_key(identifier: str) -> str:
+    """A name for what may be neither loaded nor saved: no key is made of it.
+
+    It is not valid Unicode, so no client can send it either.
+    """
+    return f"\ud800{identifier}"
+
+
 def is_request_scoped(identifier: str) -> bool:
     """Whether this identifier is a counter of one process and may never be shared."""
     return _REQUEST_SCOPED.fullmatch(identifier) is not None

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from s3ec.connector.messages import FileFacts
+from s3ec.identity import without_key
 from s3ec.weights import UnknownFilesError, place_of
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Adapter:
         if not identifier.startswith(f"{self.name}:"):  # the adapter does not change the encoder
             return identifier
         if self.content is None:
-            return f"\ud800{identifier}"  # not valid Unicode, so nobody can send it either
+            return without_key(identifier)
         return f"{self.name}-{self.content[0]}{identifier[len(self.name) :]}"
 
     def refuse(self, why: str) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from s3ec.identity import without_key
+
 log = logging.getLogger(__name__)
 
 # vLLM's processors override this method where its cache of processed items would be wrong for them.
@@ -46,7 +48,7 @@ class Form:
     def among_others(self, identifier: str) -> str:
         """The identifier of an item in its other form; what has no key if nobody knows that."""
         if not self.is_known:
-            return f"\ud800{identifier}"  # not valid Unicode, so nobody can send it either
+            return without_key(identifier)
         return f"{_MARK}{identifier.removeprefix(_MARK)}"
 
 

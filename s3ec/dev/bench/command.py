@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import s3ec
-from s3ec.cli.options import JsonOption
+from s3ec.cli.options import JsonOption, option
 from s3ec.cli.output import EXIT_WRONG, App, Command, console, epilog, print_json
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result, Row, Spec
 from s3ec.errors import ConfigError
@@ -428,13 +428,9 @@ class BenchCommand(Command):
         return super().parse_args(ctx, filled)
 
 
-def _option(name: str, metavar: str, text: str, **more: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, **more)
-
-
 JsonFile = Annotated[
     str | None,
-    _option(
+    option(
         "--json",
         "[FILE|-]",
         "Write the result as JSON; without a file, or with `-`, to stdout, and no table.",
@@ -481,7 +477,7 @@ def _check_json_file(path: str | None) -> None:
 def _fetch(
     latency_ms: Annotated[
         int,
-        _option(
+        option(
             *("--latency-ms", "MS"),
             "Put the server so far away; the rows are then named `fetchMS`.",
             min=0,
@@ -497,7 +493,7 @@ def _fetch(
 def _hydrate(
     objects: Annotated[
         int | None,
-        _option(
+        option(
             *("--objects", "N"),
             "How many, of 2.75 MB. Unset: 5,000, or fewer where the disk has not eight times their "
             "size free.",
@@ -525,7 +521,7 @@ def _number_of_keys(text: str) -> int:
 def _index(
     keys: Annotated[
         int | None,
-        _option(
+        option(
             *("--keys", "N"),
             "Keys in the largest index, 1e7 if left out; 1e8 take 7 GB of scratch space.",
             parser=_number_of_keys,
@@ -538,8 +534,8 @@ def _index(
 
 
 def _soak(
-    minutes: Annotated[float, _option("--minutes", "N", "Of faults.", min=0.1, max=10_000)] = 60,
-    seed: Annotated[int, _option("--seed", "S", "The same one gives the same faults.", min=0)] = 0,
+    minutes: Annotated[float, option("--minutes", "N", "Of faults.", min=0.1, max=10_000)] = 60,
+    seed: Annotated[int, option("--seed", "S", "The same one gives the same faults.", min=0)] = 0,
     json_file: JsonFile = None,
     quick: Quick = False,
 ) -> None:
@@ -573,17 +569,17 @@ def _numbers(allowed: range, what: str) -> Callable[[str], tuple[int, ...]]:
 def _rag(
     factor: Annotated[
         float | None,
-        _option(
+        option(
             *("--factor", "X"),
             "Of the published size; 2/135 if left out, which are two documents.",
             min=1e-6,
             max=100,
         ),
     ] = None,
-    seed: Annotated[int, _option("--seed", "S", "Of what is drawn at random.", min=0)] = 0,
+    seed: Annotated[int, option("--seed", "S", "Of what is drawn at random.", min=0)] = 0,
     latency_ms: Annotated[
         Any,
-        _option(
+        option(
             *("--latency-ms", "MS,..."),
             "How much further away the bucket is; each one is measured.",
             parser=_numbers(range(1001), "milliseconds are whole numbers from 0 to 1000"),
@@ -591,19 +587,19 @@ def _rag(
     ] = "0,20,80",
     loop: Annotated[
         str,
-        _option(
+        option(
             *("--loop", "open|closed"),
             "closed: clients with one request at a time. open: at random times.",
             parser=_one_of("loop", "open", "closed"),
         ),
     ] = "closed",
-    clients: Annotated[int, _option("--clients", "N", "Of the closed loop.", min=1, max=64)] = 2,
+    clients: Annotated[int, option("--clients", "N", "Of the closed loop.", min=1, max=64)] = 2,
     rate: Annotated[
-        float, _option("--rate", "R", "Requests a second, of the open loop.", min=0.001, max=1000)
+        float, option("--rate", "R", "Requests a second, of the open loop.", min=0.001, max=1000)
     ] = 0.5,
     configs: Annotated[
         Any,
-        _option(
+        option(
             *("--configs", "N,..."),
             "Which of the six configurations; all if left out.",
             parser=_numbers(range(1, 7), "configurations are 1 to 6"),
@@ -611,7 +607,7 @@ def _rag(
     ] = "1,2,3,4,5,6",
     object_mb: Annotated[
         str,
-        _option(
+        option(
             *("--object-mb", "MB"),
             "Of an embedding: 2.75 (a real encoder), 8.8, 30 or 67 (encoders that sleep).",
             parser=_one_of("size", "2.75", "8.8", "30", "67"),
@@ -619,7 +615,7 @@ def _rag(
     ] = "2.75",
     device: Annotated[
         str,
-        _option(
+        option(
             *("--device", "cpu|cuda"),
             "Where the engines run.",
             parser=_one_of("device", "cpu", "cuda"),
