@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from PIL import Image
 from s3ec.corpus import Corpus
 from s3ec.dev.rigs.nursery import EngineForkServer, Forked
 from s3ec.dev.rigs.pictures import write_pictures
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
+from s3ec.dev.rigs.proxy_faults import StallUpload
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, engine_env
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import eventually, keys, settings
@@ -32,6 +34,10 @@ ENGINE = {
     "max_num_seqs": 8,
 }
 MANY = 240
+# What a job stores of these before the bucket holds it up, and what it keeps of the others: so it
+# cannot come to its end before it is stopped or killed, however fast it is.
+STORED = 20
+CACHE_BYTES = 2**20
 
 
 @dataclass
@@ -52,26 +58,26 @@ class Place:
     def env(self) -> dict[str, str]:
         return engine_env({**os.environ, **self.server.env(), **ONE_PROCESS})
 
-    @property
-    def arguments(self) -> list[str]:
+    def arguments(self, **changed: Any) -> list[str]:
         return [
             *("precompute", str(self.folder), "--model", str(self.model)),
-            *("--config", json.dumps(self.settings), "--engine-args", json.dumps(ENGINE)),
+            *("--config", json.dumps(self.settings | changed)),
+            *("--engine-args", json.dumps(ENGINE)),
         ]
 
     @property
     def settings(self) -> dict[str, Any]:
         return settings(self.server, self.bucket, self.root / "tier")
 
-    def start(self, *more: str) -> Forked:
+    def start(self, *more: str, **changed: Any) -> Forked:
         with open(self.root / "log", "ab") as log:
-            arguments = [*self.arguments, *more]
+            arguments = [*self.arguments(**changed), *more]
             return self.nursery.fork_module("s3ec", self.env, arguments, log.fileno())
 
-    def run(self) -> dict[str, Any]:
+    def run(self, **changed: Any) -> dict[str, Any]:
         """What the command reports."""
         report = self.root / "report.json"
-        self.start("--report", str(report)).wait(DEADLINE_S)
+        self.start("--report", str(report), **changed).wait(DEADLINE_S)
         assert report.exists(), (self.root / "log").read_text(errors="replace")[-4000:]
         found: dict[str, Any] = json.loads(report.read_text())
         report.unlink()
@@ -147,7 +153,7 @@ def test_each_run_adds_what_the_others_lacked_and_the_last_starts_no_engine(plac
 
     # As it is deployed.
     third = subprocess.run(
-        [sys.executable, "-m", "s3ec", *place.arguments, "--json"],
+        [sys.executable, "-m", "s3ec", *place.arguments(), "--json"],
         env=place.env,
         capture_output=True,
         text=True,
@@ -167,27 +173,36 @@ def test_a_job_that_was_stopped_and_then_killed_goes_on_with_what_was_not_confir
         colour = (number, 255 - number, 3 * number % 256)
         Image.new("RGB", (48, 48), colour).save(place.folder / f"{number:03}.png")
     report = place.root / "stopped.json"
-    stopped = place.start("--report", str(report))
-    eventually(lambda: len(place.deltas()) > 0, "the first embeddings are announced")
-    os.kill(stopped.pid, signal.SIGINT)
-    stopped.wait(DEADLINE_S)
-    first = json.loads(report.read_text())
-    assert (first["status"], first["stopped"], first["unconfirmed"]) == ("partial", True, [])
-    assert 0 < first["encoded_count"] < MANY
-    assert len(place.objects()) == first["encoded_count"]
+    with FaultProxy(place.server.endpoint_url) as proxy:
+        slow = {"endpoint_url": proxy.url, "cache_bytes": CACHE_BYTES}
+        hold_up = Rule(StallUpload(), method="PUT", target="/objects/", skip=STORED)
+        proxy.clear(hold_up)
+        stopped = place.start("--report", str(report), **slow)
+        eventually(lambda: len(place.deltas()) > 0, "the first embeddings are announced")
+        os.kill(stopped.pid, signal.SIGINT)
+        proxy.clear()
+        stopped.wait(DEADLINE_S)
+        first = json.loads(report.read_text())
+        assert (first["status"], first["stopped"], first["unconfirmed"]) == ("partial", True, [])
+        assert 0 < first["encoded_count"] < MANY
+        assert len(place.objects()) == first["encoded_count"]
 
-    before = len(place.deltas())
-    killed = place.start()
-    eventually(lambda: len(place.deltas()) > before, "more embeddings are announced")
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait(DEADLINE_S)
-    with place.corpus() as corpus:
-        announced = corpus.verify().entries
-        catalogued = {row.identifier for row in corpus.catalog().rows()}
-        assert all(corpus.find(identifier) is not None for identifier in catalogued)
-    assert announced > first["encoded_count"] == len(catalogued)
+        before = len(place.deltas())
+        no_rows = Rule(StallUpload(), method="PUT", target="/catalog/")
+        proxy.clear(replace(hold_up, skip=STORED), no_rows)
+        killed = place.start(**slow)
+        eventually(lambda: len(place.deltas()) > before, "more embeddings are announced")
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait(DEADLINE_S)
+        with place.corpus() as corpus:
+            announced = corpus.verify().entries
+            catalogued = {row.identifier for row in corpus.catalog().rows()}
+            assert all(corpus.find(identifier) is not None for identifier in catalogued)
+        assert announced > first["encoded_count"] == len(catalogued)
 
-    last = place.run()
+        proxy.clear()
+        # By the same address: what the killed one left on the disk is for this bucket.
+        last = place.run(endpoint_url=proxy.url)
     assert last["status"] == "complete"
     assert last["done_before_count"] == len(catalogued)
     assert last["done_before_count"] + last["catalogued_count"] >= announced
