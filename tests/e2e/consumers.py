@@ -11,11 +11,12 @@ from typing import Any
 import openai
 
 from s3ec.dev.rigs.api_server import ApiServer
-from s3ec.dev.rigs.engine import EngineProcess, ec_config
+from s3ec.dev.rigs.engine import EngineProcess, ec_config, text
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import STEADY
 from s3ec.testing.server import REGION, LocalS3
 from tests.e2e.rig import (
+    INDEXED,
     OPTIONS,
     QUESTION,
     Corpus,
@@ -26,6 +27,7 @@ from tests.e2e.rig import (
     record,
     scenarios,
     settings,
+    until_index_is_read,
 )
 from tests.terraform.cases import transfer_json
 
@@ -70,6 +72,7 @@ def ask_engine(place: Place) -> dict[str, Record]:
         options=OPTIONS,
         nursery=place.nursery,
     ) as engine:
+        until_index_is_read(engine, len(place.corpus.objects))
         asked = [*scenarios(place.gallery), Scenario("control", [place.gallery.solo("control")])]
         return {scenario.name: record(engine, scenario) for scenario in asked}
 
@@ -104,8 +107,15 @@ def ask_server(place: Place) -> Exchange:
         },
         nursery=place.nursery,
     ) as server:
+
+        def is_read() -> bool:
+            _ask(server.url, text("is the index here?"))  # gauges move with steps
+            return server.metrics().get(INDEXED, 0) >= len(place.corpus.objects)
+
+        eventually(is_read, "the server has read the index")
         stolen = Path(place.corpus.objects["single"]).stem
-        answer = _post(server.url, place.gallery["posted"], uuid=stolen)
+        picture = _as_data(place.gallery["posted"], uuid=stolen)
+        answer = _ask(server.url, picture, text(QUESTION))
         # Metrics are published beside the answer, not before it.
         eventually(
             lambda: server.metrics().get("vllm:s3ec_loads_total", 0) >= 1, "the metrics are there"
@@ -113,22 +123,17 @@ def ask_server(place: Place) -> Exchange:
         return Exchange(answer, server.metrics())
 
 
-def _post(url: str, picture: Path, *, uuid: str) -> str | None:
+def _as_data(picture: Path, *, uuid: str) -> dict[str, Any]:
     kind = {".png": "image/png", ".jpg": "image/jpeg"}[picture.suffix]
     data = f"data:{kind};base64,{base64.b64encode(picture.read_bytes()).decode()}"
-    part: Any = {"type": "image_url", "image_url": {"url": data}, "uuid": uuid}
+    return {"type": "image_url", "image_url": {"url": data}, "uuid": uuid}
+
+
+def _ask(url: str, *parts: Any) -> str | None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         reply = client.chat.completions.create(
             model="tiny",
-            messages=[
-                {
-                    "role": "user",
-                    "content": [
-                        part,
-                        {"type": "text", "text": QUESTION},
-                    ],
-                }
-            ],
+            messages=[{"role": "user", "content": parts}],
             max_tokens=8,
             temperature=0,
         )

@@ -47,6 +47,7 @@ LOADS = "vllm:s3ec_loads"
 SAVES = "vllm:s3ec_saves"
 FROM_BUCKET = "vllm:s3ec_fetches{source=bucket}"
 FROM_TIER = "vllm:s3ec_fetches{source=tier}"
+INDEXED = "vllm:s3ec_index_entries"
 
 _CORPUS = (
     *("single", "left", "middle", "right", "pair", "shared", "extra", "posted"),
@@ -154,6 +155,16 @@ def record(engine: EngineProcess, scenario: Scenario) -> Record:
     before = engine.counters()
     answers = ask(engine, scenario)
     return Record(answers, moved(before, engine.counters()))
+
+
+def until_index_is_read(engine: EngineProcess, entries: int = 1) -> None:
+    """Wait until a fresh engine knows so many entries: what it is asked before, it encodes."""
+
+    def is_read() -> bool:
+        engine.chat([[text("is the index here?")]], max_tokens=1)  # gauges move with steps
+        return engine.counters().get(INDEXED, 0) >= entries
+
+    eventually(is_read, "the engine has read the index")
 
 
 def moved(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

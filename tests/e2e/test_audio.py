@@ -15,7 +15,7 @@ from s3ec.dev.rigs.engine import EngineProcess, ec_config, text
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, STEADY
 from tests.e2e.audio_model import write_qwen2_audio, write_recordings
-from tests.e2e.rig import FROM_BUCKET, HITS, LOADS, MISSES, eventually, moved
+from tests.e2e.rig import FROM_BUCKET, HITS, LOADS, MISSES, eventually, moved, until_index_is_read
 
 _COUNT = 3
 _ROWS = 25  # of a second
@@ -77,6 +77,7 @@ def rig(workdir: Path, nursery: EngineForkServer) -> Iterator[_Rig]:
         eventually(lambda: len(entries()) == _COUNT + 1, "all embeddings are stored")
     stored = [path.read_bytes() for path in entries()]
     with engine("ec_consumer", STEADY) as consumer:
+        until_index_is_read(consumer, len(stored))
         yield _Rig(consumer, recordings, stored)
 
 

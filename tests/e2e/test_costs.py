@@ -33,6 +33,7 @@ from tests.e2e.rig import (
     keys,
     record,
     settings,
+    until_index_is_read,
 )
 
 _ENCODE_S = 1.5
@@ -53,7 +54,7 @@ class _Run:
         stored: Objects in the bucket before and after the second time.
         hit: The picture is asked for once more.
         costs: The document on the disk when the first engine has ended.
-        following: The second engine is asked for it, the first of all its requests.
+        following: The second engine is asked for it, the first picture of all.
     """
 
     once: Record
@@ -104,6 +105,7 @@ def run(
         hit = ask(first, gallery.again(_PICTURE, "third"))
     (kept,) = (tier / "v1" / "costs").iterdir()
     with engine("ec_consumer", "costs-next.log") as second:
+        until_index_is_read(second)
         following = ask(second, gallery.solo(_PICTURE))
     yield _Run(once, twice, (before, after), hit, json.loads(kept.read_text()), following)
     local_s3.delete_bucket(bucket)

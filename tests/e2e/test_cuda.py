@@ -17,7 +17,7 @@ from s3ec.dev.rigs.models import write_gemma3
 from s3ec.dev.rigs.pictures import write_pictures
 from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
 from s3ec.testing.server import LocalS3
-from tests.e2e.rig import FROM_BUCKET, HITS, MISSES, eventually, settings
+from tests.e2e.rig import FROM_BUCKET, HITS, MISSES, eventually, settings, until_index_is_read
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -60,6 +60,7 @@ def test_answers_from_the_bucket_are_those_without_the_connector(
     # Which returns when its saves are stored.
     for role in ("ec_consumer", "ec_both"):
         with engine(role, role) as one:
+            until_index_is_read(one, PICTURES)
             answers = ask(one)
             eventually(lambda: one.counters().get(HITS, 0) >= PICTURES)
             counters = one.counters()

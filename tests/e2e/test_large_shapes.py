@@ -25,6 +25,7 @@ from tests.e2e.rig import (
     other_vision_tower,
     said,
     settings,
+    until_index_is_read,
 )
 
 SHAPES = {
@@ -64,6 +65,7 @@ def test_a_large_embedding_is_answered_from_the_bucket_as_it_is_when_encoded(
     front = client.get_object(Bucket=bucket, Key=name, Range="bytes=0-16383")["Body"].read()
     assert codec.parse_header(front).shape == SHAPES[preset]
     with other_vision_tower(model), engine("ec_consumer") as consumer:
+        until_index_is_read(consumer)
         before = consumer.counters()
         loaded = consumer.chat(prompt, max_tokens=4, logprobs=2)
         told = moved(before, consumer.counters())

@@ -29,6 +29,7 @@ from tests.e2e.rig import (
     record,
     said,
     settings,
+    until_index_is_read,
 )
 
 _ENCODE_S = 2.0
@@ -80,6 +81,7 @@ def run(
         options=options,
         nursery=nursery,
     ) as engine:
+        until_index_is_read(engine, len(corpus.objects))
         # Each picture of the corpus comes to this node's disk; what they cost is learned there.
         warm = Scenario("warm", [gallery.solo(name) for name in (_STORED, _OTHER_STORED)])
         answers = record(engine, warm).answers

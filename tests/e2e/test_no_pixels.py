@@ -27,6 +27,7 @@ from tests.e2e.rig import (
     Gallery,
     eventually,
     moved,
+    until_index_is_read,
 )
 
 _PICTURES = ("single", "left", "middle")
@@ -100,6 +101,7 @@ def rig(workdir: Path, gallery: Gallery, qwen: Path, nursery: EngineForkServer) 
         env=STEADY,
         nursery=nursery,
     ) as engine:
+        until_index_is_read(engine, len(stored))
         yield _Rig(engine, pictures, stored)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from s3ec.corpus import Corpus as Bucket
 from s3ec.corpus import Selection
-from s3ec.dev.rigs.engine import EngineProcess, ec_config, text
+from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, STEADY
 from s3ec.testing.server import REGION, LocalS3
@@ -31,14 +31,13 @@ from tests.e2e.rig import (
     Record,
     Scenario,
     at_once,
-    eventually,
     other_vision_tower,
     record,
     said,
     settings,
+    until_index_is_read,
 )
 
-INDEXED = "vllm:s3ec_index_entries"
 _SHIPPED = ("single", "left", "shared")
 _PURPOSES = (*_SHIPPED, "control")
 
@@ -94,13 +93,8 @@ def shipped(
             options=OPTIONS,
             nursery=nursery,
         ) as engine:
-
-            def knows_all() -> bool:
-                engine.chat([[text("is the index here?")]], max_tokens=1)  # gauges move with steps
-                return engine.counters().get(INDEXED, 0) >= len(hashes)
-
             if ec is ours:
-                eventually(knows_all, "the index came")
+                until_index_is_read(engine, len(hashes))
             return {
                 purpose: record(engine, Scenario(purpose, [gallery.solo(purpose)]))
                 for purpose in _PURPOSES

@@ -28,6 +28,7 @@ from tests.e2e.rig import (
     record,
     said,
     settings,
+    until_index_is_read,
 )
 from tests.support.waiting import eventually
 
@@ -67,6 +68,7 @@ def run(
             options=OPTIONS,
             nursery=nursery,
         ) as engine:
+            until_index_is_read(engine, len(corpus.objects))
             proxy.add(Rule(Delay(_DELAY_S), method="GET", target="/objects/"))
             rounds = []
             for number in range(_ROUNDS):
