@@ -444,7 +444,10 @@ def _file_complaints(
             file.seek(header.data_start)
             codec.check_data(header, file.read())
         except (OSError, CorruptEntryError) as exc:
-            yield bad(str(exc))
+            if isinstance(exc, CorruptEntryError) and exc.reason == "version":
+                yield Complaint(f"{path} is of another format than this s3ec reads; it is left")
+            else:
+                yield bad(str(exc))
             return None
     return header
 

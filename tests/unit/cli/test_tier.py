@@ -13,6 +13,7 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.tier import Tier
 from tests.support.clock import Clock
+from tests.support.damage import other_version
 from tests.support.on_disk import audit_of, running_total
 from tests.unit.cli.conftest import Cli
 from tests.unit.tier.cases import (
@@ -272,6 +273,16 @@ def test_repair_deletes_bad_entries_and_mends_the_rest(cli: Cli, engine: Tier, r
     assert not bad.exists()
     assert present(engine) == set(range(10)) - {3}
     assert open_to_all.stat().st_mode & 0o777 == 0o600
+
+
+def test_repair_leaves_what_a_newer_release_wrote(cli: Cli, engine: Tier, root: Path) -> None:
+    """It shares the folder with this one, on a node where both run."""
+    newer = file_of(root, KEYS[3])
+    newer.write_bytes(other_version(newer.read_bytes()))
+    found = cli.json("tier", "repair", "--yes", code=1)
+    assert (found["repaired"], found["complaint_count"]) == (0, 1)
+    assert "another format" in found["complaints"][0]
+    assert newer.exists()
 
 
 def test_repair_removes_what_dead_processes_left(cli: Cli, engine: Tier, root: Path) -> None:
