@@ -16,6 +16,7 @@ from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Pin, Spool, Tier
+from tests.support.disks import give_to_group
 from tests.support.on_disk import audit_of, evict, make_room, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
@@ -57,7 +58,7 @@ def test_root_of_another_user_is_refused_with_the_fix(tmp_path: Path) -> None:
         new_tier(folder)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o2777, 0o702])
 def test_root_that_others_may_write_is_refused_with_the_fix(root: Path, mode: int) -> None:
     root.mkdir()
     root.chmod(mode)
@@ -66,6 +67,51 @@ def test_root_that_others_may_write_is_refused_with_the_fix(root: Path, mode: in
     root.chmod(0o755)
     tier = new_tier(root)
     tier.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder away needs root")
+@pytest.mark.parametrize("mode", [0o770, 0o2770])
+def test_root_that_a_group_may_write_is_refused_where_it_is_not_one_of_ours(
+    root: Path, mode: int
+) -> None:
+    root.mkdir()
+    os.chown(root, -1, 65534)
+    root.chmod(mode)
+    with pytest.raises(TierError, match=rf"mode {mode:o}, group 65534\); `chmod 700"):
+        new_tier(root)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder away needs root")
+def test_volume_that_was_given_to_our_group_is_used_whoever_owns_it(
+    make_tier: MakeTier, plain_user: Path
+) -> None:
+    gid, user = os.getegid(), os.geteuid()
+    os.seteuid(0)
+    os.chown(plain_user, 0, -1)
+    os.seteuid(user)
+    give_to_group(plain_user, gid)
+    for _ in range(2):
+        tier = make_tier(plain_user)
+        publish(tier, 1, 2)
+        give_to_group(plain_user, gid)  # kubelet was restarted
+        publish(tier, 3)
+        assert read(pinned(tier, key_at(1)), key_at(1)) == entry(key_at(1))
+        assert audit_of(tier) == []
+        tier.close()
+        give_to_group(plain_user, gid)  # the pod is started again
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder away needs root")
+def test_tier_of_another_user_in_a_volume_of_our_group_is_refused_with_the_fix(
+    make_tier: MakeTier, plain_user: Path
+) -> None:
+    make_tier(plain_user).close()
+    give_to_group(plain_user, os.getegid())
+    os.seteuid(0)
+    os.setegid(65534)
+    with pytest.raises(TierError, match=rf"{plain_user}/v1 belongs to uid 65534 .*`chown 0"):
+        new_tier(plain_user)
+    os.seteuid(65534)
 
 
 @pytest.mark.parametrize("name", ["v1", "v1/objects", f"v1/objects/{NAMESPACE}", "v1/pins"])
