@@ -180,6 +180,6 @@ class Tier:
             self.pins.make_folder()
         except OSError as exc:
             # A disk that filled up while nobody evicted must not keep the next one out.
-            if not is_full(exc) or not self.evictor.make_room(0, at_least_bytes=1):
+            if not is_full(exc) or not self.evictor.make_room(0, full=True):
                 raise
             self.pins.make_folder()

@@ -15,15 +15,17 @@ import pytest
 from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Pin, Spool, Tier
-from tests.support.disks import give_to_group
+from s3ec.tier import Pin, Spool, Tier, evictor
+from tests.support.disks import give_to_group, small_tmpfs
 from tests.support.on_disk import audit_of, evict, make_room, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
     MakeTier,
     entry,
+    even,
     file_of,
+    fill,
     key_at,
     key_of,
     new_tier,
@@ -340,6 +342,37 @@ def test_disk_out_of_inodes_evicts_and_goes_on(
     assert len(refused) < 20
     assert counters.get("tier.evicted") > 100
     assert audit_of(tier) == []
+
+
+def test_disk_out_of_inodes_is_walked_once_for_many_publishes(
+    make_tier: MakeTier, tmp_path: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of the entries goes at once, as where the budget is used up."""
+    rounds, scan = [], evictor.scan_tier
+    monkeypatch.setattr(evictor, "scan_tier", lambda *args: rounds.append(1) or scan(*args))
+    with small_tmpfs(tmp_path / "disk", size=1 << 23, inodes=330) as disk:
+        tier = make_tier(disk)
+        fill(tier, *range(600))  # some 300 beyond the end
+        assert usage_of(tier).entries > 250
+        assert audit_of(tier) == []
+    assert counters.get("tier.evicted") > 250
+    assert len(rounds) < 20
+
+
+def test_large_entry_is_received_on_a_disk_out_of_inodes(
+    make_tier: MakeTier, tmp_path: Path
+) -> None:
+    with small_tmpfs(tmp_path / "disk", size=1 << 23, inodes=100) as disk:
+        tier = make_tier(disk)
+        number = 0
+        while os.statvfs(disk).f_favail:
+            fill(tier, number)
+            number += 1
+        key, blob = even(1000), entry(even(1000))
+        verifier = codec.Verifier(blob, namespace=NAMESPACE, identifier=key.identifier)
+        pin = tier.writer.begin(key, blob, verifier).commit()
+        assert read(pin, key) == blob
+        tier.entries.unpin(pin)
 
 
 def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
