@@ -174,12 +174,13 @@ class Tier:
         runtime.keep_files(f"{self.folders.version}/")
         fresh = not os.path.lexists(self.folders.version)
         self.folders.make()
-        make_folder(self.entries.objects)
         self.evictor.open(fresh=fresh)
-        try:
-            self.pins.make_folder()
-        except OSError as exc:
-            # A disk that filled up while nobody evicted must not keep the next one out.
-            if not is_full(exc) or not self.evictor.make_room(0, full=True):
-                raise
-            self.pins.make_folder()
+        for last in (False, False, True):  # a few entries free a few inodes only
+            try:
+                make_folder(self.entries.objects)
+                self.pins.make_folder()
+                return
+            except OSError as exc:
+                # A disk that filled up while nobody evicted must not keep the next one out.
+                if last or not is_full(exc) or not self.evictor.make_room(0, full=True):
+                    raise

@@ -21,6 +21,7 @@ from tests.support.on_disk import audit_of, evict, make_room, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
+    OTHER_NAMESPACE,
     MakeTier,
     entry,
     even,
@@ -375,8 +376,9 @@ def test_large_entry_is_received_on_a_disk_out_of_inodes(
         tier.entries.unpin(pin)
 
 
+@pytest.mark.parametrize("namespace", [NAMESPACE, OTHER_NAMESPACE])
 def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
-    make_tier: MakeTier, small_disk: Path
+    make_tier: MakeTier, small_disk: Path, namespace: str
 ) -> None:
     tier = make_tier(small_disk)
     for number in range(6):
@@ -384,7 +386,7 @@ def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
     tier.close()
     for number in range(os.statvfs(small_disk).f_favail):
         (small_disk / f"somebody's {number}").touch()
-    tier = make_tier(small_disk)
+    tier = make_tier(small_disk, namespace=namespace)
     assert 0 < usage_of(tier).entries < 6
     assert audit_of(tier) == []
 
