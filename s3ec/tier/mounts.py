@@ -27,7 +27,6 @@ _SHARED = frozenset(
 # A process behind it answers, on servers mostly for a bucket or a share (s3fs, gcsfuse, juicefs,
 # sshfs, ceph-fuse), and no list of those would be complete. It may rename a file that is open
 # instead of removing it. The two here are a local disk and the layer of a rootless container.
-_FUSE = "fuse"
 _LOCAL_FUSE = frozenset(("fuseblk", "fuse.fuse-overlayfs"))
 
 
@@ -60,7 +59,7 @@ def require_local(root: Path) -> None:
         TierError: Names the file system and how to mend it.
     """
     kind = file_system(root)
-    if kind in _SHARED or (kind.startswith(_FUSE) and kind not in _LOCAL_FUSE):
+    if kind in _SHARED or (kind.startswith("fuse") and kind not in _LOCAL_FUSE):
         raise TierError(
             f"{root} is on a network or shared file system ({kind}); set `cache_dir` to a folder "
             "on a local disk or in /dev/shm: the bucket is the shared copy"
