@@ -219,8 +219,8 @@ class Settings(BaseModel):
     sse_kms_key_id: str | None = Field(None, description="KMS key, with `sse` = `aws:kms`.")
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,
-        description="Folder of the node's disk tier. Default: `s3ec` in `XDG_CACHE_HOME` or "
-        "`~/.cache`.",
+        description="Folder of the node's disk tier, on a disk of this machine or in memory. "
+        "Default: `s3ec` in `XDG_CACHE_HOME` or `~/.cache`.",
     )
     cache_bytes: ByteSize = Field(
         ByteSize(50 * 2**30), gt=0, description="Size the tier is kept below, such as `50GiB`."

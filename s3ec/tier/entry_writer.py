@@ -168,7 +168,12 @@ class EntryWriter:
         """
         try:
             self._evictor.need_room(nbytes, wait_s=wait_s)
-            file = self._folders.new_file()
+            try:
+                file = self._folders.new_file()
+            except OSError as exc:
+                if not is_full(exc) or not self._make_room(nbytes):
+                    raise
+                file = self._folders.new_file()
         except OSError as exc:
             raise TierError(f"cannot receive {name}: {exc}") from exc
         return Incoming(name, nbytes, file, check, commit, self._make_room)
@@ -179,11 +184,8 @@ class EntryWriter:
         self._evictor.account(file.nbytes)
 
     def _make_room(self, nbytes: int) -> int:
-        """Free at least so many bytes, whatever the figures say; answers how many.
-
-        statvfs shows neither quotas nor a lack of inodes: without this a full one would stay full.
-        """
-        return self._evictor.make_room(nbytes, at_least_bytes=nbytes, wait=True)
+        """Free at least so many bytes, since the disk is full; answers how many."""
+        return self._evictor.make_room(nbytes, full=True, wait=True)
 
     def _write(
         self,
@@ -386,7 +388,6 @@ class Incoming(Generic[T]):
             try:
                 self._file.put(part, at)
             except OSError as exc:
-                # statvfs shows neither quotas nor a lack of inodes.
                 if not is_full(exc) or not self._make_room(len(part)):
                     raise
                 self._file.put(part, at)

@@ -135,6 +135,7 @@ def evict(
     goal_bytes: int,
     *,
     objects: Path,
+    goal_entries: int = 0,
     remove: bool = True,
     pause: Callable[[], None] | None = None,
 ) -> Evicted:
@@ -142,12 +143,13 @@ def evict(
 
     Args:
         entries: Without what is pinned or spooled, since removing that frees nothing now.
+        goal_entries: And until so many are.
         objects: ``Folders.objects``; folders below it that lost their last entry go too.
         remove: False only counts.
     """
     freed = removed = unread = 0
     for entry in entries:
-        if freed >= goal_bytes:
+        if freed >= goal_bytes and removed >= goal_entries:
             break
         with suppress(OSError):
             found = os.lstat(entry.path)
@@ -534,15 +536,15 @@ class Evictor:
         if not figures.counted or figures.total_bytes > self._budget_bytes - self._ahead_bytes:
             self._background.wake()
 
-    def make_room(self, incoming_bytes: int, *, at_least_bytes: int = 0, wait: bool = False) -> int:
+    def make_room(self, incoming_bytes: int, *, full: bool = False, wait: bool = False) -> int:
         """One round: sweep what dead processes left, count, and evict where it is needed.
 
         Args:
             incoming_bytes: What is about to be written.
-            at_least_bytes: Free this much even if the figures say there is room (a quota that
-                the figures do not show).
-            wait: Whether to wait for a round that is under way, as a publish does, and then do one
-                nevertheless.
+            full: The disk says it is full, whatever the figures say: they show neither quotas nor
+                a lack of inodes. Then so much goes as where the budget is used up, unless somebody
+                has evicted while this one waited for its turn.
+            wait: Whether to wait for a round that is under way, as a publish does.
 
         Returns:
             Bytes removed; 0 where another round is under way.
@@ -550,8 +552,12 @@ class Evictor:
         Raises:
             OSError: The file system refused.
         """
+        before_bytes = self._total.read().total_bytes
         with self._turn() if wait else evict_lock(self._folders) as alone:
-            return self._round(incoming_bytes, at_least_bytes=at_least_bytes) if alone else 0
+            if not alone:
+                return 0
+            freed = before_bytes - self._total.read().total_bytes
+            return freed if full and freed > 0 else self._round(incoming_bytes, full=full)
 
     @contextmanager
     def _turn(self, wait_s: float | None = None) -> Iterator[bool]:
@@ -599,7 +605,7 @@ class Evictor:
         self,
         incoming_bytes: int,
         *,
-        at_least_bytes: int = 0,
+        full: bool = False,
         ahead: bool = False,
         pause: Callable[[], None] | None = None,
     ) -> int:
@@ -610,9 +616,13 @@ class Evictor:
         self._sweep()
         scan = scan_tier(self._folders, pause)
         self._sweep_temps(scan)
-        goal_bytes = 0
+        goal_bytes = goal_entries = 0
         if self._evicts:
-            goal_bytes = max(self._excess(scan, incoming_bytes, ahead=ahead), at_least_bytes)
+            goal_bytes = self._excess(scan, incoming_bytes, ahead=ahead)
+        if self._evicts and full:
+            share = 1 - LOW_WATER  # else every publish would walk the folder again
+            goal_bytes = max(goal_bytes, incoming_bytes, int(scan.entry_bytes * share), 1)
+            goal_entries = int(len(scan.entries) * share)
         freed = 0
         if goal_bytes > 0:
             freed = evict_indexes(
@@ -622,7 +632,9 @@ class Evictor:
                 pause=pause,
             )
         if freed < goal_bytes:
-            freed += self._evict(scan, goal_bytes - freed, pause, spare_recent=ahead)
+            freed += self._evict(
+                *(scan, goal_bytes - freed, goal_entries, pause), spare_recent=ahead
+            )
         self._total.recount(before, scan.total_bytes - freed)
         return freed
 
@@ -661,6 +673,7 @@ class Evictor:
         self,
         scan: TierScan,
         goal_bytes: int,
+        goal_entries: int,
         pause: Callable[[], None] | None,
         *,
         spare_recent: bool,
@@ -675,7 +688,12 @@ class Evictor:
             if entry.inode not in scan.kept and not spared_ns <= entry.mtime_ns <= latest_ns
         ]
         ordered = oldest_first(free, now_s=now_s, pause=pause)
-        gone = evict(ordered, goal_bytes, objects=self._folders.objects, pause=pause)
+        gone = evict(
+            *(ordered, goal_bytes),
+            objects=self._folders.objects,
+            goal_entries=goal_entries,
+            pause=pause,
+        )
         if gone.entries:
             self._counters.add("tier.evicted", gone.entries)
             self._counters.add("tier.evicted_bytes", gone.nbytes)

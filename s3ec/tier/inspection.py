@@ -25,9 +25,11 @@ from s3ec.tier.evictor import Evicted, RunningTotal, evict, evict_lock, oldest_f
 from s3ec.tier.files import (
     FILE_MODE,
     FOLDER_MODE,
+    OTHERS_MAY_WRITE,
     Folders,
     free_bytes,
     is_stale_temp,
+    mode_for_others,
     open_entry,
     require_own_folder,
 )
@@ -121,13 +123,16 @@ class Inspection:
         try:
             folders = Folders(Path(os.path.realpath(root)))
             for folder in (folders.root, folders.version):
-                owner = os.lstat(folder).st_uid
-                if owner != os.geteuid():
+                try:
+                    require_own_folder(folder, given=folder == folders.root)
+                except TierError as exc:
+                    owner = os.lstat(folder).st_uid
+                    if owner == os.geteuid():
+                        raise
                     raise TierError(
                         f"{folder} belongs to uid {owner}; run this as that user, such as "
                         f"`sudo -u '#{owner}' s3ec tier`, or name another `cache_dir`"
-                    )
-                require_own_folder(folder)
+                    ) from exc
         except FileNotFoundError as exc:
             raise NoTierError(
                 f"no cache in {root}: nothing has been stored there yet, or engines use another "
@@ -328,19 +333,18 @@ def complaints_about(
 
 
 def _folder_complaints(folders: Folders) -> Iterator[Complaint]:
-    """Inner folders must be private; the root is the user's, and only its writers matter."""
+    """Inner folders must be private; the root may be given, and only its writers matter."""
     owner = os.geteuid()
     for path in [str(folders.root), *_folders_below(str(folders.version))]:
         try:
             found = os.lstat(path)
         except OSError:
             continue
-        mode = stat.S_IMODE(found.st_mode)
-        wrong = mode & 0o022 if path == str(folders.root) else mode != FOLDER_MODE
-        if wrong:
-            text = f"folder {path} has mode {mode:o}, expected {FOLDER_MODE:o}"
+        mode, is_root = mode_for_others(found), path == str(folders.root)
+        if mode & OTHERS_MAY_WRITE if is_root else mode != FOLDER_MODE:
+            text = f"folder {path} has mode {stat.S_IMODE(found.st_mode):o}, not {FOLDER_MODE:o}"
             yield _mode_complaint(text, path, found, FOLDER_MODE)
-        if found.st_uid != owner:
+        if found.st_uid != owner and not is_root:
             yield Complaint(f"folder {path} belongs to uid {found.st_uid}, expected {owner}")
 
 
@@ -434,7 +438,7 @@ def _file_complaints(
         return None
     with open(fd, "rb") as file:
         found = os.fstat(file.fileno())
-        if stat.S_IMODE(found.st_mode) != FILE_MODE:
+        if mode_for_others(found) != FILE_MODE:
             text = f"{path} has mode {stat.S_IMODE(found.st_mode):o}, expected {FILE_MODE:o}"
             yield _mode_complaint(text, path, found, FILE_MODE)
         if found.st_uid != os.geteuid():

@@ -22,6 +22,7 @@ from s3ec.tier.entry_writer import EntryWriter
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import DiskErrors, Folders, is_full, make_folder
 from s3ec.tier.index_files import IndexFiles
+from s3ec.tier.mounts import require_local
 from s3ec.tier.news import NewsReader, NewsWriter
 from s3ec.tier.pins import Pins
 from s3ec.tier.spool import Spool
@@ -72,7 +73,8 @@ class Tier:
 
         Raises:
             ValueError: Not a namespace's name.
-            TierError: The folder is not ours alone, or cannot be written; names the fix.
+            TierError: The folder is shared with other machines, or not ours alone, or cannot be
+                written; names the fix.
         """
         if not is_namespace_name(namespace):
             raise ValueError(f"not a namespace's name: {namespace!r:.100}")
@@ -168,15 +170,17 @@ class Tier:
             raise TierError("the tier is not open")
 
     def _open(self) -> None:
+        require_local(self.folders.root)
         runtime.keep_files(f"{self.folders.version}/")
         fresh = not os.path.lexists(self.folders.version)
         self.folders.make()
-        make_folder(self.entries.objects)
         self.evictor.open(fresh=fresh)
-        try:
-            self.pins.make_folder()
-        except OSError as exc:
-            # A disk that filled up while nobody evicted must not keep the next one out.
-            if not is_full(exc) or not self.evictor.make_room(0, at_least_bytes=1):
-                raise
-            self.pins.make_folder()
+        for last in (False, False, True):  # a few entries free a few inodes only
+            try:
+                make_folder(self.entries.objects)
+                self.pins.make_folder()
+                return
+            except OSError as exc:
+                # A disk that filled up while nobody evicted must not keep the next one out.
+                if last or not is_full(exc) or not self.evictor.make_room(0, full=True):
+                    raise

@@ -129,6 +129,7 @@ def live(root: Path, bucket: Path) -> None:
         tier.entries.unpin(tier.writer.receive(key_at(number), [blob], header))
     begin(tier)()
     pin = tier.entries.pin(key_at(5))
+    tier.writer.publish(key_at(5), [ENTRIES[5]])  # replaces what is pinned
     tier.entries.drop_bad(key_at(6), "checksum")
     evict(tier, key_at(7))
     files = tier.open_index()
@@ -136,6 +137,7 @@ def live(root: Path, bucket: Path) -> None:
     make_room(tier, 1 << 20, budget_bytes=1 << 20)
     files.remove(_INDEX_FILE)
     if pin is not None:
+        expect("pinned", read(pin, key_at(5)) == ENTRIES[5], "evicted")
         tier.entries.unpin(pin)
     tier.close()
 

@@ -277,9 +277,25 @@ def test_what_was_saved_and_never_asked_for_is_told_apart_when_it_is_evicted(
         tier.entries.unpin(pinned(tier, even(number)))
     received = entry(even(5))  # somebody asked for it, so it was fetched
     tier.entries.unpin(tier.writer.receive(even(5), [received], codec.parse_header(received)))
-    tier.evictor.make_room(0, at_least_bytes=6 * SIZE, wait=True)
+    make_room(tier, budget_bytes=1, counters=counters)
     assert counters.get("tier.evicted_bytes") == 6 * SIZE
     assert counters.get("tier.never_read_bytes") == 2 * SIZE
+
+
+def test_full_disk_for_which_somebody_evicts_meanwhile_is_not_evicted_from_again(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, lock, others = make_tier(), evictor.evict_lock, [make_tier()]
+    fill(tier, *range(30))
+
+    def taken(folders: Folders, *, wait_s: float = 0.0) -> AbstractContextManager[bool]:
+        if others:  # its turn comes first
+            others.pop().evictor.make_room(SIZE, full=True)
+        return lock(folders, wait_s=wait_s)
+
+    monkeypatch.setattr(evictor, "evict_lock", taken)
+    assert tier.evictor.make_room(SIZE, full=True, wait=True) == 3 * SIZE
+    assert left(tier, 30) == set(range(3, 30))
 
 
 def test_who_does_not_evict_stops_where_the_others_would_begin(make_tier: MakeTier) -> None:
@@ -291,7 +307,7 @@ def test_who_does_not_evict_stops_where_the_others_would_begin(make_tier: MakeTi
     with pytest.raises(evictor.NoRoomError, match="would make the node's processes evict"):
         fill(ours, 19)
     assert ours.evictor.room_bytes() == 0
-    assert ours.evictor.make_room(budget, at_least_bytes=budget, wait=True) == 0
+    assert ours.evictor.make_room(budget, full=True, wait=True) == 0
     assert left(ours, 20) == set(range(19))
 
 
@@ -449,7 +465,7 @@ def test_publishes_behind_a_stopped_evictor_wait_once_and_then_are_refused_at_on
         for _ in range(2):
             with pytest.raises(TierError, match="another eviction is still under way"):
                 fill(tier, 3)
-        assert tier.evictor.make_room(SIZE, at_least_bytes=SIZE, wait=True) == 0
+        assert tier.evictor.make_room(SIZE, full=True, wait=True) == 0
         assert waits == [evictor.TURN_WAIT_S, 0.0, 0.0]
         assert waits[0] < PATIENCE_S
         now_s += 60

@@ -15,14 +15,18 @@ import pytest
 from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Pin, Spool, Tier
+from s3ec.tier import Pin, Spool, Tier, evictor
+from tests.support.disks import give_to_group, small_tmpfs
 from tests.support.on_disk import audit_of, evict, make_room, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
+    OTHER_NAMESPACE,
     MakeTier,
     entry,
+    even,
     file_of,
+    fill,
     key_at,
     key_of,
     new_tier,
@@ -57,7 +61,7 @@ def test_root_of_another_user_is_refused_with_the_fix(tmp_path: Path) -> None:
         new_tier(folder)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o2777, 0o702])
 def test_root_that_others_may_write_is_refused_with_the_fix(root: Path, mode: int) -> None:
     root.mkdir()
     root.chmod(mode)
@@ -66,6 +70,51 @@ def test_root_that_others_may_write_is_refused_with_the_fix(root: Path, mode: in
     root.chmod(0o755)
     tier = new_tier(root)
     tier.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder away needs root")
+@pytest.mark.parametrize("mode", [0o770, 0o2770])
+def test_root_that_a_group_may_write_is_refused_where_it_is_not_one_of_ours(
+    root: Path, mode: int
+) -> None:
+    root.mkdir()
+    os.chown(root, -1, 65534)
+    root.chmod(mode)
+    with pytest.raises(TierError, match=rf"mode {mode:o}, group 65534\); `chmod 700"):
+        new_tier(root)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder away needs root")
+def test_volume_that_was_given_to_our_group_is_used_whoever_owns_it(
+    make_tier: MakeTier, plain_user: Path
+) -> None:
+    gid, user = os.getegid(), os.geteuid()
+    os.seteuid(0)
+    os.chown(plain_user, 0, -1)
+    os.seteuid(user)
+    give_to_group(plain_user, gid)
+    for _ in range(2):
+        tier = make_tier(plain_user)
+        publish(tier, 1, 2)
+        give_to_group(plain_user, gid)  # kubelet was restarted
+        publish(tier, 3)
+        assert read(pinned(tier, key_at(1)), key_at(1)) == entry(key_at(1))
+        assert audit_of(tier) == []
+        tier.close()
+        give_to_group(plain_user, gid)  # the pod is started again
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder away needs root")
+def test_tier_of_another_user_in_a_volume_of_our_group_is_refused_with_the_fix(
+    make_tier: MakeTier, plain_user: Path
+) -> None:
+    make_tier(plain_user).close()
+    give_to_group(plain_user, os.getegid())
+    os.seteuid(0)
+    os.setegid(65534)
+    with pytest.raises(TierError, match=rf"{plain_user}/v1 belongs to uid 65534 .*`chown 0"):
+        new_tier(plain_user)
+    os.seteuid(65534)
 
 
 @pytest.mark.parametrize("name", ["v1", "v1/objects", f"v1/objects/{NAMESPACE}", "v1/pins"])
@@ -296,8 +345,40 @@ def test_disk_out_of_inodes_evicts_and_goes_on(
     assert audit_of(tier) == []
 
 
+def test_disk_out_of_inodes_is_walked_once_for_many_publishes(
+    make_tier: MakeTier, tmp_path: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of the entries goes at once, as where the budget is used up."""
+    rounds, scan = [], evictor.scan_tier
+    monkeypatch.setattr(evictor, "scan_tier", lambda *args: rounds.append(1) or scan(*args))
+    with small_tmpfs(tmp_path / "disk", size=1 << 23, inodes=330) as disk:
+        tier = make_tier(disk)
+        fill(tier, *range(600))  # some 300 beyond the end
+        assert usage_of(tier).entries > 250
+        assert audit_of(tier) == []
+    assert counters.get("tier.evicted") > 250
+    assert len(rounds) < 20
+
+
+def test_large_entry_is_received_on_a_disk_out_of_inodes(
+    make_tier: MakeTier, tmp_path: Path
+) -> None:
+    with small_tmpfs(tmp_path / "disk", size=1 << 23, inodes=100) as disk:
+        tier = make_tier(disk)
+        number = 0
+        while os.statvfs(disk).f_favail:
+            fill(tier, number)
+            number += 1
+        key, blob = even(1000), entry(even(1000))
+        verifier = codec.Verifier(blob, namespace=NAMESPACE, identifier=key.identifier)
+        pin = tier.writer.begin(key, blob, verifier).commit()
+        assert read(pin, key) == blob
+        tier.entries.unpin(pin)
+
+
+@pytest.mark.parametrize("namespace", [NAMESPACE, OTHER_NAMESPACE])
 def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
-    make_tier: MakeTier, small_disk: Path
+    make_tier: MakeTier, small_disk: Path, namespace: str
 ) -> None:
     tier = make_tier(small_disk)
     for number in range(6):
@@ -305,7 +386,7 @@ def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
     tier.close()
     for number in range(os.statvfs(small_disk).f_favail):
         (small_disk / f"somebody's {number}").touch()
-    tier = make_tier(small_disk)
+    tier = make_tier(small_disk, namespace=namespace)
     assert 0 < usage_of(tier).entries < 6
     assert audit_of(tier) == []
 

@@ -46,6 +46,7 @@ ROWS = {
         *("cold_ratio_to_raw", "/compact.peak_mib", "/compact.seconds", "visible_p99_s"),
         "idle_lists_per_refresh",
     ],
+    "evict": ["lost", "wrong", "refused", "budgets_per_s", "loads"],
     "payoff": [
         *("sim_over_110_share", "sim_p50_worst", "sim_p99_worst", "sim_throughput_worst"),
         *("sim_encode_learned_ratio", "decide_us"),
