@@ -214,6 +214,10 @@ class EngineProcess:
         """
         self._call("shuffle")
 
+    def leave_out_language_model(self) -> None:
+        """Have the layers of a Gemma3 do nothing. For an engine in one process only."""
+        self._call("leave_out_language_model")
+
     def slow_encoder(self, seconds: float) -> None:
         """Have the encoder sleep so long for each picture. For an engine in one process only."""
         self._call("slow_encoder", seconds=seconds)

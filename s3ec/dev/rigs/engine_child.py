@@ -173,13 +173,24 @@ class _Engine:
     def _core(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core  # VLLM_ENABLE_V1_MULTIPROCESSING=0
 
+    def leave_out_language_model(self) -> None:
+        layers = self._model().language_model.model
+
+        def forward(tokens: Any, *_args: Any, inputs_embeds: Any = None, **_more: Any) -> Any:
+            return layers.embed_input_ids(tokens) if inputs_embeds is None else inputs_embeds
+
+        layers.forward = forward
+
     def slow_encoder(self, seconds: float) -> None:
         self._encoder_here().seconds = seconds
 
+    def _model(self) -> Any:
+        # Not by apply_model, after which the weights may be others.
+        return self._core().model_executor.driver_worker.get_model()
+
     def _encoder_here(self) -> _SlowEncoder:
         if self._slowed is None:
-            # Not by apply_model, after which the weights may be others.
-            model = self._core().model_executor.driver_worker.get_model()
+            model = self._model()
             self._slowed = _SlowEncoder(model.embed_multimodal)
             model.embed_multimodal = self._slowed
         return self._slowed

@@ -55,8 +55,11 @@ ROWS = {
         "learned_ratio",
     ],
     "rag": [
-        *("total_ratio", "ttft_p50_ratio", "ttft_p99_ratio", "ratio_to_example_disk"),
-        *("ratio_to_example_mount", "legs"),
+        *("total_ratio", "ttft_p50_ratio", "ttft_p99_ratio", "ratio_to_example_mount", "legs"),
+    ],
+    "rag_warm": [
+        *("/rag.warm_p50_ratio", "/rag.warm_total_ratio", "/rag.warm_p50_ratio_plain"),
+        *("/rag.warm_encodes", "/rag.warm_legs"),
     ],
     "weights": ["fingerprint_ms"],
     "dead": ["ttft_p99_ratio", "step_p99_ratio"],
@@ -250,6 +253,7 @@ def test_row_that_misses_its_reach_ends_with_one(
         (["index", "--keys", "1e7"], "index", {"keys": 10_000_000}),
         (["index", "--keys", "2_000_000"], "index", {"keys": 2_000_000}),
         (["soak", "--minutes", "2", "--seed", "3"], "soak", {"minutes": 2.0, "seed": 3}),
+        (["rag", "--warm", "--device=cuda", "--json"], "rag_warm", {"device": "cuda"}),
     ],
 )
 def test_options_reach_the_benchmark(
@@ -270,3 +274,10 @@ def test_options_of_rag_reach_it(asked: list[tuple[str, dict[str, Any]]]) -> Non
     assert (options.loop, options.rate_per_s, options.seed) == ("open", 2.0, 7)
     assert options.configs == (3, 1)
     assert options.object_mb == "30"
+
+
+def test_a_warm_rag_takes_no_option_that_would_not_count(
+    asked: list[tuple[str, dict[str, Any]]],
+) -> None:
+    assert "--device alone" in invoke("rag", "--warm", "--seed", "7", code=2).stderr
+    assert not asked
