@@ -590,18 +590,9 @@ def _rag(
             parser=_numbers(range(1001), "milliseconds are whole numbers from 0 to 1000"),
         ),
     ] = "0,20,80",
-    loop: Annotated[
-        str,
-        option(
-            *("--loop", "open|closed"),
-            "closed: clients with one request at a time. open: at random times.",
-            parser=_one_of("loop", "open", "closed"),
-        ),
-    ] = "closed",
-    clients: Annotated[int, option("--clients", "N", "Of the closed loop.", min=1, max=64)] = 2,
-    rate: Annotated[
-        float, option("--rate", "R", "Requests a second, of the open loop.", min=0.001, max=1000)
-    ] = 0.5,
+    clients: Annotated[
+        int, option("--clients", "N", "Each has one request at a time.", min=1, max=64)
+    ] = 2,
     configs: Annotated[
         Any,
         option(
@@ -641,9 +632,7 @@ def _rag(
         factor=factor,
         seed=seed,
         latency_ms=latency_ms,
-        loop=loop,
         clients=clients,
-        rate_per_s=rate,
         configs=configs,
         object_mb=object_mb,
         device=device,

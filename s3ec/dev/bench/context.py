@@ -294,16 +294,12 @@ class Context:
 class Progress:
     """Says the present step and the time left, with each step and every 8 s; a context manager.
 
-    Its thread wakes up for a line and nothing else.
+    Args:
+        say: Shows one line.
+        expected_s: Of all steps together.
     """
 
     def __init__(self, say: Callable[[str], None], expected_s: float) -> None:
-        """Nothing is said yet.
-
-        Args:
-            say: Shows one line.
-            expected_s: Of all steps together.
-        """
         self._say = say
         self._expected_s = expected_s
         self._began_s = time.monotonic()

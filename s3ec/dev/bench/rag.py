@@ -43,8 +43,6 @@ NUMBERS = (1, 3, 2, 4, 6)
 _PREPARE_S, _LEG_S = 60.0, 20.0
 # Two documents; one in a quick run.
 FACTOR, _QUICK_FACTOR = 2 / 135, 0.002
-# Engines that encode keep up with this many requests a second in no configuration but s3ec's.
-RATE_PER_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,7 @@ class Options:
         factor: Of the published size; None for one that takes minutes here.
         seed: Of what is drawn at random.
         latency_ms: Added to each request to the bucket, one leg for each.
-        loop: ``closed``: a few clients, each with one request at a time. ``open``: at random times.
-        clients: How many clients.
-        rate_per_s: Requests a second in an open loop.
+        clients: How many clients, each with one request at a time.
         configs: Numbers of configurations.
         object_mb: Megabytes of an embedding, one of ``ENCODERS``.
         device: ``cpu`` or ``cuda``.
@@ -66,18 +62,10 @@ class Options:
     factor: float | None = None
     seed: int = 0
     latency_ms: Sequence[int] = LATENCIES_MS
-    loop: str = "closed"
     clients: int = 2
-    rate_per_s: float = RATE_PER_S
     configs: Sequence[int] = NUMBERS
     object_mb: str = "2.75"
     device: str = "cpu"
-
-    def made(self, *, quick: bool = False) -> workloads.Workload:
-        """The requests."""
-        factor = self.factor or (_QUICK_FACTOR if quick else FACTOR)
-        workload = workloads.questions(factor=factor, seed=self.seed)
-        return workload.arriving(self.rate_per_s, self.seed) if self.loop == "open" else workload
 
 
 _QUICK = Options(latency_ms=(0,), configs=(1, 3, 4, 6))
@@ -91,13 +79,13 @@ def run(context: Context, options: Options | None = None) -> None:
     """
     if options is None:
         options = _QUICK if context.quick else Options()
-    workload = options.made(quick=context.quick)
+    factor = options.factor or (_QUICK_FACTOR if context.quick else FACTOR)
+    workload = workloads.questions(factor=factor, seed=options.seed)
     managers = takes_managers()
     encoder = TINY if context.quick else ENCODERS[options.object_mb]
     if options.device == "cuda" and encoder is ENCODERS["2.75"]:
         encoder = ON_GPU
     setup = Setup(encoder, device=options.device, managers=managers)
-    clients = options.clients if options.loop == "closed" else None
     whys: dict[int, str] = {}
     if not managers:
         whys[2] = "this vLLM takes no other manager of its encoder cache; 0.32 is the first"
@@ -122,13 +110,13 @@ def run(context: Context, options: Options | None = None) -> None:
                 progress.begin(f"half {half + 1}, {number} of {len(legs)}: {leg.name}", _LEG_S)
                 empty = leg.number == 3 and not half
                 with rig.started(leg, empty=empty) as engine:
-                    rig.ask(leg, engine, requests, clients)
+                    rig.ask(leg, engine, requests, options.clients)
                 context.say(
                     f"so far: {leg.ttft_s(50):.3g} s to the first token (median), "
                     f"{leg.seconds:.3g} s in all, {leg.encodes} encodes"
                 )
-    loop = f"{options.clients} clients" if clients else "open"
-    report(context, legs, whys, about(workload, setup, f"{loop}, restarted in the middle"))
+    loop = f"{options.clients} clients, restarted in the middle"
+    report(context, legs, whys, about(workload, setup, loop))
 
 
 def takes_managers() -> bool:

@@ -342,26 +342,22 @@ class Rig:
             self._warm_up(engine, _WARM_UP_COLD if empty else _WARM_UP)
             yield engine
 
-    def ask(
-        self, leg: Leg, engine: EngineProcess, requests: Sequence[Ask], clients: int | None
-    ) -> None:
+    def ask(self, leg: Leg, engine: EngineProcess, requests: Sequence[Ask], clients: int) -> None:
         """Ask some requests, and add to the leg what was counted.
 
         Args:
             leg: Where the counts go.
             engine: One of its configuration.
-            requests: In the order of their arrival.
-            clients: Requests at a time (closed loop); None where they arrive at their times.
+            requests: In their order.
+            clients: Requests at a time.
         """
         config, link = leg.config, self._links[leg.latency_ms]
         metrics = engines.counters(engine) if config.store == "s3ec" else {}
         before = engine.work()
         cpu_before_s = self._mount_cpu_s(leg)
         moved = link.far.nbytes, link.far.requests
-        start_s = (requests[0].at_s or 0.0) if requests else 0.0
         first_s, seconds = engine.replay(
             [self._prompt(ask.images, ask.question) for ask in requests],
-            [(ask.at_s or 0.0) - start_s for ask in requests],
             max_tokens=_TOKENS,
             clients=clients,
         )
@@ -404,7 +400,7 @@ class Rig:
         engine.chat([[text("what time is it?")]], max_tokens=_TOKENS)
         for _ in range(pictures):
             asked = engines.prompt(self._warm_up_file, secrets.token_hex(32))
-            engine.replay([asked], [0.0], max_tokens=_TOKENS)
+            engine.replay([asked], max_tokens=_TOKENS, clients=1)
 
     def _engine(
         self, config: Config, latency_ms: int, *, role: str = "ec_both", tier: str | None = None

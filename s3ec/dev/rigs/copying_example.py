@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ECExampleConnector with one copy for each load: what any cache needs to fill a device's memory.
-
-On a CPU vLLM's own maps the file and copies nothing; on a GPU it copies already. An engine finds
-this class by ``ec_connector_module_path``.
-"""
+"""ECExampleConnector that copies what it loads; on a CPU vLLM's own maps files, with no copy."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from vllm.distributed.ec_transfer.ec_connector.example_connector import ECExampl
 
 
 class CopyingExampleConnector(ECExampleConnector):  # type: ignore[misc]  # vLLM is not followed
-    """Has a copy of each embedding in the encoder cache in place of a mapped file."""
+    """One copy for each load, as the memory of a device needs it."""
 
     def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
         """Load what the step needs, and copy what is new."""

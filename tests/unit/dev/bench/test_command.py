@@ -264,14 +264,14 @@ def test_options_reach_the_benchmark(
 
 
 def test_options_of_rag_reach_it(asked: list[tuple[str, dict[str, Any]]]) -> None:
-    args = "--factor 0.5 --latency-ms 5,20,5 --loop open --rate 2 --configs 3,1"
+    args = "--factor 0.5 --latency-ms 5,20,5 --clients 3 --configs 3,1"
 
     invoke("rag", *args.split(), "--object-mb", "30", "--seed", "7")
 
     options = asked[0][1]["options"]
     assert options.factor == 0.5
     assert options.latency_ms == (5, 20)
-    assert (options.loop, options.rate_per_s, options.seed) == ("open", 2.0, 7)
+    assert (options.clients, options.seed) == (3, 7)
     assert options.configs == (3, 1)
     assert options.object_mb == "30"
 

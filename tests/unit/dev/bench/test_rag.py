@@ -78,8 +78,3 @@ def test_an_embedding_has_the_megabytes_of_its_name(size: str) -> None:
 
 def test_only_what_asks_a_bucket_is_measured_at_each_latency() -> None:
     assert [number for number, config in CONFIGS.items() if config.has_bucket] == [3, 4, 6, 8]
-
-
-def test_an_open_loop_has_arrivals_and_a_closed_one_has_none() -> None:
-    assert rag.Options(loop="open").made().requests[0].at_s is not None
-    assert rag.Options().made().requests[0].at_s is None
