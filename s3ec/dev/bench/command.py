@@ -82,6 +82,11 @@ ENTRIES: dict[str, Entry] = {
     "encode": Entry(
         "What one encode takes on this GPU, beside the estimate of `s3ec cost`.", 300, alone=True
     ),
+    "gpu": Entry(
+        "What only a GPU can tell, on both of vLLM's model runners; without one, a test of itself.",
+        480,
+        alone=True,
+    ),
     "rag": Entry(
         "Questions over document images: vLLM alone, with s3ec, and with ECExampleConnector.",
         720,

@@ -37,8 +37,8 @@ ROWS = (
 _NUMBERS = _OURS, _EXAMPLE, _COPIES = 8, 5, 7
 _ENCODE_MS, _CLIENTS = (14, 60), (1, 2)
 _LATENCY_MS = 20
-_FACTOR, _ROUNDS = 4 / 135, 7
-_FILL_S, _START_S, _ASK_S = 50.0, 4.0, 3.0
+_FACTOR, _ROUNDS = 2 / 135, 13
+_FILL_S, _START_S, _ASK_S = 30.0, 4.0, 1.5
 
 
 class Setting(NamedTuple):

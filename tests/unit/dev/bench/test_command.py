@@ -55,6 +55,10 @@ ROWS = {
         *("gemma3-27b_over_estimate", "qwen2.5-vl-7b_over_estimate", "qwen3-vl-8b_over_estimate"),
         "learned_ratio",
     ],
+    "gpu": [
+        *("load_pinned_ratio", "readers_ratio", "wrong_answers", "encode_ms"),
+        *("encode_learned_ratio", "warm_total_ratio", "warm_p50_ratio", "warm_encodes"),
+    ],
     "rag": [
         *("total_ratio", "ttft_p50_ratio", "ttft_p99_ratio", "ratio_to_example_mount", "legs"),
     ],
