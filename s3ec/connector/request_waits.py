@@ -342,10 +342,16 @@ class RequestWaits:
             self._answers.clear()  # the others do not wait for it any more
         return ended
 
-    def keep_answer(self, request: Any, pending: list[Any], computed_tokens: int) -> None:
+    def keep_answer(
+        self, request: Any, pending: list[Any], computed_tokens: int, *, start: int
+    ) -> None:
         """A request was deferred: it need not be looked at again before something changes.
 
         Nothing is kept for one without pixels that is to ask again for what has FAILED.
+
+        Args:
+            start: The first token of the request that may be computed. It lies before
+                ``computed_tokens`` where vLLM replays the end of a prefix hit.
         """
         if any(self._items[feature.identifier].state is not FETCHING for feature in pending):
             return
@@ -355,7 +361,7 @@ class RequestWaits:
         needed = [
             feature.identifier
             for feature in request.mm_features
-            if feature.mm_position.offset + feature.mm_position.length > computed_tokens
+            if feature.mm_position.offset + feature.mm_position.length > start
         ]
         # A little sooner, since sums are rounded.
         self._answers.keep(request_id, computed_tokens, needed, now=now, until_s=ends_s - 1e-9)
@@ -449,17 +455,20 @@ class RequestWaits:
 
     # -- the end of a wait -------------------------------------------------------------------
 
-    def let_through(self, request: Any, num_computed_tokens: int) -> None:
+    def let_through(self, request: Any, start: int) -> None:
         """All that the request needs now is here, or will be encoded.
 
         The KV cache may hold what it waited for: a prefix that others computed.
+
+        Args:
+            start: The first token of the request that may be computed.
         """
         request_id = request.request_id
         self._end_waits(request_id)
         if request_id in self._tracker.waiting:
             for feature in request.mm_features:
                 position = feature.mm_position
-                if position.offset + position.length <= num_computed_tokens:
+                if position.offset + position.length <= start:
                     self._tracker.leave(request_id, feature.identifier)
 
     def goes_on(self, request_id: str) -> None:

@@ -94,6 +94,8 @@ class SchedulerHalf:
             manager told us. For reading.
         device: What it holds at this moment, where a manager of ours tells. vLLM's own tells at the
             end of a pass, so what an earlier request of the pass has pushed out seems to be there.
+        replay_tokens: Of a prefix hit, so many of its last tokens are computed again (bounded
+            replay, DeepSeek-V4.1).
     """
 
     def __init__(
@@ -194,6 +196,7 @@ class SchedulerHalf:
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
         self.device: Container[str] | None = None
+        self.replay_tokens = 0
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
@@ -246,18 +249,23 @@ class SchedulerHalf:
         answers.drop(request_id)
         if request_id in self.waits.paused:
             self.waits.resume(request_id, self._clock())
+        # vLLM tells us of the whole hit, and goes back only after that (0.32 and newer,
+        # v1/core/sched/scheduler.py, `_mark_prefix_replay`). A request that runs has done so.
+        start = num_computed_tokens
+        if self.replay_tokens and not request.num_computed_tokens:
+            start = max(start - self.replay_tokens, 0)
         if self._stopped:
             self.waits.goes_on(request_id)
-            return self._can_be_encoded(request, num_computed_tokens)
+            return self._can_be_encoded(request, start)
         # Not by the end of the last feature: where they nest (the audio of a video), an earlier
         # one ends behind it.
-        decoding = num_computed_tokens >= request.num_prompt_tokens
+        decoding = start >= request.num_prompt_tokens
         if self._renames and not decoding and not self._name(request):
             return False
         if self._stores_again and self.on_device and not decoding:
             self._store_again(request)
         if not self._role.consumer:
-            return self._can_be_encoded(request, num_computed_tokens)
+            return self._can_be_encoded(request, start)
         if self._role.asked_every_pass:
             self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
         features = request.mm_features
@@ -284,7 +292,7 @@ class SchedulerHalf:
         for feature in features:
             position = feature.mm_position
             offset = position.offset
-            if offset + position.length <= num_computed_tokens:
+            if offset + position.length <= start:
                 continue
             needed_now = offset < window_end
             state = self._look(feature, needed_now, now)
@@ -302,10 +310,10 @@ class SchedulerHalf:
             if goes_on is None:
                 return self._give_up(request, pending)
             if not goes_on and not self._hung:
-                self.waits.keep_answer(request, pending, num_computed_tokens)
+                self.waits.keep_answer(request, pending, num_computed_tokens, start=start)
             return goes_on
         if self.waits.knows(request.request_id):
-            self.waits.let_through(request, num_computed_tokens)
+            self.waits.let_through(request, start)
         return True
 
     def _name(self, request: Any) -> bool:
@@ -374,11 +382,15 @@ class SchedulerHalf:
         self._seen.add(request.request_id)
         policy.load.asked(delay_s=self._wall_clock() - request.arrival_time)
 
-    def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
-        """Whether the encoder can make all that the request needs, since nothing is loaded."""
+    def _can_be_encoded(self, request: Any, start: int) -> bool:
+        """Whether the encoder can make all that the request needs, since nothing is loaded.
+
+        Args:
+            start: The first token of the request that may be computed.
+        """
         for feature in request.mm_features:
             position = feature.mm_position
-            if position.offset + position.length <= num_computed_tokens:
+            if position.offset + position.length <= start:
                 continue
             if self._needs_embedding(feature):
                 key = self._keys(feature.identifier)

@@ -179,8 +179,10 @@ def draw(seed: int) -> tuple[Options, Habits]:
     two_kinds = rnd.choice([0.0, 0.0, 0.0, 0.3])
     manager = rnd.choice(["fifo", "lru", "tiered"])
     apart = rnd.randrange(ranks) if options.asks_ranks and rnd.random() < 0.3 else None
+    replay = rnd.choice([16, 32, 40, 128]) if rnd.random() < 0.12 and options.loads else 0
+    changed = {"encode_row_s": row_s, "manager": manager, "apart": apart, "replay_tokens": replay}
     return (
-        dataclasses.replace(options, encode_row_s=row_s, manager=manager, apart=apart),
+        dataclasses.replace(options, **changed),
         dataclasses.replace(habits, named=named, announced=announced, two_kinds=two_kinds),
     )
 
@@ -226,11 +228,7 @@ class Run:
         self.s3ec = None if alone else wire(options, needs_embedding, bench)
         self.engine = Engine(model, options, self.s3ec, self.s3ec and self.s3ec.ranks)
         if self.s3ec is not None:
-            self.s3ec.steps = self.engine.steps
-            self.s3ec.requests = self.engine.scheduler.requests
-            manager = self.engine.scheduler.encoder_cache_manager
-            self.s3ec.device = manager.cached
-            self.s3ec.held = manager.request_cached_ids
+            self.s3ec.follow(self.engine)
             self.s3ec.is_calm = not (
                 habits.faults
                 or habits.outages

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's own scheduler needs of s3ec, no less and no more: one scene for each case.
+
+The engine is that of the random lives: real schedulers, managers, files and halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.fuzz.scheduler import Fuzz
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+FORMS = ("pixels", "grid", "nothing")
+ROWS = 16
+
+
+@pytest.fixture(scope="module")
+def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzz]:
+    pytest.importorskip("vllm")
+    from tests.fuzz.scheduler import fuzzing
+
+    with fuzzing(tmp_path_factory.mktemp("model") / "qwen2-vl") as made:
+        yield made
+
+
+class Scene:
+    """An engine, a bucket, and requests for one picture or a few."""
+
+    def __init__(self, fuzz: Fuzz, **options: Any) -> None:
+        from tests.fuzz.engine import Options
+
+        self.engine, self.s3ec = fuzz.engine(
+            Options(batched_tokens=256, cache_rows=ROWS, **options)
+        )
+        self.deferred = 0  # passes of the last spin that scheduled nothing
+
+    def store(self, name: str, rows: int = ROWS) -> None:
+        """The bucket holds it, and the index knows."""
+        from tests.fuzz.outside import Stored
+        from tests.unit.tier.cases import key_of
+
+        self.s3ec.outside.upload(name, Stored(rows, 1))
+        self.s3ec.outside.index.learn(key_of(name), sure=True)
+
+    def delete(self) -> None:
+        """Nobody has anything any more."""
+        self.s3ec.outside.bucket.clear()
+        self.s3ec.outside.tier.clear()
+
+    def ask(
+        self,
+        name: str,
+        *pictures: tuple[str, int],
+        form: str = "pixels",
+        tokens: int = 100,
+        rows: int = ROWS,
+        mask: Any = None,
+        **more: Any,
+    ) -> Any:
+        """Send a request with pictures at these offsets; vLLM's Request."""
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+        from tests.fuzz.engine import Asked
+        from tests.fuzz.workload import ITEMS
+
+        length = rows if mask is None else len(mask)
+        features = [
+            MultiModalFeatureSpec(
+                data=ITEMS["image", form],
+                modality="image",
+                identifier=picture,
+                mm_position=PlaceholderRange(offset, length, mask),
+                mm_hash=picture,
+            )
+            for picture, offset in pictures
+        ]
+        text = [*range(10, 10 + tokens), *map(ord, name)]
+        self.engine.add(Asked(name, text, features, max_tokens=1, **more))
+        return self.engine.alive[name]
+
+    def turn(self) -> bool:
+        """One pass from the scheduler to its result; whether it had any tokens."""
+        step = self.engine.schedule()
+        self.engine.execute()
+        self.engine.deliver()
+        return bool(step.output.total_num_scheduled_tokens)
+
+    def spin(self, *, fetches: bool = True, most: int = 400) -> None:
+        """Go on until all requests have ended."""
+        self.deferred = 0
+        for _ in range(most):
+            if not self.engine.alive:
+                return
+            self.deferred += not self.turn()
+            self.s3ec.clock.now_s += 0.05
+            for name in sorted(self.s3ec.prefetcher.open) if fetches else ():
+                self.s3ec.prefetcher.end(name)
+        raise AssertionError(f"{list(self.engine.alive)} did not end")
+
+    def give_up_the_device(self) -> None:
+        """Another picture takes its room; prefixes are still in the KV cache."""
+        self.ask(f"filler {len(self.engine.journal)}", ("filler", 0))
+        self.spin()
+
+    def counts(self) -> tuple[float, float]:
+        """Embeddings that were loaded, and encoded."""
+        return self.s3ec.counters.get("hits"), self.s3ec.counters.get("misses")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("offset", "loads"), [(70, 1), (56, 1), (20, 0)], ids=["in it", "across its edge", "before it"]
+)
+def test_a_picture_in_the_replayed_end_of_a_prefix_is_loaded(
+    fuzz: Fuzz, form: str, offset: int, loads: int
+) -> None:
+    """vLLM asks with all tokens of the hit, then goes back by the window (DeepSeek-V4.1)."""
+    scene = Scene(fuzz, replay_tokens=32)
+    scene.ask("first", ("page", offset))
+    scene.spin()
+    scene.store("page")
+    scene.give_up_the_device()
+    before = scene.counts()
+    again = scene.ask("second", ("page", offset), form=form)
+    scene.spin()
+    assert again.status.name == "FINISHED_LENGTH_CAPPED"
+    assert scene.counts() == (before[0] + loads, before[1])
+
+
+def test_a_picture_that_is_gone_in_the_replayed_end_fails_its_request_alone(fuzz: Fuzz) -> None:
+    scene = Scene(fuzz, replay_tokens=32)
+    scene.ask("first", ("page", 70))
+    scene.spin()
+    scene.give_up_the_device()
+    gone = scene.ask("gone", ("page", 70), form="grid")
+    other = scene.ask("other", ("page", 20), form="grid", tokens=60)
+    scene.spin()
+    assert gone.status.name == "FINISHED_ERROR"
+    assert other.status.name == "FINISHED_ERROR"  # another prompt: no prefix
+
+
+def test_of_two_pictures_only_the_one_in_the_replayed_end_is_waited_for(fuzz: Fuzz) -> None:
+    scene = Scene(fuzz, replay_tokens=32)
+    scene.ask("first", ("page", 10), ("other", 70))
+    scene.spin()
+    scene.store("other")
+    scene.give_up_the_device()
+    before = scene.counts()
+    again = scene.ask("second", ("page", 10), ("other", 70), form="grid")
+    scene.spin()
+    assert again.status.name == "FINISHED_LENGTH_CAPPED"
+    assert scene.counts() == (before[0] + 1, before[1])
