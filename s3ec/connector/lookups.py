@@ -125,7 +125,7 @@ class DeviceLookups:
                 break
             if position.offset + position.length <= computed:
                 continue
-            if _has_rows(position, computed, end):
+            if has_rows(position, computed, end):
                 hits += 1
             else:
                 left.append(index)
@@ -147,7 +147,7 @@ class DeviceLookups:
         return [*self._prefilling, *self._prefilled]
 
 
-def _has_rows(position: Any, begin: int, end: int) -> bool:
+def has_rows(position: Any, begin: int, end: int) -> bool:
     """Whether any row of an input belongs to a token in this range: some tokens have none."""
     if getattr(position, "is_embed", None) is None:
         return True

@@ -31,7 +31,13 @@ from s3ec.connector.item_tracker import (
     State,
 )
 from s3ec.connector.kept_answers import KeptAnswers
-from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
+from s3ec.connector.lookups import (
+    FROM_BUCKET,
+    FROM_NODE,
+    FROM_NOWHERE,
+    DeviceLookups,
+    has_rows,
+)
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth, SeenKeys
@@ -283,7 +289,7 @@ class SchedulerHalf:
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
             # There will be no second question: wait for all.
-            window_end = features[-1].mm_position.offset + 1
+            window_end = request.num_prompt_tokens
         now = self._clock()
         self._hung = self._disk.hangs
         if self._must_grant:
@@ -292,9 +298,15 @@ class SchedulerHalf:
         for feature in features:
             position = feature.mm_position
             offset = position.offset
-            if offset + position.length <= start:
+            end = offset + position.length
+            if end <= start:
                 continue
             needed_now = offset < window_end
+            if offset < start or end > window_end:
+                # Of a part vLLM may need nothing: some tokens of a placeholder have no row.
+                if not has_rows(position, start, end):
+                    continue
+                needed_now = needed_now and has_rows(position, start, window_end)
             state = self._look(feature, needed_now, now)
             if state is READY:
                 continue
@@ -390,7 +402,8 @@ class SchedulerHalf:
         """
         for feature in request.mm_features:
             position = feature.mm_position
-            if position.offset + position.length <= start:
+            end = position.offset + position.length
+            if end <= start or not has_rows(position, start, end):
                 continue
             if self._needs_embedding(feature):
                 key = self._keys(feature.identifier)

@@ -36,7 +36,7 @@ class Scene:
         from tests.fuzz.engine import Options
 
         self.engine, self.s3ec = fuzz.engine(
-            Options(batched_tokens=256, cache_rows=ROWS, **options)
+            Options(**{"batched_tokens": 256, "cache_rows": ROWS} | options)
         )
         self.deferred = 0  # passes of the last spin that scheduled nothing
 
@@ -156,3 +156,48 @@ def test_of_two_pictures_only_the_one_in_the_replayed_end_is_waited_for(fuzz: Fu
     scene.spin()
     assert again.status.name == "FINISHED_LENGTH_CAPPED"
     assert scene.counts() == (before[0] + 1, before[1])
+
+
+def with_tokens(rows: int, *, before: int = 0, behind: int = 0) -> Any:
+    """Rows of a placeholder with opening or closing tokens, which have none."""
+    import torch
+
+    mask = torch.zeros(before + rows + behind, dtype=torch.bool)
+    mask[before : before + rows] = True
+    return mask
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stops", [False, True], ids=["", "s3ec has stopped"])
+def test_closing_tokens_behind_a_prefix_hit_do_not_wait_for_their_picture(
+    fuzz: Fuzz, form: str, stops: bool
+) -> None:
+    """All its rows are in the KV cache, so vLLM needs no encoder output for the rest."""
+    scene = Scene(fuzz)
+    picture, mask = ("scan", 12), with_tokens(ROWS, behind=6)  # a hit ends four tokens into those
+    scene.ask("first", picture, tokens=34, mask=mask)
+    scene.spin()
+    scene.give_up_the_device()
+    before = scene.counts()
+    if form == "pixels":
+        scene.store("scan")
+    if stops:
+        scene.s3ec.weights_may_have_changed("a call", was_reset=False)
+    again = scene.ask("second", picture, tokens=34, mask=mask, form=form)
+    scene.spin()
+    assert again.status.name == "FINISHED_LENGTH_CAPPED"
+    assert scene.deferred == 0
+    assert scene.counts() == before
+
+
+def test_opening_tokens_do_not_wait_for_their_picture(fuzz: Fuzz) -> None:
+    """The step ends before its first row; the picture is fetched for the one after that."""
+    scene = Scene(fuzz, batched_tokens=16)
+    scene.store("scan")
+    asked = scene.ask("r", ("scan", 28), mask=with_tokens(ROWS, before=8), form="grid")
+    assert scene.turn()
+    assert not scene.turn()  # this one needs it
+    assert list(scene.s3ec.prefetcher.open) == ["scan"]
+    scene.spin()
+    assert asked.status.name == "FINISHED_LENGTH_CAPPED"
+    assert scene.counts() == (1, 0)

@@ -117,6 +117,7 @@ class Habits:
         resets: How often the prefix cache is reset.
         weights: How often the weights change.
         named: How often a request names a picture, which an encoder may have uploaded or not.
+        framed: How often a picture has opening and closing tokens, which have no rows.
     """
 
     pictures: int = 5
@@ -135,6 +136,7 @@ class Habits:
     resets: float = 0.005
     weights: float = 0.0
     named: float = 0.0
+    framed: float = 0.0
 
 
 def draw(seed: int) -> tuple[Options, Habits]:
@@ -180,10 +182,13 @@ def draw(seed: int) -> tuple[Options, Habits]:
     manager = rnd.choice(["fifo", "lru", "tiered"])
     apart = rnd.randrange(ranks) if options.asks_ranks and rnd.random() < 0.3 else None
     replay = rnd.choice([16, 32, 40, 128]) if rnd.random() < 0.12 and options.loads else 0
+    framed = rnd.choice([0.0, 0.0, 0.0, 0.5])
     changed = {"encode_row_s": row_s, "manager": manager, "apart": apart, "replay_tokens": replay}
     return (
         dataclasses.replace(options, **changed),
-        dataclasses.replace(habits, named=named, announced=announced, two_kinds=two_kinds),
+        dataclasses.replace(
+            habits, named=named, announced=announced, two_kinds=two_kinds, framed=framed
+        ),
     )
 
 
@@ -276,6 +281,11 @@ class Run:
             length = rows + rows // 8
             mask = _mask(length, 0, 1).clone()
             mask[8::9] = False
+        if self.habits.framed and rnd.random() < self.habits.framed:
+            before, behind = rnd.choice([0, 1, 12]), rnd.choice([1, 12, 30])
+            mask = torch.ones(length, dtype=torch.bool) if mask is None else mask
+            mask = torch.nn.functional.pad(mask, (before, behind))
+            length += before + behind
         return [self._feature(picture, PlaceholderRange(offset, length, mask), lora)]
 
     def _feature(
