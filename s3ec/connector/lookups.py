@@ -78,8 +78,11 @@ class DeviceLookups:
     left      behind     the KV cache holds its tokens: nobody needs it
     left      passed     a step needs a row of it, and it was not allocated: a hit
     passed    behind     the KV cache holds its tokens
-    any       left       its request was preempted, or goes back, and begins again
+    any       left       its request was preempted, or goes back, and begins again; the
+                         device was reset
     ========  =========  ====================================================================
+
+    vLLM keeps what a running request has passed on the device until it is behind.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -111,6 +114,20 @@ class DeviceLookups:
             inputs = self._inputs[name] = _Inputs(features)
         before = inputs.behind
         return min(before, inputs.look(computed))
+
+    def held(self, request: Any, computed: int) -> Collection[int]:
+        """Places of the inputs that the device holds for this request until they are behind."""
+        inputs = self._inputs.get(request.request_id)
+        if inputs is None or not inputs.passed:
+            return ()
+        # A preempted one has lost them, and one that goes back since its KV cache is not to be had.
+        is_same = computed >= inputs.end and request.status.name == "RUNNING"
+        return inputs.passed if is_same else ()
+
+    def device_was_reset(self) -> None:
+        """The device holds nothing any more."""
+        for inputs in self._inputs.values():
+            inputs.passed.clear()
 
     def end_pass(self, output: Any) -> None:
         """A pass has ended.

@@ -273,16 +273,19 @@ class SchedulerHalf:
             return True
         # Without those that were in the KV cache when vLLM asked last: a session has thousands.
         first = self.lookups.behind(request, start)
-        left = request.mm_features[first:]
+        left = needed = request.mm_features[first:]
+        held = self.lookups.held(request, start)
+        if held:
+            needed = [one for place, one in enumerate(left, first) if place not in held]
         if self._stopped:
             self.waits.goes_on(request_id)
-            return self._can_be_encoded(request, left, start)
+            return self._can_be_encoded(request, needed, start)
         if self._renames and not self._name(request, left):
             return False
         if self._stores_again and self.on_device:
             self._store_again(request, left)
         if not self._role.consumer:
-            return self._can_be_encoded(request, left, start)
+            return self._can_be_encoded(request, needed, start)
         if self._role.asked_every_pass:
             self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
         # An encoder was asked for each of them alone.
@@ -300,7 +303,7 @@ class SchedulerHalf:
         if self._must_grant:
             self._must_grant.clear()
         pending = []
-        for feature in left:
+        for feature in needed:
             position = feature.mm_position
             offset = position.offset
             end = offset + position.length

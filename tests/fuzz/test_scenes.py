@@ -201,3 +201,72 @@ def test_opening_tokens_do_not_wait_for_their_picture(fuzz: Fuzz) -> None:
     scene.spin()
     assert asked.status.name == "FINISHED_LENGTH_CAPPED"
     assert scene.counts() == (1, 0)
+
+
+LONG = 64  # rows of a picture that takes four steps
+
+
+def half_way(scene: Scene, name: str = "long", **more: Any) -> Any:
+    """A request whose first step has had the begin of a long picture."""
+    asked = scene.ask(name, ("page", 4), rows=LONG, **more)
+    while asked.num_computed_tokens < 16:
+        scene.turn()
+        for one in sorted(scene.s3ec.prefetcher.open):
+            scene.s3ec.prefetcher.end(one)
+    return asked
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("then", ["", "is deleted", "s3ec stops"])
+def test_what_a_request_holds_on_the_device_is_not_asked_for_again(
+    fuzz: Fuzz, form: str, then: str
+) -> None:
+    """vLLM's manager keeps it until the request is past it."""
+    scene = Scene(fuzz, batched_tokens=16, cache_rows=LONG)
+    scene.store("page", LONG)
+    asked = half_way(scene, form=form)
+    assert scene.counts() == (1, 0)
+    if then == "is deleted":
+        scene.delete()
+    elif then:
+        scene.s3ec.weights_may_have_changed("a call", was_reset=False)
+    scene.s3ec.clock.now_s += 60  # no lease lasts as long
+    scene.spin(fetches=False)
+    assert asked.status.name == "FINISHED_LENGTH_CAPPED"
+    assert scene.deferred == 0
+    assert scene.counts() == (1, 0)
+
+
+def test_what_another_request_had_brought_to_the_device_is_held_as_well(fuzz: Fuzz) -> None:
+    """vLLM asks nobody about it, so that shows in the step alone."""
+    scene = Scene(fuzz, batched_tokens=16, cache_rows=LONG)
+    scene.store("page", LONG)
+    scene.ask("first", ("page", 4), rows=LONG, form="grid")
+    scene.spin()
+    scene.engine.reset_prefix_cache(preempt=False)
+    asked = half_way(scene, form="grid")
+    scene.delete()
+    scene.spin(fetches=False)
+    assert asked.status.name == "FINISHED_LENGTH_CAPPED"
+    assert scene.counts() == (1, 0)
+
+
+@pytest.mark.parametrize("is_stored", [True, False], ids=["stored", "deleted"])
+def test_a_preempted_request_holds_nothing(fuzz: Fuzz, is_stored: bool) -> None:
+    """It comes back to where it was, behind a prefix hit, and its picture was pushed out."""
+    scene = Scene(fuzz, batched_tokens=16, cache_rows=LONG, policy="priority")
+    scene.store("page", LONG)
+    asked = half_way(scene, form="grid", priority=1)
+    scene.turn()
+    scene.s3ec.clock.now_s += 60  # what was loaded is not pinned any more
+    scene.engine.reset_prefix_cache(preempt=True)
+    half_way(scene, "a twin")
+    scene.turn()
+    scene.engine.abort("a twin")
+    scene.ask("filler", ("filler", 0), rows=LONG)
+    while "filler" in scene.engine.alive:
+        scene.turn()
+    if not is_stored:
+        scene.delete()
+    scene.spin()
+    assert asked.status.name == ("FINISHED_LENGTH_CAPPED" if is_stored else "FINISHED_ERROR")
