@@ -394,6 +394,12 @@ class S3ECConnector(ECConnectorBase):
         if self.parts.scheduler is not None:
             self.parts.scheduler.adapter_loaded(lora_request)
 
+    @guarded()
+    def prefix_is_replayed(self, tokens: int) -> None:
+        """vLLM computes the last tokens of a prefix hit again; not a hook, see live_weights."""
+        if self.parts.scheduler is not None:
+            self.parts.scheduler.replay_tokens = tokens
+
     # -- both --------------------------------------------------------------------------------
 
     @guarded()

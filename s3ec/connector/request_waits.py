@@ -342,21 +342,23 @@ class RequestWaits:
             self._answers.clear()  # the others do not wait for it any more
         return ended
 
-    def keep_answer(self, request: Any, pending: list[Any], computed_tokens: int) -> None:
+    def keep_answer(
+        self, request_id: str, pending: list[Any], computed_tokens: int, needed: list[str]
+    ) -> None:
         """A request was deferred: it need not be looked at again before something changes.
 
         Nothing is kept for one without pixels that is to ask again for what has FAILED.
+
+        Args:
+            request_id: Of the request.
+            pending: As for ``defer``.
+            computed_tokens: As vLLM has asked.
+            needed: Identifiers of what it needs now or later.
         """
         if any(self._items[feature.identifier].state is not FETCHING for feature in pending):
             return
-        request_id = request.request_id
         now = self._clock()
         ends_s = min(budget.ends_s(request_id) for budget in self._budgets)
-        needed = [
-            feature.identifier
-            for feature in request.mm_features
-            if feature.mm_position.offset + feature.mm_position.length > computed_tokens
-        ]
         # A little sooner, since sums are rounded.
         self._answers.keep(request_id, computed_tokens, needed, now=now, until_s=ends_s - 1e-9)
 
@@ -449,18 +451,17 @@ class RequestWaits:
 
     # -- the end of a wait -------------------------------------------------------------------
 
-    def let_through(self, request: Any, num_computed_tokens: int) -> None:
+    def let_through(self, request_id: str, needed: Collection[str]) -> None:
         """All that the request needs now is here, or will be encoded.
 
-        The KV cache may hold what it waited for: a prefix that others computed.
+        Args:
+            request_id: Of the request.
+            needed: Identifiers of what it needs now or later. The KV cache may hold what else it
+                waited for: a prefix that others computed.
         """
-        request_id = request.request_id
         self._end_waits(request_id)
-        if request_id in self._tracker.waiting:
-            for feature in request.mm_features:
-                position = feature.mm_position
-                if position.offset + position.length <= num_computed_tokens:
-                    self._tracker.leave(request_id, feature.identifier)
+        for identifier in self._tracker.waiting.get(request_id, set()).difference(needed):
+            self._tracker.leave(request_id, identifier)
 
     def goes_on(self, request_id: str) -> None:
         """The request waits for nothing: what it needs is computed, or the encoder makes it."""

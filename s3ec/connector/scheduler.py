@@ -31,7 +31,14 @@ from s3ec.connector.item_tracker import (
     State,
 )
 from s3ec.connector.kept_answers import KeptAnswers
-from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
+from s3ec.connector.lookups import (
+    FROM_BUCKET,
+    FROM_NODE,
+    FROM_NOWHERE,
+    DeviceLookups,
+    has_rows,
+    is_behind,
+)
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth, SeenKeys
@@ -60,6 +67,11 @@ def named_by(request: Any) -> Collection[str]:
     """
     params = getattr(request, "ec_transfer_params", None)
     return params if isinstance(params, dict) else ()
+
+
+def _names(features: Iterable[Any], start: int) -> list[str]:
+    """Identifiers of those of which tokens are left behind this place."""
+    return [feature.identifier for feature in features if not is_behind(feature, start)]
 
 
 def _form_token(identifier: str, *, is_crowded: bool) -> bytes:
@@ -94,6 +106,8 @@ class SchedulerHalf:
             manager told us. For reading.
         device: What it holds at this moment, where a manager of ours tells. vLLM's own tells at the
             end of a pass, so what an earlier request of the pass has pushed out seems to be there.
+        replay_tokens: Of a prefix hit, so many of its last tokens are computed again (bounded
+            replay, DeepSeek-V4.1).
     """
 
     def __init__(
@@ -194,6 +208,7 @@ class SchedulerHalf:
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
         self.device: Container[str] | None = None
+        self.replay_tokens = 0
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
@@ -246,28 +261,35 @@ class SchedulerHalf:
         answers.drop(request_id)
         if request_id in self.waits.paused:
             self.waits.resume(request_id, self._clock())
-        if self._stopped:
-            self.waits.goes_on(request_id)
-            return self._can_be_encoded(request, num_computed_tokens)
-        # Not by the end of the last feature: where they nest (the audio of a video), an earlier
-        # one ends behind it.
-        decoding = num_computed_tokens >= request.num_prompt_tokens
-        if self._renames and not decoding and not self._name(request):
-            return False
-        if self._stores_again and self.on_device and not decoding:
-            self._store_again(request)
-        if not self._role.consumer:
-            return self._can_be_encoded(request, num_computed_tokens)
-        if self._role.asked_every_pass:
-            self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
-        features = request.mm_features
-        # An encoder was asked for each of them alone.
-        self._named = () if self._crowd_of(request) else named_by(request)
-        if decoding:  # everything is in the KV cache
+        # vLLM tells us of the whole hit, and goes back only after that (0.32 and newer,
+        # v1/core/sched/scheduler.py, `_mark_prefix_replay`). A request that runs has done so.
+        start = num_computed_tokens
+        if self.replay_tokens and not request.num_computed_tokens:
+            start = max(start - self.replay_tokens, 0)
+        if start >= request.num_prompt_tokens:  # everything is in the KV cache
             self.waits.goes_on(request_id)
             if request_id in self.tracker.waiting:
                 self.tracker.leave_all(request_id)
             return True
+        # Without those that were in the KV cache when vLLM asked last: a session has thousands.
+        first = self.lookups.behind(request, start)
+        left = needed = request.mm_features[first:]
+        held = self.lookups.held(request, start)
+        if held:
+            needed = [one for place, one in enumerate(left, first) if place not in held]
+        if self._stopped:
+            self.waits.goes_on(request_id)
+            return self._can_be_encoded(request, needed, start)
+        if self._renames and not self._name(request, left):
+            return False
+        if self._stores_again and self.on_device:
+            self._store_again(request, left)
+        if not self._role.consumer:
+            return self._can_be_encoded(request, needed, start)
+        if self._role.asked_every_pass:
+            self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
+        # An encoder was asked for each of them alone.
+        self._named = () if self._crowd_of(request) else named_by(request)
         if self._policy is not None:
             self._note_asked(self._policy, request)
         if self._prefetcher.has_news:
@@ -275,18 +297,24 @@ class SchedulerHalf:
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
             # There will be no second question: wait for all.
-            window_end = features[-1].mm_position.offset + 1
+            window_end = request.num_prompt_tokens
         now = self._clock()
         self._hung = self._disk.hangs
         if self._must_grant:
             self._must_grant.clear()
         pending = []
-        for feature in features:
+        for feature in needed:
             position = feature.mm_position
             offset = position.offset
-            if offset + position.length <= num_computed_tokens:
+            end = offset + position.length
+            if end <= start:
                 continue
             needed_now = offset < window_end
+            if offset < start or end > window_end:
+                # Of a part vLLM may need nothing: some tokens of a placeholder have no row.
+                if not has_rows(position, start, end):
+                    continue
+                needed_now = needed_now and has_rows(position, start, window_end)
             state = self._look(feature, needed_now, now)
             if state is READY:
                 continue
@@ -302,19 +330,21 @@ class SchedulerHalf:
             if goes_on is None:
                 return self._give_up(request, pending)
             if not goes_on and not self._hung:
-                self.waits.keep_answer(request, pending, num_computed_tokens)
+                self.waits.keep_answer(
+                    request_id, pending, num_computed_tokens, _names(left, start)
+                )
             return goes_on
-        if self.waits.knows(request.request_id):
-            self.waits.let_through(request, num_computed_tokens)
+        if self.waits.knows(request_id):
+            self.waits.let_through(request_id, _names(left, start))
         return True
 
-    def _name(self, request: Any) -> bool:
-        """Name what a request needs as it is stored; False while its adapter is being read."""
+    def _name(self, request: Any, features: Iterable[Any]) -> bool:
+        """Name some of a request's features as they are stored; False while its adapter is read."""
         adapter, adapters = self._adapter_of(request), self._adapters
         if adapter is not None and adapters is not None and not adapters.is_ready(adapter, request):
             return False
         crowd = self._crowd_of(request)
-        for feature in request.mm_features:
+        for feature in features:
             name = identifier = feature.identifier
             if adapter is not None:
                 name = adapter.name_of(name)
@@ -374,11 +404,18 @@ class SchedulerHalf:
         self._seen.add(request.request_id)
         policy.load.asked(delay_s=self._wall_clock() - request.arrival_time)
 
-    def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
-        """Whether the encoder can make all that the request needs, since nothing is loaded."""
-        for feature in request.mm_features:
+    def _can_be_encoded(self, request: Any, features: Iterable[Any], start: int) -> bool:
+        """Whether the encoder can make what the request needs of these, since nothing is loaded.
+
+        Args:
+            request: It fails where that cannot be.
+            features: Some of the request's.
+            start: The first token of the request that may be computed.
+        """
+        for feature in features:
             position = feature.mm_position
-            if position.offset + position.length <= num_computed_tokens:
+            end = position.offset + position.length
+            if end <= start or not has_rows(position, start, end):
                 continue
             if self._needs_embedding(feature):
                 key = self._keys(feature.identifier)
@@ -391,13 +428,13 @@ class SchedulerHalf:
         """Whether the corpus holds it, as far as can be told without waiting for the disk."""
         return not self._disk.hangs and self._index.holds(key)
 
-    def _store_again(self, request: Any) -> None:
-        """Have stored what the device holds and the corpus does not.
+    def _store_again(self, request: Any, features: Iterable[Any]) -> None:
+        """Have stored what the device holds of these features and the corpus does not.
 
         vLLM asks for what its own manager lacks. An object that somebody deleted, or a save that
         was dropped, would be missing for as long as the device holds the embedding.
         """
-        for feature in request.mm_features:
+        for feature in features:
             identifier = feature.identifier
             if identifier not in self.on_device or self._save_orders.is_recent(identifier):
                 continue

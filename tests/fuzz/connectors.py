@@ -42,7 +42,7 @@ from s3ec.runtime import DiskWatch
 from s3ec.settings import Settings
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Pin
-from tests.fuzz.engine import Options, Step, has_pixels
+from tests.fuzz.engine import Engine, Options, Step, has_pixels
 from tests.fuzz.outside import (
     BrokenPromiseError,
     EntryFiles,
@@ -320,6 +320,13 @@ class S3EC(NoConnector):
         self._granted = ""  # what was granted last, and is not allocated yet
         self._no_cost = ""  # what the manager was told of none
 
+    def follow(self, engine: Engine) -> None:
+        """Look at what vLLM has there, to compare with it."""
+        self.steps = engine.steps
+        self.requests = engine.scheduler.requests
+        manager = engine.scheduler.encoder_cache_manager
+        self.device, self.held = manager.cached, manager.request_cached_ids
+
     @property
     def restore_costs(self) -> S3EC:
         return self
@@ -464,6 +471,10 @@ class S3EC(NoConnector):
         """As S3ECConnector, which live_weights tells."""
         self._is_stopped = True
         self.half.stop(was_reset=was_reset)
+
+    def prefix_is_replayed(self, tokens: int) -> None:
+        """Likewise."""
+        self.half.replay_tokens = tokens
 
     # -- promises ----------------------------------------------------------------------------
 

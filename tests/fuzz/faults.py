@@ -175,6 +175,13 @@ class KeepsOldWeights(S3EC):
         pass
 
 
+class KnowsNoReplay(S3EC):
+    """Is not told that vLLM goes back behind a prefix hit."""
+
+    def prefix_is_replayed(self, tokens: int) -> None:
+        pass
+
+
 class GivesUpAtOnce(SchedulerHalf):
     """Fails a request without pixels as soon as its embedding is not there."""
 
@@ -253,6 +260,12 @@ def reborn(options: Options, habits: Habits) -> tuple[Options, Habits]:
     return options, dataclasses.replace(habits, weights=0.02)
 
 
+def replayed(options: Options, habits: Habits) -> tuple[Options, Habits]:
+    """The end of every prefix hit is computed again, and many requests bring no pixels."""
+    options, habits = calm(options, habits)
+    return dataclasses.replace(options, replay_tokens=32), dataclasses.replace(habits, bare=0.5)
+
+
 def encodes_no_more(options: Options, habits: Habits) -> tuple[Options, Habits]:
     """vLLM's V2 runner does not encode what its cache holds under that name, of any size."""
     options, habits = crowded(options, habits)
@@ -279,6 +292,7 @@ FAULTS = {
     "keeps the old": (of_worker(KeepsTheOld), "a load leaves another embedding", crowded),
     "saves another": (of_worker(SavesAnother), "another embedding is saved", crowded),
     "keeps old weights": (KeepsOldWeights, "a load leaves another embedding", reborn),
+    "knows no replay": (KnowsNoReplay, "the encoder runs on nothing", replayed),
     "gives up at once": (of_half(GivesUpAtOnce), "a request is failed before its time", calm),
     "never waits": (of_half(NeverWaits), "what lies on this node is encoded", calm),
     "keeps pins": (KeepsPins, "the half's audit complains", crowded),

@@ -27,7 +27,7 @@ FAULTS = [
     *("unpins early", "loses loads", "remembers the dead", "never lets go", "sees no change"),
     *("schedules anything", "grants anything", "grants other rows", "only reports"),
     *("keeps the old", "saves another", "keeps old weights", "gives up at once", "never waits"),
-    *("keeps pins", "forgets fetches", "miscounts", "knows no cost"),
+    *("keeps pins", "forgets fetches", "miscounts", "knows no cost", "knows no replay"),
 ]
 
 

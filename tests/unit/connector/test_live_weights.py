@@ -173,3 +173,15 @@ def test_pins_are_given_back() -> None:
     engine.world.clock.now_s += 60.0
     engine.world.step()
     assert engine.world.prefetcher.live == set()
+
+
+@pytest.mark.parametrize("tokens", [0, 128])
+def test_how_much_of_a_prefix_is_replayed_is_known_before_the_first_pass(tokens: int) -> None:
+    """The scheduler reads it from its KV cache after it has made its connector."""
+    if not hasattr(Scheduler, "_mark_prefix_replay"):
+        pytest.skip("this vLLM replays nothing")
+    engine = Engine()
+    engine.scheduler.prefix_replay_tokens = tokens
+    engine.scheduler.requests = {"r": SimpleNamespace(status=None, streaming_queue=[])}
+    engine.scheduler.add_request(SimpleNamespace(request_id="r", resumable=False))
+    assert engine.world.half.replay_tokens == tokens
