@@ -239,8 +239,8 @@ class Settings(BaseModel):
     )
     wait: Literal["always", "auto", "never"] = Field(
         "auto",
-        description="When a request waits for an embedding that is on its way. `auto`: while "
-        "waiting is expected to cost less than encoding, by what fetches and encodes have taken in "
+        description="When a request waits for an embedding that is on its way. `auto`: where "
+        "waiting is likely to cost less than encoding, by what fetches and encodes have taken in "
         "this engine. `always`: up to `defer_timeout_s`. `never`: it is encoded, and the fetch is "
         "for later requests. A request without pixels waits in any case.",
     )
@@ -248,9 +248,8 @@ class Settings(BaseModel):
         2.0,
         ge=0,
         le=60,
-        description="Longest that a request waits in all for the bucket before its images are "
-        "encoded; 0 never waits. It may wait as long again for what lies on this node's disk. A "
-        "request without pixels waits 10 s or more.",
+        description="Longest that a request waits in all before its images are encoded; 0 never "
+        "waits. A request without pixels waits 10 s or more.",
     )
     connect_timeout_s: float = Field(
         1.0, gt=0, le=60, description="Longest wait for a connection to the store."

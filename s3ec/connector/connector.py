@@ -167,6 +167,7 @@ class S3ECConnector(ECConnectorBase):
             scheduler_output.free_encoder_mm_hashes,
             scheduled_tokens=scheduler_output.total_num_scheduled_tokens,
             decode_tokens=_decode_tokens(scheduler_output),
+            requests=len(scheduler_output.num_scheduled_tokens),
         )
         plan.weights = self.parts.weights
         self._count_lookups(scheduler_output)

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
-from s3ec.connector.waiting import Fetching, FetchQueue
 from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
@@ -67,8 +66,6 @@ class Item:
         failures: Fetches in a row that brought nothing.
         may_come: Of one that has FAILED: another fetch may bring it.
         was_local: Of one that has FAILED: this node's disk was believed to hold it.
-        fetching: Its place among the fetches, while it is being fetched; None where waits are not
-            weighed.
         asked_s: When it was asked for the first time, or anew.
         promised: A request has named it and the index does not know it: it is being uploaded.
         was_absent: Of one that has FAILED: neither this node nor the bucket had it.
@@ -86,7 +83,6 @@ class Item:
     failures: int = 0
     may_come: bool = True
     was_local: bool = False
-    fetching: Fetching | None = None
     asked_s: float = 0.0
     promised: bool = False
     was_absent: bool = False
@@ -278,7 +274,6 @@ class ItemTracker:
         clock: Callable[[], float],
         local: Callable[[Key], bool],
         answers: KeptAnswers,
-        queue: FetchQueue | None = None,
     ) -> None:
         """Start empty.
 
@@ -290,9 +285,7 @@ class ItemTracker:
             clock: Monotonic seconds.
             local: Whether this node's disk is believed to hold a key.
             answers: Kept for requests that wait; told of every item that changes.
-            queue: Told of every fetch; None where waits are not weighed.
         """
-        self._queue = queue
         self._answers = answers
         self._counters = counters
         self._local = local
@@ -376,8 +369,6 @@ class ItemTracker:
         item.priority = priority
         if item.pin is None:
             self._demand[identifier] = FetchRequest(item.key, item.modality, item.rows, priority)
-            if self._queue is not None and item.fetching is None:
-                item.fetching = Fetching(self._queue.order(self._clock()))
 
     def leave_all(self, request_id: str) -> None:
         """The request waits for nothing any more; perhaps nobody does now."""
@@ -410,10 +401,6 @@ class ItemTracker:
         """
         identifier = fetched.want.key.identifier
         item = self.items.get(identifier)
-        if self._queue is not None:
-            self._queue.end(now)
-            if item is not None:
-                item.fetching = None
         if item is None or item.state is not FETCHING or item.pin is not None:
             if fetched.pin is not None:
                 unwanted.append(fetched.pin)
@@ -553,8 +540,6 @@ class ItemTracker:
             if item.is_over(now):
                 pins += self._drop(identifier)
         self.release(pins)
-        if self._queue is not None and not any(item.fetching for item in self.items.values()):
-            self._queue.reset()
 
     def _drop(self, identifier: str) -> list[Pin]:
         """The item becomes unknown. Its pins are to be given back; the bytes stay on the tier."""

@@ -73,21 +73,14 @@ class KeptAnswers:
         self.expire(now)
         self.in_force = self._computed.copy()
 
-    def end_pass(self) -> int:
-        """Nothing is in force, and what was kept in this pass can be from the next one on.
-
-        Returns:
-            How many answers were repeated in this pass.
-        """
-        # Where nobody was asked about, nothing was in force.
-        repeated = len(self._computed) - len(self.in_force) if self._is_open else 0
+    def end_pass(self) -> None:
+        """Nothing is in force, and what was kept in this pass can be from the next one on."""
         self._is_open = False
         self.in_force = {}
         self.asked.clear()
         if self._fresh:
             self._computed.update(self._fresh)
             self._fresh.clear()
-        return repeated
 
     def keep(
         self,

@@ -40,7 +40,7 @@ from s3ec.connector.vllm_config import (
     weights_at,
     without_pixels,
 )
-from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
 from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import ConfigError, TierError
@@ -412,7 +412,7 @@ def _policy_of(role: Role, settings: Settings, costs: EncodeCosts) -> WaitPolicy
     """What weighs waits against encoding; None where every wait is worth it, or none is."""
     if settings.wait != "auto" or not role.consumer or not role.defer_timeout_s:
         return None
-    return WaitPolicy(costs, EngineLoad(role.steps_in_flight), FetchQueue(settings.max_concurrency))
+    return WaitPolicy(costs, EngineLoad(role.steps_in_flight))
 
 
 def _worth_of(

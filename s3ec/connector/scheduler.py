@@ -44,7 +44,7 @@ from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth, SeenKeys
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
-from s3ec.connector.waiting import SourceTimes, WaitPolicy
+from s3ec.connector.waiting import Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes
@@ -130,7 +130,6 @@ class SchedulerHalf:
         policy: WaitPolicy | None = None,
         worth: SaveWorth | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Wire the half up.
 
@@ -154,15 +153,12 @@ class SchedulerHalf:
             policy: Weighs each wait against encoding; None where every wait is worth it.
             worth: Says what is worth storing; None where everything is.
             clock: Monotonic seconds.
-            wall_clock: Seconds as in a request's ``arrival_time``.
         """
         self._role = role
         self._policy = policy
         self._costs = policy.costs if policy is not None else costs or EncodeCosts()
         self._fetch_times = SourceTimes() if policy is None else policy.times
         self._load_s = 0.0  # of an item, from this node's memory to the device
-        self._wall_clock = wall_clock
-        self._seen: set[str] = set()  # requests that were asked about; with a policy only
         self._index = index
         self._local = local
         self._prefetcher = prefetcher
@@ -189,7 +185,6 @@ class SchedulerHalf:
             clock=clock,
             local=local,
             answers=self.answers,
-            queue=None if policy is None else policy.queue,
         )
         self.waits = RequestWaits(
             self.tracker,
@@ -290,8 +285,6 @@ class SchedulerHalf:
             self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
         # An encoder was asked for each of them alone.
         self._named = () if self._crowd_of(request) else named_by(request)
-        if self._policy is not None:
-            self._note_asked(self._policy, request)
         if self._prefetcher.has_news:
             self.waits.arrived(self._prefetcher.drain())
         window_end = num_computed_tokens + self._role.window_tokens
@@ -390,19 +383,7 @@ class SchedulerHalf:
         if outside != self._outside:
             self._outside = outside
             self.answers.clear()
-        now = self._clock()
-        if self._policy is not None:
-            for request_id in self._policy.due(now, self.waits.paused):
-                self.answers.drop(request_id)
-        self.answers.begin_pass(now)
-
-    def _note_asked(self, policy: WaitPolicy, request: Any) -> None:
-        """Tell the policy that vLLM wants to schedule a request, and since when it is here."""
-        if request.request_id in self._seen:
-            policy.load.asked()
-            return
-        self._seen.add(request.request_id)
-        policy.load.asked(delay_s=self._wall_clock() - request.arrival_time)
+        self.answers.begin_pass(self._clock())
 
     def _can_be_encoded(self, request: Any, features: Iterable[Any], start: int) -> bool:
         """Whether the encoder can make what the request needs of these, since nothing is loaded.
@@ -679,6 +660,7 @@ class SchedulerHalf:
         can_load = self._role.consumer and self._role.can_load and not self._stopped
         if key is None or not can_load or self._disk.hangs:
             return encode_s
+        source: Source
         if self._local(key):
             source = "tier"
         elif not self._store.is_open and self._index.maybe_contains(key):
@@ -686,13 +668,17 @@ class SchedulerHalf:
         else:
             return encode_s
         times = self._fetch_times.of(source, rows)
-        fetch_s = times.mean_s if times.is_known or source != "tier" else 0.0
-        return min(encode_s, fetch_s + self._load_s)
+        return min(encode_s, times.likely_s + self._load_s)
 
     # -- once per step ---------------------------------------------------------------------
 
     def build_connector_meta(
-        self, freed: Iterable[str], *, scheduled_tokens: int, decode_tokens: int = 0
+        self,
+        freed: Iterable[str],
+        *,
+        scheduled_tokens: int,
+        decode_tokens: int = 0,
+        requests: int = 0,
     ) -> StepPlan:
         """Close the pass: hand the demand over, drop unused grants, return the step's orders.
 
@@ -702,18 +688,16 @@ class SchedulerHalf:
             scheduled_tokens: Of the whole step. The V1 runner does not call the worker half
                 in a step without tokens, so orders wait for the next one.
             decode_tokens: What the step would have if all its requests decoded; fewer than it has
-                where some are prefilled. Of use to a policy only.
+                where some are prefilled. Of use to a policy only, as the next one.
+            requests: That got tokens.
         """
         if self._adapters is not None:
             self._adapters.look()
         self.waits.end_pass(self.answers.asked)
-        repeated = self.answers.end_pass()
+        self.answers.end_pass()
         if self._policy is not None:
-            self._policy.end_pass(
-                self._clock(),
-                has_prefill=scheduled_tokens > decode_tokens,
-                tokens=scheduled_tokens,
-                repeated=repeated,
+            self._policy.load.end_pass(
+                self._clock(), has_prefill=scheduled_tokens > decode_tokens, requests=requests
             )
         gone = self._gone(freed)
         if gone:
@@ -840,7 +824,6 @@ class SchedulerHalf:
             Of a pure producer the features that it does not store, by their places: what has no
             key. None of all others.
         """
-        self._seen.discard(request.request_id)
         self._unavailable.discard(request.request_id)
         self.lookups.end_request(request.request_id)
         self.waits.end_request(request.request_id)

@@ -31,7 +31,7 @@ from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.shared_tier import SharedTier, tier_id
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
-from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
 from s3ec.counters import Counters
 from s3ec.dev.rigs.virtual_engine import NoConnector
@@ -298,7 +298,6 @@ class S3EC(NoConnector):
             policy=self._make_policy(),
             adapters=self.make_adapters(needs_embedding),
             clock=self.clock,
-            wall_clock=self.clock,
         )
         self.ranks = [
             self._make_rank(bench.far_node if rank == options.apart else bench.node, rank)
@@ -348,7 +347,7 @@ class S3EC(NoConnector):
     def _make_policy(self) -> WaitPolicy | None:
         if self.options.encode_row_s is None:
             return None
-        return WaitPolicy(EncodeCosts(), EngineLoad(self.options.depth), FetchQueue(16))
+        return WaitPolicy(EncodeCosts(), EngineLoad(self.options.depth))
 
     def make_adapters(self, needs_embedding: Callable[[Any], bool]) -> Adapters | None:
         """What the half is told of adapters; None where they do not touch the encoder."""
@@ -429,6 +428,7 @@ class S3EC(NoConnector):
             output.free_encoder_mm_hashes,
             scheduled_tokens=output.total_num_scheduled_tokens,
             decode_tokens=len(output.num_scheduled_tokens),
+            requests=len(output.num_scheduled_tokens),
         )
         self._check_lookups(output)
         self._passes += 1

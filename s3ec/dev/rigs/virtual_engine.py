@@ -48,7 +48,7 @@ from s3ec.codec import Header, Shape
 from s3ec.connector.messages import EncodeTime, StepPlan, WorkerReport
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
-from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, make_key
@@ -269,6 +269,7 @@ class _Hooks(NoConnector):
             output.free_encoder_mm_hashes,
             scheduled_tokens=output.total_num_scheduled_tokens,
             decode_tokens=len(output.num_scheduled_tokens),
+            requests=len(output.num_scheduled_tokens),
         )
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
@@ -374,7 +375,7 @@ class VirtualEngine:
         self._index = PlayedIndex()
         self._counters = Counters()
         if self.wait == "auto":
-            self.policy = WaitPolicy(EncodeCosts(), EngineLoad(_IN_FLIGHT), FetchQueue(_PLACES))
+            self.policy = WaitPolicy(EncodeCosts(), EngineLoad(_IN_FLIGHT))
         hooks = NoConnector() if self.wait == "none" else _Hooks(self._half())
         self._scheduler = make_scheduler(
             _configuration(self.model),
@@ -408,7 +409,6 @@ class VirtualEngine:
             counters=self._counters,
             policy=self.policy,
             clock=lambda: self.now_s,
-            wall_clock=lambda: self.now_s,
         )
 
     def run(self, count: int, *, rate: float, warm_up: int = 0) -> Outcome:

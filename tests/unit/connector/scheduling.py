@@ -197,7 +197,6 @@ class World:
             policy=policy,
             worth=worth,
             clock=self.clock,
-            wall_clock=self.clock,
         )
 
     def stock(self, *texts: object) -> None:
@@ -249,8 +248,12 @@ class World:
             self.half.update_state_after_alloc(request, index)
         return granted
 
-    def step(self, freed: Iterable[object] = (), *, tokens: int = 10) -> StepPlan:
-        return self.half.build_connector_meta(map(identifier_of, freed), scheduled_tokens=tokens)
+    def step(
+        self, freed: Iterable[object] = (), *, tokens: int = 10, requests: int = 1
+    ) -> StepPlan:
+        return self.half.build_connector_meta(
+            map(identifier_of, freed), scheduled_tokens=tokens, requests=requests if tokens else 0
+        )
 
     def report(self, step: int, *ranks: int, **more: Any) -> None:
         loaded = {step: set(ranks or (0,))}

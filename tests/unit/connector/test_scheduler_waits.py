@@ -237,7 +237,6 @@ def test_a_wait_that_was_paused_is_observed_once_and_as_a_whole(world: World) ->
     assert world.run(asker) == [True]
     world.end(asker)
     assert waits_of(world) == (1, pytest.approx(0.5))
-    assert not world.half.waits.remembered["waits before a pause"]
 
 
 @pytest.mark.parametrize("how", ["computed", "stopped"])
@@ -362,17 +361,6 @@ def test_what_lies_on_this_node_is_waited_for_however_slow_the_bucket_was(world:
     asker = world.deferred(request("r", feature("here"), feature("away", 10)))
     world.finish("here", source="tier")
     assert world.run(asker) == [True, False]
-
-
-def test_who_has_waited_for_the_bucket_still_waits_for_what_lies_here(world: World) -> None:
-    world.stock("here", "away")
-    asker = world.deferred(request("r", feature("away"), feature("here", 10)))
-    world.clock.now_s += 2.1
-    world.put_here("here")  # another process has brought it meanwhile
-    assert not world.ask(asker)
-    world.step()
-    world.finish("here", source="tier")
-    assert world.run(asker) == [False, True]
 
 
 def test_a_disk_too_slow_for_anybody_is_not_waited_for_either_and_hides_no_bucket(
