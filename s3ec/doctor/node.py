@@ -70,7 +70,7 @@ def _by_file_system(root: Path) -> Outcome:
 
 
 def cache_links(context: CheckContext) -> Outcome:
-    """Whether pins can be hard links; otherwise each hit costs a copy."""
+    """Whether the spool can hold hard links; otherwise each save costs a copy."""
     try:
         with at_folder(context.settings.cache_dir) as folder, probe_file(folder) as path:
             link = path.with_name(f"{path.name}-link")
@@ -79,10 +79,10 @@ def cache_links(context: CheckContext) -> Outcome:
     except OSError as exc:
         return warn(
             f"no hard links there: {exc.strerror}",
-            "it works, but every hit copies its entry; a file system with hard links (ext4, "
+            "it works, but every save copies its entry; a file system with hard links (ext4, "
             "xfs, tmpfs) does without",
         )
-    return ok("hard links work, so a pin costs no copy")
+    return ok("hard links work, so a save costs no copy")
 
 
 def cache_space(context: CheckContext) -> Outcome:

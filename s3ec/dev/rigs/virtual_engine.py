@@ -55,7 +55,7 @@ from s3ec.identity import Key, make_key
 from s3ec.managers import restore
 from s3ec.managers.restore import RestoreCosts
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
-from s3ec.tier import Pin
+from s3ec.tier import OpenEntry
 
 ROWS = 256
 _PLACEHOLDERS = ROWS + 2
@@ -158,8 +158,8 @@ class PlayedFetches:
             want = self._known.pop(name)[0]
             shape = Shape(want.rows, 64, "bfloat16")
             header = Header(name, "virtual", want.modality, shape, "0" * 32)
-            pin = Pin(Path(f"/virtual/{name}"), shape.nbytes, header)
-            self._done.append(FetchResult(want, FetchOutcome.READY, pin, "bucket", seconds))
+            entry = VirtualEntry(f"/virtual/{name}", header)
+            self._done.append(FetchResult(want, FetchOutcome.READY, entry, "bucket", seconds))
             self._start()
         self._now_s = now_s
         self._start()
@@ -174,8 +174,32 @@ class PlayedFetches:
         done, self._done = self._done, []
         return done
 
-    def release(self, pins: Iterable[Pin]) -> None:
-        """Nothing is pinned here."""
+
+class VirtualEntry(OpenEntry):
+    """An entry without a file."""
+
+    def __init__(self, path: str, header: Header) -> None:
+        """Nothing is opened."""
+        self.path, self.header = path, header
+        self.nbytes = header.total_bytes
+        self.fd = self.pid = self.device = self.inode = -1
+        self.verified_s = self.used_s = 0.0
+
+    def __del__(self) -> None:
+        """Nothing is closed."""
+
+
+class NoResidents:
+    """A node that has nothing to grant at once."""
+
+    def get(self, digest: bytes, now: float) -> None:
+        """Nothing is here."""
+
+    def loaded(self, digest: bytes, now: float) -> None:
+        """Nobody takes note."""
+
+    def release(self, entries: Iterable[OpenEntry]) -> None:
+        """Nothing is open."""
 
 
 class PlayedIndex:
@@ -401,6 +425,7 @@ class VirtualEngine:
             index=self._index,  # type: ignore[arg-type]
             local=lambda _: False,  # type: ignore[arg-type]
             prefetcher=self._fetches,
+            residents=NoResidents(),
             store=SimpleNamespace(is_open=False),
             disk=SimpleNamespace(hangs=False),
             needs_embedding=lambda _: False,
