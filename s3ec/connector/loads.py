@@ -187,8 +187,8 @@ class Loader:
 
     One thread calls it. That thread never waits for a disk without a bound. It reads by itself
     what the kernel has in memory, and hands large entries and the rest to reader threads. Where
-    none of a step's readers has delivered for ``PATIENCE_S``, or at once while the disk is known to hang, it asks
-    the bucket. Readers are started when they are first needed.
+    none of a step's readers has delivered for ``PATIENCE_S``, or at once while the disk is known to
+    hang, it asks the bucket. Readers are started when they are first needed.
 
     Attributes:
         clock: As given.

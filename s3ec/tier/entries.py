@@ -203,14 +203,15 @@ class Entries:
         """
         if self._is_closed:
             return None
-        path = f"{self.objects}/{key.name}"
+        path, parents = self.path(key)
         try:
+            require_own_folders(parents)
             return self._checked(key, path, open_entry(path))
         except FileNotFoundError:
             return None
         except CorruptEntryError as exc:  # not even a file
             self.drop_bad(key, exc.reason)
-        except OSError as exc:
+        except (OSError, TierError) as exc:
             self._failed("open", exc)
         return None
 

@@ -117,7 +117,7 @@ class EntryWriter:
     def publish_ahead(
         self, key: Key, pieces: Sequence[bytes | memoryview], *, used_s: float
     ) -> None:
-        """Publish an entry that came from the bucket before anybody asked for it. It is not held open.
+        """Publish an entry that came from the bucket before anybody asked for it.
 
         Args:
             pieces: As in ``publish``.

@@ -33,11 +33,11 @@ from s3ec.dev.bench.hooks_rig import Identifiers, engine_config, identifiers_of,
 from s3ec.dev.rigs.models import write_gemma3
 from s3ec.dev.rigs.virtual_engine import (
     NoConnector,
-    NoResidents,
     PlayedFetches,
     PlayedIndex,
     make_scheduler,
 )
+from s3ec.dev.rigs.virtual_tier import NoResidents
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import make_key
 from s3ec.tier import LocalKeys

@@ -50,12 +50,12 @@ from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.counters import Counters
+from s3ec.dev.rigs.virtual_tier import NoResidents, VirtualEntry
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, make_key
 from s3ec.managers import restore
 from s3ec.managers.restore import RestoreCosts
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
-from s3ec.tier import OpenEntry
 
 ROWS = 256
 _PLACEHOLDERS = ROWS + 2
@@ -173,33 +173,6 @@ class PlayedFetches:
         """What has ended since the last call."""
         done, self._done = self._done, []
         return done
-
-
-class VirtualEntry(OpenEntry):
-    """An entry without a file."""
-
-    def __init__(self, path: str, header: Header) -> None:
-        """Nothing is opened."""
-        self.path, self.header = path, header
-        self.nbytes = header.total_bytes
-        self.fd = self.pid = self.device = self.inode = -1
-        self.verified_s = self.used_s = 0.0
-
-    def __del__(self) -> None:
-        """Nothing is closed."""
-
-
-class NoResidents:
-    """A node that has nothing to grant at once."""
-
-    def get(self, digest: bytes, now: float) -> None:
-        """Nothing is here."""
-
-    def loaded(self, digest: bytes, now: float) -> None:
-        """Nobody takes note."""
-
-    def release(self, entries: Iterable[OpenEntry]) -> None:
-        """Nothing is open."""
 
 
 class PlayedIndex:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from s3ec.tier.pins import LOCK_NAME
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Spool, Tier
 from s3ec.tier.files import own_start_time, try_lock
-from s3ec.tier.pins import LOCK_NAME
 from s3ec.tier.scan import EntryFileName
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
