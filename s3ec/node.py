@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -167,6 +168,9 @@ class Node:
         self._news = self.tier.follow_news(self.local.add_all)
         self.residents = self.tier.open_residents(self._may_grant)
         self._answered_s: float | None = None
+        self._fresh_s = _FRESH_REFRESHES * settings.index_refresh_s + _FRESH_S
+        if (settings.url or "").startswith("file:"):
+            self._fresh_s = -math.inf
         self.records = ModalityRecords(self.store, self.layout)
         self._index_files = files = self.tier.open_index()
         self.index = ManifestIndex(
@@ -311,10 +315,7 @@ class Node:
         answered lately: this process's last refresh. Never where a folder stands for the bucket,
         which may lie on the disk that rots.
         """
-        if self._answered_s is None or (self.settings.url or "").startswith("file:"):
-            return False
-        limit_s = _FRESH_REFRESHES * self.settings.index_refresh_s + _FRESH_S
-        if time.monotonic() - self._answered_s > limit_s:
+        if self._answered_s is None or time.monotonic() - self._answered_s > self._fresh_s:
             return False
         record = self.records.known(header.modality)
         return record is not None and record == Record(header.shape.width, header.shape.dtype)

@@ -120,11 +120,10 @@ def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
         FileNotFoundError: It cannot be reached from here.
         OSError: It cannot be opened.
     """
-    if load.pid == os.getpid():
-        found = os.fstat(load.fd)
-        if _is_granted(load, found):
-            yield load.fd, found
-            return
+    found = _own(load)
+    if found is not None:
+        yield load.fd, found
+        return
     for path, flags in ((load.path, _OPEN), (f"/proc/{load.pid}/fd/{load.fd}", _OPEN_LINK)):
         try:
             fd = os.open(path, flags)
@@ -138,6 +137,17 @@ def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
         finally:
             os.close(fd)
     raise FileNotFoundError(errno.ENOENT, "the granted file was evicted and is out of reach")
+
+
+def _own(load: Load) -> os.stat_result | None:
+    """The file where this process has it open itself."""
+    if load.pid != os.getpid():
+        return None
+    try:
+        found = os.fstat(load.fd)
+    except OSError:  # closed, which cannot be before this load was reported
+        return None
+    return found if _is_granted(load, found) else None
 
 
 def _is_granted(load: Load, found: os.stat_result) -> bool:

@@ -16,6 +16,7 @@ from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
 from s3ec.errors import TierError
 from s3ec.tier.files import Folders, free_bytes, is_full, make_folder, require_own_folder
 from s3ec.tier.inspection import plain_bytes
+from s3ec.tier.residents import FEW_RESIDENTS, allowed_residents
 
 MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -83,6 +84,17 @@ def cache_links(context: CheckContext) -> Outcome:
             "xfs, tmpfs) does without",
         )
     return ok("hard links work, so a save costs no copy")
+
+
+def open_files(context: CheckContext) -> Outcome:
+    """Whether a process may hold enough entries open; others are granted a pass later."""
+    most = allowed_residents()
+    if most < FEW_RESIDENTS:
+        return warn(
+            f"a process may hold {most} entries open: it may open few files",
+            "raise its hard limit (`ulimit -Hn`, systemd's LimitNOFILE, docker's --ulimit nofile)",
+        )
+    return ok(f"a process may hold {most} entries open, to be granted at once")
 
 
 def cache_space(context: CheckContext) -> Outcome:

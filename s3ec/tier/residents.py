@@ -13,12 +13,11 @@ import logging
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from s3ec.codec import Header
 from s3ec.counters import Counters
-from s3ec.errors import TierError
 from s3ec.identity import digest_of_name
 from s3ec.runtime import Background
 from s3ec.tier.entries import Entries
@@ -37,6 +36,8 @@ again. Should they rot meanwhile, the load that finds it gets the bucket's copy.
 # A turn is due so often, and never takes more than this share of a thread.
 _TURN_S = 1.0
 _SHARE = 50
+# So long it opens what the walk has found before it looks for what was evicted.
+_FILL_S = 1.0
 # Hashing what nobody has asked for yet takes at most a quarter of a thread.
 _HASH_SHARE = 4
 _LONGEST_PAUSE_S = 0.25
@@ -106,7 +107,7 @@ class Residents:
         self.modalities: set[str] = set()
         self._unnoted: deque[tuple[bytes, OpenEntry]] = deque()
         self._released: deque[OpenEntry] = deque()
-        self._is_filled = False
+        self._filling: Iterator[None] | None = None
         self._is_closed = False
         self._thread = Background("s3ec-residents", self._turn)
 
@@ -153,8 +154,16 @@ class Residents:
         self._thread.wake()
 
     def start(self) -> None:
-        """Open what is here, the most recently used first, in the thread."""
-        self._thread.wake()
+        """Open what is here, the most recently used first, in the thread; once."""
+        if self._filling is None:
+            if self._most < FEW_RESIDENTS:
+                _log.warning(
+                    "this process may open few files, so only %d entries of this node can be "
+                    "granted at once; raise its hard limit (`ulimit -Hn`, LimitNOFILE)",
+                    self._most,
+                )
+            self._filling = self._fill()
+            self._thread.wake()
 
     def close(self) -> None:
         """Let go of all; for good."""
@@ -173,40 +182,42 @@ class Residents:
         began_s = self._clock()
         self._thread.wake()  # for the next turn
         self._released.clear()
-        try:
-            if not self._is_filled:
-                self._is_filled = True
-                self._fill(pause)
-            self._sweep(pause)
-            self._note()
-        except (OSError, TierError) as exc:
-            self._counters.add("tier.errors")
-            _log.debug("residents: %s", exc)
-        return max(_TURN_S, (self._clock() - began_s) * _SHARE)
+        is_filling = False
+        for _ in self._filling or ():
+            pause()
+            is_filling = self._clock() - began_s >= _FILL_S
+            if is_filling:
+                break
+        swept_s = self._clock()
+        self._sweep(pause)
+        self._note()
+        rest_s = max(_TURN_S, (self._clock() - swept_s) * _SHARE)
+        return 0.0 if is_filling else rest_s
 
-    def _fill(self, pause: Callable[[], None]) -> None:
+    def _fill(self) -> Iterator[None]:
         """Open what the folder holds; what no process has verified lately is hashed first."""
         verified = self._ledger.read()
         used = ((mtime_ns, name) for name, mtime_ns in self._entries.uses())
         for _, name in heapq.nlargest(self._most, used):
             digest = digest_of_name(name)
-            if digest not in self._open:
-                noted, began_s = verified.get(digest), self._clock()
-                if noted is not None and began_s - noted.seconds > VERIFIED_FOR_S:
-                    noted = None
-                entry = self._entries.open_name(name, digest, verified=noted)
-                if entry is not None:
-                    if noted is None or entry.verified_s != noted.seconds:
-                        self._unnoted.append((digest, entry))
-                        took_s = self._clock() - began_s
-                        time.sleep(min(took_s * (_HASH_SHARE - 1), _LONGEST_PAUSE_S))
-                    self._put(digest, entry)
-                self._released.clear()
-            pause()
+            if digest in self._open:
+                continue
+            noted, began_s = verified.get(digest), self._clock()
+            if noted is not None and began_s - noted.seconds > VERIFIED_FOR_S:
+                noted = None
+            entry = self._entries.open_name(name, digest, verified=noted)
+            if entry is not None:
+                self._put(digest, entry)
+                if noted is None or entry.verified_s != noted.seconds:
+                    self._unnoted.append((digest, entry))
+                    took_s = self._clock() - began_s
+                    time.sleep(min(took_s * (_HASH_SHARE - 1), _LONGEST_PAUSE_S))
+            yield
 
     def _sweep(self, pause: Callable[[], None]) -> None:
         """Let go of what was evicted, and of what the table has no room for."""
-        for number, (digest, entry) in enumerate(list(self._open.items())):
+        # A copy of the table is made at once; a list of its items is not, see gc.
+        for number, (digest, entry) in enumerate(self._open.copy().items()):
             if entry.is_evicted:
                 self._drop(digest, entry)
             if number % 256 == 0:
@@ -215,7 +226,7 @@ class Residents:
         if excess > 0:
             # Some more, or the next one that comes would have all looked at again.
             many = excess + self._most // 16
-            items = list(self._open.items())
+            items = self._open.copy().items()
             for digest, entry in heapq.nsmallest(many, items, key=lambda item: item[1].used_s):
                 self._drop(digest, entry)
 
