@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
+from unittest.mock import patch
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.identity import Key, make_key
-from s3ec.tier import OpenEntry, Spool, Tier
+from s3ec.tier import OpenEntry, Spool, Tier, files
 from tests.support.clock import Clock
 from tests.support.finite import FINITE
 
@@ -86,10 +88,6 @@ def temps_below(folder: Path) -> set[str]:
     return {name for name in files_below(folder) if name.startswith(".tmp-")}
 
 
-def pin_folders(root: Path) -> list[Path]:
-    return sorted((root / "v1" / "pins").iterdir())
-
-
 def spool_folders(root: Path) -> list[Path]:
     return sorted((root / "v1" / "spool").iterdir())
 
@@ -136,6 +134,13 @@ def opened(tier: Tier, key: Key) -> OpenEntry:
     held = tier.entries.open(key)
     assert held is not None
     return held
+
+
+def use(tier: Tier, key: Key, clock: Callable[[], float]) -> None:
+    """Note that an entry is used, as a load does, at the time of a clock."""
+    held = opened(tier, key)
+    with patch.object(files, "time", SimpleNamespace(time=clock)):
+        files.touch(held.fd)
 
 
 def served(tier: Tier, key: Key) -> bytes:

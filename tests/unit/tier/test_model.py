@@ -191,7 +191,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(target=pins, key=keys)
     def pin(self, key: Key) -> object:
         file = self.model.entries.get(key)
-        pin = self.tier.entries.pin(key)
+        pin = self.tier.entries.open(key)
         if file is None:
             assert pin is None
             return multiple()

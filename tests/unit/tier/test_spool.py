@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from s3ec.tier.pins import LOCK_NAME
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Spool, Tier
 from s3ec.tier.files import own_start_time, try_lock
+from s3ec.tier.process_folder import LOCK_NAME
 from s3ec.tier.scan import EntryFileName
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
@@ -446,7 +446,7 @@ def test_better_entry_of_the_tier_stays_when_the_spooled_one_is_bad(
     tier.writer.publish(KEY, [b"rubbish"], spool=spool)
     tier.writer.publish(KEY, [entry(KEY)])
     assert spool.load(KEY.digest) is None
-    assert tier.entries.pin(KEY) is not None
+    assert tier.entries.open(KEY) is not None
 
 
 @pytest.mark.parametrize("kind", ["symlink", "pipe", "folder"])
@@ -548,7 +548,6 @@ def test_killed_process_leaves_its_spool_and_a_living_one_keeps_it(
         other.kill()
     assert usage_of(tier).spooled_nbytes == usage_of(tier).nbytes
     assert len(spool.adopt()) == 3
-    make_room(tier)  # which sweeps its pins
     assert audit_of(tier) == []
 
 
@@ -702,7 +701,6 @@ def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_o
         assert len(digests) == len(set(digests)) == 3 * count
         assert set(digests) == {key_at(number).digest.hex() for number in range(3 * count)}
         assert spooled_below(root) == {name_of(number) for number in range(3 * count)}
-        make_room(tier)  # which sweeps the pins of the dead
         assert audit_of(tier) == []
         for adopter in adopters:
             adopter.say()
