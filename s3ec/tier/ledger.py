@@ -82,13 +82,17 @@ class Ledger:
             self._failed("read what was verified", TierError(str(exc)))
             return {}
         found: dict[bytes, Verified] = {}
-        for at in range(0, len(blob) - RECORD_BYTES + 1, RECORD_BYTES):
+        at = blob.find(_MAGIC)
+        while 0 <= at <= len(blob) - RECORD_BYTES:
             body = blob[at : at + _BODY.size]
-            magic, boot, tag, digest, inode, seconds = _BODY.unpack(body)
-            if (magic, boot, tag) != (_MAGIC, self._boot, self._tag):
-                continue
             if _CHECK.unpack_from(blob, at + _BODY.size)[0] == xxhash.xxh32_intdigest(body):
-                found[digest] = Verified(inode, seconds)
+                _, boot, tag, digest, inode, seconds = _BODY.unpack(body)
+                if (boot, tag) == (self._boot, self._tag):
+                    found[digest] = Verified(inode, seconds)
+                at += RECORD_BYTES
+            else:
+                at += 1  # damaged, or written in part: the next one may begin anywhere
+            at = blob.find(_MAGIC, at)
         return found
 
     def _record(self, digest: bytes, inode: int, seconds: float) -> bytes:

@@ -25,6 +25,7 @@ from s3ec.tier import Claim, LocalKeys, evictor
 from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import DiskErrors, Folders, TempFile, try_lock
 from s3ec.tier.news import NewsWriter
+from tests.support.file_calls import open_below
 from tests.support.on_disk import make_room
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.tier.cases import (
@@ -73,6 +74,21 @@ def hold(root: Path, number: int) -> None:
     say(read(held, key) == entry(key))
     hear()
     tier.close()
+
+
+def few_files(root: Path, most: int) -> None:
+    """Have residents where few files may be open; say how many are, and how much is left."""
+    soft = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], most // 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+    tier = new_tier(root)
+    residents = tier.open_residents(lambda header: True)
+    say(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    residents.start()
+    eventually(lambda: len(residents) >= most // 2)
+    say(len(residents))
+    say(len([opened(tier, key) for key in map(key_at, range(5))]))
+    tier.close()
+    say(len(open_below(root)))
 
 
 def claim(root: Path, number: int) -> None:
@@ -350,7 +366,19 @@ if __name__ == "__main__":
     commands = {
         function.__name__: function
         for function in (
-            *(race, hold, claim, stop_before_rename, churn, flood, occupy, fork, orphan, limit),
+            *(
+                race,
+                hold,
+                few_files,
+                claim,
+                stop_before_rename,
+                churn,
+                flood,
+                occupy,
+                fork,
+                orphan,
+                limit,
+            ),
             *(spool, spool_before_rename, adopt, tell_half, tell_under_limit, fork_and_tell),
         )
     }

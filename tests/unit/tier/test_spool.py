@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Spool, Tier
+from s3ec.tier import Spool, Tier, process_folder
 from s3ec.tier.files import own_start_time, try_lock
 from s3ec.tier.process_folder import LOCK_NAME
 from s3ec.tier.scan import EntryFileName
@@ -359,6 +360,45 @@ def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path, counters
     assert audit_of(tier) == []
 
 
+def test_threads_that_find_the_folder_gone_agree_on_a_new_one(
+    make_tier: MakeTier, root: Path
+) -> None:
+    tier = make_tier()
+    spool = tier.open_spool(DESTINATION)
+    publish(tier, 8, spool=spool)
+    shutil.rmtree(spool_folders(root)[0])
+    start = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        start.wait()
+        publish(tier, number, spool=spool)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert len(spool_folders(root)) == 1
+    assert spooled_below(root) == {name_of(number) for number in range(8)}
+
+
+def test_folder_that_is_swept_while_it_is_made_is_made_again(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, calls = try_lock, []
+
+    def sweep_first(fd: int) -> bool:
+        calls.append(fd)
+        if len(calls) == 1:  # another container's adopter, which sees no such process
+            (new,) = spool_folders(root)
+            (new / LOCK_NAME).unlink()
+            new.rmdir()
+        return lock(fd)
+
+    monkeypatch.setattr(process_folder, "try_lock", sweep_first)
+    publish(tier, 0, spool=spool)
+    assert len(calls) == 2
+    assert len(spool_folders(root)) == 1
+    assert spooled(spool, KEY) == entry(KEY)
+
+
 def test_symlink_is_not_spooled(tier: Tier, spool: Spool, root: Path) -> None:
     tier.writer.publish(KEY, [entry(KEY)])
     link = root / "link"
@@ -590,6 +630,16 @@ def test_spool_of_a_living_process_is_kept_even_without_its_lock(
     living = folder.rename(folder.with_name(f"{os.getpid()}-{own_start_time()}-01234567"))
     assert spool.adopt() == []
     assert files_below(living) == {name_of(0)}
+
+
+def test_reused_process_id_is_not_taken_for_the_old_process(
+    tier: Tier, spool: Spool, root: Path
+) -> None:
+    earlier = f"{os.getpid()}-{int(own_start_time()) - 1}-01234567"
+    folder = dead_folder(root, 0)
+    folder = folder.rename(folder.with_name(earlier))
+    assert [one.digest for one in spool.adopt()] == [KEY.digest]
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("lock", [True, False])
