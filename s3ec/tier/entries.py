@@ -138,6 +138,9 @@ class Entries:
     States of an entry on this node, each seen by all processes: absent; claimed (absent, and one
     process fetches it); here (``EntryWriter`` gave it its name). Eviction and ``drop_bad`` make it
     absent again. An open entry outlives all of that.
+
+    Attributes:
+        hashes: Whether what is opened is compared with its checksum.
     """
 
     def __init__(
@@ -161,7 +164,7 @@ class Entries:
         self._claims = claims
         self._failed = disk_errors.record
         self._counters = counters
-        self._check_values = check_values
+        self.hashes = check_values
         self._is_closed = False
 
     def close(self) -> None:
@@ -238,7 +241,7 @@ class Entries:
                     verified_s = verified.seconds
                 else:
                     verified_s = time.monotonic()
-                    if self._check_values:
+                    if self.hashes:
                         check_values(fd, header)
             except BaseException:
                 os.close(fd)
@@ -314,7 +317,7 @@ class Entries:
             found = os.fstat(fd)
             header = read_header(fd, found.st_size)
             codec.check_identity(header, namespace=self.namespace, identifier=key.stored)
-            if self._check_values:
+            if self.hashes:
                 check_values(fd, header)
         except CorruptEntryError as exc:
             os.close(fd)

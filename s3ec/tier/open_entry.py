@@ -58,7 +58,11 @@ class OpenEntry:
 
     @property
     def is_evicted(self) -> bool:
-        """Whether the file has no name left. One system call."""
+        """Whether its name is another file's by now, or none's. One system call.
+
+        Not by its links: the spool may have one for as long as the bucket is away.
+        """
         with suppress(OSError):
-            return os.fstat(self.fd).st_nlink == 0
+            found = os.lstat(self.path)
+            return (found.st_dev, found.st_ino) != (self.device, self.inode)
         return True

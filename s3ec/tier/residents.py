@@ -140,7 +140,8 @@ class Residents:
 
     def release(self, entries: Iterable[OpenEntry]) -> None:
         """Let go of these in the thread of this object, which closes what nobody else refers to."""
-        self._released.extend(entries)
+        if not self._is_closed:  # else no thread would take them
+            self._released.extend(entries)
 
     # -- any thread --------------------------------------------------------------------------
 
@@ -231,7 +232,10 @@ class Residents:
                 self._drop(digest, entry)
 
     def _put(self, digest: bytes, entry: OpenEntry) -> None:
+        old = self._open.get(digest)
         self._open[digest] = entry
+        if old is not None:
+            self.release([old])
         self.modalities.add(entry.header.modality)
 
     def _drop(self, digest: bytes, entry: OpenEntry) -> None:
@@ -242,5 +246,5 @@ class Residents:
         noted = []
         while self._unnoted:
             noted.append(self._unnoted.popleft())
-        if noted:
+        if noted and self._entries.hashes:
             self._ledger.append(noted)
