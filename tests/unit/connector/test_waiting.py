@@ -212,7 +212,7 @@ def test_time_in_which_vllm_does_not_ask_ends_no_wait() -> None:
     one = policy(encode_s=0.06, fetch_s=0.03)
     assert decide(one, "a", [want(one)], 0.0)
     assert one.due(99.0, {"a": 0.001}) == []
-    # Fetched once more, since its pin has run out.
+    # Fetched once more, since its lease has ended.
     wants = [want(one, began_s=100.0)]
     one.resume("a", pause_s=99.999)
     assert decide(one, "a", wants, 100.0)
