@@ -136,11 +136,15 @@ def opened(tier: Tier, key: Key) -> OpenEntry:
     return held
 
 
-def use(tier: Tier, key: Key, clock: Callable[[], float]) -> None:
-    """Note that an entry is used, as a load does, at the time of a clock."""
-    held = opened(tier, key)
+def touch(held: OpenEntry, clock: Callable[[], float]) -> None:
+    """Note that an open entry is used, as a load does, at the time of a clock."""
     with patch.object(files, "time", SimpleNamespace(time=clock)):
         files.touch(held.fd)
+
+
+def use(tier: Tier, key: Key, clock: Callable[[], float]) -> None:
+    """As ``touch``, for what must be here."""
+    touch(opened(tier, key), clock)
 
 
 def served(tier: Tier, key: Key) -> bytes:

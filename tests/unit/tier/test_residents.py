@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -57,7 +57,7 @@ class Held(Protocol):
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, counters: Counters) -> Held:
+def make(monkeypatch: pytest.MonkeyPatch, counters: Counters) -> Iterator[Held]:
     """As ``Tier.open_residents`` makes them."""
     monkeypatch.setattr(residents, "Background", ByHand)
 
@@ -78,7 +78,8 @@ def make(monkeypatch: pytest.MonkeyPatch, counters: Counters) -> Held:
         )
         return made, ByHand.made[-1]
 
-    return make
+    yield make
+    ByHand.made.clear()
 
 
 def walked(make: Held, tier: Tier) -> Residents:
