@@ -73,7 +73,7 @@ class Stored:
 
 
 class EntryFiles:
-    """Entries as files, each written once for all runs of a process, and links to them."""
+    """Entries as files, each written once for all runs of a process, and open copies of them."""
 
     def __init__(self, folder: Path, namespace: str) -> None:
         self._folder = folder
@@ -230,9 +230,11 @@ class PlayedPrefetcher:
     def get(self, digest: bytes, now: float) -> OpenEntry | None:
         name, stored = self._residents.get(digest, ("", None))
         # Half of them need a look at the disk.
-        if stored is None or self._outside.tier.get(name) != stored or digest[0] % 2:
+        if stored is None or digest[0] % 2:
             return None
-        return self._hand_out(name, stored)
+        # What was evicted is open until a sweep comes by: here at once, or never.
+        found = self._outside.tier.get(name, stored if digest[1] % 2 else None)
+        return self._hand_out(name, stored) if found == stored else None
 
     def loaded(self, digest: bytes, now: float) -> None:
         """Nothing rots here."""
@@ -276,6 +278,8 @@ class PlayedPrefetcher:
             )
         elif (found.rows, found.modality) != (want.rows, want.modality):
             outcome = FetchOutcome.MISMATCH
+            if here is not None:  # the next request may need just that
+                self._residents[want.key.digest] = name, here
         else:
             outcome = FetchOutcome.READY
             entry = self._hand_out(name, found)

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from s3ec.tier.pins import is_process_folder_name
-
 from s3ec import codec
 from s3ec.config import CONFIG_FILE_VARIABLE, load_settings
 from s3ec.corpus.catalog_file import decode_part, encode_part, to_rows
@@ -46,6 +44,7 @@ from s3ec.store.s3_errors import from_obstore, from_url
 from s3ec.tenant import Tenant, check_reference
 from s3ec.tier.evictor import Figures
 from s3ec.tier.news import make_record, parse_records
+from s3ec.tier.process_folder import is_process_folder_name
 from s3ec.tier.scan import EntryFileName, is_index_name
 
 NAMESPACE = "gemma-0123456789abcdef"
