@@ -51,6 +51,7 @@ ready = request("ready", feature("ready"))
 slow = request("slow", feature("slow"))
 absent = request("absent", feature("absent"))
 old = request("decoding", feature("ready"))
+resident = key_of(identifier_of("ready")).digest
 
 def hot(rounds):
     for _ in range(rounds):
@@ -60,6 +61,7 @@ def hot(rounds):
         assert half.ensure_cache_available(absent, 0)
         assert not half.has_cache_item(absent.mm_features[0].identifier)
         assert half.ensure_cache_available(old, 100)
+        assert bench.residents.get(resident, 0.0) is not None
 
 hot(1000)
 for number in range({TRIES}):

@@ -119,6 +119,14 @@ class HalfMachine(RuleBasedStateMachine):
         self.limit_s = 4.0
         self.world.local.add(key_of(identifier_of(text)))
 
+    @rule(text=st.sampled_from(TEXTS))
+    def it_becomes_a_resident(self, text: str) -> None:
+        self.world.make_resident(text)
+
+    @rule(text=st.sampled_from(TEXTS))
+    def a_sweep_finds_it_evicted(self, text: str) -> None:
+        self.world.prefetcher.resident.pop(key_of(identifier_of(text)).digest, None)
+
     @rule(down=st.booleans())
     def the_breaker(self, down: bool) -> None:
         self.world.store.is_open = down
