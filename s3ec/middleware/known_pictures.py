@@ -322,12 +322,16 @@ class Opener:
             UntouchedError: One of them is not here.
         """
         found: dict[str, OpenEntry] = {}
-        for identifier, placeholder in wanted:
-            entry = found.get(identifier)
-            if entry is None:
-                entry = found[identifier] = self._open_one(identifier)
-            if placeholder is not None and dict(entry.header.placeholder or {}) != placeholder:
-                raise UntouchedError("other_size")
+        try:
+            for identifier, placeholder in wanted:
+                if identifier not in found:
+                    found[identifier] = self._open_one(identifier)
+                stored = found[identifier].header.placeholder
+                if placeholder is not None and dict(stored or {}) != placeholder:
+                    raise UntouchedError("other_size")
+        except BaseException:
+            found.clear()  # the exception has this frame, and may live for long
+            raise
         return Opened([(name, found[name].header.placeholder or {}) for name, _ in wanted], found)
 
     def _open_one(self, identifier: str) -> OpenEntry:
@@ -339,6 +343,7 @@ class Opener:
             raise UntouchedError("not_here")
         header = entry.header
         if header.modality != "image" or set(header.placeholder or {}) != self._fields:
+            del entry  # as above
             raise UntouchedError("no_metadata")
         touch(entry.fd)
         return entry

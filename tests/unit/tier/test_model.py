@@ -206,8 +206,8 @@ class TierMachine(RuleBasedStateMachine):
         if file is not None and loaded is not None:
             assert (loaded.key, loaded.blob) == (key, file.blob)
 
-    @rule(target=held, key=keys, resident=st.booleans())
-    def open(self, key: Key, resident: bool) -> object:
+    @rule(target=held, key=keys)
+    def open(self, key: Key) -> object:
         file = self.model.entries.get(key)
         entry = self.tier.entries.open(key)
         if file is None:
@@ -222,7 +222,7 @@ class TierMachine(RuleBasedStateMachine):
         self.model.held.append(held)
         if file.complaint:  # the reader's part
             self.drop_bad(key)
-        elif resident:
+        else:
             self.residents.add(key.digest, entry)
             self.model.residents[key] = file
         return held
