@@ -173,8 +173,11 @@ class Entries:
 
     def path(self, key: Key) -> tuple[str, Sequence[str]]:
         """The file of one entry, and its folders from the root down; no system call."""
-        path = f"{self.objects}/{key.name}"
-        folder, _, fan_out = key.name.rpartition("/")[0].rpartition("/")
+        return self._place(key.name)
+
+    def _place(self, name: str) -> tuple[str, Sequence[str]]:
+        path = f"{self.objects}/{name}"
+        folder, _, fan_out = name.rpartition("/")[0].rpartition("/")
         lora = (f"{self.objects}/{folder}",) if folder else ()
         return path, (*self._above, *lora, f"{lora[0] if lora else self.objects}/{fan_out}")
 
@@ -226,8 +229,9 @@ class Entries:
         Args:
             verified: The ledger's word: this very file was hashed before, and need not be again.
         """
-        path = f"{self.objects}/{name}"
+        path, parents = self._place(name)
         try:
+            require_own_folders(parents)
             fd = open_entry(path)
             try:
                 found = os.fstat(fd)
@@ -246,7 +250,7 @@ class Entries:
             except BaseException:
                 os.close(fd)
                 raise
-        except (OSError, CorruptEntryError):
+        except (OSError, TierError, CorruptEntryError):
             return None  # who asks for it finds out why
         return OpenEntry(path, fd, header, verified_s=verified_s)
 

@@ -383,6 +383,38 @@ def test_bad_files_are_no_residents_and_stay_for_who_asks(
         assert not tier.entries.contains(key_at(number))
 
 
+@pytest.mark.parametrize("harm", ["link", "open"])
+def test_a_walk_opens_nothing_in_a_folder_that_is_spoiled(
+    make_tier: MakeTier, make: Held, root: Path, tmp_path: Path, harm: str
+) -> None:
+    tier = make_tier()
+    publish(tier, 0)
+    folder, elsewhere = file_of(root, key_at(0)).parent, tmp_path / "elsewhere"
+    if harm == "link":
+        folder.rename(elsewhere)
+        folder.symlink_to(elsewhere)
+    else:
+        folder.chmod(0o777)
+    assert granted(walked(make, tier), key_at(0)) == set()
+    assert tier.entries.open_name(key_at(0).name, key_at(0).digest) is None
+    assert open_below(tmp_path) == []
+    if harm == "open":
+        folder.chmod(0o700)
+        assert granted(walked(make, tier), key_at(0)) == {key_at(0)}
+
+
+def test_a_walk_over_a_folder_that_cannot_be_read_is_no_fault(
+    plain_user: Path, make_tier: MakeTier, make: Held
+) -> None:
+    tier = make_tier(plain_user / "cache")
+    publish(tier, 0, 1)
+    folder = file_of(plain_user / "cache", key_at(0)).parent
+    folder.chmod(0)
+    here = walked(make, tier)
+    folder.chmod(0o700)
+    assert granted(here, key_at(0), key_at(1)) == {key_at(1)}
+
+
 def test_others_are_swept_while_a_walk_takes_its_time(tier: Tier, make: Held) -> None:
     publish(tier, *range(6))
     here, thread = make(tier, clock=Clock(time.monotonic(), tick_s=0.5))
