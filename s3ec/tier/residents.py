@@ -170,6 +170,7 @@ class Residents:
         """Let go of all; for good."""
         self._is_closed = True
         self._thread.stop(_STOP_TIMEOUT_S)
+        self._filling = iter(())  # one that was stopped has an entry in its frame
         self._open.clear()
         self._unnoted.clear()
         self._released.clear()

@@ -302,6 +302,16 @@ def test_close_ends_all(tier: Tier, make: Held) -> None:
     here.close()
 
 
+def test_close_ends_a_walk_that_is_under_way(tier: Tier, make: Held) -> None:
+    publish(tier, *range(6))
+    here, thread = make(tier, clock=Clock(time.monotonic(), tick_s=0.5))
+    here.start()
+    assert thread.turn() == 0.0
+    assert open_files(tier) > 0
+    here.close()
+    assert open_files(tier) == len(here) == 0
+
+
 def test_they_end_with_their_tier(make_tier: MakeTier) -> None:
     tier = make_tier()
     publish(tier, 0, 1)
