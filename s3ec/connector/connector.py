@@ -143,7 +143,7 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded(default=False)
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether this embedding is verified and pinned on this node."""
+        """Whether this embedding is verified and held open on this node."""
         scheduler = self.parts.scheduler
         return scheduler is not None and scheduler.has_cache_item(identifier)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-# A READY item of a waiting request is looked at again within this time, or its pin would run out.
+# A READY item of a waiting request is looked at again within this time, or it would be let go of.
 LONGEST_KEPT_S = 10.0
 # Requests that came at once are not looked at again at once: between half of that and all of it.
 _SPREAD = 32

@@ -268,6 +268,7 @@ class Parts:
             index=node.index,
             local=node.local,
             prefetcher=node.prefetcher,
+            residents=node.residents,
             store=node.breaker,
             disk=node.loop.watch,
             needs_embedding=features.needs_embedding,

@@ -21,7 +21,6 @@ from s3ec.connector.waiting import Missing, Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.prefetch import FetchResult, Priority
-from s3ec.tier import Pin
 
 # A request that came without pixels waits at least this long, whatever `defer_timeout_s` says:
 # it cannot be encoded instead, and would fail. Longer than a fetch that is tried again after a
@@ -407,19 +406,17 @@ class RequestWaits:
     def arrived(self, results: Iterable[FetchResult]) -> None:
         """The prefetcher has finished these: learn what they took, and move their items on."""
         now = self._clock()
-        unwanted: list[Pin] = []
         for fetched in results:
             if fetched.source is not None:
                 self._trust[fetched.source].came(fetched.seconds)
                 self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
             item = self._items.get(fetched.want.key.identifier)
             had_failed = item is not None and item.failures > 0
-            if self._tracker.arrived(fetched, now, unwanted) and item is not None:
+            if self._tracker.arrived(fetched, now) and item is not None:
                 if had_failed:
                     self._trust["promise"].came(0.0)
                 if item.promised:
                     self._note_promise(item, now - item.asked_s)
-        self._tracker.release(unwanted)
 
     def audit(self, *, requests: Collection[str]) -> list[str]:
         """As SchedulerHalf.audit."""

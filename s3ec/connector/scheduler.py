@@ -3,7 +3,7 @@
 
 Every method runs inside vLLM's scheduling pass. None does I/O, waits, or makes a system call,
 except build_connector_meta, which may wake the prefetcher's loop once per step. True is
-granted only for entries that the prefetcher has verified and pinned on this node.
+granted only for entries of this node that are verified and held open.
 
 vLLM objects are used by attribute only: this module imports neither torch nor vllm.
 """
@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from s3ec.connector.adapters import Adapter, Adapters
@@ -27,6 +26,7 @@ from s3ec.connector.item_tracker import (
     READY,
     Item,
     ItemTracker,
+    OpenEntries,
     PrefetchQueue,
     State,
 )
@@ -117,6 +117,7 @@ class SchedulerHalf:
         index: Index,
         local: LocalKeys,
         prefetcher: PrefetchQueue,
+        residents: OpenEntries,
         store: StoreState,
         disk: DiskState,
         needs_embedding: Callable[[Any], bool],
@@ -137,7 +138,8 @@ class SchedulerHalf:
             role: What this instance does.
             index: What the corpus holds.
             local: What this node's disk holds, as far as memory knows.
-            prefetcher: Brings and pins entries.
+            prefetcher: Brings entries.
+            residents: Entries of this node that can be granted at once.
             store: Whether the breaker is open.
             disk: Whether this node's disk is known not to answer.
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
@@ -162,6 +164,7 @@ class SchedulerHalf:
         self._index = index
         self._local = local
         self._prefetcher = prefetcher
+        self._residents = residents
         self._store = store
         self._disk = disk
         self._hung = False  # as of the request being scheduled
@@ -185,6 +188,7 @@ class SchedulerHalf:
             clock=clock,
             local=local,
             answers=self.answers,
+            residents=residents,
         )
         self.waits = RequestWaits(
             self.tracker,
@@ -225,7 +229,7 @@ class SchedulerHalf:
         self._stopped = False
 
     def stop(self, *, was_reset: bool) -> bool:
-        """Grant, load and save nothing more. What is pinned is given back when its lease ends.
+        """Grant, load and save nothing more. What is held open is let go of by time.
 
         Args:
             was_reset: vLLM's encoder cache is empty now. Otherwise it still counts on what an
@@ -445,7 +449,7 @@ class SchedulerHalf:
             self._rows_asked[identifier] = 0  # it is what was called so before
             return None
         if item is None:
-            # What the device holds needs no fetch. A feature without pixels is pinned all the
+            # What the device holds needs no fetch. A feature without pixels is had ready all the
             # same: the device may evict it between this call and the next.
             if self._is_held(identifier) and not self._needs_embedding(feature):
                 return ABSENT
@@ -462,13 +466,7 @@ class SchedulerHalf:
             return ABSENT
         if state is READY:
             item.touched_s = now
-            if item.fits(rows, feature.modality):
-                if not self._is_misshapen(feature, item):
-                    return READY
-                self._counters.add("mismatch.placeholder")
-                return None
-            self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
-            return None
+            return self._look_at_ready(feature, item, rows)
         if state is FAILED:
             return self._look_at_failed(feature, item, rows, needed_now, now)
         came = not item.was_local and self._local(item.key)
@@ -482,15 +480,33 @@ class SchedulerHalf:
             return ABSENT  # on its way when the store went down, and of use to a later request
         return FETCHING
 
+    def _look_at_ready(self, feature: Any, item: Item, rows: int) -> State | None:
+        if item.fits(rows, feature.modality):
+            if not self._is_misshapen(feature, item):
+                return READY
+            self._counters.add("mismatch.placeholder")
+            return None
+        self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
+        return None
+
+    def _grant_at_once(self, key: Key, now: float) -> Item | None:
+        """The item of a resident, ready; None where it has to be looked for."""
+        if self._store.is_open:
+            return None
+        if self._shared_tier is not None and self._shared_tier.asked is not None:
+            return None
+        entry = self._residents.get(key.digest, now)
+        return None if entry is None else self.tracker.grant(key, entry, now)
+
     def _is_misshapen(self, feature: Any, item: Item) -> bool:
         """Whether a feature without pixels claims another arrangement of the stored rows.
 
         vLLM would place them by what it claims, and its prefix cache would give the outcome to all
         who ask under this identifier.
         """
-        if item.pin is None or not self._needs_embedding(feature):
+        if item.entry is None or not self._needs_embedding(feature):
             return False
-        stored = item.pin.header.placeholder or {}
+        stored = item.entry.header.placeholder or {}
         return contradicts(stored, self._placeholder_of(feature) or {})
 
     def _look_at_failed(
@@ -543,6 +559,11 @@ class SchedulerHalf:
         key = self._keys.asked(identifier)
         if key is None:
             return None
+        if self._role.can_load and not self._hung:
+            item = self._grant_at_once(key, now)
+            if item is not None:
+                self._rows_asked[identifier] = rows if item.modality == feature.modality else 0
+                return self._look_at_ready(feature, item, rows)
         if not self._is_worthwhile(feature, key):
             return ABSENT
         if not self._role.can_load:
@@ -631,8 +652,8 @@ class SchedulerHalf:
                 self._counters.add("encode.saved_seconds", saved_s)
         if granted and self._role.consumer:
             renamed = self._items[identifier].key.renamed
-            pin = self.tracker.load(identifier)
-            self._plan.loads.append(Load.of(identifier, pin, renamed))
+            entry = self.tracker.load(identifier)
+            self._plan.loads.append(Load.of(identifier, entry, renamed))
         elif not granted and self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
             if key is not None and self._has_one_form(feature):
@@ -758,7 +779,7 @@ class SchedulerHalf:
         self._plan.loads = [load for load in self._plan.loads if load.identifier not in freed]
 
     def update_connector_output(self, report: WorkerReport) -> None:
-        """Take the workers' report: unpin what was loaded, learn what was stored."""
+        """Take the workers' report: let go of what was loaded, learn what was stored."""
         self.tracker.loaded(report.loaded, self.on_device)
         if report.has_other_weights and self.stop(was_reset=False):
             self._counters.add("stopped_by_weights")
@@ -845,7 +866,6 @@ class SchedulerHalf:
         requests: Collection[str],
         device: Collection[str],
         fetching: Collection[str],
-        pins: Collection[Path],
         at_rest: bool = False,
     ) -> list[str]:
         """Every complaint about what is remembered, one line each.
@@ -854,7 +874,6 @@ class SchedulerHalf:
             requests: Those that vLLM has not ended.
             device: What its encoder-cache manager counts.
             fetching: Identifiers that the prefetcher has not answered yet.
-            pins: Taken from the prefetcher and not given back.
             at_rest: Nothing has happened for longer than anything is kept, so that nothing at all
                 may be remembered.
         """
@@ -874,7 +893,7 @@ class SchedulerHalf:
             if identifier not in device
         ]
         late_s = self._clock() - 2 * _SWEEP_EVERY_S
-        complaints += self.tracker.audit(fetching=fetching, pins=pins, late_s=late_s)
+        complaints += self.tracker.audit(fetching=fetching, late_s=late_s)
         complaints += self.waits.audit(requests=requests)
         kept: dict[str, Collection[Any]] = {
             "rows": self._rows_asked,

@@ -16,6 +16,7 @@ from s3ec.errors import TierError
 from s3ec.tier.files import Folders, free_bytes, is_full, make_folder, require_own_folder
 from s3ec.tier.inspection import plain_bytes
 from s3ec.tier.mounts import file_system, require_local
+from s3ec.tier.residents import FEW_RESIDENTS, allowed_residents
 
 _MEMORY = ("tmpfs", "ramfs")
 _USEFUL_BYTES = 64 * 2**20  # below this a tier would hold a handful of images
@@ -63,7 +64,7 @@ def _by_file_system(root: Path) -> Outcome:
 
 
 def cache_links(context: CheckContext) -> Outcome:
-    """Whether pins can be hard links; otherwise each hit costs a copy."""
+    """Whether the spool can hold hard links; otherwise each save costs a copy."""
     try:
         with at_folder(context.settings.cache_dir) as folder, probe_file(folder) as path:
             link = path.with_name(f"{path.name}-link")
@@ -72,10 +73,21 @@ def cache_links(context: CheckContext) -> Outcome:
     except OSError as exc:
         return warn(
             f"no hard links there: {exc.strerror}",
-            "it works, but every hit copies its entry; a file system with hard links (ext4, "
+            "it works, but every save copies its entry; a file system with hard links (ext4, "
             "xfs, tmpfs) does without",
         )
-    return ok("hard links work, so a pin costs no copy")
+    return ok("hard links work, so a save costs no copy")
+
+
+def open_files(context: CheckContext) -> Outcome:
+    """Whether a process may hold enough entries open; others are granted a pass later."""
+    most = allowed_residents()
+    if most < FEW_RESIDENTS:
+        return warn(
+            f"a process may hold {most} entries open: it may open few files",
+            "raise its hard limit (`ulimit -Hn`, systemd's LimitNOFILE, docker's --ulimit nofile)",
+        )
+    return ok(f"a process may hold {most} entries open, to be granted at once")
 
 
 def cache_space(context: CheckContext) -> Outcome:

@@ -10,7 +10,7 @@ power cut it may be an old one until the next walk.
 A little ahead of the limits (the budget, the free-space floor) a thread evicts in the background,
 one per node at a time. A publish that would break a limit does a round itself, or waits a second
 for the one that is under way. What goes first is the index of a model that nobody here has used for
-a week. Then entries go in the order of their use, pinned ones never.
+a week. Then entries go in the order of their use. Who has one open can go on reading it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from s3ec.tier.files import (
     require_own_folders,
     sweep_temps,
 )
-from s3ec.tier.pins import sweep_dead
 from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, scan_tier
 
 _log = logging.getLogger(__name__)
@@ -61,8 +60,6 @@ _INDEX_UNUSED_NS = 7 * 86_400 * 10**9
 LOW_WATER = 0.9
 # The background evicts when less than this share of the budget is left.
 AHEAD = 0.05
-# It passes over what was used so recently: its publisher may be about to pin it.
-_GRACE_NS = 2 * 10**9
 # Of the budget: evicted beyond what a short disk asks for, and published at most while nobody
 # has counted what lies here.
 _SLACK = 1 / 64
@@ -114,7 +111,7 @@ def oldest_first(
 ) -> Iterator[ScannedEntry]:
     """Entries by time of use; first those whose time is ahead, which would never be the oldest.
 
-    That may be wrong once: they come back, or are pinned before, with a time that is right.
+    That may be wrong once: they come back, or are read before, with a time that is right.
     """
     latest_ns = latest_use_ns(now_s)
 
@@ -142,7 +139,7 @@ def evict(
     """Remove entries in the order given until ``goal_bytes`` are gone.
 
     Args:
-        entries: Without what is pinned or spooled, since removing that frees nothing now.
+        entries: Without what is spooled, since removing that frees nothing now.
         goal_entries: And until so many are.
         objects: ``Folders.objects``; folders below it that lost their last entry go too.
         remove: False only counts.
@@ -470,9 +467,9 @@ class Evictor:
             wait_s: How long to wait for who evicts; see ``_turn``.
 
         Raises:
-            TierError: Not open, or there will be no room. A budget full of pinned entries is no
-                reason: they stay on the disk whether they are entries or not. NoRoomError where
-                room is only to be had by an eviction, and this one does not evict.
+            TierError: Not open, or there will be no room. A budget full of spooled entries is
+                no reason: they stay on the disk whether they are entries or not. NoRoomError
+                where room is only to be had by an eviction, and this one does not evict.
             OSError: The file system refused.
         """
         if not self._is_open:
@@ -537,7 +534,7 @@ class Evictor:
             self._background.wake()
 
     def make_room(self, incoming_bytes: int, *, full: bool = False, wait: bool = False) -> int:
-        """One round: sweep what dead processes left, count, and evict where it is needed.
+        """One round: sweep temp files of the dead, count, and evict where it is needed.
 
         Args:
             incoming_bytes: What is about to be written.
@@ -632,14 +629,11 @@ class Evictor:
                 pause=pause,
             )
         if freed < goal_bytes:
-            freed += self._evict(
-                *(scan, goal_bytes - freed, goal_entries, pause), spare_recent=ahead
-            )
+            freed += self._evict(scan, goal_bytes - freed, goal_entries, pause)
         self._total.recount(before, scan.total_bytes - freed)
         return freed
 
     def _sweep(self) -> None:
-        sweep_dead(self._folders.pins)
         sweep_temps(self._folders.incoming, now_s=self._clock())
 
     def _sweep_temps(self, scan: TierScan) -> None:
@@ -675,19 +669,10 @@ class Evictor:
         goal_bytes: int,
         goal_entries: int,
         pause: Callable[[], None] | None,
-        *,
-        spare_recent: bool,
     ) -> int:
-        """Pinned and spooled entries are passed over: it would free nothing now."""
-        now_s = self._clock()
-        latest_ns = latest_use_ns(now_s)
-        spared_ns = int(now_s * 1e9) - _GRACE_NS if spare_recent else latest_ns + 1
-        free = [
-            entry
-            for entry in scan.entries
-            if entry.inode not in scan.kept and not spared_ns <= entry.mtime_ns <= latest_ns
-        ]
-        ordered = oldest_first(free, now_s=now_s, pause=pause)
+        """Spooled entries are passed over: it would free nothing now."""
+        free = [entry for entry in scan.entries if entry.inode not in scan.kept]
+        ordered = oldest_first(free, now_s=self._clock(), pause=pause)
         gone = evict(
             *(ordered, goal_bytes),
             objects=self._folders.objects,

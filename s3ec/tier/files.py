@@ -14,6 +14,7 @@ import errno
 import fcntl
 import logging
 import os
+import platform
 import re
 import secrets
 import stat
@@ -78,7 +79,6 @@ class Folders:
         version: Everything of this layout; a later layout gets another folder.
         above: What everything lies in; see require_own_folders.
         objects: Namespaces, each with the objects of the bucket's ``objects/``.
-        pins: One folder per process (and Tier) that holds pins.
         spool: One folder per process that holds entries which the bucket has not confirmed.
         incoming: Files that are being written; one folder, so that sweeping it needs no walk.
         index: Namespaces, each with this node's copy of what the index needs.
@@ -86,6 +86,7 @@ class Folders:
         fetch_lock: A file. One byte per entry that some process fetches; see claims.py.
         usage: A file. The running total of all that is here.
         news: A file. Entries that were put here lately; see news.py.
+        ledger: A file. What was verified since the machine started; see ledger.py.
         evict_lock: A file. Locked by the one process that evicts.
         inner: The folders right below ``version``.
         shared_files: The files right below ``version``.
@@ -96,7 +97,6 @@ class Folders:
         self.version = version = root / "v1"
         self.above = (str(root), str(version))
         self.objects = version / "objects"
-        self.pins = version / "pins"
         self.spool = version / "spool"
         self.incoming = version / "incoming"
         self.index = version / "index"
@@ -104,12 +104,16 @@ class Folders:
         self.fetch_lock = version / "fetch.lock"
         self.usage = version / "usage"
         self.news = version / "news"
+        self.ledger = version / "ledger"
         self.evict_lock = version / "evict.lock"
         self.inner = (
-            *(self.objects, self.pins, self.spool),
-            *(self.incoming, self.index, self.costs),
+            *(self.objects, self.spool, self.incoming),
+            *(self.index, self.costs),
         )
-        self.shared_files = (self.fetch_lock, self.usage, self.news, self.evict_lock)
+        self.shared_files = (
+            *(self.fetch_lock, self.usage, self.news, self.ledger),
+            self.evict_lock,
+        )
 
     def make(self) -> None:
         """Create what is missing and check what is there.
@@ -397,6 +401,12 @@ def use_time_ns(now_s: float, *, unread: bool = False) -> int:
     return int(now_s * 1e6) * 1000 + (_UNREAD_NS if unread else 0)
 
 
+def touch(fd: int) -> None:
+    """Note that an open entry is used now; one that cannot be noted is as good as before."""
+    with suppress(OSError):
+        os.utime(fd, ns=(os.fstat(fd).st_atime_ns, use_time_ns(time.time())))
+
+
 def is_unread(mtime_ns: int) -> bool:
     """Whether nobody has asked for an entry; also False where the file system rounds times."""
     return mtime_ns % 1000 == _UNREAD_NS
@@ -634,6 +644,15 @@ def is_stale_temp(path: str, *, now_s: float) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def boot_id() -> str:
+    """Names the time since this machine started; containers of one machine have the same."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()
 
 
 def start_time(pid: int) -> str | None:

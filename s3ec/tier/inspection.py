@@ -10,6 +10,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,6 @@ from s3ec.tier.files import (
     open_entry,
     require_own_folder,
 )
-from s3ec.tier.pins import LOCK_NAME, is_dead, is_process_folder_name, sweep_dead
 from s3ec.tier.scan import EntryFileName, ScannedEntry, TierScan, Usage, scan_tier
 
 # Longer than any round takes.
@@ -71,7 +71,8 @@ class TierReport:
         free_bytes: Of the disk, for this user.
         ages: Entries by the time since their last use.
         namespaces: Entries by namespace, in order of their bytes, largest first.
-        pinning_processes: How many processes hold pins.
+        open_nbytes: Bytes of evicted entries that a process of this user still has open; they leave
+            the disk when it closes them.
         spooled_files: Entries that the bucket has not confirmed.
         index_files: Files of the index, of all namespaces.
     """
@@ -81,7 +82,7 @@ class TierReport:
     free_bytes: int
     ages: dict[str, Sum]
     namespaces: dict[str, Sum]
-    pinning_processes: int
+    open_nbytes: int
     spooled_files: int
     index_files: int
 
@@ -93,7 +94,7 @@ class Freed:
     Attributes:
         gone: Entries removed.
         before_bytes: Size before: of the folder, or of one namespace's entries.
-        kept_bytes: Of these, what is pinned or waits for the bucket.
+        kept_bytes: Of these, what waits for the bucket.
     """
 
     gone: Evicted
@@ -166,7 +167,7 @@ class Inspection:
             free_bytes=free,
             ages=ages,
             namespaces=dict(ranked),
-            pinning_processes=self._pinning_processes(),
+            open_nbytes=sum(evicted_and_open(self.folders).values()),
             spooled_files=len(scan.spooled),
             index_files=len(scan.index),
         )
@@ -201,7 +202,7 @@ class Inspection:
     ) -> Freed:
         """Remove the least recently used entries, down to a size.
 
-        What is pinned or spooled stays, whatever the size. Waits for an eviction that is
+        What is spooled stays, whatever the size. Waits for an eviction that is
         under way.
 
         Args:
@@ -253,14 +254,20 @@ class Inspection:
             raise TierError("; ".join(scan.troubles[:3]))
         return scan
 
-    def _pinning_processes(self) -> int:
-        processes = set()
-        for name in _names_in(str(self.folders.pins)):
-            if is_process_folder_name(name) and _names_in(f"{self.folders.pins}/{name}") - {
-                LOCK_NAME
-            }:
-                processes.add(name.rpartition("-")[0])  # without the random part
-        return len(processes)
+
+def evicted_and_open(folders: Folders) -> dict[int, int]:
+    """Inode to bytes of entries without a name that processes of this user have open."""
+    found: dict[int, int] = {}
+    above = f"{folders.objects}/"
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        for number in _names_in(f"/proc/{pid}/fd"):
+            link = f"/proc/{pid}/fd/{number}"
+            with suppress(OSError):  # closed by now
+                if os.readlink(link).startswith(above):
+                    status = os.stat(link)
+                    if not status.st_nlink:
+                        found[status.st_ino] = status.st_size
+    return found
 
 
 def _age(entry: ScannedEntry, now_s: float) -> str:
@@ -327,7 +334,6 @@ def complaints_about(
         for path in scan.temps
         if is_stale_temp(path, now_s=now_s)
     ]
-    complaints += _pin_complaints(folders)
     complaints += [Complaint(text) for text in _accounting_complaints(folders, scan)]
     return complaints
 
@@ -456,23 +462,6 @@ def _file_complaints(
     return header
 
 
-def _pin_complaints(folders: Folders) -> Iterator[Complaint]:
-    try:
-        names = os.listdir(folders.pins)
-    except OSError:
-        return
-    for name in names:
-        if is_process_folder_name(name) and is_dead(f"{folders.pins}/{name}"):
-            path = f"{folders.pins}/{name}"
-            text = f"{path} holds the pins of a process that died"
-            yield Complaint(text, "let go of them", partial(_sweep_pins, folders, path))
-
-
-def _sweep_pins(folders: Folders, path: str) -> bool:
-    sweep_dead(folders.pins)
-    return not os.path.lexists(path)
-
-
 def _accounting_complaints(folders: Folders, before: TierScan) -> Iterator[str]:
     """What eviction counts, compared with a plain walk that knows no names or levels.
 
@@ -497,7 +486,7 @@ def plain_bytes(folders: Folders, *, skip: set[str]) -> int:
         skip: Paths of files and folders that do not count.
     """
     sizes: dict[tuple[int, int], int] = {}
-    for top in (folders.objects, folders.pins, folders.spool, folders.index):
+    for top in (folders.objects, folders.spool, folders.index):
         for folder, below, names in os.walk(top, followlinks=False):
             below[:] = [name for name in below if f"{folder}/{name}" not in skip]
             for name in names:

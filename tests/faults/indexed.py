@@ -32,7 +32,7 @@ from tests.faults.embeddings import (
     body_at,
     key_at,
 )
-from tests.faults.engine import grant
+from tests.faults.engine import grant, read_all
 from tests.support.on_disk import audit_of
 from tests.support.on_disk import evict as evict_copy
 from tests.support.waiting import eventually
@@ -138,13 +138,12 @@ def refresh(node: Node, times: int = 1) -> None:
 
 
 def fetch(node: Node, numbers: Iterable[int]) -> dict[int, FetchResult]:
-    """Fetch, whatever the index says; bytes are compared, and pins given back."""
+    """Fetch, whatever the index says; bytes are compared."""
     got = grant(node, numbers)
     for number, one in got.items():
         if one.outcome is FetchOutcome.READY:
-            assert one.pin is not None
-            assert one.pin.path.read_bytes() == body_at(number), "wrong bytes"
-            node.prefetcher.release([one.pin])
+            assert one.entry is not None
+            assert read_all(one.entry) == body_at(number), "wrong bytes"
     return got
 
 

@@ -16,16 +16,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from s3ec import codec
+from s3ec.connector.messages import Load
 from s3ec.counters import Counters
 from s3ec.dev.bench import measure
 from s3ec.dev.bench.children import Child
 from s3ec.dev.bench.context import Bench, Context, Spec
-from s3ec.errors import TierError
+from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, Namespace, make_key
-from s3ec.tier import Pin, Tier
+from s3ec.tier import OpenEntry, Tier
 
 LOST, WRONG, REFUSED = "evict.lost", "evict.wrong", "evict.refused"
 TURNOVER, LOADS = "evict.budgets_per_s", "evict.loads"
@@ -50,44 +51,41 @@ _SHAPE = codec.Shape(64, 512, "bfloat16")  # 64 KiB
 _NAMESPACE = Namespace.from_descriptor({"model": "evict"}).name
 
 
-class Grants(Protocol):
-    """How the tier grants an entry and gives it to another process: all that is the tier's own."""
+class Grants:
+    """What this process holds open, and gives to another one as plans do."""
 
     def __init__(self, tier: Tier) -> None:
-        """Of the process that grants."""
-
-    def grant(self, number: int) -> Any:
-        """What ``load`` needs; picklable. None where the entry is absent, which is a miss."""
-
-    def release(self, granted: Any) -> None:
-        """It was read."""
-
-    @staticmethod
-    def load(granted: Any) -> bytes | None:
-        """In a process that has opened no tier: the whole file. None where it is lost."""
-
-
-class Pins:
-    """Hard links; see Grants."""
-
-    def __init__(self, tier: Tier) -> None:
+        """Nothing is held yet."""
         self._entries = tier.entries
+        self._held: dict[int, OpenEntry] = {}
 
-    def grant(self, number: int) -> Pin | None:
-        """A pin."""
-        return self._entries.pin(key_at(number))
-
-    def release(self, granted: Pin) -> None:
-        """Let go of it."""
-        self._entries.unpin(granted)
-
-    @staticmethod
-    def load(granted: Pin) -> bytes | None:
-        """What stands under the pin's path."""
-        try:
-            return granted.path.read_bytes()
-        except FileNotFoundError:
+    def grant(self, number: int) -> Load | None:
+        """The load of an entry that is here; None where it is absent, which is a miss."""
+        entry = self._entries.open(key_at(number))
+        if entry is None:
             return None
+        self._held[number] = entry
+        return Load.of(identifier_at(number), entry)
+
+    def release(self) -> None:
+        """All were read."""
+        self._held.clear()
+
+
+def load_values(load: Load) -> bytes | None:
+    """In a process that has opened no tier: what a worker loads. None where it is lost."""
+    import torch
+
+    from s3ec.connector.loads import read_data
+
+    memory = torch.empty(load.shape.nbytes, dtype=torch.uint8)
+    try:
+        read_data(load, memory, hashed=False)
+    except FileNotFoundError:
+        return None
+    except CorruptEntryError:
+        return b""
+    return memory.numpy().tobytes()
 
 
 def identifier_at(number: int) -> str:
@@ -103,9 +101,14 @@ def key_at(number: int) -> Key:
     return key
 
 
+def values_at(number: int) -> bytes:
+    """Of an entry; other ones than of any other."""
+    return (b"%08d" % number) * (_SHAPE.nbytes // 8)
+
+
 def entry_at(number: int) -> bytes:
-    """A good entry, of other values than any other."""
-    data = (b"%08d" % number) * (_SHAPE.nbytes // 8)
+    """A good entry."""
+    data = values_at(number)
     header = codec.Header(
         identifier=identifier_at(number),
         namespace=_NAMESPACE,
@@ -116,14 +119,12 @@ def entry_at(number: int) -> bytes:
     return codec.encode_header(header) + data
 
 
-def run(context: Context, seconds: float = _SECONDS, grants: type[Grants] = Pins) -> None:
+def run(context: Context, seconds: float = _SECONDS) -> None:
     """Measure, so many seconds for each budget."""
     seconds = min(seconds, _SECONDS_QUICK) if context.quick else seconds
     with measure.memory_folder(context.scratch / "memory") as (folder, _):
         found = {
-            f"{entries} entries": turn_over(
-                folder / str(entries), entries, seconds, grants, context.say
-            )
+            f"{entries} entries": turn_over(folder / str(entries), entries, seconds, context.say)
             for entries in _BUDGETS
         }
     for row in (LOST, WRONG, REFUSED, LOADS):
@@ -134,20 +135,20 @@ def run(context: Context, seconds: float = _SECONDS, grants: type[Grants] = Pins
 
 
 def turn_over(
-    root: Path, entries: int, seconds: float, grants: type[Grants], say: Callable[[str], None]
+    root: Path, entries: int, seconds: float, say: Callable[[str], None]
 ) -> dict[str, float]:
     """One budget; answers what the rows are made of, and how often it was turned over in all."""
     budget_bytes, total = entries * len(entry_at(0)), Counter[str]()
     tier = new_tier(root, budget_bytes)
     churns = [Child(churn, root, budget_bytes, seed) for seed in range(_EVICTORS)]
-    reader = Child(read, grants.load)
+    reader = Child(read, load_values)
     try:
         for child in churns:
             child.answer()  # it has started
         for child in churns:
             child.tell(seconds)
         began_s = said_s = time.monotonic()
-        for counts in grant_and_read(tier, grants(tier), entries, reader):
+        for counts in grant_and_read(tier, Grants(tier), entries, reader):
             total.update(counts)
             now_s = time.monotonic()
             if now_s >= began_s + seconds:
@@ -177,8 +178,7 @@ def grant_and_read(
         time.sleep(chance.choice(_STALLS_S))
         reader.tell(given)
         yield reader.answer()
-        for granted in given.values():
-            grants.release(granted)
+        grants.release()
 
 
 def new_tier(root: Path, budget_bytes: int, counters: Counters | None = None) -> Tier:
@@ -226,7 +226,7 @@ def read(pipe: Connection, load: Callable[[Any], bytes | None]) -> None:
             blob = load(granted)
             if blob is None:
                 counts[LOST] += 1
-            elif blob != entry_at(number):
+            elif blob != values_at(number):
                 counts[WRONG] += 1
         pipe.send(counts)
 

@@ -192,7 +192,7 @@ def test_request_without_pixels_is_not_looked_at_either_while_its_fetches_run(wo
     assert world.failed() == {"r"}
 
 
-def test_pins_of_what_came_outlast_a_long_wait() -> None:
+def test_what_came_stays_open_through_a_long_wait() -> None:
     world = World(defer_timeout_s=60.0)
     waits = Waits(world)
     world.finish(waits.texts[0])

@@ -56,7 +56,7 @@ class Engine:
         return self.counters.get("stopped_by_weights") == 1
 
     def hits(self, text: str) -> bool:
-        """Whether a request about what is pinned here is granted it."""
+        """Whether a request about what is here is granted it."""
         asker = request(f"{text} again", feature(text))
         ready = self.world.ask(asker)
         granted = self.world.schedule(asker)
@@ -166,7 +166,7 @@ def test_a_request_without_pixels_is_failed_alone() -> None:
     assert engine.world.half.take_unavailable_requests() == {"r"}
 
 
-def test_pins_are_given_back() -> None:
+def test_what_is_open_is_let_go_of() -> None:
     engine = Engine()
     engine.world.bring("a", "b")
     engine.scheduler.reset_encoder_cache()

@@ -214,7 +214,7 @@ def test_the_first_load_of_a_download_is_a_hit_of_the_bucket_and_the_next_one_of
     world.bring("a")
     assert world.run(request("r", feature("a"))) == [True]
     assert found(world.counters) == {"device": (0, 1), "node": (0, 1), "bucket": (1, 0)}
-    world.step(["a"])  # given up at once, and still pinned
+    world.step(["a"])  # given up at once, and still open
     assert world.run(request("s", feature("a"))) == [True]
     assert found(world.counters) == {"device": (0, 2), "node": (1, 1), "bucket": (1, 0)}
 

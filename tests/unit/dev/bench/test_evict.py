@@ -29,14 +29,14 @@ def test_nothing_granted_is_lost_or_wrong_and_no_publish_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int
 ) -> None:
     monkeypatch.setattr(evict, "churn", patient_churn)
-    found = evict.turn_over(tmp_path / "tier", entries, 3.0, evict.Pins, print)
+    found = evict.turn_over(tmp_path / "tier", entries, 3.0, print)
     assert found[evict.LOADS] > 0
     assert [found[row] for row in (evict.LOST, evict.WRONG, evict.REFUSED)] == [0, 0, 0]
     assert audit_of(found_in(tmp_path / "tier")) == []
 
 
 def test_a_file_that_is_gone_is_lost_and_one_of_another_entry_is_wrong() -> None:
-    files = {1: evict.entry_at(1), 2: None, 3: evict.entry_at(1), 4: evict.entry_at(4)[:-1]}
+    files = {1: evict.values_at(1), 2: None, 3: evict.values_at(1), 4: evict.values_at(4)[:-1]}
     ours, theirs = multiprocessing.Pipe()
     reader = threading.Thread(target=evict.read, args=(theirs, files.get))
     reader.start()
