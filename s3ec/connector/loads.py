@@ -395,7 +395,10 @@ class Loader:
             # Nobody shall open it again.
             self._sources.residents.discard(key.digest)
             self._sources.tier.entries.drop_bad(key, failure.reason, inode=load.inode)
-        bytes_of(memory)[: load.shape.nbytes] = self._from_bucket(load, failure)
+        try:
+            bytes_of(memory)[: load.shape.nbytes] = self._from_bucket(load, failure)
+        finally:
+            failure = None  # its frames hold it, and all that the callers have open
 
     def _from_bucket(
         self,

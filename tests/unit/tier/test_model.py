@@ -168,7 +168,8 @@ class TierMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.tier.close()
-        self.model.held.clear()
+        for held in self.model.held:
+            del held.entry
         left = [] if self.model.spooled else os.listdir(self.root / "v1" / "spool")
         left += open_below(self.root)
         shutil.rmtree(self.root)
@@ -226,6 +227,14 @@ class TierMachine(RuleBasedStateMachine):
             self.residents.add(key.digest, entry)
             self.model.residents[key] = file
         return held
+
+    @rule()
+    def open_all(self) -> None:
+        """Requests ask for everything, so all that is good is resident from now on."""
+        for key in list(self.model.entries):
+            held = self.open(key)
+            if isinstance(held, Held):
+                self.model.held.remove(held)
 
     @rule(target=held, key=keys)
     def grant(self, key: Key) -> object:
