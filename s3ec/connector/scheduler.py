@@ -239,12 +239,19 @@ class SchedulerHalf:
             False where that was done before.
         """
         if was_reset:
-            self._drop_orders({load.identifier for load in self._plan.loads})
-            self.on_device.clear()
+            self.device_was_reset()
         self._plan.saves.clear()
         self.answers.clear()
         stopped, self._stopped = self._stopped, True
         return not stopped
+
+    def device_was_reset(self) -> None:
+        """vLLM's encoder cache is empty now, here and in the workers; between two passes."""
+        plan = self._plan
+        self._drop_orders({*plan.saves, *plan.encodes, *(load.identifier for load in plan.loads)})
+        self.on_device.clear()
+        self.lookups.device_was_reset()
+        self.answers.clear()
 
     # -- before scheduling a request -------------------------------------------------------
 
