@@ -30,7 +30,6 @@ from s3ec.connector.item_tracker import (
     PrefetchQueue,
     State,
 )
-from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
@@ -88,7 +87,6 @@ class SchedulerHalf:
     Attributes:
         tracker: What is known of each embedding. For reading.
         waits: Which requests wait, and for what. For reading.
-        answers: What requests were told that wait, while nothing has changed. For reading.
         lookups: What the device held when a step needed it.
         on_device: What vLLM's encoder cache holds, or will when the last step was executed, as its
             manager told us. For reading.
@@ -160,7 +158,6 @@ class SchedulerHalf:
         self._scopes = scopes or ModalityScopes()
         self._adapters = adapters
         self._renames = bool(self._scopes or role.forms) or adapters is not None
-        self.answers = KeptAnswers()
         # Of store and disk: what all requests that wait depend on.
         self._outside = (False, False)
         self.tracker = ItemTracker(
@@ -170,7 +167,6 @@ class SchedulerHalf:
             counters=counters,
             clock=clock,
             local=local,
-            answers=self.answers,
         )
         self.waits = RequestWaits(
             self.tracker,
@@ -180,7 +176,6 @@ class SchedulerHalf:
             clock=clock,
             local=local,
             needs_embedding=needs_embedding,
-            answers=self.answers,
             times=self._fetch_times,
             policy=policy,
         )
@@ -223,7 +218,7 @@ class SchedulerHalf:
             self._drop_orders({load.identifier for load in self._plan.loads})
             self.on_device.clear()
         self._plan.saves.clear()
-        self.answers.clear()
+        self.waits.look_at_all()
         stopped, self._stopped = self._stopped, True
         return not stopped
 
@@ -231,16 +226,12 @@ class SchedulerHalf:
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the request can be scheduled now; False defers it for this step."""
-        answers = self.answers
-        if not answers.is_open:
+        if not self.waits.is_open:
             self._begin_pass()
         request_id = request.request_id
-        answers.asked.add(request_id)
-        if answers.in_force.pop(request_id, None) == num_computed_tokens:
+        if self.waits.repeats(request_id, num_computed_tokens):
             return False
-        answers.drop(request_id)
-        if request_id in self.waits.paused:
-            self.waits.resume(request_id, self._clock())
+        self.waits.asked(request_id)
         if self._stopped:
             self.waits.goes_on(request_id)
             return self._can_be_encoded(request, num_computed_tokens)
@@ -295,7 +286,7 @@ class SchedulerHalf:
             if goes_on is None:
                 return self._give_up(request, pending)
             if not goes_on and not self._hung:
-                self.waits.keep_answer(request, pending, num_computed_tokens)
+                self.waits.keep(request_id, pending, num_computed_tokens)
             return goes_on
         if self.waits.knows(request.request_id):
             self.waits.let_through(request, num_computed_tokens)
@@ -346,14 +337,14 @@ class SchedulerHalf:
             self._adapters.look()
 
     def _begin_pass(self) -> None:
-        """See what has changed since the last pass, and keep the answers that hold."""
+        """See what has changed since the last pass."""
         if self._prefetcher.has_news:
             self.waits.arrived(self._prefetcher.drain())
         outside = (self._store.is_open, self._disk.hangs)
         if outside != self._outside:
             self._outside = outside
-            self.answers.clear()
-        self.answers.begin_pass(self._clock())
+            self.waits.look_at_all()
+        self.waits.begin_pass(self._clock())
 
     def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the encoder can make all that the request needs, since nothing is loaded."""
@@ -656,8 +647,7 @@ class SchedulerHalf:
         """
         if self._adapters is not None:
             self._adapters.look()
-        self.waits.end_pass(self.answers.asked)
-        self.answers.end_pass()
+        self.waits.end_pass(self._clock())
         if self._policy is not None:
             self._policy.load.end_pass(
                 self._clock(), has_prefill=scheduled_tokens > decode_tokens, requests=requests
@@ -665,8 +655,8 @@ class SchedulerHalf:
         gone = self._gone(freed)
         if gone:
             self._drop_orders(gone)
-        self.answers.changed_all(gone)
-        self.answers.changed_all(self._allocated)
+        self.tracker.changed(gone)
+        self.tracker.changed(self._allocated)
         self.on_device.update(self._allocated)
         self.on_device.difference_update(gone)
         self._allocated.clear()
@@ -735,7 +725,7 @@ class SchedulerHalf:
             key = self._keys(identifier)
             if key is not None:
                 self._local.add(key)
-                self.answers.changed(identifier)
+                self.tracker.changed([identifier])
         # Adding looks into the index, which is mapped from the disk. What is not added is found
         # when it was announced.
         hangs = bool(report.stored) and self._disk.hangs
@@ -752,7 +742,7 @@ class SchedulerHalf:
     def _know_ranks(self, apart: list[int]) -> None:
         """Every rank has said whether it sees this node's tier; ``apart`` are those that do not."""
         if not apart:
-            self.answers.clear()
+            self.waits.look_at_all()
             self.tracker.settle()
         elif self.stop(was_reset=False):
             log.warning(
