@@ -136,9 +136,16 @@ def is_plain_http_elsewhere(url: str) -> bool:
         return True
 
 
+# A customer's own servers have names of Amazon's too: of EC2, of load balancers, of gateways.
+_AMAZONS = re.compile(
+    r"(?:.+\.)?s3(?:express)?(?:-[a-z0-9-]+)?(?:\.dualstack)?(?:\.[a-z0-9-]+)?(?:\.vpce)?"
+    r"\.amazonaws\.com(?:\.cn)?"
+)
+
+
 def is_amazons(url: str) -> bool:
-    """Whether a URL's host is one of Amazon's."""
-    return (urlsplit(url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+    """Whether a URL's host is Amazon's S3."""
+    return _AMAZONS.fullmatch(urlsplit(url).hostname or "") is not None
 
 
 ENV_PREFIX = "S3EC_"
@@ -212,8 +219,8 @@ class Settings(BaseModel):
     sse_kms_key_id: str | None = Field(None, description="KMS key, with `sse` = `aws:kms`.")
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,
-        description="Folder of the node's disk tier. Default: `s3ec` in `XDG_CACHE_HOME` or "
-        "`~/.cache`.",
+        description="Folder of the node's disk tier, on a disk of this machine or in memory. "
+        "Default: `s3ec` in `XDG_CACHE_HOME` or `~/.cache`.",
     )
     cache_bytes: ByteSize = Field(
         ByteSize(50 * 2**30), gt=0, description="Size the tier is kept below, such as `50GiB`."

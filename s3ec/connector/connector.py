@@ -142,7 +142,7 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded(default=False)
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether this embedding is verified and pinned on this node."""
+        """Whether this embedding is verified and held open on this node."""
         scheduler = self.parts.scheduler
         return scheduler is not None and scheduler.has_cache_item(identifier)
 
@@ -393,6 +393,12 @@ class S3ECConnector(ECConnectorBase):
         """The workers are about to load an adapter; not a hook of vLLM's, see live_weights."""
         if self.parts.scheduler is not None:
             self.parts.scheduler.adapter_loaded(lora_request)
+
+    @guarded()
+    def prefix_is_replayed(self, tokens: int) -> None:
+        """vLLM computes the last tokens of a prefix hit again; not a hook, see live_weights."""
+        if self.parts.scheduler is not None:
+            self.parts.scheduler.replay_tokens = tokens
 
     # -- both --------------------------------------------------------------------------------
 

@@ -254,8 +254,7 @@ class Parts:
                 "nothing will be loaded: ranks may run on other nodes than the scheduler, and %s",
                 topology.problem,
             )
-        if settings.live_weights == "stop":
-            live_weights.watch()
+        live_weights.watch()
         self.figures = Figures(node)
         self._log_line = LogLine(node)
         self._log_line.start()
@@ -269,6 +268,7 @@ class Parts:
             index=node.index,
             local=node.local,
             prefetcher=node.prefetcher,
+            residents=node.residents,
             store=node.breaker,
             disk=node.loop.watch,
             needs_embedding=features.needs_embedding,

@@ -20,7 +20,6 @@ from s3ec.connector.waiting import Missing, Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.prefetch import FetchResult, Priority
-from s3ec.tier import Pin
 
 # A request that came without pixels waits at least this long, whatever `defer_timeout_s` says:
 # it cannot be encoded instead, and would fail. Longer than a fetch that is tried again after a
@@ -393,18 +392,17 @@ class RequestWaits:
         self._counters.add("deferred_seconds", waited_s)
         self._counters.observe("wait_time", waited_s)
 
-    def let_through(self, request: Any, num_computed_tokens: int) -> None:
+    def let_through(self, request_id: str, needed: Collection[str]) -> None:
         """All that the request needs now is here, or will be encoded.
 
-        The KV cache may hold what it waited for: a prefix that others computed.
+        Args:
+            request_id: Of the request.
+            needed: Identifiers of what it needs now or later. The KV cache may hold what else it
+                waited for: a prefix that others computed.
         """
-        request_id = request.request_id
         self._end_wait(request_id)
-        if request_id in self._tracker.waiting:
-            for feature in request.mm_features:
-                position = feature.mm_position
-                if position.offset + position.length <= num_computed_tokens:
-                    self._tracker.leave(request_id, feature.identifier)
+        for identifier in self._tracker.waiting.get(request_id, set()).difference(needed):
+            self._tracker.leave(request_id, identifier)
 
     def goes_on(self, request_id: str) -> None:
         """The request waits for nothing: what it needs is computed, or the encoder makes it."""
@@ -437,19 +435,17 @@ class RequestWaits:
     def arrived(self, results: Iterable[FetchResult]) -> None:
         """The prefetcher has finished these: learn what they took, and move their items on."""
         now = self._clock()
-        unwanted: list[Pin] = []
         for fetched in results:
             if fetched.source is not None:
                 self._trust[fetched.source].came(fetched.seconds)
                 self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
             item = self._items.get(fetched.want.key.identifier)
             had_failed = item is not None and item.failures > 0
-            if self._tracker.arrived(fetched, now, unwanted) and item is not None:
+            if self._tracker.arrived(fetched, now) and item is not None:
                 if had_failed:
                     self._trust["promise"].came(0.0)
                 if item.promised:
                     self._note_promise(item, now - item.asked_s)
-        self._tracker.release(unwanted)
 
     def audit(self, *, requests: Collection[str]) -> list[str]:
         """As SchedulerHalf.audit."""

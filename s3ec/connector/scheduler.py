@@ -3,7 +3,7 @@
 
 Every method runs inside vLLM's scheduling pass. None does I/O, waits, or makes a system call,
 except build_connector_meta, which may wake the prefetcher's loop once per step. True is
-granted only for entries that the prefetcher has verified and pinned on this node.
+granted only for entries of this node that are verified and held open.
 
 vLLM objects are used by attribute only: this module imports neither torch nor vllm.
 """
@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from s3ec.connector.adapters import Adapter, Adapters
@@ -27,10 +26,18 @@ from s3ec.connector.item_tracker import (
     READY,
     Item,
     ItemTracker,
+    OpenEntries,
     PrefetchQueue,
     State,
 )
-from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
+from s3ec.connector.lookups import (
+    FROM_BUCKET,
+    FROM_NODE,
+    FROM_NOWHERE,
+    DeviceLookups,
+    has_rows,
+    is_behind,
+)
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth, SeenKeys
@@ -59,6 +66,11 @@ def named_by(request: Any) -> Collection[str]:
     """
     params = getattr(request, "ec_transfer_params", None)
     return params if isinstance(params, dict) else ()
+
+
+def _names(features: Iterable[Any], start: int) -> list[str]:
+    """Identifiers of those of which tokens are left behind this place."""
+    return [feature.identifier for feature in features if not is_behind(feature, start)]
 
 
 def _form_token(identifier: str, *, is_crowded: bool) -> bytes:
@@ -92,6 +104,8 @@ class SchedulerHalf:
             manager told us. For reading.
         device: What it holds at this moment, where a manager of ours tells. vLLM's own tells at the
             end of a pass, so what an earlier request of the pass has pushed out seems to be there.
+        replay_tokens: Of a prefix hit, so many of its last tokens are computed again (bounded
+            replay, DeepSeek-V4.1).
     """
 
     def __init__(
@@ -101,6 +115,7 @@ class SchedulerHalf:
         index: Index,
         local: LocalKeys,
         prefetcher: PrefetchQueue,
+        residents: OpenEntries,
         store: StoreState,
         disk: DiskState,
         needs_embedding: Callable[[Any], bool],
@@ -121,7 +136,8 @@ class SchedulerHalf:
             role: What this instance does.
             index: What the corpus holds.
             local: What this node's disk holds, as far as memory knows.
-            prefetcher: Brings and pins entries.
+            prefetcher: Brings entries.
+            residents: Entries of this node that can be granted at once.
             store: Whether the breaker is open.
             disk: Whether this node's disk is known not to answer.
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
@@ -146,6 +162,7 @@ class SchedulerHalf:
         self._index = index
         self._local = local
         self._prefetcher = prefetcher
+        self._residents = residents
         self._store = store
         self._disk = disk
         self._hung = False  # as of the request being scheduled
@@ -167,6 +184,7 @@ class SchedulerHalf:
             counters=counters,
             clock=clock,
             local=local,
+            residents=residents,
         )
         self.waits = RequestWaits(
             self.tracker,
@@ -184,6 +202,7 @@ class SchedulerHalf:
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
         self.device: Container[str] | None = None
+        self.replay_tokens = 0
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
@@ -205,7 +224,7 @@ class SchedulerHalf:
         self._stopped = False
 
     def stop(self, *, was_reset: bool) -> bool:
-        """Grant, load and save nothing more. What is pinned is given back when its lease ends.
+        """Grant, load and save nothing more. What is held open is let go of by time.
 
         Args:
             was_reset: vLLM's encoder cache is empty now. Otherwise it still counts on what an
@@ -232,45 +251,58 @@ class SchedulerHalf:
         if self.waits.repeats(request_id, num_computed_tokens):
             return False
         self.waits.asked(request_id)
-        if self._stopped:
-            self.waits.goes_on(request_id)
-            return self._can_be_encoded(request, num_computed_tokens)
-        # Not by the end of the last feature: where they nest (the audio of a video), an earlier
-        # one ends behind it.
-        decoding = num_computed_tokens >= request.num_prompt_tokens
-        if self._renames and not decoding and not self._name(request):
-            return False
-        if self._stores_again and self.on_device and not decoding:
-            self._store_again(request)
-        if not self._role.consumer:
-            return self._can_be_encoded(request, num_computed_tokens)
-        if self._role.asked_every_pass:
-            self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
-        features = request.mm_features
-        # An encoder was asked for each of them alone.
-        self._named = () if self._crowd_of(request) else named_by(request)
-        if decoding:  # everything is in the KV cache
+        # vLLM tells us of the whole hit, and goes back only after that (0.32 and newer,
+        # v1/core/sched/scheduler.py, `_mark_prefix_replay`). A request that runs has done so.
+        start = num_computed_tokens
+        if self.replay_tokens and not request.num_computed_tokens:
+            start = max(start - self.replay_tokens, 0)
+        if start >= request.num_prompt_tokens:  # everything is in the KV cache
             self.waits.goes_on(request_id)
             if request_id in self.tracker.waiting:
                 self.tracker.leave_all(request_id)
             return True
+        # Without those that were in the KV cache when vLLM asked last: a session has thousands.
+        first = self.lookups.behind(request, start)
+        left = needed = request.mm_features[first:]
+        held = self.lookups.held(request, start)
+        if held:
+            needed = [one for place, one in enumerate(left, first) if place not in held]
+        if self._stopped:
+            self.waits.goes_on(request_id)
+            return self._can_be_encoded(request, needed, start)
+        if self._renames and not self._name(request, left):
+            return False
+        if self._stores_again and self.on_device:
+            self._store_again(request, left)
+        if not self._role.consumer:
+            return self._can_be_encoded(request, needed, start)
+        if self._role.asked_every_pass:
+            self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
+        # An encoder was asked for each of them alone.
+        self._named = () if self._crowd_of(request) else named_by(request)
         if self._prefetcher.has_news:
             self.waits.arrived(self._prefetcher.drain())
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
             # There will be no second question: wait for all.
-            window_end = features[-1].mm_position.offset + 1
+            window_end = request.num_prompt_tokens
         now = self._clock()
         self._hung = self._disk.hangs
         if self._must_grant:
             self._must_grant.clear()
         pending = []
-        for feature in features:
+        for feature in needed:
             position = feature.mm_position
             offset = position.offset
-            if offset + position.length <= num_computed_tokens:
+            end = offset + position.length
+            if end <= start:
                 continue
             needed_now = offset < window_end
+            if offset < start or end > window_end:
+                # Of a part vLLM may need nothing: some tokens of a placeholder have no row.
+                if not has_rows(position, start, end):
+                    continue
+                needed_now = needed_now and has_rows(position, start, window_end)
             state = self._look(feature, needed_now, now)
             if state is READY:
                 continue
@@ -288,17 +320,17 @@ class SchedulerHalf:
             if not goes_on and not self._hung:
                 self.waits.keep(request_id, pending, num_computed_tokens)
             return goes_on
-        if self.waits.knows(request.request_id):
-            self.waits.let_through(request, num_computed_tokens)
+        if self.waits.knows(request_id):
+            self.waits.let_through(request_id, _names(left, start))
         return True
 
-    def _name(self, request: Any) -> bool:
-        """Name what a request needs as it is stored; False while its adapter is being read."""
+    def _name(self, request: Any, features: Iterable[Any]) -> bool:
+        """Name some of a request's features as they are stored; False while its adapter is read."""
         adapter, adapters = self._adapter_of(request), self._adapters
         if adapter is not None and adapters is not None and not adapters.is_ready(adapter, request):
             return False
         crowd = self._crowd_of(request)
-        for feature in request.mm_features:
+        for feature in features:
             name = identifier = feature.identifier
             if adapter is not None:
                 name = adapter.name_of(name)
@@ -346,11 +378,18 @@ class SchedulerHalf:
             self.waits.look_at_all()
         self.waits.begin_pass(self._clock())
 
-    def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
-        """Whether the encoder can make all that the request needs, since nothing is loaded."""
-        for feature in request.mm_features:
+    def _can_be_encoded(self, request: Any, features: Iterable[Any], start: int) -> bool:
+        """Whether the encoder can make what the request needs of these, since nothing is loaded.
+
+        Args:
+            request: It fails where that cannot be.
+            features: Some of the request's.
+            start: The first token of the request that may be computed.
+        """
+        for feature in features:
             position = feature.mm_position
-            if position.offset + position.length <= num_computed_tokens:
+            end = position.offset + position.length
+            if end <= start or not has_rows(position, start, end):
                 continue
             if self._needs_embedding(feature):
                 key = self._keys(feature.identifier)
@@ -363,13 +402,13 @@ class SchedulerHalf:
         """Whether the corpus holds it, as far as can be told without waiting for the disk."""
         return not self._disk.hangs and self._index.holds(key)
 
-    def _store_again(self, request: Any) -> None:
-        """Have stored what the device holds and the corpus does not.
+    def _store_again(self, request: Any, features: Iterable[Any]) -> None:
+        """Have stored what the device holds of these features and the corpus does not.
 
         vLLM asks for what its own manager lacks. An object that somebody deleted, or a save that
         was dropped, would be missing for as long as the device holds the embedding.
         """
-        for feature in request.mm_features:
+        for feature in features:
             identifier = feature.identifier
             if identifier not in self.on_device or self._save_orders.is_recent(identifier):
                 continue
@@ -399,7 +438,7 @@ class SchedulerHalf:
             self._rows_asked[identifier] = 0  # it is what was called so before
             return None
         if item is None:
-            # What the device holds needs no fetch. A feature without pixels is pinned all the
+            # What the device holds needs no fetch. A feature without pixels is had ready all the
             # same: the device may evict it between this call and the next.
             if self._is_held(identifier) and not self._needs_embedding(feature):
                 return ABSENT
@@ -416,13 +455,7 @@ class SchedulerHalf:
             return ABSENT
         if state is READY:
             item.touched_s = now
-            if item.fits(rows, feature.modality):
-                if not self._is_misshapen(feature, item):
-                    return READY
-                self._counters.add("mismatch.placeholder")
-                return None
-            self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
-            return None
+            return self._look_at_ready(feature, item, rows)
         if state is FAILED:
             return self._look_at_failed(feature, item, rows, needed_now, now)
         came = not item.was_local and self._local(item.key)
@@ -436,15 +469,33 @@ class SchedulerHalf:
             return ABSENT  # on its way when the store went down, and of use to a later request
         return FETCHING
 
+    def _look_at_ready(self, feature: Any, item: Item, rows: int) -> State | None:
+        if item.fits(rows, feature.modality):
+            if not self._is_misshapen(feature, item):
+                return READY
+            self._counters.add("mismatch.placeholder")
+            return None
+        self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
+        return None
+
+    def _grant_at_once(self, key: Key, now: float) -> Item | None:
+        """The item of a resident, ready; None where it has to be looked for."""
+        if self._store.is_open:
+            return None
+        if self._shared_tier is not None and self._shared_tier.asked is not None:
+            return None
+        entry = self._residents.get(key.digest, now)
+        return None if entry is None else self.tracker.grant(key, entry, now)
+
     def _is_misshapen(self, feature: Any, item: Item) -> bool:
         """Whether a feature without pixels claims another arrangement of the stored rows.
 
         vLLM would place them by what it claims, and its prefix cache would give the outcome to all
         who ask under this identifier.
         """
-        if item.pin is None or not self._needs_embedding(feature):
+        if item.entry is None or not self._needs_embedding(feature):
             return False
-        stored = item.pin.header.placeholder or {}
+        stored = item.entry.header.placeholder or {}
         return contradicts(stored, self._placeholder_of(feature) or {})
 
     def _look_at_failed(
@@ -497,6 +548,11 @@ class SchedulerHalf:
         key = self._keys.asked(identifier)
         if key is None:
             return None
+        if self._role.can_load and not self._hung:
+            item = self._grant_at_once(key, now)
+            if item is not None:
+                self._rows_asked[identifier] = rows if item.modality == feature.modality else 0
+                return self._look_at_ready(feature, item, rows)
         if not self._is_worthwhile(feature, key):
             return ABSENT
         if not self._role.can_load:
@@ -585,8 +641,8 @@ class SchedulerHalf:
                 self._counters.add("encode.saved_seconds", saved_s)
         if granted and self._role.consumer:
             renamed = self._items[identifier].key.renamed
-            pin = self.tracker.load(identifier)
-            self._plan.loads.append(Load.of(identifier, pin, renamed))
+            entry = self.tracker.load(identifier)
+            self._plan.loads.append(Load.of(identifier, entry, renamed))
         elif not granted and self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
             if key is not None and self._has_one_form(feature):
@@ -711,7 +767,7 @@ class SchedulerHalf:
         self._plan.loads = [load for load in self._plan.loads if load.identifier not in freed]
 
     def update_connector_output(self, report: WorkerReport) -> None:
-        """Take the workers' report: unpin what was loaded, learn what was stored."""
+        """Take the workers' report: let go of what was loaded, learn what was stored."""
         self.tracker.loaded(report.loaded, self.on_device)
         if report.has_other_weights and self.stop(was_reset=False):
             self._counters.add("stopped_by_weights")
@@ -798,7 +854,6 @@ class SchedulerHalf:
         requests: Collection[str],
         device: Collection[str],
         fetching: Collection[str],
-        pins: Collection[Path],
         at_rest: bool = False,
     ) -> list[str]:
         """Every complaint about what is remembered, one line each.
@@ -807,7 +862,6 @@ class SchedulerHalf:
             requests: Those that vLLM has not ended.
             device: What its encoder-cache manager counts.
             fetching: Identifiers that the prefetcher has not answered yet.
-            pins: Taken from the prefetcher and not given back.
             at_rest: Nothing has happened for longer than anything is kept, so that nothing at all
                 may be remembered.
         """
@@ -827,7 +881,7 @@ class SchedulerHalf:
             if identifier not in device
         ]
         late_s = self._clock() - 2 * _SWEEP_EVERY_S
-        complaints += self.tracker.audit(fetching=fetching, pins=pins, late_s=late_s)
+        complaints += self.tracker.audit(fetching=fetching, late_s=late_s)
         complaints += self.waits.audit(requests=requests)
         kept: dict[str, Collection[Any]] = {
             "rows": self._rows_asked,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -222,17 +222,21 @@ class WorkerHalf:
             RuntimeError: As for finish_load_caches, where that is not called by the runner.
         """
         self._start_loads(cache, plan)
-        self.encoder_begins(plan)
+        self.encoder_begins(plan, cache)
 
-    def encoder_begins(self, plan: StepPlan) -> None:
+    def encoder_begins(self, plan: StepPlan, cache: Container[str] = ()) -> None:
         """The runner is about to call the encoder, unless it calls another hook first.
 
         Which hook is the last one depends on role and release, so each says so and the last counts.
         A producer in vLLM before 0.30 has none but the one that hands over the plan.
+
+        A step says nothing of what encoding costs if the cache holds what the scheduler has ordered
+        (it evicted that and ordered it anew in one pass): the V2 runner does not encode it again.
         """
+        encodes = [] if any(name in cache for name in plan.encodes) else [*plan.encodes.values()]
         # Also where there are none: what an earlier step began and did not end is dropped.
-        if not plan.encodes or self._rank() == 0:
-            self._timer.begin(list(plan.encodes.values()))
+        if not encodes or self._rank() == 0:
+            self._timer.begin(encodes)
 
     def encoder_ended(self) -> None:
         """The runner has called the encoder for this step, if it had to."""
@@ -270,7 +274,7 @@ class WorkerHalf:
         The thread waits for files; the device waits for its copies by itself.
 
         Raises:
-            RuntimeError: An embedding could be had neither from its pinned file nor from the
+            RuntimeError: An embedding could be had neither from its file nor from the
                 bucket; the others are in place. vLLM would end this engine anyway; a made-up
                 tensor would be answered from, and cached under the image's hash for later
                 requests.
@@ -309,7 +313,7 @@ class WorkerHalf:
         for identifier, save in plan.saves.items():
             if save.on_device and identifier in cache:
                 self._save(cache[identifier], identifier, plan)
-        self.encoder_begins(plan)
+        self.encoder_begins(plan, cache)
 
     def save_caches(self, cache: Mapping[str, Any], mm_hash: str, plan: StepPlan) -> None:
         """Begin to copy one encoded tensor off the device and queue it; nothing else is done.
@@ -364,7 +368,7 @@ def load_without_a_half(cache: MutableMapping[str, Any], plan: StepPlan) -> None
     """Put what a plan grants into the encoder cache, in a worker whose half did not start.
 
     The scheduler half may not know of it, and cannot take a grant back. What a plan says is enough
-    to read a pinned file and to verify it. The thread waits for the disk, and the bucket does not
+    to read a granted file and to verify it. The thread waits for the disk, and the bucket does not
     stand in for it.
 
     Raises:

@@ -41,8 +41,8 @@ from s3ec.node import Node
 from s3ec.runtime import DiskWatch
 from s3ec.settings import Settings
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier import Pin
-from tests.fuzz.engine import Options, Step, has_pixels
+from s3ec.tier import OpenEntry
+from tests.fuzz.engine import Engine, Options, Step, has_pixels
 from tests.fuzz.outside import (
     BrokenPromiseError,
     EntryFiles,
@@ -56,7 +56,7 @@ from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import key_of
 
 NAMESPACE = Namespace.from_descriptor({"model": "fuzz"})
-# What a worker counts when a pinned file was not there, or not what was granted.
+# What a worker counts when a granted file was not there, or not what was granted.
 _FAULTS = ("load.failed", "load.rescued", "load.hung", "internal_errors")
 # Between two passes of an engine that runs.
 _LONGEST_PAUSE_S = 0.1
@@ -73,7 +73,7 @@ class Bench:
     Attributes:
         node: The scheduler's, and that of the workers beside it.
         far_node: Of a worker that sees another folder.
-        files: Entries that are pinned.
+        files: Entries that are open.
     """
 
     node: Node
@@ -135,7 +135,7 @@ class Rank:
                 "a granted embedding cannot be loaded", str(exc)[:300]
             ) from exc
         if self._count_faults() != self._faults:
-            raise BrokenPromiseError("a pinned file cannot be loaded")
+            raise BrokenPromiseError("a granted file cannot be loaded")
         for load in plan.loads:
             wanted = embedding(load.identifier, load.shape.rows, self._outside.weights)
             found = cache.get(load.identifier)
@@ -289,6 +289,7 @@ class S3EC(NoConnector):
             index=self.outside.index,
             local=self.outside.local,
             prefetcher=self.prefetcher,
+            residents=self.prefetcher,
             store=self.outside.store,
             disk=self.outside.disk,
             needs_embedding=needs_embedding,
@@ -318,6 +319,13 @@ class S3EC(NoConnector):
         self._passes = 0
         self._granted = ""  # what was granted last, and is not allocated yet
         self._no_cost = ""  # what the manager was told of none
+
+    def follow(self, engine: Engine) -> None:
+        """Look at what vLLM has there, to compare with it."""
+        self.steps = engine.steps
+        self.requests = engine.scheduler.requests
+        manager = engine.scheduler.encoder_cache_manager
+        self.device, self.held = manager.cached, manager.request_cached_ids
 
     @property
     def restore_costs(self) -> S3EC:
@@ -366,7 +374,7 @@ class S3EC(NoConnector):
         )
         return Rank(half, node, self.outside)
 
-    def _is_read(self, path: Path) -> bool:
+    def _is_read(self, path: str) -> bool:
         return any(
             str(path) == load.path
             for step in self.steps
@@ -404,7 +412,7 @@ class S3EC(NoConnector):
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         feature = request.mm_features[index]
         if self.options.loads and self._granted == feature.identifier:
-            kinds = {pin.header.modality for pin in self._pins_of(feature.identifier)}
+            kinds = {one.header.modality for one in self._open_of(feature.identifier)}
             if feature.modality not in kinds:
                 detail = f"{feature.identifier[:12]}, {feature.modality}: {kinds}"
                 raise BrokenPromiseError("granted what is of another modality", detail)
@@ -423,8 +431,8 @@ class S3EC(NoConnector):
         self._passes += 1
         self._held = set(self.device)
         for load in plan.loads:
-            if Path(load.path) not in self.prefetcher.live:
-                raise BrokenPromiseError("a load is ordered without a pin", load.identifier[:12])
+            if load.path not in self.prefetcher.live:
+                raise BrokenPromiseError("a load of what is not open", load.identifier[:12])
         return plan
 
     def _check_lookups(self, output: SchedulerOutput) -> None:
@@ -461,6 +469,10 @@ class S3EC(NoConnector):
         self._is_stopped = True
         self.half.stop(was_reset=was_reset)
 
+    def prefix_is_replayed(self, tokens: int) -> None:
+        """Likewise."""
+        self.half.replay_tokens = tokens
+
     # -- promises ----------------------------------------------------------------------------
 
     def _compare(self, request: Request, num_computed_tokens: int) -> None:
@@ -473,7 +485,6 @@ class S3EC(NoConnector):
 
     def audit(self, *, requests: Collection[str], device: Collection[str]) -> None:
         """What the half remembers belongs to something that is there."""
-        arrived = {one.pin.path for one in self.prefetcher.news if one.pin is not None}
         fetching = {
             *self.prefetcher.open,
             *(one.want.key.identifier for one in self.prefetcher.news),
@@ -482,7 +493,6 @@ class S3EC(NoConnector):
             requests=requests,
             device=device,
             fetching=fetching,
-            pins=self.prefetcher.live.keys() - arrived,
         )
         if self._no_cost:
             raise BrokenPromiseError("no cost", self._no_cost)
@@ -490,9 +500,9 @@ class S3EC(NoConnector):
             raise BrokenPromiseError("the half's audit complains", "; ".join(complaints[:5]))
 
     def check_rest(self) -> None:
-        """After every lease no pin is left."""
+        """After every lease nothing is held open."""
         if self.prefetcher.live:
-            raise BrokenPromiseError("pins are left behind", str(len(self.prefetcher.live)))
+            raise BrokenPromiseError("entries are left open", str(len(self.prefetcher.live)))
 
     def close(self) -> None:
         """End threads and remove files."""
@@ -503,12 +513,12 @@ class S3EC(NoConnector):
     def check_grant(self, identifier: str) -> None:
         if self.options.apart is not None:
             raise BrokenPromiseError("granted what a rank does not see", identifier[:12])
-        if not self._pins_of(identifier):
-            raise BrokenPromiseError("granted without a pin", identifier[:12])
+        if not self._open_of(identifier):
+            raise BrokenPromiseError("granted without an entry", identifier[:12])
 
-    def _pins_of(self, identifier: str) -> list[Pin]:
+    def _open_of(self, identifier: str) -> list[OpenEntry]:
         name = self.stored_name(identifier)
-        return [pin for pin in self.prefetcher.live.values() if pin.header.identifier == name]
+        return [one for one in self.prefetcher.live.values() if one.header.identifier == name]
 
     def _lies_here(self, feature: Any) -> bool:
         """Whether this node's disk holds it, and the half can know."""
@@ -518,13 +528,13 @@ class S3EC(NoConnector):
         return fits and self.outside.local(key_of(identifier))
 
     def _misfits(self, feature: Any) -> bool:
-        """Whether what is stored or pinned under this name is, or was here, of another kind."""
+        """Whether what is stored or open under this name is, or was here, of another kind."""
         identifier, kind = feature.identifier, _kind_of(feature)
         name = self.stored_name(identifier)
         found = (self.outside.tier.get(name), self.outside.bucket.get(name))
         kinds = {(one.rows, one.modality) for one in found if one is not None}
-        pinned = {(pin.header.shape.rows, pin.header.modality) for pin in self._pins_of(identifier)}
-        return identifier in self.prefetcher.misfits or not kinds | pinned <= {kind}
+        held = {(one.header.shape.rows, one.header.modality) for one in self._open_of(identifier)}
+        return identifier in self.prefetcher.misfits or not kinds | held <= {kind}
 
     @property
     def _is_sure_to_wait(self) -> bool:

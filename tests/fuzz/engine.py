@@ -4,20 +4,24 @@
 Real are vLLM's ``Scheduler`` and ``AsyncScheduler`` with their encoder-cache and KV-cache managers,
 s3ec's scheduler half, and its worker half with the files that it loads. Played is what runs the
 model: a runner frees, loads, encodes and gathers in the order of vLLM's V1 or V2 model runner, with
-tensors that say which picture they are of.
+tensors that say which picture they are of. Of the V2 runner those parts are real that need no GPU:
+what calls the connector, the encoder cache, and what chooses what to encode and to gather.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
+from unittest.mock import patch
 
+import numpy as np
 import torch
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -35,6 +39,9 @@ from vllm.v1.outputs import (
     make_empty_encoder_model_runner_output,
 )
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.gpu import ec_connector as v2
+from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
 from s3ec.dev.rigs.virtual_engine import NoConnector, make_scheduler
 from s3ec.managers import LRUEncoderCacheManager, TieredEncoderCacheManager
@@ -64,8 +71,8 @@ class Options:
         role: As in ``ec_role``; a pure producer runs the encoder only.
         policy: Of vLLM's scheduler.
         is_async: Whether it schedules ahead of the results.
-        v2: Whether the runner behaves as V2 does: it calls the connector in steps without tokens
-            too, and does not encode what its cache holds.
+        v2: Whether the runner is V2: it calls the connector in steps without tokens too, and does
+            not encode what its cache holds.
         reports: Whether the workers' reports reach the scheduler.
         depth: Steps in flight.
         ranks: Of tensor parallel.
@@ -79,6 +86,7 @@ class Options:
         encode_row_s: What the workers say a row costs the encoder; None where waits are not weighed
             against it.
         manager: Of the encoder cache; vLLM's own is the first.
+        replay_tokens: Of a prefix hit that vLLM computes again, as for DeepSeek-V4.1; 0 for none.
     """
 
     role: Literal["consumer", "producer", "both"] = "consumer"
@@ -97,11 +105,17 @@ class Options:
     defer_timeout_s: float = 2.0
     encode_row_s: float | None = None
     manager: Literal["fifo", "lru", "tiered"] = "fifo"
+    replay_tokens: int = 0
 
     @property
     def loads(self) -> bool:
         """Whether embeddings are loaded and used."""
         return self.role != "producer"
+
+    @property
+    def saves(self) -> bool:
+        """Whether embeddings are stored."""
+        return self.role != "consumer"
 
 
 @dataclass(frozen=True)
@@ -172,10 +186,16 @@ class Step:
         """The connector's orders."""
         return self.output.ec_connector_metadata
 
+    def to_encode(self) -> Iterator[tuple[str, MultiModalFeatureSpec]]:
+        """What is scheduled for the encoder, and the names of the requests."""
+        for name, indices in self.output.scheduled_encoder_inputs.items():
+            for index in indices:
+                yield name, self.features[name][index]
+
 
 @dataclass
 class Runner:
-    """Plays one rank's model runner.
+    """Plays one rank's V1 model runner.
 
     Attributes:
         cache: Its encoder cache.
@@ -190,78 +210,158 @@ class Runner:
         output = step.output
         for identifier in output.free_encoder_mm_hashes:
             self.cache.pop(identifier, None)
-        tokens = output.total_num_scheduled_tokens
-        # V1: a pure producer calls the connector first, the others return early.
-        if not (tokens or self.options.v2 or not self.options.loads):
+        # A pure producer calls the connector first, the others return early.
+        if self.options.loads and not output.total_num_scheduled_tokens:
             return None
-        if self.side is not None and self.options.role != "consumer":
+        if self.side is not None and self.options.saves:
             self.side.begin(self.cache, step.plan)
         if self.side is not None and self.options.loads:
             self.side.load(self.cache, step.plan)
-        self._encode(step, weights)
+        for name, feature in step.to_encode():
+            if not has_pixels(feature):
+                raise BrokenPromiseError("the encoder runs on nothing", name)
+            identifier = feature.identifier
+            self.cache[identifier] = _encoded(feature, weights)
+            if self.side is not None and self.options.saves:
+                self.side.save(self.cache, identifier, step.plan)
         if self.options.loads:
             self._gather(step, weights)
         return None if self.side is None else self.side.report()
 
-    def _encode(self, step: Step, weights: int) -> None:
-        held = set(self.cache)
-        for name, indices in step.output.scheduled_encoder_inputs.items():
-            for index in indices:
-                feature = step.features[name][index]
-                if not has_pixels(feature):
-                    raise BrokenPromiseError("the encoder runs on nothing", name)
-                identifier = feature.identifier
-                if self.options.v2 and identifier in self.cache:
-                    continue
-                rows = feature.mm_position.get_num_embeds()
-                self.cache[identifier] = embedding(identifier, rows, weights)
-                if not self.options.v2:
-                    self._save(identifier, step)
-        if self.options.v2:
-            for identifier in sorted(self.cache.keys() - held):
-                self._save(identifier, step)
-
-    def _save(self, identifier: str, step: Step) -> None:
-        if self.side is not None and self.options.role != "consumer":
-            self.side.save(self.cache, identifier, step.plan)
-
     def _gather(self, step: Step, weights: int) -> None:
-        for name, count in step.output.num_scheduled_tokens.items():
-            begin = step.computed[name]
-            self._gather_window(step.features[name], begin, begin + count, weights)
-            if self.options.lookahead:
-                self._gather_window(
-                    step.features[name], begin + 1, begin + count + 1, weights, drafts=True
-                )
+        for ahead in sorted({0, self.options.lookahead}):
+            for name, count in step.output.num_scheduled_tokens.items():
+                begin = step.computed[name] + ahead
+                for feature, rows in _window(step.features[name], begin, begin + count):
+                    found = self.cache.get(feature.identifier)
+                    if found is not None:
+                        _compare(feature, found[rows], _encoded(feature, weights)[rows])
+                    elif feature.mm_position.offset + ahead < begin + count:
+                        raise BrokenPromiseError("encoder cache miss", feature.identifier[:12])
+                    # Else a drafter goes on without.
 
-    def _gather_window(
-        self,
-        features: Sequence[MultiModalFeatureSpec],
-        begin: int,
-        end: int,
-        weights: int,
-        *,
-        drafts: bool = False,
-    ) -> None:
-        first, last = get_mm_features_in_window(features, start=begin, end=end)
-        for feature in features[first:last]:
-            place = feature.mm_position
-            low = max(begin - place.offset, 0)
-            high = min(end - place.offset, place.length)
-            low, high = place.get_embeds_indices_in_range(low, high)
-            if low == high:
-                continue
-            identifier, rows = feature.identifier, place.get_num_embeds()
-            found = self.cache.get(identifier)
-            if found is None:
-                if drafts and place.offset >= end - 1:
-                    continue  # a drafter goes on without
-                raise BrokenPromiseError("encoder cache miss", identifier[:12])
-            wanted = embedding(identifier, rows, weights)
-            if not torch.equal(found[low:high], wanted[low:high]):
-                raise BrokenPromiseError(
-                    "rows of another picture", f"{identifier[:12]}, {rows} rows"
-                )
+
+class _Hooks(ECConnectorBase):
+    """A rank's side of the connector as vLLM's V2 runner calls it."""
+
+    has_cache_item = update_state_after_alloc = build_connector_meta = None  # the scheduler's
+
+    def __init__(self, options: Options, side: RankSide) -> None:
+        self._is_producer, self._is_consumer = options.saves, options.loads
+        self._side = side
+
+    def start_save_caches(self, encoder_cache: dict[str, torch.Tensor]) -> None:
+        self._side.begin(encoder_cache, self._connector_metadata)
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor]) -> None:
+        self._side.load(encoder_cache, self._connector_metadata)
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str) -> None:
+        self._side.save(encoder_cache, mm_hash, self._connector_metadata)
+
+    def build_connector_worker_meta(self) -> Any:
+        return self._side.report()
+
+
+class V2Runner:
+    """One rank's V2 model runner: its real parts, called as ``GPUModelRunner.execute_model`` does.
+
+    Attributes:
+        cache: Its encoder cache.
+    """
+
+    def __init__(self, options: Options, side: RankSide | None) -> None:
+        self._options = options
+        self._held = EncoderCache()
+        self._encoder = EncoderRunner(
+            SimpleNamespace(), 1, 1, self._held, torch.float32, torch.device("cpu")
+        )
+        self._prefill_lens: dict[str, int] = {}
+        self._connector = v2.NO_OP_EC_CONNECTOR
+        if side is not None:
+            with patch.object(v2, "get_ec_transfer", lambda: _Hooks(options, side)):
+                self._connector = v2.ActiveECConnector(None, self._held.encoder_outputs)
+
+    @property
+    def cache(self) -> dict[str, torch.Tensor]:
+        return self._held.encoder_outputs
+
+    def run(self, step: Step, weights: int) -> Any:
+        """Execute one step; the connector's report."""
+        output = step.output
+        for name in output.finished_req_ids | (output.preempted_req_ids or set()):
+            self._held.remove_request(name)
+        for identifier in output.free_encoder_mm_hashes:
+            self._held.free_encoder_cache(identifier)
+        for new in output.scheduled_new_reqs:
+            self._held.add_request(new.req_id, new.mm_features)
+            self._prefill_lens[new.req_id] = len(new.prefill_token_ids)
+        if not output.total_num_scheduled_tokens:
+            done = self._connector.no_forward(output).ec_connector_output
+        else:
+            with self._connector.maybe_get_output(output) as done:
+                self._encode(step, weights)
+                if self._options.loads:
+                    for ahead in sorted({0, self._options.lookahead}):
+                        self._gather(step, weights, ahead)
+        return None if done is None else done.ec_connector_worker_meta
+
+    def _encode(self, step: Step, weights: int) -> None:
+        features = {feature.identifier: feature for _, feature in step.to_encode()}
+        found = self._encoder.prepare_mm_inputs(step.output.scheduled_encoder_inputs)
+        for identifier, (_, data) in zip(*found, strict=True):
+            if not PIXELS.intersection(data):
+                raise BrokenPromiseError("the encoder runs on nothing", identifier[:12])
+            self.cache[identifier] = _encoded(features[identifier], weights)
+
+    def _gather(self, step: Step, weights: int, ahead: int) -> None:
+        counts = step.output.num_scheduled_tokens
+        numbers = np.array(list(counts.values()))
+        try:
+            found, _ = self._encoder.gather_mm_embeddings(
+                list(counts),
+                int(numbers.sum()),
+                numbers,
+                np.concatenate([[0], np.cumsum(numbers)]),
+                np.array([self._prefill_lens[name] for name in counts]),
+                np.array([step.computed[name] for name in counts]),
+                draft_lookahead=ahead,
+            )
+        except RuntimeError as exc:
+            raise BrokenPromiseError("encoder cache miss", str(exc)) from exc
+        wanted = [
+            (feature, _encoded(feature, weights)[rows])
+            for name, count in counts.items()
+            for begin in (step.computed[name] + ahead,)
+            for feature, rows in _window(step.features[name], begin, begin + count)
+            if feature.identifier in self.cache  # else a drafter goes on without
+        ]
+        for rows, (feature, expected) in zip(found, wanted, strict=True):
+            _compare(feature, rows, expected)
+
+
+def _encoded(feature: MultiModalFeatureSpec, weights: int) -> torch.Tensor:
+    return embedding(feature.identifier, feature.mm_position.get_num_embeds(), weights)
+
+
+def _window(
+    features: Sequence[MultiModalFeatureSpec], begin: int, end: int
+) -> Iterator[tuple[MultiModalFeatureSpec, slice]]:
+    """What some tokens need: the features, and which of their rows."""
+    first, last = get_mm_features_in_window(features, start=begin, end=end)
+    for feature in features[first:last]:
+        place = feature.mm_position
+        low = max(begin - place.offset, 0)
+        high = min(end - place.offset, place.length)
+        low, high = place.get_embeds_indices_in_range(low, high)
+        if low < high:
+            yield feature, slice(low, high)
+
+
+def _compare(feature: MultiModalFeatureSpec, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    if not torch.equal(found, wanted):
+        detail = f"{feature.identifier[:12]}, {feature.mm_position.get_num_embeds()} rows"
+        raise BrokenPromiseError("rows of another picture", detail)
 
 
 class Engine:
@@ -305,13 +405,15 @@ class Engine:
             cache_rows=options.cache_rows,
             manager=MANAGERS[options.manager],
         )
-        # What vLLM reads from flags of other engines.
+        # What vLLM reads from flags of other engines, and from the KV cache of other models.
+        self.scheduler.prefix_replay_tokens = options.replay_tokens
         self.scheduler.num_prefill_lookahead = options.lookahead
         self.scheduler.use_v2_model_runner = options.v2
         self.scheduler.is_mm_encoder_only = not options.loads
         self.connector = connector
+        runner = V2Runner if options.v2 else Runner
         self.runners = [
-            Runner(options, None if sides is None else sides[rank]) for rank in range(options.ranks)
+            runner(options, None if sides is None else sides[rank]) for rank in range(options.ranks)
         ]
         self.steps: deque[Step] = deque()
         self.journal: list[tuple[str, tuple[Any, ...]]] = []
@@ -369,6 +471,9 @@ class Engine:
         )
         self.steps.append(step)
         self.stat["steps"] += 1
+        self.stat["replays"] += sum(
+            getattr(new, "replay_start", 0) > 0 for new in output.scheduled_new_reqs
+        )
         return step
 
     def execute(self, *, eos: Collection[str] = ()) -> None:

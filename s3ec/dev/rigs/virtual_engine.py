@@ -50,12 +50,12 @@ from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.counters import Counters
+from s3ec.dev.rigs.virtual_tier import NoResidents, VirtualEntry
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, make_key
 from s3ec.managers import restore
 from s3ec.managers.restore import RestoreCosts
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
-from s3ec.tier import Pin
 
 ROWS = 256
 _PLACEHOLDERS = ROWS + 2
@@ -158,8 +158,8 @@ class PlayedFetches:
             want = self._known.pop(name)[0]
             shape = Shape(want.rows, 64, "bfloat16")
             header = Header(name, "virtual", want.modality, shape, "0" * 32)
-            pin = Pin(Path(f"/virtual/{name}"), shape.nbytes, header)
-            self._done.append(FetchResult(want, FetchOutcome.READY, pin, "bucket", seconds))
+            entry = VirtualEntry(f"/virtual/{name}", header)
+            self._done.append(FetchResult(want, FetchOutcome.READY, entry, "bucket", seconds))
             self._start()
         self._now_s = now_s
         self._start()
@@ -173,9 +173,6 @@ class PlayedFetches:
         """What has ended since the last call."""
         done, self._done = self._done, []
         return done
-
-    def release(self, pins: Iterable[Pin]) -> None:
-        """Nothing is pinned here."""
 
 
 class PlayedIndex:
@@ -402,6 +399,7 @@ class VirtualEngine:
             index=self._index,  # type: ignore[arg-type]
             local=lambda _: False,  # type: ignore[arg-type]
             prefetcher=self._fetches,
+            residents=NoResidents(),
             store=SimpleNamespace(is_open=False),
             disk=SimpleNamespace(hangs=False),
             needs_embedding=lambda _: False,

@@ -9,10 +9,15 @@ torch their C++ libraries cannot be loaded and importing them fails (torchvision
 torchvision::nms does not exist``; torchaudio 2.11 and torchcodec 0.17: ``Could not load this
 library``), although image processing uses only the Python part of the first and nothing of the
 others. vLLM 0.32 imports all three at its start.
+
+vLLM's V2 model runner, the default of CUDA users since 0.32, needs Triton. Triton's interpreter
+runs its kernels on a CPU (``V2_RUNNER``), but vLLM looks for a compiler for the CPU, which the
+published Triton lacks. So the interpreter is made to look like one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import os
 import sys
@@ -20,7 +25,7 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from importlib.abc import Loader
@@ -32,6 +37,9 @@ STEADY = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # vLLM in one process instead of three: it starts in half the time, scheduler and worker half share
 # one Node, and its steps and its encoder can be timed and slowed down from outside.
 ONE_PROCESS = STEADY | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# The model runner that CUDA users get, on a CPU (0.32 and newer). Triton reads its variable while
+# vLLM's kernels are imported, so an engine from a nursery needs a nursery with it.
+V2_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 # Arguments of ``vllm.LLM`` where each picture is a new one.
 NEW_PICTURES = {
     "max_num_batched_tokens": 512,
@@ -84,7 +92,7 @@ def engine_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def install_here() -> None:
-    """Mend the three packages in this process, as they are imported; free until then.
+    """Mend these packages in this process, as they are imported; free until then.
 
     Changes nothing where their libraries load. Call it before the first import of one of them,
     of transformers' processors or of vllm. A second call does nothing.
@@ -152,6 +160,31 @@ def _report_as_absent(utils: ModuleType) -> None:
     utils.load_image_library = load_or_absent  # type: ignore[attr-defined]
 
 
+def _offer_the_interpreter(backends: ModuleType) -> None:
+    """Have vLLM find one active driver where the interpreter runs Triton's kernels."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from types import SimpleNamespace
+
+        # vLLM's build for the CPU asks for this name, other builds do not count it. None compiles.
+        for name, is_active in {"cpu": False, "interpreter": True}.items():
+            driver = SimpleNamespace(is_active=lambda is_active=is_active: is_active)
+            backends.backends[name] = SimpleNamespace(driver=driver, compiler=None)
+
+
+def _encode_as_on_a_gpu(runners: ModuleType) -> None:
+    """Have a pure producer run the encoder's own V2 runner, as workers with a GPU do."""
+    with contextlib.suppress(ImportError):  # 0.31 has none
+        from vllm.v1.worker.mm_encoder_model_runner import MMEncoderModelRunner
+
+        whole: Any = runners.CPUModelRunner
+        encoder: Any = type("CPUEncoderModelRunner", (MMEncoderModelRunner, whole), {})
+
+        def made(vllm_config: Any, device: Any) -> Any:
+            return (encoder if vllm_config.is_mm_encoder_only else whole)(vllm_config, device)
+
+        runners.CPUModelRunner = made  # type: ignore[attr-defined]
+
+
 # What to do right after a module's own code ran. torchvision.extension is the first module of
 # its package to run, and the one that tries to load the operators; the modules after it fail
 # where that did not work. torchaudio and torchcodec load theirs through functions of these.
@@ -159,6 +192,8 @@ _MENDS: Mapping[str, Callable[[ModuleType], None]] = {
     "torchvision.extension": _declare_operators,
     "torchaudio._extension.utils": _tolerate_missing_library,
     "torchcodec._internally_replaced_utils": _report_as_absent,
+    "triton.backends": _offer_the_interpreter,
+    "vllm.v1.worker.cpu.model_runner": _encode_as_on_a_gpu,
 }
 
 

@@ -171,7 +171,7 @@ class Runner:
         self.hooks = shell.S3ECConnector(config, shell.ECConnectorRole.WORKER, parts=parts)
 
     def step(self, calls: tuple[str, ...], *, encodes: bool = True) -> None:
-        cache = {HASHES[0]: tensor(), HASHES[1]: tensor(1)}
+        cache = {HASHES[1]: tensor(1)}
         save = Save("image", None)
         plan = StepPlan(saves={HASHES[0]: save, HASHES[1]: save})
         if encodes:
@@ -183,6 +183,8 @@ class Runner:
                 self.hooks.start_save_caches(cache)
             elif call == "load":
                 self.hooks.start_load_caches(cache)
+            elif call == "encode":
+                cache[HASHES[0]] = tensor()
             elif call == "finish_load":
                 self.hooks.finish_load_caches(cache)
             elif call.startswith("save"):

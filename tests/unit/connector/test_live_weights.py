@@ -56,7 +56,7 @@ class Engine:
         return self.counters.get("stopped_by_weights") == 1
 
     def hits(self, text: str) -> bool:
-        """Whether a request about what is pinned here is granted it."""
+        """Whether a request about what is here is granted it."""
         asker = request(f"{text} again", feature(text))
         ready = self.world.ask(asker)
         granted = self.world.schedule(asker)
@@ -166,10 +166,22 @@ def test_a_request_without_pixels_is_failed_alone() -> None:
     assert engine.world.half.take_unavailable_requests() == {"r"}
 
 
-def test_pins_are_given_back() -> None:
+def test_what_is_open_is_let_go_of() -> None:
     engine = Engine()
     engine.world.bring("a", "b")
     engine.scheduler.reset_encoder_cache()
     engine.world.clock.now_s += 60.0
     engine.world.step()
     assert engine.world.prefetcher.live == set()
+
+
+@pytest.mark.parametrize("tokens", [0, 128])
+def test_how_much_of_a_prefix_is_replayed_is_known_before_the_first_pass(tokens: int) -> None:
+    """The scheduler reads it from its KV cache after it has made its connector."""
+    if not hasattr(Scheduler, "_mark_prefix_replay"):
+        pytest.skip("this vLLM replays nothing")
+    engine = Engine()
+    engine.scheduler.prefix_replay_tokens = tokens
+    engine.scheduler.requests = {"r": SimpleNamespace(status=None, streaming_queue=[])}
+    engine.scheduler.add_request(SimpleNamespace(request_id="r", resumable=False))
+    assert engine.world.half.replay_tokens == tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S, UNWANTED_LEASE_S
+from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
 from s3ec.connector.request_waits import MOST_IN_VAIN, VAIN_REST_S
 from s3ec.counters import observed
 from s3ec.prefetch import FetchOutcome, Priority
@@ -40,12 +40,12 @@ def test_a_request_waits_until_its_embedding_is_here(world: World) -> None:
         world.step(tokens=0)
     assert len(world.wanted) == 1
     world.clock.now_s += 0.3
-    pin = world.finish("a")
-    assert pin is not None
+    entry = world.finish("a")
+    assert entry is not None
     assert world.run(asker) == [True]
     plan = world.step()
     assert [(load.identifier, load.path) for load in plan.loads] == [
-        (identifier_of("a"), str(pin.path))
+        (identifier_of("a"), entry.path)
     ]
     assert plan.loads[0].shape.rows == ROWS
     assert world.counters.get("hits") == 1
@@ -166,7 +166,7 @@ def test_time_in_which_vllm_does_not_ask_is_no_wait(world: World) -> None:
         world.clock.now_s += 1.0
         world.run(request("other", feature("nothing")))
         world.step(freed=["nothing"])
-    # The pin has run out meanwhile.
+    # Its lease has ended meanwhile.
     assert not world.ask(asker)
     world.step()
     world.finish("a", source="tier")
@@ -502,19 +502,19 @@ def test_a_prefix_that_others_computed_ends_the_interest_in_its_images(world: Wo
     assert not world.half.tracker.waiting
 
 
-def test_what_arrives_for_nobody_is_released_soon(world: World) -> None:
+def test_what_arrives_for_nobody_is_let_go_of_in_time(world: World) -> None:
     asker = world.defer("a")
     world.end(asker)
     world.clock.now_s += 20
     world.step()
-    pin = world.finish("a")
-    assert pin is not None
+    entry = world.finish("a")
+    assert entry is not None
     world.clock.now_s += 1
     world.step()
-    assert pin.path in world.prefetcher.live
-    world.clock.now_s += UNWANTED_LEASE_S + 0.1
+    assert entry.path in world.prefetcher.live
+    world.clock.now_s += LEASE_S + 1
     world.step()
-    assert pin.path not in world.prefetcher.live
+    assert entry.path not in world.prefetcher.live
     assert not world.half.tracker.items
 
 
