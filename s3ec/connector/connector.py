@@ -18,9 +18,9 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 
 from s3ec import runtime
 from s3ec.connector.guard import fatal, guarded
-from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import StepPlan, TierId, WorkerReport
 from s3ec.connector.parts import Parts
+from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.worker import WorkerHalf, load_without_a_half
 from s3ec.errors import ConfigError
 from s3ec.runtime import PASS_THROUGH
@@ -83,13 +83,13 @@ class S3ECConnector(ECConnectorBase):
         # What cannot be encoded, where there is no scheduler half to say so or it has failed.
         self._unavailable: set[str] = set()
         self.parts = parts or Parts(vllm_config)
-        self._answers = KeptAnswers()
+        self._waits: RequestWaits | None = None
         if parts is not None:
-            self._repeat_answers()
+            self._find_waits()
             return
         try:
             self.parts.start(scheduler=role is ECConnectorRole.SCHEDULER)
-            self._repeat_answers()
+            self._find_waits()
         except (ConfigError, *PASS_THROUGH):
             raise
         except BaseException:
@@ -101,9 +101,9 @@ class S3ECConnector(ECConnectorBase):
             log.exception("s3ec could not start; %s", lost)
             self.shutdown()
 
-    def _repeat_answers(self) -> None:
+    def _find_waits(self) -> None:
         if self.parts.scheduler is not None:
-            self._answers = self.parts.scheduler.answers
+            self._waits = self.parts.scheduler.waits
 
     # -- scheduler side ----------------------------------------------------------------------
 
@@ -125,11 +125,10 @@ class S3ECConnector(ECConnectorBase):
         """Whether the request can be scheduled; False while its embeddings are on their way.
 
         vLLM asks for each waiting request in each pass, so what it was told before comes first: a
-        look into a dict, with no guard around it. In a forked child there is nothing in it.
+        few looks into memory, with no guard around them. In a forked child no pass is open.
         """
-        name: Any = getattr(request, "request_id", None)
-        if self._answers.in_force.pop(name, None) == num_computed_tokens:
-            self._answers.asked.add(name)
+        waits, name = self._waits, getattr(request, "request_id", "")
+        if waits is not None and waits.repeats(name, num_computed_tokens):
             return False
         return self._ensure(request, num_computed_tokens)
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.counters import Counters
@@ -130,6 +129,10 @@ class Interest:
         if identifier not in wanted:
             wanted.add(identifier)
             self._identifiers.setdefault(identifier, set()).add(request_id)
+
+    def of(self, identifier: str) -> Collection[str]:
+        """Requests that wait for it."""
+        return self._identifiers.get(identifier, ())
 
     def is_wanted(self, identifier: str) -> bool:
         """Whether any request waits for it."""
@@ -266,6 +269,7 @@ class ItemTracker:
         items: By identifier. For reading, but for ``touched_s``: who asks about an item sets it.
         waiting: Request id to the identifiers that it waits for, or will need later. For reading.
         demand: What the prefetcher will be told to fetch. For reading.
+        look_again: Requests that wait for an item which has changed. Who looks takes them out.
     """
 
     def __init__(
@@ -277,7 +281,6 @@ class ItemTracker:
         counters: Counters,
         clock: Callable[[], float],
         local: Callable[[Key], bool],
-        answers: KeptAnswers,
         residents: OpenEntries,
     ) -> None:
         """Start empty.
@@ -289,10 +292,8 @@ class ItemTracker:
             counters: Where to count.
             clock: Monotonic seconds.
             local: Whether this node's disk is believed to hold a key.
-            answers: Kept for requests that wait; told of every item that changes.
             residents: Where entries go that are needed no more.
         """
-        self._answers = answers
         self._counters = counters
         self._local = local
         self._prefetcher = prefetcher
@@ -306,6 +307,7 @@ class ItemTracker:
         self._interest = Interest()
         self.items: dict[str, Item] = {}
         self.waiting: Mapping[str, set[str]] = self._interest.requests
+        self.look_again: set[str] = set()
         # Since the prefetcher was last told.
         self._demand: dict[str, FetchRequest] = {}
         self.demand: Mapping[str, FetchRequest] = self._demand
@@ -339,7 +341,7 @@ class ItemTracker:
         rows = header.shape.rows
         item = Item(key, header.modality, READY, None, now, rows, entry=entry, asked_s=now)
         self.items[key.identifier] = item
-        self._answers.changed(key.identifier)
+        self.changed([key.identifier])
         return item
 
     def again(
@@ -365,7 +367,7 @@ class ItemTracker:
         item.state = FETCHING
         item.modality = modality
         item.rows = rows
-        self._answers.changed(item.key.identifier)
+        self.changed([item.key.identifier])
         self._order(item, priority)
 
     def expect(self, request_id: str, identifier: str, priority: Priority) -> None:
@@ -406,6 +408,11 @@ class ItemTracker:
             item.priority = None
             self._demoted[identifier] = None
 
+    def changed(self, identifiers: Iterable[str]) -> None:
+        """Something about these has changed: the state, or whether the device holds it."""
+        for identifier in identifiers:
+            self.look_again.update(self._interest.of(identifier))
+
     # -- what arrives ------------------------------------------------------------------------
 
     def arrived(self, fetched: FetchResult, now: float) -> bool:
@@ -416,7 +423,7 @@ class ItemTracker:
             if fetched.entry is not None:
                 self._residents.release([fetched.entry])
             return False
-        self._answers.changed(identifier)
+        self.changed([identifier])
         item.touched_s = now
         if fetched.outcome is not FetchOutcome.READY or fetched.entry is None:
             # What does not fit what is asked for never will. The fetch may have begun for something
@@ -460,12 +467,12 @@ class ItemTracker:
                 self._grant(item)
 
     def _grant(self, item: Item) -> None:
-        self._answers.changed(item.key.identifier)
+        self.changed([item.key.identifier])
         item.state = READY
         item.touched_s = self._clock()
 
     def _fail(self, identifier: str, *, may_come: bool = True, was_absent: bool = False) -> None:
-        self._answers.changed(identifier)
+        self.changed([identifier])
         item = self.items[identifier]
         item.state = FAILED
         item.touched_s = self._clock()
@@ -555,7 +562,7 @@ class ItemTracker:
     def _drop(self, identifier: str) -> None:
         """The item becomes unknown. The bytes stay on the tier."""
         item = self.items.pop(identifier)
-        self._answers.changed(identifier)
+        self.changed([identifier])
         self._interest.drop(identifier)
         if item.entry is not None:
             self._residents.release([item.entry])

@@ -9,12 +9,11 @@ source is worth any wait, and the waits themselves. Which items there are is in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from s3ec.connector.item_tracker import FETCHING, Item, ItemTracker
-from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import Missing, Source, SourceTimes, WaitPolicy
@@ -92,6 +91,10 @@ class _Wait:
         since_s: When it began, later by its pauses.
         until_s: When it ends.
         is_over: There is no present wait.
+        kept_tokens: Computed tokens that it was looked at with, while nothing has changed since;
+            -1 where it is to be looked at again.
+        asked_in: Number of the pass in which vLLM asked about it last.
+        asked_s: When that pass began.
     """
 
     features: int
@@ -100,6 +103,9 @@ class _Wait:
     since_s: float
     until_s: float = math.inf
     is_over: bool = False
+    kept_tokens: int = -1
+    asked_in: int = 0
+    asked_s: float = 0.0
 
 
 class RequestWaits:
@@ -111,19 +117,26 @@ class RequestWaits:
     state    goes to  when
     =======  =======  ======================================================================
     (none)   waiting  what it needs now is on its way, and worth the wait
-    waiting  paused   a pass has ended in which vLLM did not ask about it
-    paused   waiting  vLLM asks about it again
+    waiting  waiting  vLLM asks again. It is told "not yet" without a look at its items while
+                      none of these has changed, and neither store nor disk
     waiting  waited   all is here, its time is over, the encoder is to make it, or it fails
     waited   waiting  something is on its way again and it has time left, as it has with each
                       turn of a session
     any      (none)   it has ended
     =======  =======  ======================================================================
 
-    The time of a paused request stands still. A wait has one end, which is found when it begins: by
-    the policy, and by what `defer_timeout_s` leaves of all the waits of a request.
+    A wait has one end, which is found when it begins: by the policy, and by what `defer_timeout_s`
+    leaves of all the waits of a request.
+
+    vLLM leaves its queue early where an engine is full. Passes in which it did not ask about a
+    request do not count, but for the last one of them: what a request waits there is not ours, and
+    must not be taken for the time that a fetch takes.
+
+    A look takes some microseconds a picture, and vLLM asks about every waiting request in every
+    pass. So "not yet" is repeated without a look: a thousand requests can wait.
 
     Attributes:
-        paused: Requests that are paused, and since when. For reading.
+        is_open: Whether a pass has begun.
     """
 
     def __init__(
@@ -136,7 +149,6 @@ class RequestWaits:
         clock: Callable[[], float],
         local: Callable[[Key], bool],
         needs_embedding: Callable[[Any], bool],
-        answers: KeptAnswers,
         times: SourceTimes,
         policy: WaitPolicy | None = None,
     ) -> None:
@@ -150,7 +162,6 @@ class RequestWaits:
             clock: Monotonic seconds.
             local: Whether this node's disk is believed to hold a key.
             needs_embedding: Whether a feature came without pixels.
-            answers: Where answers are kept while nothing changes.
             times: Learns how long fetches take.
             policy: Weighs each wait against encoding; None where every wait is worth it.
         """
@@ -161,7 +172,6 @@ class RequestWaits:
         self._clock = clock
         self._local = local
         self._needs_embedding = needs_embedding
-        self._answers = answers
         self._times = times
         self._policy = policy
         self._longest_s = role.defer_timeout_s
@@ -172,9 +182,60 @@ class RequestWaits:
         }
         self._promise_noted_s = clock()
         self._waits: dict[str, _Wait] = {}  # of requests that wait, or have waited
-        self._asked: dict[str, _Wait] = {}  # of those that wait and are not paused
-        self._paused_s: dict[str, float] = {}
-        self.paused: Mapping[str, float] = self._paused_s
+        self.is_open = False
+        self._pass = 1  # its number, when it began, and when the one before it ended
+        self._began_s = self._ended_s = clock()
+
+    # -- a pass ------------------------------------------------------------------------------
+
+    def begin_pass(self, now: float) -> None:
+        """vLLM asks about the first request of a pass."""
+        self.is_open = True
+        self._began_s = now
+
+    def end_pass(self, now: float) -> None:
+        """A pass has ended."""
+        self.is_open = False
+        self._pass += 1
+        self._ended_s = now
+
+    def repeats(self, request_id: str, computed_tokens: int) -> bool:
+        """Whether a request is told "not yet" once more, since nothing has changed.
+
+        Not so where it is asked about for the second time in a pass.
+        """
+        wait = self._waits.get(request_id)
+        if (
+            wait is None
+            or wait.kept_tokens != computed_tokens
+            or wait.asked_in == self._pass
+            or not self.is_open
+            or self._began_s >= wait.until_s
+            or request_id in self._tracker.look_again
+        ):
+            return False
+        self._note_asked(wait)
+        return True
+
+    def asked(self, request_id: str) -> None:
+        """vLLM asks about a request, and it is looked at."""
+        self._tracker.look_again.discard(request_id)
+        wait = self._waits.get(request_id)
+        if wait is not None:
+            wait.kept_tokens = -1
+            self._note_asked(wait)
+
+    def _note_asked(self, wait: _Wait) -> None:
+        if wait.asked_in < self._pass - 1:
+            pause_s = self._ended_s - wait.asked_s
+            wait.since_s += pause_s
+            wait.until_s += pause_s
+        wait.asked_in, wait.asked_s = self._pass, self._began_s
+
+    def look_at_all(self) -> None:
+        """Something has changed that concerns all."""
+        for wait in self._waits.values():
+            wait.kept_tokens = -1
 
     def knows(self, request_id: str) -> bool:
         """Whether a request waits for anything or has waited. Most requests never do."""
@@ -268,8 +329,8 @@ class RequestWaits:
         self._end_wait(request_id)  # of an earlier turn
         if request_id not in self._waits:
             self._counters.add("deferred_requests")
-        wait = self._waits[request_id] = _Wait(features, spent_s, limit_s, now)
-        self._asked[request_id] = wait
+        wait = _Wait(features, spent_s, limit_s, now, asked_in=self._pass, asked_s=now)
+        self._waits[request_id] = wait
         return wait
 
     def _note_in_vain(self, awaited: list[Any], wait: _Wait, now: float, *, is_bare: bool) -> None:
@@ -281,7 +342,7 @@ class RequestWaits:
             if is_bare and source == "promise":
                 continue
             if self._trust[source].in_vain(waited_s, now):
-                self._answers.clear()  # the others do not wait for it any more
+                self.look_at_all()  # the others do not wait for it any more
         for feature in awaited:
             item = self._items[feature.identifier]
             if item.promised and not self._local(item.key) and not is_bare:
@@ -309,44 +370,13 @@ class RequestWaits:
         self._times.of("promise", item.rows).add(seconds)
         self._promise_noted_s = self._clock()
 
-    def keep_answer(
-        self, request_id: str, pending: list[Any], computed_tokens: int, needed: list[str]
-    ) -> None:
+    def keep(self, request_id: str, pending: list[Any], computed_tokens: int) -> None:
         """A request was deferred: it need not be looked at again before something changes.
 
-        Nothing is kept for one without pixels that is to ask again for what has FAILED.
-
-        Args:
-            request_id: Of the request.
-            pending: As for ``defer``.
-            computed_tokens: As vLLM has asked.
-            needed: Identifiers of what it needs now or later.
+        One without pixels is, that is to ask again for what has FAILED.
         """
-        if any(self._items[feature.identifier].state is not FETCHING for feature in pending):
-            return
-        # A little sooner, since sums are rounded.
-        until_s = self._waits[request_id].until_s - 1e-9
-        self._answers.keep(request_id, computed_tokens, needed, now=self._clock(), until_s=until_s)
-
-    # -- vLLM does not ask -------------------------------------------------------------------
-
-    def end_pass(self, asked: Set[str]) -> None:
-        """A pass has ended. Who was not asked about in it does not wait for an embedding.
-
-        vLLM leaves its queue where an engine is full. What a request waits there is not ours, and
-        must not be taken for the time that a fetch takes.
-        """
-        now = self._clock()
-        for request_id in self.paused.keys() & asked:
-            self.resume(request_id, now)  # its answer was repeated
-        for request_id in [one for one in self._asked if one not in asked]:
-            del self._asked[request_id]
-            self._paused_s[request_id] = now
-
-    def resume(self, request_id: str, now: float) -> None:
-        """vLLM asks about a paused request again: its wait goes on where it was."""
-        wait = self._asked[request_id] = self._waits[request_id]
-        wait.since_s += now - self._paused_s.pop(request_id)
+        if all(self._items[feature.identifier].state is FETCHING for feature in pending):
+            self._waits[request_id].kept_tokens = computed_tokens
 
     # -- the end of a wait -------------------------------------------------------------------
 
@@ -355,9 +385,9 @@ class RequestWaits:
         wait = self._waits.get(request_id)
         if wait is None or wait.is_over:
             return
-        self._asked.pop(request_id, None)
-        waited_s = self._paused_s.pop(request_id, self._clock()) - wait.since_s
-        wait.is_over = True
+        is_paused = wait.asked_in < self._pass - 1
+        waited_s = (wait.asked_s if is_paused else self._clock()) - wait.since_s
+        wait.is_over, wait.kept_tokens = True, -1
         wait.spent_s += waited_s
         self._counters.add("deferred_seconds", waited_s)
         self._counters.observe("wait_time", waited_s)
@@ -376,8 +406,7 @@ class RequestWaits:
 
     def goes_on(self, request_id: str) -> None:
         """The request waits for nothing: what it needs is computed, or the encoder makes it."""
-        if request_id in self._asked:
-            self._end_wait(request_id)
+        self._end_wait(request_id)
 
     def scheduled(self, request_id: str, identifier: str) -> None:
         """The request got room for one item: it need not wait, and has done with this one."""
@@ -394,8 +423,8 @@ class RequestWaits:
 
     def end_request(self, request_id: str) -> None:
         """The request has ended. What it waited for is for others, or for nobody."""
-        self._answers.drop(request_id)
         self._end_wait(request_id)
+        self._tracker.look_again.discard(request_id)
         self._waits.pop(request_id, None)
         if self._policy is not None:
             self._policy.load.end_request(self._clock())
@@ -432,8 +461,6 @@ class RequestWaits:
         """All that is kept of requests; an audit at rest expects it to be empty."""
         return {
             "waits": self._waits,
-            "waits at present": self._asked,
             "interests": self._tracker.waiting,
-            "paused waits": self.paused,
-            "answers": self._answers.requests,
+            "requests to look at again": self._tracker.look_again,
         }

@@ -30,7 +30,6 @@ from s3ec.connector.item_tracker import (
     PrefetchQueue,
     State,
 )
-from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.lookups import (
     FROM_BUCKET,
     FROM_NODE,
@@ -100,7 +99,6 @@ class SchedulerHalf:
     Attributes:
         tracker: What is known of each embedding. For reading.
         waits: Which requests wait, and for what. For reading.
-        answers: What requests were told that wait, while nothing has changed. For reading.
         lookups: What the device held when a step needed it.
         on_device: What vLLM's encoder cache holds, or will when the last step was executed, as its
             manager told us. For reading.
@@ -177,7 +175,6 @@ class SchedulerHalf:
         self._scopes = scopes or ModalityScopes()
         self._adapters = adapters
         self._renames = bool(self._scopes or role.forms) or adapters is not None
-        self.answers = KeptAnswers()
         # Of store and disk: what all requests that wait depend on.
         self._outside = (False, False)
         self.tracker = ItemTracker(
@@ -187,7 +184,6 @@ class SchedulerHalf:
             counters=counters,
             clock=clock,
             local=local,
-            answers=self.answers,
             residents=residents,
         )
         self.waits = RequestWaits(
@@ -198,7 +194,6 @@ class SchedulerHalf:
             clock=clock,
             local=local,
             needs_embedding=needs_embedding,
-            answers=self.answers,
             times=self._fetch_times,
             policy=policy,
         )
@@ -241,7 +236,7 @@ class SchedulerHalf:
         if was_reset:
             self.device_was_reset()
         self._plan.saves.clear()
-        self.answers.clear()
+        self.waits.look_at_all()
         stopped, self._stopped = self._stopped, True
         return not stopped
 
@@ -257,16 +252,12 @@ class SchedulerHalf:
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the request can be scheduled now; False defers it for this step."""
-        answers = self.answers
-        if not answers.is_open:
+        if not self.waits.is_open:
             self._begin_pass()
         request_id = request.request_id
-        answers.asked.add(request_id)
-        if answers.in_force.pop(request_id, None) == num_computed_tokens:
+        if self.waits.repeats(request_id, num_computed_tokens):
             return False
-        answers.drop(request_id)
-        if request_id in self.waits.paused:
-            self.waits.resume(request_id, self._clock())
+        self.waits.asked(request_id)
         # vLLM tells us of the whole hit, and goes back only after that (0.32 and newer,
         # v1/core/sched/scheduler.py, `_mark_prefix_replay`). A request that runs has done so.
         start = num_computed_tokens
@@ -334,9 +325,7 @@ class SchedulerHalf:
             if goes_on is None:
                 return self._give_up(request, pending)
             if not goes_on and not self._hung:
-                self.waits.keep_answer(
-                    request_id, pending, num_computed_tokens, _names(left, start)
-                )
+                self.waits.keep(request_id, pending, num_computed_tokens)
             return goes_on
         if self.waits.knows(request_id):
             self.waits.let_through(request_id, _names(left, start))
@@ -387,14 +376,14 @@ class SchedulerHalf:
             self._adapters.look()
 
     def _begin_pass(self) -> None:
-        """See what has changed since the last pass, and keep the answers that hold."""
+        """See what has changed since the last pass."""
         if self._prefetcher.has_news:
             self.waits.arrived(self._prefetcher.drain())
         outside = (self._store.is_open, self._disk.hangs)
         if outside != self._outside:
             self._outside = outside
-            self.answers.clear()
-        self.answers.begin_pass(self._clock())
+            self.waits.look_at_all()
+        self.waits.begin_pass(self._clock())
 
     def _can_be_encoded(self, request: Any, features: Iterable[Any], start: int) -> bool:
         """Whether the encoder can make what the request needs of these, since nothing is loaded.
@@ -721,8 +710,7 @@ class SchedulerHalf:
         """
         if self._adapters is not None:
             self._adapters.look()
-        self.waits.end_pass(self.answers.asked)
-        self.answers.end_pass()
+        self.waits.end_pass(self._clock())
         if self._policy is not None:
             self._policy.load.end_pass(
                 self._clock(), has_prefill=scheduled_tokens > decode_tokens, requests=requests
@@ -730,8 +718,8 @@ class SchedulerHalf:
         gone = self._gone(freed)
         if gone:
             self._drop_orders(gone)
-        self.answers.changed_all(gone)
-        self.answers.changed_all(self._allocated)
+        self.tracker.changed(gone)
+        self.tracker.changed(self._allocated)
         self.on_device.update(self._allocated)
         self.on_device.difference_update(gone)
         self._allocated.clear()
@@ -800,7 +788,7 @@ class SchedulerHalf:
             key = self._keys(identifier)
             if key is not None:
                 self._local.add(key)
-                self.answers.changed(identifier)
+                self.tracker.changed([identifier])
         # Adding looks into the index, which is mapped from the disk. What is not added is found
         # when it was announced.
         hangs = bool(report.stored) and self._disk.hangs
@@ -817,7 +805,7 @@ class SchedulerHalf:
     def _know_ranks(self, apart: list[int]) -> None:
         """Every rank has said whether it sees this node's tier; ``apart`` are those that do not."""
         if not apart:
-            self.answers.clear()
+            self.waits.look_at_all()
             self.tracker.settle()
         elif self.stop(was_reset=False):
             log.warning(

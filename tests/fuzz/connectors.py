@@ -390,13 +390,9 @@ class S3EC(NoConnector):
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         # As the connector's shell, which repeats an answer without asking the half.
-        answers = self.half.answers
-        if answers.in_force.pop(request.request_id, None) == num_computed_tokens:
-            answers.asked.add(request.request_id)
-            answer = False
-        else:
-            answer = self.half.ensure_cache_available(request, num_computed_tokens)
-        if not answer and self._compares and self.half.answers.is_of_earlier(request.request_id):
+        repeats = self.half.waits.repeats(request.request_id, num_computed_tokens)
+        answer = not repeats and self.half.ensure_cache_available(request, num_computed_tokens)
+        if repeats and len(self.answers) % 3 == 0:
             self._compare(request, num_computed_tokens)
         self.answers.append(("ensure", answer))
         self._lie_here = {
@@ -487,16 +483,11 @@ class S3EC(NoConnector):
 
     # -- promises ----------------------------------------------------------------------------
 
-    @property
-    def _compares(self) -> bool:
-        """Whether this answer is compared with a look at every item: some, since a look at all of
-        them in each pass would hide what changes between two looks. What is weighed against the
-        encoder's cost is decided anew only after a while.
-        """
-        return self.options.encode_row_s is None and len(self.answers) % 3 == 0
-
     def _compare(self, request: Request, num_computed_tokens: int) -> None:
-        """A kept answer holds once in a pass, so the second one is not kept."""
+        """Compare a repeated answer with a look at every item; it is repeated once in a pass.
+
+        Only some: a look in each pass would hide what changes between two looks.
+        """
         if self.half.ensure_cache_available(request, num_computed_tokens):
             raise BrokenPromiseError("a kept answer is not what a look gives", request.request_id)
 

@@ -74,7 +74,7 @@ class SeesNoChange(SchedulerHalf):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.answers.changed = lambda _: None  # type: ignore[method-assign]
+        self.tracker.changed = lambda _: None  # type: ignore[method-assign]
 
 
 class SchedulesAnything(SchedulerHalf):
@@ -215,7 +215,7 @@ class NeverWaits(SchedulerHalf):
         can = super().ensure_cache_available(request, num_computed_tokens)
         if can or not all(map(has_pixels, request.mm_features)):
             return can
-        self.answers.drop(request.request_id)  # or this would be found: it is not what is said here
+        self.waits.look_at_all()  # or this would be found: it is not what is said here
         return True
 
 
