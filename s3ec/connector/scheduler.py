@@ -246,7 +246,7 @@ class SchedulerHalf:
         self._drop_orders({*plan.saves, *plan.encodes, *(load.identifier for load in plan.loads)})
         self.on_device.clear()
         self.lookups.device_was_reset()
-        self.answers.clear()
+        self.waits.look_at_all()
 
     # -- before scheduling a request -------------------------------------------------------
 
