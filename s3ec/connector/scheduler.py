@@ -268,12 +268,9 @@ class SchedulerHalf:
             if request_id in self.tracker.waiting:
                 self.tracker.leave_all(request_id)
             return True
-        # Without those that were in the KV cache when vLLM asked last: a session has thousands.
-        first = self.lookups.behind(request, start)
-        left = needed = request.mm_features[first:]
-        held = self.lookups.held(request, start)
-        if held:
-            needed = [one for place, one in enumerate(left, first) if place not in held]
+        left = needed = request.mm_features
+        if start:
+            left, needed = self.lookups.ahead(request, start)
         if self._stopped:
             self.waits.goes_on(request_id)
             return self._can_be_encoded(request, needed, start)
