@@ -116,10 +116,10 @@ def _decide_us() -> float:
     policy = WaitPolicy(EncodeCosts({"image:9": 1e-4}), EngineLoad(2))
     policy.times.of("bucket", 256).add(0.03)
     missing = [Missing("image", 256, "bucket")] * 4
-    started = time.perf_counter()
+    started = time.thread_time()  # whatever else this machine does
     for number in range(_DECISIONS):
         policy.limit_s(missing, float(number))
-    return (time.perf_counter() - started) / _DECISIONS * 1e6
+    return (time.thread_time() - started) / _DECISIONS * 1e6
 
 
 BENCH = Bench(ROWS, run)
