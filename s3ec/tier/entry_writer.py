@@ -232,7 +232,11 @@ class EntryWriter:
         self._finish(file)
         path = self._entries.path(key)[0]
         entry = OpenEntry(path, open_entry(file.path), header, verified_s=time.monotonic())
-        self._place(key, file)
+        try:
+            self._place(key, file)
+        except BaseException:
+            del entry  # what keeps the exception keeps this frame
+            raise
         return entry
 
     def _name_ahead(self, key: Key, file: TempFile, used_s: float) -> None:

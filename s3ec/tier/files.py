@@ -50,7 +50,8 @@ class DiskErrors:
         kind = (what, getattr(exc, "errno", None))
         level = logging.DEBUG if kind in self._warned else logging.WARNING
         self._warned.add(kind)
-        _log.log(level, "cache %s: cannot %s: %s", self._root, what, exc)
+        # Not the exception itself: what keeps it keeps what its frames have open.
+        _log.log(level, "cache %s: cannot %s: %s", self._root, what, str(exc))
 
 
 FOLDER_MODE = 0o700
@@ -428,9 +429,12 @@ def open_entry(path: str | Path) -> int:
         if exc.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link, a socket
             raise CorruptEntryError(f"{path} is not a regular file", reason="header") from exc
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CorruptEntryError(f"{path} is not a regular file", reason="header")
+    except BaseException:
         os.close(fd)
-        raise CorruptEntryError(f"{path} is not a regular file", reason="header")
+        raise
     return fd
 
 

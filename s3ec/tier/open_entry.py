@@ -49,7 +49,12 @@ class OpenEntry:
         self.pid = os.getpid()
         self.header = header
         self.verified_s = self.used_s = verified_s
-        found = os.fstat(fd)
+        try:
+            found = os.fstat(fd)
+        except BaseException:  # which may be kept, and this object with it
+            self.fd = -1
+            os.close(fd)
+            raise
         self.device, self.inode, self.nbytes = found.st_dev, found.st_ino, found.st_size
 
     def __del__(self) -> None:

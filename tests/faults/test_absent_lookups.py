@@ -49,6 +49,7 @@ class Lookups:
             index=node.index,
             local=node.local,
             prefetcher=node.prefetcher,
+            residents=node.residents,
             store=node.breaker,
             disk=node.loop.watch,
             needs_embedding=lambda _: False,
