@@ -328,10 +328,10 @@ class Settings(BaseModel):
     )
     live_weights: Literal["stop", "ignore"] = Field(
         "stop",
-        description="What to do when vLLM resets its encoder cache, gets a weight version, or a "
-        "call into its workers: the weights may be others then. `stop` loads and saves nothing "
-        "more until the engine is started again, and with --weight-transfer-config from the start. "
-        "`ignore` is for encoders that never change.",
+        description="What to do when vLLM gets a weight version, or a call into its workers, or, "
+        "with `weights` = name, resets its encoder cache: the weights may be others then. `stop` "
+        "loads and saves nothing more until the engine is started again, and with "
+        "--weight-transfer-config from the start. `ignore` is for encoders that never change.",
     )
     save_queue_bytes: ByteSize = Field(
         ByteSize(2**30), gt=0, description="Embeddings waiting to be written, at most."

@@ -369,6 +369,9 @@ class S3ECConnector(ECConnectorBase):
     def weights_may_have_changed(self, what: str, *, was_reset: bool) -> None:
         """Stop, unless told otherwise: what is stored was made by the weights of the start.
 
+        A reset alone says nothing of the weights where a fingerprint names them: whoever changes
+        them calls into the workers. It ends the cache where the model's name stands for them.
+
         Called between two scheduling passes; not a hook of vLLM's, see live_weights.
 
         Args:
@@ -376,7 +379,12 @@ class S3ECConnector(ECConnectorBase):
             was_reset: vLLM's encoder cache is empty now.
         """
         scheduler, node = self.parts.scheduler, self.parts.node
-        if scheduler is None or node is None or node.settings.live_weights == "ignore":
+        if scheduler is None or node is None:
+            return
+        if was_reset:
+            scheduler.device_was_reset()
+        settings = node.settings
+        if settings.live_weights == "ignore" or (was_reset and settings.weights == "fingerprint"):
             return
         if scheduler.stop(was_reset=was_reset):
             node.counters.add("stopped_by_weights")

@@ -9,8 +9,8 @@ schedules, called between two passes of the scheduler (vLLM 0.32, `v1/engine/cor
 
 * ``EngineCore.collective_rpc``: every call that reaches into the workers from outside,
 * ``EngineCore.set_weight_version`` (0.27 and newer),
-* ``Scheduler.reset_encoder_cache``: vLLM's own sign that embeddings are no longer valid. Pausing
-  with cleared caches and sleeping come here too.
+* ``Scheduler.reset_encoder_cache``: the device's embeddings are gone. Pausing with cleared caches
+  and sleeping come here too, with the weights as they were.
 
 They are wrapped once per process, and each call is passed on unchanged. What goes past all three, a
 caller that writes into the workers' memory by itself, is not seen.
@@ -56,7 +56,9 @@ _HARMLESS = frozenset(
         "reset_mm_cache",
         "save_sharded_state",
         "save_tensorized_model",
+        "sleep",
         "synchronize_device",
+        "wake_up",
     }
 )
 _MARK = "__s3ec_watches__"

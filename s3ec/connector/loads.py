@@ -124,10 +124,16 @@ def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
     if found is not None:
         yield load.fd, found
         return
+    reason: OSError = FileNotFoundError(
+        errno.ENOENT, "the granted file was evicted and is out of reach"
+    )
     for path, flags in ((load.path, _OPEN), (f"/proc/{load.pid}/fd/{load.fd}", _OPEN_LINK)):
         try:
             fd = os.open(path, flags)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue
+        except OSError as exc:
+            reason = exc
             continue
         try:
             found = os.fstat(fd)
@@ -136,7 +142,7 @@ def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
                 return
         finally:
             os.close(fd)
-    raise FileNotFoundError(errno.ENOENT, "the granted file was evicted and is out of reach")
+    raise reason
 
 
 def _own(load: Load) -> os.stat_result | None:
@@ -387,7 +393,8 @@ class Loader:
                     raise _GivenUpError from exc
                 failure = exc
                 self._counters.add("load.failed")
-                log.warning("granted file %s cannot be loaded: %s", load.path, exc)
+                # Not the exception itself: what keeps it keeps what its frames have open.
+                log.warning("granted file %s cannot be loaded: %s", load.path, str(exc))
             else:
                 return
         key = self._naming.make_key(load.identifier, load.renamed)
@@ -395,7 +402,10 @@ class Loader:
             # Nobody shall open it again.
             self._sources.residents.discard(key.digest)
             self._sources.tier.entries.drop_bad(key, failure.reason, inode=load.inode)
-        bytes_of(memory)[: load.shape.nbytes] = self._from_bucket(load, failure)
+        try:
+            bytes_of(memory)[: load.shape.nbytes] = self._from_bucket(load, failure)
+        finally:
+            failure = None  # its frames hold it, and all that the callers have open
 
     def _from_bucket(
         self,

@@ -8,7 +8,7 @@ from memory and without a look at vLLM's encoder-cache manager.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,26 +103,28 @@ class DeviceLookups:
             allocated = self._allocated[request_id] = set()
         allocated.add(index)
 
-    def behind(self, request: Any, computed: int) -> int:
-        """How many inputs, from the first one on, were behind at the last look already."""
-        features = request.mm_features
-        if not is_behind(features[0], computed):
-            return 0
-        name = request.request_id
-        inputs = self._inputs.get(name)
-        if inputs is None:
-            inputs = self._inputs[name] = _Inputs(features)
-        before = inputs.behind
-        return min(before, inputs.look(computed))
+    def ahead(self, request: Any, computed: int) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The features that may have tokens left, and those of them that are to be looked for.
 
-    def held(self, request: Any, computed: int) -> Collection[int]:
-        """Places of the inputs that the device holds for this request until they are behind."""
+        A session has thousands in its KV cache. Those that were there at the last look are in
+        neither list. What the device holds for this request until it is behind is in the first
+        one alone.
+        """
+        features = request.mm_features
         inputs = self._inputs.get(request.request_id)
-        if inputs is None or not inputs.passed:
-            return ()
-        # A preempted one has lost them, and one that goes back since its KV cache is not to be had.
-        is_same = computed >= inputs.end and request.status.name == "RUNNING"
-        return inputs.passed if is_same else ()
+        if inputs is None:
+            if not is_behind(features[0], computed):
+                return features, features
+            inputs = self._inputs[request.request_id] = _Inputs(features)
+        # One that goes back, since its KV cache cannot be had, has lost what it held.
+        is_same = computed >= inputs.end
+        first = min(inputs.behind, inputs.look(computed))
+        left = features[first:]
+        passed = inputs.passed
+        # So has a preempted one.
+        if not passed or not is_same or request.status.name != "RUNNING":
+            return left, left
+        return left, [one for place, one in enumerate(left, first) if place not in passed]
 
     def device_was_reset(self) -> None:
         """The device holds nothing any more."""

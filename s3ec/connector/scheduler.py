@@ -234,12 +234,19 @@ class SchedulerHalf:
             False where that was done before.
         """
         if was_reset:
-            self._drop_orders({load.identifier for load in self._plan.loads})
-            self.on_device.clear()
+            self.device_was_reset()
         self._plan.saves.clear()
         self.waits.look_at_all()
         stopped, self._stopped = self._stopped, True
         return not stopped
+
+    def device_was_reset(self) -> None:
+        """vLLM's encoder cache is empty now, here and in the workers; between two passes."""
+        plan = self._plan
+        self._drop_orders({*plan.saves, *plan.encodes, *(load.identifier for load in plan.loads)})
+        self.on_device.clear()
+        self.lookups.device_was_reset()
+        self.waits.look_at_all()
 
     # -- before scheduling a request -------------------------------------------------------
 
@@ -261,12 +268,9 @@ class SchedulerHalf:
             if request_id in self.tracker.waiting:
                 self.tracker.leave_all(request_id)
             return True
-        # Without those that were in the KV cache when vLLM asked last: a session has thousands.
-        first = self.lookups.behind(request, start)
-        left = needed = request.mm_features[first:]
-        held = self.lookups.held(request, start)
-        if held:
-            needed = [one for place, one in enumerate(left, first) if place not in held]
+        left = needed = request.mm_features
+        if start:
+            left, needed = self.lookups.ahead(request, start)
         if self._stopped:
             self.waits.goes_on(request_id)
             return self._can_be_encoded(request, needed, start)

@@ -257,7 +257,8 @@ class WorkerHalf:
             return
         began = time.perf_counter()
         wanted = {one.identifier: one for one in plan.loads if not _holds(cache, one)}
-        loads = list(wanted.values())
+        # Large ones first: those are for readers.
+        loads = sorted(wanted.values(), key=lambda one: -one.shape.nbytes)
         with self._sync_allowed():
             batch = self._loader.start(loads, later=self._finish_later)
             started = _Started(plan, loads, batch)

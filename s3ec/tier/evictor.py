@@ -411,6 +411,7 @@ class Evictor:
         self._total = RunningTotal(folders)
         self._background = Background("s3ec-evictor", self._work_ahead)
         self._is_open = False
+        self._on_evicted: list[Callable[[], None]] = []
         self._waits_again_s = -math.inf  # monotonic
 
     def open(self, *, fresh: bool) -> None:
@@ -428,6 +429,14 @@ class Evictor:
             self._total.begin()
         self._sweep()
         self._is_open = True
+
+    def after_evicting(self, close: Callable[[], None]) -> None:
+        """Have this called after each round that evicted: a file is on the disk until it is closed.
+
+        Args:
+            close: Closes what was evicted. Blocking; called by whoever evicts.
+        """
+        self._on_evicted.append(close)
 
     def used_bytes(self) -> int:
         """What the byte budget is about, as far as all processes of the node have counted.
@@ -631,6 +640,9 @@ class Evictor:
         if freed < goal_bytes:
             freed += self._evict(scan, goal_bytes - freed, goal_entries, pause)
         self._total.recount(before, scan.total_bytes - freed)
+        if freed:
+            for close in self._on_evicted:
+                close()
         return freed
 
     def _sweep(self) -> None:

@@ -21,7 +21,6 @@ import xxhash
 
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.tier.files import DiskErrors, Folders, boot_id, read_small
-from s3ec.tier.open_entry import OpenEntry
 
 _MAGIC = b"s3v\x01"
 _BODY = struct.Struct("<4sQQ16sQd")
@@ -54,11 +53,9 @@ class Ledger:
         self._boot = xxhash.xxh3_64_intdigest(boot_id().encode())
         self._tag = xxhash.xxh3_64_intdigest(namespace.encode())
 
-    def append(self, verified: Iterable[tuple[bytes, OpenEntry]]) -> None:
+    def append(self, verified: Iterable[tuple[bytes, Verified]]) -> None:
         """Note some entries by their digests."""
-        records = b"".join(
-            self._record(digest, entry.inode, entry.verified_s) for digest, entry in verified
-        )
+        records = b"".join(self._record(digest, one) for digest, one in verified)
         try:
             fd = self._folders.open_own(self._folders.ledger, os.O_APPEND)
             try:
@@ -95,6 +92,6 @@ class Ledger:
             at = blob.find(_MAGIC, at)
         return found
 
-    def _record(self, digest: bytes, inode: int, seconds: float) -> bytes:
-        body = _BODY.pack(_MAGIC, self._boot, self._tag, digest, inode, seconds)
+    def _record(self, digest: bytes, one: Verified) -> bytes:
+        body = _BODY.pack(_MAGIC, self._boot, self._tag, digest, one.inode, one.seconds)
         return body + _CHECK.pack(xxhash.xxh32_intdigest(body))

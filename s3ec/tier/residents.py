@@ -21,7 +21,7 @@ from s3ec.counters import Counters
 from s3ec.identity import digest_of_name
 from s3ec.runtime import Background
 from s3ec.tier.entries import Entries
-from s3ec.tier.ledger import Ledger
+from s3ec.tier.ledger import Ledger, Verified
 from s3ec.tier.open_entry import OpenEntry
 
 _log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Residents:
         self._clock = clock
         self._open: dict[bytes, OpenEntry] = {}
         self.modalities: set[str] = set()
-        self._unnoted: deque[tuple[bytes, OpenEntry]] = deque()
+        self._unnoted: deque[tuple[bytes, Verified]] = deque()
         self._released: deque[OpenEntry] = deque()
         self._filling: Iterator[None] | None = None
         self._is_closed = False
@@ -151,7 +151,7 @@ class Residents:
             return
         entry.used_s = entry.verified_s
         self._put(digest, entry)
-        self._unnoted.append((digest, entry))
+        self._unnoted.append((digest, Verified(entry.inode, entry.verified_s)))
         self._thread.wake()
 
     def start(self) -> None:
@@ -165,6 +165,11 @@ class Residents:
                 )
             self._filling = self._fill()
             self._thread.wake()
+
+    def close_evicted(self) -> None:
+        """Have the disk free what was evicted and is only open here; blocking."""
+        self._sweep(lambda: None)
+        self._released.clear()
 
     def close(self) -> None:
         """Let go of all; for good."""
@@ -211,7 +216,7 @@ class Residents:
             if entry is not None:
                 self._put(digest, entry)
                 if noted is None or entry.verified_s != noted.seconds:
-                    self._unnoted.append((digest, entry))
+                    self._unnoted.append((digest, Verified(entry.inode, entry.verified_s)))
                     took_s = self._clock() - began_s
                     time.sleep(min(took_s * (_HASH_SHARE - 1), _LONGEST_PAUSE_S))
             yield

@@ -177,6 +177,7 @@ class Tier:
             most=allowed_residents(),
         )
         self._residents.append(residents)
+        self.evictor.after_evicting(residents.close_evicted)
         return residents
 
     def open_index(self) -> IndexFiles:

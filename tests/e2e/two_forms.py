@@ -130,7 +130,8 @@ class Engine:
         }
         self._llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
         runner = self._core.model_executor.driver_worker.worker.model_runner
-        held = list(runner.encoder_cache.values())[-len(pictures) :]
+        cache = getattr(runner.encoder_cache, "encoder_outputs", runner.encoder_cache)  # V2, V1
+        held = list(cache.values())[-len(pictures) :]
         return {
             "hits": get("hits") - before[0],
             "encoded": get("misses") - before[1],

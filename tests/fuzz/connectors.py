@@ -194,6 +194,10 @@ class HeldInputs:
     def allocated(self, name: str, index: int) -> None:
         self._allocated.setdefault(name, set()).add(index)
 
+    def device_was_reset(self) -> None:
+        """Whatever is needed from here on is looked for anew."""
+        self._lives.clear()
+
     def end_pass(
         self,
         output: SchedulerOutput,
@@ -465,9 +469,13 @@ class S3EC(NoConnector):
         return False, None
 
     def weights_may_have_changed(self, what: str, *, was_reset: bool) -> None:
-        """As S3ECConnector, which live_weights tells."""
+        """As S3ECConnector with a fingerprint of the weights, which live_weights tells."""
+        if was_reset:
+            self.inputs.device_was_reset()
+            self.half.device_was_reset()
+            return
         self._is_stopped = True
-        self.half.stop(was_reset=was_reset)
+        self.half.stop(was_reset=False)
 
     def prefix_is_replayed(self, tokens: int) -> None:
         """Likewise."""

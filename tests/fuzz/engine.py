@@ -503,6 +503,16 @@ class Engine:
         self.scheduler.update_from_output(step.output, step.result)
         self._note_ends()
 
+    def reset_encoder_cache(self) -> None:
+        """An operator's call, with the weights as they are."""
+        while self.can_execute:
+            self.execute()
+        self.journal.append(("reset_encoder_cache", ()))
+        self.scheduler.reset_encoder_cache()
+        for runner in self.runners:
+            runner.cache.clear()
+        self.stat["resets of the device"] += 1
+
     def change_weights(self, *, call_first: bool) -> None:
         """New weights are loaded, and the caches are reset before or after that.
 

@@ -175,6 +175,13 @@ class KeepsOldWeights(S3EC):
         pass
 
 
+class SeesNoReset(SchedulerHalf):
+    """Believes the device to hold what was there before a reset."""
+
+    def device_was_reset(self) -> None:
+        pass
+
+
 class KnowsNoReplay(S3EC):
     """Is not told that vLLM goes back behind a prefix hit."""
 
@@ -242,8 +249,17 @@ def crowded(options: Options, habits: Habits) -> tuple[Options, Habits]:
             depth=2,
             defer_timeout_s=2.0,
             manager="fifo",
+            replay_tokens=0,
         ),
-        dataclasses.replace(habits, two_sizes=0.4, pictures=5, requests=40, stored=1.0),
+        dataclasses.replace(
+            habits,
+            two_sizes=0.4,
+            pictures=5,
+            requests=40,
+            stored=1.0,
+            framed=0.0,
+            emptied=0.0,
+        ),
     )
 
 
@@ -258,6 +274,12 @@ def reborn(options: Options, habits: Habits) -> tuple[Options, Habits]:
     """The weights change again and again."""
     options, habits = calm(options, habits)
     return options, dataclasses.replace(habits, weights=0.02)
+
+
+def emptied(options: Options, habits: Habits) -> tuple[Options, Habits]:
+    """An operator resets the encoder cache again and again."""
+    options, habits = crowded(options, habits)
+    return options, dataclasses.replace(habits, emptied=0.05)
 
 
 def replayed(options: Options, habits: Habits) -> tuple[Options, Habits]:
@@ -292,6 +314,7 @@ FAULTS = {
     "keeps the old": (of_worker(KeepsTheOld), "a load leaves another embedding", crowded),
     "saves another": (of_worker(SavesAnother), "another embedding is saved", crowded),
     "keeps old weights": (KeepsOldWeights, "a load leaves another embedding", reborn),
+    "sees no reset": (of_half(SeesNoReset), "the half's audit complains", emptied),
     "knows no replay": (KnowsNoReplay, "the encoder runs on nothing", replayed),
     "gives up at once": (of_half(GivesUpAtOnce), "a request is failed before its time", calm),
     "never waits": (of_half(NeverWaits), "what lies on this node is encoded", calm),

@@ -270,3 +270,33 @@ def test_a_preempted_request_holds_nothing(fuzz: Fuzz, is_stored: bool) -> None:
         scene.delete()
     scene.spin()
     assert asked.status.name == ("FINISHED_LENGTH_CAPPED" if is_stored else "FINISHED_ERROR")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_stored", [True, False], ids=["stored", "deleted"])
+def test_a_reset_half_way_through_a_picture_has_it_loaded_again(
+    fuzz: Fuzz, form: str, is_stored: bool
+) -> None:
+    """vLLM's manager forgets what it held for the request, and asks for it once more."""
+    scene = Scene(fuzz, batched_tokens=16, cache_rows=LONG)
+    scene.store("page", LONG)
+    asked = half_way(scene, form=form)
+    scene.s3ec.clock.now_s += 60
+    scene.engine.reset_encoder_cache()
+    if not is_stored:
+        scene.delete()
+    scene.spin()
+    fails = form != "pixels" and not is_stored
+    assert asked.status.name == ("FINISHED_ERROR" if fails else "FINISHED_LENGTH_CAPPED")
+    assert scene.counts() == ((2, 0) if is_stored else (1, not fails))
+
+
+def test_after_a_reset_what_the_device_held_is_loaded(fuzz: Fuzz) -> None:
+    scene = Scene(fuzz)
+    scene.store("page")
+    for turn in range(3):
+        scene.ask(f"{turn}", ("page", 0))
+        scene.spin()
+        scene.engine.reset_prefix_cache(preempt=False)
+        scene.engine.reset_encoder_cache()
+    assert scene.counts() == (3, 0)

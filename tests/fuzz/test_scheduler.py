@@ -28,6 +28,7 @@ FAULTS = [
     *("schedules anything", "grants anything", "grants other rows", "only reports"),
     *("keeps the old", "saves another", "keeps old weights", "gives up at once", "never waits"),
     *("keeps open", "forgets fetches", "miscounts", "knows no cost", "knows no replay"),
+    "sees no reset",
 ]
 
 

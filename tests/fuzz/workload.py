@@ -117,6 +117,7 @@ class Habits:
         resets: How often the prefix cache is reset.
         weights: How often the weights change.
         named: How often a request names a picture, which an encoder may have uploaded or not.
+        emptied: How often the encoder cache is reset.
         framed: How often a picture has opening and closing tokens, which have no rows.
     """
 
@@ -137,6 +138,7 @@ class Habits:
     weights: float = 0.0
     named: float = 0.0
     framed: float = 0.0
+    emptied: float = 0.0
 
 
 def draw(seed: int) -> tuple[Options, Habits]:
@@ -183,13 +185,17 @@ def draw(seed: int) -> tuple[Options, Habits]:
     apart = rnd.randrange(ranks) if options.asks_ranks and rnd.random() < 0.3 else None
     replay = rnd.choice([16, 32, 40, 128]) if rnd.random() < 0.12 and options.loads else 0
     framed = rnd.choice([0.0, 0.0, 0.0, 0.5])
+    emptied = rnd.choice([0.0, 0.0, 0.0, 0.02])
     changed = {"encode_row_s": row_s, "manager": manager, "apart": apart, "replay_tokens": replay}
-    return (
-        dataclasses.replace(options, **changed),
-        dataclasses.replace(
-            habits, named=named, announced=announced, two_kinds=two_kinds, framed=framed
-        ),
+    habits = dataclasses.replace(
+        habits,
+        named=named,
+        announced=announced,
+        two_kinds=two_kinds,
+        framed=framed,
+        emptied=emptied,
     )
+    return dataclasses.replace(options, **changed), habits
 
 
 class Run:
@@ -399,6 +405,8 @@ class Run:
             engine.abort(rnd.choice(list(engine.alive)))
         if rnd.random() < self.habits.resets:
             engine.reset_prefix_cache(preempt=rnd.random() < 0.3)
+        if self.habits.emptied and rnd.random() < self.habits.emptied:
+            engine.reset_encoder_cache()
         if rnd.random() < self.habits.weights:
             self._change_weights()
 

@@ -11,7 +11,7 @@ from s3ec.connector.item_tracker import LEASE_S
 from s3ec.connector.messages import TierId, WorkerReport
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import PASSED_THROUGH
-from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import ModalityScopes
 from tests.unit.connector.scheduling import (
@@ -87,8 +87,8 @@ def test_no_policy_is_asked_about_a_resident(monkeypatch: pytest.MonkeyPatch) ->
     def unasked(*_: Any, **__: Any) -> NoReturn:
         pytest.fail("nobody waits")
 
-    policy = WaitPolicy(EncodeCosts(), EngineLoad(2), FetchQueue(16))
-    monkeypatch.setattr(policy, "waits", unasked)
+    policy = WaitPolicy(EncodeCosts(), EngineLoad(2))
+    monkeypatch.setattr(policy, "limit_s", unasked)
     world = World(policy=policy)
     world.make_resident("a")
     assert world.run(request("r", feature("a"))) == [True]

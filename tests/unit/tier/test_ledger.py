@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.tier import OpenEntry, Tier, ledger
+from s3ec.tier import Tier, ledger
 from s3ec.tier.files import DiskErrors
 from s3ec.tier.ledger import Ledger, Verified
 from tests.unit.tier.cases import (
@@ -34,18 +34,11 @@ def make_ledger(tier: Tier, counters: Counters) -> Callable[..., Ledger]:
     return make
 
 
-def held(tier: Tier, number: int, *, seconds: float) -> tuple[bytes, OpenEntry]:
+def held(tier: Tier, number: int, *, seconds: float) -> tuple[bytes, Verified]:
     """An entry that was verified at that time."""
     if not tier.entries.contains(even(number)):
         fill(tier, number)
-    entry = opened(tier, even(number))
-    entry.verified_s = seconds
-    return even(number).digest, entry
-
-
-def of(one: tuple[bytes, OpenEntry]) -> tuple[bytes, Verified]:
-    digest, entry = one
-    return digest, Verified(entry.inode, entry.verified_s)
+    return even(number).digest, Verified(opened(tier, even(number)).inode, seconds)
 
 
 def test_what_one_process_notes_the_next_one_reads(
@@ -55,7 +48,7 @@ def test_what_one_process_notes_the_next_one_reads(
     noted = [held(tier, number, seconds=100.5 + number) for number in range(5)]
     make_ledger().append(noted[:3])
     make_ledger().append(noted[3:])
-    assert make_ledger().read() == dict(map(of, noted))
+    assert make_ledger().read() == dict(noted)
     assert counters.get("tier.errors") == 0
 
 
@@ -66,7 +59,7 @@ def test_of_several_notes_the_last_one_counts(
     last = held(tier, 0, seconds=9.0)
     make_ledger().append([first, other])
     make_ledger().append([last])
-    assert make_ledger().read() == dict(map(of, [other, last]))
+    assert make_ledger().read() == dict([other, last])
 
 
 def test_namespaces_share_the_file_and_not_what_they_know(
@@ -75,8 +68,8 @@ def test_namespaces_share_the_file_and_not_what_they_know(
     one, two = held(tier, 0, seconds=5.0), held(tier, 1, seconds=6.0)
     make_ledger().append([one])
     make_ledger(OTHER_NAMESPACE).append([two])
-    assert make_ledger().read() == dict([of(one)])
-    assert make_ledger(OTHER_NAMESPACE).read() == dict([of(two)])
+    assert make_ledger().read() == dict([one])
+    assert make_ledger(OTHER_NAMESPACE).read() == dict([two])
 
 
 def test_another_boot_believes_nothing(
@@ -87,7 +80,7 @@ def test_another_boot_believes_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(ledger, "boot_id", lambda: "another")
         assert make_ledger().read() == {}
-    assert make_ledger().read() == dict([of(noted)])
+    assert make_ledger().read() == dict([noted])
 
 
 @pytest.mark.parametrize("at", range(0, ledger.RECORD_BYTES, 5))
@@ -100,7 +93,7 @@ def test_a_damaged_record_is_lost_alone(
     blob = bytearray(path.read_bytes())
     blob[ledger.RECORD_BYTES + at] ^= 1
     path.write_bytes(blob)
-    assert make_ledger().read() == dict(map(of, [noted[0], noted[2]]))
+    assert make_ledger().read() == dict([noted[0], noted[2]])
     assert counters.get("tier.errors") == 0
 
 
@@ -112,9 +105,9 @@ def test_a_torn_record_is_lost_alone(
     noted = [held(tier, number, seconds=5.0) for number in range(4)]
     make_ledger().append(noted[:2])
     os.truncate(tier.folders.ledger, ledger.RECORD_BYTES + left)
-    assert make_ledger().read() == dict([of(noted[0])])
+    assert make_ledger().read() == dict([noted[0]])
     make_ledger().append(noted[2:])
-    assert make_ledger().read() == dict(map(of, [noted[0], *noted[2:]]))
+    assert make_ledger().read() == dict([noted[0], *noted[2:]])
 
 
 @pytest.mark.parametrize("blob", [b"", b"x", bytes(1000), b"<html>" * 100])
@@ -127,7 +120,7 @@ def test_what_is_no_ledger_says_nothing_and_is_added_to(
     assert make_ledger().read() == {}
     noted = held(tier, 0, seconds=5.0)
     make_ledger().append([noted])
-    assert make_ledger().read() == dict([of(noted)])
+    assert make_ledger().read() == dict([noted])
     assert counters.get("tier.errors") == 0
 
 
@@ -139,7 +132,7 @@ def test_a_large_one_is_begun_anew(
     for _ in range(55):
         make_ledger().append([noted])
     assert tier.folders.ledger.stat().st_size == 5 * ledger.RECORD_BYTES
-    assert make_ledger().read() == dict([of(noted)])
+    assert make_ledger().read() == dict([noted])
 
 
 def test_one_that_is_far_too_large_is_not_read_and_goes_with_the_next_note(
@@ -153,7 +146,7 @@ def test_one_that_is_far_too_large_is_not_read_and_goes_with_the_next_note(
     noted = held(tier, 0, seconds=5.0)
     make_ledger().append([noted])
     make_ledger().append([noted])
-    assert make_ledger().read() == dict([of(noted)])
+    assert make_ledger().read() == dict([noted])
 
 
 @pytest.mark.parametrize("kind", ["folder", "symlink", "pipe"])
@@ -198,7 +191,7 @@ def test_it_is_private_and_made_again_with_its_folder(
     shutil.rmtree(root)
     assert make_ledger().read() == {}
     make_ledger().append([noted])
-    assert make_ledger().read() == dict([of(noted)])
+    assert make_ledger().read() == dict([noted])
     assert counters.get("tier.errors") == 0
 
 
@@ -206,4 +199,4 @@ def test_many_may_note_at_once(tier: Tier, make_ledger: Callable[..., Ledger]) -
     noted = [held(tier, number, seconds=float(number)) for number in range(64)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: make_ledger().append([noted[number]]), range(64)))
-    assert make_ledger().read() == dict(map(of, noted))
+    assert make_ledger().read() == dict(noted)
