@@ -27,7 +27,8 @@ from s3ec.prefetch import FetchResult, Priority
 NO_PIXELS_WAIT_S = 10.0
 # So many waits in vain, one after the other, and nobody waits for this source...
 MOST_IN_VAIN = 3
-# ...until something of it comes in time, or this long has passed. Then one more in vain is enough.
+# ...until something of it comes in time. What a request names is not looked for again by who does
+# not wait for it, so names are tried again after this long. Then one more in vain is enough.
 VAIN_REST_S = 30.0
 
 # A global is found faster than a member of a class.
@@ -46,13 +47,15 @@ class SourceTrust:
     trusted   resting   MOST_IN_VAIN waits in a row were in vain: only requests without pixels
                         wait for it, while fetches go on
     resting   trusted   something came that would have been in time for the last of them
-    resting   on trial  VAIN_REST_S have passed since the last wait in vain
+    resting   on trial  ``rest_s`` have passed since the last wait in vain
     on trial  trusted   something came in time
     on trial  resting   one more wait is in vain
     ========  ========  ======================================================================
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rest_s: float = math.inf) -> None:
+        """Trusted at first; it rests at most so long."""
+        self._rest_s = rest_s
         self._in_vain = 0
         self._vain_s = 0.0  # when the last wait in vain ended
         self._waited_s = 0.0  # how long it was
@@ -65,7 +68,7 @@ class SourceTrust:
         return self._in_vain >= MOST_IN_VAIN
 
     def came(self, seconds: float) -> None:
-        """Something came from there after so long; who waits for others has a chance."""
+        """Something came from there so long after it was asked for: others have a chance."""
         if seconds < self._waited_s:
             self._in_vain = 0
 
@@ -73,7 +76,7 @@ class SourceTrust:
         """Whether nobody should wait for this source."""
         if self._in_vain < MOST_IN_VAIN:
             return False
-        if now - self._vain_s < VAIN_REST_S:
+        if now - self._vain_s < self._rest_s:
             return True
         self._in_vain = MOST_IN_VAIN - 1
         return False
@@ -178,7 +181,7 @@ class RequestWaits:
         self._trust: dict[Source, SourceTrust] = {
             "bucket": SourceTrust(),
             "tier": SourceTrust(),
-            "promise": SourceTrust(),
+            "promise": SourceTrust(VAIN_REST_S),
         }
         self._promise_noted_s = clock()
         self._waits: dict[str, _Wait] = {}  # of requests that wait, or have waited
@@ -436,10 +439,13 @@ class RequestWaits:
         """The prefetcher has finished these: learn what they took, and move their items on."""
         now = self._clock()
         for fetched in results:
-            if fetched.source is not None:
-                self._trust[fetched.source].came(fetched.seconds)
-                self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
             item = self._items.get(fetched.want.key.identifier)
+            if fetched.source is not None:
+                # Where fetches queue up no wait ends in time, however short each of them is. Not
+                # counted is the pass in which it came: nobody could have seen it sooner.
+                queued_s = 0.0 if item is None else self._ended_s - item.asked_s
+                self._trust[fetched.source].came(max(fetched.seconds, queued_s))
+                self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
             had_failed = item is not None and item.failures > 0
             if self._tracker.arrived(fetched, now) and item is not None:
                 if had_failed:

@@ -328,16 +328,42 @@ def wait_for_nothing(world: World, times: int = MOST_IN_VAIN, *, local: bool = F
     world.step()
 
 
-def test_after_waits_in_vain_nobody_waits_for_the_bucket_for_a_while(world: World) -> None:
+def test_after_waits_in_vain_nobody_waits_for_the_bucket_until_something_comes_in_time(
+    world: World,
+) -> None:
+    """However long that takes: a store that hangs costs three waits, and no more later."""
     wait_for_nothing(world)
-    world.stock("a", "b", "c")
+    world.stock("a", "b", "c", "d")
+    for text in "ab":
+        assert world.ask(request(text, feature(text)))
+        world.step()
+        world.clock.now_s += VAIN_REST_S
+    assert world.ask(request("c", feature("c")))
+    world.step()
+    world.finish("c", seconds=0.1)
+    assert not world.ask(request("d", feature("d")))
+
+
+def test_what_came_soon_after_a_long_time_in_the_queue_did_not_come_in_time(world: World) -> None:
+    wait_for_nothing(world)
+    world.stock("queued", "a")
+    assert world.ask(request("queued", feature("queued")))
+    world.step()
+    world.clock.now_s += 3.0
+    world.step()
+    world.finish("queued", seconds=0.1)
     assert world.ask(request("a", feature("a")))
-    world.clock.now_s += VAIN_REST_S - 1.0
-    assert world.ask(request("b", feature("b")))
-    world.clock.now_s += 1.1
-    assert not world.ask(request("c", feature("c")))  # such a state ends by itself
-    wait_for_nothing(world, 1)  # and one more in vain brings it back
-    assert world.ask(request("a2", feature("a")))
+
+
+def test_what_came_during_a_long_step_came_in_time(world: World) -> None:
+    """Nobody looks in the middle of a step. This one takes longer than anybody would wait."""
+    wait_for_nothing(world)
+    world.stock("a", "b")
+    assert world.ask(request("a", feature("a")))
+    world.step()
+    world.finish("a", seconds=0.1)
+    world.clock.now_s += 3.0
+    assert not world.ask(request("b", feature("b")))
 
 
 def test_a_request_without_pixels_waits_for_a_bucket_that_rests(world: World) -> None:
@@ -372,8 +398,10 @@ def test_a_disk_too_slow_for_anybody_is_not_waited_for_either_and_hides_no_bucke
     world.put_here("here")
     assert world.ask(request("here", feature("here")))
     assert not world.ask(request("away", feature("away")))
-    world.clock.now_s += VAIN_REST_S + 0.1
-    assert not world.ask(request("again", feature("here")))
+    world.step()
+    world.finish("here", source="tier", seconds=0.1)
+    world.put_here("again")
+    assert not world.ask(request("again", feature("again")))
 
 
 def test_a_failure_of_the_bucket_is_forgotten_when_the_entry_comes_to_this_disk(

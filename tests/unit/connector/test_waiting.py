@@ -309,7 +309,8 @@ def test_after_waits_in_vain_nobody_waits_until_something_comes_that_was_in_time
     here.finish("0", seconds=1.0)  # too late for anybody
     here.stock("a", "b")
     assert here.ask(request("a", feature("a")))
-    here.finish("1", seconds=0.3)
+    here.step()
+    here.finish("a", seconds=0.3)
     assert not here.ask(request("b", feature("b")))
 
 
