@@ -32,8 +32,8 @@ PRIOR_ENCODE_S = 0.05
 _NEW_WEIGHT = 0.2
 # Encodes that only teach what encoding costs, for each kind.
 _MOST_EXPLORED = 3
-# An idle engine that has encoded nothing of a kind for so long, and for so many requests, does so
-# again. Fewer requests would see it in what one in a hundred takes.
+# An engine that has encoded nothing of a kind for so long, and for so many requests, does so again.
+# Fewer requests would see it in what one in a hundred takes.
 _STALE_S = 600.0
 _STALE_REQUESTS = 300
 # A sample counts for at most so many times what was learned: a hiccup says nothing.
@@ -46,7 +46,7 @@ _Kind = tuple[str, int]
 
 
 @dataclass(slots=True)
-class _Idle:
+class _Unseen:
     """Since a kind was last encoded: when that was, the last question, and how many requests."""
 
     began_s: float
@@ -72,26 +72,31 @@ class EncodeCosts:
         # The first sample of a process holds compilation and lazy loading.
         self._seen: set[_Kind] = set()
         self._explored: dict[_Kind, int] = {}
-        self._idle_since: dict[_Kind, _Idle] = {}
+        self._unseen: dict[_Kind, _Unseen] = {}
+        # To be learned anew: the next sample counts for all before it.
+        self._stale: set[_Kind] = set()
 
     def add(self, modality: str, rows: int, seconds: float, *, items: int = 1) -> None:
         """The encoder took so long for so many rows, of one item or of several alike."""
         if rows < items or items <= 0 or not 0.0 < seconds < math.inf:
             return
         kind = (modality, (rows // items).bit_length())
-        self._idle_since.pop(kind, None)
+        self._unseen.pop(kind, None)
+        row_s = seconds / rows
+        known = self._row_s.get(kind)
         if kind not in self._seen:
             self._seen.add(kind)
             self._explored.pop(kind, None)  # all of those may have been in this one sample
-            return
-        row_s = seconds / rows
-        known = self._row_s.get(kind)
+            if known is None or row_s > known:
+                return
         if known is None:
             if len(self._row_s) < _MOST_KINDS:
                 self._row_s = {**self._row_s, kind: row_s}
         else:
+            weight = 1.0 if kind in self._stale else _NEW_WEIGHT
             row_s = min(row_s, _MOST_TIMES * known)
-            self._row_s[kind] = known + _NEW_WEIGHT * (row_s - known)
+            self._row_s[kind] = known + weight * (row_s - known)
+        self._stale.discard(kind)
         self._own.add(kind)
 
     def adopt(self, learned: Mapping[str, float]) -> None:
@@ -121,26 +126,27 @@ class EncodeCosts:
         known_s = self.known_s(modality, rows)
         return PRIOR_ENCODE_S if known_s is None else known_s
 
-    def explore(self, modality: str, rows: int, now: float = 0.0, *, idle: bool = False) -> bool:
+    def explore(self, modality: str, rows: int, now: float = 0.0, *, in_doubt: bool = True) -> bool:
         """Whether an item should be encoded so that its cost becomes known.
 
         A few times for each kind: the first sample does not count, and what has been encoded for
         this is reported some steps later, if at all. And once where a known kind was not encoded
-        for ten minutes, in an idle engine: what was learned wrong would stay so for ever.
+        for ten minutes: what was learned wrong would stay so for ever.
 
         Args:
             now: Monotonic seconds.
-            idle: Nobody else is delayed by it.
+            in_doubt: Another cost could change an answer.
         """
         kind = (modality, rows.bit_length())
         if kind in self._row_s:
-            since = self._idle_since.setdefault(kind, _Idle(now))
+            since = self._unseen.setdefault(kind, _Unseen(now))
             if now != since.asked_s:  # not one more item of the same request
                 since.asked_s = now
                 since.requests += 1
-            if not idle or now - since.began_s < _STALE_S or since.requests < _STALE_REQUESTS:
+            if not in_doubt or now - since.began_s < _STALE_S or since.requests < _STALE_REQUESTS:
                 return False
-            del self._idle_since[kind]
+            del self._unseen[kind]
+            self._stale.add(kind)
             return True
         explored = self._explored.get(kind, 0)
         if explored >= _MOST_EXPLORED:

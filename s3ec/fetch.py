@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from s3ec.modality import ModalityRecords, Record
 from s3ec.runtime import LoopThread
 from s3ec.spans import Spans
 from s3ec.store.base import Blob, Store, parts_as_they_come
-from s3ec.tier import Claim, Incoming, LocalKeys, Pin, Tier
+from s3ec.tier import Claim, Incoming, LocalKeys, OpenEntry, Residents, Tier
 
 log = logging.getLogger(__name__)
 
@@ -96,11 +96,11 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The end of one request. Whoever drains it owns the pin and must release it."""
+    """The end of one request. Who drains it hands ``entry`` to ``Residents.release`` in the end."""
 
     want: FetchRequest
     outcome: FetchOutcome
-    pin: Pin | None = None
+    entry: OpenEntry | None = None
     source: Literal["tier", "bucket"] | None = None
     seconds: float = 0.0
 
@@ -129,6 +129,7 @@ class Sources:
     index: Index
     records: ModalityRecords
     local: LocalKeys
+    residents: Residents
     spans: Spans = field(default_factory=Spans)
 
 
@@ -151,25 +152,26 @@ class Fetcher:
         self._index = sources.index
         self._records = sources.records
         self._local = sources.local
+        self._residents = sources.residents
         self._counters = counters
         self._budget = ByteBudget(max_inflight_bytes)
 
     async def look(self, want: FetchRequest) -> FetchResult | None:
-        """Pin an entry that is on this node's disk; nothing waits for the bucket.
+        """Open an entry that is on this node's disk; nothing waits for the bucket.
 
         Returns:
-            None where it is not here, or cannot be pinned.
+            None where it is not here, or cannot be opened.
 
         Raises:
             TierError: The disk does not answer.
         """
         if self._loop.watch.hangs:
             raise TierError("the disk does not answer")
-        pin = await self._loop.disk(self._entries.pin, want.key, undo=self._let_go)
-        if pin is None:
+        entry = await self._loop.disk(self._entries.open, want.key)
+        if entry is None:
             self._local.discard(want.key)
             return None
-        return await self._check_local(want, pin)
+        return await self._check_local(want, entry)
 
     async def fetch(
         self, want: FetchRequest, deadline: asyncio.Timeout, *, ignore_claim: bool
@@ -189,13 +191,13 @@ class Fetcher:
         key = want.key
         if self._loop.watch.hangs:
             raise TierError("the disk does not answer")
-        look = partial(self._entries.pin_or_claim, key, ignore_claim=ignore_claim)
-        found = await self._loop.disk(look, undo=self._let_go)
+        look = partial(self._entries.open_or_claim, key, ignore_claim=ignore_claim)
+        found = await self._loop.disk(look, undo=self._release_claim)
         if found is None:
             with suppress(UnavailableError, AccessError):  # begun here, for ``longer_s``
                 await self._records.get_soon(want.modality, 0.0)
             return None
-        if isinstance(found, Pin):
+        if isinstance(found, OpenEntry):
             return await self._check_local(want, found)
         try:
             self._local.discard(key)
@@ -224,44 +226,28 @@ class Fetcher:
             return 0.0
         return _longer_s(_most_bytes(Shape(want.rows, record.width, record.dtype)))
 
-    def unpin(self, pins: Iterable[Pin]) -> None:
-        """Let go of some pins, in the disk pool; nobody waits for it."""
-        self._loop.disk_soon(self._unpin, list(pins))
-
-    # -- giving back -------------------------------------------------------------------------
-
-    def _unpin(self, pins: Sequence[Pin]) -> None:
-        for pin in pins:
-            self._entries.unpin(pin)
-
-    def _let_go(self, held: object) -> None:
-        """Give back a pin or a claim; blocking. Anything else needs nothing."""
-        if isinstance(held, Pin):
-            self._entries.unpin(held)
-        elif isinstance(held, Claim):
-            self._claims.release(held)
+    def _release_claim(self, found: object) -> None:
+        """Give back what nobody waits for any more; blocking. An open entry needs nothing."""
+        if isinstance(found, Claim):
+            self._claims.release(found)
 
     # -- what this node has --------------------------------------------------------------------
 
-    async def _check_local(self, want: FetchRequest, pin: Pin) -> FetchResult:
+    async def _check_local(self, want: FetchRequest, entry: OpenEntry) -> FetchResult:
         try:
             record = await self._records.get_soon(want.modality, _RECORD_PATIENCE_S)
         except (UnavailableError, AccessError):
             # The entry was compared with the record before it came to the tier; a restart while
             # the bucket is down, or slow, can still be served from here.
-            record = Record(pin.header.shape.width, pin.header.shape.dtype)
-        except BaseException:
-            self._loop.disk_soon(self._let_go, pin)
-            raise
+            record = Record(entry.header.shape.width, entry.header.shape.dtype)
         if record is None:  # saved here a moment ago: its upload writes the record first
-            self._loop.disk_soon(self._let_go, pin)
             self._counters.add("mismatch.no_record")
             return FetchResult(want, FetchOutcome.ABSENT)
-        misfit = _misfit(pin.header, want, Shape(want.rows, record.width, record.dtype))
+        self._residents.add(want.key.digest, entry)
+        misfit = _misfit(entry.header, want, Shape(want.rows, record.width, record.dtype))
         if misfit is None:
-            return FetchResult(want, FetchOutcome.READY, pin, "tier")
-        self._loop.disk_soon(self._let_go, pin)
-        return self._mismatch(want, misfit, pin.header)
+            return FetchResult(want, FetchOutcome.READY, entry, "tier")
+        return self._mismatch(want, misfit, entry.header)
 
     def _mismatch(self, want: FetchRequest, field: str, found: Header | EntryInfo) -> FetchResult:
         """Count what differs; a request cannot use the entry, others may.
@@ -362,20 +348,26 @@ class Fetcher:
         body = await self._store.get(name, max_bytes=_most_bytes(expected))
         if body is None:
             return None
-        kept = await self._loop.disk(self._keep, want, expected, body, undo=self._let_go)
-        if not isinstance(kept, Pin):
+        kept = await self._loop.disk(self._keep, want, expected, body)
+        if not isinstance(kept, OpenEntry):
             return self._mismatch(want, *kept)
         return FetchResult(want, FetchOutcome.READY, kept, "bucket")
 
-    def _keep(self, want: FetchRequest, expected: Shape, body: Blob) -> tuple[str, Header] | Pin:
+    def _keep(
+        self, want: FetchRequest, expected: Shape, body: Blob
+    ) -> tuple[str, Header] | OpenEntry:
         """Verify a body, and keep it where it is what the request needs; blocking."""
         header = codec.verify(body, namespace=self._layout.namespace, identifier=want.key.stored)
         misfit = _misfit(header, want, expected)
         if misfit is not None:
             return misfit, header
-        pin = self._writer.receive(want.key, [body], header)
-        self._local.add(want.key)
-        return pin
+        entry = self._writer.receive(want.key, [body], header)
+        self._note_here(want.key, entry)
+        return entry
+
+    def _note_here(self, key: Key, entry: OpenEntry) -> None:
+        self._local.add(key)
+        self._residents.add(key.digest, entry)
 
     async def _receive_parts(
         self,
@@ -395,7 +387,7 @@ class Fetcher:
         """
         disk = self._loop.disk
         at_a_time = PARTS_AT_A_TIME * PART_BYTES // len(ranges[0])
-        incoming: Incoming[Pin] | None = None
+        incoming: Incoming[OpenEntry] | None = None
         early: list[tuple[int, Blob]] = []
         coming = parts_as_they_come(
             self._store, name, ranges, at_a_time=at_a_time, first_alone=not at_once
@@ -422,15 +414,15 @@ class Fetcher:
                         early = []
             if incoming is None:
                 return None
-            pin = await disk(self._commit, want.key, incoming, undo=self._let_go)
+            entry = await disk(self._commit, want.key, incoming)
         finally:
             if incoming is not None:
                 self._loop.disk_soon(incoming.discard)
-        return FetchResult(want, FetchOutcome.READY, pin, "bucket")
+        return FetchResult(want, FetchOutcome.READY, entry, "bucket")
 
     def _begin(
         self, want: FetchRequest, expected: Shape, first: Blob
-    ) -> Incoming[Pin] | tuple[str, Header]:
+    ) -> Incoming[OpenEntry] | tuple[str, Header]:
         """Look at the front of an object, and make room for the rest; blocking."""
         verifier = codec.Verifier(
             first, namespace=self._layout.namespace, identifier=want.key.stored
@@ -440,10 +432,10 @@ class Fetcher:
             return misfit, verifier.header
         return self._writer.begin(want.key, first, verifier)
 
-    def _commit(self, key: Key, incoming: Incoming[Pin]) -> Pin:
-        pin = incoming.commit()
-        self._local.add(key)
-        return pin
+    def _commit(self, key: Key, incoming: Incoming[OpenEntry]) -> OpenEntry:
+        entry = incoming.commit()
+        self._note_here(key, entry)
+        return entry
 
 
 def _misfit(header: Header, want: FetchRequest, expected: Shape) -> str | None:

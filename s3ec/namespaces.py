@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from s3ec.errors import AmbiguousError, CorruptEntryError, NotFoundError
+from s3ec.errors import AmbiguousError, ConfigError, CorruptEntryError, NotFoundError
 from s3ec.identity import (
     DESCRIPTOR_BYTES,
     FORMAT_VERSION,
@@ -56,8 +56,9 @@ class NamespaceInfo:
     @property
     def is_newer(self) -> bool:
         """Whether a newer s3ec made it, in a format that this one does not read."""
-        version = self.descriptor.get("format")
-        return isinstance(version, int) and version > FORMAT_VERSION
+        version = self.descriptor.get("format", FORMAT_VERSION)
+        # A form of which this one knows nothing is no older one either.
+        return type(version) is not int or version > FORMAT_VERSION
 
     @property
     def model(self) -> str:
@@ -94,6 +95,24 @@ async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
     except (CorruptEntryError, ValueError, RecursionError):
         return {}  # anybody may have put anything there; the name still says what it is
     return content if isinstance(content, dict) else {}
+
+
+async def require_ours(store: Store, namespace: str) -> None:
+    """Refuse a namespace that a newer s3ec made: it is not ours to read, and so all of it stays.
+
+    Every command that writes into a namespace or deletes from it asks here first, by one request.
+
+    Raises:
+        ConfigError: It is one of these.
+        UnavailableError, AccessError: The store does not answer now, or refuses.
+    """
+    [about] = await read_namespaces(store, [namespace])
+    if about.is_newer:
+        raise ConfigError(
+            f"{namespace} is of a newer format than this s3ec reads: nothing in it is touched; use "
+            "the release that made it",
+            field="namespace",
+        )
 
 
 async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool) -> NamespaceInfo:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,6 +17,7 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from s3ec import runtime
+from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.encode_costs import CostFile, EncodeCosts
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
@@ -23,7 +26,7 @@ from s3ec.index.cache import IndexCache
 from s3ec.index.compaction import Backlog, ElectedCompactor
 from s3ec.index.follower import FollowOptions
 from s3ec.index.reader import ManifestIndex
-from s3ec.modality import ModalityRecords
+from s3ec.modality import ModalityRecords, Record
 from s3ec.prefetch import Limits, Prefetcher, Sources
 from s3ec.runtime import DiskWatch, LoopThread, call_within, contained, jitter
 from s3ec.settings import Settings
@@ -48,6 +51,10 @@ _LEVELS_EVERY_S = 1.0
 _TIER_BYTES_EVERY_S = 10.0
 # For the few folders and files that are looked at and made at the start.
 _OPEN_TIMEOUT_S = 30.0
+# The bucket has answered lately where a refresh succeeded within so many intervals and seconds.
+_FRESH_REFRESHES = 4
+_FRESH_S = 10.0
+_RECORD_PATIENCE_S = 5.0
 # Looks whether the store may be asked again come no closer than this.
 _BETWEEN_PROBES_S = 0.5
 
@@ -159,6 +166,11 @@ class Node:
         self.destination = destination_of(settings)
         self.local = LocalKeys()
         self._news = self.tier.follow_news(self.local.add_all)
+        self.residents = self.tier.open_residents(self._may_grant)
+        self._answered_s: float | None = None
+        self._fresh_s = _FRESH_REFRESHES * settings.index_refresh_s + _FRESH_S
+        if (settings.url or "").startswith("file:"):
+            self._fresh_s = -math.inf
         self.records = ModalityRecords(self.store, self.layout)
         self._index_files = files = self.tier.open_index()
         self.index = ManifestIndex(
@@ -172,6 +184,7 @@ class Node:
             self.index,
             self.records,
             self.local,
+            self.residents,
             Spans(_span_attributes(settings, namespace.name)),
         )
         self.prefetcher = Prefetcher(
@@ -279,6 +292,8 @@ class Node:
                         await self._probe()
                     await self.index.refresh()
                     complained = False
+                    self._answered_s = time.monotonic()
+                    await self._know_records()
                 except (UnavailableError, AccessError, CorruptEntryError) as exc:
                     if not complained:
                         log.warning("cannot read the index, trying again later: %s", exc)
@@ -286,6 +301,24 @@ class Node:
                     self.counters.add("index.refresh_failed")
             pause_s = refresh_pause_s(self.settings.index_refresh_s, self.breaker)
             await asyncio.sleep(pause_s * jitter.uniform(0.9, 1.1))
+
+    async def _know_records(self) -> None:
+        """Read the records of what is here, so that it can be granted at once."""
+        for modality in list(self.residents.modalities):
+            if self.records.known(modality) is None:
+                await self.records.get_soon(modality, _RECORD_PATIENCE_S)
+
+    def _may_grant(self, header: Header) -> bool:
+        """Whether an entry that was verified before may be granted at once; memory only.
+
+        Should it have rotted since, its load needs the bucket's copy. So the bucket must have
+        answered lately: this process's last refresh. Never where a folder stands for the bucket,
+        which may lie on the disk that rots.
+        """
+        if self._answered_s is None or time.monotonic() - self._answered_s > self._fresh_s:
+            return False
+        record = self.records.known(header.modality)
+        return record is not None and record == Record(header.shape.width, header.shape.dtype)
 
     async def _probe(self) -> None:
         """One small request that the breaker may let through, also where nobody else asks.
@@ -309,6 +342,7 @@ class Node:
         # Here and not in a refresh, which ends early for as long as the bucket is silent.
         self._index_files.touch()
         self.local.replace(self.tier.entries.names())
+        self.residents.start()
 
     def close(self, timeout_s: float) -> None:
         """End everything within about ``timeout_s``. Idempotent."""
@@ -318,12 +352,12 @@ class Node:
             task.cancel()
         try:
             self._end_loop(timeout_s)
-        finally:  # or its pins and locks would stay for as long as the process
+        finally:  # or its files and locks would stay for as long as the process
             try:
                 call_within(timeout_s, self.tier.close)
             except TimeoutError:
                 log.warning(
-                    "the disk of `cache_dir` does not answer; what is pinned stays until it does"
+                    "the disk of `cache_dir` does not answer; what is open stays until it does"
                 )
 
     def _end_loop(self, timeout_s: float) -> None:

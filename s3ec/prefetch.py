@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of fetches: brings embeddings to this node and pins them, off the scheduler's thread.
+"""The queue of fetches: brings embeddings to this node, off the scheduler's thread.
 
 ``submit``, ``demote`` and ``drain`` touch memory only and may be called from any thread. Everything
 else happens on a LoopThread and its disk pool.
@@ -29,7 +29,6 @@ from s3ec.identity import Key
 from s3ec.runtime import LoopThread, contained
 from s3ec.spans import Work
 from s3ec.store.concurrency import within
-from s3ec.tier import Pin
 from s3ec.tier.claims import LookAgain
 
 __all__ = [
@@ -171,13 +170,6 @@ class Prefetcher:
             done.append(self._done.popleft())
         return done
 
-    def release(self, pins: Iterable[Pin]) -> None:
-        """Unpin in the disk pool; never waits."""
-        pins = list(pins)
-        if pins:
-            with suppress(RuntimeError):  # stopped: closing the tier gives all pins back
-                self._loop.call(self._fetcher.unpin, pins)
-
     # -- the loop's thread -----------------------------------------------------------------
 
     def _enqueue(self, wants: list[FetchRequest]) -> None:
@@ -307,7 +299,7 @@ class Prefetcher:
     def _end(self, place: _Place, result: FetchResult, seconds: float) -> None:
         want = place.want
         self._count(result, seconds)
-        self._done.append(FetchResult(want, result.outcome, result.pin, result.source, seconds))
+        self._done.append(FetchResult(want, result.outcome, result.entry, result.source, seconds))
         del self._places[want.key.digest]
 
     def _end_span(self, work: Work | None, result: FetchResult, *, remote: bool) -> None:
@@ -316,7 +308,7 @@ class Prefetcher:
         Args:
             remote: The bucket was asked.
         """
-        want, outcome, pin = result.want, result.outcome, result.pin
+        want, outcome, entry = result.want, result.outcome, result.entry
         went_wrong = outcome in (FetchOutcome.CORRUPT, FetchOutcome.UNAVAILABLE)
         with contained(self._counters, "span of a fetch"):
             self._sources.spans.end(
@@ -329,7 +321,7 @@ class Prefetcher:
                     "s3ec.priority": want.priority.name.lower(),
                     "s3ec.outcome": outcome.value,
                     "s3ec.source": result.source,
-                    "s3ec.bytes": None if pin is None else pin.nbytes,
+                    "s3ec.bytes": None if entry is None else entry.nbytes,
                 },
                 remote=remote and result.source != "tier",
                 error=outcome.value if went_wrong else "",
@@ -337,16 +329,16 @@ class Prefetcher:
 
     def _count(self, result: FetchResult, seconds: float) -> None:
         sums: dict[str, float] = {f"fetch.{result.outcome.value}": 1}
-        if result.pin is not None:
+        if result.entry is not None:
             sums[f"fetch_items.{result.source}"] = 1
-            sums[f"fetch_bytes.{result.source}"] = result.pin.nbytes
+            sums[f"fetch_bytes.{result.source}"] = result.entry.nbytes
             sums[f"fetch_seconds.{result.source}"] = seconds
             self._counters.observe(f"fetch_time.{result.source}", seconds)
             log.debug(
                 "fetched digest=%s source=%s nbytes=%d seconds=%.6f",
                 result.want.key.digest.hex(),
                 result.source,
-                result.pin.nbytes,
+                result.entry.nbytes,
                 seconds,
             )
         self._counters.add_all(sums)

@@ -136,9 +136,16 @@ def is_plain_http_elsewhere(url: str) -> bool:
         return True
 
 
+# A customer's own servers have names of Amazon's too: of EC2, of load balancers, of gateways.
+_AMAZONS = re.compile(
+    r"(?:.+\.)?s3(?:express)?(?:-[a-z0-9-]+)?(?:\.dualstack)?(?:\.[a-z0-9-]+)?(?:\.vpce)?"
+    r"\.amazonaws\.com(?:\.cn)?"
+)
+
+
 def is_amazons(url: str) -> bool:
-    """Whether a URL's host is one of Amazon's."""
-    return (urlsplit(url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+    """Whether a URL's host is Amazon's S3."""
+    return _AMAZONS.fullmatch(urlsplit(url).hostname or "") is not None
 
 
 ENV_PREFIX = "S3EC_"
@@ -212,8 +219,8 @@ class Settings(BaseModel):
     sse_kms_key_id: str | None = Field(None, description="KMS key, with `sse` = `aws:kms`.")
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,
-        description="Folder of the node's disk tier. Default: `s3ec` in `XDG_CACHE_HOME` or "
-        "`~/.cache`.",
+        description="Folder of the node's disk tier, on a disk of this machine or in memory. "
+        "Default: `s3ec` in `XDG_CACHE_HOME` or `~/.cache`.",
     )
     cache_bytes: ByteSize = Field(
         ByteSize(50 * 2**30), gt=0, description="Size the tier is kept below, such as `50GiB`."
@@ -232,8 +239,8 @@ class Settings(BaseModel):
     )
     wait: Literal["always", "auto", "never"] = Field(
         "auto",
-        description="When a request waits for an embedding that is on its way. `auto`: while "
-        "waiting is expected to cost less than encoding, by what fetches and encodes have taken in "
+        description="When a request waits for an embedding that is on its way. `auto`: where "
+        "waiting is likely to cost less than encoding, by what fetches and encodes have taken in "
         "this engine. `always`: up to `defer_timeout_s`. `never`: it is encoded, and the fetch is "
         "for later requests. A request without pixels waits in any case.",
     )
@@ -241,9 +248,8 @@ class Settings(BaseModel):
         2.0,
         ge=0,
         le=60,
-        description="Longest that a request waits in all for the bucket before its images are "
-        "encoded; 0 never waits. It may wait as long again for what lies on this node's disk. A "
-        "request without pixels waits 10 s or more.",
+        description="Longest that a request waits in all before its images are encoded; 0 never "
+        "waits. A request without pixels waits 10 s or more.",
     )
     connect_timeout_s: float = Field(
         1.0, gt=0, le=60, description="Longest wait for a connection to the store."
@@ -322,10 +328,10 @@ class Settings(BaseModel):
     )
     live_weights: Literal["stop", "ignore"] = Field(
         "stop",
-        description="What to do when vLLM resets its encoder cache, gets a weight version, or a "
-        "call into its workers: the weights may be others then. `stop` loads and saves nothing "
-        "more until the engine is started again, and with --weight-transfer-config from the start. "
-        "`ignore` is for encoders that never change.",
+        description="What to do when vLLM gets a weight version, or a call into its workers, or, "
+        "with `weights` = name, resets its encoder cache: the weights may be others then. `stop` "
+        "loads and saves nothing more until the engine is started again, and with "
+        "--weight-transfer-config from the start. `ignore` is for encoders that never change.",
     )
     save_queue_bytes: ByteSize = Field(
         ByteSize(2**30), gt=0, description="Embeddings waiting to be written, at most."

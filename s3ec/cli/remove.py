@@ -288,13 +288,14 @@ def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> C
         async def work(store: Store) -> Contents:
             from s3ec.identity import Layout, is_namespace_name
             from s3ec.index.delete import remove_namespace, survey
-            from s3ec.namespaces import list_namespaces
+            from s3ec.namespaces import list_namespaces, require_ours
 
             if not is_namespace_name(namespace):
                 raise ConfigError(
                     f"{namespace!r:.100} is no whole name of a namespace; `s3ec ns` prints them"
                 )
             layout = Layout(namespace)
+            await require_ours(store, namespace)
             if delete:
                 return await remove_namespace(store, layout, idle_s, report=report)
             contents = await survey(store, layout, report=report)

@@ -89,7 +89,7 @@ def register(app: App) -> None:
 
 
 def tier(source: SettingsSource, ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Show what this node's disk tier holds: size, ages, pins, spool; or run a command on it.
+    """Show what this node's disk tier holds: size, ages, spool; or run a command on it.
 
     Needs no bucket and no network, and may run while engines use the folder.
     """
@@ -276,9 +276,8 @@ def evict(
 ) -> None:
     """Remove the least recently used entries.
 
-    Without --yes, nothing is removed unless you agree at a terminal. What an engine has pinned and
-    what the bucket has not confirmed stays. Entries come back from the bucket when they are needed
-    again.
+    Without --yes, nothing is removed unless you agree at a terminal. What the bucket
+    has not confirmed stays. Entries come back from the bucket when they are needed again.
     """
     from s3ec.tier.evictor import Evicted
     from s3ec.tier.inspection import Freed
@@ -326,10 +325,7 @@ def _print_freed(freed: Freed, target_bytes: int, *, done: bool) -> None:
         f"{human_bytes(freed.after_bytes)} left"
     )
     if freed.after_bytes > target_bytes:
-        print_note(
-            f"{human_bytes(target_bytes)} is not reached: the rest is pinned by engines, or waits "
-            "for the bucket"
-        )
+        print_note(f"{human_bytes(target_bytes)} is not reached: the rest waits for the bucket")
 
 
 def _open(source: SettingsSource) -> tuple[Settings, Inspection | None]:
@@ -384,7 +380,7 @@ def _document(settings: Settings, inspection: Inspection, report: TierReport) ->
         "entry_bytes": usage.nbytes,
         "ages": {label: row(total) for label, total in report.ages.items()},
         "namespaces": {name: row(total) for name, total in report.namespaces.items()},
-        "pins": {"bytes": usage.pinned_nbytes, "process_count": report.pinning_processes},
+        "evicted_open_bytes": report.open_nbytes,
         "spool": {"entry_count": report.spooled_files, "bytes": usage.spooled_nbytes},
         "held_bytes": usage.held_nbytes,
         "index": {"file_count": report.index_files, "bytes": usage.index_nbytes},
@@ -394,10 +390,7 @@ def _document(settings: Settings, inspection: Inspection, report: TierReport) ->
 def _print_report(document: dict[str, Any]) -> None:
     budget = document["budget_bytes"]
     share = f"{100 * document['bytes'] / budget:.0f}% of {human_bytes(budget)}"
-    pins, spool, index = document["pins"], document["spool"], document["index"]
-    pinned = (
-        f"{human_bytes(pins['bytes'])} by {many(pins['process_count'], 'process', 'processes')}"
-    )
+    spool, index = document["spool"], document["index"]
     spooled = f"{human_bytes(spool['bytes'])} in {many(spool['entry_count'], 'entry', 'entries')}"
     facts(
         [
@@ -405,7 +398,7 @@ def _print_report(document: dict[str, Any]) -> None:
             ("size", f"{human_bytes(document['bytes'])} ({share})"),
             ("disk free", human_bytes(document["disk_free_bytes"])),
             ("entries", f"{document['entry_count']} ({human_bytes(document['entry_bytes'])})"),
-            ("pinned", pinned),
+            ("evicted, still open", human_bytes(document["evicted_open_bytes"])),
             ("spooled", spooled),
             ("index", f"{human_bytes(index['bytes'])} in {many(index['file_count'], 'file')}"),
         ]

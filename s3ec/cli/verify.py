@@ -30,6 +30,7 @@ from s3ec.cli.output import (
     safe,
 )
 from s3ec.errors import ConfigError
+from s3ec.namespaces import require_ours
 
 if TYPE_CHECKING:
     from s3ec.corpus.audit import Audit
@@ -86,6 +87,8 @@ def verify(
         raise ConfigError("`--yes` agrees to a repair; give `--repair` too", field="yes")
     with source.corpus() as corpus:
         namespace = choice.within(corpus)
+        if repair:  # before all of it is read
+            corpus.run(lambda store: require_ours(store, namespace))
         with counting("reading the index") as report:
             found = corpus.verify(
                 namespace, deep=deep, state=state, resume_complete=repair, report=report
@@ -127,8 +130,6 @@ def _repairable(found: Audit) -> str:
 def _is_mended(found: Audit, done: Repair) -> bool:
     """Whether nothing is left to complain about."""
     deep, catalog = found.deep, found.catalog
-    if done.problem:
-        return False
     if deep is not None and (deep.unread or deep.corrupt > len(deep.bad) or done.spared):
         return False
     return catalog is None or not catalog.problem
@@ -180,8 +181,6 @@ def _print_repair(done: Repair) -> None:
     if done.dropped:
         mended.append(f"{many(done.dropped, 'row')} of the catalogue dropped")
     echo("; ".join(mended) or "nothing was mended")
-    if done.problem:
-        print_note(done.problem)
     if done.spared:
         print_note(f"{many(done.spared, 'object')} not deleted: not bad, gone, or not to be read")
 
@@ -225,5 +224,4 @@ def _repair_document(done: Repair) -> dict[str, Any]:
         "spared_count": done.spared,
         "version": done.version,
         "dropped_row_count": done.dropped,
-        "problem": done.problem or None,
     }

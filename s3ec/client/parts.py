@@ -16,6 +16,7 @@ import hashlib
 import mimetypes
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from s3ec.client.known import KnownCatalog
@@ -179,12 +180,13 @@ class PartMaker:
 
     def _options_of(self, row: CatalogRow) -> ReadOptions:
         """How the encoder was given a page; the default where the row does not say."""
-        settings = self._known.s3_settings
+        hosts = frozenset(host.strip("[]") for host in self._hosts)
+        options = ReadOptions(settings=self._known.s3_settings, hosts=hosts)
         words = str(row.extra.get(STAMP, "")).split()
         if row.page is not None and words:
             with contextlib.suppress(ValueError):  # no number, or none that is taken
-                return ReadOptions(dpi=int(words[-1]), settings=settings)
-        return ReadOptions(settings=settings)
+                return replace(options, dpi=int(words[-1]))
+        return options
 
 
 # -- messages --------------------------------------------------------------------------------------

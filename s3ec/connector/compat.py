@@ -34,7 +34,7 @@ _REQUIRED_HOOKS = (
 )
 # Hooks that not every supported release has, and what is lost without them.
 OPTIONAL_HOOKS = {
-    "build_connector_worker_meta": "pins are given back by time, not by the worker's report",
+    "build_connector_worker_meta": "files are closed by time, not by the worker's report",
     "take_unavailable_requests": "a request without pixels waits until its client gives up",
     "get_ec_connector_stats": "no metrics on vLLM's /metrics: the log has a line each minute",
     "start_save_caches": "what was deleted is stored again only once the device has dropped it",

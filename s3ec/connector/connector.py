@@ -18,9 +18,9 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 
 from s3ec import runtime
 from s3ec.connector.guard import fatal, guarded
-from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import StepPlan, TierId, WorkerReport
 from s3ec.connector.parts import Parts
+from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.worker import WorkerHalf, load_without_a_half
 from s3ec.errors import ConfigError
 from s3ec.runtime import PASS_THROUGH
@@ -83,13 +83,13 @@ class S3ECConnector(ECConnectorBase):
         # What cannot be encoded, where there is no scheduler half to say so or it has failed.
         self._unavailable: set[str] = set()
         self.parts = parts or Parts(vllm_config)
-        self._answers = KeptAnswers()
+        self._waits: RequestWaits | None = None
         if parts is not None:
-            self._repeat_answers()
+            self._find_waits()
             return
         try:
             self.parts.start(scheduler=role is ECConnectorRole.SCHEDULER)
-            self._repeat_answers()
+            self._find_waits()
         except (ConfigError, *PASS_THROUGH):
             raise
         except BaseException:
@@ -101,9 +101,9 @@ class S3ECConnector(ECConnectorBase):
             log.exception("s3ec could not start; %s", lost)
             self.shutdown()
 
-    def _repeat_answers(self) -> None:
+    def _find_waits(self) -> None:
         if self.parts.scheduler is not None:
-            self._answers = self.parts.scheduler.answers
+            self._waits = self.parts.scheduler.waits
 
     # -- scheduler side ----------------------------------------------------------------------
 
@@ -125,11 +125,10 @@ class S3ECConnector(ECConnectorBase):
         """Whether the request can be scheduled; False while its embeddings are on their way.
 
         vLLM asks for each waiting request in each pass, so what it was told before comes first: a
-        look into a dict, with no guard around it. In a forked child there is nothing in it.
+        few looks into memory, with no guard around them. In a forked child no pass is open.
         """
-        name: Any = getattr(request, "request_id", None)
-        if self._answers.in_force.pop(name, None) == num_computed_tokens:
-            self._answers.asked.add(name)
+        waits, name = self._waits, getattr(request, "request_id", "")
+        if waits is not None and waits.repeats(name, num_computed_tokens):
             return False
         return self._ensure(request, num_computed_tokens)
 
@@ -143,7 +142,7 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded(default=False)
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether this embedding is verified and pinned on this node."""
+        """Whether this embedding is verified and held open on this node."""
         scheduler = self.parts.scheduler
         return scheduler is not None and scheduler.has_cache_item(identifier)
 
@@ -167,6 +166,7 @@ class S3ECConnector(ECConnectorBase):
             scheduler_output.free_encoder_mm_hashes,
             scheduled_tokens=scheduler_output.total_num_scheduled_tokens,
             decode_tokens=_decode_tokens(scheduler_output),
+            requests=len(scheduler_output.num_scheduled_tokens),
         )
         plan.weights = self.parts.weights
         self._count_lookups(scheduler_output)
@@ -369,6 +369,9 @@ class S3ECConnector(ECConnectorBase):
     def weights_may_have_changed(self, what: str, *, was_reset: bool) -> None:
         """Stop, unless told otherwise: what is stored was made by the weights of the start.
 
+        A reset alone says nothing of the weights where a fingerprint names them: whoever changes
+        them calls into the workers. It ends the cache where the model's name stands for them.
+
         Called between two scheduling passes; not a hook of vLLM's, see live_weights.
 
         Args:
@@ -376,7 +379,12 @@ class S3ECConnector(ECConnectorBase):
             was_reset: vLLM's encoder cache is empty now.
         """
         scheduler, node = self.parts.scheduler, self.parts.node
-        if scheduler is None or node is None or node.settings.live_weights == "ignore":
+        if scheduler is None or node is None:
+            return
+        if was_reset:
+            scheduler.device_was_reset()
+        settings = node.settings
+        if settings.live_weights == "ignore" or (was_reset and settings.weights == "fingerprint"):
             return
         if scheduler.stop(was_reset=was_reset):
             node.counters.add("stopped_by_weights")
@@ -393,6 +401,12 @@ class S3ECConnector(ECConnectorBase):
         """The workers are about to load an adapter; not a hook of vLLM's, see live_weights."""
         if self.parts.scheduler is not None:
             self.parts.scheduler.adapter_loaded(lora_request)
+
+    @guarded()
+    def prefix_is_replayed(self, tokens: int) -> None:
+        """vLLM computes the last tokens of a prefix hit again; not a hook, see live_weights."""
+        if self.parts.scheduler is not None:
+            self.parts.scheduler.replay_tokens = tokens
 
     # -- both --------------------------------------------------------------------------------
 

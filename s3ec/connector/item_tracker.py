@@ -2,7 +2,7 @@
 """What the scheduler half knows of each embedding: where it is, and who waits for it.
 
 All of it is in memory and belongs to the scheduler's thread. The parts, in this order: one item;
-which requests wait for which items; which steps may still read pinned files; and the tracker, which
+which requests wait for which items; which steps may still read open files; and the tracker, which
 has all of these and moves items from state to state. How a request waits is in
 ``request_waits.py``.
 """
@@ -12,17 +12,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
-from s3ec.connector.waiting import Fetching, FetchQueue
 from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
-from s3ec.tier import Pin
+from s3ec.tier import OpenEntry
 
 # A failed fetch is not tried again for the same image within this time: the request that is
 # being deferred must go on, and the next one must not wait for the same failure.
@@ -34,10 +31,8 @@ RETRY_AFTER_S = 5.0
 FIRST_PAUSE_S = 0.05
 PAUSE_GROWTH = 1.5
 LONGEST_PAUSE_S = 1.0
-# A pin that no request asked about for this long is given back; the bytes stay on the tier.
+# An item that no request asked about for this long becomes unknown; the entry stays a resident.
 LEASE_S = 30.0
-# The same for what arrives when nobody waits for it: to pin it again takes about a millisecond.
-UNWANTED_LEASE_S = 1.0
 
 
 class State(enum.Enum):
@@ -55,20 +50,18 @@ FETCHING, READY, FAILED, ABSENT = State
 
 @dataclass(slots=True)
 class Item:
-    """One identifier that is being fetched, pinned, or known to have failed.
+    """One identifier that is being fetched, is here, or is known to have failed.
 
     Attributes:
         priority: Its place in the prefetcher's queue; None once nobody waited for it any more.
         touched_s: When somebody asked last, or when it arrived or failed.
-        modality: Of the pinned entry; before that, what was asked for.
+        modality: Of the entry; before that, what was asked for.
         rows: Likewise.
-        pin: On this node. A FETCHING item has one while nobody knows whether all ranks see it.
+        entry: On this node. A FETCHING item has one while nobody knows whether all ranks see it.
         loads: Steps that were told to load it and have not reported.
         failures: Fetches in a row that brought nothing.
         may_come: Of one that has FAILED: another fetch may bring it.
         was_local: Of one that has FAILED: this node's disk was believed to hold it.
-        fetching: Its place among the fetches, while it is being fetched; None where waits are not
-            weighed.
         asked_s: When it was asked for the first time, or anew.
         promised: A request has named it and the index does not know it: it is being uploaded.
         was_absent: Of one that has FAILED: neither this node nor the bucket had it.
@@ -81,12 +74,11 @@ class Item:
     priority: Priority | None
     touched_s: float
     rows: int
-    pin: Pin | None = None
+    entry: OpenEntry | None = None
     loads: int = 0
     failures: int = 0
     may_come: bool = True
     was_local: bool = False
-    fetching: Fetching | None = None
     asked_s: float = 0.0
     promised: bool = False
     was_absent: bool = False
@@ -111,15 +103,14 @@ class Item:
             return False
         if self.state is FAILED:
             return now - self.touched_s > RETRY_AFTER_S
-        # A fetch always ends; what has a pin and waits for a word of the ranks need not.
-        return self.pin is not None and now - self.touched_s > LEASE_S
+        # A fetch always ends; what has come and waits for a word of the ranks need not.
+        return self.entry is not None and now - self.touched_s > LEASE_S
 
 
 class Interest:
     """A relation between requests and identifiers, kept in both directions.
 
-    It holds only identifiers that are being fetched or pinned, and each for as long as that
-    lasts.
+    It holds only identifiers of items, and each for as long as its item lasts.
 
     Attributes:
         requests: Request id to what it waits for. For reading, so that the hooks can tell in one
@@ -138,6 +129,10 @@ class Interest:
         if identifier not in wanted:
             wanted.add(identifier)
             self._identifiers.setdefault(identifier, set()).add(request_id)
+
+    def of(self, identifier: str) -> Collection[str]:
+        """Requests that wait for it."""
+        return self._identifiers.get(identifier, ())
 
     def is_wanted(self, identifier: str) -> bool:
         """Whether any request waits for it."""
@@ -238,27 +233,35 @@ class PrefetchQueue(Protocol):
     @property
     def has_news(self) -> bool: ...
     def drain(self) -> list[FetchResult]: ...
-    def release(self, pins: Iterable[Pin]) -> None: ...
+
+
+class OpenEntries(Protocol):
+    """What the scheduler half needs of Residents."""
+
+    def get(self, digest: bytes, now: float) -> OpenEntry | None: ...
+    def loaded(self, digest: bytes, now: float) -> None: ...
+    def release(self, entries: Iterable[OpenEntry]) -> None: ...
 
 
 class ItemTracker:
-    """Items, the requests that wait for them, and the pins that serve them.
+    """Items, the requests that wait for them, and the open entries that serve them.
 
     An identifier that is not in ``items`` is unknown. The states of one that is:
 
     ========  ===============================  =============================================
     state     goes to                          when
     ========  ===============================  =============================================
-    FETCHING  READY                            its pin has come, and all ranks see this tier
+    (none)    READY                            a resident is asked for, see ``grant``
+    FETCHING  READY                            its entry has come, and all ranks see this tier
     FETCHING  FAILED                           nothing came, or it does not fit
     READY     unknown                          it was loaded, or nobody asked for LEASE_S
     FAILED    FETCHING                         somebody asks again, see ``again``
     FAILED    unknown                          RETRY_AFTER_S have passed
     ========  ===============================  =============================================
 
-    Only READY is granted, and READY always has a pin. ABSENT is an answer and never stored. What
-    becomes unknown gives its pin back; the bytes stay in the tier. An item that steps still have
-    to load stays, whatever the time.
+    Only READY is granted, and READY always has an open entry. ABSENT is an answer and never stored.
+    What becomes unknown lets go of its entry; the bytes stay in the tier. An item that steps still
+    have to load stays, whatever the time.
 
     The prefetcher is told once per step, by ``next_step``.
 
@@ -266,6 +269,7 @@ class ItemTracker:
         items: By identifier. For reading, but for ``touched_s``: who asks about an item sets it.
         waiting: Request id to the identifiers that it waits for, or will need later. For reading.
         demand: What the prefetcher will be told to fetch. For reading.
+        look_again: Requests that wait for an item which has changed. Who looks takes them out.
     """
 
     def __init__(
@@ -277,36 +281,33 @@ class ItemTracker:
         counters: Counters,
         clock: Callable[[], float],
         local: Callable[[Key], bool],
-        answers: KeptAnswers,
-        queue: FetchQueue | None = None,
+        residents: OpenEntries,
     ) -> None:
         """Start empty.
 
         Args:
-            prefetcher: Brings and pins entries.
+            prefetcher: Brings entries.
             role: How many ranks load, and how long a request may wait.
             shared_tier: Whether all ranks see this node's tier; None where they do for certain.
             counters: Where to count.
             clock: Monotonic seconds.
             local: Whether this node's disk is believed to hold a key.
-            answers: Kept for requests that wait; told of every item that changes.
-            queue: Told of every fetch; None where waits are not weighed.
+            residents: Where entries go that are needed no more.
         """
-        self._queue = queue
-        self._answers = answers
         self._counters = counters
         self._local = local
         self._prefetcher = prefetcher
+        self._residents = residents
         self._shared_tier = shared_tier
         # Where requests are not deferred, everything is fetched for a later request, so nothing is
         # ever fetched for nobody.
         self._requests_wait = role.defer_timeout_s > 0
         self._clock = clock
-        self._unwanted_lease_s = UNWANTED_LEASE_S if self._requests_wait else LEASE_S
         self._steps = Steps(ranks=role.ranks, in_flight=role.steps_in_flight)
         self._interest = Interest()
         self.items: dict[str, Item] = {}
         self.waiting: Mapping[str, set[str]] = self._interest.requests
+        self.look_again: set[str] = set()
         # Since the prefetcher was last told.
         self._demand: dict[str, FetchRequest] = {}
         self.demand: Mapping[str, FetchRequest] = self._demand
@@ -334,6 +335,15 @@ class ItemTracker:
         self.items[key.identifier] = item
         self._order(item, priority)
 
+    def grant(self, key: Key, entry: OpenEntry, now: float) -> Item:
+        """What is resident is ready at once."""
+        header = entry.header
+        rows = header.shape.rows
+        item = Item(key, header.modality, READY, None, now, rows, entry=entry, asked_s=now)
+        self.items[key.identifier] = item
+        self.changed([key.identifier])
+        return item
+
     def again(
         self,
         item: Item,
@@ -357,7 +367,7 @@ class ItemTracker:
         item.state = FETCHING
         item.modality = modality
         item.rows = rows
-        self._answers.changed(item.key.identifier)
+        self.changed([item.key.identifier])
         self._order(item, priority)
 
     def expect(self, request_id: str, identifier: str, priority: Priority) -> None:
@@ -374,10 +384,8 @@ class ItemTracker:
         """Have an item fetched, or fetched sooner."""
         identifier = item.key.identifier
         item.priority = priority
-        if item.pin is None:
+        if item.entry is None:
             self._demand[identifier] = FetchRequest(item.key, item.modality, item.rows, priority)
-            if self._queue is not None and item.fetching is None:
-                item.fetching = Fetching(self._queue.order(self._clock()))
 
     def leave_all(self, request_id: str) -> None:
         """The request waits for nothing any more; perhaps nobody does now."""
@@ -392,7 +400,7 @@ class ItemTracker:
             self._abandon(identifier)
 
     def _abandon(self, identifier: str) -> None:
-        """Nobody waits for it: it loses its place in the queue. A pin runs out as others do."""
+        """Nobody waits for it: it loses its place in the queue."""
         item = self.items.get(identifier)
         if item is None or item.state is not FETCHING or item.priority is None:
             return
@@ -400,27 +408,24 @@ class ItemTracker:
             item.priority = None
             self._demoted[identifier] = None
 
+    def changed(self, identifiers: Iterable[str]) -> None:
+        """Something about these has changed: the state, or whether the device holds it."""
+        for identifier in identifiers:
+            self.look_again.update(self._interest.of(identifier))
+
     # -- what arrives ------------------------------------------------------------------------
 
-    def arrived(self, fetched: FetchResult, now: float, unwanted: list[Pin]) -> bool:
-        """The prefetcher has finished one fetch; whether an item has its pin by that.
-
-        Args:
-            unwanted: Gets its pin where nobody wants it any more; to be released.
-        """
+    def arrived(self, fetched: FetchResult, now: float) -> bool:
+        """The prefetcher has finished one fetch; whether an item has its entry by that."""
         identifier = fetched.want.key.identifier
         item = self.items.get(identifier)
-        if self._queue is not None:
-            self._queue.end(now)
-            if item is not None:
-                item.fetching = None
-        if item is None or item.state is not FETCHING or item.pin is not None:
-            if fetched.pin is not None:
-                unwanted.append(fetched.pin)
+        if item is None or item.state is not FETCHING or item.entry is not None:
+            if fetched.entry is not None:
+                self._residents.release([fetched.entry])
             return False
-        self._answers.changed(identifier)
+        self.changed([identifier])
         item.touched_s = now
-        if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
+        if fetched.outcome is not FetchOutcome.READY or fetched.entry is None:
             # What does not fit what is asked for never will. The fetch may have begun for something
             # else of that name.
             misfit = fetched.outcome is FetchOutcome.MISMATCH
@@ -432,38 +437,42 @@ class ItemTracker:
             )
             return False
         item.failures = 0
-        item.pin = fetched.pin
+        item.entry = fetched.entry
         item.downloaded = fetched.source == "bucket"
-        item.rows = fetched.pin.header.shape.rows
-        item.modality = fetched.pin.header.modality
+        item.rows = fetched.entry.header.shape.rows
+        item.modality = fetched.entry.header.modality
         if self._shared_tier is None or self._shared_tier.asked is None:
             self._grant(item)
-        if not self._interest.is_wanted(identifier):
-            item.touched_s -= LEASE_S - self._unwanted_lease_s
         return True
 
     def loaded(self, steps: Mapping[int, set[int]], on_device: Collection[str]) -> None:
-        """Unpin what workers have loaded.
+        """Let go of what workers have loaded.
 
         Args:
             steps: Step to the ranks that finished that step's loads.
             on_device: What vLLM's encoder cache holds.
         """
-        self._unpin_loaded(self._steps.reported(steps), on_device)
+        now = self._clock()
+        ended = self._steps.reported(steps)
+        for identifier in ended:
+            item = self.items.get(identifier)
+            if item is not None:
+                self._residents.loaded(item.key.digest, now)
+        self._end_loads(ended, on_device)
 
     def settle(self) -> None:
-        """All ranks see this node's tier: what has a pin can be granted."""
+        """All ranks see this node's tier: what has come can be granted."""
         for item in self.items.values():
-            if item.state is FETCHING and item.pin is not None:
+            if item.state is FETCHING and item.entry is not None:
                 self._grant(item)
 
     def _grant(self, item: Item) -> None:
-        self._answers.changed(item.key.identifier)
+        self.changed([item.key.identifier])
         item.state = READY
         item.touched_s = self._clock()
 
     def _fail(self, identifier: str, *, may_come: bool = True, was_absent: bool = False) -> None:
-        self._answers.changed(identifier)
+        self.changed([identifier])
         item = self.items[identifier]
         item.state = FAILED
         item.touched_s = self._clock()
@@ -475,14 +484,14 @@ class ItemTracker:
 
     # -- loads, and the end of a step --------------------------------------------------------
 
-    def load(self, identifier: str) -> Pin:
-        """The next step loads what was granted; its pin stays until that step has ended."""
+    def load(self, identifier: str) -> OpenEntry:
+        """The next step loads what was granted; it stays open until that step has ended."""
         item = self.items[identifier]
-        if item.pin is None:  # cannot be: granted items are READY, and READY items have a pin
-            raise RuntimeError(f"granted item {item.key.digest.hex()} has no pin")
+        if item.entry is None:  # cannot be: granted items are READY, and READY items have one
+            raise RuntimeError(f"granted item {item.key.digest.hex()} has no entry")
         item.loads += 1
         item.downloaded = False
-        return item.pin
+        return item.entry
 
     def came_from_bucket(self, identifier: str) -> bool:
         """Whether what was granted had to be downloaded for its next load.
@@ -498,17 +507,17 @@ class ItemTracker:
         self.items[identifier].loads -= 1
 
     def next_step(self, on_device: Collection[str], now: float, *, sweep: bool) -> int:
-        """Close a scheduling pass: unpin what was loaded, and tell the prefetcher what changed.
+        """Close a scheduling pass: let go of what was loaded, tell the prefetcher what changed.
 
         Args:
             on_device: What vLLM's encoder cache holds at the end of the pass.
             now: Monotonic seconds.
-            sweep: Also give back what nobody asked for lately.
+            sweep: Also let go of what nobody asked for lately.
 
         Returns:
             The step's number.
         """
-        self._unpin_loaded(self._steps.begin(), on_device)
+        self._end_loads(self._steps.begin(), on_device)
         if sweep:
             self._sweep(now)
         if self._demand:
@@ -530,56 +539,42 @@ class ItemTracker:
             # Unless somebody wants it again.
             if item is None or item.state is not FETCHING or item.priority is not None:
                 continue
-            if item.pin is None:
+            if item.entry is None:
                 keys.append(item.key)
         self._demoted.clear()
         self._prefetcher.demote(keys)
 
-    def _unpin_loaded(self, identifiers: list[str], on_device: Collection[str]) -> None:
-        """Steps that were told to load these have ended: unpin what the device holds now."""
-        pins = []
+    def _end_loads(self, identifiers: list[str], on_device: Collection[str]) -> None:
+        """Steps that were told to load these have ended: let go of what the device holds now."""
         for identifier in identifiers:
             item = self.items.get(identifier)
             if item is None:
                 continue
             item.loads -= 1
             if item.loads == 0 and identifier in on_device:
-                pins += self._drop(identifier)
-        self.release(pins)
+                self._drop(identifier)
 
     def _sweep(self, now: float) -> None:
-        pins = []
         for identifier, item in list(self.items.items()):
             if item.is_over(now):
-                pins += self._drop(identifier)
-        self.release(pins)
-        if self._queue is not None and not any(item.fetching for item in self.items.values()):
-            self._queue.reset()
+                self._drop(identifier)
 
-    def _drop(self, identifier: str) -> list[Pin]:
-        """The item becomes unknown. Its pins are to be given back; the bytes stay on the tier."""
+    def _drop(self, identifier: str) -> None:
+        """The item becomes unknown. The bytes stay on the tier."""
         item = self.items.pop(identifier)
-        self._answers.changed(identifier)
+        self.changed([identifier])
         self._interest.drop(identifier)
-        return [] if item.pin is None else [item.pin]
+        if item.entry is not None:
+            self._residents.release([item.entry])
 
-    def release(self, pins: list[Pin]) -> None:
-        """Have these given back, by one call of the loop."""
-        if pins:
-            self._prefetcher.release(pins)
-
-    def audit(
-        self, *, fetching: Collection[str], pins: Collection[Path], late_s: float
-    ) -> list[str]:
+    def audit(self, *, fetching: Collection[str], late_s: float) -> list[str]:
         """As SchedulerHalf.audit; what has failed is forgotten by ``late_s`` at the latest."""
-        held = {item.pin.path: name for name, item in self.items.items() if item.pin is not None}
-        complaints = [f"{path} is pinned for nothing" for path in pins if path not in held]
-        complaints += [f"{held[path]} has no pin any more" for path in held if path not in pins]
+        complaints = []
         for identifier, item in self.items.items():
-            if item.pin is not None:
+            if item.entry is not None:
                 continue
             if item.state is READY:
-                complaints.append(f"{identifier} is granted without a pin")
+                complaints.append(f"{identifier} is granted without an entry")
             elif item.state is FAILED:
                 if item.is_over(late_s):
                     complaints.append(f"{identifier} has failed, and is still remembered")

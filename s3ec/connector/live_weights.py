@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices that the weights of a running engine may have changed.
+"""Notices what happens in an engine and no hook tells: weights that may have changed, and more.
 
 A namespace covers the weights that were loaded at the start. vLLM can change them later
 (reinforcement learning, `reload_weights`, `apply_model`). No release from 0.26 to 0.33 tells an
@@ -9,14 +9,18 @@ schedules, called between two passes of the scheduler (vLLM 0.32, `v1/engine/cor
 
 * ``EngineCore.collective_rpc``: every call that reaches into the workers from outside,
 * ``EngineCore.set_weight_version`` (0.27 and newer),
-* ``Scheduler.reset_encoder_cache``: vLLM's own sign that embeddings are no longer valid. Pausing
-  with cleared caches and sleeping come here too.
+* ``Scheduler.reset_encoder_cache``: the device's embeddings are gone. Pausing with cleared caches
+  and sleeping come here too, with the weights as they were.
 
 They are wrapped once per process, and each call is passed on unchanged. What goes past all three, a
 caller that writes into the workers' memory by itself, is not seen.
 
 Where adapters touch the encoder ``EngineCore.add_lora`` is wrapped too: it is how an API server
 loads one, also in the place of another.
+
+``Scheduler.add_request`` is wrapped in releases with bounded replay (0.32 and newer): how many
+tokens of a prefix hit vLLM computes again stands in the scheduler alone, which is ready only after
+it has made its connector.
 """
 
 from __future__ import annotations
@@ -52,20 +56,24 @@ _HARMLESS = frozenset(
         "reset_mm_cache",
         "save_sharded_state",
         "save_tensorized_model",
+        "sleep",
         "synchronize_device",
+        "wake_up",
     }
 )
 _MARK = "__s3ec_watches__"
 
 
 def watch() -> None:
-    """Wrap the three methods, unless that was done. Engines without s3ec are not touched."""
+    """Wrap these methods, unless that was done. Engines without s3ec are not touched."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     _wrap(EngineCore, "collective_rpc", _on_rpc)
     _wrap(EngineCore, "set_weight_version", _on_version)
     _wrap(Scheduler, "reset_encoder_cache", _on_reset)
+    if hasattr(Scheduler, "_mark_prefix_replay"):
+        _wrap(Scheduler, "add_request", _on_request)
 
 
 def watch_adapters() -> None:
@@ -105,6 +113,14 @@ def _on_version(core: Any, weight_version: str) -> None:
 
 def _on_reset(scheduler: Any) -> None:
     _notify(scheduler, "its encoder cache was reset", was_reset=True)
+
+
+def _on_request(scheduler: Any, *_: Any) -> None:
+    tokens = getattr(scheduler, "prefix_replay_tokens", 0)
+    if tokens:
+        notice = getattr(getattr(scheduler, "ec_connector", None), "prefix_is_replayed", None)
+        if notice is not None:
+            notice(tokens)
 
 
 def _on_adapter(core: Any, lora_request: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts where the encoder inputs of requests were found: on the device, on this node, elsewhere.
+"""Follows requests past their encoder inputs, and counts where those were found.
 
 vLLM asks its connector only for what the device lacks. What the device had shows in the step: a
 request goes past an input that nobody was asked for. So both are counted where the step is known,
@@ -8,8 +8,8 @@ from memory and without a look at vLLM's encoder-cache manager.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from s3ec.connector.vllm_config import PASSED_THROUGH
@@ -37,12 +37,33 @@ class _Inputs:
     """The encoder inputs of one request.
 
     Attributes:
-        positions: Of all of them, in the prompt; None of what is no embedding of ours.
-        left: Numbers of those that no step has needed yet, in the order of the prompt.
+        features: vLLM's own list, which grows with each turn of a session.
+        computed: Tokens of the request, at the last look.
+        behind: How many inputs from the first one on lie within those tokens.
+        end: Tokens that are computed when the last step has ended.
+        passed: Places of the others that steps have needed. Their embeddings were on the device.
     """
 
-    positions: list[Any]
-    left: list[int]
+    features: Sequence[Any]
+    computed: int = 0
+    behind: int = 0
+    end: int = 0
+    passed: set[int] = field(default_factory=set)
+
+    def look(self, computed: int) -> int:
+        """The first place of which tokens are left. Each look begins where the last one ended."""
+        if computed < self.computed:
+            self.behind = 0
+        self.computed = computed
+        while self.behind < len(self.features) and is_behind(self.features[self.behind], computed):
+            self.behind += 1
+        return self.behind
+
+    def begin(self, features: Sequence[Any]) -> None:
+        """No step has needed any of its inputs."""
+        self.features = features
+        self.end = 0
+        self.passed.clear()
 
 
 class DeviceLookups:
@@ -54,10 +75,14 @@ class DeviceLookups:
     state     goes to    when
     ========  =========  ====================================================================
     left      passed     it was allocated: the device lacked it, and the half has counted it
-    left      passed     the KV cache holds its tokens: nobody needs it
-    left      hit        a step needs a row of it, and it was not allocated
-    passed    left       its request was preempted, and begins again; so does a hit
+    left      behind     the KV cache holds its tokens: nobody needs it
+    left      passed     a step needs a row of it, and it was not allocated: a hit
+    passed    behind     the KV cache holds its tokens
+    any       left       its request was preempted, or goes back, and begins again; the
+                         device was reset
     ========  =========  ====================================================================
+
+    vLLM keeps what a running request has passed on the device until it is behind.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -67,8 +92,8 @@ class DeviceLookups:
             counters: Where hits are counted.
         """
         self._counters = counters
-        self._prefilling: dict[str, _Inputs] = {}  # have something left
-        self._prefilled: dict[str, _Inputs] = {}  # might be preempted
+        self._inputs: dict[str, _Inputs] = {}
+        self._prefilling: dict[str, _Inputs] = {}  # not all are behind
         self._allocated: dict[str, set[int]] = {}  # in this pass
 
     def allocated(self, request_id: str, index: int) -> None:
@@ -77,6 +102,34 @@ class DeviceLookups:
         if allocated is None:
             allocated = self._allocated[request_id] = set()
         allocated.add(index)
+
+    def ahead(self, request: Any, computed: int) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The features that may have tokens left, and those of them that are to be looked for.
+
+        A session has thousands in its KV cache. Those that were there at the last look are in
+        neither list. What the device holds for this request until it is behind is in the first
+        one alone.
+        """
+        features = request.mm_features
+        inputs = self._inputs.get(request.request_id)
+        if inputs is None:
+            if not is_behind(features[0], computed):
+                return features, features
+            inputs = self._inputs[request.request_id] = _Inputs(features)
+        # One that goes back, since its KV cache cannot be had, has lost what it held.
+        is_same = computed >= inputs.end
+        first = min(inputs.behind, inputs.look(computed))
+        left = features[first:]
+        passed = inputs.passed
+        # So has a preempted one.
+        if not passed or not is_same or request.status.name != "RUNNING":
+            return left, left
+        return left, [one for place, one in enumerate(left, first) if place not in passed]
+
+    def device_was_reset(self) -> None:
+        """The device holds nothing any more."""
+        for inputs in self._inputs.values():
+            inputs.passed.clear()
 
     def end_pass(self, output: Any) -> None:
         """A pass has ended.
@@ -87,21 +140,13 @@ class DeviceLookups:
         scheduled = output.num_scheduled_tokens
         for one in output.scheduled_new_reqs:
             if one.mm_features:
-                positions = [
-                    None if feature.modality == PASSED_THROUGH else feature.mm_position
-                    for feature in one.mm_features
-                ]
                 name = one.req_id
-                self._prefilled.pop(name, None)
-                inputs = _Inputs(positions, list(range(len(positions))))
-                self._prefilling[name] = inputs
+                inputs = self._begin(name, one.mm_features)
                 self._pass(name, inputs, one.num_computed_tokens, scheduled.get(name, 0))
         cached = output.scheduled_cached_reqs
         for name in cached.resumed_req_ids:
-            inputs_again = self._prefilling.get(name) or self._prefilled.pop(name, None)
-            if inputs_again is not None:
-                inputs_again.left = list(range(len(inputs_again.positions)))
-                self._prefilling[name] = inputs_again
+            if name in self._inputs:
+                self._begin(name, self._inputs[name].features)
         if self._prefilling:
             for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 going_on = self._prefilling.get(name)
@@ -109,45 +154,61 @@ class DeviceLookups:
                     self._pass(name, going_on, computed, scheduled.get(name, 0))
         self._allocated.clear()
 
+    def _begin(self, name: str, features: Sequence[Any]) -> _Inputs:
+        inputs = self._inputs.get(name)
+        if inputs is None:
+            inputs = self._inputs[name] = _Inputs(features)
+        inputs.begin(features)
+        self._prefilling[name] = inputs
+        return inputs
+
     def _pass(self, name: str, inputs: _Inputs, computed: int, tokens: int) -> None:
         """A step computes so many tokens of a request, after so many."""
-        allocated: Collection[int] = self._allocated.get(name, ())
-        end = computed + tokens
-        left: list[int] = []
+        if computed < inputs.end:
+            inputs.passed.clear()
+        behind = inputs.look(computed)
+        end = inputs.end = computed + tokens
+        passed = inputs.passed
+        passed -= {place for place in passed if place < behind}
+        passed.update(self._allocated.get(name, ()))
+        features = inputs.features
         hits = 0
-        for number, index in enumerate(inputs.left):
-            position = inputs.positions[index]
-            if position is None or index in allocated:
-                continue
-            if position.offset >= end:
-                # A drafter looks ahead, so one of these may be allocated already.
-                left += (one for one in inputs.left[number:] if one not in allocated)
+        is_left = False
+        for place in range(behind, len(features)):
+            feature = features[place]
+            is_left = is_left or not is_behind(feature, end)
+            if feature.mm_position.offset >= end:
                 break
-            if position.offset + position.length <= computed:
+            if place in passed or is_behind(feature, computed):
                 continue
-            if _has_rows(position, computed, end):
+            if feature.modality == PASSED_THROUGH:
+                passed.add(place)
+            elif has_rows(feature.mm_position, computed, end):
+                passed.add(place)
                 hits += 1
-            else:
-                left.append(index)
-        inputs.left = left
         if hits:
             self._counters.add("lookups.device.hit", hits)
-        if not left:
+        if not is_left:
             del self._prefilling[name]
-            self._prefilled[name] = inputs
 
     def end_request(self, request_id: str) -> None:
         """The request has ended."""
+        self._inputs.pop(request_id, None)
         self._prefilling.pop(request_id, None)
-        self._prefilled.pop(request_id, None)
 
     @property
     def requests(self) -> Iterable[str]:
         """Whose inputs are remembered."""
-        return [*self._prefilling, *self._prefilled]
+        return self._inputs.keys()
 
 
-def _has_rows(position: Any, begin: int, end: int) -> bool:
+def is_behind(feature: Any, computed: int) -> bool:
+    """Whether all tokens of an input are among so many of its request."""
+    position = feature.mm_position
+    return bool(position.offset + position.length <= computed)
+
+
+def has_rows(position: Any, begin: int, end: int) -> bool:
     """Whether any row of an input belongs to a token in this range: some tokens have none."""
     if getattr(position, "is_embed", None) is None:
         return True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from s3ec.codec import Shape
 
 if TYPE_CHECKING:
-    from s3ec.tier import Pin
+    from s3ec.tier import OpenEntry
 
 FileFacts = tuple[tuple[str, int, int, int, int], ...]
 """Of some files: path, bytes, times of the last write and change in nanoseconds, inode."""
@@ -22,7 +22,9 @@ class Load:
 
     Attributes:
         identifier: Its place in vLLM's encoder cache.
-        path: Pinned file on the scheduler's node.
+        path: Name of the file when the scheduler's process opened it.
+        pid, fd: That process, and where it has the file open until it hears of the load.
+        device, inode: Of that file. Another one is no damage, it is not the one that was granted.
         shape: Rows, width and dtype that were compared with the request.
         checksum: xxh3-128 of the tensor's bytes, from the header that was checked.
         data_start: Offset of the tensor in the file, bytes.
@@ -32,6 +34,10 @@ class Load:
 
     identifier: str
     path: str
+    pid: int
+    fd: int
+    device: int
+    inode: int
     shape: Shape
     checksum: str
     data_start: int
@@ -39,12 +45,13 @@ class Load:
     renamed: str = ""
 
     @classmethod
-    def of(cls, identifier: str, pin: Pin, renamed: str = "") -> Load:
-        """The load of a pinned file."""
-        header = pin.header
+    def of(cls, identifier: str, entry: OpenEntry, renamed: str = "") -> Load:
+        """The load of an open entry."""
+        header = entry.header
         return cls(
             identifier,
-            str(pin.path),
+            entry.path,
+            *(entry.pid, entry.fd, entry.device, entry.inode),
             header.shape,
             header.checksum,
             header.data_start,
@@ -109,12 +116,14 @@ class TierId:
 
     Attributes:
         host: The running kernel; a folder shared by network is not this node's disk.
-        folder: Where the scheduler's process keeps its pins. Its name is random, so a rank that
-            finds it sees the very same folder.
+        folder: Of the scheduler's tier.
+        device, inode: Of that folder.
     """
 
     host: str
     folder: str
+    device: int
+    inode: int
 
 
 @dataclass(slots=True)

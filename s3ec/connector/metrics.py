@@ -169,7 +169,7 @@ GAUGES = {
     ),
 }
 _SOURCES = {
-    "tier": "It was on this node's disk. It only had to be verified and pinned.",
+    "tier": "It was on this node's disk. It only had to be verified and opened.",
     "bucket": "It was downloaded.",
 }
 _REASONS = {
@@ -209,7 +209,7 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
         "How fetches ended.",
         "outcome",
         {
-            "ready": "The embedding is on this node, verified and pinned.",
+            "ready": "The embedding is on this node, verified and held open.",
             "absent": "Neither this node nor the bucket has it.",
             "mismatch": "It is there, but it is not what the request needs.",
             "corrupt": "It is there, but it is unusable.",
@@ -308,7 +308,7 @@ LOOKUP_MEANINGS = {
 HISTOGRAMS: dict[str, tuple[str, str, str, dict[str, str]]] = {
     "fetch_time.": (
         "vllm:s3ec_fetch_time_seconds",
-        "Time that one fetch took, from its start to the pin.",
+        "Time that one fetch took, from its start until the entry was open.",
         "source",
         _SOURCES,
     ),
@@ -342,7 +342,6 @@ NOT_EXPORTED = {
     "index.vanished_base": "Bases that were deleted while they were downloaded.",
     "pace.withheld": "Requests at a time that are held back, because the store asked for fewer.",
     "skip.": "Chat requests that SkipPictures saw; it has a metric of its own.",
-    "tier.pin_copies": "Pins that are copies, since the file system has no hard links.",
     "tier.spool_copies": "Spooled files that are copies, since there are no hard links.",
 }
 

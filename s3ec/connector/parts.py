@@ -40,7 +40,7 @@ from s3ec.connector.vllm_config import (
     weights_at,
     without_pixels,
 )
-from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
 from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import ConfigError, TierError
@@ -254,8 +254,7 @@ class Parts:
                 "nothing will be loaded: ranks may run on other nodes than the scheduler, and %s",
                 topology.problem,
             )
-        if settings.live_weights == "stop":
-            live_weights.watch()
+        live_weights.watch()
         self.figures = Figures(node)
         self._log_line = LogLine(node)
         self._log_line.start()
@@ -269,6 +268,7 @@ class Parts:
             index=node.index,
             local=node.local,
             prefetcher=node.prefetcher,
+            residents=node.residents,
             store=node.breaker,
             disk=node.loop.watch,
             needs_embedding=features.needs_embedding,
@@ -413,7 +413,7 @@ def _policy_of(role: Role, settings: Settings, costs: EncodeCosts) -> WaitPolicy
     """What weighs waits against encoding; None where every wait is worth it, or none is."""
     if settings.wait != "auto" or not role.consumer or not role.defer_timeout_s:
         return None
-    return WaitPolicy(costs, EngineLoad(role.steps_in_flight), FetchQueue(settings.max_concurrency))
+    return WaitPolicy(costs, EngineLoad(role.steps_in_flight))
 
 
 def _worth_of(

@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a request waits for its embeddings: for which of them, for how long, and when in vain.
 
-All of it is in memory and belongs to the scheduler's thread. The parts, in this order: how long
-each request has waited for one source, and the waits themselves. Which items there are is in
+All of it is in memory and belongs to the scheduler's thread. The parts, in this order: whether a
+source is worth any wait, and the waits themselves. Which items there are is in
 ``item_tracker.py``, whether waiting costs less than encoding in ``waiting.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from s3ec.connector.item_tracker import FETCHING, Item, ItemTracker
-from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
-from s3ec.connector.waiting import Fetching, Lacking, SourceTimes, WaitPolicy
+from s3ec.connector.waiting import Missing, Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.prefetch import FetchResult, Priority
-from s3ec.tier import Pin
 
 # A request that came without pixels waits at least this long, whatever `defer_timeout_s` says:
 # it cannot be encoded instead, and would fail. Longer than a fetch that is tried again after a
@@ -36,20 +34,8 @@ VAIN_REST_S = 30.0
 _DEMAND = Priority.DEMAND
 
 
-@dataclass(slots=True)
-class _Wait:
-    features: int
-    limit_s: float  # as of the last question
-    spent_s: float = 0.0
-    since_s: float | None = None
-
-
-class DeferralBudget:
-    """Adds up the deferrals of each request and says when they have lasted long enough.
-
-    One object counts the waits for one source: the bucket, this node's disk, or an encoder that has
-    not uploaded yet what a request names. They are counted apart, so that no trouble with the
-    bucket keeps a request from an embedding that is here.
+class SourceTrust:
+    """Whether requests wait for one source: the bucket, this node's disk, or another engine.
 
     A source that answers, but too slowly for anybody to wait for, opens no breaker: small requests
     succeed. So a source is
@@ -59,114 +45,67 @@ class DeferralBudget:
     ========  ========  ======================================================================
     trusted   resting   MOST_IN_VAIN waits in a row were in vain: only requests without pixels
                         wait for it, while fetches go on
-    resting   trusted   something came from there in time
+    resting   trusted   something came that would have been in time for the last of them
     resting   on trial  VAIN_REST_S have passed since the last wait in vain
-    on trial  trusted   something came from there in time
+    on trial  trusted   something came in time
     on trial  resting   one more wait is in vain
     ========  ========  ======================================================================
-
-    Attributes:
-        requests: Ids of requests that have waited. For reading: a look is cheaper than a call.
     """
 
-    def __init__(
-        self, defer_timeout_s: float, counters: Counters, clock: Callable[[], float]
-    ) -> None:
-        self._limit_s = defer_timeout_s
-        self._counters = counters
-        self._clock = clock
-        self._waits: dict[str, _Wait] = {}
+    def __init__(self) -> None:
         self._in_vain = 0
         self._vain_s = 0.0  # when the last wait in vain ended
-        self.requests: Collection[str] = self._waits
+        self._waited_s = 0.0  # how long it was
 
-    def is_over(self, request_id: str, features: int = 0, *, no_pixels: bool = False) -> bool:
-        """Start or continue this request's wait; True once it has waited long enough.
-
-        Args:
-            features: How many the request has by now. A streaming session brings more with each
-                turn, and each turn may wait as long as a request of its own.
-            no_pixels: It has no other chance, so it is given more time, and waits though others
-                have waited in vain.
-        """
-        now = self._clock()
-        if not no_pixels and self._rests(now):
-            return True
-        limit_s = max(self._limit_s, NO_PIXELS_WAIT_S) if no_pixels else self._limit_s
-        wait = self._waits.get(request_id)
-        if wait is None:
-            if limit_s <= 0:
-                return True
-            wait = self._waits[request_id] = _Wait(features, limit_s)
-        elif features > wait.features:
-            wait.features = features
-            wait.spent_s = 0.0
-            wait.since_s = None
-        wait.limit_s = limit_s
-        if wait.spent_s >= limit_s:
-            return True
-        if wait.since_s is None:
-            wait.since_s = now
-        return wait.spent_s + now - wait.since_s >= limit_s
-
-    def ends_s(self, request_id: str) -> float:
-        """When the request will have waited long enough, at the soonest; infinity if it does not
-        wait at present.
-        """
-        wait = self._waits.get(request_id)
-        if wait is None or wait.since_s is None:
-            return math.inf
-        return wait.since_s - wait.spent_s + wait.limit_s
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether so many waits were in vain that nobody should wait for this source."""
+    def in_vain(self, waited_s: float, now: float) -> bool:
+        """A wait has ended without the embedding, after so long; whether the source rests."""
+        self._in_vain += 1
+        self._vain_s = now
+        self._waited_s = waited_s
         return self._in_vain >= MOST_IN_VAIN
 
-    def _rests(self, now: float) -> bool:
+    def came(self, seconds: float) -> None:
+        """Something came from there after so long; who waits for others has a chance."""
+        if seconds < self._waited_s:
+            self._in_vain = 0
+
+    def rests(self, now: float) -> bool:
         """Whether nobody should wait for this source."""
-        if not self.has_failed:
+        if self._in_vain < MOST_IN_VAIN:
             return False
         if now - self._vain_s < VAIN_REST_S:
             return True
         self._in_vain = MOST_IN_VAIN - 1
         return False
 
-    def end(self, request_id: str, *, in_vain: bool = False) -> bool:
-        """The request need not wait now; what it has waited stays counted against it.
 
-        Args:
-            in_vain: What it waited for has not come in time.
+@dataclass(slots=True)
+class _Wait:
+    """What one request has waited and may wait.
 
-        Returns:
-            Whether it has waited until now.
-        """
-        wait = self._waits.get(request_id)
-        if wait is None or wait.since_s is None:
-            return False
-        now = self._clock()
-        wait.spent_s += now - wait.since_s
-        wait.since_s = None
-        if in_vain:
-            self._counters.add("defer_timeouts")
-            self._in_vain += 1
-            self._vain_s = now
-        return True
+    Attributes:
+        features: Of the request. A streaming session brings more with each turn, and each turn may
+            wait as long as a request of its own.
+        spent_s: What its waits have taken that are over.
+        limit_s: How long the present wait may last.
+        since_s: When it began, later by its pauses.
+        until_s: When it ends.
+        is_over: There is no present wait.
+        kept_tokens: Computed tokens that it was looked at with, while nothing has changed since;
+            -1 where it is to be looked at again.
+        asked_in: Number of the pass in which vLLM asked about it last.
+        asked_s: When that pass began.
+    """
 
-    def resume(self, request_id: str, *, pause_s: float) -> None:
-        """vLLM asks about the request again, after so long: that was no wait."""
-        wait = self._waits.get(request_id)
-        if wait is not None and wait.since_s is not None:
-            wait.since_s += pause_s
-
-    def came(self, seconds: float) -> None:
-        """Something came from there after so long; who waits for others has a chance."""
-        if seconds < self._limit_s:
-            self._in_vain = 0
-
-    def end_request(self, request_id: str) -> None:
-        """The request has ended."""
-        self._waits.pop(request_id, None)
+    features: int
+    spent_s: float
+    limit_s: float
+    since_s: float
+    until_s: float = math.inf
+    is_over: bool = False
+    kept_tokens: int = -1
+    asked_in: int = 0
+    asked_s: float = 0.0
 
 
 class RequestWaits:
@@ -178,19 +117,26 @@ class RequestWaits:
     state    goes to  when
     =======  =======  ======================================================================
     (none)   waiting  what it needs now is on its way, and worth the wait
-    waiting  paused   a pass has ended in which vLLM did not ask about it
-    paused   waiting  vLLM asks about it again
+    waiting  waiting  vLLM asks again. It is told "not yet" without a look at its items while
+                      none of these has changed, and neither store nor disk
     waiting  waited   all is here, its time is over, the encoder is to make it, or it fails
     waited   waiting  something is on its way again and it has time left, as it has with each
                       turn of a session
     any      (none)   it has ended
     =======  =======  ======================================================================
 
-    The time of a paused request stands still. There are three sources, each with a budget of its
-    own for each request: see DeferralBudget.
+    A wait has one end, which is found when it begins: by the policy, and by what `defer_timeout_s`
+    leaves of all the waits of a request.
+
+    vLLM leaves its queue early where an engine is full. Passes in which it did not ask about a
+    request do not count, but for the last one of them: what a request waits there is not ours, and
+    must not be taken for the time that a fetch takes.
+
+    A look takes some microseconds a picture, and vLLM asks about every waiting request in every
+    pass. So "not yet" is repeated without a look: a thousand requests can wait.
 
     Attributes:
-        paused: Requests that are paused, and since when. For reading.
+        is_open: Whether a pass has begun.
     """
 
     def __init__(
@@ -203,7 +149,6 @@ class RequestWaits:
         clock: Callable[[], float],
         local: Callable[[Key], bool],
         needs_embedding: Callable[[Any], bool],
-        answers: KeptAnswers,
         times: SourceTimes,
         policy: WaitPolicy | None = None,
     ) -> None:
@@ -217,7 +162,6 @@ class RequestWaits:
             clock: Monotonic seconds.
             local: Whether this node's disk is believed to hold a key.
             needs_embedding: Whether a feature came without pixels.
-            answers: Where answers are kept while nothing changes.
             times: Learns how long fetches take.
             policy: Weighs each wait against encoding; None where every wait is worth it.
         """
@@ -228,27 +172,74 @@ class RequestWaits:
         self._clock = clock
         self._local = local
         self._needs_embedding = needs_embedding
-        self._answers = answers
         self._times = times
         self._policy = policy
-        self._bucket_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
-        self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
-        self._promise_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
-        self._budgets = (self._bucket_waits, self._tier_waits, self._promise_waits)
+        self._longest_s = role.defer_timeout_s
+        self._trust: dict[Source, SourceTrust] = {
+            "bucket": SourceTrust(),
+            "tier": SourceTrust(),
+            "promise": SourceTrust(),
+        }
         self._promise_noted_s = clock()
-        self._deferred_s: dict[str, float] = {}  # those that are waiting, and since when
-        self._carried_s: dict[str, float] = {}  # what these had waited when they were paused
-        self._paused_s: dict[str, float] = {}
-        self.paused: Mapping[str, float] = self._paused_s
+        self._waits: dict[str, _Wait] = {}  # of requests that wait, or have waited
+        self.is_open = False
+        self._pass = 1  # its number, when it began, and when the one before it ended
+        self._began_s = self._ended_s = clock()
+
+    # -- a pass ------------------------------------------------------------------------------
+
+    def begin_pass(self, now: float) -> None:
+        """vLLM asks about the first request of a pass."""
+        self.is_open = True
+        self._began_s = now
+
+    def end_pass(self, now: float) -> None:
+        """A pass has ended."""
+        self.is_open = False
+        self._pass += 1
+        self._ended_s = now
+
+    def repeats(self, request_id: str, computed_tokens: int) -> bool:
+        """Whether a request is told "not yet" once more, since nothing has changed.
+
+        Not so where it is asked about for the second time in a pass.
+        """
+        wait = self._waits.get(request_id)
+        if (
+            wait is None
+            or wait.kept_tokens != computed_tokens
+            or wait.asked_in == self._pass
+            or not self.is_open
+            or self._began_s >= wait.until_s
+            or request_id in self._tracker.look_again
+        ):
+            return False
+        self._note_asked(wait)
+        return True
+
+    def asked(self, request_id: str) -> None:
+        """vLLM asks about a request, and it is looked at."""
+        self._tracker.look_again.discard(request_id)
+        wait = self._waits.get(request_id)
+        if wait is not None:
+            wait.kept_tokens = -1
+            self._note_asked(wait)
+
+    def _note_asked(self, wait: _Wait) -> None:
+        if wait.asked_in < self._pass - 1:
+            pause_s = self._ended_s - wait.asked_s
+            wait.since_s += pause_s
+            wait.until_s += pause_s
+        wait.asked_in, wait.asked_s = self._pass, self._began_s
+
+    def look_at_all(self) -> None:
+        """Something has changed that concerns all."""
+        for wait in self._waits.values():
+            wait.kept_tokens = -1
 
     def knows(self, request_id: str) -> bool:
         """Whether a request waits for anything or has waited. Most requests never do."""
-        return (
-            request_id in self._tracker.waiting
-            or request_id in self._bucket_waits.requests
-            or request_id in self._tier_waits.requests
-            or request_id in self._promise_waits.requests
-        )
+        return request_id in self._tracker.waiting or request_id in self._waits
 
     # -- begin to wait, or go on -------------------------------------------------------------
 
@@ -263,17 +254,11 @@ class RequestWaits:
             cannot: one came without pixels, and it has waited its time.
         """
         request_id = request.request_id
-        is_new = not any(request_id in budget.requests for budget in self._budgets)
         awaited = self._worth_waiting(pending, request)
-        if awaited is None:
-            return None
         if not awaited:
-            self._end_waits(request_id)
-        else:
-            if request_id not in self._deferred_s:
-                self._deferred_s[request_id] = self._clock()
-            if is_new:
-                self._counters.add("deferred_requests")
+            self._end_wait(request_id)
+            if awaited is None:
+                return None
         if awaited is not pending:
             kept = {feature.identifier for feature in awaited}
             for feature in pending:
@@ -290,206 +275,159 @@ class RequestWaits:
         """What of the pending features the request should still wait for.
 
         Returns:
-            All, those that lie on this node or may still be uploaded, those on this node, or none.
-            None instead of a list where one came without pixels and has waited its time.
+            All, those whose source is worth a wait, or none. None instead of a list where one came
+            without pixels and has waited its time.
         """
-        request_id = request.request_id
-        turns = len(request.mm_features)
-        here: list[Any] = []
-        promised: list[Any] = []
-        for feature in pending:
-            item = self._items[feature.identifier]
-            if self._local(item.key):
-                here.append(feature)
-            elif item.failures:
-                promised.append(feature)
-        rest = len(pending) - len(here) - len(promised)
+        now = self._clock()
+        is_bare = any(map(self._needs_embedding, pending))
+        awaited = pending if is_bare else self._trusted(pending, now)
+        if not awaited:
+            return awaited
+        request_id, features = request.request_id, len(request.mm_features)
+        # What came without pixels has no other chance.
+        longest_s = max(self._longest_s, NO_PIXELS_WAIT_S) if is_bare else self._longest_s
+        wait = self._waits.get(request_id)
+        if wait is None or wait.is_over or wait.features < features:
+            spent_s = wait.spent_s if wait is not None and wait.features == features else 0.0
+            if spent_s >= longest_s:
+                return None if is_bare else []
+            limit_s = self._longest_s - spent_s
+            if self._policy is not None and not is_bare:
+                limit_s = min(limit_s, self._limit_s(self._policy, awaited, now))
+                if limit_s <= 0:
+                    return []
+            wait = self._begin(request_id, features, spent_s, limit_s, now)
+        wait.until_s = wait.since_s + (longest_s - wait.spent_s if is_bare else wait.limit_s)
+        if now < wait.until_s:
+            return awaited
+        self._note_in_vain(awaited, wait, now, is_bare=is_bare)
+        self._end_wait(request_id)
+        wait.spent_s = max(wait.spent_s, self._longest_s)
+        return None if is_bare else []
+
+    def _trusted(self, pending: list[Any], now: float) -> list[Any]:
+        """Those of the pending features whose source is worth a wait."""
         # Not while nobody knows whether all ranks see this node's tier: nothing is granted then.
-        can_wait = self._shared_tier is None or self._shared_tier.asked is None
-        if can_wait and self._policy is not None and not self._pays(self._policy, request, pending):
+        if self._shared_tier is not None and self._shared_tier.asked is not None:
             return []
-        # First, since most requests wait for the bucket, and to look for pixels takes longer.
-        if not rest:
-            self._bucket_waits.end(request_id)
-        elif can_wait and not self._bucket_waits.is_over(request_id, turns):
+        resting = [source for source, one in self._trust.items() if one.rests(now)]
+        if not resting:
             return pending
-        if any(map(self._needs_embedding, pending)):
-            if not self._bucket_waits.is_over(request_id, turns, no_pixels=True):
-                return pending
-            # What is not in the bucket says nothing about how fast the bucket is.
-            late = any(self._items[one.identifier].state is FETCHING for one in pending)
-            self._end_wait(self._bucket_waits, request_id, in_vain=late)
-            return None
-        if not can_wait:
-            return []  # not in vain: nothing was late
-        if rest:
-            self._end_wait(self._bucket_waits, request_id, in_vain=True)
-        if promised:
-            if not self._promise_waits.is_over(request_id, turns):
-                return promised + here
-            if self._end_wait(self._promise_waits, request_id, in_vain=True):
-                for feature in promised:
-                    self._note_broken(self._items[feature.identifier])
-        if here:
-            if not self._tier_waits.is_over(request_id, turns):
-                return here
-            self._end_wait(self._tier_waits, request_id, in_vain=True)
-        return []
+        kept = [one for one in pending if self._awaits(one.identifier) not in resting]
+        return pending if len(kept) == len(pending) else kept
 
-    def _end_wait(self, source: DeferralBudget, request_id: str, *, in_vain: bool) -> bool:
-        ended = source.end(request_id, in_vain=in_vain)
-        if in_vain and source.has_failed:
-            self._answers.clear()  # the others do not wait for it any more
-        return ended
+    def _awaits(self, identifier: str) -> Source:
+        """From whom an item is awaited: what the bucket did not have is still to be uploaded."""
+        item = self._items[identifier]
+        if self._local(item.key):
+            return "tier"
+        return "promise" if item.failures else "bucket"
 
-    def keep_answer(self, request: Any, pending: list[Any], computed_tokens: int) -> None:
-        """A request was deferred: it need not be looked at again before something changes.
+    def _begin(
+        self, request_id: str, features: int, spent_s: float, limit_s: float, now: float
+    ) -> _Wait:
+        self._end_wait(request_id)  # of an earlier turn
+        if request_id not in self._waits:
+            self._counters.add("deferred_requests")
+        wait = _Wait(features, spent_s, limit_s, now, asked_in=self._pass, asked_s=now)
+        self._waits[request_id] = wait
+        return wait
 
-        Nothing is kept for one without pixels that is to ask again for what has FAILED.
-        """
-        if any(self._items[feature.identifier].state is not FETCHING for feature in pending):
-            return
-        request_id = request.request_id
-        now = self._clock()
-        ends_s = min(budget.ends_s(request_id) for budget in self._budgets)
-        needed = [
-            feature.identifier
-            for feature in request.mm_features
-            if feature.mm_position.offset + feature.mm_position.length > computed_tokens
-        ]
-        # A little sooner, since sums are rounded.
-        self._answers.keep(request_id, computed_tokens, needed, now=now, until_s=ends_s - 1e-9)
+    def _note_in_vain(self, awaited: list[Any], wait: _Wait, now: float, *, is_bare: bool) -> None:
+        """A wait has lasted its time, and these have not come."""
+        self._counters.add("defer_timeouts")
+        waited_s = wait.spent_s + wait.until_s - wait.since_s
+        for source in {self._awaits(feature.identifier) for feature in awaited}:
+            # What came without pixels may have been invented by a client.
+            if is_bare and source == "promise":
+                continue
+            if self._trust[source].in_vain(waited_s, now):
+                self.look_at_all()  # the others do not wait for it any more
+        for feature in awaited:
+            item = self._items[feature.identifier]
+            if item.promised and not self._local(item.key) and not is_bare:
+                # Nobody will learn how long it takes.
+                self._note_promise(item, 2 * (now - item.asked_s))
 
-    def _pays(self, policy: WaitPolicy, request: Any, pending: list[Any]) -> bool:
-        """Whether waiting costs less than encoding; what has no pixels is always waited for."""
-        now = self._clock()
-        if any(map(self._needs_embedding, pending)):
-            return True
-        items = [self._items[feature.identifier] for feature in pending]
-        promised = [item for item in items if item.promised and not self._local(item.key)]
-        for item in promised:
-            if policy.costs.known_s(item.modality, item.rows) is None:
-                return True  # others encode it; it is not encoded here to learn the cost
-        if promised and now - self._promise_noted_s > VAIN_REST_S:
-            policy.times.relearn("promise")  # who does not wait learns nothing
-        waited = request.request_id in policy.waiting
-        lacking = lambda: [self._lacking(item) for item in items]  # noqa: E731
-        turns = len(request.mm_features)
-        if policy.waits(request.request_id, lacking, now, features=turns):
-            return True
-        self._counters.add("waits_declined")
-        if waited:
-            for item in promised:
-                self._note_broken(item)
-        return False
-
-    def _note_broken(self, item: Item) -> None:
-        """Somebody has waited for it in vain. Nobody will learn how long it takes."""
-        self._note_promise(item, 2 * (self._clock() - item.asked_s))
+    def _limit_s(self, policy: WaitPolicy, awaited: list[Any], now: float) -> float:
+        """How long to wait at most by what waiting and encoding cost; 0 for not at all."""
+        missing = []
+        for feature in awaited:
+            item = self._items[feature.identifier]
+            source: Source = "promise" if item.promised else "bucket"
+            if self._local(item.key):
+                source = "tier"
+            elif item.promised and now - self._promise_noted_s > VAIN_REST_S:
+                policy.times.relearn("promise")  # who does not wait learns nothing
+            missing.append(Missing(item.modality, item.rows, source))
+        limit_s = policy.limit_s(missing, now)
+        if limit_s <= 0:
+            self._counters.add("waits_declined")
+        return limit_s
 
     def _note_promise(self, item: Item, seconds: float) -> None:
         """What was named has taken so long from the first question on."""
         self._times.of("promise", item.rows).add(seconds)
         self._promise_noted_s = self._clock()
 
-    def _lacking(self, item: Item) -> Lacking:
-        if self._local(item.key):
-            return Lacking(item.modality, item.rows, "tier", item.fetching or Fetching(0))
-        if item.promised:  # fetched again and again, so its age is that of the first time
-            return Lacking(item.modality, item.rows, "promise", Fetching(0, item.asked_s))
-        return Lacking(item.modality, item.rows, "bucket", item.fetching or Fetching(0))
+    def keep(self, request_id: str, pending: list[Any], computed_tokens: int) -> None:
+        """A request was deferred: it need not be looked at again before something changes.
 
-    def end_pass(self, asked: Set[str]) -> None:
-        """A pass has ended. Who was not asked about in it does not wait for an embedding.
-
-        vLLM leaves its queue where an engine is full. What a request waits there is not ours, and
-        must not be taken for the time that a fetch takes.
+        One without pixels is, that is to ask again for what has FAILED.
         """
-        now = self._clock()
-        for request_id in self.paused.keys() & asked:
-            self.resume(request_id, now)  # its answer was repeated
-        left = [request_id for request_id in self._deferred_s if request_id not in asked]
-        if left:  # a full engine may pause a thousand: they are counted together
-            waited_s = 0.0
-            for request_id in left:
-                so_far_s = now - self._deferred_s.pop(request_id)
-                waited_s += so_far_s
-                self._carried_s[request_id] = self._carried_s.get(request_id, 0.0) + so_far_s
-                self._paused_s[request_id] = now
-            self._counters.add("deferred_seconds", waited_s)
-
-    def resume(self, request_id: str, now: float) -> None:
-        """vLLM asks about a paused request again: its wait goes on where it was."""
-        pause_s = now - self._paused_s.pop(request_id)
-        self._deferred_s[request_id] = now
-        for budget in self._budgets:
-            budget.resume(request_id, pause_s=pause_s)
-        if self._policy is not None:
-            self._policy.resume(request_id, pause_s=pause_s)
-
-    def _count_wait(self, request_id: str) -> None:
-        """The request does not wait now. However many sources it waited for, it waited once."""
-        since_s = self._deferred_s.pop(request_id, None)
-        carried_s = self._carried_s.pop(request_id, None) if self._carried_s else None
-        if since_s is None and carried_s is None:
-            return
-        waited_s = 0.0
-        if since_s is not None:
-            waited_s = self._clock() - since_s
-            self._counters.add("deferred_seconds", waited_s)
-        waited_s += carried_s or 0.0
-        self._counters.observe("wait_time", waited_s)
-
-    def _end_waits(self, request_id: str) -> None:
-        self._count_wait(request_id)
-        if self._policy is not None:
-            self._policy.end(request_id)
-        for budget in self._budgets:
-            budget.end(request_id)
+        if all(self._items[feature.identifier].state is FETCHING for feature in pending):
+            self._waits[request_id].kept_tokens = computed_tokens
 
     # -- the end of a wait -------------------------------------------------------------------
 
-    def let_through(self, request: Any, num_computed_tokens: int) -> None:
+    def _end_wait(self, request_id: str) -> None:
+        """The request does not wait now; what it has waited stays counted against it."""
+        wait = self._waits.get(request_id)
+        if wait is None or wait.is_over:
+            return
+        is_paused = wait.asked_in < self._pass - 1
+        waited_s = (wait.asked_s if is_paused else self._clock()) - wait.since_s
+        wait.is_over, wait.kept_tokens = True, -1
+        wait.spent_s += waited_s
+        self._counters.add("deferred_seconds", waited_s)
+        self._counters.observe("wait_time", waited_s)
+
+    def let_through(self, request_id: str, needed: Collection[str]) -> None:
         """All that the request needs now is here, or will be encoded.
 
-        The KV cache may hold what it waited for: a prefix that others computed.
+        Args:
+            request_id: Of the request.
+            needed: Identifiers of what it needs now or later. The KV cache may hold what else it
+                waited for: a prefix that others computed.
         """
-        request_id = request.request_id
-        self._end_waits(request_id)
-        if request_id in self._tracker.waiting:
-            for feature in request.mm_features:
-                position = feature.mm_position
-                if position.offset + position.length <= num_computed_tokens:
-                    self._tracker.leave(request_id, feature.identifier)
+        self._end_wait(request_id)
+        for identifier in self._tracker.waiting.get(request_id, set()).difference(needed):
+            self._tracker.leave(request_id, identifier)
 
     def goes_on(self, request_id: str) -> None:
         """The request waits for nothing: what it needs is computed, or the encoder makes it."""
-        if request_id in self._deferred_s:
-            self._end_waits(request_id)
+        self._end_wait(request_id)
 
     def scheduled(self, request_id: str, identifier: str) -> None:
         """The request got room for one item: it need not wait, and has done with this one."""
-        self._end_waits(request_id)
+        self._end_wait(request_id)
         if request_id in self._tracker.waiting:
             self._tracker.leave(request_id, identifier)
 
     def give_up(self, request_id: str, pending: Iterable[str]) -> None:
         """The request fails: it waits for nothing, not even for what it has just asked for."""
-        self._count_wait(request_id)
+        self._end_wait(request_id)
         for identifier in pending:
             self._tracker.leave(request_id, identifier)
         self._tracker.leave_all(request_id)
 
     def end_request(self, request_id: str) -> None:
         """The request has ended. What it waited for is for others, or for nobody."""
-        now = self._clock()
-        self._answers.drop(request_id)
-        self._paused_s.pop(request_id, None)
-        self._count_wait(request_id)
-        for budget in self._budgets:
-            budget.end_request(request_id)
+        self._end_wait(request_id)
+        self._tracker.look_again.discard(request_id)
+        self._waits.pop(request_id, None)
         if self._policy is not None:
-            self._policy.end_request(request_id, now)
+            self._policy.load.end_request(self._clock())
         self._tracker.leave_all(request_id)
 
     # -- what is learned, and what is kept ---------------------------------------------------
@@ -497,20 +435,17 @@ class RequestWaits:
     def arrived(self, results: Iterable[FetchResult]) -> None:
         """The prefetcher has finished these: learn what they took, and move their items on."""
         now = self._clock()
-        unwanted: list[Pin] = []
         for fetched in results:
             if fetched.source is not None:
-                budget = self._bucket_waits if fetched.source == "bucket" else self._tier_waits
-                budget.came(fetched.seconds)
+                self._trust[fetched.source].came(fetched.seconds)
                 self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
             item = self._items.get(fetched.want.key.identifier)
             had_failed = item is not None and item.failures > 0
-            if self._tracker.arrived(fetched, now, unwanted) and item is not None:
+            if self._tracker.arrived(fetched, now) and item is not None:
                 if had_failed:
-                    self._promise_waits.came(0.0)
+                    self._trust["promise"].came(0.0)
                 if item.promised:
                     self._note_promise(item, now - item.asked_s)
-        self._tracker.release(unwanted)
 
     def audit(self, *, requests: Collection[str]) -> list[str]:
         """As SchedulerHalf.audit."""
@@ -525,12 +460,7 @@ class RequestWaits:
     def remembered(self) -> dict[str, Collection[str]]:
         """All that is kept of requests; an audit at rest expects it to be empty."""
         return {
-            "waits": self._bucket_waits.requests,
-            "waits for the tier": self._tier_waits.requests,
-            "waits for what was named": self._promise_waits.requests,
+            "waits": self._waits,
             "interests": self._tracker.waiting,
-            "deferrals": self._deferred_s,
-            "paused waits": self.paused,
-            "waits before a pause": self._carried_s,
-            "answers": self._answers.requests,
+            "requests to look at again": self._tracker.look_again,
         }

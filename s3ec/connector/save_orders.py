@@ -125,8 +125,8 @@ class SaveWorth:
         """
         if self._policy is not None:
             times = self._policy.times.of("bucket", rows)
-            if times.late_s:
-                return times.mean_s
+            if times.is_known:
+                return times.likely_s
         get: Callable[[str], float] = self._counters.get
         for items, seconds in (
             ("fetch_items.bucket", "fetch_seconds.bucket"),

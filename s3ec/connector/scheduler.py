@@ -3,7 +3,7 @@
 
 Every method runs inside vLLM's scheduling pass. None does I/O, waits, or makes a system call,
 except build_connector_meta, which may wake the prefetcher's loop once per step. True is
-granted only for entries that the prefetcher has verified and pinned on this node.
+granted only for entries of this node that are verified and held open.
 
 vLLM objects are used by attribute only: this module imports neither torch nor vllm.
 """
@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from s3ec.connector.adapters import Adapter, Adapters
@@ -27,17 +26,24 @@ from s3ec.connector.item_tracker import (
     READY,
     Item,
     ItemTracker,
+    OpenEntries,
     PrefetchQueue,
     State,
 )
-from s3ec.connector.kept_answers import KeptAnswers
-from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
+from s3ec.connector.lookups import (
+    FROM_BUCKET,
+    FROM_NODE,
+    FROM_NOWHERE,
+    DeviceLookups,
+    has_rows,
+    is_behind,
+)
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth, SeenKeys
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
-from s3ec.connector.waiting import SourceTimes, WaitPolicy
+from s3ec.connector.waiting import Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes
@@ -60,6 +66,11 @@ def named_by(request: Any) -> Collection[str]:
     """
     params = getattr(request, "ec_transfer_params", None)
     return params if isinstance(params, dict) else ()
+
+
+def _names(features: Iterable[Any], start: int) -> list[str]:
+    """Identifiers of those of which tokens are left behind this place."""
+    return [feature.identifier for feature in features if not is_behind(feature, start)]
 
 
 def _form_token(identifier: str, *, is_crowded: bool) -> bytes:
@@ -88,12 +99,13 @@ class SchedulerHalf:
     Attributes:
         tracker: What is known of each embedding. For reading.
         waits: Which requests wait, and for what. For reading.
-        answers: What requests were told that wait, while nothing has changed. For reading.
         lookups: What the device held when a step needed it.
         on_device: What vLLM's encoder cache holds, or will when the last step was executed, as its
             manager told us. For reading.
         device: What it holds at this moment, where a manager of ours tells. vLLM's own tells at the
             end of a pass, so what an earlier request of the pass has pushed out seems to be there.
+        replay_tokens: Of a prefix hit, so many of its last tokens are computed again (bounded
+            replay, DeepSeek-V4.1).
     """
 
     def __init__(
@@ -103,6 +115,7 @@ class SchedulerHalf:
         index: Index,
         local: LocalKeys,
         prefetcher: PrefetchQueue,
+        residents: OpenEntries,
         store: StoreState,
         disk: DiskState,
         needs_embedding: Callable[[Any], bool],
@@ -116,7 +129,6 @@ class SchedulerHalf:
         policy: WaitPolicy | None = None,
         worth: SaveWorth | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Wire the half up.
 
@@ -124,7 +136,8 @@ class SchedulerHalf:
             role: What this instance does.
             index: What the corpus holds.
             local: What this node's disk holds, as far as memory knows.
-            prefetcher: Brings and pins entries.
+            prefetcher: Brings entries.
+            residents: Entries of this node that can be granted at once.
             store: Whether the breaker is open.
             disk: Whether this node's disk is known not to answer.
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
@@ -140,18 +153,16 @@ class SchedulerHalf:
             policy: Weighs each wait against encoding; None where every wait is worth it.
             worth: Says what is worth storing; None where everything is.
             clock: Monotonic seconds.
-            wall_clock: Seconds as in a request's ``arrival_time``.
         """
         self._role = role
         self._policy = policy
         self._costs = policy.costs if policy is not None else costs or EncodeCosts()
         self._fetch_times = SourceTimes() if policy is None else policy.times
         self._load_s = 0.0  # of an item, from this node's memory to the device
-        self._wall_clock = wall_clock
-        self._seen: set[str] = set()  # requests that were asked about; with a policy only
         self._index = index
         self._local = local
         self._prefetcher = prefetcher
+        self._residents = residents
         self._store = store
         self._disk = disk
         self._hung = False  # as of the request being scheduled
@@ -164,7 +175,6 @@ class SchedulerHalf:
         self._scopes = scopes or ModalityScopes()
         self._adapters = adapters
         self._renames = bool(self._scopes or role.forms) or adapters is not None
-        self.answers = KeptAnswers()
         # Of store and disk: what all requests that wait depend on.
         self._outside = (False, False)
         self.tracker = ItemTracker(
@@ -174,8 +184,7 @@ class SchedulerHalf:
             counters=counters,
             clock=clock,
             local=local,
-            answers=self.answers,
-            queue=None if policy is None else policy.queue,
+            residents=residents,
         )
         self.waits = RequestWaits(
             self.tracker,
@@ -185,7 +194,6 @@ class SchedulerHalf:
             clock=clock,
             local=local,
             needs_embedding=needs_embedding,
-            answers=self.answers,
             times=self._fetch_times,
             policy=policy,
         )
@@ -194,6 +202,7 @@ class SchedulerHalf:
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
         self.device: Container[str] | None = None
+        self.replay_tokens = 0
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
@@ -215,7 +224,7 @@ class SchedulerHalf:
         self._stopped = False
 
     def stop(self, *, was_reset: bool) -> bool:
-        """Grant, load and save nothing more. What is pinned is given back when its lease ends.
+        """Grant, load and save nothing more. What is held open is let go of by time.
 
         Args:
             was_reset: vLLM's encoder cache is empty now. Otherwise it still counts on what an
@@ -225,68 +234,79 @@ class SchedulerHalf:
             False where that was done before.
         """
         if was_reset:
-            self._drop_orders({load.identifier for load in self._plan.loads})
-            self.on_device.clear()
+            self.device_was_reset()
         self._plan.saves.clear()
-        self.answers.clear()
+        self.waits.look_at_all()
         stopped, self._stopped = self._stopped, True
         return not stopped
+
+    def device_was_reset(self) -> None:
+        """vLLM's encoder cache is empty now, here and in the workers; between two passes."""
+        plan = self._plan
+        self._drop_orders({*plan.saves, *plan.encodes, *(load.identifier for load in plan.loads)})
+        self.on_device.clear()
+        self.lookups.device_was_reset()
+        self.waits.look_at_all()
 
     # -- before scheduling a request -------------------------------------------------------
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the request can be scheduled now; False defers it for this step."""
-        answers = self.answers
-        if not answers.is_open:
+        if not self.waits.is_open:
             self._begin_pass()
         request_id = request.request_id
-        answers.asked.add(request_id)
-        if answers.in_force.pop(request_id, None) == num_computed_tokens:
+        if self.waits.repeats(request_id, num_computed_tokens):
             return False
-        answers.drop(request_id)
-        if request_id in self.waits.paused:
-            self.waits.resume(request_id, self._clock())
-        if self._stopped:
-            self.waits.goes_on(request_id)
-            return self._can_be_encoded(request, num_computed_tokens)
-        # Not by the end of the last feature: where they nest (the audio of a video), an earlier
-        # one ends behind it.
-        decoding = num_computed_tokens >= request.num_prompt_tokens
-        if self._renames and not decoding and not self._name(request):
-            return False
-        if self._stores_again and self.on_device and not decoding:
-            self._store_again(request)
-        if not self._role.consumer:
-            return self._can_be_encoded(request, num_computed_tokens)
-        if self._role.asked_every_pass:
-            self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
-        features = request.mm_features
-        # An encoder was asked for each of them alone.
-        self._named = () if self._crowd_of(request) else named_by(request)
-        if decoding:  # everything is in the KV cache
+        self.waits.asked(request_id)
+        # vLLM tells us of the whole hit, and goes back only after that (0.32 and newer,
+        # v1/core/sched/scheduler.py, `_mark_prefix_replay`). A request that runs has done so.
+        start = num_computed_tokens
+        if self.replay_tokens and not request.num_computed_tokens:
+            start = max(start - self.replay_tokens, 0)
+        if start >= request.num_prompt_tokens:  # everything is in the KV cache
             self.waits.goes_on(request_id)
             if request_id in self.tracker.waiting:
                 self.tracker.leave_all(request_id)
             return True
-        if self._policy is not None:
-            self._note_asked(self._policy, request)
+        left = needed = request.mm_features
+        if start:
+            left, needed = self.lookups.ahead(request, start)
+        if self._stopped:
+            self.waits.goes_on(request_id)
+            return self._can_be_encoded(request, needed, start)
+        if self._renames and not self._name(request, left):
+            return False
+        if self._stores_again and self.on_device:
+            self._store_again(request, left)
+        if not self._role.consumer:
+            return self._can_be_encoded(request, needed, start)
+        if self._role.asked_every_pass:
+            self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
+        # An encoder was asked for each of them alone.
+        self._named = () if self._crowd_of(request) else named_by(request)
         if self._prefetcher.has_news:
             self.waits.arrived(self._prefetcher.drain())
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
             # There will be no second question: wait for all.
-            window_end = features[-1].mm_position.offset + 1
+            window_end = request.num_prompt_tokens
         now = self._clock()
         self._hung = self._disk.hangs
         if self._must_grant:
             self._must_grant.clear()
         pending = []
-        for feature in features:
+        for feature in needed:
             position = feature.mm_position
             offset = position.offset
-            if offset + position.length <= num_computed_tokens:
+            end = offset + position.length
+            if end <= start:
                 continue
             needed_now = offset < window_end
+            if offset < start or end > window_end:
+                # Of a part vLLM may need nothing: some tokens of a placeholder have no row.
+                if not has_rows(position, start, end):
+                    continue
+                needed_now = needed_now and has_rows(position, start, window_end)
             state = self._look(feature, needed_now, now)
             if state is READY:
                 continue
@@ -302,19 +322,19 @@ class SchedulerHalf:
             if goes_on is None:
                 return self._give_up(request, pending)
             if not goes_on and not self._hung:
-                self.waits.keep_answer(request, pending, num_computed_tokens)
+                self.waits.keep(request_id, pending, num_computed_tokens)
             return goes_on
-        if self.waits.knows(request.request_id):
-            self.waits.let_through(request, num_computed_tokens)
+        if self.waits.knows(request_id):
+            self.waits.let_through(request_id, _names(left, start))
         return True
 
-    def _name(self, request: Any) -> bool:
-        """Name what a request needs as it is stored; False while its adapter is being read."""
+    def _name(self, request: Any, features: Iterable[Any]) -> bool:
+        """Name some of a request's features as they are stored; False while its adapter is read."""
         adapter, adapters = self._adapter_of(request), self._adapters
         if adapter is not None and adapters is not None and not adapters.is_ready(adapter, request):
             return False
         crowd = self._crowd_of(request)
-        for feature in request.mm_features:
+        for feature in features:
             name = identifier = feature.identifier
             if adapter is not None:
                 name = adapter.name_of(name)
@@ -353,32 +373,27 @@ class SchedulerHalf:
             self._adapters.look()
 
     def _begin_pass(self) -> None:
-        """See what has changed since the last pass, and keep the answers that hold."""
+        """See what has changed since the last pass."""
         if self._prefetcher.has_news:
             self.waits.arrived(self._prefetcher.drain())
         outside = (self._store.is_open, self._disk.hangs)
         if outside != self._outside:
             self._outside = outside
-            self.answers.clear()
-        now = self._clock()
-        if self._policy is not None:
-            for request_id in self._policy.due(now, self.waits.paused):
-                self.answers.drop(request_id)
-        self.answers.begin_pass(now)
+            self.waits.look_at_all()
+        self.waits.begin_pass(self._clock())
 
-    def _note_asked(self, policy: WaitPolicy, request: Any) -> None:
-        """Tell the policy that vLLM wants to schedule a request, and since when it is here."""
-        if request.request_id in self._seen:
-            policy.load.asked()
-            return
-        self._seen.add(request.request_id)
-        policy.load.asked(delay_s=self._wall_clock() - request.arrival_time)
+    def _can_be_encoded(self, request: Any, features: Iterable[Any], start: int) -> bool:
+        """Whether the encoder can make what the request needs of these, since nothing is loaded.
 
-    def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
-        """Whether the encoder can make all that the request needs, since nothing is loaded."""
-        for feature in request.mm_features:
+        Args:
+            request: It fails where that cannot be.
+            features: Some of the request's.
+            start: The first token of the request that may be computed.
+        """
+        for feature in features:
             position = feature.mm_position
-            if position.offset + position.length <= num_computed_tokens:
+            end = position.offset + position.length
+            if end <= start or not has_rows(position, start, end):
                 continue
             if self._needs_embedding(feature):
                 key = self._keys(feature.identifier)
@@ -391,13 +406,13 @@ class SchedulerHalf:
         """Whether the corpus holds it, as far as can be told without waiting for the disk."""
         return not self._disk.hangs and self._index.holds(key)
 
-    def _store_again(self, request: Any) -> None:
-        """Have stored what the device holds and the corpus does not.
+    def _store_again(self, request: Any, features: Iterable[Any]) -> None:
+        """Have stored what the device holds of these features and the corpus does not.
 
         vLLM asks for what its own manager lacks. An object that somebody deleted, or a save that
         was dropped, would be missing for as long as the device holds the embedding.
         """
-        for feature in request.mm_features:
+        for feature in features:
             identifier = feature.identifier
             if identifier not in self.on_device or self._save_orders.is_recent(identifier):
                 continue
@@ -427,7 +442,7 @@ class SchedulerHalf:
             self._rows_asked[identifier] = 0  # it is what was called so before
             return None
         if item is None:
-            # What the device holds needs no fetch. A feature without pixels is pinned all the
+            # What the device holds needs no fetch. A feature without pixels is had ready all the
             # same: the device may evict it between this call and the next.
             if self._is_held(identifier) and not self._needs_embedding(feature):
                 return ABSENT
@@ -444,13 +459,7 @@ class SchedulerHalf:
             return ABSENT
         if state is READY:
             item.touched_s = now
-            if item.fits(rows, feature.modality):
-                if not self._is_misshapen(feature, item):
-                    return READY
-                self._counters.add("mismatch.placeholder")
-                return None
-            self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
-            return None
+            return self._look_at_ready(feature, item, rows)
         if state is FAILED:
             return self._look_at_failed(feature, item, rows, needed_now, now)
         came = not item.was_local and self._local(item.key)
@@ -464,15 +473,33 @@ class SchedulerHalf:
             return ABSENT  # on its way when the store went down, and of use to a later request
         return FETCHING
 
+    def _look_at_ready(self, feature: Any, item: Item, rows: int) -> State | None:
+        if item.fits(rows, feature.modality):
+            if not self._is_misshapen(feature, item):
+                return READY
+            self._counters.add("mismatch.placeholder")
+            return None
+        self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
+        return None
+
+    def _grant_at_once(self, key: Key, now: float) -> Item | None:
+        """The item of a resident, ready; None where it has to be looked for."""
+        if self._store.is_open:
+            return None
+        if self._shared_tier is not None and self._shared_tier.asked is not None:
+            return None
+        entry = self._residents.get(key.digest, now)
+        return None if entry is None else self.tracker.grant(key, entry, now)
+
     def _is_misshapen(self, feature: Any, item: Item) -> bool:
         """Whether a feature without pixels claims another arrangement of the stored rows.
 
         vLLM would place them by what it claims, and its prefix cache would give the outcome to all
         who ask under this identifier.
         """
-        if item.pin is None or not self._needs_embedding(feature):
+        if item.entry is None or not self._needs_embedding(feature):
             return False
-        stored = item.pin.header.placeholder or {}
+        stored = item.entry.header.placeholder or {}
         return contradicts(stored, self._placeholder_of(feature) or {})
 
     def _look_at_failed(
@@ -525,6 +552,11 @@ class SchedulerHalf:
         key = self._keys.asked(identifier)
         if key is None:
             return None
+        if self._role.can_load and not self._hung:
+            item = self._grant_at_once(key, now)
+            if item is not None:
+                self._rows_asked[identifier] = rows if item.modality == feature.modality else 0
+                return self._look_at_ready(feature, item, rows)
         if not self._is_worthwhile(feature, key):
             return ABSENT
         if not self._role.can_load:
@@ -613,8 +645,8 @@ class SchedulerHalf:
                 self._counters.add("encode.saved_seconds", saved_s)
         if granted and self._role.consumer:
             renamed = self._items[identifier].key.renamed
-            pin = self.tracker.load(identifier)
-            self._plan.loads.append(Load.of(identifier, pin, renamed))
+            entry = self.tracker.load(identifier)
+            self._plan.loads.append(Load.of(identifier, entry, renamed))
         elif not granted and self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
             if key is not None and self._has_one_form(feature):
@@ -642,6 +674,7 @@ class SchedulerHalf:
         can_load = self._role.consumer and self._role.can_load and not self._stopped
         if key is None or not can_load or self._disk.hangs:
             return encode_s
+        source: Source
         if self._local(key):
             source = "tier"
         elif not self._store.is_open and self._index.maybe_contains(key):
@@ -649,13 +682,17 @@ class SchedulerHalf:
         else:
             return encode_s
         times = self._fetch_times.of(source, rows)
-        fetch_s = times.mean_s if times.is_known or source != "tier" else 0.0
-        return min(encode_s, fetch_s + self._load_s)
+        return min(encode_s, times.likely_s + self._load_s)
 
     # -- once per step ---------------------------------------------------------------------
 
     def build_connector_meta(
-        self, freed: Iterable[str], *, scheduled_tokens: int, decode_tokens: int = 0
+        self,
+        freed: Iterable[str],
+        *,
+        scheduled_tokens: int,
+        decode_tokens: int = 0,
+        requests: int = 0,
     ) -> StepPlan:
         """Close the pass: hand the demand over, drop unused grants, return the step's orders.
 
@@ -665,24 +702,21 @@ class SchedulerHalf:
             scheduled_tokens: Of the whole step. The V1 runner does not call the worker half
                 in a step without tokens, so orders wait for the next one.
             decode_tokens: What the step would have if all its requests decoded; fewer than it has
-                where some are prefilled. Of use to a policy only.
+                where some are prefilled. Of use to a policy only, as the next one.
+            requests: That got tokens.
         """
         if self._adapters is not None:
             self._adapters.look()
-        self.waits.end_pass(self.answers.asked)
-        repeated = self.answers.end_pass()
+        self.waits.end_pass(self._clock())
         if self._policy is not None:
-            self._policy.end_pass(
-                self._clock(),
-                has_prefill=scheduled_tokens > decode_tokens,
-                tokens=scheduled_tokens,
-                repeated=repeated,
+            self._policy.load.end_pass(
+                self._clock(), has_prefill=scheduled_tokens > decode_tokens, requests=requests
             )
         gone = self._gone(freed)
         if gone:
             self._drop_orders(gone)
-        self.answers.changed_all(gone)
-        self.answers.changed_all(self._allocated)
+        self.tracker.changed(gone)
+        self.tracker.changed(self._allocated)
         self.on_device.update(self._allocated)
         self.on_device.difference_update(gone)
         self._allocated.clear()
@@ -737,7 +771,7 @@ class SchedulerHalf:
         self._plan.loads = [load for load in self._plan.loads if load.identifier not in freed]
 
     def update_connector_output(self, report: WorkerReport) -> None:
-        """Take the workers' report: unpin what was loaded, learn what was stored."""
+        """Take the workers' report: let go of what was loaded, learn what was stored."""
         self.tracker.loaded(report.loaded, self.on_device)
         if report.has_other_weights and self.stop(was_reset=False):
             self._counters.add("stopped_by_weights")
@@ -751,7 +785,7 @@ class SchedulerHalf:
             key = self._keys(identifier)
             if key is not None:
                 self._local.add(key)
-                self.answers.changed(identifier)
+                self.tracker.changed([identifier])
         # Adding looks into the index, which is mapped from the disk. What is not added is found
         # when it was announced.
         hangs = bool(report.stored) and self._disk.hangs
@@ -768,7 +802,7 @@ class SchedulerHalf:
     def _know_ranks(self, apart: list[int]) -> None:
         """Every rank has said whether it sees this node's tier; ``apart`` are those that do not."""
         if not apart:
-            self.answers.clear()
+            self.waits.look_at_all()
             self.tracker.settle()
         elif self.stop(was_reset=False):
             log.warning(
@@ -803,7 +837,6 @@ class SchedulerHalf:
             Of a pure producer the features that it does not store, by their places: what has no
             key. None of all others.
         """
-        self._seen.discard(request.request_id)
         self._unavailable.discard(request.request_id)
         self.lookups.end_request(request.request_id)
         self.waits.end_request(request.request_id)
@@ -825,7 +858,6 @@ class SchedulerHalf:
         requests: Collection[str],
         device: Collection[str],
         fetching: Collection[str],
-        pins: Collection[Path],
         at_rest: bool = False,
     ) -> list[str]:
         """Every complaint about what is remembered, one line each.
@@ -834,7 +866,6 @@ class SchedulerHalf:
             requests: Those that vLLM has not ended.
             device: What its encoder-cache manager counts.
             fetching: Identifiers that the prefetcher has not answered yet.
-            pins: Taken from the prefetcher and not given back.
             at_rest: Nothing has happened for longer than anything is kept, so that nothing at all
                 may be remembered.
         """
@@ -854,7 +885,7 @@ class SchedulerHalf:
             if identifier not in device
         ]
         late_s = self._clock() - 2 * _SWEEP_EVERY_S
-        complaints += self.tracker.audit(fetching=fetching, pins=pins, late_s=late_s)
+        complaints += self.tracker.audit(fetching=fetching, late_s=late_s)
         complaints += self.waits.audit(requests=requests)
         kept: dict[str, Collection[Any]] = {
             "rows": self._rows_asked,

@@ -9,15 +9,12 @@ So plans name the folder until every loading rank has reported whether it sees i
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
-from pathlib import Path
 
 from s3ec.connector.messages import TierId
 from s3ec.errors import TierError
 from s3ec.tier import Tier
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+from s3ec.tier.files import boot_id
 
 
 class SharedTier:
@@ -69,35 +66,23 @@ def tier_id(tier: Tier) -> TierId:
     """How other processes recognise this one's tier.
 
     Raises:
-        TierError: The tier is closed, or its folder for pins cannot be made.
+        TierError: Its folder cannot be looked at.
     """
-    return TierId(_host(), str(tier.pins.folder()))
+    folder = str(tier.folders.version)
+    try:
+        found = os.stat(folder)
+    except OSError as exc:
+        raise TierError(f"cannot look at {folder}: {exc}") from exc
+    return TierId(boot_id(), folder, found.st_dev, found.st_ino)
 
 
 def sees_tier(scheduler_tier: TierId, tier: Tier) -> bool | None:
-    """Whether the scheduler's pins lie in our own tier, under the paths that it names.
+    """Whether the scheduler's tier is our own, under the path that it names.
 
     Returns:
         None where our own disk does not say: the next plan asks again.
     """
     try:
-        own = tier.pins.folder().parent
+        return tier_id(tier) == scheduler_tier
     except TierError:
         return None
-    try:
-        return (
-            scheduler_tier.host == _host()
-            and os.access(scheduler_tier.folder, os.R_OK | os.X_OK)
-            and os.path.samefile(Path(scheduler_tier.folder).parent, own)
-        )
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return False
-    except OSError:
-        return None
-
-
-def _host() -> str:
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return platform.node()

@@ -577,20 +577,19 @@ class Uploader:
 
     def _load_entry(self, key: Key) -> Loaded | None:
         """From the tier, where somebody emptied the spool."""
-        pin = self._sources.tier.entries.pin(key)
-        if pin is None:
+        entry = self._sources.tier.entries.open(key)
+        if entry is None:
             return None
         try:
-            blob = pin.path.read_bytes()
+            with open(entry.fd, "rb", closefd=False) as file:
+                blob = file.read()
             name = self._namespace.name
             return Loaded(key, codec.verify(blob, namespace=name, identifier=key.stored), blob)
         except CorruptEntryError as exc:
-            self._sources.tier.entries.drop_bad(key, exc.reason)
+            self._sources.tier.entries.drop_bad(key, exc.reason, inode=entry.inode)
             return None
         except OSError as exc:
-            raise TierError(f"cannot read {pin.path}: {exc}") from exc
-        finally:
-            self._sources.tier.entries.unpin(pin)
+            raise TierError(f"cannot read {entry.path}: {exc}") from exc
 
     # -- the loop's thread: from the bucket into the index ------------------------------------
 

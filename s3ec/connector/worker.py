@@ -257,7 +257,8 @@ class WorkerHalf:
             return
         began = time.perf_counter()
         wanted = {one.identifier: one for one in plan.loads if not _holds(cache, one)}
-        loads = list(wanted.values())
+        # Large ones first: those are for readers.
+        loads = sorted(wanted.values(), key=lambda one: -one.shape.nbytes)
         with self._sync_allowed():
             batch = self._loader.start(loads, later=self._finish_later)
             started = _Started(plan, loads, batch)
@@ -274,7 +275,7 @@ class WorkerHalf:
         The thread waits for files; the device waits for its copies by itself.
 
         Raises:
-            RuntimeError: An embedding could be had neither from its pinned file nor from the
+            RuntimeError: An embedding could be had neither from its file nor from the
                 bucket; the others are in place. vLLM would end this engine anyway; a made-up
                 tensor would be answered from, and cached under the image's hash for later
                 requests.
@@ -368,7 +369,7 @@ def load_without_a_half(cache: MutableMapping[str, Any], plan: StepPlan) -> None
     """Put what a plan grants into the encoder cache, in a worker whose half did not start.
 
     The scheduler half may not know of it, and cannot take a grant back. What a plan says is enough
-    to read a pinned file and to verify it. The thread waits for the disk, and the bucket does not
+    to read a granted file and to verify it. The thread waits for the disk, and the bucket does not
     stand in for it.
 
     Raises:

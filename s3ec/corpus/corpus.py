@@ -62,6 +62,7 @@ from s3ec.namespaces import (
     describe_namespace,
     list_namespaces,
     read_namespaces,
+    require_ours,
 )
 from s3ec.runtime import LoopThread
 from s3ec.store.base import (
@@ -508,7 +509,7 @@ class Corpus:
             dropped, problem = await drop_deleted_rows(store, layout, names, self.tenant)
             return Deletion(layout.namespace, by_text, True, dropped, problem)
 
-        return self.within(work, name, write=not dry_run)
+        return self.within(work, name, write=True, dry_run=dry_run)
 
     def gc(
         self,
@@ -565,7 +566,7 @@ class Corpus:
                 report=report,
             )
 
-        return self.within(work, name, write=not dry_run)
+        return self.within(work, name, write=True, dry_run=dry_run)
 
     def verify(
         self,
@@ -927,6 +928,7 @@ class Corpus:
             bare = open_store(target.settings, patient=True)
             store = RetryStore(bare, Counters(), attempts=ATTEMPTS)
             try:
+                await require_ours(store, to)
                 places = Places(source, layout, await with_conditional_put(store), Layout(to))
                 return await copy_namespace(
                     places,
@@ -981,20 +983,27 @@ class Corpus:
         model: str | None = None,
         write: bool = False,
         compacts: bool = False,
+        dry_run: bool = False,
     ) -> T:
         """As run, on one namespace.
 
         Args:
-            write: Find out first whether the server honours conditional writes.
-            compacts: Refuse a server that does not.
+            write: It is changed: refuse one that a newer s3ec made, and find out first whether the
+                server honours conditional writes.
+            compacts: As ``write``, and refuse a server that does not.
+            dry_run: It is only said what would change. The server is not asked, and writes nothing.
 
         Raises:
-            ConfigError: See ``compacts``.
+            ConfigError: See ``write`` and ``compacts``.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         layout = Layout(self.choose(namespace, model=model))
 
         async def call(store: Store) -> T:
+            if write or compacts:
+                await require_ours(store, layout.namespace)
+            if dry_run:
+                return await work(store, layout)
             if compacts:
                 await require_conditional_put(store)
             if write and self._writable is None:

@@ -2,9 +2,9 @@
 """Hydrate: fill this node's tier from the bucket before traffic comes, with every byte verified.
 
 It goes beside an engine's prefetcher and not through it. A prefetcher brings what a request needs,
-by rows, width and modality, pins it for that request, and evicts for it. Here nobody knows these
-before the object says them, nobody waits, and nothing may go for what comes. The parts below are
-the same: checksums, files, claims, and the news that other processes hear.
+by rows, width and modality, holds it open for that request, and evicts for it. Here nobody knows
+these before the object says them, nobody waits, and nothing may go for what comes. The parts below
+are the same: checksums, files, claims, and the news that other processes hear.
 """
 
 from __future__ import annotations

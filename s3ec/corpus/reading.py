@@ -64,6 +64,7 @@ class ReadOptions:
         timeout_s: For one item over http, answer and body together.
         settings: Of the corpus whose credentials and endpoint are used for ``s3://``; None where
             no object is to be read.
+        hosts: In lower case, that may be asked over http, also by a redirect; None for any.
 
     Raises:
         ConfigError: A number is out of its range.
@@ -73,6 +74,7 @@ class ReadOptions:
     max_bytes: int = MAX_BYTES
     timeout_s: float = TIMEOUT_S
     settings: Settings | None = None
+    hosts: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if self.dpi not in _DPI_RANGE:
@@ -265,12 +267,13 @@ class Reader:
     # -- http ----------------------------------------------------------------------------------
 
     def _download(self, url: str) -> bytes:
-        """Follow a few redirects, never from https to http.
+        """Follow a few redirects, never from https to http, nor to a host that is not allowed.
 
         No reason repeats the URL: it may hold a signature.
         """
         import urllib3
 
+        hosts = self._options.hosts
         end_s = time.monotonic() + self._options.timeout_s
         try:
             for _ in range(_REDIRECTS + 1):
@@ -289,6 +292,8 @@ class Reader:
                     raise SourceError("redirected to what is no http or https URL")
                 if parts.scheme == "https" and scheme_of(url) == "http":
                     raise SourceError("redirected from https to http")
+                if hosts is not None and (urlsplit(url).hostname or "") not in hosts:
+                    raise SourceError("redirected to a host that is not allowed")
         except (urllib3.exceptions.HTTPError, OSError, ValueError) as exc:
             raise SourceError(_http_reason(exc)) from exc
         raise SourceError(f"redirected more than {_REDIRECTS} times")

@@ -7,8 +7,8 @@
   then, and what it only believed is not.
 - The object of a row of the catalogue is looked for again. If it is gone the row is dropped.
 
-What could not be read is never deleted: a store that fails makes nothing corrupt. Nor is what a
-newer s3ec wrote, nor anything that is no entry of the namespace, whatever an audit's state says.
+What could not be read is never deleted: a store that fails makes nothing corrupt. Nor is an object
+of a newer format, nor anything that is no entry of the namespace, whatever an audit's state says.
 Bad objects are not kept aside. Nothing would ever read them, and the producer's copy is what makes
 good.
 """
@@ -24,7 +24,6 @@ from s3ec.index.base_writer import BuildOptions
 from s3ec.index.delete import deleting
 from s3ec.index.listing import key_of_object
 from s3ec.index.rebuild import rebuild
-from s3ec.namespaces import read_namespaces
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.tenant import Tenant
@@ -47,14 +46,12 @@ class Repair:
             again, or no entries of the namespace.
         version: Of the new base of the index; None where the old one was right.
         dropped: Rows of the catalogue.
-        problem: Why nothing was mended; empty where that was tried.
     """
 
     deleted: int = 0
     spared: int = 0
     version: int | None = None
     dropped: int = 0
-    problem: str = ""
 
 
 async def repair(
@@ -77,12 +74,6 @@ async def repair(
         UnavailableError, AccessError: The store does not answer now, or refuses; some is mended.
         TierError: The folder for temporary files is full.
     """
-    [about] = await read_namespaces(store, [layout.namespace])
-    if about.is_newer:
-        return Repair(
-            problem=f"{layout.namespace} is of a newer format than this s3ec reads: nothing is "
-            "touched; repair it with the release that made it"
-        )
     done = Repair()
     if found.deep is not None and found.deep.bad:
         await _delete_corrupt(store, layout, found.deep.bad, done, options)

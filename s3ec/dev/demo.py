@@ -75,8 +75,8 @@ class _Encoder:
 
 _ENCODERS = {
     Preset.GEMMA3_27B: _Encoder(
-        "embedding-2.6mb",
-        "random weights. The embedding is about as large as Gemma3-27B's. A small encoder makes it "
+        "embedding-2.75mb",
+        "random weights. The embedding is as large as Gemma3-27B's. A small encoder makes it "
         "and then sleeps, so that an encode takes as long as Gemma3-27B's is estimated to take on "
         "an L4 (docs/does-it-pay.md).",
         MODELS["gemma3-27b"].encode_ms(GPUS["l4"], gpus=1) / 1e3,

@@ -30,7 +30,6 @@ RAG_COLOURS = {
     2: "#56a0d3",
     3: _BLUE,
     4: "#00875f",
-    5: "#c08a00",
     6: _ORANGE,
 }
 _Leg = Mapping[str, Any]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +15,10 @@ from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
 from s3ec.errors import TierError
 from s3ec.tier.files import Folders, free_bytes, is_full, make_folder, require_own_folder
 from s3ec.tier.inspection import plain_bytes
+from s3ec.tier.mounts import file_system, require_local
+from s3ec.tier.residents import FEW_RESIDENTS, allowed_residents
 
-MOUNTS = Path("/proc/self/mountinfo")
-_OCTAL = re.compile(r"\\([0-7]{3})")
 _MEMORY = ("tmpfs", "ramfs")
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "9p")
 _USEFUL_BYTES = 64 * 2**20  # below this a tier would hold a handful of images
 
 
@@ -28,8 +26,9 @@ def cache_folder(context: CheckContext) -> Outcome:
     """Whether the tier can keep files there, safe from other users, and what kind of disk it is."""
     root = context.settings.cache_dir
     try:
+        require_local(root)
         with at_folder(root) as folder:
-            require_own_folder(folder)
+            require_own_folder(folder, given=True)
             if (folder / "v1").exists():
                 require_own_folder(folder / "v1")
             with probe_file(folder):
@@ -53,24 +52,19 @@ def _mend_folder(exc: OSError) -> str:
 
 
 def _by_file_system(root: Path) -> Outcome:
-    kind = file_system(_existing(root))
+    kind = file_system(root)
     if kind == "overlay":
         return warn(
             f"{root} is writable, but lies in the container's own layer (overlay): slow to "
             "write, gone with the container",
             "mount a volume (emptyDir, hostPath, local disk) and set `cache_dir` to it",
         )
-    if kind in _NETWORK or kind.startswith("fuse"):
-        return warn(
-            f"{root} is writable, but on a network file system ({kind}): every hit waits for it",
-            "set `cache_dir` to a local disk or /dev/shm; the bucket is the shared copy",
-        )
     memory = ", which is memory: count `cache_bytes` to the pod's" if kind in _MEMORY else ""
     return ok(f"{root} is writable and private, on {kind}{memory}")
 
 
 def cache_links(context: CheckContext) -> Outcome:
-    """Whether pins can be hard links; otherwise each hit costs a copy."""
+    """Whether the spool can hold hard links; otherwise each save costs a copy."""
     try:
         with at_folder(context.settings.cache_dir) as folder, probe_file(folder) as path:
             link = path.with_name(f"{path.name}-link")
@@ -79,10 +73,21 @@ def cache_links(context: CheckContext) -> Outcome:
     except OSError as exc:
         return warn(
             f"no hard links there: {exc.strerror}",
-            "it works, but every hit copies its entry; a file system with hard links (ext4, "
+            "it works, but every save copies its entry; a file system with hard links (ext4, "
             "xfs, tmpfs) does without",
         )
-    return ok("hard links work, so a pin costs no copy")
+    return ok("hard links work, so a save costs no copy")
+
+
+def open_files(context: CheckContext) -> Outcome:
+    """Whether a process may hold enough entries open; others are granted a pass later."""
+    most = allowed_residents()
+    if most < FEW_RESIDENTS:
+        return warn(
+            f"a process may hold {most} entries open: it may open few files",
+            "raise its hard limit (`ulimit -Hn`, systemd's LimitNOFILE, docker's --ulimit nofile)",
+        )
+    return ok(f"a process may hold {most} entries open, to be granted at once")
 
 
 def cache_space(context: CheckContext) -> Outcome:
@@ -158,20 +163,3 @@ def probe_file(folder: Path) -> Iterator[Path]:
         yield path
     finally:
         path.unlink(missing_ok=True)
-
-
-def file_system(path: Path, *, mounts: Path = MOUNTS) -> str:
-    """The kind of file system that holds a path, ``unknown`` where Linux does not say."""
-    try:
-        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return "unknown"
-    real = path.resolve()
-    kind, depth = "unknown", -1
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        mount = Path(_OCTAL.sub(lambda found: chr(int(found[1], 8)), before.split()[4]))
-        # The later of two mounts on one folder hides the earlier.
-        if real.is_relative_to(mount) and len(mount.parts) >= depth:
-            kind, depth = after.split()[0], len(mount.parts)
-    return kind

@@ -111,6 +111,7 @@ STEPS = (
     Step("listing", "Bucket", bucket.listing, ("write",), where="s3"),
     Step("cache_folder", "This node", node.cache_folder),
     Step("cache_links", "This node", node.cache_links, ("cache_folder",)),
+    Step("open_files", "This node", node.open_files),
     Step("cache_space", "This node", node.cache_space, ("cache_folder",)),
     Step("vllm", _VLLM, serving.vllm),
     Step("hooks", _VLLM, serving.hooks, ("vllm",)),

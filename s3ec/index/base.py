@@ -12,7 +12,7 @@ from s3ec.index.rows import EntryInfo
 class Index(Protocol):
     """Which keys are worth fetching. Lookups are memory only and callable from any thread.
 
-    A True is a hint, never a promise: only bytes that are pinned on this node are granted.
+    A True is a hint, never a promise: only bytes that are open on this node are granted.
     """
 
     def maybe_contains(self, key: Key) -> bool:

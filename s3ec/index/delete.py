@@ -151,8 +151,15 @@ async def remove_namespace(
         UnavailableError: The store does not answer now. Some is deleted; calling again goes on.
         AccessError: It refuses.
     """
+    # Before it is listed, which may take longer than `idle_s`: what comes meanwhile is not seen.
+    now_s = await server_time(store) if idle_s else 0.0
     contents = await survey(store, layout, report=report)
-    await _require_idle(store, layout, contents, idle_s)
+    age_s = now_s - contents.stored_s
+    if idle_s and contents.stored_s and age_s < idle_s:
+        raise ConflictError(
+            f"something was stored in {layout.namespace} {max(age_s, 0):.0f} s ago, so an engine "
+            "may be writing there; stop it and wait, or give a lower `--idle`"
+        )
     waiting: list[str] = []  # until they fill a request
     done = 0
 
@@ -187,17 +194,6 @@ async def remove_namespace(
         )
     await store.delete(layout.descriptor)
     return contents
-
-
-async def _require_idle(store: Store, layout: Layout, contents: Contents, idle_s: float) -> None:
-    if not idle_s or not contents.stored_s:
-        return
-    age_s = await server_time(store) - contents.stored_s
-    if age_s < idle_s:
-        raise ConflictError(
-            f"something was stored in {layout.namespace} {max(age_s, 0):.0f} s ago, so an engine "
-            "may be writing there; stop it and wait, or give a lower `--idle`"
-        )
 
 
 FLUSH_S = 60.0

@@ -27,7 +27,8 @@ from cachetools import LRUCache
 from s3ec.identity import Key, KeyPolicy
 from s3ec.middleware.chat_pictures import Picture, UntouchedError
 from s3ec.runtime import DaemonPool
-from s3ec.tier.pins import Pin
+from s3ec.tier.files import touch
+from s3ec.tier.open_entry import OpenEntry
 from s3ec.tier.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -274,31 +275,33 @@ def _decode_base64(text: str) -> bytes:
     return bytes(pybase64.b64decode(text, validate=True))
 
 
-# -- a hold on what the node has ------------------------------------------------------------------
+# -- what the node has ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class Opened:
     """What one request counts on, until it ends.
 
     Attributes:
         named: For each of its pictures the identifier, and what sizes its placeholder.
-        pins: One for each embedding; eviction cannot take those.
+        entries: One for each embedding, by identifier. Emptied by a thread in the end, since that
+            closes files.
     """
 
     named: Sequence[tuple[str, Mapping[str, Any]]]
-    pins: Sequence[Pin]
+    entries: dict[str, OpenEntry]
 
 
-class Leases:
-    """Holds embeddings on this node's disk. Thread-safe.
+class Opener:
+    """Opens embeddings on this node's disk for requests. Thread-safe.
 
     The bytes of each are read and compared with their checksum before they are counted on: 0.1 ms
-    per MiB (``Tier(check_values=True)``).
+    per MiB (``Tier(check_values=True)``). That counts as a use. Should eviction take one before
+    the engine looks for it, the request is asked again with its pixels.
     """
 
     def __init__(self, tier: Tier, naming: KeyPolicy, fields: frozenset[str]) -> None:
-        """Nothing is held.
+        """Nothing is open.
 
         Args:
             tier: Of the engine's namespace.
@@ -309,46 +312,38 @@ class Leases:
         self._naming = naming
         self._fields = fields
 
-    def take(self, wanted: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Lease:
-        """Hold the embeddings of all pictures of a request.
+    def open(self, wanted: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Opened:
+        """Open the embeddings of all pictures of a request.
 
         Args:
             wanted: For each its identifier, and what must be stored with it.
 
         Raises:
-            UntouchedError: One of them is not here; none is held then.
+            UntouchedError: One of them is not here.
         """
-        held: dict[str, Pin] = {}
+        found: dict[str, OpenEntry] = {}
         try:
             for identifier, placeholder in wanted:
-                pin = held.get(identifier)
-                if pin is None:
-                    pin = held[identifier] = self._pin(identifier)
-                if placeholder is not None and dict(pin.header.placeholder or {}) != placeholder:
+                if identifier not in found:
+                    found[identifier] = self._open_one(identifier)
+                stored = found[identifier].header.placeholder
+                if placeholder is not None and dict(stored or {}) != placeholder:
                     raise UntouchedError("other_size")
         except BaseException:
-            self._drop(held.values())
+            found.clear()  # the exception has this frame, and may live for long
             raise
-        named = [(name, held[name].header.placeholder or {}) for name, _ in wanted]
-        return Lease(named, list(held.values()))
+        return Opened([(name, found[name].header.placeholder or {}) for name, _ in wanted], found)
 
-    def give_back(self, lease: Lease) -> None:
-        """Let go of what a request held; never raises, and more than once is fine."""
-        self._drop(lease.pins)
-
-    def _pin(self, identifier: str) -> Pin:
+    def _open_one(self, identifier: str) -> OpenEntry:
         key: Key | None = self._naming.make_key(identifier)
         if key is None:
             raise UntouchedError("client_ids")
-        pin = self._entries.pin(key)
-        if pin is None:
+        entry = self._entries.open(key)
+        if entry is None:
             raise UntouchedError("not_here")
-        header = pin.header
+        header = entry.header
         if header.modality != "image" or set(header.placeholder or {}) != self._fields:
-            self._entries.unpin(pin)
+            del entry  # as above
             raise UntouchedError("no_metadata")
-        return pin
-
-    def _drop(self, pins: Any) -> None:
-        for pin in pins:
-            self._entries.unpin(pin)
+        touch(entry.fd)
+        return entry

@@ -44,7 +44,7 @@ from s3ec.middleware.bodies import (
     with_length,
 )
 from s3ec.middleware.chat_pictures import MARK, UntouchedError, parse
-from s3ec.middleware.known_pictures import KnownPictures, Lease, Leases
+from s3ec.middleware.known_pictures import KnownPictures, Opened, Opener
 from s3ec.middleware.trusted_urls import are_trusted, trusted_urls
 from s3ec.runtime import DaemonPool, DiskCalls, DiskWatch, in_thread
 from s3ec.trial import Trial
@@ -71,13 +71,13 @@ class Node:
 
     Attributes:
         pictures: Knows vLLM's names for them.
-        leases: Holds embeddings.
+        opener: Opens embeddings.
         api_keys: SHA-256 of what the server asks its clients for; empty where it asks for nothing.
         close: Ends all of it; blocks.
     """
 
     pictures: KnownPictures
-    leases: Leases
+    opener: Opener
     api_keys: tuple[bytes, ...] = ()
     close: Callable[[], None] = lambda: None
 
@@ -88,11 +88,11 @@ class WithoutPixels:
 
     Attributes:
         body: Of the request.
-        lease: What it counts on.
+        opened: What it counts on.
     """
 
     body: bytes
-    lease: Lease
+    opened: Opened
 
 
 class SkipPictures:
@@ -226,9 +226,9 @@ class SkipPictures:
             self._looking -= 1
 
     def _give_back(self, asked: WithoutPixels) -> None:
-        if self._node is not None and self._calls is not None:
-            with suppress(RuntimeError):  # the server ends, and with it all that is held
-                self._calls.soon(self._node.leases.give_back, asked.lease)
+        if self._calls is not None:
+            with suppress(RuntimeError):  # the server ends, and with it all that is open
+                self._calls.soon(asked.opened.entries.clear)
 
     def _complain(self, exc: Exception) -> None:
         kind = type(exc).__name__
@@ -326,8 +326,8 @@ class SkipPictures:
 def _without_pixels(node: Node, received: Received) -> WithoutPixels:
     request = parse(received.body)
     wanted = [node.pictures.name(picture) for picture in request.pictures]
-    lease = node.leases.take(wanted)
-    return WithoutPixels(request.without_pixels(lease.named), lease)
+    opened = node.opener.open(wanted)
+    return WithoutPixels(request.without_pixels(opened.named), opened)
 
 
 @functools.cache
@@ -518,4 +518,4 @@ def _open_node(state: Any, counters: Counters) -> Node | str:
         tier.close()
 
     hashed = hashed_keys(getattr(state, "args", None))
-    return Node(pictures, Leases(tier, naming_of(settings), fields), hashed, close)
+    return Node(pictures, Opener(tier, naming_of(settings), fields), hashed, close)

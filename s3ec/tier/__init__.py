@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from s3ec.tier.entries import LocalKeys
     from s3ec.tier.entry_writer import Incoming
     from s3ec.tier.index_files import IndexFile, IndexFiles
-    from s3ec.tier.pins import Pin
+    from s3ec.tier.open_entry import OpenEntry
+    from s3ec.tier.residents import Residents
     from s3ec.tier.spool import Loaded, Spool, Spooled
     from s3ec.tier.tier import Tier
 
@@ -25,7 +26,8 @@ __all__ = [
     "IndexFiles",
     "Loaded",
     "LocalKeys",
-    "Pin",
+    "OpenEntry",
+    "Residents",
     "Spool",
     "Spooled",
     "Tier",
@@ -37,7 +39,8 @@ _MODULES = {
     "IndexFiles": "index_files",
     "Loaded": "spool",
     "LocalKeys": "entries",
-    "Pin": "pins",
+    "OpenEntry": "open_entry",
+    "Residents": "residents",
     "Spool": "spool",
     "Spooled": "spool",
     "Tier": "tier",

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of one namespace on the disk: which are here, pinning them, deleting bad ones.
+"""The entries of one namespace on the disk: which are here, opening them, deleting bad ones.
 
 The file system is the truth; there is no database that could disagree with it. An entry is
 byte-identical to the bucket's object, so it describes itself and a restart loses nothing.
 Entries are not synced to the device, since the bucket keeps them: after a power cut a file
-can have its full size and hold zeros. ``pin`` checks header, identity and size, and with
-``check_values`` the checksum; **whoever reads a pinned file checks that in any case**, and calls
+can have its full size and hold zeros. ``open`` checks header, identity and size, and with
+``check_values`` the checksum; **whoever reads an open entry checks that in any case**, and calls
 ``drop_bad`` when it differs. Which entries are believed to be here is answered from memory.
 """
 
@@ -14,18 +14,20 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from s3ec import codec
 from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.identity import Key, digest_of_name
+from s3ec.identity import Key, digest_of_name, key_of_header
 from s3ec.runtime import yield_gil
 from s3ec.tier.claims import Claim, Claims
-from s3ec.tier.files import DiskErrors, Folders, require_own_folders, use_time_ns
-from s3ec.tier.pins import Held, Pin, Pins
+from s3ec.tier.files import DiskErrors, Folders, open_entry, require_own_folders
+from s3ec.tier.ledger import Verified
+from s3ec.tier.open_entry import OpenEntry
 from s3ec.tier.scan import entry_names
 
 _log = logging.getLogger(__name__)
@@ -128,50 +130,65 @@ class LocalKeys:
 
 
 class Entries:
-    """The entries of one namespace, as one process sees and pins them.
+    """The entries of one namespace, as one process sees and opens them.
 
-    Blocking and thread-safe. Nothing here raises for what the disk refuses: that is counted. Once
-    the pins are closed there are no entries any more.
+    Blocking and thread-safe. Nothing here raises for what the disk refuses: that is counted. After
+    ``close`` there are no entries any more.
 
     States of an entry on this node, each seen by all processes: absent; claimed (absent, and one
     process fetches it); here (``EntryWriter`` gave it its name). Eviction and ``drop_bad`` make it
-    absent again. A pin outlives all of that.
+    absent again. An open entry outlives all of that.
+
+    Attributes:
+        hashes: Whether what is opened is compared with its checksum.
     """
 
     def __init__(
         self,
         folders: Folders,
         namespace: str,
-        pins: Pins,
         claims: Claims,
         disk_errors: DiskErrors,
         counters: Counters,
         *,
-        clock: Callable[[], float],
         check_values: bool,
     ) -> None:
         """Nothing is touched.
 
         Args:
-            clock: Seconds since the epoch; may jump, either way.
-            check_values: Have ``pin`` read and hash the values as well.
+            check_values: Have ``open`` read and hash the values as well.
         """
         self.namespace = namespace
         self.objects = str(folders.objects / namespace)
         self._above = (*folders.above, str(folders.objects), self.objects)
-        self._pins = pins
         self._claims = claims
         self._failed = disk_errors.record
         self._counters = counters
-        self._clock = clock
-        self._check_values = check_values
+        self.hashes = check_values
+        self._is_closed = False
+
+    def close(self) -> None:
+        """There are no entries from now on; what is open stays open."""
+        self._is_closed = True
 
     def path(self, key: Key) -> tuple[str, Sequence[str]]:
         """The file of one entry, and its folders from the root down; no system call."""
-        path = f"{self.objects}/{key.name}"
-        folder, _, fan_out = key.name.rpartition("/")[0].rpartition("/")
+        return self._place(key.name)
+
+    def _place(self, name: str) -> tuple[str, Sequence[str]]:
+        path = f"{self.objects}/{name}"
+        folder, _, fan_out = name.rpartition("/")[0].rpartition("/")
         lora = (f"{self.objects}/{folder}",) if folder else ()
         return path, (*self._above, *lora, f"{lora[0] if lora else self.objects}/{fan_out}")
+
+    def uses(self) -> Iterator[tuple[str, int]]:
+        """Object names of the entries that are here, with their last use in nanoseconds.
+
+        As ``names``, with one more system call each.
+        """
+        for name in self.names():
+            with suppress(OSError):
+                yield name, os.lstat(f"{self.objects}/{name}").st_mtime_ns
 
     def names(self) -> Iterator[str]:
         """Object names of the entries that are here, in no order, as a walk finds them.
@@ -180,43 +197,65 @@ class Entries:
         """
         return entry_names(self.objects, yield_gil)
 
-    def pin(self, key: Key) -> Pin | None:
-        """Hold one entry: it can be read under ``Pin.path`` until unpin.
+    def open(self, key: Key) -> OpenEntry | None:
+        """Open one entry: it can be read for as long as the result lives.
 
         A few system calls and one read of 16 KiB, or of the whole file with ``check_values``; no
-        walk. The time of last use is touched.
+        walk.
 
         Returns:
             None where the entry is absent, or was bad (then it is deleted), or the disk
             refused (then it is counted). The reader checks the checksum.
         """
-        if self._pins.closed:
+        if self._is_closed:
             return None
         path, parents = self.path(key)
         try:
             require_own_folders(parents)
-            held = self._pins.hold(path, key.digest)
-            return None if held is None else self._checked(key, path, held)
+            return self._checked(key, path, open_entry(path))
         except FileNotFoundError:
             return None
         except CorruptEntryError as exc:  # not even a file
             self.drop_bad(key, exc.reason)
         except (OSError, TierError) as exc:
-            self._failed("pin", exc)
+            self._failed("open", exc)
         return None
 
-    def unpin(self, pin: Pin) -> None:
-        """Let go of a pin; never raises.
+    def open_name(
+        self, name: str, digest: bytes, *, verified: Verified | None = None
+    ) -> OpenEntry | None:
+        """As ``open``, for an object name that a walk has found.
 
-        More than once is fine. A pin of another process (a forked child's parent) is left alone.
+        Args:
+            verified: The ledger's word: this very file was hashed before, and need not be again.
         """
+        path, parents = self._place(name)
         try:
-            self._pins.drop(str(pin.path))
-        except (OSError, TierError) as exc:
-            self._failed("unpin", exc)
+            require_own_folders(parents)
+            fd = open_entry(path)
+            try:
+                found = os.fstat(fd)
+                header = read_header(fd, found.st_size)
+                if key_of_header(header.identifier, digest) is None:
+                    raise CorruptEntryError("written for another identifier", reason="identifier")
+                if header.namespace != self.namespace:
+                    raise CorruptEntryError("written for another namespace", reason="namespace")
+                is_noted = verified is not None and verified.inode == found.st_ino
+                if verified is not None and is_noted:
+                    verified_s = verified.seconds
+                else:
+                    verified_s = time.monotonic()
+                    if self.hashes:
+                        check_values(fd, header)
+            except BaseException:
+                os.close(fd)
+                raise
+        except (OSError, TierError, CorruptEntryError):
+            return None  # who asks for it finds out why
+        return OpenEntry(path, fd, header, verified_s=verified_s)
 
-    def pin_or_claim(self, key: Key, *, ignore_claim: bool = False) -> Pin | Claim | None:
-        """Pin an entry that is here, or claim the right to fetch it; never waits.
+    def open_or_claim(self, key: Key, *, ignore_claim: bool = False) -> OpenEntry | Claim | None:
+        """Open an entry that is here, or claim the right to fetch it; never waits.
 
         Args:
             ignore_claim: Claim it also while somebody else has it, who may hang.
@@ -225,12 +264,12 @@ class Entries:
             None while another process (or Tier) fetches it.
         """
         for _ in range(2):  # it may come between the look for it and the claim
-            found = self.pin(key) or self._claim(key)
+            found = self.open(key) or self._claim(key)
             if found is not None:
                 return found
             if not self.contains(key):
                 return Claim() if ignore_claim else None
-        return Claim()  # here, and cannot be pinned: the disk refuses
+        return Claim()  # here, and cannot be opened: the disk refuses
 
     def _claim(self, key: Key) -> Claim | None:
         """Claim an entry; None where it is here, or somebody else fetches it."""
@@ -243,7 +282,7 @@ class Entries:
 
     def contains(self, key: Key) -> bool:
         """Whether a file stands under this name: one stat, nothing read, nothing promised."""
-        if self._pins.closed:
+        if self._is_closed:
             return False
         try:
             return stat.S_ISREG(os.lstat(f"{self.objects}/{key.name}").st_mode)
@@ -253,17 +292,20 @@ class Entries:
             self._failed("contains", exc)
             return False
 
-    def drop_bad(self, key: Key, reason: str) -> None:
-        """Delete a bad entry, so that nobody pins it again. Counted; never raises.
+    def drop_bad(self, key: Key, reason: str, *, inode: int | None = None) -> None:
+        """Delete a bad entry, so that nobody opens it again. Counted; never raises.
 
         Args:
             reason: One word, such as ``CorruptEntryError.reason``.
+            inode: Of the bad file: one that was published since stays. None for whatever is there.
         """
-        if self._pins.closed:
+        if self._is_closed:
             return
         path, parents = self.path(key)
         try:
             require_own_folders(parents)
+            if inode is not None and os.lstat(path).st_ino != inode:
+                return
             remove_bad(path)
         except FileNotFoundError:
             return
@@ -273,29 +315,20 @@ class Entries:
         self._counters.add("tier.bad_files")
         _log.warning("entry %s of %s was bad (%s); deleted", key.name, self.namespace, reason)
 
-    def _checked(self, key: Key, path: str, held: Held) -> Pin | None:
-        """Look into what was linked, and touch it; a bad entry is deleted."""
+    def _checked(self, key: Key, path: str, fd: int) -> OpenEntry | None:
+        """Look into an open file, which is closed unless it is good; a bad one is deleted."""
         try:
-            found = os.fstat(held.fd)
-            try:
-                header = read_header(held.fd, found.st_size)
-                codec.check_identity(header, namespace=self.namespace, identifier=key.stored)
-                if self._check_values:
-                    check_values(held.fd, header)
-            except CorruptEntryError as exc:
-                self._counters.add(f"corrupt.{exc.reason}")
-                self._pins.drop(held.path)
-                # Unless somebody has just published a better one.
-                if os.lstat(path).st_ino == found.st_ino:
-                    self.drop_bad(key, exc.reason)
-                return None
-            try:
-                os.utime(held.fd, ns=(found.st_atime_ns, use_time_ns(self._clock())))
-            except OSError as exc:  # the entry is as good as before
-                self._failed("touch", exc)
+            found = os.fstat(fd)
+            header = read_header(fd, found.st_size)
+            codec.check_identity(header, namespace=self.namespace, identifier=key.stored)
+            if self.hashes:
+                check_values(fd, header)
+        except CorruptEntryError as exc:
+            os.close(fd)
+            self._counters.add(f"corrupt.{exc.reason}")
+            self.drop_bad(key, exc.reason, inode=found.st_ino)
+            return None
         except BaseException:
-            self._pins.drop(held.path)
+            os.close(fd)
             raise
-        finally:
-            os.close(held.fd)
-        return Pin(Path(held.path), found.st_size, header)
+        return OpenEntry(path, fd, header, verified_s=time.monotonic())

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New files on this node's disk: written or downloaded, verified, pinned, and named last."""
+"""New files on this node's disk: written or downloaded, verified, and named last."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
-from pathlib import Path
+from contextlib import aclosing, contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from s3ec.codec import Header, Verifier
@@ -16,9 +16,9 @@ from s3ec.identity import Key
 from s3ec.store.base import Store, whole_parts
 from s3ec.tier.entries import Entries
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import Folders, TempFile, is_full, use_time_ns
+from s3ec.tier.files import Folders, TempFile, is_full, open_entry, use_time_ns
 from s3ec.tier.news import NewsWriter
-from s3ec.tier.pins import Pin, Pins
+from s3ec.tier.open_entry import OpenEntry
 from s3ec.tier.spool import Spool, Spooled
 
 T = TypeVar("T")
@@ -30,16 +30,15 @@ _ATTEMPTS = 4
 class EntryWriter:
     """Puts new files onto the disk of one Tier. Blocking and thread-safe.
 
-    A file is complete before it has a name, and what must hold it does so before that as well: the
-    pin of an entry that was fetched (so nobody can evict it in between, and it costs no second look
-    at the file), and the spool of one that was saved.
+    A file is complete before it has a name, and what must hold it does so before that as well: an
+    entry that was fetched is opened (so it costs no second look at the file, and eviction in
+    between does no harm), and one that was saved is in the spool.
     """
 
     def __init__(
         self,
         folders: Folders,
         entries: Entries,
-        pins: Pins,
         evictor: Evictor,
         news: NewsWriter,
         *,
@@ -47,7 +46,6 @@ class EntryWriter:
     ) -> None:
         self._folders = folders
         self._entries = entries
-        self._pins = pins
         self._evictor = evictor
         self._news = news
         self._clock = clock
@@ -83,8 +81,8 @@ class EntryWriter:
         # The spool tells the running total itself: its bytes stay, whatever becomes of the entry.
         return self._write(key, pieces, name, counted=spool is not None)
 
-    def receive(self, key: Key, pieces: Sequence[bytes | memoryview], header: Header) -> Pin:
-        """Publish an entry that came from the bucket, and pin it.
+    def receive(self, key: Key, pieces: Sequence[bytes | memoryview], header: Header) -> OpenEntry:
+        """Publish an entry that came from the bucket, and hold it open.
 
         Args:
             pieces: As in ``publish``.
@@ -93,10 +91,10 @@ class EntryWriter:
         Raises:
             TierError: As in ``publish``.
         """
-        return self._write(key, pieces, lambda file: self._name_pinned(key, file, header))
+        return self._write(key, pieces, lambda file: self._name_open(key, file, header))
 
-    def begin(self, key: Key, first: bytes | memoryview, verifier: Verifier) -> Incoming[Pin]:
-        """Receive one large entry part by part; it appears, pinned, when the last one was good.
+    def begin(self, key: Key, first: bytes | memoryview, verifier: Verifier) -> Incoming[OpenEntry]:
+        """Receive one large entry part by part; it appears, open, when the last one was good.
 
         Args:
             first: Its first bytes, which the verifier has been made from.
@@ -106,11 +104,11 @@ class EntryWriter:
         """
         header = verifier.header
 
-        def commit(file: TempFile) -> Pin:
+        def commit(file: TempFile) -> OpenEntry:
             verifier.finish()
-            pin = self._name_pinned(key, file, header)
+            entry = self._name_open(key, file, header)
             self._evictor.account(header.total_bytes)
-            return pin
+            return entry
 
         incoming = self.open(key.name, header.total_bytes, check=verifier.feed, commit=commit)
         incoming.write_checked(first)
@@ -119,7 +117,7 @@ class EntryWriter:
     def publish_ahead(
         self, key: Key, pieces: Sequence[bytes | memoryview], *, used_s: float
     ) -> None:
-        """Publish an entry that came from the bucket before anybody asked for it. Nothing pins it.
+        """Publish an entry that came from the bucket before anybody asked for it.
 
         Args:
             pieces: As in ``publish``.
@@ -168,7 +166,12 @@ class EntryWriter:
         """
         try:
             self._evictor.need_room(nbytes, wait_s=wait_s)
-            file = self._folders.new_file()
+            try:
+                file = self._folders.new_file()
+            except OSError as exc:
+                if not is_full(exc) or not self._make_room(nbytes):
+                    raise
+                file = self._folders.new_file()
         except OSError as exc:
             raise TierError(f"cannot receive {name}: {exc}") from exc
         return Incoming(name, nbytes, file, check, commit, self._make_room)
@@ -179,11 +182,8 @@ class EntryWriter:
         self._evictor.account(file.nbytes)
 
     def _make_room(self, nbytes: int) -> int:
-        """Free at least so many bytes, whatever the figures say; answers how many.
-
-        statvfs shows neither quotas nor a lack of inodes: without this a full one would stay full.
-        """
-        return self._evictor.make_room(nbytes, at_least_bytes=nbytes, wait=True)
+        """Free at least so many bytes, since the disk is full; answers how many."""
+        return self._evictor.make_room(nbytes, full=True, wait=True)
 
     def _write(
         self,
@@ -228,18 +228,12 @@ class EntryWriter:
                 if not left or not is_full(exc) or not self._make_room(nbytes):
                     raise
 
-    def _name_pinned(self, key: Key, file: TempFile, header: Header) -> Pin:
+    def _name_open(self, key: Key, file: TempFile, header: Header) -> OpenEntry:
         self._finish(file)
-        pin = self._pins.link(file.path, key.digest)
-        if pin is None:
-            raise FileNotFoundError(file.path)
-        try:
-            self._place(key, file)
-        except BaseException:
-            with suppress(OSError, TierError):
-                self._pins.drop(pin)
-            raise
-        return Pin(Path(pin), header.total_bytes, header)
+        path = self._entries.path(key)[0]
+        entry = OpenEntry(path, open_entry(file.path), header, verified_s=time.monotonic())
+        self._place(key, file)
+        return entry
 
     def _name_ahead(self, key: Key, file: TempFile, used_s: float) -> None:
         self._finish(file, unread=True, used_s=used_s)
@@ -386,7 +380,6 @@ class Incoming(Generic[T]):
             try:
                 self._file.put(part, at)
             except OSError as exc:
-                # statvfs shows neither quotas nor a lack of inodes.
                 if not is_full(exc) or not self._make_room(len(part)):
                     raise
                 self._file.put(part, at)

@@ -10,7 +10,7 @@ power cut it may be an old one until the next walk.
 A little ahead of the limits (the budget, the free-space floor) a thread evicts in the background,
 one per node at a time. A publish that would break a limit does a round itself, or waits a second
 for the one that is under way. What goes first is the index of a model that nobody here has used for
-a week. Then entries go in the order of their use, pinned ones never.
+a week. Then entries go in the order of their use. Who has one open can go on reading it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from s3ec.tier.files import (
     require_own_folders,
     sweep_temps,
 )
-from s3ec.tier.pins import sweep_dead
 from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, scan_tier
 
 _log = logging.getLogger(__name__)
@@ -61,8 +60,6 @@ _INDEX_UNUSED_NS = 7 * 86_400 * 10**9
 LOW_WATER = 0.9
 # The background evicts when less than this share of the budget is left.
 AHEAD = 0.05
-# It passes over what was used so recently: its publisher may be about to pin it.
-_GRACE_NS = 2 * 10**9
 # Of the budget: evicted beyond what a short disk asks for, and published at most while nobody
 # has counted what lies here.
 _SLACK = 1 / 64
@@ -114,7 +111,7 @@ def oldest_first(
 ) -> Iterator[ScannedEntry]:
     """Entries by time of use; first those whose time is ahead, which would never be the oldest.
 
-    That may be wrong once: they come back, or are pinned before, with a time that is right.
+    That may be wrong once: they come back, or are read before, with a time that is right.
     """
     latest_ns = latest_use_ns(now_s)
 
@@ -135,19 +132,21 @@ def evict(
     goal_bytes: int,
     *,
     objects: Path,
+    goal_entries: int = 0,
     remove: bool = True,
     pause: Callable[[], None] | None = None,
 ) -> Evicted:
     """Remove entries in the order given until ``goal_bytes`` are gone.
 
     Args:
-        entries: Without what is pinned or spooled, since removing that frees nothing now.
+        entries: Without what is spooled, since removing that frees nothing now.
+        goal_entries: And until so many are.
         objects: ``Folders.objects``; folders below it that lost their last entry go too.
         remove: False only counts.
     """
     freed = removed = unread = 0
     for entry in entries:
-        if freed >= goal_bytes:
+        if freed >= goal_bytes and removed >= goal_entries:
             break
         with suppress(OSError):
             found = os.lstat(entry.path)
@@ -412,6 +411,7 @@ class Evictor:
         self._total = RunningTotal(folders)
         self._background = Background("s3ec-evictor", self._work_ahead)
         self._is_open = False
+        self._on_evicted: list[Callable[[], None]] = []
         self._waits_again_s = -math.inf  # monotonic
 
     def open(self, *, fresh: bool) -> None:
@@ -429,6 +429,14 @@ class Evictor:
             self._total.begin()
         self._sweep()
         self._is_open = True
+
+    def after_evicting(self, close: Callable[[], None]) -> None:
+        """Have this called after each round that evicted: a file is on the disk until it is closed.
+
+        Args:
+            close: Closes what was evicted. Blocking; called by whoever evicts.
+        """
+        self._on_evicted.append(close)
 
     def used_bytes(self) -> int:
         """What the byte budget is about, as far as all processes of the node have counted.
@@ -468,9 +476,9 @@ class Evictor:
             wait_s: How long to wait for who evicts; see ``_turn``.
 
         Raises:
-            TierError: Not open, or there will be no room. A budget full of pinned entries is no
-                reason: they stay on the disk whether they are entries or not. NoRoomError where
-                room is only to be had by an eviction, and this one does not evict.
+            TierError: Not open, or there will be no room. A budget full of spooled entries is
+                no reason: they stay on the disk whether they are entries or not. NoRoomError
+                where room is only to be had by an eviction, and this one does not evict.
             OSError: The file system refused.
         """
         if not self._is_open:
@@ -534,15 +542,15 @@ class Evictor:
         if not figures.counted or figures.total_bytes > self._budget_bytes - self._ahead_bytes:
             self._background.wake()
 
-    def make_room(self, incoming_bytes: int, *, at_least_bytes: int = 0, wait: bool = False) -> int:
-        """One round: sweep what dead processes left, count, and evict where it is needed.
+    def make_room(self, incoming_bytes: int, *, full: bool = False, wait: bool = False) -> int:
+        """One round: sweep temp files of the dead, count, and evict where it is needed.
 
         Args:
             incoming_bytes: What is about to be written.
-            at_least_bytes: Free this much even if the figures say there is room (a quota that
-                the figures do not show).
-            wait: Whether to wait for a round that is under way, as a publish does, and then do one
-                nevertheless.
+            full: The disk says it is full, whatever the figures say: they show neither quotas nor
+                a lack of inodes. Then so much goes as where the budget is used up, unless somebody
+                has evicted while this one waited for its turn.
+            wait: Whether to wait for a round that is under way, as a publish does.
 
         Returns:
             Bytes removed; 0 where another round is under way.
@@ -550,8 +558,12 @@ class Evictor:
         Raises:
             OSError: The file system refused.
         """
+        before_bytes = self._total.read().total_bytes
         with self._turn() if wait else evict_lock(self._folders) as alone:
-            return self._round(incoming_bytes, at_least_bytes=at_least_bytes) if alone else 0
+            if not alone:
+                return 0
+            freed = before_bytes - self._total.read().total_bytes
+            return freed if full and freed > 0 else self._round(incoming_bytes, full=full)
 
     @contextmanager
     def _turn(self, wait_s: float | None = None) -> Iterator[bool]:
@@ -599,7 +611,7 @@ class Evictor:
         self,
         incoming_bytes: int,
         *,
-        at_least_bytes: int = 0,
+        full: bool = False,
         ahead: bool = False,
         pause: Callable[[], None] | None = None,
     ) -> int:
@@ -610,9 +622,13 @@ class Evictor:
         self._sweep()
         scan = scan_tier(self._folders, pause)
         self._sweep_temps(scan)
-        goal_bytes = 0
+        goal_bytes = goal_entries = 0
         if self._evicts:
-            goal_bytes = max(self._excess(scan, incoming_bytes, ahead=ahead), at_least_bytes)
+            goal_bytes = self._excess(scan, incoming_bytes, ahead=ahead)
+        if self._evicts and full:
+            share = 1 - LOW_WATER  # else every publish would walk the folder again
+            goal_bytes = max(goal_bytes, incoming_bytes, int(scan.entry_bytes * share), 1)
+            goal_entries = int(len(scan.entries) * share)
         freed = 0
         if goal_bytes > 0:
             freed = evict_indexes(
@@ -622,12 +638,14 @@ class Evictor:
                 pause=pause,
             )
         if freed < goal_bytes:
-            freed += self._evict(scan, goal_bytes - freed, pause, spare_recent=ahead)
+            freed += self._evict(scan, goal_bytes - freed, goal_entries, pause)
         self._total.recount(before, scan.total_bytes - freed)
+        if freed:
+            for close in self._on_evicted:
+                close()
         return freed
 
     def _sweep(self) -> None:
-        sweep_dead(self._folders.pins)
         sweep_temps(self._folders.incoming, now_s=self._clock())
 
     def _sweep_temps(self, scan: TierScan) -> None:
@@ -661,21 +679,18 @@ class Evictor:
         self,
         scan: TierScan,
         goal_bytes: int,
+        goal_entries: int,
         pause: Callable[[], None] | None,
-        *,
-        spare_recent: bool,
     ) -> int:
-        """Pinned and spooled entries are passed over: it would free nothing now."""
-        now_s = self._clock()
-        latest_ns = latest_use_ns(now_s)
-        spared_ns = int(now_s * 1e9) - _GRACE_NS if spare_recent else latest_ns + 1
-        free = [
-            entry
-            for entry in scan.entries
-            if entry.inode not in scan.kept and not spared_ns <= entry.mtime_ns <= latest_ns
-        ]
-        ordered = oldest_first(free, now_s=now_s, pause=pause)
-        gone = evict(ordered, goal_bytes, objects=self._folders.objects, pause=pause)
+        """Spooled entries are passed over: it would free nothing now."""
+        free = [entry for entry in scan.entries if entry.inode not in scan.kept]
+        ordered = oldest_first(free, now_s=self._clock(), pause=pause)
+        gone = evict(
+            *(ordered, goal_bytes),
+            objects=self._folders.objects,
+            goal_entries=goal_entries,
+            pause=pause,
+        )
         if gone.entries:
             self._counters.add("tier.evicted", gone.entries)
             self._counters.add("tier.evicted_bytes", gone.nbytes)

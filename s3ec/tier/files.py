@@ -14,6 +14,7 @@ import errno
 import fcntl
 import logging
 import os
+import platform
 import re
 import secrets
 import stat
@@ -58,8 +59,8 @@ FILE_MODE = 0o600
 TEMP_LIFETIME_S = 3600.0
 
 _TEMP = re.compile(r"\.tmp-([1-9][0-9]{0,9})-[0-9a-f]{16}")
-_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_JUDGED = stat.S_IFMT(0xFFFF) | _OTHERS_MAY_WRITE
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_FS_GROUP = stat.S_ISGID | stat.S_IWGRP
 _OPEN_ENTRY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_OWN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_TEMP = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -78,7 +79,6 @@ class Folders:
         version: Everything of this layout; a later layout gets another folder.
         above: What everything lies in; see require_own_folders.
         objects: Namespaces, each with the objects of the bucket's ``objects/``.
-        pins: One folder per process (and Tier) that holds pins.
         spool: One folder per process that holds entries which the bucket has not confirmed.
         incoming: Files that are being written; one folder, so that sweeping it needs no walk.
         index: Namespaces, each with this node's copy of what the index needs.
@@ -86,6 +86,7 @@ class Folders:
         fetch_lock: A file. One byte per entry that some process fetches; see claims.py.
         usage: A file. The running total of all that is here.
         news: A file. Entries that were put here lately; see news.py.
+        ledger: A file. What was verified since the machine started; see ledger.py.
         evict_lock: A file. Locked by the one process that evicts.
         inner: The folders right below ``version``.
         shared_files: The files right below ``version``.
@@ -96,7 +97,6 @@ class Folders:
         self.version = version = root / "v1"
         self.above = (str(root), str(version))
         self.objects = version / "objects"
-        self.pins = version / "pins"
         self.spool = version / "spool"
         self.incoming = version / "incoming"
         self.index = version / "index"
@@ -104,25 +104,31 @@ class Folders:
         self.fetch_lock = version / "fetch.lock"
         self.usage = version / "usage"
         self.news = version / "news"
+        self.ledger = version / "ledger"
         self.evict_lock = version / "evict.lock"
         self.inner = (
-            *(self.objects, self.pins, self.spool),
-            *(self.incoming, self.index, self.costs),
+            *(self.objects, self.spool, self.incoming),
+            *(self.index, self.costs),
         )
-        self.shared_files = (self.fetch_lock, self.usage, self.news, self.evict_lock)
+        self.shared_files = (
+            *(self.fetch_lock, self.usage, self.news, self.ledger),
+            self.evict_lock,
+        )
 
     def make(self) -> None:
         """Create what is missing and check what is there.
 
         Raises:
-            TierError: A folder is a symbolic link, another user's, or writable by others.
+            TierError: A folder is a symbolic link, another user's, or writable by others; see
+                require_own_folder.
             OSError: It could not be made.
         """
         _look_again()
         for folder in reversed(self.root.parents):
             if not folder.exists():
                 make_folder(folder)
-        for folder in (self.root, self.version, *self.inner):
+        make_folder(self.root, given=True)
+        for folder in (self.version, *self.inner):
             make_folder(folder)
 
     def open_own(self, path: Path, flags: int = 0) -> int:
@@ -247,38 +253,52 @@ class Folders:
         make_folder(parents[-1])
 
 
-def make_folder(path: Path | str) -> None:
+def make_folder(path: Path | str, *, given: bool = False) -> None:
     """Create one private folder whatever the umask, or check the one that is there."""
     try:
         os.mkdir(path, FOLDER_MODE)
     except FileExistsError:
-        require_own_folder(path)
+        require_own_folder(path, given=given)
         return
     os.chmod(path, FOLDER_MODE)
 
 
-def require_own_folder(path: Path | str) -> None:
-    """Refuse a folder that somebody else could have filled.
+def require_own_folder(path: Path | str, *, given: bool = False) -> None:
+    """Refuse a folder that somebody else could have filled, but for members of our own groups.
+
+    Kubernetes gives a volume to a group of the pod (fsGroup). At each mount it makes all folders in
+    it writable for that group and setgid, and leaves their owners.
+
+    Args:
+        given: Its owner may be another user, where it came to us in that way.
 
     Raises:
         TierError: Names what is wrong and how to mend it.
     """
     found = os.lstat(path)
-    if found.st_mode & _JUDGED == stat.S_IFDIR and found.st_uid == os.geteuid():
-        return
-    if not stat.S_ISDIR(found.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a folder"
+    mode, is_ours = found.st_mode, found.st_uid == os.geteuid()
+    if not stat.S_ISDIR(mode):
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a folder"
         raise TierError(f"{path} is {kind}; remove it, or set `cache_dir` to another folder")
-    if found.st_uid != os.geteuid():
+    if mode_for_others(found) & OTHERS_MAY_WRITE:
+        close = f"`chmod 700 {path}`, or " if is_ours else ""
+        raise TierError(
+            f"{path} is writable by other users (mode {stat.S_IMODE(mode):o}, group "
+            f"{found.st_gid}); {close}set `cache_dir` to a folder inside, such as {path}/s3ec"
+        )
+    if not is_ours and not (given and mode & _FS_GROUP == _FS_GROUP):
         raise TierError(
             f"{path} belongs to uid {found.st_uid} and this process runs as uid {os.geteuid()}; "
             f"`chown {os.geteuid()} {path}`, or set `cache_dir` to a folder of this user"
         )
-    if found.st_mode & _OTHERS_MAY_WRITE:
-        raise TierError(
-            f"{path} is writable by other users (mode {stat.S_IMODE(found.st_mode):o}); "
-            f"`chmod 700 {path}`, or set `cache_dir` to a folder inside, such as {path}/s3ec"
-        )
+
+
+def mode_for_others(found: os.stat_result) -> int:
+    """Permission bits, without those of a group that this process is in."""
+    mode = stat.S_IMODE(found.st_mode) & ~stat.S_ISGID
+    if mode & stat.S_IRWXG and found.st_gid in (os.getegid(), *os.getgroups()):
+        mode &= ~stat.S_IRWXG
+    return mode
 
 
 def require_own_folders(paths: Iterable[str]) -> None:
@@ -294,12 +314,12 @@ def require_own_folders(paths: Iterable[str]) -> None:
     batch = _current.batch
     if batch is None:
         for path in paths:
-            require_own_folder(path)
+            require_own_folder(path, given=True)
         return
     seen = batch.seen
     for path in paths:
         if path not in seen:
-            require_own_folder(path)
+            require_own_folder(path, given=True)
             seen.add(path)
 
 
@@ -379,6 +399,12 @@ _UNREAD_NS = 1
 def use_time_ns(now_s: float, *, unread: bool = False) -> int:
     """The modification time of an entry that is used now, or (``unread``) came for later use."""
     return int(now_s * 1e6) * 1000 + (_UNREAD_NS if unread else 0)
+
+
+def touch(fd: int) -> None:
+    """Note that an open entry is used now; one that cannot be noted is as good as before."""
+    with suppress(OSError):
+        os.utime(fd, ns=(os.fstat(fd).st_atime_ns, use_time_ns(time.time())))
 
 
 def is_unread(mtime_ns: int) -> bool:
@@ -618,6 +644,15 @@ def is_stale_temp(path: str, *, now_s: float) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def boot_id() -> str:
+    """Names the time since this machine started; containers of one machine have the same."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()
 
 
 def start_time(pid: int) -> str | None:

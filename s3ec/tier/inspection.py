@@ -10,6 +10,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,14 @@ from s3ec.tier.evictor import Evicted, RunningTotal, evict, evict_lock, oldest_f
 from s3ec.tier.files import (
     FILE_MODE,
     FOLDER_MODE,
+    OTHERS_MAY_WRITE,
     Folders,
     free_bytes,
     is_stale_temp,
+    mode_for_others,
     open_entry,
     require_own_folder,
 )
-from s3ec.tier.pins import LOCK_NAME, is_dead, is_process_folder_name, sweep_dead
 from s3ec.tier.scan import EntryFileName, ScannedEntry, TierScan, Usage, scan_tier
 
 # Longer than any round takes.
@@ -69,7 +71,8 @@ class TierReport:
         free_bytes: Of the disk, for this user.
         ages: Entries by the time since their last use.
         namespaces: Entries by namespace, in order of their bytes, largest first.
-        pinning_processes: How many processes hold pins.
+        open_nbytes: Bytes of evicted entries that a process of this user still has open; they leave
+            the disk when it closes them.
         spooled_files: Entries that the bucket has not confirmed.
         index_files: Files of the index, of all namespaces.
     """
@@ -79,7 +82,7 @@ class TierReport:
     free_bytes: int
     ages: dict[str, Sum]
     namespaces: dict[str, Sum]
-    pinning_processes: int
+    open_nbytes: int
     spooled_files: int
     index_files: int
 
@@ -91,7 +94,7 @@ class Freed:
     Attributes:
         gone: Entries removed.
         before_bytes: Size before: of the folder, or of one namespace's entries.
-        kept_bytes: Of these, what is pinned or waits for the bucket.
+        kept_bytes: Of these, what waits for the bucket.
     """
 
     gone: Evicted
@@ -121,13 +124,16 @@ class Inspection:
         try:
             folders = Folders(Path(os.path.realpath(root)))
             for folder in (folders.root, folders.version):
-                owner = os.lstat(folder).st_uid
-                if owner != os.geteuid():
+                try:
+                    require_own_folder(folder, given=folder == folders.root)
+                except TierError as exc:
+                    owner = os.lstat(folder).st_uid
+                    if owner == os.geteuid():
+                        raise
                     raise TierError(
                         f"{folder} belongs to uid {owner}; run this as that user, such as "
                         f"`sudo -u '#{owner}' s3ec tier`, or name another `cache_dir`"
-                    )
-                require_own_folder(folder)
+                    ) from exc
         except FileNotFoundError as exc:
             raise NoTierError(
                 f"no cache in {root}: nothing has been stored there yet, or engines use another "
@@ -161,7 +167,7 @@ class Inspection:
             free_bytes=free,
             ages=ages,
             namespaces=dict(ranked),
-            pinning_processes=self._pinning_processes(),
+            open_nbytes=sum(evicted_and_open(self.folders).values()),
             spooled_files=len(scan.spooled),
             index_files=len(scan.index),
         )
@@ -196,7 +202,7 @@ class Inspection:
     ) -> Freed:
         """Remove the least recently used entries, down to a size.
 
-        What is pinned or spooled stays, whatever the size. Waits for an eviction that is
+        What is spooled stays, whatever the size. Waits for an eviction that is
         under way.
 
         Args:
@@ -248,14 +254,20 @@ class Inspection:
             raise TierError("; ".join(scan.troubles[:3]))
         return scan
 
-    def _pinning_processes(self) -> int:
-        processes = set()
-        for name in _names_in(str(self.folders.pins)):
-            if is_process_folder_name(name) and _names_in(f"{self.folders.pins}/{name}") - {
-                LOCK_NAME
-            }:
-                processes.add(name.rpartition("-")[0])  # without the random part
-        return len(processes)
+
+def evicted_and_open(folders: Folders) -> dict[int, int]:
+    """Inode to bytes of entries without a name that processes of this user have open."""
+    found: dict[int, int] = {}
+    above = f"{folders.objects}/"
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        for number in _names_in(f"/proc/{pid}/fd"):
+            link = f"/proc/{pid}/fd/{number}"
+            with suppress(OSError):  # closed by now
+                if os.readlink(link).startswith(above):
+                    status = os.stat(link)
+                    if not status.st_nlink:
+                        found[status.st_ino] = status.st_size
+    return found
 
 
 def _age(entry: ScannedEntry, now_s: float) -> str:
@@ -322,25 +334,23 @@ def complaints_about(
         for path in scan.temps
         if is_stale_temp(path, now_s=now_s)
     ]
-    complaints += _pin_complaints(folders)
     complaints += [Complaint(text) for text in _accounting_complaints(folders, scan)]
     return complaints
 
 
 def _folder_complaints(folders: Folders) -> Iterator[Complaint]:
-    """Inner folders must be private; the root is the user's, and only its writers matter."""
+    """Inner folders must be private; the root may be given, and only its writers matter."""
     owner = os.geteuid()
     for path in [str(folders.root), *_folders_below(str(folders.version))]:
         try:
             found = os.lstat(path)
         except OSError:
             continue
-        mode = stat.S_IMODE(found.st_mode)
-        wrong = mode & 0o022 if path == str(folders.root) else mode != FOLDER_MODE
-        if wrong:
-            text = f"folder {path} has mode {mode:o}, expected {FOLDER_MODE:o}"
+        mode, is_root = mode_for_others(found), path == str(folders.root)
+        if mode & OTHERS_MAY_WRITE if is_root else mode != FOLDER_MODE:
+            text = f"folder {path} has mode {stat.S_IMODE(found.st_mode):o}, not {FOLDER_MODE:o}"
             yield _mode_complaint(text, path, found, FOLDER_MODE)
-        if found.st_uid != owner:
+        if found.st_uid != owner and not is_root:
             yield Complaint(f"folder {path} belongs to uid {found.st_uid}, expected {owner}")
 
 
@@ -434,7 +444,7 @@ def _file_complaints(
         return None
     with open(fd, "rb") as file:
         found = os.fstat(file.fileno())
-        if stat.S_IMODE(found.st_mode) != FILE_MODE:
+        if mode_for_others(found) != FILE_MODE:
             text = f"{path} has mode {stat.S_IMODE(found.st_mode):o}, expected {FILE_MODE:o}"
             yield _mode_complaint(text, path, found, FILE_MODE)
         if found.st_uid != os.geteuid():
@@ -444,26 +454,12 @@ def _file_complaints(
             file.seek(header.data_start)
             codec.check_data(header, file.read())
         except (OSError, CorruptEntryError) as exc:
-            yield bad(str(exc))
+            if isinstance(exc, CorruptEntryError) and exc.reason == "version":
+                yield Complaint(f"{path} is of another format than this s3ec reads; it is left")
+            else:
+                yield bad(str(exc))
             return None
     return header
-
-
-def _pin_complaints(folders: Folders) -> Iterator[Complaint]:
-    try:
-        names = os.listdir(folders.pins)
-    except OSError:
-        return
-    for name in names:
-        if is_process_folder_name(name) and is_dead(f"{folders.pins}/{name}"):
-            path = f"{folders.pins}/{name}"
-            text = f"{path} holds the pins of a process that died"
-            yield Complaint(text, "let go of them", partial(_sweep_pins, folders, path))
-
-
-def _sweep_pins(folders: Folders, path: str) -> bool:
-    sweep_dead(folders.pins)
-    return not os.path.lexists(path)
 
 
 def _accounting_complaints(folders: Folders, before: TierScan) -> Iterator[str]:
@@ -490,7 +486,7 @@ def plain_bytes(folders: Folders, *, skip: set[str]) -> int:
         skip: Paths of files and folders that do not count.
     """
     sizes: dict[tuple[int, int], int] = {}
-    for top in (folders.objects, folders.pins, folders.spool, folders.index):
+    for top in (folders.objects, folders.spool, folders.index):
         for folder, below, names in os.walk(top, followlinks=False):
             below[:] = [name for name in below if f"{folder}/{name}" not in skip]
             for name in names:

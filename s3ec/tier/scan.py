@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One walk over the folder: what is there, how large, how recently used, and held by whom."""
+"""One walk over the folder: what is there, how large, how recently used, what waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
-from s3ec.tier.pins import LOCK_NAME, is_pin_name, is_process_folder_name
+from s3ec.tier.process_folder import LOCK_NAME, is_process_folder_name
 
 _INDEX_NAME = re.compile(r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}")
 
@@ -65,7 +65,7 @@ class ScannedEntry:
         name: Object name below the namespace.
         nbytes: Size.
         mtime_ns: Last use, nanoseconds since the epoch.
-        inode: Tells pins (further names of the same file) from other files.
+        inode: Tells spooled entries (further names of the same file) from other files.
     """
 
     path: str
@@ -98,16 +98,13 @@ class Usage:
     Attributes:
         entries: Number of entries.
         nbytes: Bytes of entries.
-        pinned_nbytes: Bytes that some process has pinned, entries or not.
         spooled_nbytes: Bytes that the bucket has not confirmed, entries or not.
-        held_nbytes: Pinned or spooled bytes that are no entry any more (evicted, or copied for
-            their holder) and leave the disk when they are let go of.
+        held_nbytes: Spooled bytes that are no entry any more (evicted, or copied).
         index_nbytes: Bytes of the index's files.
     """
 
     entries: int
     nbytes: int
-    pinned_nbytes: int
     spooled_nbytes: int
     held_nbytes: int
     index_nbytes: int
@@ -127,13 +124,12 @@ class TierScan:
     Attributes:
         entries: Of all namespaces, in no order.
         entry_bytes: Bytes of all entries.
-        kept: Inode to bytes of what is pinned or spooled: evicting it would free nothing.
-        pinned: Inode to bytes of every file that a process holds, entries among them.
+        kept: Inode to bytes of what is spooled: evicting it would free nothing.
         spooled: Path to inode and bytes of every file that waits for the bucket, entries
             among them.
         index: Inode to bytes of the index's files.
         indexes: The same by namespace.
-        named: Inodes of ``kept`` that have a name outside of pins and spool.
+        named: Inodes of ``kept`` that have a name outside of the spool.
         temps: Paths of files that are being written, or were when their writer died.
         foreign: Paths of what is not ours; never counted, never deleted.
         troubles: Folders that could not be read, with the reason.
@@ -142,7 +138,6 @@ class TierScan:
     entries: list[ScannedEntry] = field(default_factory=list)
     entry_bytes: int = 0
     kept: dict[int, int] = field(default_factory=dict)
-    pinned: dict[int, int] = field(default_factory=dict)
     spooled: dict[str, tuple[int, int]] = field(default_factory=dict)
     index: dict[int, int] = field(default_factory=dict)
     indexes: list[ScannedIndex] = field(default_factory=list)
@@ -152,7 +147,7 @@ class TierScan:
     troubles: list[str] = field(default_factory=list)
 
     def add(self, entry: ScannedEntry) -> None:
-        """Count one entry; pins and spool must be known by then."""
+        """Count one entry; the spool must be known by then."""
         self.entries.append(entry)
         self.entry_bytes += entry.nbytes
         if entry.inode in self.kept:
@@ -160,7 +155,7 @@ class TierScan:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that only a pin or the spool keeps on the disk: evicted, or copied for it."""
+        """Bytes that only the spool keeps on the disk: evicted, or copied for it."""
         return sum(nbytes for inode, nbytes in self.kept.items() if inode not in self.named)
 
     @property
@@ -173,8 +168,7 @@ class TierScan:
         return Usage(
             entries=len(self.entries),
             nbytes=self.entry_bytes,
-            pinned_nbytes=sum(self.pinned.values()),
-            spooled_nbytes=sum(dict(self.spooled.values()).values()),
+            spooled_nbytes=sum(self.kept.values()),
             held_nbytes=self.held_bytes,
             index_nbytes=sum(self.index.values()),
         )
@@ -194,15 +188,10 @@ def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> Tier
             scan.foreign.append(item.path)
     for item in _items(str(folders.incoming), scan):
         (scan.temps if is_temp_name(item.name) else scan.foreign).append(item.path)
-    # Pins and spool first: an entry that is evicted during the walk then still counts as held.
-    for item in _owned(str(folders.pins), scan):
-        if is_pin_name(item.name):
-            _count(item, scan.pinned)
-        else:
-            scan.foreign.append(item.path)
+    # The spool first: an entry that is evicted during the walk then still counts as held.
     for item in _owned(str(folders.spool), scan):
         _sort_spooled(item, scan)
-    scan.kept = {**scan.pinned, **dict(scan.spooled.values())}
+    scan.kept = dict(scan.spooled.values())
     seen = 0
     for namespace in _items(str(folders.objects), scan):
         if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):

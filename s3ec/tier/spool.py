@@ -41,7 +41,7 @@ from s3ec.tier.files import (
     take_lock,
     temp_name,
 )
-from s3ec.tier.pins import LOCK_NAME, OwnFolder, ProcessFolder, looks_dead
+from s3ec.tier.process_folder import LOCK_NAME, OwnFolder, looks_dead
 from s3ec.tier.scan import EntryFileName, scan_tier
 
 _log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Spool:
         self._clock = clock
         self._namespace = namespace
         self._above = (*folders.above, str(folders.spool))
-        self._own = OwnFolder(folders, folders.spool, end=ProcessFolder.release)
+        self._own = OwnFolder(folders)
         # Never held across a system call. Whoever links, moves or unlinks a file is in _busy with
         # its digest meanwhile: all saves of an entry have one name.
         self._lock = threading.Condition()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node tier: entries as files, shared by every process of the node; its parts, wired.
 
-Counters: ``tier.evicted``, ``tier.evicted_bytes``, ``tier.bad_files``, ``tier.pin_copies`` and
-``tier.spool_copies`` (no hard links here), and ``tier.errors`` (what the disk refused).
+Counters: ``tier.evicted``, ``tier.evicted_bytes``, ``tier.bad_files``, ``tier.spool_copies`` (no
+hard links here), and ``tier.errors`` (what the disk refused).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from s3ec import runtime
+from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import is_namespace_name
@@ -22,8 +23,10 @@ from s3ec.tier.entry_writer import EntryWriter
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import DiskErrors, Folders, is_full, make_folder
 from s3ec.tier.index_files import IndexFiles
+from s3ec.tier.ledger import Ledger
+from s3ec.tier.mounts import require_local
 from s3ec.tier.news import NewsReader, NewsWriter
-from s3ec.tier.pins import Pins
+from s3ec.tier.residents import Residents, allowed_residents
 from s3ec.tier.spool import Spool
 
 
@@ -35,9 +38,8 @@ class Tier:
 
     Attributes:
         folders: Where things lie.
-        pins: This process's pins.
         claims: Who fetches what, among all processes of the node.
-        entries: What is here: look, pin, claim what is absent, delete what is bad.
+        entries: What is here: open, claim what is absent, delete what is bad.
         evictor: Keeps the folder below its budget, which is for all namespaces together.
         writer: Puts new entries here.
     """
@@ -67,25 +69,25 @@ class Tier:
                 namespace.
             min_free_bytes: Free space of the disk that publishing never goes below.
             clock: Seconds since the epoch; may jump, either way.
-            check_values: Have ``Entries.pin`` read and hash the values as well.
+            check_values: Have ``Entries.open`` read and hash the values as well.
             evicts: False where nothing that is here may go for what is published.
 
         Raises:
             ValueError: Not a namespace's name.
-            TierError: The folder is not ours alone, or cannot be written; names the fix.
+            TierError: The folder is shared with other machines, or not ours alone, or cannot be
+                written; names the fix.
         """
         if not is_namespace_name(namespace):
             raise ValueError(f"not a namespace's name: {namespace!r:.100}")
+        self._is_closed = False
         self._namespace = namespace
         self._counters = counters
         self._clock = clock
         self.folders = folders = Folders(Path(os.path.realpath(root)))
         self._disk_errors = errors = DiskErrors(folders.root, counters)
-        self.pins = Pins(folders, counters, min_free_bytes=min_free_bytes)
         self.claims = Claims(folders, namespace, errors)
         self.entries = Entries(
-            *(folders, namespace, self.pins, self.claims, errors, counters),
-            clock=clock,
+            *(folders, namespace, self.claims, errors, counters),
             check_values=check_values,
         )
         self.evictor = Evictor(
@@ -96,30 +98,33 @@ class Tier:
             evicts=evicts,
         )
         self.writer = EntryWriter(
-            *(folders, self.entries, self.pins, self.evictor),
+            *(folders, self.entries, self.evictor),
             NewsWriter(folders, namespace, errors),
             clock=clock,
         )
         self._spools: list[Spool] = []
         self._readers: list[NewsReader] = []
+        self._residents: list[Residents] = []
         try:
             self._open()
         except OSError as exc:
-            self.pins.close()
             raise TierError(
                 f"cannot use {root}: {exc}; set `cache_dir` to a folder on a local "
                 "disk that this user may write"
             ) from exc
 
     def close(self) -> None:
-        """Drop our pins; entries and spool stay. Never raises; more than once is fine."""
-        self.pins.close()
+        """Entries and spool stay on the disk. Never raises; more than once is fine."""
+        self._is_closed = True
+        self.entries.close()
         self.evictor.close()
         self.claims.close()
         for spool in self._spools:
             spool.close()
         for reader in self._readers:
             reader.close()
+        for residents in self._residents:
+            residents.close()
 
     def open_spool(self, destination: str) -> Spool:
         """A place to keep entries until the bucket has them; ends with this tier.
@@ -154,6 +159,27 @@ class Tier:
         self._readers.append(reader)
         return reader
 
+    def open_residents(self, may_grant: Callable[[Header], bool]) -> Residents:
+        """What this process may grant at once; ends with this tier.
+
+        Args:
+            may_grant: Whether an entry may be, as things stand. Memory only.
+
+        Raises:
+            TierError: The tier is closed.
+        """
+        self._require_open()
+        residents = Residents(
+            self.entries,
+            Ledger(self.folders, self._namespace, self._disk_errors),
+            self._counters,
+            may_grant=may_grant,
+            most=allowed_residents(),
+        )
+        self._residents.append(residents)
+        self.evictor.after_evicting(residents.close_evicted)
+        return residents
+
     def open_index(self) -> IndexFiles:
         """Where this namespace's files of the index lie on this node.
 
@@ -164,19 +190,20 @@ class Tier:
         return IndexFiles(self.folders, self._namespace, self.writer, self.claims)
 
     def _require_open(self) -> None:
-        if self.pins.closed:
+        if self._is_closed:
             raise TierError("the tier is not open")
 
     def _open(self) -> None:
+        require_local(self.folders.root)
         runtime.keep_files(f"{self.folders.version}/")
         fresh = not os.path.lexists(self.folders.version)
         self.folders.make()
-        make_folder(self.entries.objects)
         self.evictor.open(fresh=fresh)
-        try:
-            self.pins.make_folder()
-        except OSError as exc:
-            # A disk that filled up while nobody evicted must not keep the next one out.
-            if not is_full(exc) or not self.evictor.make_room(0, at_least_bytes=1):
-                raise
-            self.pins.make_folder()
+        for last in (False, False, True):  # a few entries free a few inodes only
+            try:
+                make_folder(self.entries.objects)
+                return
+            except OSError as exc:
+                # A disk that filled up while nobody evicted must not keep the next one out.
+                if last or not is_full(exc) or not self.evictor.make_room(0, full=True):
+                    raise

@@ -37,7 +37,7 @@ WITHOUT_VLLM = {
     "without_pixels": "skip",
     "namespace": "skip",
 }
-NODE = {"cache_folder": "ok", "cache_links": "ok", "cache_space": "ok"}
+NODE = {"cache_folder": "ok", "cache_links": "ok", "open_files": "ok", "cache_space": "ok"}
 HEALTHY = {
     "settings": "ok",
     "transport": "ok",
@@ -432,6 +432,7 @@ def test_read_only_cache_folder_fails(
         **HEALTHY,
         "cache_folder": "fail",
         "cache_links": "skip",
+        "open_files": "ok",
         "cache_space": "skip",
     }
     assert "Permission denied" in report["cache_folder"]["found"]

@@ -46,7 +46,7 @@ def test_the_servers_answer_is_that_of_an_engine_without_the_connector(
     assert exchange.answer == reference["solo posted"][0]["text"]
 
 
-def test_pins_of_the_killed_server_are_swept_by_the_next_user_of_the_nodes_disk(
+def test_the_killed_server_leaves_the_nodes_disk_in_order(
     exchange: Exchange, workdir: Path, corpus: Corpus
 ) -> None:
     # vLLM's server ends its engine by SIGKILL unless told otherwise (--shutdown-timeout).

@@ -67,7 +67,7 @@ def wait_until_saved(engine: Engine, numbers: range) -> None:
 
 
 class Life(Engine):
-    """A child's engine, at work on a moving part of the corpus, with some pins that it keeps."""
+    """A child's engine, at work on a moving part of the corpus, with some files kept open."""
 
     def __init__(self, settings: dict[str, str], seed: int = 0) -> None:
         super().__init__(settings, saves=True, overflow="drop")
@@ -75,7 +75,7 @@ class Life(Engine):
         self.held: list[tuple[int, FetchResult]] = []
 
     def use(self, *numbers: int, may_miss: bool = False) -> None:
-        """Fetch, and keep some pins for later."""
+        """Fetch, and keep some open for later."""
         for number, one in self.grant(*numbers).items():
             if one.outcome is FetchOutcome.READY:
                 self.held.append((number, one))
@@ -86,7 +86,6 @@ class Life(Engine):
         while len(self.held) > 8:
             number, one = self.held.pop()
             self.compare(number, one)
-            self.release([one])
 
     def save_unless_known(self, number: int) -> None:
         """What a worker does after an encode, which the scheduler orders for what nobody holds."""
@@ -231,13 +230,13 @@ def work(*, settings: dict[str, str], stock: int, first: int, **how: int | bool)
     wait_until_saved(life, range(first, first + 24))
     say("worked")
     life.announce()
-    say(f"copies {life.count('tier.pin_copies'):g} {life.count('tier.spool_copies'):g}")
+    say(f"copies {life.count('tier.spool_copies'):g}")
     life.close(30)
     say("done")
 
 
 def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
-    """Fork a child while loop, connections, saves and pins are at work; both go on."""
+    """Fork a child while loop, connections, saves and open files are at work; both go on."""
     life = Life(settings, first)
     life.use(*range(stock // 2))
     for number in range(first, first + 6):
@@ -487,13 +486,12 @@ def _held(engine: Engine) -> dict[str, int]:
     """What this process holds, and what lies in the tier for nobody."""
     gc.collect()
     below = engine.cache_dir / "v1"
-    pins = [name for _, _, names in os.walk(below / "pins") for name in names if "lock" not in name]
     return {
-        "fds": len(os.listdir("/proc/self/fd")),
+        # Residents are open on purpose, and end with the node.
+        "fds": len(os.listdir("/proc/self/fd")) - len(engine.node.residents),
         # A pool counts once: it gets more threads where more was to be done at once.
         "threads": sum(not _LATER_OF_POOL.search(one.name) for one in threading.enumerate()),
         "temps": len(os.listdir(below / "incoming")),
-        "pins": len(pins),
         "tasks": _tasks(engine.node),
     }
 
@@ -514,7 +512,7 @@ def _fetch_by_many(engine: Engine, number: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    # Who submits after the first one was answered gets an answer, and a pin, of its own.
+    # Who submits after the first one was answered gets an answer of its own.
     done: list[FetchResult] = []
 
     def all_answered() -> bool:
@@ -527,7 +525,6 @@ def _fetch_by_many(engine: Engine, number: int) -> None:
     for one in done:
         assert one.outcome is FetchOutcome.READY
         engine.compare(number, one)
-    engine.release(done)
 
 
 def _abort(node: Node, settings: dict[str, str], number: int) -> float:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.settings import Settings
 from s3ec.store.base import Store
+from s3ec.tier import OpenEntry
 from tests.faults.embeddings import (
     NAMESPACE,
     ROWS,
@@ -121,30 +123,25 @@ class Engine:
     # -- fetches ---------------------------------------------------------------------------------
 
     def grant(self, *numbers: int, rows: int = ROWS) -> dict[int, FetchResult]:
-        """As a scheduler half does; whoever calls this releases the pins."""
+        """As a scheduler half does; open for as long as whoever calls this keeps the answer."""
         granted = grant(self.node, numbers, rows=rows)
         for number, one in granted.items():
             self.compare(number, one)
         return granted
 
     def compare(self, number: int, one: FetchResult) -> None:
-        """Also long after the grant: eviction has done nothing to a pinned file."""
-        assert (one.pin is None) is (one.outcome is not FetchOutcome.READY)
-        assert one.pin is None or one.pin.path.read_bytes() == body_at(number), "wrong bytes"
-
-    def release(self, granted: Iterable[FetchResult]) -> None:
-        self.node.prefetcher.release([one.pin for one in granted if one.pin is not None])
+        """Also long after the grant: eviction has done nothing to an open file."""
+        entry = one.entry
+        assert (entry is None) is (one.outcome is not FetchOutcome.READY)
+        assert entry is None or read_all(entry) == body_at(number), "wrong bytes"
 
     def fetch(self, number: int, *, rows: int = ROWS) -> FetchResult:
-        """How one fetch ends; its pin is released."""
-        granted = self.grant(number, rows=rows)
-        self.release(granted.values())
-        return granted[number]
+        """How one fetch ends."""
+        return self.grant(number, rows=rows)[number]
 
     def outcomes(self, *numbers: int) -> list[FetchOutcome]:
         """How fetches at the same time end."""
         granted = self.grant(*numbers)
-        self.release(granted.values())
         return [granted[number].outcome for number in numbers]
 
     def fetch_in_the_end(self, number: int) -> None:
@@ -182,7 +179,7 @@ class Engine:
 
 
 def grant(node: Node, numbers: Iterable[int], *, rows: int = ROWS) -> dict[int, FetchResult]:
-    """Fetch at the same time, whatever the index says; all results, with their pins."""
+    """Fetch at the same time, whatever the index says; all results, held open by them."""
     wanted = {key_at(number).digest: number for number in numbers}
     node.prefetcher.submit([FetchRequest(key_at(n), "image", rows) for n in wanted.values()])
     granted: dict[int, FetchResult] = {}
@@ -193,6 +190,11 @@ def grant(node: Node, numbers: Iterable[int], *, rows: int = ROWS) -> dict[int, 
 
     eventually(have_all, "fetches end")
     return granted
+
+
+def read_all(entry: OpenEntry) -> bytes:
+    """What lies in an open file, whatever became of its name."""
+    return os.pread(entry.fd, entry.nbytes + 1, 0)
 
 
 def asks_for(site: Site, number: int) -> int:

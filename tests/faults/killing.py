@@ -21,6 +21,7 @@ from pathlib import Path
 
 from s3ec import codec
 from s3ec.tier import Spool, Tier, evictor
+from s3ec.tier.files import touch
 from tests.support.on_disk import Asleep, audit_of, evict, make_room
 from tests.unit.tier.cases import DESTINATION, NAMESPACE, entry, key_at, new_tier, read
 
@@ -30,8 +31,8 @@ CALLS = (
     *("rmdir", "utime", "chmod", "fchmod"),
 )
 _INDEX_FILE = "base/000000000001-0123456789abcdef/00-ff.safetensors"
-# What the next start of a process sweeps, and what its first eviction does.
-_SWEPT = ("was left by a writer that died", "holds the pins of a process that died")
+# What the first eviction of a process sweeps.
+_SWEPT = "was left by a writer that died"
 _LARGE_ROWS = 1200  # 75 KB: two parts
 ENTRIES = {number: entry(key_at(number)) for number in range(20)}
 ENTRIES[9] = entry(key_at(9), rows=_LARGE_ROWS)
@@ -92,11 +93,10 @@ def confirm(bucket: Path, spool: Spool, digest: bytes) -> None:
 
 
 def predecessor(root: Path) -> None:
-    """Leaves a spool with two entries, a pin, and a file in the making."""
+    """Leaves a spool with two entries, and a file in the making."""
     tier = new_tier(root)
     spool = tier.open_spool(DESTINATION)
     save(tier, spool, 1, 2)
-    tier.entries.pin(key_at(1))
     begin(tier)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -110,7 +110,7 @@ def begin(tier: Tier) -> Callable[[], None]:
 
     def finish() -> None:
         incoming.put([(len(first), rest)])
-        tier.entries.unpin(incoming.commit())
+        incoming.commit()
 
     return finish
 
@@ -126,17 +126,21 @@ def live(root: Path, bucket: Path) -> None:
     for number in (5, 6, 7):  # of a LoRA folder, a client's name and a plain one
         blob = ENTRIES[number]
         header = codec.verify(blob, namespace=NAMESPACE, identifier=key_at(number).identifier)
-        tier.entries.unpin(tier.writer.receive(key_at(number), [blob], header))
+        tier.writer.receive(key_at(number), [blob], header)
     begin(tier)()
-    pin = tier.entries.pin(key_at(5))
+    held = tier.entries.open(key_at(5))
+    expect("open", held is not None, 5)
+    if held is not None:
+        touch(held.fd)  # as its load does
+    tier.writer.publish(key_at(5), [ENTRIES[5]])  # replaces what is open
     tier.entries.drop_bad(key_at(6), "checksum")
     evict(tier, key_at(7))
     files = tier.open_index()
     files.write(_INDEX_FILE, bytes(100))
     make_room(tier, 1 << 20, budget_bytes=1 << 20)
     files.remove(_INDEX_FILE)
-    if pin is not None:
-        tier.entries.unpin(pin)
+    if held is not None:
+        expect("open", read(held, key_at(5)) == ENTRIES[5], "evicted")
     tier.close()
 
 
@@ -150,11 +154,10 @@ def succeed(root: Path, bucket: Path) -> None:
     expect("swept", audit_of(tier) == [], audit_of(tier))
     for number in (5, 6, 9):
         tier.writer.publish(key_at(number), [ENTRIES[number]])
-        pin = tier.entries.pin(key_at(number))
-        expect("pinned again", pin is not None, number)
-        if pin is not None:
-            expect("bytes", read(pin, key_at(number)) == ENTRIES[number], number)
-            tier.entries.unpin(pin)
+        held = tier.entries.open(key_at(number))
+        expect("opened again", held is not None, number)
+        if held is not None:
+            expect("bytes", read(held, key_at(number)) == ENTRIES[number], number)
     tier.close()
     expect("spool is empty", os.listdir(root / "v1" / "spool") == [], "")
     expect("no temp", os.listdir(root / "v1" / "incoming") == [], "")

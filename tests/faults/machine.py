@@ -16,6 +16,7 @@ from s3ec.identity import digest_of_name
 from s3ec.prefetch import FetchOutcome, FetchResult
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from s3ec.tier.inspection import evicted_and_open
 from tests.faults.embeddings import (
     LAYOUT,
     NAMESPACE,
@@ -27,7 +28,7 @@ from tests.faults.embeddings import (
     spooled_below,
 )
 from tests.faults.engine import Engine
-from tests.support.on_disk import audit_of, usage_of
+from tests.support.on_disk import audit_of
 from tests.support.waiting import eventually
 
 torch = pytest.importorskip("torch")
@@ -103,15 +104,16 @@ class Machine(Engine):
         return self.cache_dir / "v1" / "objects" / NAMESPACE.name / key_at(number).name
 
     def load(self, fetched: Mapping[int, FetchResult]) -> None:
-        """As a worker half does, with what was granted; then the pins are released."""
-        granted = {n: one.pin for n, one in fetched.items() if one.pin is not None}
-        loads = [Load.of(identifier_at(number), pin) for number, pin in granted.items()]
+        """As a worker half does, with what was granted."""
+        granted = {n: one.entry for n, one in fetched.items() if one.entry is not None}
+        loads = [Load.of(identifier_at(number), entry) for number, entry in granted.items()]
         cache: dict[str, torch.Tensor] = {}
         self.worker.start_load_caches(cache, StepPlan(loads=loads))
-        for number in granted:
+        numbers = list(granted)
+        granted.clear()  # a failure that was logged may hold this frame
+        for number in numbers:
             tensor = cache[identifier_at(number)]
             assert bytes(tensor.contiguous().view(torch.uint8).flatten().numpy()) == data_at(number)
-        self.node.prefetcher.release(granted.values())
 
     def serve(self, *numbers: int) -> set[int]:
         """Fetch and load; which of them an engine would not have had to encode."""
@@ -139,8 +141,11 @@ class Machine(Engine):
         eventually(lambda: self.corpus.has(*numbers) and not spooled_below(self.cache_dir))
 
     def assert_in_order(self) -> None:
-        """The audit is clean, and what the tier shows is in the bucket or on its way there."""
-        eventually(lambda: not usage_of(self.node.tier).pinned_nbytes)  # released, but not yet gone
+        """The audit is clean, and what the tier shows is in the bucket or on its way there.
+
+        What was evicted leaves the disk once nobody has it open: the caller has let go of it.
+        """
+        eventually(lambda: not evicted_and_open(self.node.tier.folders))
         assert audit_of(self.node.tier) == []
         names, spooled = set(self.node.tier.entries.names()), spooled_below(self.cache_dir)
         missing = [name for name in names if digest_of_name(name).hex() not in spooled]

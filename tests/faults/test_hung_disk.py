@@ -58,6 +58,7 @@ def half_of(machine: Machine) -> SchedulerHalf:
         index=node.index,
         local=node.local,
         prefetcher=node.prefetcher,
+        residents=node.residents,
         store=node.breaker,
         disk=node.loop.watch,
         needs_embedding=lambda _: False,
@@ -108,7 +109,7 @@ def test_hooks_go_on_while_the_disk_hangs_and_hits_come_back_with_it(disk: Faili
         assert all(engine.run(number) for number in range(4))
         hung = machine.node.counters.get("tier.hung")
         with disk.hanging() as hang:
-            assert engine.run(3)  # pinned, and in memory
+            assert engine.run(3)  # open, and in memory
             # Whoever meets the hanging disk first is deferred until it is known to hang.
             assert not any(engine.run(number) for number in (4, 5, 3))
             assert machine.node.loop.watch.hangs
@@ -281,7 +282,6 @@ def test_load_is_rescued_though_a_look_for_another_entry_hangs(
             machine.load(granted)
             assert counters.get("load.rescued") == rescued + 1
         eventually(lambda: machine.node.prefetcher.has_news)
-        pins = [one.pin for one in machine.node.prefetcher.drain()]
-        machine.node.prefetcher.release(pin for pin in pins if pin)
+        machine.node.prefetcher.drain()
         assert machine.serve(*range(4)) == set(range(4))
         machine.assert_in_order()

@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults.embeddings import spooled_below
 from tests.faults.machine import Corpus, Machine, delete
-from tests.support.disks import as_plain_user, read_only, small_tmpfs
+from tests.support.disks import as_plain_user, give_to_group, read_only, small_tmpfs
 from tests.support.waiting import eventually
 
 
@@ -37,7 +37,7 @@ def test_deleted_folder_is_made_again_by_fetches_and_saves(tmp_path: Path) -> No
             machine.assert_in_order()
 
 
-def test_folder_deleted_between_grant_and_load_is_answered_from_the_bucket(
+def test_what_was_granted_is_read_though_the_folder_is_deleted_before_its_load(
     tmp_path: Path,
 ) -> None:
     corpus = Corpus()
@@ -46,7 +46,8 @@ def test_folder_deleted_between_grant_and_load_is_answered_from_the_bucket(
         fetched = machine.grant(*range(4))
         delete(machine.cache_dir)
         machine.load(fetched)
-        assert machine.node.counters.get("load.rescued") == 4
+        assert machine.node.counters.get("load.failed") == 0
+        fetched.clear()
         assert machine.serve(*range(4)) == set(range(4))
         machine.assert_in_order()
 
@@ -100,6 +101,24 @@ def test_deleted_spool_is_said_and_does_not_hold_up_the_queue(tmp_path: Path) ->
         machine.assert_in_order()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder away needs root")
+def test_volume_that_kubernetes_gives_to_a_group_again_and_again_goes_on() -> None:
+    corpus = Corpus()
+    corpus.stock(*range(24))
+    with tempfile.TemporaryDirectory() as folder, as_plain_user(folder):
+        volume = Path(folder)
+        for first in (0, 12):  # the second start of the pod
+            give_to_group(volume, os.getegid())
+            with Machine(corpus, volume / "cache") as machine:
+                assert machine.serve(*range(first + 4)) == set(range(first + 4))
+                give_to_group(volume, os.getegid())  # kubelet was restarted
+                assert machine.serve(*range(first + 8)) == set(range(first + 8))
+                machine.save(100 + first)
+                machine.wait_confirmed(100 + first)
+                assert machine.node.counters.get("tier.errors") == 0
+                machine.assert_in_order()
+
+
 @contextmanager
 def folders_of_mode_500(top: Path) -> Iterator[None]:
     folders = [Path(folder) for folder, _, _ in os.walk(top)]
@@ -134,10 +153,12 @@ def test_read_only_folder_serves_what_it_can_and_heals(place: Path) -> None:
         assert machine.serve(*range(4)) == set(range(4))
         granted = machine.grant(*range(4))
         with frozen(place):
-            machine.load(granted)  # pinned before: read as ever
-            machine.serve(*range(8))  # no pin can be made, and nothing is said to be there
+            machine.load(granted)
+            assert machine.serve(*range(4)) == set(range(4))  # nobody has to write for that
+            machine.serve(*range(8))  # what cannot come is not said to be there
             machine.save(*range(10, 14))
             machine.wait_confirmed(*range(10, 14))  # from memory
+        granted.clear()
         assert machine.serve(*range(8), *range(10, 14)) == {*range(8), *range(10, 14)}
         machine.save(*range(20, 24))
         machine.wait_confirmed(*range(20, 24))

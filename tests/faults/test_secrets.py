@@ -84,10 +84,7 @@ def use(settings: Settings) -> str:
         assert key is not None
         node.prefetcher.submit([FetchRequest(key, "image", SHAPE.rows)])
         eventually(lambda: node.prefetcher.has_news)
-        for one in node.prefetcher.drain():
-            said.append(repr(one.outcome))
-            if one.pin is not None:
-                node.prefetcher.release([one.pin])
+        said.extend(repr(one.outcome) for one in node.prefetcher.drain())
     finally:
         queue.drain(0.05)
         node.close(5)

@@ -31,7 +31,7 @@ from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.shared_tier import SharedTier, tier_id
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
-from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
 from s3ec.counters import Counters
 from s3ec.dev.rigs.virtual_engine import NoConnector
@@ -41,8 +41,8 @@ from s3ec.node import Node
 from s3ec.runtime import DiskWatch
 from s3ec.settings import Settings
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier import Pin
-from tests.fuzz.engine import Options, Step, has_pixels
+from s3ec.tier import OpenEntry
+from tests.fuzz.engine import Engine, Options, Step, has_pixels
 from tests.fuzz.outside import (
     BrokenPromiseError,
     EntryFiles,
@@ -56,7 +56,7 @@ from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import key_of
 
 NAMESPACE = Namespace.from_descriptor({"model": "fuzz"})
-# What a worker counts when a pinned file was not there, or not what was granted.
+# What a worker counts when a granted file was not there, or not what was granted.
 _FAULTS = ("load.failed", "load.rescued", "load.hung", "internal_errors")
 # Between two passes of an engine that runs.
 _LONGEST_PAUSE_S = 0.1
@@ -73,7 +73,7 @@ class Bench:
     Attributes:
         node: The scheduler's, and that of the workers beside it.
         far_node: Of a worker that sees another folder.
-        files: Entries that are pinned.
+        files: Entries that are open.
     """
 
     node: Node
@@ -135,7 +135,7 @@ class Rank:
                 "a granted embedding cannot be loaded", str(exc)[:300]
             ) from exc
         if self._count_faults() != self._faults:
-            raise BrokenPromiseError("a pinned file cannot be loaded")
+            raise BrokenPromiseError("a granted file cannot be loaded")
         for load in plan.loads:
             wanted = embedding(load.identifier, load.shape.rows, self._outside.weights)
             found = cache.get(load.identifier)
@@ -193,6 +193,10 @@ class HeldInputs:
 
     def allocated(self, name: str, index: int) -> None:
         self._allocated.setdefault(name, set()).add(index)
+
+    def device_was_reset(self) -> None:
+        """Whatever is needed from here on is looked for anew."""
+        self._lives.clear()
 
     def end_pass(
         self,
@@ -289,6 +293,7 @@ class S3EC(NoConnector):
             index=self.outside.index,
             local=self.outside.local,
             prefetcher=self.prefetcher,
+            residents=self.prefetcher,
             store=self.outside.store,
             disk=self.outside.disk,
             needs_embedding=needs_embedding,
@@ -298,7 +303,6 @@ class S3EC(NoConnector):
             policy=self._make_policy(),
             adapters=self.make_adapters(needs_embedding),
             clock=self.clock,
-            wall_clock=self.clock,
         )
         self.ranks = [
             self._make_rank(bench.far_node if rank == options.apart else bench.node, rank)
@@ -319,6 +323,13 @@ class S3EC(NoConnector):
         self._passes = 0
         self._granted = ""  # what was granted last, and is not allocated yet
         self._no_cost = ""  # what the manager was told of none
+
+    def follow(self, engine: Engine) -> None:
+        """Look at what vLLM has there, to compare with it."""
+        self.steps = engine.steps
+        self.requests = engine.scheduler.requests
+        manager = engine.scheduler.encoder_cache_manager
+        self.device, self.held = manager.cached, manager.request_cached_ids
 
     @property
     def restore_costs(self) -> S3EC:
@@ -341,7 +352,7 @@ class S3EC(NoConnector):
     def _make_policy(self) -> WaitPolicy | None:
         if self.options.encode_row_s is None:
             return None
-        return WaitPolicy(EncodeCosts(), EngineLoad(self.options.depth), FetchQueue(16))
+        return WaitPolicy(EncodeCosts(), EngineLoad(self.options.depth))
 
     def make_adapters(self, needs_embedding: Callable[[Any], bool]) -> Adapters | None:
         """What the half is told of adapters; None where they do not touch the encoder."""
@@ -367,7 +378,7 @@ class S3EC(NoConnector):
         )
         return Rank(half, node, self.outside)
 
-    def _is_read(self, path: Path) -> bool:
+    def _is_read(self, path: str) -> bool:
         return any(
             str(path) == load.path
             for step in self.steps
@@ -379,13 +390,9 @@ class S3EC(NoConnector):
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         # As the connector's shell, which repeats an answer without asking the half.
-        answers = self.half.answers
-        if answers.in_force.pop(request.request_id, None) == num_computed_tokens:
-            answers.asked.add(request.request_id)
-            answer = False
-        else:
-            answer = self.half.ensure_cache_available(request, num_computed_tokens)
-        if not answer and self._compares and self.half.answers.is_of_earlier(request.request_id):
+        repeats = self.half.waits.repeats(request.request_id, num_computed_tokens)
+        answer = not repeats and self.half.ensure_cache_available(request, num_computed_tokens)
+        if repeats and len(self.answers) % 3 == 0:
             self._compare(request, num_computed_tokens)
         self.answers.append(("ensure", answer))
         self._lie_here = {
@@ -409,7 +416,7 @@ class S3EC(NoConnector):
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         feature = request.mm_features[index]
         if self.options.loads and self._granted == feature.identifier:
-            kinds = {pin.header.modality for pin in self._pins_of(feature.identifier)}
+            kinds = {one.header.modality for one in self._open_of(feature.identifier)}
             if feature.modality not in kinds:
                 detail = f"{feature.identifier[:12]}, {feature.modality}: {kinds}"
                 raise BrokenPromiseError("granted what is of another modality", detail)
@@ -422,13 +429,14 @@ class S3EC(NoConnector):
             output.free_encoder_mm_hashes,
             scheduled_tokens=output.total_num_scheduled_tokens,
             decode_tokens=len(output.num_scheduled_tokens),
+            requests=len(output.num_scheduled_tokens),
         )
         self._check_lookups(output)
         self._passes += 1
         self._held = set(self.device)
         for load in plan.loads:
-            if Path(load.path) not in self.prefetcher.live:
-                raise BrokenPromiseError("a load is ordered without a pin", load.identifier[:12])
+            if load.path not in self.prefetcher.live:
+                raise BrokenPromiseError("a load of what is not open", load.identifier[:12])
         return plan
 
     def _check_lookups(self, output: SchedulerOutput) -> None:
@@ -461,28 +469,30 @@ class S3EC(NoConnector):
         return False, None
 
     def weights_may_have_changed(self, what: str, *, was_reset: bool) -> None:
-        """As S3ECConnector, which live_weights tells."""
+        """As S3ECConnector with a fingerprint of the weights, which live_weights tells."""
+        if was_reset:
+            self.inputs.device_was_reset()
+            self.half.device_was_reset()
+            return
         self._is_stopped = True
-        self.half.stop(was_reset=was_reset)
+        self.half.stop(was_reset=False)
+
+    def prefix_is_replayed(self, tokens: int) -> None:
+        """Likewise."""
+        self.half.replay_tokens = tokens
 
     # -- promises ----------------------------------------------------------------------------
 
-    @property
-    def _compares(self) -> bool:
-        """Whether this answer is compared with a look at every item: some, since a look at all of
-        them in each pass would hide what changes between two looks. What is weighed against the
-        encoder's cost is decided anew only after a while.
-        """
-        return self.options.encode_row_s is None and len(self.answers) % 3 == 0
-
     def _compare(self, request: Request, num_computed_tokens: int) -> None:
-        """A kept answer holds once in a pass, so the second one is not kept."""
+        """Compare a repeated answer with a look at every item; it is repeated once in a pass.
+
+        Only some: a look in each pass would hide what changes between two looks.
+        """
         if self.half.ensure_cache_available(request, num_computed_tokens):
             raise BrokenPromiseError("a kept answer is not what a look gives", request.request_id)
 
     def audit(self, *, requests: Collection[str], device: Collection[str]) -> None:
         """What the half remembers belongs to something that is there."""
-        arrived = {one.pin.path for one in self.prefetcher.news if one.pin is not None}
         fetching = {
             *self.prefetcher.open,
             *(one.want.key.identifier for one in self.prefetcher.news),
@@ -491,7 +501,6 @@ class S3EC(NoConnector):
             requests=requests,
             device=device,
             fetching=fetching,
-            pins=self.prefetcher.live.keys() - arrived,
         )
         if self._no_cost:
             raise BrokenPromiseError("no cost", self._no_cost)
@@ -499,9 +508,9 @@ class S3EC(NoConnector):
             raise BrokenPromiseError("the half's audit complains", "; ".join(complaints[:5]))
 
     def check_rest(self) -> None:
-        """After every lease no pin is left."""
+        """After every lease nothing is held open."""
         if self.prefetcher.live:
-            raise BrokenPromiseError("pins are left behind", str(len(self.prefetcher.live)))
+            raise BrokenPromiseError("entries are left open", str(len(self.prefetcher.live)))
 
     def close(self) -> None:
         """End threads and remove files."""
@@ -512,12 +521,12 @@ class S3EC(NoConnector):
     def check_grant(self, identifier: str) -> None:
         if self.options.apart is not None:
             raise BrokenPromiseError("granted what a rank does not see", identifier[:12])
-        if not self._pins_of(identifier):
-            raise BrokenPromiseError("granted without a pin", identifier[:12])
+        if not self._open_of(identifier):
+            raise BrokenPromiseError("granted without an entry", identifier[:12])
 
-    def _pins_of(self, identifier: str) -> list[Pin]:
+    def _open_of(self, identifier: str) -> list[OpenEntry]:
         name = self.stored_name(identifier)
-        return [pin for pin in self.prefetcher.live.values() if pin.header.identifier == name]
+        return [one for one in self.prefetcher.live.values() if one.header.identifier == name]
 
     def _lies_here(self, feature: Any) -> bool:
         """Whether this node's disk holds it, and the half can know."""
@@ -527,13 +536,13 @@ class S3EC(NoConnector):
         return fits and self.outside.local(key_of(identifier))
 
     def _misfits(self, feature: Any) -> bool:
-        """Whether what is stored or pinned under this name is, or was here, of another kind."""
+        """Whether what is stored or open under this name is, or was here, of another kind."""
         identifier, kind = feature.identifier, _kind_of(feature)
         name = self.stored_name(identifier)
         found = (self.outside.tier.get(name), self.outside.bucket.get(name))
         kinds = {(one.rows, one.modality) for one in found if one is not None}
-        pinned = {(pin.header.shape.rows, pin.header.modality) for pin in self._pins_of(identifier)}
-        return identifier in self.prefetcher.misfits or not kinds | pinned <= {kind}
+        held = {(one.header.shape.rows, one.header.modality) for one in self._open_of(identifier)}
+        return identifier in self.prefetcher.misfits or not kinds | held <= {kind}
 
     @property
     def _is_sure_to_wait(self) -> bool:

@@ -86,6 +86,7 @@ class Options:
         encode_row_s: What the workers say a row costs the encoder; None where waits are not weighed
             against it.
         manager: Of the encoder cache; vLLM's own is the first.
+        replay_tokens: Of a prefix hit that vLLM computes again, as for DeepSeek-V4.1; 0 for none.
     """
 
     role: Literal["consumer", "producer", "both"] = "consumer"
@@ -104,6 +105,7 @@ class Options:
     defer_timeout_s: float = 2.0
     encode_row_s: float | None = None
     manager: Literal["fifo", "lru", "tiered"] = "fifo"
+    replay_tokens: int = 0
 
     @property
     def loads(self) -> bool:
@@ -403,7 +405,8 @@ class Engine:
             cache_rows=options.cache_rows,
             manager=MANAGERS[options.manager],
         )
-        # What vLLM reads from flags of other engines.
+        # What vLLM reads from flags of other engines, and from the KV cache of other models.
+        self.scheduler.prefix_replay_tokens = options.replay_tokens
         self.scheduler.num_prefill_lookahead = options.lookahead
         self.scheduler.use_v2_model_runner = options.v2
         self.scheduler.is_mm_encoder_only = not options.loads
@@ -468,6 +471,9 @@ class Engine:
         )
         self.steps.append(step)
         self.stat["steps"] += 1
+        self.stat["replays"] += sum(
+            getattr(new, "replay_start", 0) > 0 for new in output.scheduled_new_reqs
+        )
         return step
 
     def execute(self, *, eos: Collection[str] = ()) -> None:
@@ -496,6 +502,16 @@ class Engine:
         step = self.steps.popleft()
         self.scheduler.update_from_output(step.output, step.result)
         self._note_ends()
+
+    def reset_encoder_cache(self) -> None:
+        """An operator's call, with the weights as they are."""
+        while self.can_execute:
+            self.execute()
+        self.journal.append(("reset_encoder_cache", ()))
+        self.scheduler.reset_encoder_cache()
+        for runner in self.runners:
+            runner.cache.clear()
+        self.stat["resets of the device"] += 1
 
     def change_weights(self, *, call_first: bool) -> None:
         """New weights are loaded, and the caches are reset before or after that.

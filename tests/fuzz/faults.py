@@ -11,13 +11,13 @@ from s3ec.connector.messages import Load, StepPlan, WorkerReport
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.worker import WorkerHalf
 from s3ec.prefetch import FetchRequest
-from s3ec.tier import Pin
+from s3ec.tier import OpenEntry
 from tests.fuzz.connectors import S3EC
 from tests.fuzz.engine import Options, has_pixels
 from tests.fuzz.workload import Habits
 
 
-class UnpinsEarly(SchedulerHalf):
+class LetsGoEarly(SchedulerHalf):
     """Takes a load for done when the next step is scheduled."""
 
     def build_connector_meta(self, freed: Iterable[str], **tokens: int) -> StepPlan:
@@ -74,7 +74,7 @@ class SeesNoChange(SchedulerHalf):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.answers.changed = lambda _: None  # type: ignore[method-assign]
+        self.tracker.changed = lambda _: None  # type: ignore[method-assign]
 
 
 class SchedulesAnything(SchedulerHalf):
@@ -86,26 +86,26 @@ class SchedulesAnything(SchedulerHalf):
 
 
 class GrantsAnything(SchedulerHalf):
-    """Grants what it has no pin of."""
+    """Grants what it has not."""
 
     def has_cache_item(self, identifier: str) -> bool:
         return super().has_cache_item(identifier) or True
 
 
 class GrantsOtherRows(S3EC):
-    """Grants what is pinned, however many rows it has."""
+    """Grants what is open, however many rows it has."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.granted: dict[str, Pin] = {}
+        self.granted: dict[str, OpenEntry] = {}
         self.loads: list[Load] = []
 
     def has_cache_item(self, identifier: str) -> bool:
         if super().has_cache_item(identifier):
             return True
-        for pin in self.prefetcher.live.values():
-            if pin.header.identifier == identifier and self.options.loads:
-                self.granted[identifier] = pin
+        for entry in self.prefetcher.live.values():
+            if entry.header.identifier == identifier and self.options.loads:
+                self.granted[identifier] = entry
                 self.answers[-1] = ("has", True)
                 return True
         return False
@@ -113,9 +113,9 @@ class GrantsOtherRows(S3EC):
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         super().update_state_after_alloc(request, index)
         identifier = request.mm_features[index].identifier
-        pin = self.granted.pop(identifier, None)
-        if pin is not None:
-            self.loads.append(Load.of(identifier, pin))
+        entry = self.granted.pop(identifier, None)
+        if entry is not None:
+            self.loads.append(Load.of(identifier, entry))
 
     def build_connector_meta(self, output: Any) -> StepPlan:
         plan = super().build_connector_meta(output)
@@ -157,12 +157,12 @@ def of_worker(half: type[WorkerHalf]) -> type[S3EC]:
     return type(half.__name__, (S3EC,), {"worker_half": half})
 
 
-class KeepsPins(S3EC):
-    """Never gives a pin back."""
+class KeepsOpen(S3EC):
+    """Never lets go of an entry."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.prefetcher.release = lambda pins: None  # type: ignore[method-assign]
+        self.prefetcher.release = lambda entries: None  # type: ignore[method-assign]
 
 
 class KeepsOldWeights(S3EC):
@@ -172,6 +172,20 @@ class KeepsOldWeights(S3EC):
         pass
 
     def audit(self, *, requests: Collection[str], device: Collection[str]) -> None:
+        pass
+
+
+class SeesNoReset(SchedulerHalf):
+    """Believes the device to hold what was there before a reset."""
+
+    def device_was_reset(self) -> None:
+        pass
+
+
+class KnowsNoReplay(S3EC):
+    """Is not told that vLLM goes back behind a prefix hit."""
+
+    def prefix_is_replayed(self, tokens: int) -> None:
         pass
 
 
@@ -201,7 +215,7 @@ class NeverWaits(SchedulerHalf):
         can = super().ensure_cache_available(request, num_computed_tokens)
         if can or not all(map(has_pixels, request.mm_features)):
             return can
-        self.answers.drop(request.request_id)  # or this would be found: it is not what is said here
+        self.waits.look_at_all()  # or this would be found: it is not what is said here
         return True
 
 
@@ -235,8 +249,17 @@ def crowded(options: Options, habits: Habits) -> tuple[Options, Habits]:
             depth=2,
             defer_timeout_s=2.0,
             manager="fifo",
+            replay_tokens=0,
         ),
-        dataclasses.replace(habits, two_sizes=0.4, pictures=5, requests=40, stored=1.0),
+        dataclasses.replace(
+            habits,
+            two_sizes=0.4,
+            pictures=5,
+            requests=40,
+            stored=1.0,
+            framed=0.0,
+            emptied=0.0,
+        ),
     )
 
 
@@ -253,6 +276,18 @@ def reborn(options: Options, habits: Habits) -> tuple[Options, Habits]:
     return options, dataclasses.replace(habits, weights=0.02)
 
 
+def emptied(options: Options, habits: Habits) -> tuple[Options, Habits]:
+    """An operator resets the encoder cache again and again."""
+    options, habits = crowded(options, habits)
+    return options, dataclasses.replace(habits, emptied=0.05)
+
+
+def replayed(options: Options, habits: Habits) -> tuple[Options, Habits]:
+    """The end of every prefix hit is computed again, and many requests bring no pixels."""
+    options, habits = calm(options, habits)
+    return dataclasses.replace(options, replay_tokens=32), dataclasses.replace(habits, bare=0.5)
+
+
 def encodes_no_more(options: Options, habits: Habits) -> tuple[Options, Habits]:
     """vLLM's V2 runner does not encode what its cache holds under that name, of any size."""
     options, habits = crowded(options, habits)
@@ -261,7 +296,7 @@ def encodes_no_more(options: Options, habits: Habits) -> tuple[Options, Habits]:
 
 # By the name of the fault: the connector, what is said of it, and where it shows.
 FAULTS = {
-    "unpins early": (of_half(UnpinsEarly), "pin given back before it was loaded", crowded),
+    "lets go early": (of_half(LetsGoEarly), "let go of before it was loaded", crowded),
     "loses loads": (of_half(LosesLoads), "encoder cache miss", crowded),
     "remembers the dead": (of_half(RemembersTheDead), "the half's audit complains", crowded),
     "never lets go": (of_half(NeverLetsGo), "a request waits for ever", crowded),
@@ -273,14 +308,16 @@ FAULTS = {
         crowded,
     ),
     "schedules anything": (of_half(SchedulesAnything), "the encoder runs on nothing", crowded),
-    "grants anything": (of_half(GrantsAnything), "granted without a pin", crowded),
+    "grants anything": (of_half(GrantsAnything), "granted without an entry", crowded),
     "grants other rows": (GrantsOtherRows, "rows of another picture", crowded),
     "only reports": (of_worker(OnlyReports), "a load leaves another embedding", crowded),
     "keeps the old": (of_worker(KeepsTheOld), "a load leaves another embedding", crowded),
     "saves another": (of_worker(SavesAnother), "another embedding is saved", crowded),
     "keeps old weights": (KeepsOldWeights, "a load leaves another embedding", reborn),
+    "sees no reset": (of_half(SeesNoReset), "the half's audit complains", emptied),
+    "knows no replay": (KnowsNoReplay, "the encoder runs on nothing", replayed),
     "gives up at once": (of_half(GivesUpAtOnce), "a request is failed before its time", calm),
     "never waits": (of_half(NeverWaits), "what lies on this node is encoded", calm),
-    "keeps pins": (KeepsPins, "the half's audit complains", crowded),
+    "keeps open": (KeepsOpen, "entries are left open", crowded),
     "forgets fetches": (ForgetsFetches, "the half's audit complains", crowded),
 }

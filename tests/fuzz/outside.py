@@ -2,8 +2,8 @@
 """What lies around a scheduler half, played: bucket, index, this node's tier, fetches and saves.
 
 Time stands still until the workload moves it, and a fetch or an upload ends when the workload says
-so: a run depends on its seed alone. Entries are real files in s3ec's format, and a pin is a hard
-link that goes away with its release, so that the real worker half reads what was granted, or fails.
+so: a run depends on its seed alone. Entries are real files in s3ec's format. Each is evicted as
+soon as it is open, so the real worker half reads what is held open for it, or fails.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from s3ec.identity import Key
 from s3ec.index.missing import BAD_OBJECT_TTL_S
 from s3ec.index.rows import EntryInfo
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
-from s3ec.tier import LocalKeys, Pin
+from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock
 
 WIDTH = 4
@@ -72,7 +73,7 @@ class Stored:
 
 
 class EntryFiles:
-    """Entries as files, each written once for all runs of a process, and links to them."""
+    """Entries as files, each written once for all runs of a process, and open copies of them."""
 
     def __init__(self, folder: Path, namespace: str) -> None:
         self._folder = folder
@@ -80,12 +81,14 @@ class EntryFiles:
         self._written: dict[tuple[str, Stored], tuple[Path, codec.Header]] = {}
         self._numbers = itertools.count()
 
-    def link(self, identifier: str, stored: Stored) -> Pin:
-        """A new pin of an entry."""
-        path, header = self._written.get((identifier, stored)) or self._write(identifier, stored)
-        pin = self._folder / f"pin-{next(self._numbers)}"
-        os.link(path, pin)
-        return Pin(pin, header.total_bytes, header)
+    def open(self, identifier: str, stored: Stored) -> OpenEntry:
+        """An entry, open and without a name."""
+        source, header = self._written.get((identifier, stored)) or self._write(identifier, stored)
+        path = f"{self._folder}/open-{next(self._numbers)}"
+        shutil.copyfile(source, path)
+        entry = OpenEntry(path, os.open(path, os.O_RDONLY), header, verified_s=0.0)
+        os.unlink(path)
+        return entry
 
     def _write(self, identifier: str, stored: Stored) -> tuple[Path, codec.Header]:
         values = embedding(identifier, stored.rows, stored.weights)
@@ -177,30 +180,31 @@ class Outside:
 
 
 class PlayedPrefetcher:
-    """Fetches end when the workload says so, by what is there then; every pin is accounted for.
+    """Fetches end when the workload says so, by what is there then. Every entry is accounted for.
+
+    It plays the residents as well: what was fetched once is granted at once for a while.
 
     Attributes:
         open: Identifiers of fetches under way.
-        live: Pins that were handed out and not given back.
+        live: Entries that were handed out and not let go of, by path.
         misfits: Identifiers whose entry did not fit who asked.
     """
 
-    def __init__(
-        self, outside: Outside, files: EntryFiles, is_read: Callable[[Path], bool]
-    ) -> None:
+    def __init__(self, outside: Outside, files: EntryFiles, is_read: Callable[[str], bool]) -> None:
         """Begin with nothing.
 
         Args:
             outside: What can be fetched.
-            files: Where pins come from.
-            is_read: Whether a step that was scheduled has still to load this pin.
+            files: Where entries come from.
+            is_read: Whether a step that was scheduled has still to load this one.
         """
         self._outside = outside
         self._files = files
         self._is_read = is_read
         self._done: list[FetchResult] = []
         self.open: dict[str, FetchRequest] = {}
-        self.live: dict[Path, Pin] = {}
+        self.live: dict[str, OpenEntry] = {}
+        self._residents: dict[bytes, tuple[str, Stored]] = {}
         self.misfits: set[str] = set()
 
     @property
@@ -223,15 +227,31 @@ class PlayedPrefetcher:
         done, self._done = self._done, []
         return done
 
-    def release(self, pins: Iterable[Pin]) -> None:
-        for pin in pins:
-            if self.live.pop(pin.path, None) is None:
-                raise BrokenPromiseError("pin given back twice", str(pin.path.name))
-            pin.path.unlink()
-            if self._is_read(pin.path):
+    def get(self, digest: bytes, now: float) -> OpenEntry | None:
+        name, stored = self._residents.get(digest, ("", None))
+        # Half of them need a look at the disk.
+        if stored is None or digest[0] % 2:
+            return None
+        # What was evicted is open until a sweep comes by: here at once, or never.
+        found = self._outside.tier.get(name, stored if digest[1] % 2 else None)
+        return self._hand_out(name, stored) if found == stored else None
+
+    def loaded(self, digest: bytes, now: float) -> None:
+        """Nothing rots here."""
+
+    def release(self, entries: Iterable[OpenEntry]) -> None:
+        for entry in entries:
+            if self.live.pop(entry.path, None) is None:
+                raise BrokenPromiseError("let go of twice", entry.path)
+            if self._is_read(entry.path):
                 raise BrokenPromiseError(
-                    "pin given back before it was loaded", pin.header.identifier[:12]
+                    "let go of before it was loaded", entry.header.identifier[:12]
                 )
+
+    def _hand_out(self, name: str, stored: Stored) -> OpenEntry:
+        entry = self._files.open(name, stored)
+        self.live[entry.path] = entry
+        return entry
 
     def end(self, identifier: str, fault: FetchOutcome | None = None) -> None:
         """One fetch ends, as the real one would.
@@ -247,7 +267,7 @@ class PlayedPrefetcher:
         found = here or (
             None if outside.store.is_open or outside.disk.hangs else outside.bucket.get(name)
         )
-        pin = None
+        entry = None
         if fault is not None:
             outcome = fault
         elif found is None:
@@ -258,10 +278,12 @@ class PlayedPrefetcher:
             )
         elif (found.rows, found.modality) != (want.rows, want.modality):
             outcome = FetchOutcome.MISMATCH
+            if here is not None:  # the next request may need just that
+                self._residents[want.key.digest] = name, here
         else:
             outcome = FetchOutcome.READY
-            pin = self._files.link(name, found)
-            self.live[pin.path] = pin
+            entry = self._hand_out(name, found)
+            self._residents[want.key.digest] = name, found
             outside.tier.setdefault(name, found)
             outside.local.add(want.key)
         if outcome is FetchOutcome.MISMATCH:
@@ -270,18 +292,17 @@ class PlayedPrefetcher:
             outside.index.mark_missing(want.key, absent=True)
         elif outcome is FetchOutcome.CORRUPT:
             outside.index.mark_bad(want.key)
-        if here is None and not outside.disk.hangs and pin is None:
+        if here is None and not outside.disk.hangs and entry is None:
             outside.local.discard(want.key)
-        source = None if pin is None else "bucket" if here is None else "tier"
-        self._done.append(FetchResult(want, outcome, pin, source, 0.05))
+        source = None if entry is None else "bucket" if here is None else "tier"
+        self._done.append(FetchResult(want, outcome, entry, source, 0.05))
 
     def stop(self) -> None:
         """Its node ends; what is under way is the workload's."""
 
     def close(self) -> None:
-        """Remove the links that are left."""
-        for path in self.live:
-            path.unlink(missing_ok=True)
+        """Let go of what is left."""
+        self.live.clear()
 
 
 class PlayedSaves:

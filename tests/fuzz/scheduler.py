@@ -26,8 +26,8 @@ import torch
 
 from s3ec.connector.vllm_config import FeatureReader
 from s3ec.dev.rigs.models import write_qwen2_vl
-from tests.fuzz.connectors import Bench, Repeat, RepeatRank, bench
-from tests.fuzz.engine import Engine, Step, vllm_config
+from tests.fuzz.connectors import S3EC, Bench, Repeat, RepeatRank, bench
+from tests.fuzz.engine import Engine, Options, Step, vllm_config
 from tests.fuzz.outside import BrokenPromiseError
 from tests.fuzz.workload import Run
 
@@ -64,6 +64,13 @@ class Fuzz:
         self._bench = bench
         config = vllm_config(self._model, "fcfs", False, 128, True)
         self._needs_embedding = FeatureReader(config.model_config).needs_embedding
+
+    def engine(self, options: Options) -> tuple[Engine, S3EC]:
+        """An engine with s3ec behind it, and nothing asked yet."""
+        s3ec = S3EC(options, self._needs_embedding, self._bench)
+        engine = Engine(self._model, options, s3ec, s3ec.ranks)
+        s3ec.follow(engine)
+        return engine, s3ec
 
     def run(self, seed: int, **how: Any) -> Verdict:
         """Run one seed; ``how`` as for Run."""

@@ -44,7 +44,7 @@ from s3ec.store.s3_errors import from_obstore, from_url
 from s3ec.tenant import Tenant, check_reference
 from s3ec.tier.evictor import Figures
 from s3ec.tier.news import make_record, parse_records
-from s3ec.tier.pins import is_process_folder_name
+from s3ec.tier.process_folder import is_process_folder_name
 from s3ec.tier.scan import EntryFileName, is_index_name
 
 NAMESPACE = "gemma-0123456789abcdef"

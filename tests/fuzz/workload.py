@@ -117,6 +117,8 @@ class Habits:
         resets: How often the prefix cache is reset.
         weights: How often the weights change.
         named: How often a request names a picture, which an encoder may have uploaded or not.
+        emptied: How often the encoder cache is reset.
+        framed: How often a picture has opening and closing tokens, which have no rows.
     """
 
     pictures: int = 5
@@ -135,6 +137,8 @@ class Habits:
     resets: float = 0.005
     weights: float = 0.0
     named: float = 0.0
+    framed: float = 0.0
+    emptied: float = 0.0
 
 
 def draw(seed: int) -> tuple[Options, Habits]:
@@ -179,10 +183,19 @@ def draw(seed: int) -> tuple[Options, Habits]:
     two_kinds = rnd.choice([0.0, 0.0, 0.0, 0.3])
     manager = rnd.choice(["fifo", "lru", "tiered"])
     apart = rnd.randrange(ranks) if options.asks_ranks and rnd.random() < 0.3 else None
-    return (
-        dataclasses.replace(options, encode_row_s=row_s, manager=manager, apart=apart),
-        dataclasses.replace(habits, named=named, announced=announced, two_kinds=two_kinds),
+    replay = rnd.choice([16, 32, 40, 128]) if rnd.random() < 0.12 and options.loads else 0
+    framed = rnd.choice([0.0, 0.0, 0.0, 0.5])
+    emptied = rnd.choice([0.0, 0.0, 0.0, 0.02])
+    changed = {"encode_row_s": row_s, "manager": manager, "apart": apart, "replay_tokens": replay}
+    habits = dataclasses.replace(
+        habits,
+        named=named,
+        announced=announced,
+        two_kinds=two_kinds,
+        framed=framed,
+        emptied=emptied,
     )
+    return dataclasses.replace(options, **changed), habits
 
 
 class Run:
@@ -226,11 +239,7 @@ class Run:
         self.s3ec = None if alone else wire(options, needs_embedding, bench)
         self.engine = Engine(model, options, self.s3ec, self.s3ec and self.s3ec.ranks)
         if self.s3ec is not None:
-            self.s3ec.steps = self.engine.steps
-            self.s3ec.requests = self.engine.scheduler.requests
-            manager = self.engine.scheduler.encoder_cache_manager
-            self.s3ec.device = manager.cached
-            self.s3ec.held = manager.request_cached_ids
+            self.s3ec.follow(self.engine)
             self.s3ec.is_calm = not (
                 habits.faults
                 or habits.outages
@@ -278,6 +287,11 @@ class Run:
             length = rows + rows // 8
             mask = _mask(length, 0, 1).clone()
             mask[8::9] = False
+        if self.habits.framed and rnd.random() < self.habits.framed:
+            before, behind = rnd.choice([0, 1, 12]), rnd.choice([1, 12, 30])
+            mask = torch.ones(length, dtype=torch.bool) if mask is None else mask
+            mask = torch.nn.functional.pad(mask, (before, behind))
+            length += before + behind
         return [self._feature(picture, PlaceholderRange(offset, length, mask), lora)]
 
     def _feature(
@@ -391,6 +405,8 @@ class Run:
             engine.abort(rnd.choice(list(engine.alive)))
         if rnd.random() < self.habits.resets:
             engine.reset_prefix_cache(preempt=rnd.random() < 0.3)
+        if self.habits.emptied and rnd.random() < self.habits.emptied:
+            engine.reset_encoder_cache()
         if rnd.random() < self.habits.weights:
             self._change_weights()
 

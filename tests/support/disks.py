@@ -19,10 +19,12 @@ _FIFREEZE, _FITHAW = 0xC0045877, 0xC0045878  # _IOWR('X', 119 and 120, int)
 _EXT4_IOC_SHUTDOWN = 0x8004587D  # _IOR('X', 125, __u32)
 
 
-def run_or_skip(*command: str) -> str:
+def run_or_skip(*command: str, pass_fds: tuple[int, ...] = ()) -> str:
     """What it says; without the right or the program to do so the test is skipped."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, pass_fds=pass_fds
+        )
     except FileNotFoundError:
         pytest.skip(f"no {command[0]} command")
     if done.returncode:
@@ -68,6 +70,34 @@ def as_plain_user(folder: str) -> Iterator[None]:
     finally:
         os.seteuid(0)
         os.setegid(0)
+
+
+def give_to_group(volume: Path, gid: int) -> None:
+    """What Kubernetes does whenever it mounts a volume of a pod with ``fsGroup``; needs root."""
+    # In a process of its own: the threads of this one may be at work as another user.
+    folders, files = ("-type", "d", "-exec", "chmod", "g+rwxs"), ("-exec", "chmod", "g+rw")
+    find = ["find", str(volume), *folders, "{}", "+", "-o", *files, "{}", "+"]
+    for command in (["chgrp", "-R", str(gid), str(volume)], find):
+        subprocess.run(command, user=0, check=True)
+
+
+@contextmanager
+def dead_share(folder: Path) -> Iterator[None]:
+    """A mount of sshfs whose server is gone: the kernel answers ENOTCONN to all but the table."""
+    folder.mkdir(mode=0o700)
+    fd = os.open("/dev/fuse", os.O_RDWR) if os.access("/dev/fuse", os.W_OK) else -1
+    if fd < 0:
+        pytest.skip("no /dev/fuse")
+    try:
+        options = f"fd={fd},rootmode=40000,user_id=0,group_id=0"
+        mount = ("mount", "-i", "-t", "fuse.sshfs", "-o", options, "host:/", str(folder))
+        run_or_skip(*mount, pass_fds=(fd,))
+    finally:
+        os.close(fd)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 class Hang:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
@@ -23,6 +24,31 @@ class Asleep(Background):
 
     def wake(self) -> None:
         """Nothing is woken."""
+
+
+class ByHand(Background):
+    """In place of a thread: its work is done when the test says so.
+
+    Attributes:
+        made: All of them, in order.
+        is_due: It was woken since its last turn.
+    """
+
+    made: ClassVar[list[ByHand]] = []
+
+    def __init__(self, name: str, work: Callable[[Callable[[], None]], float]) -> None:
+        super().__init__(name, work)
+        self.turn = lambda: self._do(work)
+        self.is_due = False
+        self.made.append(self)
+
+    def wake(self) -> None:
+        self.is_due = True
+
+    def _do(self, work: Callable[[Callable[[], None]], float]) -> float:
+        """One turn, in the calling thread; answers how long it would rest."""
+        self.is_due = False
+        return work(lambda: None)
 
 
 def found_in(cache_dir: Path) -> Inspection:

@@ -659,6 +659,12 @@ def test_the_sdks_credentials_are_in_no_text(
         ({"endpoint_url": "https://minio"}, True),
         ({"endpoint_url": "https://amazonaws.com.example.org"}, True),
         ({"endpoint_url": "https://notamazonaws.com"}, True),
+        # A customer's servers, below names of Amazon's.
+        ({"endpoint_url": "https://minio-1a2b.elb.us-east-1.amazonaws.com"}, True),
+        ({"endpoint_url": "https://s3-minio-1234.us-east-1.elb.amazonaws.com"}, True),
+        ({"endpoint_url": "https://ec2-3-4-5-6.compute-1.amazonaws.com:9000"}, True),
+        ({"endpoint_url": "https://s3.ec2-3-4-5-6.compute-1.amazonaws.com:9000"}, True),
+        ({"endpoint_url": "https://1a2b.execute-api.us-east-1.amazonaws.com"}, True),
         ({"addressing_style": "path"}, True),
         ({"addressing_style": "virtual"}, False),
         ({"endpoint_url": "https://minio", "addressing_style": "virtual"}, False),

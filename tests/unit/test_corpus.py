@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import signal
@@ -143,6 +144,30 @@ def test_namespace_of_a_newer_release_is_taken_only_by_its_name(
         newer = filled.namespace({**MODEL, "revision": "r2"})
     assert filled.corpus.choose() == filled.name
     assert filled.corpus.choose(newer) == newer
+
+
+@pytest.mark.parametrize("version", [2, 1.5, "1", True, None], ids=repr)
+def test_namespace_of_a_newer_release_stays_as_it_is(make: Make, version: object) -> None:
+    """Nor is a version of another form one that this release reads."""
+    memory = MemoryStore()
+    corpus = make(memory)
+    filled = Filled(corpus)
+    filled.entry(filled.name, "damaged", b"of another form")
+    found = corpus.verify(deep=True)
+    about = json.dumps({**MODEL, "format": version}).encode()
+    memory.bucket.objects[Layout(filled.name).descriptor] = about
+    before = dict(memory.bucket.objects)
+    calls: list[Callable[[], object]] = [
+        lambda: corpus.delete(IDS),
+        lambda: corpus.delete(IDS, dry_run=True),
+        lambda: corpus.gc(max_bytes=0),
+        lambda: corpus.gc(max_bytes=0, dry_run=True),
+        lambda: corpus.repair(found),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="newer format"):
+            call()
+    assert memory.bucket.objects == before
 
 
 def test_newest_of_one_model_is_logged(filled: Filled, caplog: pytest.LogCaptureFixture) -> None:

@@ -72,22 +72,45 @@ def test_each_kind_is_explored_until_its_cost_is_known_and_never_for_long() -> N
     assert not costs.explore("video", 256)
 
 
-def test_a_kind_not_encoded_for_ten_minutes_is_explored_again_in_an_idle_engine() -> None:
+def test_a_kind_not_encoded_for_ten_minutes_is_explored_again_where_that_could_matter() -> None:
     costs = EncodeCosts({"image:9": 0.1 / 256})
     for number in range(600):
-        assert not costs.explore("image", 256, 1000.0 + number, idle=True)
-    assert not costs.explore("image", 256, 1601.0, idle=False)
-    assert costs.explore("image", 256, 1601.0, idle=True)
+        assert not costs.explore("image", 256, 1000.0 + number)
+    assert not costs.explore("image", 256, 1601.0, in_doubt=False)
+    assert costs.explore("image", 256, 1601.0)
     for number in range(599):
-        assert not costs.explore("image", 256, 1700.0 + number, idle=True)
+        assert not costs.explore("image", 256, 1700.0 + number)
     costs.add("image", 256, 0.1)  # encoded all the same
-    assert not costs.explore("image", 256, 2500.0, idle=True)
+    assert not costs.explore("image", 256, 2500.0)
+
+
+def test_what_was_explored_again_counts_for_all_that_was_believed() -> None:
+    costs = EncodeCosts()
+    for _ in range(20):
+        costs.add("image", 256, 0.6)
+    for number in range(301):
+        explored = costs.explore("image", 256, 2.0 * number)
+    assert explored
+    costs.add("image", 256, 0.02)
+    assert costs.cost_s("image", 256) == pytest.approx(0.02)
+    costs.add("image", 256, 0.04)  # as one of many again
+    assert costs.cost_s("image", 256) == pytest.approx(0.024)
+
+
+def test_the_first_sample_counts_where_it_is_less_than_what_others_have_learned() -> None:
+    """Compilation and lazy loading make it longer, and never shorter."""
+    costs = EncodeCosts({"image:9": 1.0 / 256})
+    costs.add("image", 256, 9.0)
+    assert costs.cost_s("image", 256) == 1.0
+    costs = EncodeCosts({"image:9": 1.0 / 256})
+    costs.add("image", 256, 0.5)
+    assert costs.cost_s("image", 256) == pytest.approx(0.9)
 
 
 def test_a_kind_that_is_seldom_asked_for_is_not_explored_more_often_than_one_in_300() -> None:
     costs = EncodeCosts({"image:9": 1.0 / 256})
     explored = [
-        costs.explore("image", 256, 100.0 * number, idle=True)
+        costs.explore("image", 256, 100.0 * number)
         for number in range(900)
         for _ in range(4)  # items of one request
     ]
@@ -106,8 +129,7 @@ def test_what_others_have_learned_counts_until_it_is_measured_here() -> None:
     assert costs.known_s("image", 256) is None
     costs.adopt({"image:9": 1.0, "video:9": 2.0})
     assert costs.known_s("image", 256) == 256.0
-    for _ in range(2):
-        costs.add("image", 256, 25.6)
+    costs.add("image", 256, 25.6)
     costs.adopt({"image:9": 7.0, "video:9": 3.0})
     assert costs.known_s("video", 256) == 768.0
     assert costs.known_s("image", 256) == pytest.approx(256 - 0.2 * (256 - 25.6))

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from s3ec.config import load_settings
-from s3ec.identity import Namespace
+from s3ec.errors import UnavailableError
+from s3ec.identity import Layout, Namespace
 from s3ec.index import compaction
 from s3ec.index.base_writer import temporary_folder
 from s3ec.node import Node, destination_of, refresh_pause_s
@@ -18,11 +20,21 @@ from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Claim
 from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import Folders
+from s3ec.tier.inspection import Inspection
+from tests.support.file_calls import open_below
 from tests.support.on_disk import audit_of, running_total
 from tests.support.waiting import eventually
 from tests.unit.index.basics import NAMESPACE, key_of
 from tests.unit.index.corpus import Corpus, rows_of
-from tests.unit.tier.cases import DESTINATION, child, key_at, new_tier, pin_folders
+from tests.unit.tier.cases import (
+    DESTINATION,
+    child,
+    entry,
+    key_at,
+    new_tier,
+    opened,
+    publish,
+)
 from tests.unit.tier.cases import NAMESPACE as CHILDS_NAMESPACE
 
 
@@ -67,7 +79,8 @@ def make_node(corpus: Corpus, tmp_path: Path) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
     def make(namespace: str = NAMESPACE, **changes: Any) -> Node:
-        given = {"bucket": "corpus", "cache_dir": str(tmp_path), "index_refresh_s": 0.1}
+        place = {} if "url" in changes else {"bucket": "corpus"}
+        given = {**place, "cache_dir": str(tmp_path), "index_refresh_s": 0.1}
         settings = load_settings(given | changes).settings
         store = MemoryStore(corpus.memory.bucket)
         nodes.append(Node(settings, Namespace(namespace, {}), store=store))
@@ -120,14 +133,14 @@ def test_a_node_knows_at_once_what_another_process_of_it_puts_on_its_disk(
 
     monkeypatch.setattr(node.tier.entries, "names", names)
     node.follow_the_bucket()
-    eventually(lambda: bool(walks))
+    eventually(lambda: len(walks) == 2)  # one of them for the residents
     with child("churn", tmp_path, 1 << 30, 0, 3) as other:
         other.hear()
         other.say()
         eventually(lambda: all(node.local(key_at(number)) for number in range(3)))
         other.hear()
         other.end()
-    assert len(walks) == 1
+    assert len(walks) == 2
 
 
 def test_a_node_that_follows_says_that_its_index_is_in_use(
@@ -195,10 +208,104 @@ def test_a_node_whose_loop_cannot_be_stopped_gives_its_tier_back_all_the_same(
         raise IndexError("a fault of ours")
 
     monkeypatch.setattr(node.loop, "stop", failing)
-    assert pin_folders(tmp_path) != []
+    node.tier.writer.publish(key_at(0), [entry(key_at(0), namespace=NAMESPACE)])
+    node.residents.add(key_at(0).digest, opened(node.tier, key_at(0)))
+    assert open_below(tmp_path) != []
     with pytest.raises(IndexError, match="fault of ours"):
         node.close(10)
-    assert pin_folders(tmp_path) == []
+    assert open_below(tmp_path) == []
+
+
+# -- what is granted at once -------------------------------------------------------------------
+
+
+def is_granted(node: Node, number: int = 0) -> bool:
+    return node.residents.get(key_at(number).digest, time.monotonic()) is not None
+
+
+@pytest.fixture
+def with_record(corpus: Corpus) -> None:
+    record = b'{"width": 32, "dtype": "bfloat16"}'
+    corpus.put(Layout(CHILDS_NAMESPACE).modality("image"), record)
+
+
+@pytest.mark.usefixtures("with_record")
+def test_what_is_on_the_disk_is_granted_once_the_bucket_has_answered(
+    make_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    tier = new_tier(tmp_path)
+    publish(tier, 0)
+    node = make_node(CHILDS_NAMESPACE)
+    node.residents.add(key_at(0).digest, opened(tier, key_at(0)))
+    publish(tier, 1)
+    assert not is_granted(node)
+    node.follow_the_bucket()
+    eventually(lambda: is_granted(node) and is_granted(node, 1))
+    tier.close()
+
+
+@pytest.mark.usefixtures("with_record")
+def test_nothing_is_granted_at_once_while_the_bucket_is_silent(
+    make_node: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = new_tier(tmp_path)
+    publish(tier, 0)
+    tier.close()
+    node = make_node(CHILDS_NAMESPACE)
+    node.follow_the_bucket()
+    eventually(lambda: is_granted(node))
+
+    async def refuse(*_: object) -> None:
+        raise UnavailableError("no answer")
+
+    monkeypatch.setattr(node.index, "refresh", refuse)
+    before = node.counters.get("index.refresh_failed")
+    eventually(lambda: node.counters.get("index.refresh_failed") > before)
+    assert is_granted(node)  # it has answered lately
+    now = time.monotonic
+    with monkeypatch.context() as patch:
+        # Four refreshes of 0.1 s and 10 s; what was verified is believed for longer.
+        patch.setattr("s3ec.node.time.monotonic", lambda: now() + 11)
+        assert not is_granted(node)
+    monkeypatch.undo()
+    eventually(lambda: is_granted(node))
+
+
+@pytest.mark.parametrize(
+    "record", [None, b'{"width": 33, "dtype": "bfloat16"}', b'{"width": 32, "dtype": "float32"}']
+)
+def test_what_the_record_does_not_confirm_is_not_granted_at_once(
+    corpus: Corpus, make_node: Callable[..., Node], tmp_path: Path, record: bytes | None
+) -> None:
+    name = Layout(CHILDS_NAMESPACE).modality("image")
+    if record is not None:
+        corpus.put(name, record)
+    tier = new_tier(tmp_path)
+    publish(tier, 0)
+    tier.close()
+    node = make_node(CHILDS_NAMESPACE)
+    node.follow_the_bucket()
+    eventually(lambda: len(node.residents) == 1)
+    if record is not None:
+        eventually(lambda: node.records.known("image") is not None)
+    assert not is_granted(node)
+    if record is None:  # until its first producer has written it
+        corpus.put(name, b'{"width": 32, "dtype": "bfloat16"}')
+        eventually(lambda: is_granted(node))
+
+
+@pytest.mark.usefixtures("with_record")
+def test_nothing_is_granted_at_once_where_a_folder_stands_for_the_bucket(
+    make_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    tier = new_tier(tmp_path)
+    publish(tier, 0)
+    tier.close()
+    node = make_node(CHILDS_NAMESPACE, url=f"file://{tmp_path}/corpus")
+    node.follow_the_bucket()
+    eventually(lambda: len(node.residents) == 1)
+    eventually(lambda: node.records.known("image") is not None)
+    assert not is_granted(node)
 
 
 # -- forks -------------------------------------------------------------------------------------
@@ -219,8 +326,9 @@ def test_a_forked_child_keeps_no_lock_of_its_dead_parent(tmp_path: Path) -> None
         temp = Path(parent.hear())
         parent.kill()  # its child lives
         tier = new_tier(root)
-        assert [folder.name.split("-")[0] for folder in pin_folders(root)] == [str(os.getpid())]
-        claim = tier.entries.pin_or_claim(key_at(1))
+        # Nor does it keep open what its parent had, and blocks on the disk with it.
+        assert Inspection.open(root).report(now_s=time.time()).open_nbytes == 0
+        claim = tier.entries.open_or_claim(key_at(1))
         assert isinstance(claim, Claim)
         tier.claims.release(claim)
         assert len(tier.open_spool(DESTINATION).adopt()) == 1

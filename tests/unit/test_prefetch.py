@@ -7,6 +7,7 @@ import asyncio
 import gc
 import hashlib
 import heapq
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ from s3ec.prefetch import (
 from s3ec.runtime import DiskWatch, LoopThread
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip, replace
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier import Claim, LocalKeys, Pin, Tier
+from s3ec.tier import Claim, LocalKeys, OpenEntry, Tier
 from tests.support.clock import Clock
 from tests.support.file_calls import file_calls_of
 from tests.support.finite import FINITE
@@ -71,6 +72,12 @@ def entry(
     data = (seed * (shape.nbytes // 32 + 1))[: shape.nbytes]
     header = Header(key.identifier, namespace, modality, shape, codec.checksum(data))
     return codec.encode_header(header) + data
+
+
+def body_of(done: FetchResult) -> bytes:
+    """What was fetched, as a worker reads it."""
+    assert done.entry is not None
+    return os.pread(done.entry.fd, done.entry.nbytes + 1, 0)
 
 
 def want(text: object, priority: Priority = Priority.DEMAND, **changes: object) -> FetchRequest:
@@ -114,6 +121,7 @@ class Bench:
         watch = DiskWatch(self.counters, patience_s=600)  # a slow disk is not a hung one
         self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4, watch=watch)
         self.tier = self.make_tier()
+        self.residents = self.tier.open_residents(lambda _: True)
         self.records = ModalityRecords(self.store, LAYOUT)
         self.bucket = self.memory.bucket.objects
         self.bucket[LAYOUT.modality("image")] = b'{"dtype":"bfloat16","width":32}'
@@ -141,6 +149,7 @@ class Bench:
                 self.index,
                 self.records,
                 self.local,
+                self.residents,
             ),
             counters=self.counters,
             limits=Limits(**limits),  # type: ignore[arg-type]
@@ -214,8 +223,13 @@ class Bench:
         digest = key_of(text).digest
         eventually(lambda: not self.tier.claims.is_taken(digest), "the end of the claim")
 
-    def pinned(self) -> int:
-        return usage_of(self.tier).pinned_nbytes
+    def open_files(self) -> int:
+        """How many of the tier's entries this process has open, evicted or not."""
+        objects, found = str(self.tier.folders.objects), 0
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed by now
+                found += os.readlink(f"/proc/self/fd/{number}").startswith(objects)
+        return found
 
     def end(self) -> None:
         self.loop.stop(TIMEOUT_S)
@@ -269,8 +283,7 @@ def test_an_entry_comes_from_the_bucket_once_and_from_the_tier_then(bench: Bench
     bench.stock("a")
     first = bench.one()
     assert (first.outcome, first.source) == (FetchOutcome.READY, "bucket")
-    assert first.pin is not None
-    assert first.pin.path.read_bytes() == entry(key_of("a"))
+    assert body_of(first) == entry(key_of("a"))
     assert bench.local(key_of("a"))
     second = bench.one()
     assert (second.outcome, second.source) == (FetchOutcome.READY, "tier")
@@ -280,25 +293,46 @@ def test_an_entry_comes_from_the_bucket_once_and_from_the_tier_then(bench: Bench
     assert bench.counters.get("fetch_bytes.bucket") == len(entry(key_of("a")))
 
 
-def test_a_pin_is_held_until_it_is_released(bench: Bench) -> None:
+def test_an_entry_is_open_for_as_long_as_anybody_refers_to_it(bench: Bench) -> None:
+    bench.residents.close()  # so they do not
     bench.stock("a", "b")
-    pins = [done.pin for done in bench.fetch(want("a"), want("b")) if done.pin]
+    done = {each.want.key: each for each in bench.fetch(want("a"), want("b"))}
     evict(bench.tier, key_of("a"))
-    assert pins[0].path.exists()
-    assert bench.pinned() > 0
-    bench.prefetcher.release(pins)
-    eventually(lambda: bench.pinned() == 0, "the pins' release")
+    assert bench.open_files() == 2
+    for text in "ab":
+        assert body_of(done[key_of(text)]) == entry(key_of(text))
+    done.clear()
+    eventually(lambda: bench.open_files() == 0, "the end of both")
 
 
-def test_releasing_nothing_or_after_the_end_is_fine(bench: Bench) -> None:
+def test_what_was_downloaded_or_looked_at_is_resident_from_then_on(bench: Bench) -> None:
+    """Also what does not fit this request: the next one may need just that."""
+    bench.stock("downloaded")
+    bench.put(key_of("unfit"), entry(key_of("unfit"), rows=ROWS + 1))
+    bench.tier.writer.publish(key_of("here"), [entry(key_of("here"))])
+    bench.tier.writer.publish(key_of("unfit here"), [entry(key_of("unfit here"), rows=ROWS + 1)])
+    for text in ("downloaded", "here", "unfit", "unfit here"):
+        done = bench.one(text)
+        resident = bench.residents.get(key_of(text).digest, time.monotonic())
+        if text == "unfit":  # nothing of it was kept
+            assert resident is None
+        elif text == "unfit here":
+            assert resident is not None
+            assert resident.header.shape.rows == ROWS + 1
+        else:
+            assert resident is done.entry
+
+
+def test_what_was_fetched_is_read_after_the_end_and_to_want_nothing_then_is_fine(
+    bench: Bench,
+) -> None:
     bench.stock("a")
-    pin = bench.one().pin
-    assert pin is not None
-    bench.prefetcher.release([])
+    done = bench.one()
     bench.loop.stop(TIMEOUT_S)
-    bench.prefetcher.release([pin])
+    bench.tier.close()
     bench.prefetcher.submit([])
     assert bench.prefetcher.drain() == []
+    assert body_of(done) == entry(key_of("a"))
 
 
 def test_absent_is_forgotten(bench: Bench) -> None:
@@ -328,8 +362,7 @@ def test_what_the_index_never_held_is_no_less_to_be_had_after_a_404(bench: Bench
 def test_what_lies_here_does_not_queue_behind_downloads_that_hang(bench: Bench) -> None:
     bench.make(max_concurrency=2)
     bench.stock("here", "slow 1", "slow 2", "slow 3")
-    here = bench.one("here").pin
-    assert here is not None
+    assert bench.one("here").outcome is FetchOutcome.READY
     gate = bench.held_up([want(f"slow {n}") for n in (1, 2, 3)])
     again = bench.one("here")
     assert (again.outcome, again.source) == (FetchOutcome.READY, "tier")
@@ -353,9 +386,7 @@ def test_what_was_believed_to_be_here_is_downloaded_in_its_turn(bench: Bench) ->
 def test_what_lies_here_does_not_wait_for_the_record_of_a_slow_bucket(bench: Bench) -> None:
     bench.stock("a", "b")
     for text in ("a", "b"):
-        pin = bench.one(text).pin
-        assert pin is not None
-        bench.prefetcher.release([pin])
+        assert bench.one(text).outcome is FetchOutcome.READY
     bench.records = ModalityRecords(bench.store, LAYOUT)  # as after a restart
     bench.make()
     gate = bench.hold(name="/modality/")
@@ -399,7 +430,7 @@ def test_corrupt_twice_is_a_miss_and_forgotten(
     bench.stock("a")
     bench.script.faults = [Fault(op="get", name=OBJECTS, change=change)]
     done = bench.one()
-    assert (done.outcome, done.pin) == (FetchOutcome.CORRUPT, None)
+    assert (done.outcome, done.entry) == (FetchOutcome.CORRUPT, None)
     assert bench.counters.get("bad_objects") == 1
     assert bench.counters.get(f"corrupt.{reason}") == 2
     assert bench.store.fetched == [LAYOUT.object(key_of("a"))] * 2
@@ -511,12 +542,13 @@ def test_absent_counts_as_vanished_where_the_index_held_it(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("changes", [{"rows": 3}, {"width": 31}, {"dtype": "float16"}])
-def test_an_entry_of_another_shape_in_the_tier_is_a_mismatch_and_not_kept_pinned(
+def test_an_entry_of_another_shape_in_the_tier_is_a_mismatch_and_not_held_open_for_the_request(
     bench: Bench, changes: dict[str, object]
 ) -> None:
+    bench.residents.close()
     bench.tier.writer.publish(key_of("a"), [entry(key_of("a"), **changes)])  # type: ignore[arg-type]
     assert bench.one().outcome is FetchOutcome.MISMATCH
-    eventually(lambda: bench.pinned() == 0, "the pin's release")
+    eventually(lambda: bench.open_files() == 0, "the end of it")
     assert bench.store.fetched == []
 
 
@@ -631,11 +663,11 @@ def test_an_error_of_ours_is_counted_and_the_want_is_answered(
     bench = Bench(tmp_path)
     bench.stock("a", "b")
 
-    def broken(key: Key, **_: object) -> Pin | None:
+    def broken(key: Key, **_: object) -> OpenEntry | None:
         raise kind("a fault of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.tier.entries, "pin_or_claim", broken)
+        patch.setattr(bench.tier.entries, "open_or_claim", broken)
         assert bench.one().outcome is FetchOutcome.UNAVAILABLE
     assert bench.counters.get("internal_errors") == 1
     assert "a fault of ours" in caplog.text
@@ -654,30 +686,34 @@ def test_a_fetch_ends_at_its_deadline_and_makes_room(bench: Bench, deadlines: De
     assert bench.store.active == 0
 
 
-def test_a_pin_made_after_the_deadline_is_given_back(
+def test_an_entry_that_was_opened_after_the_deadline_is_closed(
     bench: Bench, deadlines: Deadlines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would ever unpin it, and eviction could not free its bytes."""
+    """Nobody would ever use it, and eviction could not free its bytes."""
+    bench.residents.close()
     bench.stock("a", "b")
     bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])
     release, slow_ones = threading.Event(), threading.Semaphore(0)
-    made: list[Pin | None] = []
-    pin, receive = bench.tier.entries.pin, bench.tier.writer.receive
+    opened: list[str] = []
+    look, receive = bench.tier.entries.open, bench.tier.writer.receive
 
-    def slow(key: Key) -> Pin | None:
+    def slow(key: Key) -> OpenEntry | None:
         if key == key_of("a"):
             slow_ones.release()
             assert release.wait(TIMEOUT_S)
-        made.append(pin(key))
-        return made[-1]
+        found = look(key)
+        if found is not None:
+            opened.append(found.path)
+        return found
 
-    def slowly(key: Key, pieces: Sequence[bytes], header: Header) -> Pin:
+    def slowly(key: Key, pieces: Sequence[bytes], header: Header) -> OpenEntry:
         slow_ones.release()
         assert release.wait(TIMEOUT_S)
-        made.append(receive(key, pieces, header))
-        return made[-1]
+        received = receive(key, pieces, header)
+        opened.append(received.path)
+        return received
 
-    monkeypatch.setattr(bench.tier.entries, "pin", slow)
+    monkeypatch.setattr(bench.tier.entries, "open", slow)
     monkeypatch.setattr(bench.tier.writer, "receive", slowly)
     bench.prefetcher.submit([want("a"), want("b")])
     assert slow_ones.acquire(timeout=TIMEOUT_S)
@@ -685,11 +721,11 @@ def test_a_pin_made_after_the_deadline_is_given_back(
     deadlines.expire(bench.loop)
     assert {each.outcome for each in bench.collect(2)} == {FetchOutcome.UNAVAILABLE}
     release.set()
-    eventually(lambda: sum(each is not None for each in made) == 2, "both late pins")
-    eventually(lambda: bench.pinned() == 0, "their release")
+    eventually(lambda: len(opened) == 2, "both late ones")
+    eventually(lambda: bench.open_files() == 0, "their end")
 
 
-def test_a_pin_is_given_back_when_the_record_cannot_be_had_in_time(
+def test_an_entry_is_closed_when_the_record_cannot_be_had_in_time(
     bench: Bench, deadlines: Deadlines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("s3ec.fetch._RECORD_PATIENCE_S", TIMEOUT_S)
@@ -697,7 +733,7 @@ def test_a_pin_is_given_back_when_the_record_cannot_be_had_in_time(
     bench.held_up([want("a")], name="/modality/")
     deadlines.expire(bench.loop)
     assert bench.collect(1)[0].outcome is FetchOutcome.UNAVAILABLE
-    eventually(lambda: bench.pinned() == 0, "the pin's release")
+    eventually(lambda: bench.open_files() == 0, "the end of it")
 
 
 def test_what_the_disk_no_longer_holds_is_not_believed_to_be_there(bench: Bench) -> None:
@@ -886,9 +922,8 @@ def ranges(bench: Bench, text: str = "a") -> int:
 def test_a_large_object_comes_in_parts_and_is_whole(in_parts: Bench) -> None:
     done = in_parts.one(rows=LARGE_ROWS)
     assert (done.outcome, done.source) == (FetchOutcome.READY, "bucket")
-    assert done.pin is not None
-    assert done.pin.path.read_bytes() == entry(key_of("a"), rows=LARGE_ROWS)
-    assert ranges(in_parts) == -(-done.pin.nbytes // PART_BYTES)
+    assert body_of(done) == entry(key_of("a"), rows=LARGE_ROWS)
+    assert ranges(in_parts) == -(-len(body_of(done)) // PART_BYTES)
     assert in_parts.store.fetched == []
     in_parts.until_nobody_claims("a")
 
@@ -911,12 +946,11 @@ def test_a_large_object_beside_another_one_comes_in_larger_parts(in_parts: Bench
     in_parts.prefetcher.submit([want("b", rows=LARGE_ROWS)])
     eventually(lambda: ranges(in_parts, "b") == 1, "both are under way")
     gate.release()
-    done = {each.want.key: each.pin for each in in_parts.collect(2)}
+    done = {each.want.key: body_of(each) for each in in_parts.collect(2)}
     for text, nbytes in {"a": PART_BYTES, "b": 2 * PART_BYTES}.items():
-        pin = done[key_of(text)]
-        assert pin is not None
-        assert pin.path.read_bytes() == entry(key_of(text), rows=LARGE_ROWS)
-        assert ranges(in_parts, text) == -(-pin.nbytes // nbytes)
+        body = done[key_of(text)]
+        assert body == entry(key_of(text), rows=LARGE_ROWS)
+        assert ranges(in_parts, text) == -(-len(body) // nbytes)
 
 
 def test_ranges_of_what_the_index_knows_to_fit_are_asked_for_at_once(in_parts: Bench) -> None:
@@ -928,8 +962,7 @@ def test_ranges_of_what_the_index_knows_to_fit_are_asked_for_at_once(in_parts: B
     assert ranges(in_parts) == PARTS_AT_A_TIME
     gate.release()
     done = in_parts.collect(1)[0]
-    assert done.pin is not None
-    assert done.pin.path.read_bytes() == entry(key_of("a"), rows=LARGE_ROWS)
+    assert body_of(done) == entry(key_of("a"), rows=LARGE_ROWS)
 
 
 @pytest.mark.parametrize("late", range(PARTS_AT_A_TIME))
@@ -947,8 +980,7 @@ def test_a_range_that_comes_last_of_all_changes_nothing(in_parts: Bench, late: i
     assert ranges(in_parts) == late + PARTS_AT_A_TIME
     gate.release()
     done = in_parts.collect(1)[0]
-    assert done.pin is not None
-    assert done.pin.path.read_bytes() == entry(key_of("a"), rows=LARGE_ROWS)
+    assert body_of(done) == entry(key_of("a"), rows=LARGE_ROWS)
 
 
 def test_a_large_object_that_goes_on_behind_its_end_is_bad(in_parts: Bench) -> None:
@@ -1018,7 +1050,7 @@ def others_claim(bench: Bench, *texts: str) -> Callable[[], None]:
     """Another process fetches these; gives what ends it."""
     other = bench.make_tier()
     for text in texts:
-        assert isinstance(other.entries.pin_or_claim(key_of(text)), Claim)
+        assert isinstance(other.entries.open_or_claim(key_of(text)), Claim)
     return other.close
 
 
@@ -1157,7 +1189,7 @@ def test_forgetting_nothing_or_after_the_end_is_fine(bench: Bench) -> None:
 # -- the end -----------------------------------------------------------------------------------
 
 
-def test_stopping_ends_running_and_queued_fetches_and_frees_every_pin(
+def test_stopping_ends_running_and_queued_fetches_and_closes_every_entry(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.stock(*"abcdefgh")
@@ -1173,8 +1205,8 @@ def test_stopping_ends_running_and_queued_fetches_and_frees_every_pin(
     assert "s3ec-prefetch-test" not in {thread.name for thread in threading.enumerate()}
     assert len(bench.store.fetched) == started == 2
     bench.tier.close()
-    assert bench.pinned() == 0
     gc.collect()
+    assert bench.open_files() == 0
     assert "destroyed" not in caplog.text
     assert "exception" not in caplog.text
 

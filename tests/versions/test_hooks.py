@@ -24,9 +24,16 @@ ALWAYS = {
     "multimodal.inputs:BaseMultiModalField": ("keep_on_cpu",),
     "multimodal.inputs:MultiModalKwargsItem": ("get_data",),
     "multimodal.registry:MultiModalRegistry": ("_get_model_cls",),
-    "v1.request:Request": ("request_id", "num_prompt_tokens", "mm_features", "arrival_time"),
+    "v1.request:Request": (
+        "request_id",
+        "num_prompt_tokens",
+        "num_computed_tokens",
+        "mm_features",
+        "arrival_time",
+        "status",
+    ),
     "v1.engine.core:EngineCore": ("collective_rpc", "reset_encoder_cache", "scheduler"),
-    "v1.core.sched.scheduler:Scheduler": ("reset_encoder_cache", "ec_connector"),
+    "v1.core.sched.scheduler:Scheduler": ("add_request", "reset_encoder_cache", "ec_connector"),
     "v1.core.sched.output:SchedulerOutput": (
         "free_encoder_mm_hashes",
         "total_num_scheduled_tokens",

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,6 +71,11 @@ ENTRIES: dict[str, Entry] = {
     "index": Entry(
         "The index: lookups, memory, opening, compaction, and how soon a save is found.", 240
     ),
+    "evict": Entry(
+        "What was granted, read a second later while two processes turn the tier over.",
+        620,
+        alone=True,
+    ),
     "payoff": Entry(
         "What weighing waits gains, in vLLM's scheduler with a virtual clock.", 600, alone=True
     ),
@@ -84,7 +89,12 @@ ENTRIES: dict[str, Entry] = {
     ),
     "rag": Entry(
         "Questions over document images: vLLM alone, with s3ec, and with ECExampleConnector.",
-        900,
+        720,
+        alone=True,
+    ),
+    "rag_warm": Entry(
+        "The same on a warm disk, beside ECExampleConnector on a folder: `bench rag --warm`.",
+        720,
         alone=True,
     ),
     "weights": Entry(
@@ -547,6 +557,16 @@ def _soak(
     _one("soak", json_file, quick, minutes=minutes, seed=seed)
 
 
+def _evict(
+    seconds: Annotated[
+        float, option("--seconds", "N", "For each of the two budgets.", min=1, max=100_000)
+    ] = 300,
+    json_file: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    _one("evict", json_file, quick, seconds=seconds)
+
+
 def _one_of(what: str, *choices: str) -> Callable[[str], str]:
     """A parser that takes one of some words."""
 
@@ -558,7 +578,7 @@ def _one_of(what: str, *choices: str) -> Callable[[str], str]:
     return parse
 
 
-def _numbers(allowed: range, what: str) -> Callable[[str], tuple[int, ...]]:
+def _numbers(allowed: Sequence[int], what: str) -> Callable[[str], tuple[int, ...]]:
     """A parser of whole numbers with commas between them."""
 
     def parse(text: str) -> tuple[int, ...]:
@@ -590,31 +610,22 @@ def _rag(
             parser=_numbers(range(1001), "milliseconds are whole numbers from 0 to 1000"),
         ),
     ] = "0,20,80",
-    loop: Annotated[
-        str,
-        option(
-            *("--loop", "open|closed"),
-            "closed: clients with one request at a time. open: at random times.",
-            parser=_one_of("loop", "open", "closed"),
-        ),
-    ] = "closed",
-    clients: Annotated[int, option("--clients", "N", "Of the closed loop.", min=1, max=64)] = 2,
-    rate: Annotated[
-        float, option("--rate", "R", "Requests a second, of the open loop.", min=0.001, max=1000)
-    ] = 0.5,
+    clients: Annotated[
+        int, option("--clients", "N", "Each has one request at a time.", min=1, max=64)
+    ] = 2,
     configs: Annotated[
         Any,
         option(
             *("--configs", "N,..."),
-            "Which of the six configurations; all if left out.",
-            parser=_numbers(range(1, 7), "configurations are 1 to 6"),
+            "Which of the five configurations; all if left out.",
+            parser=_numbers((1, 2, 3, 4, 6), "configurations are 1, 2, 3, 4 and 6"),
         ),
-    ] = "1,2,3,4,5,6",
+    ] = "1,3,2,4,6",
     object_mb: Annotated[
         str,
         option(
             *("--object-mb", "MB"),
-            "Of an embedding: 2.75 (a real encoder), 8.8, 30 or 67 (encoders that sleep).",
+            "Of an embedding: 2.75 (on a GPU with a real encoder), 8.8, 30 or 67.",
             parser=_one_of("size", "2.75", "8.8", "30", "67"),
         ),
     ] = "2.75",
@@ -626,6 +637,12 @@ def _rag(
             parser=_one_of("device", "cpu", "cuda"),
         ),
     ] = "cpu",
+    warm: Annotated[
+        bool,
+        typer.Option(
+            "--warm", help="Hits on a warm disk, beside ECExampleConnector; takes --device alone."
+        ),
+    ] = False,
     json_file: JsonFile = None,
     quick: Quick = False,
 ) -> None:
@@ -635,13 +652,16 @@ def _rag(
         factor=factor,
         seed=seed,
         latency_ms=latency_ms,
-        loop=loop,
         clients=clients,
-        rate_per_s=rate,
         configs=configs,
         object_mb=object_mb,
         device=device,
     )
+    if warm:
+        if replace(options, device="cpu") != Options():
+            raise typer.BadParameter("--warm takes --device alone")
+        _one("rag_warm", json_file, quick, device=device)
+        return
     # A quick run leaves out what takes long, unless it was asked for.
     asked = options if options != Options() or not quick else None
     _one("rag", json_file, quick, options=asked)
@@ -652,6 +672,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
     "fetch": (_fetch, "--latency-ms 80", "from a bucket that is far away"),
     "hydrate": (_hydrate, "--objects 500", "with fewer of them"),
     "index": (_index, "--keys 1e8", "of a larger corpus; 7 GB of scratch space"),
+    "evict": (_evict, "--seconds 20", "shorter"),
     "soak": (_soak, "--minutes 5 --seed 7", "shorter, with other faults"),
     "rag": (_rag, "--device cuda --configs 1,3 --factor 0.2", "two configurations, on a GPU"),
 }

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 import operator
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -287,3 +289,51 @@ class Context:
     def missing(self) -> list[str]:
         """Declared rows that were not reported yet."""
         return [name for name in self._specs if name not in self._rows]
+
+
+class Progress:
+    """Says the present step and the time left, with each step and every 8 s; a context manager.
+
+    Args:
+        say: Shows one line.
+        expected_s: Of all steps together.
+    """
+
+    def __init__(self, say: Callable[[str], None], expected_s: float) -> None:
+        self._say = say
+        self._expected_s = expected_s
+        self._began_s = time.monotonic()
+        # Name, seconds expected of it and of those before, beginning: replaced as a whole.
+        self._step = ("", 0.0, 0.0, self._began_s)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="bench-progress", daemon=True)
+
+    def begin(self, step: str, expected_s: float) -> None:
+        """End the step before, and say what comes now."""
+        _, before_s, done_s, _ = self._step
+        self._step = (step, expected_s, done_s + before_s, time.monotonic())
+        self._tell()
+
+    def _tell(self) -> None:
+        name, _, done_s, began_s = self._step
+        now_s = time.monotonic()
+        left_s = time_left_s(self._expected_s, done_s, began_s - self._began_s)
+        left_s = max(0.0, left_s - (now_s - began_s))
+        self._say(f"{name}; {now_s - self._began_s:.0f} s so far, {left_s:.0f} s left")
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(8.0):
+            self._tell()
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def time_left_s(expected_s: float, done_s: float, spent_s: float) -> float:
+    """What the rest takes if it is as much slower than expected as what is done was."""
+    return max(0.0, expected_s - done_s) * (spent_s / done_s if done_s else 1.0)

@@ -17,7 +17,7 @@ from s3ec.index.rows import EntryInfo
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
 from s3ec.store.open import choose_transport
-from s3ec.tier import Pin
+from s3ec.tier import OpenEntry
 
 # How often the main thread looks for news, as a scheduler does at its steps.
 _LOOK_S = 0.01
@@ -47,14 +47,14 @@ class Fetcher:
         patient = {"defer_timeout_s": _TIMEOUT_S}
         settings = corpus.settings(cache_dir, transport).model_copy(update=patient)
         self.node = Node(settings, corpus.namespace, name=f"s3ec-bench-{transport}")
-        self._pins: list[Pin] = []
+        self._entries: list[OpenEntry] = []
         shape = corpus.shape
         facts = EntryInfo(corpus.entry_bytes, shape.rows, shape.width, shape.dtype)
         for key in corpus.keys:  # as a reader of the bucket's index knows them
             self.node.index.add(key, facts)
 
     def fetch(self) -> None:
-        """Bring every entry, verified, to the tier and pin it.
+        """Bring every entry, verified, to the tier and open it.
 
         Raises:
             RuntimeError: An entry could not be had, or not in time.
@@ -63,21 +63,19 @@ class Fetcher:
         deadline = time.monotonic() + _TIMEOUT_S
         while True:
             for fetched in self.node.prefetcher.drain():
-                if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
+                if fetched.outcome is not FetchOutcome.READY or fetched.entry is None:
                     raise RuntimeError(f"an entry ended as {fetched.outcome}")
-                self._pins.append(fetched.pin)
-            if len(self._pins) == len(self.corpus.keys):
+                self._entries.append(fetched.entry)
+            if len(self._entries) == len(self.corpus.keys):
                 return
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{len(self._pins)} entries came within {_TIMEOUT_S:.0f} s")
+                raise RuntimeError(f"{len(self._entries)} entries came within {_TIMEOUT_S:.0f} s")
             time.sleep(_LOOK_S)
 
     def empty(self) -> None:
-        """Let go of the pins and evict every entry."""
+        """Close and evict every entry."""
         tier = self.node.tier
-        for pin in self._pins:
-            tier.entries.unpin(pin)
-        self._pins.clear()
+        self._entries.clear()
         for key in self.corpus.keys:
             path = tier.folders.objects / self.node.namespace.name / key.name
             path.unlink(missing_ok=True)

@@ -346,8 +346,7 @@ class _Engines:
 
     def time(self, engine: EngineProcess) -> tuple[float, float]:
         """Median seconds to the first token, and seconds until all had ended; one client."""
-        at_once = [0.0] * len(self.prompts)
-        first_s, seconds = engine.replay(self.prompts, at_once, max_tokens=_TOKENS, clients=1)
+        first_s, seconds = engine.replay(self.prompts, max_tokens=_TOKENS, clients=1)
         return statistics.median(first_s), seconds
 
 

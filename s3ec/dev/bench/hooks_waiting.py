@@ -27,11 +27,17 @@ from s3ec import runtime
 from s3ec.connector.connector import S3ECConnector
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
-from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.dev.bench.hooks_rig import Identifiers, engine_config, identifiers_of, make_request
 from s3ec.dev.rigs.models import write_gemma3
-from s3ec.dev.rigs.virtual_engine import NoConnector, PlayedFetches, PlayedIndex, make_scheduler
+from s3ec.dev.rigs.virtual_engine import (
+    NoConnector,
+    PlayedFetches,
+    PlayedIndex,
+    make_scheduler,
+)
+from s3ec.dev.rigs.virtual_tier import NoResidents
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import make_key
 from s3ec.tier import LocalKeys
@@ -147,7 +153,7 @@ def _s3ec(asked: Sequence[Request], *, is_auto: bool) -> S3ECConnector:
     policy = None
     if is_auto:
         costs = EncodeCosts()
-        policy = WaitPolicy(costs, EngineLoad(1), FetchQueue(16))
+        policy = WaitPolicy(costs, EngineLoad(1))
         for _ in range(2):
             costs.add("image", 256, _ENCODE_S)
     index = PlayedIndex()
@@ -167,6 +173,7 @@ def _s3ec(asked: Sequence[Request], *, is_auto: bool) -> S3ECConnector:
         index=index,  # type: ignore[arg-type]
         local=LocalKeys(),
         prefetcher=PlayedFetches(1, 3600.0),
+        residents=NoResidents(),
         store=SimpleNamespace(is_open=False),
         disk=SimpleNamespace(hangs=False),
         needs_embedding=lambda _: False,

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from s3ec.tier.mounts import file_system
+
 T = TypeVar("T")
 
 
@@ -172,7 +174,7 @@ def memory_folder(otherwise: Path) -> Iterator[tuple[Path, bool]]:
     Yields:
         The folder, and whether it is on tmpfs.
     """
-    if not (is_tmpfs(TMPFS) and os.access(TMPFS, os.W_OK)):
+    if file_system(TMPFS) != "tmpfs" or not os.access(TMPFS, os.W_OK):
         otherwise.mkdir(parents=True)
         yield otherwise, False
         return
@@ -196,11 +198,3 @@ def _sweep() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
-
-
-def is_tmpfs(path: Path) -> bool:
-    try:
-        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return any(line.split()[1:3] == [str(path), "tmpfs"] for line in mounts.splitlines())

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``bench rag`` measures with: engines of six configurations, a bucket, a folder, a mount.
+"""What ``bench rag`` measures with: engines of eight configurations, a bucket, a folder, a mount.
 
 The bucket, a tier and a folder of vLLM's ECExampleConnector hold the same embeddings of all
-pictures before anything is measured. A leg is one configuration at one latency. Its requests are
-asked in two halves, by one engine each: a restart in the middle, which leaves disks and mounts as
-they are. The first halves of all legs come before the second ones.
+pictures before anything is measured. A leg is one configuration at one latency.
 """
 
 from __future__ import annotations
@@ -37,6 +35,12 @@ if TYPE_CHECKING:
 _BUCKET = "rag"
 _EXAMPLE_PREFIX = "example"
 _EXAMPLE_FILE = "encoder_cache.safetensors"
+# Otherwise glibc gives a prefill's memory back to the kernel, in one engine more than in another:
+# 16 questions took 184,000 to 315,000 page faults in place of 25,000, and up to twice the time.
+_ENV = ONE_PROCESS | {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+}
 _TOKENS = 4
 # Of the question and the template.
 _WORDS_TOKENS = 256
@@ -55,7 +59,8 @@ class Config:
     Attributes:
         name: For people.
         manager: Class of the encoder cache's manager in ``s3ec``; None is vLLM's own.
-        store: ``memory``, ``s3ec``, ``folder`` or ``mount`` (the last two: ECExampleConnector).
+        store: ``memory``, ``s3ec``, or where ECExampleConnector has its files: ``folder``,
+            ``mount``, or ``copies``, a folder whose files are copied as they are loaded.
         warm_tier: Whether the node's disk holds everything at the start, for ``s3ec``.
     """
 
@@ -82,6 +87,8 @@ CONFIGS: Mapping[int, Config] = {
     4: Config("tiered + s3ec, warm disk", "TieredEncoderCacheManager", "s3ec", warm_tier=True),
     5: Config("ECExample, local folder", None, "folder"),
     6: Config("ECExample, rclone mount", None, "mount"),
+    7: Config("ECExample, one copy a load", None, "copies"),
+    8: Config("LRU + s3ec, warm disk", "LRUEncoderCacheManager", "s3ec", warm_tier=True),
 }
 
 
@@ -117,10 +124,10 @@ def _sleeping(preset: str, rows: int, width: int, like: str) -> Encoder:
     return Encoder(preset, "float32", rows, width, pause_s, said)
 
 
-# By the megabytes of an embedding. The first one's encoder is real, and of the size of Gemma3-27B's
-# at half its resolution; the encoders of the others sleep.
+# By the megabytes of an embedding. All sleep: the first one as long as Gemma3-27B's encoder takes
+# at half its resolution on a core that does nothing else.
 ENCODERS: Mapping[str, Encoder] = {
-    "2.75": Encoder("encoder-27b", "bfloat16", 256, 5376, 0.0, "real, encoder-27b"),
+    "2.75": Encoder("embedding-2.75mb", "float32", 256, 2688, 1.6, "sleeps 1.6 s"),
     "8.8": _sleeping("embedding-8.8mb", 256, 8592, "molmo-7b-d"),
     "30": _sleeping("embedding-30mb", 1024, 7328, "pixtral-12b"),
     "67": _sleeping("embedding-67mb", 1024, 16384, "qwen3-vl-8b"),
@@ -138,29 +145,28 @@ class Setup:
     Attributes:
         encoder: What plays the encoder.
         device_images: Embeddings that an engine's own cache holds.
-        clients: Requests at a time (closed loop); None where requests arrive at their times.
         device: ``cpu`` or ``cuda``.
         managers: Whether vLLM takes other managers of its encoder cache; else it has its own.
     """
 
     encoder: Encoder
     device_images: int = 8
-    clients: int | None = 2
     device: str = "cpu"
     managers: bool = True
 
 
 @dataclass(slots=True)
 class Leg:
-    """One configuration at one latency: what was counted over both halves.
+    """One configuration at one latency: what was counted while it was asked.
 
     Attributes:
         number: Of the configuration.
         latency_ms: Added to each request to the bucket.
         managers: As in Setup.
         first_s: Seconds to the first token, of each request.
+        rounds: Of each time it was asked, their median and the seconds until all had ended.
         seconds: Until all had ended, without the engines' starts.
-        start_s: Of both engines, until they were ready.
+        start_s: Of its engines, until they were ready.
         references: Pictures shown.
         encodes: Pictures encoded, and ``encode_s`` the time in the encoder.
         allocations: Embeddings that came new into the engine's own cache.
@@ -174,6 +180,7 @@ class Leg:
     latency_ms: int
     managers: bool = True
     first_s: list[float] = field(default_factory=list)
+    rounds: list[tuple[float, float]] = field(default_factory=list)
     seconds: float = 0.0
     start_s: float = 0.0
     references: int = 0
@@ -264,12 +271,14 @@ class Rig:
         context: Context,
         setup: Setup,
         workload: Workload,
+        scratch: Path,
         stack: contextlib.ExitStack,
         nursery: EngineForkServer,
         server: LocalS3,
     ) -> None:
         self._context = context
         self._setup = setup
+        self._scratch = scratch
         self._stack = stack
         self._nursery = nursery
         self._server = server
@@ -282,10 +291,6 @@ class Rig:
         self._warm_up_file = Path()
         self._model = Path()
         self._engines = 0
-
-    @property
-    def _scratch(self) -> Path:
-        return self._context.scratch
 
     def prepare(self, configs: Sequence[int], latencies_ms: Sequence[int]) -> None:
         """Make the model and the pictures, and fill bucket, tier and folders.
@@ -326,51 +331,63 @@ class Rig:
             self._stack.enter_context(mount)
             self._mounts[latency_ms] = mount
 
-    def ask(self, leg: Leg, requests: Sequence[Ask], *, first: bool) -> None:
-        """Ask some requests of a new engine, and add to the leg what was counted.
+    @contextlib.contextmanager
+    def started(
+        self, leg: Leg, *, empty: bool = False, language_model: bool = True
+    ) -> Iterator[EngineProcess]:
+        """A new engine that has answered a few questions.
 
         Args:
-            leg: Which configuration, and where the counts go.
-            requests: One half of all.
-            first: Whether it is the first half.
+            leg: Which configuration.
+            empty: Whether this node's disk holds nothing yet.
+            language_model: False for one that leaves its layers out.
         """
-        config = leg.config
-        engine = self._engine(config, leg.latency_ms)
-        link = self._links[leg.latency_ms]
-        with engine:
+        with self._engine(leg.config, leg.latency_ms) as engine:
             leg.start_s += engine.start_s
-            cold = config.store == "s3ec" and not config.warm_tier and first
-            self._warm_up(engine, _WARM_UP_COLD if cold else _WARM_UP)
-            metrics = engines.counters(engine) if config.store == "s3ec" else {}
-            before = engine.work()
-            cpu_before_s = self._mount_cpu_s(leg)
-            moved = link.far.nbytes, link.far.requests
-            start_s = (requests[0].at_s or 0.0) if requests else 0.0
-            first_s, seconds = engine.replay(
-                [self._prompt(ask.images, ask.question) for ask in requests],
-                [(ask.at_s or 0.0) - start_s for ask in requests],
-                max_tokens=_TOKENS,
-                clients=self._setup.clients,
-            )
-            after = engine.work()
-            leg.cpu_s += after["cpu_s"] - before["cpu_s"]
-            leg.cpu_s += self._mount_cpu_s(leg) - cpu_before_s
-            leg.bucket_bytes += link.far.nbytes - moved[0]
-            leg.bucket_requests += link.far.requests - moved[1]
-            leg.first_s += first_s
-            leg.seconds += seconds
-            leg.references += sum(len(ask.images) for ask in requests)
-            encodes, allocations = (
-                int(after[what] - before[what]) for what in ("encodes", "allocations")
-            )
-            leg.encodes += encodes
-            leg.encode_s += after["encode_s"] - before["encode_s"]
-            leg.allocations += allocations
-            if config.store == "s3ec":
-                now = engines.counters(engine)
-                leg.from_bucket += int(now.get(_FROM_BUCKET, 0) - metrics.get(_FROM_BUCKET, 0))
-            elif config.store == "mount":
-                leg.from_bucket += allocations - encodes
+            if not language_model:
+                engine.leave_out_language_model()
+            self._warm_up(engine, _WARM_UP_COLD if empty else _WARM_UP)
+            yield engine
+
+    def ask(self, leg: Leg, engine: EngineProcess, requests: Sequence[Ask], clients: int) -> None:
+        """Ask some requests, and add to the leg what was counted.
+
+        Args:
+            leg: Where the counts go.
+            engine: One of its configuration.
+            requests: In their order.
+            clients: Requests at a time.
+        """
+        config, link = leg.config, self._links[leg.latency_ms]
+        metrics = engines.counters(engine) if config.store == "s3ec" else {}
+        before = engine.work()
+        cpu_before_s = self._mount_cpu_s(leg)
+        moved = link.far.nbytes, link.far.requests
+        first_s, seconds = engine.replay(
+            [self._prompt(ask.images, ask.question) for ask in requests],
+            max_tokens=_TOKENS,
+            clients=clients,
+        )
+        after = engine.work()
+        leg.cpu_s += after["cpu_s"] - before["cpu_s"]
+        leg.cpu_s += self._mount_cpu_s(leg) - cpu_before_s
+        leg.bucket_bytes += link.far.nbytes - moved[0]
+        leg.bucket_requests += link.far.requests - moved[1]
+        leg.first_s += first_s
+        leg.rounds.append((measure.percentile(first_s, 50), seconds))
+        leg.seconds += seconds
+        leg.references += sum(len(ask.images) for ask in requests)
+        encodes, allocations = (
+            int(after[what] - before[what]) for what in ("encodes", "allocations")
+        )
+        leg.encodes += encodes
+        leg.encode_s += after["encode_s"] - before["encode_s"]
+        leg.allocations += allocations
+        if config.store == "s3ec":
+            now = engines.counters(engine)
+            leg.from_bucket += int(now.get(_FROM_BUCKET, 0) - metrics.get(_FROM_BUCKET, 0))
+        elif config.store == "mount":
+            leg.from_bucket += allocations - encodes
 
     def _mount_cpu_s(self, leg: Leg) -> float:
         return self._mounts[leg.latency_ms].cpu_s if leg.config.store == "mount" else 0.0
@@ -390,7 +407,7 @@ class Rig:
         engine.chat([[text("what time is it?")]], max_tokens=_TOKENS)
         for _ in range(pictures):
             asked = engines.prompt(self._warm_up_file, secrets.token_hex(32))
-            engine.replay([asked], [0.0], max_tokens=_TOKENS)
+            engine.replay([asked], max_tokens=_TOKENS, clients=1)
 
     def _engine(
         self, config: Config, latency_ms: int, *, role: str = "ec_both", tier: str | None = None
@@ -415,6 +432,9 @@ class Rig:
                 "ec_role": role,
                 "ec_connector_extra_config": {"shared_storage_path": str(path)},
             }
+            if config.store == "copies":
+                ec["ec_connector"] = "CopyingExampleConnector"
+                ec["ec_connector_module_path"] = "s3ec.dev.rigs.copying_example"
         tokens = self._most_images * (encoder.rows + 8) + _WORDS_TOKENS
         options: dict[str, Any] = {
             **NEW_PICTURES,
@@ -429,7 +449,7 @@ class Rig:
         if config.manager is not None and setup.managers:
             options["ec_manager_config"] = {"encoder_cache_manager_cls": f"s3ec.{config.manager}"}
         if setup.device == "cuda":
-            options["gpu_memory_utilization"] = 0.5
+            options["gpu_memory_utilization"] = 0.25  # three engines at once
             # Both halves of vLLM's cache of processed pictures forget in the same order only where
             # they see requests in the same order; a replay renders all before it asks for any.
             options["mm_processor_cache_gb"] = 16
@@ -439,7 +459,7 @@ class Rig:
             ec=ec,
             log_path=self._scratch / f"engine-{self._engines}.log",
             media=self._scratch,
-            env=self._server.env() | ONE_PROCESS,
+            env=self._server.env() | _ENV,
             options=options,
             # It has imported vLLM's runner for the CPU, which takes the place of CUDA's events.
             nursery=self._nursery if setup.device == "cpu" else None,
@@ -450,7 +470,6 @@ class Rig:
             "bucket": _BUCKET,
             "endpoint_url": self._links[latency_ms].url,
             "min_free_bytes": 0,
-            "index_refresh_s": 0.5,
             "weights": "name",
             "cache_dir": str(self._scratch / folder),
         }
@@ -467,7 +486,7 @@ class Rig:
             engines.until(
                 lambda: engines.counters(producer).get(_SAVES, 0) >= count, "all is stored"
             )
-        if stores & {"folder", "mount"}:
+        if stores - {"memory", "s3ec"}:
             self._context.say("writing the same for ECExampleConnector")
             self._copy_for_example(to_bucket="mount" in stores)
 
@@ -582,16 +601,24 @@ class _Mount:
 
 
 @contextlib.contextmanager
-def running(context: Context, setup: Setup, workload: Workload) -> Iterator[Rig]:
+def running(context: Context, setup: Setup, workload: Workload, name: str = "rag") -> Iterator[Rig]:
     """A rig whose server runs; ``prepare`` fills it.
+
+    Args:
+        context: Has the scratch folder.
+        setup: What is the same for all engines.
+        workload: What will be asked.
+        name: Of the rig's folder: another one for each rig of a run.
 
     Raises:
         CannotMeasureError: There is no server or no vLLM.
     """
     from s3ec.dev.rigs.nursery import EngineForkServer
 
+    scratch = context.scratch / name
+    scratch.mkdir()
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(engines.local_server(_BUCKET))
-        log = context.scratch / "imports.log"
-        nursery = stack.enter_context(EngineForkServer(log, server.env() | ONE_PROCESS))
-        yield Rig(context, setup, workload, stack, nursery, server)
+        log = scratch / "imports.log"
+        nursery = stack.enter_context(EngineForkServer(log, server.env() | _ENV))
+        yield Rig(context, setup, workload, scratch, stack, nursery, server)

@@ -431,9 +431,8 @@ def _through_a_tier(
         while "did not come" in left.values() and time.monotonic() < deadline:
             for fetched in node.prefetcher.drain():
                 digest = fetched.want.key.digest.hex()
-                if fetched.outcome is FetchOutcome.READY and fetched.pin is not None:
+                if fetched.outcome is FetchOutcome.READY and fetched.entry is not None:
                     del left[digest]
-                    node.tier.entries.unpin(fetched.pin)
                 else:
                     left[digest] = fetched.outcome.name.lower()
             time.sleep(0.01)

@@ -34,7 +34,7 @@ from s3ec.identity import Namespace
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
-from s3ec.tier import Pin
+from s3ec.tier import OpenEntry
 
 Cache = dict[str, torch.Tensor]
 _SETTLE_TIMEOUT_S = 60.0
@@ -77,7 +77,7 @@ class WorkerRig:
         )
         for name in names:  # its folders are there, as they would be the second time
             (example / name).mkdir()
-        self._pins: list[Pin] = []
+        self._entries: list[OpenEntry] = []
         self._step = 0
 
     def fill(self) -> list[Load]:
@@ -88,12 +88,12 @@ class WorkerRig:
                 tensor, identifier=name, namespace=self.node.namespace.name, modality=MODALITY
             )
             self.node.tier.writer.publish(key, saves.encode(header, tensor))
-            pin = self.node.tier.entries.pin(key)
-            if pin is None:
-                raise RuntimeError("an entry that was just published cannot be pinned")
-            self._pins.append(pin)
+            entry = self.node.tier.entries.open(key)
+            if entry is None:
+                raise RuntimeError("an entry that was just published cannot be opened")
+            self._entries.append(entry)
             self.example.save_caches(self.tensors, name)
-        return [Load.of(name, pin) for name, pin in zip(self.tensors, self._pins, strict=True)]
+        return [Load.of(name, one) for name, one in zip(self.tensors, self._entries, strict=True)]
 
     def orders(self, loads: Sequence[Load] = (), saves: Sequence[str] = ()) -> S3ECMetadata:
         """One step's orders for ours.
@@ -144,8 +144,7 @@ class WorkerRig:
 
     def close(self) -> None:
         """Let go of the files and end our threads."""
-        for pin in self._pins:
-            self.node.tier.entries.unpin(pin)
+        self._entries.clear()
         self.node.users += 1  # shutdown gives a shared node back
         self.shell.shutdown()
 

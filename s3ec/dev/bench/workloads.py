@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions over document images, by seed: who asks about which pictures, and when.
+"""Questions over document images, by seed: who asks about which pictures.
 
 Counts are those of MMLongBench-Doc (arXiv 2407.01523): 135 documents of 47 pages, 1,082 questions,
 which are 8 a document. Five pages a question, as the retrieval of M-LongDoc and of ViDoRe V3 hands
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 _DOCUMENTS, _PAGES, _QUESTIONS, _TOP = 135, 47, 8, 5
 
@@ -22,24 +22,21 @@ class Ask:
     """One request.
 
     Attributes:
-        at_s: When it arrives, in seconds from the first one's clock; None for as soon as one of
-            those before it has ended.
         images: What it shows, in this order. The same name is the same picture.
         question: What it asks.
     """
 
-    at_s: float | None
     images: tuple[str, ...]
     question: str
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of their arrival.
+    """Requests in their order.
 
     Attributes:
         requests: All of them.
-        about: What it was made of, for a report: factor, seed, and rate where it has one.
+        about: What it was made of, for a report: factor and seed.
     """
 
     requests: Sequence[Ask]
@@ -65,13 +62,6 @@ class Workload:
         """Of one request."""
         return max((len(request.images) for request in self.requests), default=0)
 
-    def arriving(self, rate_per_s: float, seed: int = 0) -> Workload:
-        """The same requests at random times (Poisson), so many a second."""
-        source = random.Random(f"arrivals {seed}")
-        at_s = itertools.accumulate(source.expovariate(rate_per_s) for _ in self.requests)
-        requests = [replace(one, at_s=when) for one, when in zip(self.requests, at_s, strict=True)]
-        return replace(self, requests=requests, about={**self.about, "rate_per_s": rate_per_s})
-
 
 def questions(*, factor: float = 1.0, seed: int = 0) -> Workload:
     """Make the requests; the same arguments make the same ones.
@@ -87,7 +77,7 @@ def questions(*, factor: float = 1.0, seed: int = 0) -> Workload:
         shown += [tuple(source.sample(pages, _TOP)) for _ in range(_QUESTIONS)]
     source.shuffle(shown)
     requests = [
-        Ask(None, images, f"Question {number}: what do these pages say, and where?")
+        Ask(images, f"Question {number}: what do these pages say, and where?")
         for number, images in enumerate(shown, 1)
     ]
     return Workload(requests, {"factor": factor, "seed": seed})

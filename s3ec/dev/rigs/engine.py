@@ -164,25 +164,22 @@ class EngineProcess:
     def replay(
         self,
         prompts: Sequence[Sequence[Mapping[str, Any]]],
-        arrivals_s: Sequence[float],
         *,
         max_tokens: int,
-        clients: int | None = None,
+        clients: int,
     ) -> tuple[list[float], float]:
-        """Ask each prompt at its time. For an engine in one process only.
+        """Ask so many prompts at a time. For an engine in one process only.
 
         Args:
             prompts: As of ``chat``; rendered before the first one is asked.
-            arrivals_s: When each is asked, in rising order.
             max_tokens: Length of each answer.
-            clients: Ask so many at a time: one that is due waits until another one has ended, and
-                arrives then. None: whoever is due is asked.
+            clients: The next one is asked when one of so many has ended.
 
         Returns:
-            Seconds from the arrival of each to its first token, and until all had ended.
+            Seconds from asking each to its first token, and until all had ended.
         """
         first_token_s, seconds = self._call(
-            "replay", prompts=prompts, arrivals_s=arrivals_s, max_tokens=max_tokens, clients=clients
+            "replay", prompts=prompts, max_tokens=max_tokens, clients=clients
         )
         return first_token_s, seconds
 
@@ -213,6 +210,10 @@ class EngineProcess:
         The same shuffle in each engine. For an engine in one process only.
         """
         self._call("shuffle")
+
+    def leave_out_language_model(self) -> None:
+        """Have the layers of a Gemma3 do nothing. For an engine in one process only."""
+        self._call("leave_out_language_model")
 
     def slow_encoder(self, seconds: float) -> None:
         """Have the encoder sleep so long for each picture. For an engine in one process only."""

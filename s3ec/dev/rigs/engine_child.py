@@ -81,44 +81,35 @@ class _Engine:
         core.post_step = rest
 
     def replay(
-        self, prompts: list[Any], arrivals_s: list[float], max_tokens: int, clients: int | None
+        self, prompts: list[Any], max_tokens: int, clients: int
     ) -> tuple[list[float], float]:
-        """Requests at their times; seconds to the first token of each, and of all."""
+        """So many requests at a time; seconds to the first token of each, and of all."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         messages = [[{"role": "user", "content": parts}] for parts in prompts]
         # Before the clock starts: a server renders in other processes.
         rendered = self._llm._preprocess_chat(messages)
-        due = deque(zip(arrivals_s, rendered, strict=True))
+        due = deque(rendered)
         engine = self._llm.llm_engine
-        arrived_s: dict[str, float] = {}
+        asked_s: dict[str, float] = {}
         first_s: dict[str, float] = {}
         started_s = time.monotonic()
         while due or engine.has_unfinished_requests():
-            now_s = time.monotonic() - started_s
-            if due and not engine.has_unfinished_requests() and due[0][0] > now_s:
-                time.sleep(due[0][0] - now_s)
-            # Who comes while the engine executes is seen when it has.
-            while due and due[0][0] <= time.monotonic() - started_s:
-                if clients and engine.get_num_unfinished_requests() >= clients:
-                    break
-                at_s, one = due.popleft()
-                if clients:
-                    at_s = time.monotonic() - started_s
+            while due and engine.get_num_unfinished_requests() < clients:
+                name = str(next(self._numbers))
+                asked_s[name] = time.monotonic()
                 sampling = SamplingParams(
                     temperature=0,
                     max_tokens=max_tokens,
                     ignore_eos=True,
                     output_kind=RequestOutputKind.DELTA,
                 )
-                name = str(next(self._numbers))
-                engine.add_request(name, one, sampling)
-                arrived_s[name] = at_s
+                engine.add_request(name, due.popleft(), sampling)
             for output in engine.step():
-                first_s.setdefault(output.request_id, time.monotonic() - started_s)
+                first_s.setdefault(output.request_id, time.monotonic())
         seconds = time.monotonic() - started_s
-        return [first_s[name] - at_s for name, at_s in arrived_s.items()], seconds
+        return [first_s[name] - at_s for name, at_s in asked_s.items()], seconds
 
     def timed(self, prompts: list[Any], max_tokens: int) -> dict[str, Any]:
         """Nanoseconds of the whole call, and of each step of the engine in it."""
@@ -173,13 +164,24 @@ class _Engine:
     def _core(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core  # VLLM_ENABLE_V1_MULTIPROCESSING=0
 
+    def leave_out_language_model(self) -> None:
+        layers = self._model().language_model.model
+
+        def forward(tokens: Any, *_args: Any, inputs_embeds: Any = None, **_more: Any) -> Any:
+            return layers.embed_input_ids(tokens) if inputs_embeds is None else inputs_embeds
+
+        layers.forward = forward
+
     def slow_encoder(self, seconds: float) -> None:
         self._encoder_here().seconds = seconds
 
+    def _model(self) -> Any:
+        # Not by apply_model, after which the weights may be others.
+        return self._core().model_executor.driver_worker.get_model()
+
     def _encoder_here(self) -> _SlowEncoder:
         if self._slowed is None:
-            # Not by apply_model, after which the weights may be others.
-            model = self._core().model_executor.driver_worker.get_model()
+            model = self._model()
             self._slowed = _SlowEncoder(model.embed_multimodal)
             model.embed_multimodal = self._slowed
         return self._slowed

@@ -50,11 +50,11 @@ class _Gemma3Shape:
 # 5376 values = 2,752,512 bytes, at half its resolution, before a two-layer text model:
 # encoding an image costs seconds on a CPU, as it should when one measures what a cache saves.
 # gemma3-27b: the same at its full resolution, as a GPU encodes it.
-# embedding-2.6mb: 256 rows of 2560 values, which in float32 are nearly as many bytes, from a tiny
+# embedding-2.75mb: 256 rows of 2688 values, which in float32 are as many bytes, from a tiny
 # encoder. In bfloat16 and as wide as Gemma3-27B's, a prefill would take seconds on a CPU.
 GEMMA3_PRESETS = {
     "tiny": _Gemma3Shape(64, 64, 2, 2, 128, image_size=224, image_tokens=64),
-    "embedding-2.6mb": _Gemma3Shape(2560, 64, 2, 2, 128, image_size=224, image_tokens=256),
+    "embedding-2.75mb": _Gemma3Shape(2688, 64, 2, 2, 128, 224, image_tokens=256, text_mlp=16),
     "embedding-8.8mb": _Gemma3Shape(8592, 64, 2, 2, 128, 224, image_tokens=256, text_mlp=32),
     "embedding-30mb": _Gemma3Shape(7328, 64, 2, 2, 128, 448, image_tokens=1024, text_mlp=32),
     "embedding-67mb": _Gemma3Shape(16384, 64, 2, 2, 128, 448, image_tokens=1024, text_mlp=32),

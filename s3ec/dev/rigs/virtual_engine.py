@@ -48,14 +48,14 @@ from s3ec.codec import Header, Shape
 from s3ec.connector.messages import EncodeTime, StepPlan, WorkerReport
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
-from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.counters import Counters
+from s3ec.dev.rigs.virtual_tier import NoResidents, VirtualEntry
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, make_key
 from s3ec.managers import restore
 from s3ec.managers.restore import RestoreCosts
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
-from s3ec.tier import Pin
 
 ROWS = 256
 _PLACEHOLDERS = ROWS + 2
@@ -158,8 +158,8 @@ class PlayedFetches:
             want = self._known.pop(name)[0]
             shape = Shape(want.rows, 64, "bfloat16")
             header = Header(name, "virtual", want.modality, shape, "0" * 32)
-            pin = Pin(Path(f"/virtual/{name}"), shape.nbytes, header)
-            self._done.append(FetchResult(want, FetchOutcome.READY, pin, "bucket", seconds))
+            entry = VirtualEntry(f"/virtual/{name}", header)
+            self._done.append(FetchResult(want, FetchOutcome.READY, entry, "bucket", seconds))
             self._start()
         self._now_s = now_s
         self._start()
@@ -173,9 +173,6 @@ class PlayedFetches:
         """What has ended since the last call."""
         done, self._done = self._done, []
         return done
-
-    def release(self, pins: Iterable[Pin]) -> None:
-        """Nothing is pinned here."""
 
 
 class PlayedIndex:
@@ -269,6 +266,7 @@ class _Hooks(NoConnector):
             output.free_encoder_mm_hashes,
             scheduled_tokens=output.total_num_scheduled_tokens,
             decode_tokens=len(output.num_scheduled_tokens),
+            requests=len(output.num_scheduled_tokens),
         )
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
@@ -374,7 +372,7 @@ class VirtualEngine:
         self._index = PlayedIndex()
         self._counters = Counters()
         if self.wait == "auto":
-            self.policy = WaitPolicy(EncodeCosts(), EngineLoad(_IN_FLIGHT), FetchQueue(_PLACES))
+            self.policy = WaitPolicy(EncodeCosts(), EngineLoad(_IN_FLIGHT))
         hooks = NoConnector() if self.wait == "none" else _Hooks(self._half())
         self._scheduler = make_scheduler(
             _configuration(self.model),
@@ -401,6 +399,7 @@ class VirtualEngine:
             index=self._index,  # type: ignore[arg-type]
             local=lambda _: False,  # type: ignore[arg-type]
             prefetcher=self._fetches,
+            residents=NoResidents(),
             store=SimpleNamespace(is_open=False),
             disk=SimpleNamespace(hangs=False),
             needs_embedding=lambda _: False,
@@ -408,7 +407,6 @@ class VirtualEngine:
             counters=self._counters,
             policy=self.policy,
             clock=lambda: self.now_s,
-            wall_clock=lambda: self.now_s,
         )
 
     def run(self, count: int, *, rate: float, warm_up: int = 0) -> Outcome:

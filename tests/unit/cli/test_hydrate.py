@@ -17,6 +17,7 @@ from tests.support.catalogues import row
 from tests.support.clock import Clock
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash, entry_bytes
+from tests.unit.tier.cases import use as use_entry
 
 IDS = [content_hash(text) for text in "abc"]
 
@@ -100,7 +101,7 @@ def test_a_dry_run_says_what_would_come(cli: Cli, namespace: str, tmp_path: Path
 
 
 def use(folder: Path, namespace: str, *identifiers: str) -> None:
-    """Pin entries as an engine of the node does, a second after the other."""
+    """Use entries as an engine of the node does, a second after the other."""
     clock = Clock(time.time() - 60.0, tick_s=1.0)
     tier = Tier(
         folder, namespace, budget_bytes=2**20, min_free_bytes=0, counters=Counters(), clock=clock
@@ -108,9 +109,7 @@ def use(folder: Path, namespace: str, *identifiers: str) -> None:
     for one in identifiers:
         key = make_key(one)
         assert key is not None
-        pin = tier.entries.pin(key)
-        assert pin is not None
-        tier.entries.unpin(pin)
+        use_entry(tier, key, clock)
     tier.close()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -13,7 +14,7 @@ import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
-from s3ec.identity import Layout
+from s3ec.identity import FORMAT_VERSION, Layout
 from s3ec.testing.server import MotoServer
 from tests.support.catalogues import row
 from tests.unit.cli.conftest import Cli, all_shown_on
@@ -307,3 +308,35 @@ def test_ns_rm_that_was_broken_off_goes_on_and_the_descriptor_goes_last(
         proxy.clear()
         cli("ns", "rm", full, "--idle", "0", "--yes")
     assert everything(corpus) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "consent"),
+    [
+        (["rm", "page 1"], "--yes"),
+        (["gc", "--older-than", "1min"], "--yes"),
+        (["gc", "--max-bytes", "0"], "--yes"),
+        (["gc", "--made-by", "vllm=*"], "--yes"),
+        (["ns", "rm", "NAMESPACE", "--idle", "0"], "--yes"),
+        (["verify", "--repair"], "--yes"),
+        (["verify", "--deep", "--repair"], "--yes"),
+        (["manifest", "compact"], ""),
+        (["manifest", "rebuild"], ""),
+        (["catalog", "merge"], ""),
+    ],
+    ids=str,
+)
+def test_what_a_newer_release_wrote_stays(
+    cli: Cli, corpus: Corpus, namespace: str, command: list[str], consent: str
+) -> None:
+    """It is not ours to read, and so none of our commands may judge it."""
+    for name in ("a", "gone"):
+        append(corpus, namespace, [row(f"{name}.png", identifier=content_hash(name))])
+    corpus.entry(namespace, "unannounced")
+    about = json.dumps({**MODEL, "format": FORMAT_VERSION + 1}).encode()
+    corpus.put(Layout(namespace).descriptor, about)
+    before = everything(corpus)
+    given = [namespace if word == "NAMESPACE" else word for word in command]
+    for agreed in ("", "--dry-run", consent) if consent else ("",):
+        assert "nothing in it is touched" in cli(*given, *agreed.split(), code=2).stderr
+    assert everything(corpus) == before

@@ -192,7 +192,7 @@ def test_an_object_is_read_with_the_settings_of_the_open_corpus_or_not_at_all(
     pictures = Pictures(source, without_pixels=False)
     if place == {"bucket": "corpus"}:
         assert pictures.parts("a.png")[0]["uuid"] == row.identifier
-        assert asked == [ReadOptions(settings=settings)]
+        assert asked == [ReadOptions(settings=settings, hosts=frozenset())]
     else:
         with pytest.raises(SourceError, match="none is open"):
             pictures.parts("a.png")
@@ -227,6 +227,42 @@ def test_a_page_is_drawn_as_it_was_when_it_was_encoded(
         (part,) = make(row, without_pixels=False, hosts=["127.0.0.1"]).parts("report.pdf")
     assert part["image_url"]["url"] == f"data:image/png;base64,{base64.b64encode(drawn).decode()}"
     assert part["uuid"] == row.identifier
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_redirect_leads_to_no_host_that_is_not_allowed(
+    allowed: bool, make: Make, tmp_path: Path
+) -> None:
+    """Who writes a row may know an allowed host that sends its clients anywhere."""
+    path = tmp_path / "report.pdf"
+    path.write_bytes(make_pdf(1))
+    asked = []
+
+    class Redirecting(Quiet):
+        def do_GET(self) -> None:
+            asked.append(self.headers["host"].partition(":")[0])
+            if asked[-1] == "localhost":
+                super().do_GET()
+                return
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{server.server_address[1]}/report.pdf")
+            self.end_headers()
+
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Redirecting, directory=tmp_path)
+    )
+    with running(server):
+        uri = page_uri(f"http://127.0.0.1:{server.server_address[1]}/a.pdf", 1)
+        digest = hashlib.sha256(render_page(path, 1)).hexdigest()
+        row = row_of(path, page=1, uri=uri, sha256=digest)
+        hosts = ["127.0.0.1", "LocalHost"] if allowed else ["127.0.0.1"]
+        pictures = make(row, without_pixels=False, hosts=hosts)
+        if allowed:
+            assert pictures.parts("report.pdf")[0]["uuid"] == row.identifier
+        else:
+            with pytest.raises(SourceError, match="redirected to a host that is not allowed"):
+                pictures.parts("report.pdf")
+    assert asked == ["127.0.0.1", "localhost"][: 1 + allowed]
 
 
 @pytest.mark.parametrize("stamp", ["", "1 2", "1 2 x", "1 2 99999", "-150", 7, None])

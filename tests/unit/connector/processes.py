@@ -19,6 +19,7 @@ from s3ec.settings import Settings
 from s3ec.store.endpoint import BreakerOptions, Endpoint
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from s3ec.tier import OpenEntry
 from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import key_of
 
@@ -58,6 +59,7 @@ class Process:
             settings: Changes.
         """
         self.bucket = shared or MemoryBucket()
+        self.open: list[OpenEntry] = []  # what was granted
         self.faults = list(faults)
         self.store = FaultStore(MemoryStore(self.bucket, clock=clock), Script(self.faults))
         given = {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": 0}
@@ -99,13 +101,23 @@ class Process:
         header = saves.describe(tensor, modality="image", **fields)
         return b"".join(saves.encode(header, tensor))
 
-    def pinned(self, identifier: str, tensor: Any) -> Load:
-        """Put an entry into the tier; a granted load of it."""
+    def granted(self, identifier: str, tensor: Any) -> Load:
+        """Put an entry into the tier; a granted load of it, which is held open as long as this."""
         key = key_of(identifier)
         self.node.tier.writer.publish(key, [self.entry(identifier, tensor)])
-        pin = self.node.tier.entries.pin(key)
-        assert pin is not None
-        return Load.of(identifier, pin)
+        entry = self.node.tier.entries.open(key)
+        assert entry is not None
+        self.open.append(entry)
+        return Load.of(identifier, entry)
+
+    def lose(self, load: Load) -> None:
+        """What was granted is gone, and nobody has it open."""
+        os.unlink(load.path)
+        self.let_go(load)
+
+    def let_go(self, load: Load) -> None:
+        """Close what was granted."""
+        self.open = [entry for entry in self.open if entry.inode != load.inode]
 
     def close(self) -> None:
         self.node.close(DEADLINE_S)

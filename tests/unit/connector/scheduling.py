@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -18,10 +17,11 @@ from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
+from s3ec.dev.rigs.virtual_tier import VirtualEntry
 from s3ec.identity import Key, KeyPolicy, Layout, ModalityScopes
 from s3ec.index.base import Index
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
-from s3ec.tier import LocalKeys, Pin
+from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock
 from tests.unit.index.fake import FakeIndex
 from tests.unit.tier.cases import key_of
@@ -80,7 +80,7 @@ def has_no_pixels(feature: Any) -> bool:
 
 
 class FakePrefetcher:
-    """Fetches end when the test says so, and every pin is accounted for."""
+    """Fetches end when the test says so, and every entry is accounted for."""
 
     def __init__(self) -> None:
         self.submitted: list[FetchRequest] = []
@@ -88,9 +88,11 @@ class FakePrefetcher:
         self.open: dict[str, FetchRequest] = {}
         self.done: list[FetchResult] = []
         self.placeholder: dict[str, Any] = {}  # of every entry
-        self.live: set[Path] = set()
-        self.released: list[Path] = []
-        self._pins = 0
+        self.live: set[str] = set()
+        self.released: list[str] = []
+        self.resident: dict[bytes, OpenEntry] = {}
+        self.verified: list[bytes] = []
+        self._opened = 0
 
     def submit(self, wants: Sequence[FetchRequest]) -> None:
         self.submitted += wants
@@ -108,11 +110,28 @@ class FakePrefetcher:
         done, self.done = self.done, []
         return done
 
-    def release(self, pins: Iterable[Pin]) -> None:
-        for pin in pins:
-            assert pin.path in self.live, f"{pin.path} released twice, or never made"
-            self.live.remove(pin.path)
-            self.released.append(pin.path)
+    # -- as Residents
+
+    def get(self, digest: bytes, now: float) -> OpenEntry | None:
+        entry = self.resident.get(digest)
+        if entry is not None:
+            self.live.add(entry.path)
+        return entry
+
+    def loaded(self, digest: bytes, now: float) -> None:
+        self.verified.append(digest)
+
+    def release(self, entries: Iterable[OpenEntry]) -> None:
+        for entry in entries:
+            assert entry.path in self.live, f"{entry.path} released twice, or never made"
+            self.live.remove(entry.path)
+            self.released.append(entry.path)
+
+    def entry(self, identifier: str, modality: str, rows: int) -> OpenEntry:
+        self._opened += 1
+        shape = Shape(rows, 32, "bfloat16")
+        header = Header(identifier, LAYOUT.namespace, modality, shape, "0" * 32, self.placeholder)
+        return VirtualEntry(f"/open/{self._opened}", header)
 
     def finish(
         self,
@@ -122,7 +141,7 @@ class FakePrefetcher:
         holds: int | None = None,
         source: Literal["tier", "bucket"] = "bucket",
         seconds: float = 0.0,
-    ) -> Pin | None:
+    ) -> OpenEntry | None:
         """End one fetch as the real one would: rows that differ are a mismatch.
 
         Args:
@@ -133,17 +152,12 @@ class FakePrefetcher:
         want = self.open.pop(identifier)
         if outcome is FetchOutcome.READY and holds is not None and holds != want.rows:
             outcome = FetchOutcome.MISMATCH
-        pin = None
+        entry = None
         if outcome is FetchOutcome.READY:
-            self._pins += 1
-            shape = Shape(want.rows, 32, "bfloat16")
-            header = Header(
-                identifier, LAYOUT.namespace, want.modality, shape, "0" * 32, self.placeholder
-            )
-            pin = Pin(Path(f"/pins/{self._pins}"), shape.nbytes, header)
-            self.live.add(pin.path)
-        self.done.append(FetchResult(want, outcome, pin, source if pin else None, seconds))
-        return pin
+            entry = self.entry(identifier, want.modality, want.rows)
+            self.live.add(entry.path)
+        self.done.append(FetchResult(want, outcome, entry, source if entry else None, seconds))
+        return entry
 
 
 class World:
@@ -185,6 +199,7 @@ class World:
             index=self.index,
             local=self.local,
             prefetcher=self.prefetcher,
+            residents=self.prefetcher,
             store=self.store,
             disk=self.disk,
             needs_embedding=has_no_pixels,
@@ -197,7 +212,6 @@ class World:
             policy=policy,
             worth=worth,
             clock=self.clock,
-            wall_clock=self.clock,
         )
 
     def stock(self, *texts: object) -> None:
@@ -249,8 +263,12 @@ class World:
             self.half.update_state_after_alloc(request, index)
         return granted
 
-    def step(self, freed: Iterable[object] = (), *, tokens: int = 10) -> StepPlan:
-        return self.half.build_connector_meta(map(identifier_of, freed), scheduled_tokens=tokens)
+    def step(
+        self, freed: Iterable[object] = (), *, tokens: int = 10, requests: int = 1
+    ) -> StepPlan:
+        return self.half.build_connector_meta(
+            map(identifier_of, freed), scheduled_tokens=tokens, requests=requests if tokens else 0
+        )
 
     def report(self, step: int, *ranks: int, **more: Any) -> None:
         loaded = {step: set(ranks or (0,))}
@@ -258,22 +276,29 @@ class World:
 
     def finish(
         self, text: object, outcome: FetchOutcome = FetchOutcome.READY, **more: Any
-    ) -> Pin | None:
+    ) -> OpenEntry | None:
         return self.prefetcher.finish(identifier_of(text), outcome, **more)
 
-    def bring(self, *texts: object) -> list[Path]:
-        """Stock, ask, step and fetch: afterwards the items are pinned and known to be."""
+    def make_resident(self, text: object, rows: int = ROWS, modality: str = "image") -> OpenEntry:
+        """This node's disk holds it, open and verified."""
+        identifier = identifier_of(text)
+        entry = self.prefetcher.entry(identifier, modality, rows)
+        self.prefetcher.resident[key_of(identifier).digest] = entry
+        return entry
+
+    def bring(self, *texts: object) -> list[str]:
+        """Stock, ask, step and fetch: afterwards the items are here and known to be."""
         self.stock(*texts)
         asker = request("bringer", *(feature(text, 10 * n) for n, text in enumerate(texts)))
         self.ask(asker)
         self.step()
-        pins = [self.finish(text) for text in texts]
+        entries = [self.finish(text) for text in texts]
         assert self.ask(asker)
         self.half.request_finished(asker)
-        return [pin.path for pin in pins if pin is not None]
+        return [entry.path for entry in entries if entry is not None]
 
-    def load_one(self, text: str = "a") -> tuple[int, Path]:
-        """Have it loaded; the step that loads it, and the pin."""
+    def load_one(self, text: str = "a") -> tuple[int, str]:
+        """Have it loaded; the step that loads it, and its file."""
         (path,) = self.bring(text)
         assert self.run(request(f"load {text}", feature(text))) == [True]
         return self.step().step, path
@@ -285,4 +310,4 @@ class World:
 
     def leftovers(self) -> list[str]:
         """What is remembered though all requests, steps and leases have ended."""
-        return self.half.audit(requests=(), device=(), fetching=(), pins=(), at_rest=True)
+        return self.half.audit(requests=(), device=(), fetching=(), at_rest=True)

@@ -308,7 +308,7 @@ def test_where_nobody_knows_what_the_workers_hold_nothing_is_loaded_or_saved(
     assert not engine.ask(first)
     engine.step()
     engine.world.prefetcher.finish(raw_name("cat"))
-    assert engine.ask(first)  # it is pinned, and would be granted
+    assert engine.ask(first)  # it is here, and would be granted
     with caplog.at_level(logging.WARNING, logger="s3ec"):
         of = again(engine, folder)
         for number in range(2):
@@ -391,8 +391,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     engine.half.request_finished(asked)
     engine.world.clock.now_s += 60
     engine.step()
-    pins = engine.world.prefetcher.live
-    assert engine.half.audit(requests=(), device=(), fetching=(), pins=pins, at_rest=True) == []
+    assert engine.world.leftovers() == []
 
 
 def test_after_a_stop_nothing_of_an_adapter_is_granted_or_saved(tmp_path: Path) -> None:

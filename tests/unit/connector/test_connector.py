@@ -87,7 +87,7 @@ def test_finish_load_caches_goes_to_the_worker_half() -> None:
 
 
 def test_externally_loaded_hashes_are_the_step_s_loads() -> None:
-    one = Load("a", "/x", Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
+    one = Load("a", "/x", 0, 0, 0, 0, Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
     loads = [one, replace(one, identifier="b")]
     assert connector(Worker(), StepPlan(loads=loads)).externally_loaded_hashes() == ["a", "b"]
     assert connector(Worker(), None).externally_loaded_hashes() == []
@@ -241,7 +241,7 @@ def test_in_a_forked_child_a_granted_load_is_an_error_and_no_made_up_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     it = forked(monkeypatch)
-    load = Load("a", "/x", Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
+    load = Load("a", "/x", 0, 0, 0, 0, Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
     it.bind_connector_metadata(shell.S3ECMetadata(StepPlan(loads=[load])))
     with pytest.raises(RuntimeError, match="forked"):
         it.start_load_caches({})
@@ -249,7 +249,7 @@ def test_in_a_forked_child_a_granted_load_is_an_error_and_no_made_up_tensor(
 
 def test_a_worker_whose_half_did_not_start_loads_what_is_granted(tmp_path: Path) -> None:
     rig = Process(tmp_path)
-    one, two, three = (rig.pinned(HASHES[number], tensor(number)) for number in range(3))
+    one, two, three = (rig.granted(HASHES[number], tensor(number)) for number in range(3))
     cache = {one.identifier: tensor(0), two.identifier: tensor(9)[:2]}  # of two: another's rows
     held = cache[one.identifier]
     it = connector(None, StepPlan(loads=[one, two, three]))
@@ -264,11 +264,12 @@ def test_a_worker_whose_half_did_not_start_loads_what_is_granted(tmp_path: Path)
 
 def test_a_worker_whose_half_did_not_start_makes_nothing_up(tmp_path: Path) -> None:
     rig = Process(tmp_path)
-    load = rig.pinned(HASHES[0], tensor())
+    load = rig.granted(HASHES[0], tensor())
     it = connector(None, StepPlan(loads=[load]))
     path, cache = Path(load.path), {}
     blob = path.read_bytes()
-    for damage in (lambda: path.write_bytes(blob[:-1] + bytes([blob[-1] ^ 1])), path.unlink):
+    flipped = blob[:-1] + bytes([blob[-1] ^ 1])
+    for damage in (lambda: path.write_bytes(flipped), lambda: rig.lose(load)):
         damage()
         with pytest.raises(RuntimeError, match=f"did not start.*{load.path}"):
             it.start_load_caches(cache)

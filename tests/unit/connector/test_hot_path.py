@@ -17,7 +17,8 @@ from s3ec.dev.bench.syscalls import parse
 REPOSITORY = Path(__file__).parents[3]
 TRIES = 3
 
-# Real parts all around: the index, the prefetcher with its running loop, a pinned file.
+# Real parts all around: the index, the prefetcher with its running loop, a file
+# that is open.
 CHILD = f"""
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ bench.make(deadline_s=3600)  # all is slow under strace
 role = Role(producer=True, consumer=True, window_tokens=1000, ranks=1, steps_in_flight=2,
             defer_timeout_s=3600.0)
 half = SchedulerHalf(role, index=bench.index, local=bench.local, prefetcher=bench.prefetcher,
-                     store=Breaker(), disk=bench.loop.watch,
+                     residents=bench.residents, store=Breaker(), disk=bench.loop.watch,
                      needs_embedding=has_no_pixels,
                      placeholder_of=lambda _: {{}}, counters=bench.counters)
 gate = bench.hold(name=key_of(identifier_of("slow")).name)
@@ -50,6 +51,7 @@ ready = request("ready", feature("ready"))
 slow = request("slow", feature("slow"))
 absent = request("absent", feature("absent"))
 old = request("decoding", feature("ready"))
+resident = key_of(identifier_of("ready")).digest
 
 def hot(rounds):
     for _ in range(rounds):
@@ -59,6 +61,7 @@ def hot(rounds):
         assert half.ensure_cache_available(absent, 0)
         assert not half.has_cache_item(absent.mm_features[0].identifier)
         assert half.ensure_cache_available(old, 100)
+        assert bench.residents.get(resident, 0.0) is not None
 
 hot(1000)
 for number in range({TRIES}):

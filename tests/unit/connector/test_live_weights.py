@@ -13,6 +13,7 @@ import pytest
 from s3ec import runtime
 from s3ec.counters import Counters
 from tests.unit.connector.scheduling import World, feature, identifier_of, request
+from tests.unit.tier.cases import key_of
 
 live_weights = pytest.importorskip("s3ec.connector.live_weights")
 shell = pytest.importorskip("s3ec.connector.connector")
@@ -24,7 +25,7 @@ Scheduler = pytest.importorskip("vllm.v1.core.sched.scheduler").Scheduler
 class Engine:
     """vLLM's own methods, on objects that have no model."""
 
-    def __init__(self, live: str = "stop") -> None:
+    def __init__(self, live: str = "stop", weights: str = "fingerprint") -> None:
         live_weights.watch()
         live_weights.watch()  # as by a second engine of this process
         self.world = World(producer=True)
@@ -36,7 +37,7 @@ class Engine:
         parts.node = SimpleNamespace(
             process=runtime.process_number,
             counters=self.counters,
-            settings=SimpleNamespace(live_weights=live),
+            settings=SimpleNamespace(live_weights=live, weights=weights),
             namespace=SimpleNamespace(name="tiny-0123456789abcdef"),
         )
         self.connector = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER, parts=parts)
@@ -44,19 +45,27 @@ class Engine:
         self.scheduler = Scheduler.__new__(Scheduler)
         self.scheduler.ec_connector = self.connector
         self.scheduler.encoder_cache_manager = SimpleNamespace(reset=lambda: self.calls.append(0))
+        self.scheduler.has_unfinished_requests = lambda: False
+        self.scheduler.finish_requests = lambda *_: []
+        self.scheduler.reset_prefix_cache = lambda *_, **__: True
         self.core = EngineCore.__new__(EngineCore)
         self.core.scheduler = self.scheduler
         self.core.model_executor = SimpleNamespace(
             collective_rpc=lambda method, *_: self.calls.append(method) or ["answered"],
             reset_encoder_cache=lambda: self.calls.append("workers"),
+            reset_mm_cache=lambda: None,
+            sleep=lambda _: None,
+            wake_up=lambda _: None,
+            is_sleeping=False,
         )
+        self.core.mm_receiver_cache = None
 
     @property
     def stopped(self) -> bool:
         return self.counters.get("stopped_by_weights") == 1
 
     def hits(self, text: str) -> bool:
-        """Whether a request about what is pinned here is granted it."""
+        """Whether a request about what is here is granted it."""
         asker = request(f"{text} again", feature(text))
         ready = self.world.ask(asker)
         granted = self.world.schedule(asker)
@@ -82,7 +91,17 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a function": lambda core: core.collective_rpc(callback),
     "a function with a good name": lambda core: core.collective_rpc(check_health),
     "weight version": lambda core: core.set_weight_version("v2"),
-    "reset": lambda core: core.scheduler.reset_encoder_cache(),
+}
+RESETS = {
+    "nothing": lambda core: None,
+    "reset": lambda core: core.reset_encoder_cache(),
+    "pause": lambda core: (core.pause_scheduler("abort"), core.resume_scheduler()),
+    "nap": lambda core: (core.sleep(1), core.wake_up()),
+    "nap of the workers": lambda core: (
+        core.collective_rpc("sleep", args=(1,)),
+        core.collective_rpc("wake_up"),
+        core.reset_encoder_cache(),
+    ),
 }
 
 
@@ -104,6 +123,41 @@ def test_after_a_change_nothing_is_granted_or_saved(
     assert not engine.hits("fresh")
     assert engine.world.step().saves == {}
     assert engine.world.wanted == [identifier_of("a"), identifier_of("b")]  # nor fetched
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("live", ["stop", "ignore"])
+def test_a_reset_empties_the_device_and_leaves_the_weights(live: str, reset: str) -> None:
+    engine = Engine(live=live)
+    step, _ = engine.world.load_one("a")
+    engine.world.report(step)
+    assert engine.world.is_on_device("a")
+    RESETS[reset](engine.core)
+    assert not engine.stopped
+    assert engine.world.is_on_device("a") == (reset == "nothing")
+    # What is on the device is not fetched: vLLM will not ask for it.
+    asker = request("r", feature("a"))
+    assert engine.world.ask(asker) == (reset == "nothing")
+
+
+@pytest.mark.parametrize("reset", [name for name in RESETS if name != "nothing"])
+def test_a_reset_ends_the_cache_where_a_name_stands_for_the_weights(reset: str) -> None:
+    engine = Engine(weights="name")
+    engine.world.bring("a")
+    RESETS[reset](engine.core)
+    assert engine.stopped
+    assert not engine.hits("a")
+
+
+@pytest.mark.parametrize(("reset", "saves"), [("nothing", 1), ("reset", 0)])
+def test_what_the_device_held_is_not_stored_again_after_a_reset(reset: str, saves: int) -> None:
+    engine = Engine()
+    engine.world.load_one("a")
+    engine.world.index.mark_missing(key_of(identifier_of("a")))
+    assert engine.world.ask(request("r", feature("a")))
+    assert engine.world.step(tokens=0).saves == {}  # its worker half is not called
+    RESETS[reset](engine.core)
+    assert len(engine.world.step().saves) == saves
 
 
 def test_calls_reach_the_workers_and_their_answers_the_caller() -> None:
@@ -147,6 +201,7 @@ def test_engines_without_s3ec_are_not_touched() -> None:
 
 def test_what_was_granted_before_is_loaded_unless_vllm_has_dropped_it() -> None:
     """vLLM counts on it: without it the step would end the engine."""
+    changes = CHANGES | RESETS
     for change, loads in (("update_weights", 1), ("reset", 0)):
         engine = Engine()
         engine.world.bring("a")
@@ -154,7 +209,7 @@ def test_what_was_granted_before_is_loaded_unless_vllm_has_dropped_it() -> None:
         assert engine.world.ask(asker)
         engine.world.schedule(asker)
         assert engine.world.step(tokens=0).loads == []  # its worker half is not called
-        CHANGES[change](engine.core)
+        changes[change](engine.core)
         assert len(engine.world.step().loads) == loads
 
 
@@ -166,10 +221,22 @@ def test_a_request_without_pixels_is_failed_alone() -> None:
     assert engine.world.half.take_unavailable_requests() == {"r"}
 
 
-def test_pins_are_given_back() -> None:
+def test_what_is_open_is_let_go_of() -> None:
     engine = Engine()
     engine.world.bring("a", "b")
     engine.scheduler.reset_encoder_cache()
     engine.world.clock.now_s += 60.0
     engine.world.step()
     assert engine.world.prefetcher.live == set()
+
+
+@pytest.mark.parametrize("tokens", [0, 128])
+def test_how_much_of_a_prefix_is_replayed_is_known_before_the_first_pass(tokens: int) -> None:
+    """The scheduler reads it from its KV cache after it has made its connector."""
+    if not hasattr(Scheduler, "_mark_prefix_replay"):
+        pytest.skip("this vLLM replays nothing")
+    engine = Engine()
+    engine.scheduler.prefix_replay_tokens = tokens
+    engine.scheduler.requests = {"r": SimpleNamespace(status=None, streaming_queue=[])}
+    engine.scheduler.add_request(SimpleNamespace(request_id="r", resumable=False))
+    assert engine.world.half.replay_tokens == tokens

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from s3ec.node import Node
 from s3ec.testing.fault_store import Fault
 from tests.support.waiting import DEADLINE_S
 from tests.unit.connector.processes import HASHES, Process
+from tests.unit.tier.cases import key_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -38,7 +41,7 @@ def tensor(seed: int) -> torch.Tensor:
 
 class Bench(Process):
     def load(self, number: int) -> Load:
-        return self.pinned(HASHES[number], tensor(number))
+        return self.granted(HASHES[number], tensor(number))
 
     def loads(self, count: int) -> list[Load]:
         return [self.load(number) for number in range(count)]
@@ -46,7 +49,7 @@ class Bench(Process):
     def only_in_the_bucket(self, load: Load, number: int) -> None:
         blob = self.entry(load.identifier, tensor(number))
         self.bucket.objects[self.object_name(load.identifier)] = blob
-        Path(load.path).unlink()
+        self.lose(load)
 
 
 @pytest.fixture
@@ -54,6 +57,24 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
     bench.close()
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries count as large: readers are worth it."""
+    monkeypatch.setattr(loading, "READERS_FROM_BYTES", 0)
+
+
+@pytest.fixture(params=["small", "large"])
+def any_size(request: pytest.FixtureRequest) -> None:
+    if request.param == "large":
+        request.getfixturevalue("large")
+
+
+@pytest.fixture
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a page that the kernel let go of meanwhile would be another thread's to read."""
+    monkeypatch.setattr(loading, "is_in_memory", lambda _: True)
 
 
 class Watched(staging.HostStaging):
@@ -84,18 +105,50 @@ def check(outcomes: list[torch.Tensor | Exception], count: int) -> None:
         assert torch.equal(outcome, tensor(number))
 
 
-def test_one_alone_is_read_in_the_calling_thread(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Or a page that the kernel let go of meanwhile would be another thread's to read.
-    monkeypatch.setattr(reading, "is_in_memory", lambda _: True)
+@pytest.mark.usefixtures("any_size", "in_memory")
+def test_one_alone_is_read_in_the_calling_thread(bench: Bench) -> None:
     watched = Watched()
     loader = loader_on(bench.node, lambda: watched)
     check(loader.start(bench.loads(1), later=False).finish(), 1)
     assert watched.threads == [threading.current_thread().name]
 
 
-def test_two_are_read_at_the_same_time(bench: Bench) -> None:
+@pytest.mark.usefixtures("in_memory")
+@pytest.mark.parametrize("later", [False, True])
+def test_small_ones_that_are_in_memory_are_read_at_once_by_the_calling_thread(
+    bench: Bench, later: bool
+) -> None:
+    watched = Watched()
+    loader = loader_on(bench.node, lambda: watched)
+    begun = loader.start(bench.loads(5), later=later)
+    assert watched.threads == [threading.current_thread().name] * 5
+    check(begun.finish(), 5)
+    assert len(watched.threads) == 5
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_small_ones_that_a_disk_would_have_to_bring_are_a_readers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    read, mine = loading.read_data, threading.current_thread()
+    readers: set[threading.Thread] = set()
+
+    def cold(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bool = True) -> None:
+        if not wait:
+            raise BlockingIOError
+        readers.add(threading.current_thread())
+        read(load, memory, hashed=hashed)
+
+    monkeypatch.setattr(loading, "read_data", cold)
+    loader = loader_on(bench.node, staging.HostStaging)
+    check(loader.start(bench.loads(5), later=later).finish(), 5)
+    assert readers
+    assert mine not in readers
+    loader.close()
+
+
+@pytest.mark.usefixtures("large")
+def test_two_large_ones_are_read_at_the_same_time(bench: Bench) -> None:
     watched = Watched(threading.Barrier(2))
     loader = loader_on(bench.node, lambda: watched)
     check(loader.start(bench.loads(2), later=False).finish(), 2)
@@ -103,6 +156,7 @@ def test_two_are_read_at_the_same_time(bench: Bench) -> None:
     loader.close()
 
 
+@pytest.mark.usefixtures("any_size")
 def test_many_keep_their_order(bench: Bench) -> None:
     loader = loader_on(bench.node, staging.HostStaging)
     for later in (False, True):
@@ -110,6 +164,7 @@ def test_many_keep_their_order(bench: Bench) -> None:
     loader.close()
 
 
+@pytest.mark.usefixtures("large")
 def test_caller_reads_what_the_readers_have_not_begun(bench: Bench) -> None:
     """The readers are held in their first file: the caller does all the others."""
     me = threading.current_thread()
@@ -134,9 +189,10 @@ def test_caller_reads_what_the_readers_have_not_begun(bench: Bench) -> None:
     loader.close()
 
 
+@pytest.mark.usefixtures("any_size")
 def test_failures_stay_with_their_loads(bench: Bench) -> None:
     loads = bench.loads(8)
-    Path(loads[3].path).unlink()
+    bench.lose(loads[3])
     bench.only_in_the_bucket(loads[6], 6)
     loader = loader_on(bench.node, staging.HostStaging)
     outcomes = loader.start(loads, later=False).finish()
@@ -257,6 +313,7 @@ def test_where_neither_disk_nor_bucket_deliver_loads_fail_after_a_minute(
 # Through a device with streams
 
 
+@pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("buffers", [1, 2, 8])
 def test_accelerator_gets_all_through_few_buffers(
@@ -275,6 +332,7 @@ def test_accelerator_gets_all_through_few_buffers(
     loader.close()
 
 
+@pytest.mark.usefixtures("any_size")
 def test_next_file_is_read_while_the_copy_of_the_last_is_held_back(bench: Bench) -> None:
     fake = accelerators.FakeAccelerator()
     device = staging.AcceleratorStaging(fake)
@@ -287,6 +345,7 @@ def test_next_file_is_read_while_the_copy_of_the_last_is_held_back(bench: Bench)
     loader.close()
 
 
+@pytest.mark.usefixtures("any_size")
 def test_buffer_comes_back_from_a_load_that_failed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +354,7 @@ def test_buffer_comes_back_from_a_load_that_failed(
     device = staging.AcceleratorStaging(fake, load_buffer_bytes=SMALLEST)
     loader = loader_on(bench.node, lambda: device)
     loads = bench.loads(3)
-    Path(loads[1].path).unlink()
+    bench.lose(loads[1])
     for _ in range(3):
         outcomes = loader.start(loads, later=False).finish()
         assert isinstance(outcomes[1], RuntimeError)
@@ -327,7 +386,9 @@ def test_file_of_which_the_kernel_has_the_front_only_is_no_bad_one(
     blob = bytes(8192) + bytes(4096)
     path = tmp_path / "entry"
     path.write_bytes(blob)
-    load = Load("i", str(path), Shape(64, 32, "bfloat16"), "0" * 32, 8192, "0" * 32)
+    found = os.stat(path)
+    granted = (str(path), 0, 0, found.st_dev, found.st_ino)
+    load = Load("i", *granted, Shape(64, 32, "bfloat16"), "0" * 32, 8192, "0" * 32)
     real = os.preadv
 
     def preadv(fd: int, views: list[memoryview], offset: int, flags: int) -> int:
@@ -353,9 +414,9 @@ def test_file_that_shrinks_while_it_is_read_is_refused(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = bench.load(1)
-    size = os.stat(load.path).st_size
-    monkeypatch.setattr(loading.os, "fstat", lambda _: SimpleNamespace(st_size=size))
-    os.truncate(load.path, size - 1)
+    found = os.stat(load.path)
+    monkeypatch.setattr(loading.os, "fstat", lambda _: found)
+    os.truncate(load.path, found.st_size - 1)
     with pytest.raises(CorruptEntryError, match="ends after 63 bytes"):
         loading.read_data(load, torch.empty(load.shape.nbytes, dtype=torch.uint8))
 
@@ -388,7 +449,7 @@ def test_values_that_are_not_hashed_are_believed_length_and_header_are_not(bench
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
 def test_what_is_no_file_is_refused_at_once(bench: Bench, kind: str, tmp_path: Path) -> None:
-    load = bench.load(1)
+    load = out_of_reach(bench.load(1))
     path = Path(load.path)
     real = tmp_path / "real"
     path.rename(real)
@@ -401,3 +462,110 @@ def test_what_is_no_file_is_refused_at_once(bench: Bench, kind: str, tmp_path: P
     with pytest.raises((OSError, CorruptEntryError)):
         loading.read_data(load, torch.empty(load.shape.nbytes, dtype=torch.uint8))
     path.rmdir() if kind == "folder" else path.unlink()
+
+
+# What was granted, whatever its name means by now
+
+
+def out_of_reach(load: Load) -> Load:
+    """The load where the scheduler's process cannot be looked into: it may be in a container."""
+    return replace(load, pid=0)
+
+
+@contextmanager
+def held_by_another(bench: Bench, load: Load) -> Iterator[Load]:
+    """The load where another process has the file open, as the scheduler's, and this one not."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[load.fd]) as process:
+        bench.let_go(load)
+        yield replace(load, pid=process.pid)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@contextmanager
+def reached(bench: Bench, load: Load, how: str) -> Iterator[Load]:
+    if how == "elsewhere":
+        with held_by_another(bench, load) as its:
+            yield its
+    else:
+        yield load
+
+
+def read_again(load: Load) -> torch.Tensor:
+    memory = torch.empty(load.shape.nbytes, dtype=torch.uint8)
+    loading.read_data(load, memory)
+    return memory.view(torch.bfloat16).view(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("becomes", "how"),
+    [
+        *(("evicted", "here"), ("replaced", "here"), ("a link", "here")),
+        *(("evicted", "elsewhere"), ("replaced", "elsewhere")),
+    ],
+)
+def test_what_is_held_open_is_read_whatever_becomes_of_its_name(
+    bench: Bench, becomes: str, how: str
+) -> None:
+    with reached(bench, bench.load(1), how) as load:
+        os.unlink(load.path)
+        if becomes == "replaced":
+            bench.granted(load.identifier, tensor(2))
+        elif becomes == "a link":
+            Path(load.path).symlink_to("nowhere")
+        assert torch.equal(read_again(load), tensor(1))
+
+
+def test_what_has_its_name_is_read_by_it_where_the_schedulers_process_is_out_of_reach(
+    bench: Bench,
+) -> None:
+    load = bench.load(1)
+    bench.let_go(load)
+    assert torch.equal(read_again(out_of_reach(load)), tensor(1))
+    assert torch.equal(read_again(load), tensor(1))  # its descriptor is closed, or another file's
+
+
+@pytest.mark.parametrize("becomes", ["evicted", "replaced"])
+def test_another_file_under_the_name_is_not_the_one_and_no_damage(
+    bench: Bench, becomes: str
+) -> None:
+    """The bucket stands in, and what took the place of the granted file stays."""
+    load = bench.load(1)
+    blob = bench.entry(load.identifier, tensor(1))
+    bench.bucket.objects[bench.object_name(load.identifier)] = blob
+    os.unlink(load.path)  # still open, so no other file gets its inode
+    if becomes == "replaced":
+        bench.granted(load.identifier, tensor(2))
+    load = out_of_reach(load)
+    with pytest.raises(FileNotFoundError):
+        read_again(load)
+    (outcome,) = loader_on(bench.node, staging.HostStaging).start([load], later=False).finish()
+    assert torch.equal(outcome, tensor(1))
+    assert bench.counted("load.rescued") == 1
+    assert Path(load.path).exists() is (becomes == "replaced")
+    assert bench.counted("tier.bad_files") == 0
+
+
+def test_a_file_that_was_found_bad_is_granted_no_more(bench: Bench) -> None:
+    load = bench.load(1)
+    key = key_of(load.identifier)
+    bench.node.residents.add(key.digest, bench.open[-1])
+    bench.bucket.objects[bench.object_name(load.identifier)] = bench.entry(
+        load.identifier, tensor(1)
+    )
+    blob = Path(load.path).read_bytes()
+    Path(load.path).write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
+    (outcome,) = loader_on(bench.node, staging.HostStaging).start([load], later=False).finish()
+    assert torch.equal(outcome, tensor(1))
+    assert len(bench.node.residents) == 0
+    assert not bench.node.tier.entries.contains(key)
+
+
+def test_a_load_is_a_use_and_a_look_is_none(bench: Bench) -> None:
+    """By the time of use the least recently used are evicted."""
+    load = bench.load(1)
+    os.utime(load.path, ns=(10**9, 10**9))
+    assert bench.node.tier.entries.open(key_of(load.identifier)) is not None
+    assert os.stat(load.path).st_mtime_ns == 10**9
+    read_again(load)
+    assert os.stat(load.path).st_mtime_ns > 10**9

@@ -9,7 +9,7 @@ import pytest
 
 from s3ec.connector.messages import WorkerReport
 from s3ec.connector.save_orders import SaveWorth, SeenKeys
-from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from tests.unit.connector.scheduling import World, feature, identifier_of, request
@@ -101,19 +101,17 @@ def test_where_nothing_is_known_it_is_stored() -> None:
 def test_size_and_price_of_a_policy_count() -> None:
     counters = Counters()
     fetched(counters, 5.0)  # of other sizes
-    policy = WaitPolicy(EncodeCosts({KIND: 0.03 / ROWS}), EngineLoad(1), FetchQueue(16))
+    policy = WaitPolicy(EncodeCosts({KIND: 0.03 / ROWS}), EngineLoad(1))
     for _ in range(16):
         policy.times.of("bucket", ROWS).add(0.02)
     assert twice(SaveWorth(policy.costs, counters, policy=policy))
-    for _ in range(128):
+    for _ in range(256):
         policy.times.of("bucket", ROWS).add(0.06)
     assert not twice(SaveWorth(policy.costs, counters, policy=policy))
     now = 0.0
     for _ in range(400):  # others would wait for the encoder
-        for _ in range(20):
-            policy.load.asked()
         now += 0.01
-        policy.load.end_pass(now, has_prefill=True, tokens=10)
+        policy.load.end_pass(now, has_prefill=True, requests=20)
     assert twice(SaveWorth(policy.costs, counters, policy=policy))
 
 

@@ -87,7 +87,7 @@ def test_the_form_that_is_asked_for_is_fetched_and_loaded(asked_every_pass: bool
 
 def test_what_another_request_waits_for_is_not_granted_in_the_other_form() -> None:
     world = world_of()
-    world.bring("page")  # pinned for a prompt of one
+    world.bring("page")  # here for a prompt of one
     assert world.run(crowd("page", "other")) == [False, False]
     assert not world.step().loads
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler half: what is fetched and granted, and when a pin is given back."""
+"""The scheduler half: what is fetched and granted, and how long it is held open."""
 
 from __future__ import annotations
 
@@ -278,10 +278,10 @@ def test_where_vllm_asks_once_an_image_and_a_video_of_one_name_get_nothing() -> 
     assert not world.has("a")
 
 
-# -- pins -----------------------------------------------------------------------------------------
+# -- how long an entry is held open ---------------------------------------------------------------
 
 
-def test_a_pin_is_released_by_the_workers_report(world: World) -> None:
+def test_an_entry_is_let_go_of_by_the_workers_report(world: World) -> None:
     step, path = world.load_one()
     assert path in world.prefetcher.live
     world.report(step)
@@ -289,7 +289,7 @@ def test_a_pin_is_released_by_the_workers_report(world: World) -> None:
     assert not world.half.tracker.items
 
 
-def test_a_pin_is_held_until_every_rank_has_reported() -> None:
+def test_an_entry_is_held_open_until_every_rank_has_reported() -> None:
     world = World(ranks=4)
     step, path = world.load_one()
     world.report(step, 0, 1)
@@ -301,7 +301,7 @@ def test_a_pin_is_held_until_every_rank_has_reported() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_without_a_report_a_pin_outlives_the_steps_in_flight(steps: int) -> None:
+def test_without_a_report_an_entry_stays_open_for_the_steps_in_flight(steps: int) -> None:
     """Old releases do not report; a step that reads the file can still be running."""
     world = World(steps_in_flight=steps)
     _, path = world.load_one()
@@ -327,7 +327,7 @@ def test_late_double_and_unknown_reports_are_harmless(world: World) -> None:
     assert world.prefetcher.released == [path]
 
 
-def test_an_image_loaded_by_two_steps_is_pinned_until_both_are_done(world: World) -> None:
+def test_an_image_loaded_by_two_steps_is_held_open_until_both_are_done(world: World) -> None:
     """Evicted on the device in between, as async scheduling allows."""
     first, path = world.load_one()
     again = request("again", feature("a"))
@@ -354,10 +354,10 @@ def test_evicted_on_the_device_and_wanted_again_is_fetched_again(world: World) -
     assert second is not None
     assert second.path != first
     assert world.run(asker) == [True]
-    assert [load.path for load in world.step().loads] == [str(second.path)]
+    assert [load.path for load in world.step().loads] == [second.path]
 
 
-def test_evicted_before_the_report_is_kept_pinned_for_the_next_request(world: World) -> None:
+def test_evicted_before_the_report_is_kept_open_for_the_next_request(world: World) -> None:
     step, path = world.load_one()
     world.step(freed="a")
     world.report(step)
@@ -365,7 +365,7 @@ def test_evicted_before_the_report_is_kept_pinned_for_the_next_request(world: Wo
     assert world.run(request("r", feature("a"))) == [True]
 
 
-def test_a_reset_gives_back_the_pin_of_a_load_that_no_step_has_carried_yet(world: World) -> None:
+def test_a_reset_lets_go_of_a_load_that_no_step_has_carried_yet(world: World) -> None:
     world.bring("a")
     asker = request("r", feature("a"))
     assert world.run(asker) == [True]

@@ -5,11 +5,11 @@ The machine plays vLLM 0.32: it asks and allocates as ``Scheduler.schedule`` doe
 device's encoder cache, and has steps in flight. What must hold whatever happens:
 
 * a request without pixels is scheduled only when every embedding it needs is granted;
-* a load is ordered for what was granted and allocated, and for nothing else, with a live pin
-  and the rows of the request;
-* no pin is released while a step that reads it can be running, or twice;
+* a load is ordered for what was granted and allocated, and for nothing else, from an open
+  file and with the rows of the request;
+* no file is let go of while a step that reads it can be running, or twice;
 * nobody waits longer than allowed;
-* in the end every pin is given back and nothing is remembered.
+* in the end nothing is held open and nothing is remembered.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class HalfMachine(RuleBasedStateMachine):
             asked: Only the ranks can tell whether they see the scheduler's tier.
             apart: The last rank sees another one.
         """
-        self.shared = SharedTier(ranks, TierId("host", "/pins")) if asked else None
+        self.shared = SharedTier(ranks, TierId("host", "/tier", 1, 2)) if asked else None
         self.sees = {rank: not apart or rank < ranks - 1 for rank in range(ranks)}
         self.world = World(
             producer=producer,
@@ -118,6 +118,14 @@ class HalfMachine(RuleBasedStateMachine):
         # Each request may wait as long again for this node's disk.
         self.limit_s = 4.0
         self.world.local.add(key_of(identifier_of(text)))
+
+    @rule(text=st.sampled_from(TEXTS))
+    def it_becomes_a_resident(self, text: str) -> None:
+        self.world.make_resident(text)
+
+    @rule(text=st.sampled_from(TEXTS))
+    def a_sweep_finds_it_evicted(self, text: str) -> None:
+        self.world.prefetcher.resident.pop(key_of(identifier_of(text)).digest, None)
 
     @rule(down=st.booleans())
     def the_breaker(self, down: bool) -> None:
@@ -332,7 +340,7 @@ class HalfMachine(RuleBasedStateMachine):
     def every_step_in_flight_can_read_its_files(self) -> None:
         for plan, _ in getattr(self, "in_flight", ()):
             for load in plan.loads:
-                assert any(str(path) == load.path for path in self.live), load
+                assert load.path in self.live, load
 
     @invariant()
     def only_living_requests_wait_and_only_for_what_can_come(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from s3ec.connector.item_tracker import FIRST_PAUSE_S
 from s3ec.connector.request_waits import MOST_IN_VAIN, VAIN_REST_S
-from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.encode_costs import EncodeCosts
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import ROWS, World, feature, identifier_of, request
@@ -36,7 +36,7 @@ def naming(name: str, *texts: object, **more: Any) -> Any:
 
 
 def policy(learned: dict[str, float] | None = None) -> WaitPolicy:
-    return WaitPolicy(EncodeCosts(learned), EngineLoad(2), FetchQueue(16))
+    return WaitPolicy(EncodeCosts(learned), EngineLoad(2))
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_how_long_uploads_take_is_learned() -> None:
     assert 0.1 < first_s < 0.41  # at most twice what the encoder would have taken
     world.end(asker)
     assert wait_in_vain(world, naming("next", "b"), "b") < first_s / 2
-    assert weighs.times.of("promise", ROWS).mean_s > 0.2
+    assert weighs.times.of("promise", ROWS).likely_s > 0.2
     world.clock.now_s += VAIN_REST_S + 1
     assert not world.ask(naming("later", "c"))  # or a bad day would last for ever
 

@@ -245,7 +245,7 @@ def test_it_is_given_up_when_the_entry_has_other_rows(world: World) -> None:
     assert world.failed() == {"r"}
 
 
-def test_it_is_pinned_though_the_device_holds_it(world: World) -> None:
+def test_it_is_held_open_though_the_device_holds_it(world: World) -> None:
     """The device may evict it before vLLM asks."""
     step, _ = world.load_one()
     world.report(step)

@@ -7,22 +7,23 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from s3ec.connector import saves
-from s3ec.connector.messages import StepPlan, TierId, WorkerReport
+from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.shared_tier import SharedTier, tier_id
 from s3ec.connector.vllm_config import Role
-from s3ec.errors import TierError
 from s3ec.identity import Namespace
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.testing.memory_store import MemoryBucket
+from s3ec.tier.files import Folders
 from tests.support.clock import Clock
 from tests.support.waiting import DEADLINE_S
 from tests.unit.connector.processes import Process
@@ -106,6 +107,7 @@ class Engine:
             index=self.node.index,
             local=self.node.local,
             prefetcher=self.node.prefetcher,
+            residents=self.node.residents,
             store=self.node.breaker,
             disk=self.node.loop.watch,
             needs_embedding=has_no_pixels,
@@ -204,7 +206,7 @@ def parted(tmp_path: Path) -> Iterator[Engine]:
     engine.close()
 
 
-def test_ranks_that_see_the_tier_load_what_the_scheduler_has_pinned(engine: Engine) -> None:
+def test_ranks_that_see_the_tier_load_what_the_scheduler_has_open(engine: Engine) -> None:
     engine.stock("a", "b")
     assert engine.step().tier is not None
     assert engine.step().tier is None  # once is enough
@@ -225,8 +227,8 @@ def test_nothing_is_granted_or_waited_for_before_every_rank_was_heard(engine: En
     assert engine.schedule(asker) == [False]
     engine.step(silent=1)
     engine.step_until(
-        lambda: engine.half.tracker.items[identifier_of("a")].pin is not None,
-        "it is pinned all the same",
+        lambda: engine.half.tracker.items[identifier_of("a")].entry is not None,
+        "it is open all the same",
         silent=1,
     )
     assert engine.item_state("a") == "FETCHING"
@@ -329,7 +331,8 @@ def test_a_folder_whose_name_does_not_exist_here_is_not_shared(tmp_path: Path) -
     node = node_on(tmp_path / "a", bucket)
     mark = tier_id(node.tier)
     node.close(DEADLINE_S)
-    moved = TierId(mark.host, mark.folder.replace("/a/", "/mounted-elsewhere/"))
+    folder = mark.folder.replace("/a/", "/mounted-elsewhere/")
+    moved = replace(mark, folder=folder)
     assert not shares(tmp_path / "a", tmp_path / "a", moved)
 
 
@@ -338,19 +341,20 @@ def test_a_folder_of_another_host_is_not_shared(tmp_path: Path) -> None:
     try:
         mark = tier_id(node.tier)
         assert shares(tmp_path / "a", tmp_path / "a", mark)
-        other = TierId("another kernel", mark.folder)
+        other = replace(mark, host="another kernel")
         assert not shares(tmp_path / "a", tmp_path / "a", other)
     finally:
         node.close(DEADLINE_S)
 
 
-def test_a_rank_whose_own_disk_does_not_answer_is_asked_again(engine: Engine) -> None:
+def test_a_rank_whose_own_disk_does_not_answer_is_asked_again(
+    engine: Engine, tmp_path: Path
+) -> None:
     """One fault of a moment is no other folder: the engine would go without a cache for good."""
-    broken = engine.ranks[1].node.tier.pins
-    folder = broken.folder
-    broken.folder = lambda: (_ for _ in ()).throw(TierError("no space"))  # type: ignore[method-assign]
+    broken = engine.ranks[1].node.tier
+    folders, broken.folders = broken.folders, Folders(tmp_path / "cannot be looked at")
     assert engine.step().tier is not None
-    broken.folder = folder  # type: ignore[method-assign]
+    broken.folders = folders
     assert engine.step().tier is not None
     assert engine.step().tier is None
     engine.stock("a")

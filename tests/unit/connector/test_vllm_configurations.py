@@ -361,7 +361,7 @@ def test_a_worker_whose_half_did_not_start_says_so_instead_of_loading_nothing(
     connectors: Any, tmp_path: Path
 ) -> None:
     worker = connectors("WORKER", tmp_path / "not-yet")
-    load = Load("a", "/nowhere", Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
+    load = Load("a", "/nowhere", 0, 0, 0, 0, Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
     worker.bind_connector_metadata(shell.S3ECMetadata(StepPlan(loads=[load])))
     with pytest.raises(RuntimeError, match="did not start"):
         worker.start_load_caches({})

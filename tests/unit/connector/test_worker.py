@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker half: loads from pinned files, rescues, and what it hands to the save queue."""
+"""The worker half: loads from granted files, rescues, and what it hands to the save queue."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_granted_embeddings_are_loaded_and_reported(rig: Rig) -> None:
-    loads = [rig.pinned(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
+    loads = [rig.granted(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
     cache: dict[str, torch.Tensor] = {}
     rig.worker.start_load_caches(cache, StepPlan(step=7, loads=loads))
     for number, identifier in enumerate(HASHES):
@@ -78,7 +78,7 @@ def test_granted_embeddings_are_loaded_and_reported(rig: Rig) -> None:
 
 
 def test_loaded_tensors_share_no_memory(rig: Rig) -> None:
-    loads = [rig.pinned(identifier, tensor()) for identifier in HASHES[:2]]
+    loads = [rig.granted(identifier, tensor()) for identifier in HASHES[:2]]
     cache: dict[str, torch.Tensor] = {}
     rig.worker.start_load_caches(cache, StepPlan(step=1, loads=loads))
     cache[HASHES[0]].zero_()
@@ -86,7 +86,7 @@ def test_loaded_tensors_share_no_memory(rig: Rig) -> None:
 
 
 def test_embedding_that_the_device_holds_is_left_alone(rig: Rig) -> None:
-    load = rig.pinned(HASHES[0], tensor(1))
+    load = rig.granted(HASHES[0], tensor(1))
     mine = tensor(2)
     cache = {HASHES[0]: mine}
     rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
@@ -95,12 +95,12 @@ def test_embedding_that_the_device_holds_is_left_alone(rig: Rig) -> None:
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "other", "grown"])
 def test_damaged_file_is_replaced_by_the_bucket_s_copy(rig: Rig, damage: str) -> None:
-    load = rig.pinned(HASHES[0], tensor(1))
+    load = rig.granted(HASHES[0], tensor(1))
     rig.bucket.objects[rig.object_name(HASHES[0])] = rig.entry(HASHES[0], tensor(1))
     path = Path(load.path)
     blob = bytearray(path.read_bytes())
     if damage == "missing":
-        path.unlink()
+        rig.lose(load)
     elif damage == "cut":
         path.write_bytes(blob[:-1])
     elif damage == "flipped":
@@ -115,15 +115,15 @@ def test_damaged_file_is_replaced_by_the_bucket_s_copy(rig: Rig, damage: str) ->
     assert torch.equal(cache[HASHES[0]], tensor(1))
     assert rig.node.counters.get("load.rescued") == 1
     key = key_of(HASHES[0])
-    if damage != "missing":  # the entry is the same file as the pin: nobody may pin it again
+    if damage != "missing":  # nobody may open it again
         assert not rig.node.tier.entries.contains(key)
 
 
 def test_load_that_cannot_be_had_anywhere_raises_with_the_file_and_fills_nothing_in(
     rig: Rig,
 ) -> None:
-    load = rig.pinned(HASHES[0], tensor())
-    Path(load.path).unlink()
+    load = rig.granted(HASHES[0], tensor())
+    rig.lose(load)
     cache: dict[str, torch.Tensor] = {}
     with pytest.raises(RuntimeError, match=r"cannot be read from .*safetensors.*bucket"):
         rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
@@ -133,10 +133,10 @@ def test_load_that_cannot_be_had_anywhere_raises_with_the_file_and_fills_nothing
 
 def test_what_was_granted_is_rescued_though_its_object_was_found_bad(rig: Rig) -> None:
     """It may have been repaired since, and the engine ends without it."""
-    load = rig.pinned(HASHES[0], tensor(1))
+    load = rig.granted(HASHES[0], tensor(1))
     rig.bucket.objects[rig.object_name(HASHES[0])] = rig.entry(HASHES[0], tensor(1))
     rig.node.index.mark_bad(key_of(HASHES[0]))
-    Path(load.path).unlink()
+    rig.lose(load)
     cache: dict[str, torch.Tensor] = {}
     rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     assert torch.equal(cache[HASHES[0]], tensor(1))
@@ -145,11 +145,11 @@ def test_what_was_granted_is_rescued_though_its_object_was_found_bad(rig: Rig) -
 
 @pytest.mark.parametrize("stored", ["bad", "absent", "other"])
 def test_what_was_granted_is_never_rescued_from_a_bad_object(rig: Rig, stored: str) -> None:
-    load = rig.pinned(HASHES[0], tensor(1))
+    load = rig.granted(HASHES[0], tensor(1))
     if stored != "absent":
         misfit = rig.entry(HASHES[0], tensor(2)[:2]) if stored == "other" else b"<html>"
         rig.bucket.objects[rig.object_name(HASHES[0])] = misfit
-    Path(load.path).unlink()
+    rig.lose(load)
     cache: dict[str, torch.Tensor] = {}
     with pytest.raises(RuntimeError, match="bucket"):
         rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
@@ -158,8 +158,8 @@ def test_what_was_granted_is_never_rescued_from_a_bad_object(rig: Rig, stored: s
 
 
 def test_load_with_a_dead_bucket_raises_in_time(rig: Rig) -> None:
-    load = rig.pinned(HASHES[0], tensor())
-    Path(load.path).unlink()
+    load = rig.granted(HASHES[0], tensor())
+    rig.lose(load)
     rig.faults.append(Fault(error=UnavailableError))
     with pytest.raises(RuntimeError, match="bucket"):
         rig.worker.start_load_caches({}, StepPlan(step=1, loads=[load]))
@@ -168,7 +168,7 @@ def test_load_with_a_dead_bucket_raises_in_time(rig: Rig) -> None:
 
 @pytest.mark.parametrize("other", [tensor(1)[:3], tensor(1)[:, :7], tensor().to(torch.float16)])
 def test_entry_of_another_shape_than_granted_is_never_loaded(rig: Rig, other: torch.Tensor) -> None:
-    load = rig.pinned(HASHES[0], tensor())
+    load = rig.granted(HASHES[0], tensor())
     changed = rig.entry(HASHES[0], other.contiguous())
     Path(load.path).write_bytes(changed)
     rig.bucket.objects[rig.object_name(HASHES[0])] = changed
@@ -179,7 +179,7 @@ def test_entry_of_another_shape_than_granted_is_never_loaded(rig: Rig, other: to
 
 
 def test_entry_of_another_namespace_is_never_loaded(rig: Rig) -> None:
-    load = rig.pinned(HASHES[0], tensor())
+    load = rig.granted(HASHES[0], tensor())
     foreign = rig.entry(HASHES[0], tensor(5), namespace="other-0123456789abcdef")
     Path(load.path).write_bytes(foreign)
     cache: dict[str, torch.Tensor] = {}
@@ -214,7 +214,7 @@ class Plain:
 @pytest.mark.parametrize("finish_later", [False, True])
 def test_encoder_cache_needs_only_to_be_asked_and_set(rig: Rig, finish_later: bool) -> None:
     worker = rig.half(finish_later=finish_later)
-    loads = [rig.pinned(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
+    loads = [rig.granted(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
     cache = Plain()
     worker.start_load_caches(cache, StepPlan(step=1, loads=[*loads, loads[0]]))
     worker.finish_load_caches(cache)
@@ -228,7 +228,7 @@ def test_rows_of_another_picture_under_the_same_identifier_are_replaced(
 ) -> None:
     """vLLM keeps them where it evicts the one and makes room for the other in one pass."""
     worker = rig.half(finish_later=finish_later)
-    load = rig.pinned(HASHES[0], tensor(1))
+    load = rig.granted(HASHES[0], tensor(1))
     cache = {HASHES[0]: torch.full((tensor(1).shape[0] + 8, tensor(1).shape[1]), 7.0)}
     worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     worker.finish_load_caches(cache)
@@ -236,18 +236,18 @@ def test_rows_of_another_picture_under_the_same_identifier_are_replaced(
 
 
 def test_what_the_device_holds_is_not_loaded_again(rig: Rig) -> None:
-    load = rig.pinned(HASHES[0], tensor(1))
+    load = rig.granted(HASHES[0], tensor(1))
     held = tensor(1)
     cache = {HASHES[0]: held}
-    Path(load.path).unlink()
+    rig.lose(load)
     rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     assert cache[HASHES[0]] is held
 
 
 def test_failed_load_leaves_the_others_in_place(rig: Rig) -> None:
-    loads = [rig.pinned(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
+    loads = [rig.granted(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
     for number in (2, 5):
-        Path(loads[number].path).unlink()
+        rig.lose(loads[number])
     cache: dict[str, torch.Tensor] = {}
     with pytest.raises(RuntimeError, match=re.escape(loads[2].path)):
         rig.worker.start_load_caches(cache, StepPlan(step=1, loads=loads))
@@ -261,7 +261,7 @@ def test_failed_load_leaves_the_others_in_place(rig: Rig) -> None:
 
 def test_started_loads_are_in_place_when_they_are_finished(rig: Rig) -> None:
     worker = rig.half(finish_later=True)
-    loads = [rig.pinned(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
+    loads = [rig.granted(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
     cache: dict[str, torch.Tensor] = {}
     worker.start_load_caches(cache, StepPlan(step=3, loads=loads))
     assert cache == {}
@@ -277,7 +277,7 @@ def test_started_loads_are_in_place_when_they_are_finished(rig: Rig) -> None:
 
 def test_loads_of_a_step_that_failed_are_forgotten_by_the_next(rig: Rig) -> None:
     worker = rig.half(finish_later=True)
-    first = [rig.pinned(identifier, tensor()) for identifier in HASHES[:4]]
+    first = [rig.granted(identifier, tensor()) for identifier in HASHES[:4]]
     cache: dict[str, torch.Tensor] = {}
     worker.start_load_caches(cache, StepPlan(step=1, loads=first))
     worker.start_load_caches(cache, StepPlan(step=2))
@@ -287,7 +287,7 @@ def test_loads_of_a_step_that_failed_are_forgotten_by_the_next(rig: Rig) -> None
 
 def test_what_was_encoded_meanwhile_is_left_alone(rig: Rig) -> None:
     worker = rig.half(finish_later=True)
-    load, mine = rig.pinned(HASHES[0], tensor(1)), tensor(2)
+    load, mine = rig.granted(HASHES[0], tensor(1)), tensor(2)
     cache: dict[str, torch.Tensor] = {}
     worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     cache[HASHES[0]] = mine
@@ -342,7 +342,7 @@ def test_what_gauges_say_is_reported_by_rank_once_and_not_where_the_scheduler_se
 @pytest.mark.parametrize("finish_later", [False, True])
 def test_the_time_of_a_steps_loads_is_observed_once(rig: Rig, finish_later: bool) -> None:
     worker = rig.half(finish_later=finish_later)
-    loads = [rig.pinned(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
+    loads = [rig.granted(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
     cache: dict[str, torch.Tensor] = {}
     worker.start_load_caches(cache, StepPlan(step=7, loads=loads))
     worker.finish_load_caches(cache)

@@ -77,11 +77,11 @@ class Rig:
         return open_tier(settings, self.name, Counters())
 
     def is_here(self, *identifiers: str) -> bool:
-        """Whether all of them can be pinned, as an engine does it."""
+        """Whether all of them can be opened, as an engine does it."""
         tier = self.tier()
         try:
             keys = [make_key(one) for one in identifiers]
-            return all(key is not None and tier.entries.pin(key) is not None for key in keys)
+            return all(key is not None and tier.entries.open(key) is not None for key in keys)
         finally:
             tier.close()
 
@@ -343,16 +343,17 @@ def test_what_another_process_fetches_is_waited_for(rig: Rig) -> None:
     assert rig.requests() - before == 2 + 2  # each of them also read the modality's record
 
 
-def test_a_pinned_entry_and_one_in_use_stay_when_the_tier_is_full(rig: Rig) -> None:
+def test_an_open_entry_and_another_stay_when_the_tier_is_full(rig: Rig) -> None:
     rig.fill(*IDS)
     tier = rig.tier()
     rig.open().hydrate([IDS[0], IDS[1]])
     key = make_key(IDS[0])
     assert key is not None
-    pin = tier.entries.pin(key)
-    assert pin is not None
+    held = tier.entries.open(key)
+    assert held is not None
     rig.open(cache_bytes=2 * NBYTES).hydrate()
     assert rig.is_here(IDS[0], IDS[1])
+    assert not held.is_evicted
     tier.close()
 
 

@@ -606,6 +606,18 @@ def test_nothing_counts_before_the_bucket_has_confirmed_it(desk: Desk) -> None:
     assert (report.catalogued, report.encoded, encoder.encoded) == (1, 1, [b"two"])
 
 
+def test_what_is_stored_and_not_announced_does_not_count(desk: Desk) -> None:
+    """No reader knows of it."""
+    desk.write(a=b"one")
+    key = make_key(name_of(b"one"))
+    assert key is not None
+    name, body = LAYOUT.object(key), entry_bytes(key.stored, NAMESPACE.name)
+    report, _ = desk.run(AT_ONCE, saves=False, before_each=lambda _: put(desk.corpus, name, body))
+    assert (report.status, report.encoded) == ("failed", 0)
+    assert [each.document for each in report.unconfirmed] == ["a.png"]
+    assert desk.rows() == {}
+
+
 def test_a_bad_object_is_named_and_keeps_no_other_item_back(desk: Desk) -> None:
     """It blocks its key, so waiting for it would end nothing."""
     desk.write(a=b"one", b=b"two", c=b"three")

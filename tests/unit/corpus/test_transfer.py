@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from s3ec import codec
 from s3ec.config import load_settings
 from s3ec.corpus import CopyOptions, Corpus, Selection
 from s3ec.errors import AccessError, ConfigError, ConflictError, NotFoundError, UnavailableError
-from s3ec.identity import Namespace
+from s3ec.identity import Layout, Namespace
 from s3ec.store.base import NoSpaceError
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -437,6 +438,19 @@ def test_vllms_layout_and_back_has_the_same_values(
         assert (theirs.header.modality, theirs.header.placeholder) == ("video", None)
     again = there.import_example(tmp_path / "ec", namespace=name)
     assert (again.copied, again.present) == (0, 2)
+
+
+def test_nothing_is_imported_into_a_namespace_of_a_newer_release(
+    here: Filled, there: Corpus, disk: Path, tmp_path: Path
+) -> None:
+    here.corpus.export(tmp_path / "ec", form="vllm")
+    about = json.dumps({**MODEL, "format": codec.FORMAT_VERSION + 1}).encode()
+    put_over(tmp_path / "there", Layout(here.name).descriptor, about)
+    before = files_of(tmp_path / "there")
+    for call in (there.import_from, there.import_example):
+        with pytest.raises(ConfigError, match="newer format"):
+            call(tmp_path / "ec" if call == there.import_example else disk)
+    assert files_of(tmp_path / "there") == before
 
 
 def example_file(folder: Path, identifier: str, body: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from s3ec.doctor import node
 from s3ec.doctor.check import Verdict
 from s3ec.tier.files import free_bytes
+from tests.support.disks import dead_share
 from tests.unit.doctor.conftest import MakePatient, says
 
 
@@ -90,44 +92,13 @@ def test_refusals_of_the_disk_have_remedies(
     says(node.cache_folder(make_patient()), Verdict.FAIL, mend=part)
 
 
-MOUNTS = """\
-22 1 0:21 / / rw - overlay overlay rw
-23 22 0:22 / /dev/shm rw - tmpfs tmpfs rw
-24 22 0:23 / /mnt/my\\040disk rw shared:1 - ext4 /dev/sda1 rw
-25 22 0:24 / /mnt/share rw - nfs4 server:/x rw
-26 22 0:25 / /mnt/remote rw - fuse.sshfs host:/ rw
-27 22 0:26 / /mnt/twice rw - ext4 /dev/sdb rw
-28 22 0:27 / /mnt/twice rw - xfs /dev/sdc rw
-29 22 0:28 / /mnt/share/local rw - xfs /dev/sdd rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/var/cache", "overlay"),
-        ("/dev/shm/s3ec", "tmpfs"),
-        ("/mnt/my disk/x", "ext4"),
-        ("/mnt/share/x", "nfs4"),
-        ("/mnt/share/local/x", "xfs"),
-        ("/mnt/sharedelse", "overlay"),
-        ("/mnt/remote", "fuse.sshfs"),
-        ("/mnt/twice", "xfs"),
-    ],
-)
-def test_file_system_is_that_of_the_nearest_mount(tmp_path: Path, path: str, kind: str) -> None:
-    (tmp_path / "mountinfo").write_text(MOUNTS)
-    assert node.file_system(Path(path), mounts=tmp_path / "mountinfo") == kind
-
-
 @pytest.mark.parametrize(
     ("kind", "verdict", "part"),
     [
         ("ext4", Verdict.OK, "on ext4"),
         ("tmpfs", Verdict.OK, "memory"),
         ("overlay", Verdict.WARN, "container"),
-        ("nfs4", Verdict.WARN, "network"),
-        ("fuse.sshfs", Verdict.WARN, "network"),
+        ("fuse.fuse-overlayfs", Verdict.OK, "on fuse"),
     ],
 )
 def test_kind_of_file_system_is_judged(
@@ -141,6 +112,19 @@ def test_kind_of_file_system_is_judged(
     says(node.cache_folder(make_patient()), verdict, found=part)
 
 
+def test_folder_that_other_machines_share_fails_and_is_not_touched(
+    make_patient: MakePatient, tmp_path: Path
+) -> None:
+    with dead_share(tmp_path / "share"):
+        patient = make_patient(cache_dir=str(tmp_path / "share" / "cache"))
+        says(
+            node.cache_folder(patient),
+            Verdict.FAIL,
+            found="(fuse.sshfs)",
+            mend="set `cache_dir` to a folder on a local disk",
+        )
+
+
 def test_no_hard_links_is_a_warning(
     make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -151,7 +135,26 @@ def test_no_hard_links_is_a_warning(
     outcome = node.cache_links(make_patient())
     assert outcome.verdict == Verdict.WARN
     assert "Operation not permitted" in outcome.found
+    assert "every save copies" in outcome.mend
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("hard", "verdict", "found"),
+    [(1 << 20, Verdict.OK, "65536 entries"), (256, Verdict.WARN, "128 entries")],
+)
+def test_few_descriptors_are_a_warning(
+    make_patient: MakePatient,
+    monkeypatch: pytest.MonkeyPatch,
+    hard: int,
+    verdict: Verdict,
+    found: str,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (128, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: None)
+    outcome = node.open_files(make_patient())
+    says(outcome, verdict, found=found)
+    assert ("nofile" in outcome.mend) is (verdict is Verdict.WARN)
 
 
 def test_room_for_the_budget_is_well(make_patient: MakePatient) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import pytest
 
@@ -24,7 +24,7 @@ from s3ec.index.delete import (
 from s3ec.index.rebuild import verify
 from s3ec.index.rows import EntryInfo
 from s3ec.index.segment import parse_segment
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.support.clock import Clock
@@ -513,6 +513,34 @@ async def test_a_namespace_goes_with_all_that_is_in_it(
     assert found.nbytes == nbytes
     assert found.index_files > 3
     assert store.calls["list"] == listings
+    assert not memory.bucket.objects
+
+
+@pytest.mark.parametrize("server_s", [0.0, 1e6, 4e9], ids=["behind", "too", "ahead"])
+@pytest.mark.parametrize("listing_s", [0.0, 3600.0])
+async def test_a_namespace_in_use_stays_whatever_our_clock_says_and_however_long_it_is_listed(
+    server_s: float, listing_s: float
+) -> None:
+    """An engine that stores while it is listed is seen only up to where the listing is."""
+    clock = Clock(server_s)
+    memory = MemoryStore(clock=clock)
+    clock.now_s += 1000.0
+    await put_object(memory, KEYS[0], 9)
+
+    class Slow(Wrapper):
+        async def list(
+            self, prefix: str, *, start_after: str = ""
+        ) -> AsyncGenerator[ObjectInfo, None]:
+            async for info in super().list(prefix, start_after=start_after):
+                yield info
+            clock.now_s += listing_s
+
+    clock.now_s += 500.0
+    with pytest.raises(ConflictError, match="500 s ago"):
+        await remove_namespace(Slow(memory), LAYOUT, 600.0)
+    assert list(memory.bucket.objects) == [LAYOUT.object(KEYS[0])]
+    clock.now_s += 101.0
+    assert (await remove_namespace(Slow(memory), LAYOUT, 600.0)).entries == 1
     assert not memory.bucket.objects
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of pictures, and embeddings that are held while a request runs."""
+"""What is known of pictures, and embeddings that are open while a request runs."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.identity import Key, KeyPolicy, make_key
 from s3ec.middleware.chat_pictures import Picture, UntouchedError
-from s3ec.middleware.known_pictures import KnownPictures, Leases
+from s3ec.middleware.known_pictures import KnownPictures, Opener
 from s3ec.middleware.vllm_names import Decoded
 from s3ec.tier import Tier
+from tests.support.file_calls import open_below
 from tests.support.on_disk import evict
 from tests.support.waiting import eventually
 
@@ -222,7 +224,7 @@ def test_a_file_over_the_limit_is_not_read(make: Make, names: Names, tmp_path: P
     assert names.quickly == 0
 
 
-# -- leases ----------------------------------------------------------------------------------------
+# -- what the node has -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -255,37 +257,57 @@ def publish(
     tier.writer.publish(key_of(identifier), [codec.encode_header(header), data])
 
 
-def leases(tier: Tier, **policy: Any) -> Leases:
-    return Leases(tier, KeyPolicy(**policy), FIELDS)
+def opener(tier: Tier, **policy: Any) -> Opener:
+    return Opener(tier, KeyPolicy(**policy), FIELDS)
 
 
-def pins_of(tier: Tier) -> list[Path]:
-    return [path for path in tier.pins.folder().iterdir() if path.suffix == ".safetensors"]
+def open_of(tier: Tier) -> list[str]:
+    """Entries that are open."""
+    return open_below(tier.folders.objects)
 
 
-def test_what_is_leased_outlives_eviction_until_it_is_given_back(tier: Tier) -> None:
+def test_what_is_open_outlives_eviction_until_it_is_let_go_of(tier: Tier) -> None:
     one, two = name_of(b"one"), "the client's own"
     publish(tier, one)
     publish(tier, two)
-    held = leases(tier)
-    lease = held.take([(one, None), (two, GRID), (one, None)])
-    assert lease.named == [(one, GRID), (two, GRID), (one, GRID)]
-    assert len(pins_of(tier)) == len(lease.pins) == 2
+    opened = opener(tier).open([(one, None), (two, GRID), (one, None)])
+    assert opened.named == [(one, GRID), (two, GRID), (one, GRID)]
+    assert len(open_of(tier)) == len(opened.entries) == 2
+    for name, held in opened.entries.items():
+        evict(tier, key_of(name))
+        assert len(os.pread(held.fd, held.nbytes + 1, 0)) == held.nbytes
+    del held
     for _ in range(2):
-        held.give_back(lease)
-    assert pins_of(tier) == []
+        opened.entries.clear()
+    assert open_of(tier) == []
 
 
-def test_one_picture_that_is_not_here_and_none_is_held(tier: Tier) -> None:
+def test_what_a_request_counts_on_is_used_and_what_it_cannot_have_is_not(tier: Tier) -> None:
+    """Eviction, which waits for nobody, takes others before it."""
+    one, two = name_of(b"one"), name_of(b"two")
+    publish(tier, one)
+    publish(tier, two, modality="video")
+    for path in Path(tier.entries.objects).rglob("*.safetensors"):
+        os.utime(path, (1000, 1000))
+    opener(tier).open([(one, None)])
+    with pytest.raises(UntouchedError):
+        opener(tier).open([(two, None)])
+    uses = dict(tier.entries.uses())
+    assert abs(uses[key_of(one).name] / 1e9 - time.time()) < 600
+    assert uses[key_of(two).name] == 1000 * 10**9
+
+
+def test_one_picture_that_is_not_here_and_none_stays_open(tier: Tier) -> None:
     one, two = name_of(b"one"), name_of(b"two")
     publish(tier, one)
     with pytest.raises(UntouchedError, match="not_here"):
-        leases(tier).take([(one, None), (two, None)])
+        opener(tier).open([(one, None), (two, None)])
     publish(tier, two)
     evict(tier, key_of(two))
-    with pytest.raises(UntouchedError, match="not_here"):
-        leases(tier).take([(one, None), (two, None)])
-    assert pins_of(tier) == []
+    with pytest.raises(UntouchedError, match="not_here") as caught:
+        opener(tier).open([(one, None), (two, None)])
+    assert open_of(tier) == []
+    assert caught.value  # which lives still, and has the frames
 
 
 def test_bytes_that_are_not_what_was_stored_are_not_counted_on(tier: Tier) -> None:
@@ -294,8 +316,8 @@ def test_bytes_that_are_not_what_was_stored_are_not_counted_on(tier: Tier) -> No
     (path,) = Path(tier.entries.objects).rglob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with pytest.raises(UntouchedError, match="not_here"):
-        leases(tier).take([(one, None)])
-    assert pins_of(tier) == []
+        opener(tier).open([(one, None)])
+    assert open_of(tier) == []
 
 
 @pytest.mark.parametrize(
@@ -309,19 +331,21 @@ def test_an_entry_that_says_something_else_of_its_placeholder_is_not_used(
 ) -> None:
     one = name_of(b"one")
     publish(tier, one, **stored)
-    with pytest.raises(UntouchedError, match="no_metadata"):
-        leases(tier).take([(one, None)])
-    assert pins_of(tier) == []
+    with pytest.raises(UntouchedError, match="no_metadata") as caught:
+        opener(tier).open([(one, None)])
+    assert open_of(tier) == []
+    assert caught.value
 
 
 def test_a_clients_name_for_another_size_than_the_stored_one_is_not_used(tier: Tier) -> None:
     publish(tier, "mine")
-    with pytest.raises(UntouchedError, match="other_size"):
-        leases(tier).take([("mine", {"image_grid_thw": [1, 8, 8]})])
-    assert pins_of(tier) == []
+    with pytest.raises(UntouchedError, match="other_size") as caught:
+        opener(tier).open([("mine", {"image_grid_thw": [1, 8, 8]})])
+    assert open_of(tier) == []
+    assert caught.value
 
 
 def test_a_clients_name_is_not_used_where_clients_may_not_choose(tier: Tier) -> None:
     publish(tier, "mine")
     with pytest.raises(UntouchedError, match="client_ids"):
-        leases(tier, trust_client_ids=False).take([("mine", GRID)])
+        opener(tier, trust_client_ids=False).open([("mine", GRID)])

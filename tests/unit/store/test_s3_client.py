@@ -12,11 +12,14 @@ import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import botocore.session
 import pytest
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError
 from botocore.utils import parse_timestamp
 
 from s3ec.config import load_settings
@@ -422,6 +425,46 @@ def sdk_levels() -> Iterator[None]:
     yield
     for logger, level in zip(SDK_LOGGERS, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("", {}),
+        ("", {"addressing_style": "path"}),
+        ("", {"use_accelerate_endpoint": True}),
+        ("", {"us_east_1_regional_endpoint": "legacy"}),
+        ("https://s3-us-west-2.amazonaws.com", {}),
+        ("https://bucket.vpce-1a2b3c-4d5e.s3.us-east-1.vpce.amazonaws.com", {}),
+    ],
+)
+@pytest.mark.parametrize("variant", [True, False])
+def test_whatever_the_sdk_asks_at_amazon_is_amazons(
+    url: str, options: dict[str, Any], variant: bool
+) -> None:
+    asked = []
+    for bucket, region in (
+        ("my-corpus", "us-east-1"),
+        ("my-corpus", "cn-north-1"),
+        ("my-corpus--use1-az4--x-s3", "us-east-1"),
+        ("arn:aws:s3:us-east-1:123456789012:accesspoint/images", "us-east-1"),
+    ):
+        core = botocore.session.get_session()
+        core.set_credentials("nobody", "unused")
+        config = Config(
+            s3=options, use_fips_endpoint=variant and not url, use_dualstack_endpoint=variant
+        )
+        with (
+            closing(
+                core.create_client(
+                    "s3", region_name=region, endpoint_url=url or None, config=config
+                )
+            ) as client,
+            suppress(BotoCoreError),
+        ):  # some do not go together
+            asked.append(address_of(client, bucket))
+    assert asked or variant
+    assert [each.url for each in asked if not each.is_amazons] == []
 
 
 @pytest.mark.parametrize("transport", [ObstoreStore, BotocoreStore, Aioboto3Store], indirect=True)

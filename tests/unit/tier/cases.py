@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
+from unittest.mock import patch
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.identity import Key, make_key
-from s3ec.tier import Pin, Spool, Tier
+from s3ec.tier import OpenEntry, Spool, Tier, files
 from tests.support.clock import Clock
 from tests.support.finite import FINITE
 
@@ -65,11 +67,11 @@ SIZE = len(entry(key_of("0" * 64)))
 """Of the entry of every content hash."""
 
 
-def read(pin: Pin, key: Key) -> bytes:
-    """The pinned bytes, checked as a worker would."""
-    blob = pin.path.read_bytes()
+def read(held: OpenEntry, key: Key) -> bytes:
+    """The bytes of an open entry, checked as a worker would."""
+    blob = os.pread(held.fd, held.nbytes + 1, 0)
     header = codec.verify(blob, namespace=NAMESPACE, identifier=key.identifier)
-    assert (header, len(blob)) == (pin.header, pin.nbytes)
+    assert (header, len(blob)) == (held.header, held.nbytes)
     return blob
 
 
@@ -84,10 +86,6 @@ def files_below(folder: Path) -> set[str]:
 
 def temps_below(folder: Path) -> set[str]:
     return {name for name in files_below(folder) if name.startswith(".tmp-")}
-
-
-def pin_folders(root: Path) -> list[Path]:
-    return sorted((root / "v1" / "pins").iterdir())
 
 
 def spool_folders(root: Path) -> list[Path]:
@@ -131,16 +129,27 @@ def left(tier: Tier, count: int) -> set[int]:
     return {number for number in range(count) if tier.entries.contains(even(number))}
 
 
-def pinned(tier: Tier, key: Key) -> Pin:
-    """A pin of what must be here."""
-    pin = tier.entries.pin(key)
-    assert pin is not None
-    return pin
+def opened(tier: Tier, key: Key) -> OpenEntry:
+    """What must be here, open."""
+    held = tier.entries.open(key)
+    assert held is not None
+    return held
+
+
+def touch(held: OpenEntry, clock: Callable[[], float]) -> None:
+    """Note that an open entry is used, as a load does, at the time of a clock."""
+    with patch.object(files, "time", SimpleNamespace(time=clock)):
+        files.touch(held.fd)
+
+
+def use(tier: Tier, key: Key, clock: Callable[[], float]) -> None:
+    """As ``touch``, for what must be here."""
+    touch(opened(tier, key), clock)
 
 
 def served(tier: Tier, key: Key) -> bytes:
     """What a worker would get."""
-    return read(pinned(tier, key), key)
+    return read(opened(tier, key), key)
 
 
 def spooled(spool: Spool, key: Key) -> bytes:

@@ -25,6 +25,7 @@ from s3ec.tier import Claim, LocalKeys, evictor
 from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import DiskErrors, Folders, TempFile, try_lock
 from s3ec.tier.news import NewsWriter
+from tests.support.file_calls import open_below
 from tests.support.on_disk import make_room
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.tier.cases import (
@@ -34,9 +35,10 @@ from tests.unit.tier.cases import (
     file_of,
     key_at,
     new_tier,
-    pin_folders,
+    opened,
     publish,
     read,
+    served,
     temps_below,
 )
 
@@ -51,34 +53,47 @@ def hear() -> str:
 
 
 def race(root: Path, rounds: int) -> None:
-    """Publish and pin one key again and again."""
+    """Publish and open one key again and again."""
     tier, key = new_tier(root), key_at(0)
     blob = entry(key)
     say("ready")
     hear()
     for _ in range(rounds):
         tier.writer.publish(key, [blob[:100], memoryview(blob)[100:]])
-        pin = tier.entries.pin(key)
-        assert pin is not None
-        assert read(pin, key) == blob
-        tier.entries.unpin(pin)
+        assert served(tier, key) == blob
     tier.close()
     say("done")
 
 
 def hold(root: Path, number: int) -> None:
-    """Pin one entry, say where, and keep it until told or killed."""
-    tier = new_tier(root)
-    pin = tier.entries.pin(key_at(number))
-    assert pin is not None
-    say(pin.path)
+    """Hold one entry open until told, then say whether it can be read."""
+    tier, key = new_tier(root), key_at(number)
+    held = opened(tier, key)
+    say("open")
+    hear()
+    say(read(held, key) == entry(key))
     hear()
     tier.close()
 
 
+def few_files(root: Path, most: int) -> None:
+    """Have residents where few files may be open; say how many are, and how much is left."""
+    soft = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], most // 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+    tier = new_tier(root)
+    residents = tier.open_residents(lambda header: True)
+    say(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    residents.start()
+    eventually(lambda: len(residents) >= most // 2)
+    say(len(residents))
+    say(len([opened(tier, key) for key in map(key_at, range(5))]))
+    tier.close()
+    say(len(open_below(root)))
+
+
 def claim(root: Path, number: int) -> None:
     """Claim one entry, until killed."""
-    say(type(new_tier(root).entries.pin_or_claim(key_at(number))).__name__)
+    say(type(new_tier(root).entries.open_or_claim(key_at(number))).__name__)
     hear()
 
 
@@ -182,8 +197,7 @@ def fork(root: Path) -> None:
     settings, namespace = load_settings(given).settings, Namespace(NAMESPACE, {})
     node, key = Node.shared(settings, namespace), key_at(0)
     node.tier.writer.publish(key, [entry(key)])
-    pin, claim = node.tier.entries.pin(key), node.tier.entries.pin_or_claim(key_at(1))
-    assert pin is not None
+    held, claim = opened(node.tier, key), node.tier.entries.open_or_claim(key_at(1))
     assert isinstance(claim, Claim)
     ours, theirs = socket.socketpair()
     reader, _ = node.loop.run(_connect(ours), DEADLINE_S)
@@ -197,11 +211,12 @@ def fork(root: Path) -> None:
             own = Node.shared(settings, namespace)
             assert own is not node
             assert own.endpoint is not node.endpoint
-            mine = own.tier.entries.pin(key)
-            assert mine is not None
-            assert mine.path.parent.name.startswith(f"{os.getpid()}-")
+            assert os.readlink(f"/proc/self/fd/{held.fd}") == os.devnull
+            mine = opened(own.tier, key)
+            assert mine.pid == os.getpid()
+            assert mine.fd != held.fd
             assert own.tier.claims.is_taken(key_at(1).digest)
-            own.tier.entries.unpin(pin)
+            del held
             own.tier.claims.release(claim)
             assert own.loop.run(_pid(), DEADLINE_S) == os.getpid()
             for _ in range(2):
@@ -209,17 +224,16 @@ def fork(root: Path) -> None:
                 node.close(1)
             assert node in Node._shared.values()
             own.release(10)
-            assert not mine.path.exists()
+            assert read(mine, key) == entry(key)
             sys.exit()
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert work.exists()
-    assert read(pin, key) == entry(key)
+    assert read(held, key) == entry(key)
     assert node.tier.claims.is_taken(key_at(1).digest)
     theirs.send(b"here")
     assert node.loop.run(reader.read(4), DEADLINE_S) == b"here"
     assert node.users == 1
     node.release(10)
-    assert pin_folders(root) == []
     say("done")
 
 
@@ -316,10 +330,11 @@ def orphan(root: Path) -> None:
     """Hold all that can be held, fork a child that does nothing, and be killed."""
     from s3ec.index.base_writer import temporary_folder
 
-    tier, key = new_tier(root), key_at(0)
+    tier = new_tier(root)
     publish(tier, 0, spool=tier.open_spool(DESTINATION))
-    pin, claim = tier.entries.pin(key), tier.entries.pin_or_claim(key_at(1))
-    assert pin is not None
+    publish(tier, 2)
+    held, claim = opened(tier, key_at(2)), tier.entries.open_or_claim(key_at(1))
+    os.unlink(held.path)
     assert isinstance(claim, Claim)
     folders = Folders(root)
     temp = TempFile(str(folders.incoming))
@@ -351,7 +366,19 @@ if __name__ == "__main__":
     commands = {
         function.__name__: function
         for function in (
-            *(race, hold, claim, stop_before_rename, churn, flood, occupy, fork, orphan, limit),
+            *(
+                race,
+                hold,
+                few_files,
+                claim,
+                stop_before_rename,
+                churn,
+                flood,
+                occupy,
+                fork,
+                orphan,
+                limit,
+            ),
             *(spool, spool_before_rename, adopt, tell_half, tell_under_limit, fork_and_tell),
         )
     }

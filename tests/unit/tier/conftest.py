@@ -68,6 +68,7 @@ def make_tier(root: Path, counters: Counters, clock: Clock) -> Iterator[Callable
         budget_bytes: int = 1 << 30,
         min_free_bytes: int = 0,
         evicts: bool = True,
+        check_values: bool = False,
     ) -> Tier:
         tier = Tier(
             folder,
@@ -77,6 +78,7 @@ def make_tier(root: Path, counters: Counters, clock: Clock) -> Iterator[Callable
             counters=counters,
             clock=clock,
             evicts=evicts,
+            check_values=check_values,
         )
         made.append(tier)
         return tier

@@ -15,7 +15,7 @@ from s3ec.errors import TierError
 from s3ec.tier.files import Batch
 from tests.support.file_calls import file_calls_of
 from tests.support.on_disk import audit_of, running_total, usage_of
-from tests.unit.tier.cases import SIZE, MakeTier, entry, even, fill, left, pinned, read, refusing
+from tests.unit.tier.cases import SIZE, MakeTier, entry, even, fill, left, opened, read, refusing
 
 
 def test_what_is_published_together_is_counted_once_at_the_end(make_tier: MakeTier) -> None:
@@ -59,7 +59,7 @@ def test_folder_that_vanishes_inside_is_made_again(make_tier: MakeTier, root: Pa
         fill(tier, 0)
         shutil.rmtree(root)
         fill(tier, 0)
-        assert read(pinned(tier, even(0)), even(0)) == entry(even(0))
+        assert read(opened(tier, even(0)), even(0)) == entry(even(0))
         shutil.rmtree(tier.folders.objects)
         fill(tier, 1)
     assert left(tier, 2) == {1}

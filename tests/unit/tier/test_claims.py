@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.tier import Claim, Pin, Tier
+from s3ec.tier import Claim, OpenEntry, Tier
 from tests.unit.tier.cases import MakeTier, child, entry, key_at, refusing
 
 KEY, OTHER = key_at(0), key_at(1)
 
 
 def claim(tier: Tier, key: object = KEY) -> Claim:
-    taken = tier.entries.pin_or_claim(key)  # type: ignore[arg-type]
+    taken = tier.entries.open_or_claim(key)  # type: ignore[arg-type]
     assert isinstance(taken, Claim)
     return taken
 
@@ -26,8 +26,8 @@ def claim(tier: Tier, key: object = KEY) -> Claim:
 def test_a_claimed_entry_is_refused_until_it_is_released(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
-    assert two.entries.pin_or_claim(KEY) is None
-    assert one.entries.pin_or_claim(KEY) is None  # also by the Tier that has it
+    assert two.entries.open_or_claim(KEY) is None
+    assert one.entries.open_or_claim(KEY) is None  # also by the Tier that has it
     assert two.claims.is_taken(KEY.digest)
     assert one.claims.is_taken(KEY.digest)
     claim(two, OTHER)
@@ -44,30 +44,30 @@ def test_a_claim_of_one_namespace_does_not_hold_up_another(
     claim(make_tier(namespace="gemma-fedcba9876543210"))
 
 
-def test_what_was_published_meanwhile_is_pinned_not_claimed(
+def test_what_was_published_meanwhile_is_opened_not_claimed(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the look for the file and the claim the one who had it published and let go."""
     tier = make_tier()
-    pin = tier.entries.pin
+    open_ = tier.entries.open
     looks: list[object] = []
 
-    def late(key: object) -> Pin | None:
+    def late(key: object) -> OpenEntry | None:
         looks.append(key)
         if len(looks) == 1:
             tier.writer.publish(KEY, [entry(KEY)])
             return None
-        return pin(KEY)
+        return open_(KEY)
 
-    monkeypatch.setattr(tier.entries, "pin", late)
-    assert isinstance(tier.entries.pin_or_claim(KEY), Pin)
+    monkeypatch.setattr(tier.entries, "open", late)
+    assert isinstance(tier.entries.open_or_claim(KEY), OpenEntry)
     assert not tier.claims.is_taken(KEY.digest)
 
 
 def test_a_hanging_holder_can_be_passed_over(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
-    mine = two.entries.pin_or_claim(KEY, ignore_claim=True)
+    mine = two.entries.open_or_claim(KEY, ignore_claim=True)
     assert isinstance(mine, Claim)
     assert mine.place is None
     two.claims.release(mine)
@@ -79,7 +79,7 @@ def test_a_killed_process_leaves_no_claim(make_tier: MakeTier, root: Path) -> No
     tier = make_tier()
     with child("claim", root, 0) as other:
         assert other.hear() == "Claim"
-        assert tier.entries.pin_or_claim(KEY) is None
+        assert tier.entries.open_or_claim(KEY) is None
         other.kill()
         claim(tier)
 
@@ -101,7 +101,7 @@ def test_a_deleted_folder_does_not_part_those_who_come_later(
     old = claim(one)
     shutil.rmtree(root)
     fresh = claim(two)  # of the new file, which the first one finds too
-    assert one.entries.pin_or_claim(KEY) is None
+    assert one.entries.open_or_claim(KEY) is None
     one.claims.release(old)
     two.claims.release(fresh)
     claim(one)

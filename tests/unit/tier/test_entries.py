@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries: bad files are never pinned, but deleted and counted; and what is believed here."""
+"""Entries: bad files are never opened, but deleted and counted; and what is believed here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import pytest
 
 from s3ec import codec
 from s3ec.counters import Counters
-from s3ec.tier import LocalKeys, Tier, pins
+from s3ec.tier import LocalKeys, Tier, entries
+from tests.support.file_calls import open_below
 from tests.support.on_disk import audit_of, usage_of
 from tests.unit.tier.cases import (
     OTHER_NAMESPACE,
@@ -25,7 +26,6 @@ from tests.unit.tier.cases import (
     entry,
     file_of,
     key_at,
-    pinned,
     refusing,
     served,
 )
@@ -56,19 +56,19 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_entry_is_not_pinned_but_deleted_and_counted(
+def test_bad_entry_is_not_opened_but_deleted_and_counted(
     tier: Tier, root: Path, counters: Counters, name: str
 ) -> None:
     blob, _ = BAD[name]
     tier.writer.publish(KEY, [blob])
     (complaint,) = audit_of(tier)
     assert str(file_of(root, KEY)) in complaint
-    assert tier.entries.pin(KEY) is None
+    assert tier.entries.open(KEY) is None
     assert not tier.entries.contains(KEY)
     assert counters.get("tier.bad_files") == 1
-    assert usage_of(tier).pinned_nbytes == 0
+    assert open_below(root / "v1" / "objects") == []
     assert usage_of(tier).total_nbytes == 0
-    assert tier.entries.pin(KEY) is None
+    assert tier.entries.open(KEY) is None
     assert counters.get("tier.bad_files") == 1
     tier.writer.publish(KEY, [entry(KEY)])
     assert served(tier, KEY) == entry(KEY)
@@ -82,12 +82,11 @@ def test_flipped_bit_is_for_the_reader_who_deletes_it(
     tier.writer.publish(KEY, [bytes(blob)])
     (complaint,) = audit_of(tier)
     assert "checksum" in complaint
-    pin = pinned(tier, KEY)
-    tier.entries.unpin(pin)
+    assert tier.entries.open(KEY) is not None
     tier.entries.drop_bad(KEY, "checksum")
     tier.entries.drop_bad(KEY, "checksum")
     assert counters.get("tier.bad_files") == 1
-    assert tier.entries.pin(KEY) is None
+    assert tier.entries.open(KEY) is None
 
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "pipe", "folder", "socket"])
@@ -114,11 +113,11 @@ def test_what_is_not_a_file_is_deleted_and_not_followed_or_waited_for(
     assert not tier.entries.contains(KEY)
     if kind != "folder":  # an empty folder could be an adapter's
         assert str(path) in "".join(audit_of(tier))
-    assert tier.entries.pin(KEY) is None
+    assert tier.entries.open(KEY) is None
     assert counters.get("tier.bad_files") == 1
     assert not os.path.lexists(path)
     tier.writer.publish(KEY, [entry(KEY)])
-    assert tier.entries.pin(KEY) is not None
+    assert tier.entries.open(KEY) is not None
     assert not outside.exists() or outside.read_bytes() == entry(KEY)
 
 
@@ -126,14 +125,15 @@ def test_better_entry_published_meanwhile_is_not_deleted(
     tier: Tier, monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
     tier.writer.publish(KEY, [entry(key_at(1))])
-    open_entry = pins.open_entry
+    open_entry = entries.open_entry
 
-    def publish_first(path: str) -> int:
+    def publish_meanwhile(path: str) -> int:
+        fd = open_entry(path)
         tier.writer.publish(KEY, [entry(KEY)])
-        return open_entry(path)
+        return fd
 
-    monkeypatch.setattr(pins, "open_entry", publish_first)
-    assert tier.entries.pin(KEY) is None
+    monkeypatch.setattr(entries, "open_entry", publish_meanwhile)
+    assert tier.entries.open(KEY) is None
     monkeypatch.undo()
     assert counters.get("tier.bad_files") == 0
     assert served(tier, KEY) == entry(KEY)
@@ -148,7 +148,7 @@ def test_bad_entry_that_cannot_be_deleted_is_counted_and_tried_again(
         tier.entries.drop_bad(KEY, "checksum")
     assert tier.entries.contains(KEY)
     assert (counters.get("tier.errors"), counters.get("tier.bad_files")) == (1, 0)
-    assert tier.entries.pin(KEY) is None  # by its header
+    assert tier.entries.open(KEY) is None  # by its header
     assert not tier.entries.contains(KEY)
     assert (counters.get("tier.errors"), counters.get("tier.bad_files")) == (1, 1)
 

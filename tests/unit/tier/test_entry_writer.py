@@ -21,11 +21,12 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.tier import Incoming, Pin, Tier, files
+from s3ec.tier import Incoming, OpenEntry, Tier, files
 from tests.support.clock import Clock
 from tests.support.finite import FINITE
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
+    DESTINATION,
     HOUR_S,
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -35,7 +36,7 @@ from tests.unit.tier.cases import (
     file_of,
     key_at,
     new_tier,
-    pinned,
+    opened,
     present,
     publish,
     read,
@@ -63,12 +64,12 @@ def behind_first(parts: Sequence[bytes]) -> list[tuple[int, bytes]]:
     return [(PART * number, part) for number, part in enumerate(parts, 1)]
 
 
-def begin(tier: Tier, first: bytes) -> Incoming[Pin]:
+def begin(tier: Tier, first: bytes) -> Incoming[OpenEntry]:
     verifier = codec.Verifier(first, namespace=NAMESPACE, identifier=KEY.identifier)
     return tier.writer.begin(KEY, first, verifier)
 
 
-def receive(tier: Tier, blob: bytes) -> Pin:
+def receive(tier: Tier, blob: bytes) -> OpenEntry:
     first, *rest = parts(blob)
     incoming = begin(tier, first)
     for at, part in behind_first(rest):
@@ -102,11 +103,11 @@ def test_what_was_written_is_served_counted_and_lies_under_its_object_name(
 
 
 @each_write
-def test_writing_again_replaces_and_keeps_what_was_pinned(
+def test_writing_again_replaces_and_what_was_open_stays_readable(
     tier: Tier, write: Callable[[Tier], object]
 ) -> None:
     publish(tier, 0)
-    old = pinned(tier, KEY)
+    old = opened(tier, KEY)
     write(tier)
     assert read(old, KEY) == entry(KEY)
     assert served(tier, KEY) == BLOB
@@ -134,7 +135,7 @@ def test_a_closed_tier_is_empty_and_takes_nothing(
         tier.close()
         with pytest.raises(TierError, match="not open"):
             write(tier)
-        assert tier.entries.pin(KEY) is None
+        assert tier.entries.open(KEY) is None
         assert not tier.entries.contains(KEY)
         tier.entries.drop_bad(KEY, "checksum")
     assert file_of(root, KEY).exists()
@@ -149,8 +150,7 @@ def test_a_failed_write_raises_and_leaves_the_old_entry_and_no_temp(
     write: Callable[[Tier], object],
     error: int,
 ) -> None:
-    publish(tier, 0)
-    pinned(tier, KEY)
+    publish(tier, 0, spool=tier.open_spool(DESTINATION))  # else a full disk would have it evicted
 
     def fail(fd: int, pieces: object, at: int | None = None) -> None:
         os.write(fd, b"half")
@@ -245,7 +245,7 @@ def test_files_and_folders_are_private_whatever_the_umask(
     try:
         tier = make_tier(root / "deep" / "down")
         publish(tier, 0, 1, 2)
-        pinned(tier, KEY)
+        opened(tier, KEY)
         make_room(tier)
         tier.entries.drop_bad(KEY, "checksum")
     finally:
@@ -271,8 +271,8 @@ def test_hot_path_never_walks_the_folder(tier: Tier, monkeypatch: pytest.MonkeyP
     for number in range(50):
         publish(tier, number)
         assert present(tier, number) == {number}
-        tier.entries.unpin(pinned(tier, key_at(number)))
-        assert tier.entries.pin(key_at(number + 1000)) is None
+        opened(tier, key_at(number))
+        assert tier.entries.open(key_at(number + 1000)) is None
     monkeypatch.undo()
 
 
@@ -289,9 +289,8 @@ def test_killed_publish_leaves_a_temp_that_the_next_open_sweeps(
         assert audit_of(bystander) == []  # its writer lives
         other.kill()
     assert not bystander.entries.contains(KEY)
-    complaints = audit_of(bystander)
-    assert len(complaints) == 2  # the temp file and the folder of pins
-    assert str(temp) in "".join(complaints)
+    (complaint,) = audit_of(bystander)
+    assert str(temp) in complaint
     assert audit_of(make_tier()) == []
     assert temps_below(root) == set()
 
@@ -352,14 +351,14 @@ def test_an_entry_appears_with_its_last_good_part(tier: Tier) -> None:
     first, *rest = parts(BLOB)
     incoming = begin(tier, first)
     for part in behind_first(rest):
-        assert tier.entries.pin(KEY) is None
+        assert tier.entries.open(KEY) is None
         incoming.put([part])
-    assert tier.entries.pin(KEY) is None
-    pin = incoming.commit()
+    assert tier.entries.open(KEY) is None
+    held = incoming.commit()
     incoming.discard()
-    assert pin.nbytes == len(BLOB)
-    evict(tier, KEY)  # which a pin survives
-    assert pin.path.read_bytes() == BLOB
+    assert held.nbytes == len(BLOB)
+    evict(tier, KEY)  # which an open file survives
+    assert read(held, KEY) == BLOB
 
 
 @pytest.mark.parametrize(
@@ -383,7 +382,7 @@ def test_a_bad_entry_never_appears(tier: Tier, root: Path, blob: bytes, reason: 
         receive()
     assert caught.value.reason == reason
     incoming.discard()
-    assert tier.entries.pin(KEY) is None
+    assert tier.entries.open(KEY) is None
     assert temps_below(root) == set()
 
 
@@ -394,7 +393,7 @@ def test_a_folder_that_vanishes_is_an_error_and_leaves_nothing(tier: Tier, root:
     incoming.put(behind_first(rest))
     with pytest.raises(TierError):
         incoming.commit()
-    assert tier.entries.pin(KEY) is None
+    assert tier.entries.open(KEY) is None
 
 
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))
@@ -438,7 +437,7 @@ def test_parts_that_come_in_any_order_and_are_not_the_entry_are_refused(
     with pytest.raises(CorruptEntryError):
         receive()
     incoming.discard()
-    assert tier.entries.pin(KEY) is None
+    assert tier.entries.open(KEY) is None
     assert temps_below(root) == set()
 
 
@@ -484,11 +483,11 @@ def test_namespaces_share_a_folder_and_not_their_entries(make_tier: MakeTier) ->
     one, two = make_tier(), make_tier(namespace=OTHER_NAMESPACE)
     publish(one, 0)
     assert present(two, 0) == set()
-    assert two.entries.pin(KEY) is None
+    assert two.entries.open(KEY) is None
     assert list(two.entries.names()) == []
     assert usage_of(two) == usage_of(one)
     two.writer.publish(KEY, [entry(KEY, namespace=OTHER_NAMESPACE)])
-    assert two.entries.pin(KEY) is not None
+    assert two.entries.open(KEY) is not None
     assert audit_of(one) == []
 
 

@@ -15,30 +15,33 @@ import pytest
 from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Pin, Spool, Tier
+from s3ec.tier import Spool, Tier, entries, evictor
+from tests.support.clock import Clock
+from tests.support.disks import give_to_group, small_tmpfs
 from tests.support.on_disk import audit_of, evict, make_room, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
+    OTHER_NAMESPACE,
     MakeTier,
     entry,
+    even,
     file_of,
+    fill,
     key_at,
-    key_of,
     new_tier,
-    pin_folders,
-    pinned,
+    opened,
     publish,
     read,
     refusing,
     served,
     spool_folders,
     unspool,
+    use,
 )
 
 KEY = key_at(1)  # with a LoRA folder
 _INDEX_FILE = "base/000000000001-0123456789abcdef/00-ff.safetensors"
-_NO_PIN = Pin(Path("/nowhere/1"), 0, codec.parse_header(entry(KEY)))
 
 
 def test_missing_root_is_made_with_its_parents(make_tier: MakeTier, root: Path) -> None:
@@ -57,7 +60,7 @@ def test_root_of_another_user_is_refused_with_the_fix(tmp_path: Path) -> None:
         new_tier(folder)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o2777, 0o702])
 def test_root_that_others_may_write_is_refused_with_the_fix(root: Path, mode: int) -> None:
     root.mkdir()
     root.chmod(mode)
@@ -68,7 +71,52 @@ def test_root_that_others_may_write_is_refused_with_the_fix(root: Path, mode: in
     tier.close()
 
 
-@pytest.mark.parametrize("name", ["v1", "v1/objects", f"v1/objects/{NAMESPACE}", "v1/pins"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder away needs root")
+@pytest.mark.parametrize("mode", [0o770, 0o2770])
+def test_root_that_a_group_may_write_is_refused_where_it_is_not_one_of_ours(
+    root: Path, mode: int
+) -> None:
+    root.mkdir()
+    os.chown(root, -1, 65534)
+    root.chmod(mode)
+    with pytest.raises(TierError, match=rf"mode {mode:o}, group 65534\); `chmod 700"):
+        new_tier(root)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder away needs root")
+def test_volume_that_was_given_to_our_group_is_used_whoever_owns_it(
+    make_tier: MakeTier, plain_user: Path
+) -> None:
+    gid, user = os.getegid(), os.geteuid()
+    os.seteuid(0)
+    os.chown(plain_user, 0, -1)
+    os.seteuid(user)
+    give_to_group(plain_user, gid)
+    for _ in range(2):
+        tier = make_tier(plain_user)
+        publish(tier, 1, 2)
+        give_to_group(plain_user, gid)  # kubelet was restarted
+        publish(tier, 3)
+        assert read(opened(tier, key_at(1)), key_at(1)) == entry(key_at(1))
+        assert audit_of(tier) == []
+        tier.close()
+        give_to_group(plain_user, gid)  # the pod is started again
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder away needs root")
+def test_tier_of_another_user_in_a_volume_of_our_group_is_refused_with_the_fix(
+    make_tier: MakeTier, plain_user: Path
+) -> None:
+    make_tier(plain_user).close()
+    give_to_group(plain_user, os.getegid())
+    os.seteuid(0)
+    os.setegid(65534)
+    with pytest.raises(TierError, match=rf"{plain_user}/v1 belongs to uid 65534 .*`chown 0"):
+        new_tier(plain_user)
+    os.seteuid(65534)
+
+
+@pytest.mark.parametrize("name", ["v1", "v1/objects", f"v1/objects/{NAMESPACE}", "v1/spool"])
 def test_inner_folder_that_is_a_link_a_file_or_open_to_others_is_refused(
     make_tier: MakeTier, root: Path, tmp_path: Path, name: str
 ) -> None:
@@ -116,7 +164,7 @@ def _everything(tier: Tier, spool: Spool) -> int:
     calls: list[Callable[[], object]] = [
         lambda: tier.writer.publish(key_at(2), [entry(key_at(2))], spool=spool),
         lambda: publish(tier, 3),
-        lambda: tier.entries.unpin(tier.entries.pin(key_at(4)) or _NO_PIN),
+        lambda: tier.entries.open(key_at(4)),
         lambda: tier.entries.drop_bad(key_at(4), "checksum"),
         lambda: make_room(tier, 1 << 30),
         lambda: spool.load(key_at(6).digest),
@@ -140,8 +188,8 @@ def _tree(folder: Path) -> dict[str, bytes]:
 
 
 _TOP = [
-    *("", "v1", "v1/objects", "v1/incoming", "v1/pins", "v1/spool", "v1/index"),
-    *("own pins", "own spool"),
+    *("", "v1", "v1/objects", "v1/incoming", "v1/spool", "v1/index"),
+    "own spool",
 ]
 _INNER = [f"v1/objects/{NAMESPACE}", f"v1/index/{NAMESPACE}", "adapter's", "fan-out"]
 
@@ -169,11 +217,10 @@ def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_m
     publish(tier, 6, spool=spool)
     for number in (4, 5, 7):
         publish(tier, number)
-    held = pinned(tier, key_at(7))
+    held = opened(tier, key_at(7))
     files = tier.open_index()
     files.write(_INDEX_FILE, bytes(10))
     inner = {
-        "own pins": held.path.parent,
         "own spool": spool_folders(root)[0],
         "adapter's": file_of(root, key_at(4)).parents[1],
         "fan-out": file_of(root, key_at(4)).parent,
@@ -192,7 +239,8 @@ def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_m
     before = _tree(inside)
 
     assert _everything(tier, spool) + counters.get("tier.errors") > 0
-    tier.entries.unpin(held)
+    assert read(held, key_at(7)) == entry(key_at(7))
+    del held
     assert _everything(tier, spool) + counters.get("tier.errors") > 0
     assert _tree(inside) == before
     warned = [record.message for record in caplog.records if ": cannot " in record.message]
@@ -207,9 +255,7 @@ def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_m
         os.chown(folder, os.geteuid(), os.getegid())
     assert _everything(tier, spool) == 0
     publish(tier, 3)
-    pin = pinned(tier, key_at(3))
-    assert read(pin, key_at(3)) == entry(key_at(3))
-    tier.entries.unpin(pin)
+    assert served(tier, key_at(3)) == entry(key_at(3))
     make_room(tier)
     assert audit_of(tier) == []
 
@@ -217,25 +263,23 @@ def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_m
 def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
     tier.writer.publish(KEY, [entry(KEY)])
-    held = pinned(tier, KEY)
+    held = opened(tier, KEY)
     for again in range(2):
         shutil.rmtree(root)
-        assert tier.entries.pin(KEY) is None
+        assert tier.entries.open(KEY) is None
         assert not tier.entries.contains(KEY)
         assert usage_of(tier).entries == 0
         evict(tier, KEY)
         tier.entries.drop_bad(KEY, "checksum")
-        tier.entries.unpin(held)
+        assert read(held, KEY) == entry(KEY)
         if again:
             assert make_room(tier) == 0
         tier.writer.publish(KEY, [entry(KEY)])
         assert served(tier, KEY) == entry(KEY)
         assert audit_of(tier) == []
-    tier.close()
-    assert pin_folders(root) == []
 
 
-@pytest.mark.parametrize("name", ["v1/pins", "v1/evict.lock"])
+@pytest.mark.parametrize("name", ["v1/incoming", "v1/evict.lock"])
 def test_vanished_part_is_made_again(
     make_tier: MakeTier, root: Path, counters: Counters, name: str
 ) -> None:
@@ -247,9 +291,10 @@ def test_vanished_part_is_made_again(
         shutil.rmtree(part)
     else:
         part.unlink()
-    assert tier.entries.pin(KEY) is not None
+    assert served(tier, KEY) == entry(KEY)
     tier.entries.drop_bad(KEY, "checksum")
     make_room(tier)
+    tier.writer.publish(KEY, [entry(KEY)])
     assert part.exists()
     assert counters.get("tier.bad_files") == 1
     assert counters.get("tier.errors") == 0
@@ -265,18 +310,20 @@ def test_full_disk_evicts_what_it_can_and_then_refuses(
         tier.writer.publish(key_at(number), [blob])
     assert counters.get("tier.evicted") > 0
     assert tier.entries.contains(key_at(11))
-    pins = [pin for number in range(12) if (pin := tier.entries.pin(key_at(number)))]
+    spool = tier.open_spool(DESTINATION)
+    for number in range(12):  # all that is left is spooled
+        if tier.entries.contains(key_at(number)):
+            tier.writer.publish(key_at(number), [blobs[number]], spool=spool)
     found = os.statvfs(small_disk)
     (small_disk / "somebody's").write_bytes(bytes(found.f_bavail * found.f_frsize))
     before = usage_of(tier)
     with pytest.raises(TierError, match="min_free_bytes"):
         tier.writer.publish(key_at(20), [entry(key_at(20), rows=2000)])
     assert usage_of(tier) == before
-    for pin in pins:
-        read(pin, key_of(pin.header.identifier))
-        tier.entries.unpin(pin)
+    for number in range(12):
+        unspool(spool, key_at(number))
     tier.writer.publish(key_at(30), [entry(key_at(30), rows=2000)])
-    assert tier.entries.pin(key_at(30)) is not None
+    assert tier.entries.open(key_at(30)) is not None
     assert audit_of(tier) == []
 
 
@@ -296,7 +343,50 @@ def test_disk_out_of_inodes_evicts_and_goes_on(
     assert audit_of(tier) == []
 
 
-def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
+def test_disk_out_of_inodes_is_walked_once_for_many_publishes(
+    make_tier: MakeTier, tmp_path: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of the entries goes at once, as where the budget is used up."""
+    rounds, scan = [], evictor.scan_tier
+    monkeypatch.setattr(evictor, "scan_tier", lambda *args: rounds.append(1) or scan(*args))
+    with small_tmpfs(tmp_path / "disk", size=1 << 23, inodes=330) as disk:
+        tier = make_tier(disk)
+        fill(tier, *range(600))  # some 300 beyond the end
+        assert usage_of(tier).entries > 250
+        assert audit_of(tier) == []
+    assert counters.get("tier.evicted") > 250
+    assert len(rounds) < 20
+
+
+def test_large_entry_is_received_on_a_disk_out_of_inodes(
+    make_tier: MakeTier, tmp_path: Path
+) -> None:
+    with small_tmpfs(tmp_path / "disk", size=1 << 23, inodes=100) as disk:
+        tier = make_tier(disk)
+        number = 0
+        while os.statvfs(disk).f_favail:
+            fill(tier, number)
+            number += 1
+        key, blob = even(1000), entry(even(1000))
+        verifier = codec.Verifier(blob, namespace=NAMESPACE, identifier=key.identifier)
+        assert read(tier.writer.begin(key, blob, verifier).commit(), key) == blob
+
+
+def test_disk_that_is_full_at_the_start_of_another_model_loses_entries_not_the_tier(
+    make_tier: MakeTier, small_disk: Path
+) -> None:
+    tier = make_tier(small_disk)
+    for number in range(6):
+        publish(tier, number)
+    tier.close()
+    for number in range(os.statvfs(small_disk).f_favail):
+        (small_disk / f"somebody's {number}").touch()
+    tier = make_tier(small_disk, namespace=OTHER_NAMESPACE)
+    assert 0 < usage_of(tier).entries < 6
+    assert audit_of(tier) == []
+
+
+def test_disk_that_is_full_at_the_start_is_served_from_and_loses_nothing_by_that(
     make_tier: MakeTier, small_disk: Path
 ) -> None:
     tier = make_tier(small_disk)
@@ -306,51 +396,59 @@ def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
     for number in range(os.statvfs(small_disk).f_favail):
         (small_disk / f"somebody's {number}").touch()
     tier = make_tier(small_disk)
+    assert usage_of(tier).entries == 6
+    for number in range(6):
+        assert served(tier, key_at(number)) == entry(key_at(number))
+    publish(tier, 5)  # which evicts
     assert 0 < usage_of(tier).entries < 6
+    assert served(tier, key_at(5)) == entry(key_at(5))
     assert audit_of(tier) == []
 
 
 def test_disk_that_is_full_of_other_things_is_refused_and_left_alone(
     make_tier: MakeTier, small_disk: Path
 ) -> None:
-    make_tier(small_disk).close()
-    for number in range(os.statvfs(small_disk).f_favail):
+    count = os.statvfs(small_disk).f_favail
+    for number in range(count):
         (small_disk / f"somebody's {number}").touch()
-    for spare in range(2):  # no room for the folder, then none for the lock in it
+    for spare in range(2):  # no room for the folder, then none for those in it
         with pytest.raises(TierError, match="No space"):
             new_tier(small_disk)
-        assert pin_folders(small_disk) == []
+        left = {path.name for path in small_disk.iterdir()} - {"v1"}
+        assert left == {f"somebody's {number}" for number in range(spare, count)}
         (small_disk / f"somebody's {spare}").unlink()
+    for number in range(2, 20):
+        (small_disk / f"somebody's {number}").unlink()
     make_tier(small_disk)
 
 
-def test_read_only_disk_misses_and_refuses_and_recovers(
+def test_read_only_disk_is_served_from_and_refuses_and_recovers(
     make_tier: MakeTier,
     small_disk: Path,
     frozen: Callable[[], AbstractContextManager[None]],
     counters: Counters,
+    clock: Clock,
 ) -> None:
     tier = make_tier(small_disk)
     tier.writer.publish(KEY, [entry(KEY)])
-    held = pinned(tier, KEY)
+    held = opened(tier, KEY)
     with frozen():
         with pytest.raises(TierError, match="Read-only"):
             tier.writer.publish(KEY, [entry(KEY)])
         with pytest.raises(TierError, match=r"Read-only.*cache_dir"):
             new_tier(small_disk)
-        assert tier.entries.pin(KEY) is None
-        assert counters.get("tier.errors") == 1
+        use(tier, KEY, clock)  # which cannot be noted
+        assert served(tier, KEY) == entry(KEY)
+        assert counters.get("tier.errors") == 0
         assert tier.entries.contains(KEY)
         assert make_room(tier) == 0
-        tier.entries.unpin(held)
         tier.entries.drop_bad(KEY, "checksum")
-        # pin, unpin and the deletion
-        assert counters.get("tier.errors") == 3
+        assert counters.get("tier.errors") == 1
         assert counters.get("tier.bad_files") == 0
         assert read(held, KEY) == entry(KEY)
         assert audit_of(tier) == []
-    tier.entries.unpin(held)
-    assert tier.entries.pin(KEY) is not None
+    tier.writer.publish(KEY, [entry(KEY, seed=1)])
+    assert served(tier, KEY) == entry(KEY, seed=1)
 
 
 def test_folder_without_permission_is_refused_counted_and_bypassed(
@@ -361,7 +459,7 @@ def test_folder_without_permission_is_refused_counted_and_bypassed(
     tier.writer.publish(KEY, [entry(KEY)])
     folder = file_of(root, KEY).parent
     folder.chmod(0)
-    assert tier.entries.pin(KEY) is None
+    assert tier.entries.open(KEY) is None
     assert not tier.entries.contains(KEY)
     assert counters.get("tier.errors") == 2
     with pytest.raises(TierError, match="Permission denied"):
@@ -369,7 +467,7 @@ def test_folder_without_permission_is_refused_counted_and_bypassed(
     assert make_room(tier) == 0
     assert any(f"cannot read {folder}" in complaint for complaint in audit_of(tier))
     folder.chmod(0o700)
-    assert tier.entries.pin(KEY) is not None
+    assert tier.entries.open(KEY) is not None
     plain_user.chmod(0o500)
     with pytest.raises(TierError, match=r"Permission denied.*set `cache_dir`"):
         new_tier(plain_user / "new")
@@ -384,9 +482,9 @@ def test_refusals_are_counted_each_time_and_logged_once(
     tier = make_tier()
     tier.writer.publish(KEY, [entry(KEY)])
 
-    monkeypatch.setattr(os, "link", refusing(errno.EIO, "disk gone"))
+    monkeypatch.setattr(entries, "open_entry", refusing(errno.EIO, "disk gone"))
     for _ in range(5):
-        assert tier.entries.pin(KEY) is None
+        assert tier.entries.open(KEY) is None
     assert counters.get("tier.errors") == 5
     assert [record.levelname for record in caplog.records if "disk gone" in record.message] == [
         "WARNING"

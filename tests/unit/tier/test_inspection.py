@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.tier import Tier, inspection, pins
+from s3ec.tier import Tier, inspection
 from s3ec.tier.files import Folders
 from tests.support.on_disk import audit_of, evict
 from tests.unit.tier.cases import OTHER_NAMESPACE, MakeTier, entry, file_of, key_at, key_of
@@ -19,14 +19,16 @@ KEY = key_at(0)
 
 def test_check_is_empty_for_a_tier_in_use(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier(namespace=OTHER_NAMESPACE)
+    held = []
     for number in range(9):
         key = key_at(number)
         one.writer.publish(key, [entry(key)])
         two.writer.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
-        one.entries.pin(key)
+        held.append(one.entries.open(key))
     evict(one, key_at(0))
     one.entries.drop_bad(key_at(1), "checksum")
     assert audit_of(one) == audit_of(two) == []
+    assert len(held) == 9
 
 
 def test_check_finds_an_entry_under_another_entrys_name(tier: Tier, root: Path) -> None:
@@ -97,7 +99,7 @@ def test_check_bears_entries_that_vanish_meanwhile(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier.writer.publish(KEY, [entry(KEY)])
-    open_entry = pins.open_entry
+    open_entry = inspection.open_entry
 
     def vanish_first(path: str) -> int:
         evict(tier, KEY)

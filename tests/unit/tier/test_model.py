@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,9 +28,10 @@ from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key
-from s3ec.tier import Pin, Tier
+from s3ec.tier import OpenEntry, Residents, Tier, residents
 from s3ec.tier.inspection import Inspection
-from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.support.file_calls import open_below
+from tests.support.on_disk import ByHand, audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
@@ -36,6 +39,7 @@ from tests.unit.tier.cases import (
     entry,
     file_of,
     key_at,
+    touch,
     unspool,
 )
 
@@ -58,12 +62,11 @@ DAMAGES = {
 
 @dataclass(eq=False)
 class File:
-    """One inode: what it holds, how many pins it has, and when it was used."""
+    """One inode: what it holds, and when it was used."""
 
     key: Key
     blob: bytes
     used_s: float
-    pins: int = 0
 
     @property
     def complaint(self) -> str | None:
@@ -77,18 +80,19 @@ class File:
 
 @dataclass(eq=False)
 class Held:
-    """A pin, and the file that it must go on showing."""
+    """An open entry, and the file that it must go on showing."""
 
-    pin: Pin
+    entry: OpenEntry
     file: File
 
 
 @dataclass
 class Model:
-    """What should be on the disk."""
+    """What should be on the disk, and what is open."""
 
     entries: dict[Key, File] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
+    residents: dict[Key, File] = field(default_factory=dict)
     spooled: dict[Key, File] = field(default_factory=dict)
 
     def files(self) -> set[File]:
@@ -96,7 +100,7 @@ class Model:
 
     def kept(self) -> set[File]:
         """What eviction cannot free."""
-        return {*(held.file for held in self.held), *self.spooled.values()}
+        return {*self.spooled.values()}
 
     def total_bytes(self) -> int:
         return sum(len(file.blob) for file in self.files())
@@ -107,8 +111,14 @@ class Model:
             return 0
         return self.evict_to(LOW_BYTES - incoming_bytes, now_s)
 
+    def close_evicted(self) -> None:
+        """A sweep, or a round of eviction that freed anything: who has lost the name has to go."""
+        self.residents = {
+            key: file for key, file in self.residents.items() if self.entries.get(key) is file
+        }
+
     def evict_to(self, target_bytes: int, now_s: float) -> int:
-        """By use, after those that a clock noted which was ahead; what is held stays."""
+        """By use, after those that a clock noted which was ahead; what is spooled stays."""
 
         def order(item: tuple[Key, File]) -> tuple[bool, float]:
             return item[1].used_s <= now_s + 300, item[1].used_s
@@ -126,7 +136,7 @@ class Model:
 class TierMachine(RuleBasedStateMachine):
     """Every rule does one thing to both, and compares what they answer."""
 
-    pins = Bundle("pins")
+    held = Bundle("held")
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +147,20 @@ class TierMachine(RuleBasedStateMachine):
         self.dropped = 0
         self.tier = self.new_tier()
         self.spool = self.tier.open_spool(DESTINATION)
+        self.walk()
+
+    def walk(self) -> None:
+        """Have residents, as a process does after its walk over the folder."""
+        with patch.object(residents, "Background", ByHand):
+            self.residents: Residents = self.tier.open_residents(lambda header: True)
+        self.thread = ByHand.made.pop()
+        self.residents.start()
+        self.model.residents = {
+            key: file
+            for key, file in self.model.entries.items()
+            if file.complaint in (None, "checksum")
+        }
+        self.turn()
 
     def new_tier(self) -> Tier:
         return Tier(
@@ -150,9 +174,10 @@ class TierMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.tier.close()
-        left = os.listdir(self.root / "v1" / "pins")
-        if not self.model.spooled:
-            left += os.listdir(self.root / "v1" / "spool")
+        for held in self.model.held:
+            del held.entry
+        left = [] if self.model.spooled else os.listdir(self.root / "v1" / "spool")
+        left += open_below(self.root)
         shutil.rmtree(self.root)
         assert left == []
 
@@ -168,7 +193,8 @@ class TierMachine(RuleBasedStateMachine):
     def publish(self, key: Key, seed: int, rows: int, spool: bool) -> None:
         blob = entry(key, seed=seed, rows=rows)
         # The estimate may make the tier look sooner than needed, but what it then finds decides.
-        self.model.make_room(len(blob), self.clock.now_s)
+        if self.model.make_room(len(blob), self.clock.now_s):
+            self.model.close_evicted()
         self.tier.writer.publish(key, [blob[:64], blob[64:]], spool=self.spool if spool else None)
         self.model.entries[key] = File(key, blob, self.clock.now_s)
         if spool:
@@ -188,35 +214,72 @@ class TierMachine(RuleBasedStateMachine):
         if file is not None and loaded is not None:
             assert (loaded.key, loaded.blob) == (key, file.blob)
 
-    @rule(target=pins, key=keys)
-    def pin(self, key: Key) -> object:
+    @rule(target=held, key=keys)
+    def open(self, key: Key) -> object:
         file = self.model.entries.get(key)
-        pin = self.tier.entries.pin(key)
+        entry = self.tier.entries.open(key)
         if file is None:
-            assert pin is None
+            assert entry is None
             return multiple()
         if file.complaint not in (None, "checksum"):
-            assert pin is None
+            assert entry is None
             self.expect_dropped(key)
             return multiple()
-        assert pin is not None
-        held = Held(pin, file)
+        assert entry is not None
+        held = Held(entry, file)
         self.model.held.append(held)
-        file.pins += 1
-        file.used_s = self.clock.now_s
         if file.complaint:  # the reader's part
-            self.tier.entries.drop_bad(key, file.complaint)
-            self.expect_dropped(key)
+            self.drop_bad(key)
+        else:
+            self.residents.add(key.digest, entry)
+            self.model.residents[key] = file
         return held
 
-    @rule(held=consumes(pins))
-    def unpin(self, held: Held) -> None:
-        self.tier.entries.unpin(held.pin)
-        self.tier.entries.unpin(held.pin)
-        if held in self.model.held:  # not after a restart
-            self.model.held.remove(held)
-            held.file.pins -= 1
-        assert not held.pin.path.exists()
+    @rule()
+    def open_all(self) -> None:
+        """Requests ask for everything, so all that is good is resident from now on."""
+        for key in list(self.model.entries):
+            held = self.open(key)
+            if isinstance(held, Held):
+                self.model.held.remove(held)
+
+    @rule(target=held, key=keys)
+    def grant(self, key: Key) -> object:
+        """At once, whatever has become of the file's name since it was opened."""
+        entry, file = self.residents.get(key.digest, time.monotonic()), self.model.residents
+        assert (entry is not None) == (key in file)
+        if entry is None:
+            return multiple()
+        self.model.held.append(Held(entry, file[key]))
+        return self.model.held[-1]
+
+    @rule(held=held)
+    def read(self, held: Held) -> None:
+        """As a worker does, in time or late; it notes the use."""
+        assert os.pread(held.entry.fd, held.entry.nbytes + 1, 0) == held.file.blob
+        touch(held.entry, self.clock)
+        held.file.used_s = self.clock.now_s
+
+    @rule(held=consumes(held), by_thread=st.booleans())
+    def close(self, held: Held, by_thread: bool) -> None:
+        """The last reference goes, here or in the thread."""
+        self.model.held.remove(held)
+        if by_thread:
+            self.residents.release([held.entry])
+        del held.entry
+
+    @rule()
+    def turn(self) -> None:
+        """The thread looks for what was evicted or replaced, and closes what nobody needs."""
+        for _ in range(2):  # what one has let go of the next one closes
+            self.thread.turn()
+        self.model.close_evicted()
+        is_open = {held.entry.fd for held in self.model.held}
+        for key in KEYS:
+            entry = self.residents.get(key.digest, time.monotonic())
+            assert (entry is not None) == (key in self.model.residents)
+            is_open |= {entry.fd} if entry is not None else set()
+        assert len(open_below(self.root / "v1" / "objects")) == len(is_open)
 
     @rule(key=keys)
     def evict(self, key: Key) -> None:
@@ -256,24 +319,24 @@ class TierMachine(RuleBasedStateMachine):
     @rule(key=keys)
     def drop_bad(self, key: Key) -> None:
         self.tier.entries.drop_bad(key, "checksum")
+        self.residents.discard(key.digest)
+        self.model.residents.pop(key, None)
         self.expect_dropped(key)
 
     @rule()
     def restart(self) -> None:
+        """What is open stays open: this process goes on."""
         self.tier.close()
-        for held in self.model.held:
-            assert not held.pin.path.exists()
-            held.file.pins -= 1
-        self.model.held.clear()
         self.tier = self.new_tier()
         self.spool = self.tier.open_spool(DESTINATION)
         adopted = {one.digest for one in self.spool.adopt()}
         assert adopted == {key.digest for key in self.model.spooled}
+        self.walk()
 
     @precondition(lambda self: self.model.entries)
     @rule(data=st.data(), damage=st.sampled_from(sorted(DAMAGES)))
     def corrupt(self, data: st.DataObject, damage: str) -> None:
-        """Bad bytes under a good name; pinned files keep theirs (the disk is not to blame)."""
+        """Bad bytes under a good name; open files keep theirs (the disk is not to blame)."""
         key = data.draw(st.sampled_from(sorted(self.model.entries, key=lambda key: key.name)))
         file, path = self.model.entries[key], file_of(self.root, key)
         blob = DAMAGES[damage](file.blob) if file.blob else b"x"
@@ -294,7 +357,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def vanish_altogether(self) -> None:
-        """All but pins and spool: without them there would be nothing to compare."""
+        """All but the spool: without it there would be nothing to compare."""
         shutil.rmtree(self.root / "v1" / "objects", ignore_errors=True)
         self.model.entries.clear()
 
@@ -303,15 +366,14 @@ class TierMachine(RuleBasedStateMachine):
         self.clock.now_s += seconds
 
     @invariant()
-    def pinned_bytes_are_readable_and_right(self) -> None:
+    def open_bytes_are_readable_and_right(self) -> None:
         for held in self.model.held:
-            assert held.pin.path.read_bytes() == held.file.blob
-            assert held.pin.nbytes == len(held.file.blob)
+            assert held.entry.nbytes == len(held.file.blob)
+            assert os.pread(held.entry.fd, held.entry.nbytes + 1, 0) == held.file.blob
 
     @invariant()
     def what_is_there_is_what_should_be(self) -> None:
         usage, model = usage_of(self.tier), self.model
-        pinned = {held.file for held in model.held}
         spooled = model.spooled.values()
         assert set(self.tier.entries.names()) == {key.name for key in model.entries}
         assert [self.tier.entries.contains(key) for key in KEYS] == [
@@ -319,12 +381,20 @@ class TierMachine(RuleBasedStateMachine):
         ]
         assert usage.entries == len(model.entries)
         assert usage.nbytes == sum(len(file.blob) for file in model.entries.values())
-        assert usage.pinned_nbytes == sum(len(file.blob) for file in pinned)
         assert usage.spooled_nbytes == sum(len(file.blob) for file in spooled)
         assert self.spool.nbytes == usage.spooled_nbytes
         held = model.kept() - {*model.entries.values()}
         assert usage.held_nbytes == sum(len(file.blob) for file in held)
         assert usage.total_nbytes == model.total_bytes()
+
+    @invariant()
+    def report_tells_what_is_evicted_and_open(self) -> None:
+        report = Inspection.open(self.root).report(now_s=self.clock.now_s)
+        named = {id(file) for file in self.model.files()}
+        mine = {held.file for held in self.model.held} | {*self.model.residents.values()}
+        lost = sum(len(file.blob) for file in mine if id(file) not in named)
+        # Until the next turn files are open that nobody needs.
+        assert report.open_nbytes >= lost
 
     @invariant()
     def estimate_is_never_too_low(self) -> None:

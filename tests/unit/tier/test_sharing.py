@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +15,14 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier.files import free_bytes
+from tests.support.file_calls import open_below
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     MakeTier,
     child,
     entry,
     key_at,
-    pin_folders,
-    pinned,
-    publish,
+    opened,
     read,
     temps_below,
 )
@@ -30,7 +30,7 @@ from tests.unit.tier.cases import (
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("patient")]  # many at once
 
 
-def test_sixteen_processes_publish_and_pin_one_key(make_tier: MakeTier, root: Path) -> None:
+def test_sixteen_processes_publish_and_open_one_key(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
     with ExitStack() as stack:
         others = [stack.enter_context(child("race", root, 12)) for _ in range(16)]
@@ -45,7 +45,6 @@ def test_sixteen_processes_publish_and_pin_one_key(make_tier: MakeTier, root: Pa
     assert usage_of(tier).entries == 1
     assert usage_of(tier).held_nbytes == 0
     assert temps_below(root) == set()
-    assert len(pin_folders(root)) == 1
 
 
 def test_evictors_of_other_processes_never_take_a_readers_bytes(
@@ -56,7 +55,7 @@ def test_evictors_of_other_processes_never_take_a_readers_bytes(
     budget_bytes = 4 * len(entry(keys[0]))
     for key in keys:
         tier.writer.publish(key, [entry(key)])
-    held = {key: tier.entries.pin(key) for key in keys[:4]}
+    held = {key: opened(tier, key) for key in keys[:4]}
     with ExitStack() as stack:
         others = [
             stack.enter_context(child("churn", root, budget_bytes, first, 100))
@@ -65,23 +64,20 @@ def test_evictors_of_other_processes_never_take_a_readers_bytes(
         for other in others:
             assert other.hear() == "ready"
             other.say()
-        # Meanwhile: pins that come and go, of entries that the others evict.
+        # Meanwhile: files that are opened and closed, of entries that the others evict.
         for turn in range(400):
             key = keys[turn % len(keys)]
             if not tier.entries.contains(key):
                 tier.writer.publish(key, [entry(key)])
-            pin = tier.entries.pin(key)
-            if pin is not None:
-                assert read(pin, key) == entry(key)
-                tier.entries.unpin(pin)
+            one = tier.entries.open(key)
+            if one is not None:
+                assert read(one, key) == entry(key)
             for kept in held.values():
-                assert kept is not None
-                assert kept.path.stat().st_size == kept.nbytes
+                assert os.fstat(kept.fd).st_size == kept.nbytes
         for other in others:
             assert other.hear() == "done"
             other.end()
     for key, kept in held.items():
-        assert kept is not None
         assert read(kept, key) == entry(key)
     assert audit_of(tier) == []
 
@@ -153,14 +149,13 @@ def test_threads_share_one_tier(make_tier: MakeTier, counters: Counters) -> None
         for turn in range(60):
             key = key_at((worker * 7 + turn) % 24)
             tier.writer.publish(key, [entry(key)])
-            pin = tier.entries.pin(key)
+            one = tier.entries.open(key)
             if turn % 5 == worker % 5:
                 make_room(tier, size, budget_bytes=12 * size, counters=counters)
             if turn % 11 == worker:
                 evict(tier, key)
-            if pin is not None:
-                assert read(pin, key) == entry(key)
-                tier.entries.unpin(pin)
+            if one is not None:
+                assert read(one, key) == entry(key)
                 seen += 1
         return seen
 
@@ -168,32 +163,10 @@ def test_threads_share_one_tier(make_tier: MakeTier, counters: Counters) -> None
         assert sum(pool.map(work, range(8))) > 240
     make_room(tier, budget_bytes=12 * size)
     assert usage_of(tier).total_nbytes <= 12 * size
-    assert usage_of(tier).pinned_nbytes == 0
+    assert open_below(tier.folders.objects) == []
     assert running_total(tier) == usage_of(tier).total_nbytes
     assert counters.get("tier.errors") == 0
     assert audit_of(tier) == []
-
-
-def test_threads_that_find_the_pin_folder_gone_agree_on_a_new_one(
-    make_tier: MakeTier, root: Path
-) -> None:
-    tier = make_tier()
-    publish(tier, 0)
-    start = threading.Barrier(8)
-    for folder in pin_folders(root):
-        (folder / ".lock").unlink()
-        folder.rmdir()
-
-    def work(_: int) -> Path:
-        start.wait()
-        pin = pinned(tier, key_at(0))
-        return pin.path.parent
-
-    with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(work, range(8)))) == 1
-    assert len(pin_folders(root)) == 1
-    tier.close()
-    assert pin_folders(root) == []
 
 
 def test_publishing_while_another_thread_closes_ends_in_a_tier_error(
@@ -210,14 +183,12 @@ def test_publishing_while_another_thread_closes_ends_in_a_tier_error(
             except TierError:
                 refused.set()
                 return
-            pin = tier.entries.pin(key)
-            if pin is not None:
-                tier.entries.unpin(pin)
+            tier.entries.open(key)
 
     thread = threading.Thread(target=work)
     thread.start()
     tier.close()
     thread.join()
     assert refused.is_set()
-    assert pin_folders(root) == []
+    assert open_below(root) == []
     assert audit_of(tier) == []

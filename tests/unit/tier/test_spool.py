@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,9 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Spool, Tier
+from s3ec.tier import Spool, Tier, process_folder
 from s3ec.tier.files import own_start_time, try_lock
-from s3ec.tier.pins import LOCK_NAME
+from s3ec.tier.process_folder import LOCK_NAME
 from s3ec.tier.scan import EntryFileName
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
@@ -359,6 +360,45 @@ def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path, counters
     assert audit_of(tier) == []
 
 
+def test_threads_that_find_the_folder_gone_agree_on_a_new_one(
+    make_tier: MakeTier, root: Path
+) -> None:
+    tier = make_tier()
+    spool = tier.open_spool(DESTINATION)
+    publish(tier, 8, spool=spool)
+    shutil.rmtree(spool_folders(root)[0])
+    start = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        start.wait()
+        publish(tier, number, spool=spool)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert len(spool_folders(root)) == 1
+    assert spooled_below(root) == {name_of(number) for number in range(8)}
+
+
+def test_folder_that_is_swept_while_it_is_made_is_made_again(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, calls = try_lock, []
+
+    def sweep_first(fd: int) -> bool:
+        calls.append(fd)
+        if len(calls) == 1:  # another container's adopter, which sees no such process
+            (new,) = spool_folders(root)
+            (new / LOCK_NAME).unlink()
+            new.rmdir()
+        return lock(fd)
+
+    monkeypatch.setattr(process_folder, "try_lock", sweep_first)
+    publish(tier, 0, spool=spool)
+    assert len(calls) == 2
+    assert len(spool_folders(root)) == 1
+    assert spooled(spool, KEY) == entry(KEY)
+
+
 def test_symlink_is_not_spooled(tier: Tier, spool: Spool, root: Path) -> None:
     tier.writer.publish(KEY, [entry(KEY)])
     link = root / "link"
@@ -446,7 +486,7 @@ def test_better_entry_of_the_tier_stays_when_the_spooled_one_is_bad(
     tier.writer.publish(KEY, [b"rubbish"], spool=spool)
     tier.writer.publish(KEY, [entry(KEY)])
     assert spool.load(KEY.digest) is None
-    assert tier.entries.pin(KEY) is not None
+    assert tier.entries.open(KEY) is not None
 
 
 @pytest.mark.parametrize("kind", ["symlink", "pipe", "folder"])
@@ -548,7 +588,6 @@ def test_killed_process_leaves_its_spool_and_a_living_one_keeps_it(
         other.kill()
     assert usage_of(tier).spooled_nbytes == usage_of(tier).nbytes
     assert len(spool.adopt()) == 3
-    make_room(tier)  # which sweeps its pins
     assert audit_of(tier) == []
 
 
@@ -591,6 +630,16 @@ def test_spool_of_a_living_process_is_kept_even_without_its_lock(
     living = folder.rename(folder.with_name(f"{os.getpid()}-{own_start_time()}-01234567"))
     assert spool.adopt() == []
     assert files_below(living) == {name_of(0)}
+
+
+def test_reused_process_id_is_not_taken_for_the_old_process(
+    tier: Tier, spool: Spool, root: Path
+) -> None:
+    earlier = f"{os.getpid()}-{int(own_start_time()) - 1}-01234567"
+    folder = dead_folder(root, 0)
+    folder = folder.rename(folder.with_name(earlier))
+    assert [one.digest for one in spool.adopt()] == [KEY.digest]
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("lock", [True, False])
@@ -702,7 +751,6 @@ def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_o
         assert len(digests) == len(set(digests)) == 3 * count
         assert set(digests) == {key_at(number).digest.hex() for number in range(3 * count)}
         assert spooled_below(root) == {name_of(number) for number in range(3 * count)}
-        make_room(tier)  # which sweeps the pins of the dead
         assert audit_of(tier) == []
         for adopter in adopters:
             adopter.say()

@@ -66,7 +66,7 @@ def rag_result(*, missed: bool = False) -> Result:
         _leg(1, 0, [4.0, 5.0, 9.0]),
         _leg(2, 0, [4.0, 4.5, 9.0]),
         *(_leg(3, far, [0.4 + far / 1e3, 0.5, 0.9]) for far in (0, 80)),
-        _leg(5, 0, [0.3, 0.4, 0.6]),
+        _leg(4, 0, [0.3, 0.4, 0.6]),
     ]
     about = {
         "requests": 3,

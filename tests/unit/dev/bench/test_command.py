@@ -46,6 +46,7 @@ ROWS = {
         *("cold_ratio_to_raw", "/compact.peak_mib", "/compact.seconds", "visible_p99_s"),
         "idle_lists_per_refresh",
     ],
+    "evict": ["lost", "wrong", "refused", "budgets_per_s", "loads"],
     "payoff": [
         *("sim_over_110_share", "sim_p50_worst", "sim_p99_worst", "sim_throughput_worst"),
         *("sim_encode_learned_ratio", "decide_us"),
@@ -59,8 +60,11 @@ ROWS = {
         *("encode_learned_ratio", "warm_total_ratio", "warm_p50_ratio", "warm_encodes"),
     ],
     "rag": [
-        *("total_ratio", "ttft_p50_ratio", "ttft_p99_ratio", "ratio_to_example_disk"),
-        *("ratio_to_example_mount", "legs"),
+        *("total_ratio", "ttft_p50_ratio", "ttft_p99_ratio", "ratio_to_example_mount", "legs"),
+    ],
+    "rag_warm": [
+        *("/rag.warm_p50_ratio", "/rag.warm_total_ratio", "/rag.warm_p50_ratio_plain"),
+        *("/rag.warm_encodes", "/rag.warm_legs"),
     ],
     "weights": ["fingerprint_ms"],
     "dead": ["ttft_p99_ratio", "step_p99_ratio"],
@@ -254,6 +258,7 @@ def test_row_that_misses_its_reach_ends_with_one(
         (["index", "--keys", "1e7"], "index", {"keys": 10_000_000}),
         (["index", "--keys", "2_000_000"], "index", {"keys": 2_000_000}),
         (["soak", "--minutes", "2", "--seed", "3"], "soak", {"minutes": 2.0, "seed": 3}),
+        (["rag", "--warm", "--device=cuda", "--json"], "rag_warm", {"device": "cuda"}),
     ],
 )
 def test_options_reach_the_benchmark(
@@ -264,13 +269,20 @@ def test_options_reach_the_benchmark(
 
 
 def test_options_of_rag_reach_it(asked: list[tuple[str, dict[str, Any]]]) -> None:
-    args = "--factor 0.5 --latency-ms 5,20,5 --loop open --rate 2 --configs 3,1"
+    args = "--factor 0.5 --latency-ms 5,20,5 --clients 3 --configs 3,1"
 
     invoke("rag", *args.split(), "--object-mb", "30", "--seed", "7")
 
     options = asked[0][1]["options"]
     assert options.factor == 0.5
     assert options.latency_ms == (5, 20)
-    assert (options.loop, options.rate_per_s, options.seed) == ("open", 2.0, 7)
+    assert (options.clients, options.seed) == (3, 7)
     assert options.configs == (3, 1)
     assert options.object_mb == "30"
+
+
+def test_a_warm_rag_takes_no_option_that_would_not_count(
+    asked: list[tuple[str, dict[str, Any]]],
+) -> None:
+    assert "--device alone" in invoke("rag", "--warm", "--seed", "7", code=2).stderr
+    assert not asked

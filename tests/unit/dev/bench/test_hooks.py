@@ -10,6 +10,8 @@ import pytest
 
 from s3ec.dev.bench import hooks
 from s3ec.dev.bench.context import Context, Row
+from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from tests.trips import Half
 
 
 def reported(**ns: int) -> dict[str, Row]:
@@ -46,3 +48,11 @@ def test_a_decision_is_both_of_our_hooks_over_the_only_one_of_the_other() -> Non
     # What is on its way is compared with a hit.
     cases = rows["hooks.ensure_cache_available_ratio_to_example"].detail["cases"]
     assert cases["pending"] == pytest.approx(1 / 12)
+
+
+@pytest.mark.filterwarnings("ignore")  # of vLLM and torch, as they are imported
+def test_both_halves_of_the_connector_are_made_without_an_engine_and_its_model(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("vllm")
+    Half(tmp_path, MemoryStore(MemoryBucket())).close()

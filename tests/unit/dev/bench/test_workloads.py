@@ -25,14 +25,3 @@ def test_a_question_is_about_different_pages_of_one_document() -> None:
     for request in questions(factor=0.05).requests:
         assert len({image.partition("/")[0] for image in request.images}) == 1
         assert len(set(request.images)) == len(request.images)
-
-
-def test_with_a_rate_requests_arrive_in_order_and_without_one_at_no_time() -> None:
-    plain = questions(factor=0.05)
-    timed = plain.arriving(4.0)
-    at_s = [request.at_s for request in timed.requests]
-
-    assert None not in at_s
-    assert at_s == sorted(at_s, key=float)  # type: ignore[arg-type]
-    assert {request.at_s for request in plain.requests} == {None}
-    assert [r.images for r in timed.requests] == [r.images for r in plain.requests]

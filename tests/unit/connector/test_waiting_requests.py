@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.kept_answers import LONGEST_KEPT_S
 from s3ec.connector.messages import WorkerReport
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import World, bare, feature, identifier_of, request
@@ -192,37 +191,18 @@ def test_request_without_pixels_is_not_looked_at_either_while_its_fetches_run(wo
     assert world.failed() == {"r"}
 
 
-def test_pins_of_what_came_outlast_a_long_wait() -> None:
+def test_what_came_and_was_let_go_in_a_long_wait_is_looked_for_again() -> None:
     world = World(defer_timeout_s=60.0)
     waits = Waits(world)
     world.finish(waits.texts[0])
     for _ in range(55):
         world.clock.now_s += 1.0
         assert not waits.ask()
+    world.finish(waits.texts[0])
     for text in waits.texts[1:]:
         world.finish(text)
     assert world.ask(waits.request)
     assert world.schedule(waits.request) == [True] * ITEMS
-
-
-def test_a_thousand_requests_that_came_at_once_are_not_looked_at_again_at_once() -> None:
-    world = World(defer_timeout_s=60.0)
-    texts = [str(number) for number in range(200)]
-    world.stock(*texts)
-    looks: list[str] = []
-    askers = []
-    for text in texts:
-        each = feature(text)
-        each.mm_position.get_num_embeds = lambda text=text: looks.append(text) or 4
-        askers.append(request(text, each))
-    most = 0
-    for _ in range(200):
-        looks.clear()
-        assert not any(map(world.ask, askers))
-        world.step()
-        most = max(most, len(looks)) if world.clock.now_s > 1000.0 else 0
-        world.clock.now_s += LONGEST_KEPT_S / 100
-    assert 0 < most < len(texts) / 4
 
 
 def test_what_has_ended_leaves_nothing_behind(world: World, waits: Waits) -> None:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One entry of the tier, held open: the kernel's count of references is the pin.
+
+An open file can be read until it is closed, whatever becomes of its name, and the end of its
+process closes it. So eviction unlinks and waits for nobody, and there is nothing to sweep.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from s3ec.codec import Header
+
+
+class OpenEntry:
+    """One entry that stays readable for as long as anybody refers to this object.
+
+    The last reference closes the file, which may give its blocks back to the disk. Where that must
+    not be waited for, hand the reference to a thread: ``Residents.release``.
+
+    Attributes:
+        path: Its name when it was opened. Another file may have that name by now, or none.
+        fd: For ``os.pread`` in the process that opened it; nobody else closes it.
+        pid: That process.
+        device, inode: Tell this file from any other on this machine.
+        nbytes: Size of the whole file.
+        header: Parsed and compared with the key when it was opened.
+        verified_s: When the values were last compared with their checksum, monotonic seconds.
+        used_s: When a request was last granted it, likewise.
+    """
+
+    __slots__ = (
+        *("device", "fd", "header", "inode", "nbytes", "path", "pid"),
+        *("used_s", "verified_s"),
+    )
+
+    def __init__(self, path: str, fd: int, header: Header, *, verified_s: float) -> None:
+        """Take over an open file.
+
+        Args:
+            fd: Closed with this object.
+
+        Raises:
+            OSError: The file cannot be looked at; ``fd`` is closed then as well.
+        """
+        self.path = path
+        self.fd = fd
+        self.pid = os.getpid()
+        self.header = header
+        self.verified_s = self.used_s = verified_s
+        found = os.fstat(fd)
+        self.device, self.inode, self.nbytes = found.st_dev, found.st_ino, found.st_size
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            os.close(self.fd)
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether its name is another file's by now, or none's. One system call.
+
+        Not by its links: the spool may have one for as long as the bucket is away.
+        """
+        with suppress(OSError):
+            found = os.lstat(self.path)
+            return (found.st_dev, found.st_ino) != (self.device, self.inode)
+        return True

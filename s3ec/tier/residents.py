@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residents: the entries that a request may be granted at once, since each is held open.
+
+What is not resident is looked for on the disk, verified, and granted a scheduling pass later. After
+the start of a process residents come from a walk over the folder, the most recently used first.
+Then each entry that this process looks at or downloads becomes one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+
+from s3ec.codec import Header
+from s3ec.counters import Counters
+from s3ec.identity import digest_of_name
+from s3ec.runtime import Background
+from s3ec.tier.entries import Entries
+from s3ec.tier.ledger import Ledger, Verified
+from s3ec.tier.open_entry import OpenEntry
+
+_log = logging.getLogger(__name__)
+
+MOST_RESIDENTS = 65_536
+"""One takes a descriptor and about 2 KiB of memory."""
+FEW_RESIDENTS = 1024
+"""With fewer, the doctor and the log say so."""
+VERIFIED_FOR_S = 3600.0
+"""Values that were compared with their checksum are believed for so long. Each load compares them
+again. Should they rot meanwhile, the load that finds it gets the bucket's copy."""
+# A turn is due so often, and never takes more than this share of a thread.
+_TURN_S = 1.0
+_SHARE = 50
+# So long it opens what the walk has found before it looks for what was evicted.
+_FILL_S = 1.0
+# Hashing what nobody has asked for yet takes at most a quarter of a thread.
+_HASH_SHARE = 4
+_LONGEST_PAUSE_S = 0.25
+_STOP_TIMEOUT_S = 1.0
+
+
+def allowed_residents() -> int:
+    """How many descriptors residents may take: half of what this process may open.
+
+    Raises the soft limit to the hard one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a container may forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    if soft == resource.RLIM_INFINITY:
+        return MOST_RESIDENTS
+    return min(MOST_RESIDENTS, soft // 2)
+
+
+class Residents:
+    """This process's residents in one namespace. ``get`` and ``release`` touch memory only.
+
+    States of an entry:
+
+    ========  ========  ====================================================================
+    state     goes to   when
+    ========  ========  ====================================================================
+    (none)    resident  it was looked at or downloaded, or the walk after the start found it
+    resident  (none)    its file has no name any more, or the table is full and others were
+                        asked for later, or it was found bad
+    ========  ========  ====================================================================
+
+    Attributes:
+        modalities: Of all that have been here. For reading.
+
+    A thread of its own closes files, since that may have to wait for the disk: it takes over each
+    reference that a hook lets go of.
+    """
+
+    def __init__(
+        self,
+        entries: Entries,
+        ledger: Ledger,
+        counters: Counters,
+        *,
+        may_grant: Callable[[Header], bool],
+        most: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is open yet, no thread started.
+
+        Args:
+            entries: Of the namespace.
+            ledger: Where this node's processes note what they have verified.
+            may_grant: Whether an entry may be granted at once, as things stand. Memory only.
+            most: See ``allowed_residents``.
+            clock: Monotonic seconds.
+        """
+        self._entries = entries
+        self._ledger = ledger
+        self._counters = counters
+        self._may_grant = may_grant
+        self._most = most
+        self._clock = clock
+        self._open: dict[bytes, OpenEntry] = {}
+        self.modalities: set[str] = set()
+        self._unnoted: deque[tuple[bytes, Verified]] = deque()
+        self._released: deque[OpenEntry] = deque()
+        self._filling: Iterator[None] | None = None
+        self._is_closed = False
+        self._thread = Background("s3ec-residents", self._turn)
+
+    # -- any thread, memory only ---------------------------------------------------------------
+
+    def get(self, digest: bytes, now: float) -> OpenEntry | None:
+        """The entry, where it was verified lately and may be granted.
+
+        Args:
+            digest: ``Key.digest``.
+            now: Monotonic seconds.
+        """
+        entry = self._open.get(digest)
+        if entry is None or now - entry.verified_s > VERIFIED_FOR_S:
+            return None
+        if not self._may_grant(entry.header):
+            return None
+        entry.used_s = now
+        return entry
+
+    def loaded(self, digest: bytes, now: float) -> None:
+        """A worker has read the entry and compared its values with their checksum."""
+        entry = self._open.get(digest)
+        if entry is not None:
+            entry.verified_s = now
+
+    def discard(self, digest: bytes) -> None:
+        """The file was found bad."""
+        self.release(filter(None, [self._open.pop(digest, None)]))
+
+    def release(self, entries: Iterable[OpenEntry]) -> None:
+        """Let go of these in the thread of this object, which closes what nobody else refers to."""
+        if not self._is_closed:  # else no thread would take them
+            self._released.extend(entries)
+
+    # -- any thread --------------------------------------------------------------------------
+
+    def add(self, digest: bytes, entry: OpenEntry) -> None:
+        """An entry that was just opened and verified."""
+        if self._is_closed or not self._most:
+            return
+        entry.used_s = entry.verified_s
+        self._put(digest, entry)
+        self._unnoted.append((digest, Verified(entry.inode, entry.verified_s)))
+        self._thread.wake()
+
+    def start(self) -> None:
+        """Open what is here, the most recently used first, in the thread; once."""
+        if self._filling is None:
+            if self._most < FEW_RESIDENTS:
+                _log.warning(
+                    "this process may open few files, so only %d entries of this node can be "
+                    "granted at once; raise its hard limit (`ulimit -Hn`, LimitNOFILE)",
+                    self._most,
+                )
+            self._filling = self._fill()
+            self._thread.wake()
+
+    def close_evicted(self) -> None:
+        """Have the disk free what was evicted and is only open here; blocking."""
+        self._sweep(lambda: None)
+        self._released.clear()
+
+    def close(self) -> None:
+        """Let go of all; for good."""
+        self._is_closed = True
+        self._thread.stop(_STOP_TIMEOUT_S)
+        self._filling = iter(())  # one that was stopped has an entry in its frame
+        self._open.clear()
+        self._unnoted.clear()
+        self._released.clear()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def _turn(self, pause: Callable[[], None]) -> float:
+        began_s = self._clock()
+        self._thread.wake()  # for the next turn
+        self._released.clear()
+        is_filling = False
+        for _ in self._filling or ():
+            pause()
+            is_filling = self._clock() - began_s >= _FILL_S
+            if is_filling:
+                break
+        swept_s = self._clock()
+        self._sweep(pause)
+        self._note()
+        rest_s = max(_TURN_S, (self._clock() - swept_s) * _SHARE)
+        return 0.0 if is_filling else rest_s
+
+    def _fill(self) -> Iterator[None]:
+        """Open what the folder holds; what no process has verified lately is hashed first."""
+        verified = self._ledger.read()
+        used = ((mtime_ns, name) for name, mtime_ns in self._entries.uses())
+        for _, name in heapq.nlargest(self._most, used):
+            digest = digest_of_name(name)
+            if digest in self._open:
+                continue
+            noted, began_s = verified.get(digest), self._clock()
+            if noted is not None and began_s - noted.seconds > VERIFIED_FOR_S:
+                noted = None
+            entry = self._entries.open_name(name, digest, verified=noted)
+            if entry is not None:
+                self._put(digest, entry)
+                if noted is None or entry.verified_s != noted.seconds:
+                    self._unnoted.append((digest, Verified(entry.inode, entry.verified_s)))
+                    took_s = self._clock() - began_s
+                    time.sleep(min(took_s * (_HASH_SHARE - 1), _LONGEST_PAUSE_S))
+            yield
+
+    def _sweep(self, pause: Callable[[], None]) -> None:
+        """Let go of what was evicted, and of what the table has no room for."""
+        # A copy of the table is made at once; a list of its items is not, see gc.
+        for number, (digest, entry) in enumerate(self._open.copy().items()):
+            if entry.is_evicted:
+                self._drop(digest, entry)
+            if number % 256 == 0:
+                pause()
+        excess = len(self._open) - self._most
+        if excess > 0:
+            # Some more, or the next one that comes would have all looked at again.
+            many = excess + self._most // 16
+            items = self._open.copy().items()
+            for digest, entry in heapq.nsmallest(many, items, key=lambda item: item[1].used_s):
+                self._drop(digest, entry)
+
+    def _put(self, digest: bytes, entry: OpenEntry) -> None:
+        old = self._open.get(digest)
+        self._open[digest] = entry
+        if old is not None:
+            self.release([old])
+        self.modalities.add(entry.header.modality)
+
+    def _drop(self, digest: bytes, entry: OpenEntry) -> None:
+        if self._open.get(digest) is entry:  # else another file took its place
+            del self._open[digest]
+
+    def _note(self) -> None:
+        noted = []
+        while self._unnoted:
+            noted.append(self._unnoted.popleft())
+        if noted and self._entries.hashes:
+            self._ledger.append(noted)

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half: what this process has open is granted in the pass that asks for it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import pytest
+
+from s3ec.connector.item_tracker import LEASE_S
+from s3ec.connector.messages import TierId, WorkerReport
+from s3ec.connector.shared_tier import SharedTier
+from s3ec.connector.vllm_config import PASSED_THROUGH
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
+from s3ec.encode_costs import EncodeCosts
+from s3ec.identity import ModalityScopes
+from tests.unit.connector.scheduling import (
+    ROWS,
+    WINDOW,
+    World,
+    bare,
+    feature,
+    identifier_of,
+    request,
+)
+from tests.unit.tier.cases import key_of
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def not_at_once(world: World, asker: Any) -> bool:
+    """Whether a request of one picture is let through without it."""
+    return world.run(asker) == [False] and world.step().loads == []
+
+
+# -- at once --------------------------------------------------------------------------------------
+
+
+def test_a_resident_is_granted_in_the_pass_that_asks_for_it(world: World) -> None:
+    """Whatever index and node remember: it is open."""
+    entry = world.make_resident("a")
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    assert world.has("a")
+    world.half.update_state_after_alloc(asker, 0)
+    (load,) = world.step().loads
+    assert (load.identifier, load.path) == (identifier_of("a"), entry.path)
+    assert load.shape.rows == ROWS
+    assert world.wanted == []
+    counted = {name: world.counters.get(name) for name in ("hits", "misses", "deferred_requests")}
+    assert counted == {"hits": 1, "misses": 0, "deferred_requests": 0}
+    assert world.counters.get("lookups.node.hit") == 1
+    assert world.counters.get("lookups.bucket.hit") == 0
+
+
+def test_a_load_names_the_very_file_that_is_open(world: World) -> None:
+    entry = world.make_resident("a")
+    entry.pid, entry.fd, entry.device, entry.inode = 1, 2, 3, 4
+    world.run(request("r", feature("a")))
+    (load,) = world.step().loads
+    assert (load.pid, load.fd, load.device, load.inode) == (1, 2, 3, 4)
+
+
+def test_a_request_waits_for_what_is_not_resident_alone(world: World) -> None:
+    world.make_resident("a")
+    world.stock("b")
+    asker = world.deferred(request("r", feature("a"), feature("b", 10)))
+    assert world.wanted == [identifier_of("b")]
+    world.finish("b")
+    assert world.run(asker) == [True, True]
+
+
+def test_a_resident_beyond_the_window_is_not_fetched(world: World) -> None:
+    world.make_resident("b")
+    asker = request("r", feature("a"), feature("b", WINDOW))
+    world.run(asker, 0)
+    world.step()
+    assert world.wanted == []
+    assert world.ask(asker, 1)
+    assert world.schedule(asker, 1) == [True]
+
+
+def test_no_policy_is_asked_about_a_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unasked(*_: Any, **__: Any) -> NoReturn:
+        pytest.fail("nobody waits")
+
+    policy = WaitPolicy(EncodeCosts(), EngineLoad(2))
+    monkeypatch.setattr(policy, "limit_s", unasked)
+    world = World(policy=policy)
+    world.make_resident("a")
+    assert world.run(request("r", feature("a"))) == [True]
+
+
+def test_where_nobody_waits_for_anything_a_resident_is_granted_too() -> None:
+    world = World(defer_timeout_s=0.0)
+    world.make_resident("a")
+    assert world.run(request("r", feature("a"))) == [True]
+
+
+def test_what_the_device_has_evicted_is_granted_at_once(world: World) -> None:
+    step, _ = world.load_one("a")
+    world.report(step)
+    entry = world.make_resident("a")
+    world.step(freed=["a"])
+    fetched = list(world.wanted)
+    assert world.run(request("again", feature("a"))) == [True]
+    assert [load.path for load in world.step().loads] == [entry.path]
+    assert world.wanted == fetched
+
+
+def test_what_the_device_holds_is_not_opened_for_who_has_pixels(world: World) -> None:
+    step, _ = world.load_one("a")
+    world.report(step)
+    world.make_resident("a")
+    assert world.ask(request("again", feature("a")))
+    assert not world.half.tracker.items
+
+
+def test_a_resident_that_was_not_scheduled_after_all_is_let_go_of_in_time(world: World) -> None:
+    entry = world.make_resident("a")
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    world.end(asker)
+    world.clock.now_s += LEASE_S
+    world.step()
+    assert entry.path in world.prefetcher.live
+    world.clock.now_s += 1.1
+    world.step()
+    assert world.prefetcher.released == [entry.path]
+    assert world.leftovers() == []
+
+
+# -- once -----------------------------------------------------------------------------------------
+
+
+def test_a_resident_is_let_go_of_once_after_its_step_was_reported() -> None:
+    world = World(ranks=2)
+    entry = world.make_resident("a")
+    world.run(request("r", feature("a")))
+    step = world.step().step
+    world.report(step, 0)
+    assert world.prefetcher.released == []
+    assert world.prefetcher.verified == []
+    world.report(step, 1)
+    world.report(step, 0, 1)
+    assert world.prefetcher.released == [entry.path]
+    assert world.prefetcher.verified == [key_of(identifier_of("a")).digest]
+    world.step(freed=["a"])
+    assert world.leftovers() == []
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_without_a_report_a_resident_is_held_open_for_the_steps_in_flight(steps: int) -> None:
+    world = World(steps_in_flight=steps)
+    entry = world.make_resident("a")
+    world.run(request("r", feature("a")))
+    world.step()
+    for _ in range(steps):
+        world.step()
+        assert world.prefetcher.released == []
+    world.step()
+    assert world.prefetcher.released == [entry.path]
+    assert world.prefetcher.verified == []  # nobody has said so
+
+
+def test_the_next_request_is_granted_the_same_resident_again(world: World) -> None:
+    entry = world.make_resident("a")
+    for number in range(3):
+        assert world.run(request(str(number), feature("a"))) == [True]
+        plan = world.step()
+        assert [load.path for load in plan.loads] == [entry.path]
+        world.report(plan.step)
+        world.step(freed=["a"])
+    assert world.prefetcher.released == [entry.path] * 3
+    assert world.wanted == []
+
+
+def test_two_requests_of_a_pass_share_one_item(world: World) -> None:
+    entry = world.make_resident("a")
+    assert world.run(request("first", feature("a"))) == [True]
+    second = request("second", feature("a"))
+    assert world.ask(second)  # the first has it allocated
+    plan = world.step()
+    assert len(plan.loads) == 1
+    world.report(plan.step)
+    assert world.prefetcher.released == [entry.path]
+
+
+def test_a_load_that_no_step_has_carried_is_let_go_of_in_time(world: World) -> None:
+    """The device gave it up in the pass that allocated it."""
+    entry = world.make_resident("a")
+    world.run(request("r", feature("a")))
+    world.step(freed=["a"], tokens=0)
+    assert world.step().loads == []
+    world.clock.now_s += LEASE_S + 2
+    world.step()
+    assert world.prefetcher.released == [entry.path]
+    assert world.leftovers() == []
+
+
+# -- what does not fit ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "counter"),
+    [({"rows": ROWS + 1}, "rows"), ({"modality": "video"}, "modality")],
+)
+@pytest.mark.parametrize("asked_every_pass", [True, False])
+def test_a_resident_of_another_kind_is_a_mismatch_and_not_granted(
+    asked: dict[str, Any], counter: str, asked_every_pass: bool
+) -> None:
+    world = World(asked_every_pass=asked_every_pass)
+    world.make_resident("a")
+    assert not_at_once(world, request("r", feature("a", **asked)))
+    assert world.counters.get(f"mismatch.{counter}") == 1
+    assert world.wanted == []
+    assert world.counters.get("misses") == 1
+
+
+def test_who_has_room_for_a_resident_is_granted_it_behind_one_who_has_not(world: World) -> None:
+    world.make_resident("a")
+    assert not_at_once(world, request("other", feature("a", rows=ROWS + 1)))
+    world.step(freed=["a"])
+    assert world.run(request("right", feature("a"))) == [True]
+
+
+def test_features_of_one_request_that_disagree_are_granted_by_the_first() -> None:
+    """vLLM asks by the name alone."""
+    world = World()
+    world.make_resident("a")
+    asker = request("r", feature("a", rows=ROWS + 1), feature("a", 10))
+    assert world.ask(asker)
+    assert not world.has("a")
+
+
+def test_where_vllm_asks_once_two_requests_that_disagree_are_both_encoded() -> None:
+    world = World(asked_every_pass=False)
+    world.make_resident("a")
+    first, second = request("1", feature("a")), request("2", feature("a", rows=ROWS + 1))
+    assert world.ask(first)
+    assert world.ask(second)
+    assert not world.has("a")
+
+
+def test_without_pixels_a_resident_of_other_rows_is_given_up(world: World) -> None:
+    world.make_resident("a")
+    assert not world.ask(request("r", bare("a", rows=ROWS + 1)))
+    assert world.failed() == {"r"}
+
+
+# -- without pixels -------------------------------------------------------------------------------
+
+
+def test_without_pixels_a_resident_of_the_same_placeholder_is_granted_at_once(
+    world: World,
+) -> None:
+    world.prefetcher.placeholder = {"image_grid_thw": [[1, 2, 2]]}
+    world.make_resident("a")
+    assert world.run(request("r", bare("a"))) == [True]
+    assert world.wanted == []
+
+
+def test_without_pixels_a_resident_of_another_placeholder_is_refused(world: World) -> None:
+    """vLLM would place its rows otherwise, and answer others from its prefix cache."""
+    world.prefetcher.placeholder = {"image_grid_thw": [[1, 4, 1]]}
+    world.make_resident("a")
+    assert not world.ask(request("r", bare("a")))
+    assert world.failed() == {"r"}
+    assert world.counters.get("mismatch.placeholder") == 1
+    assert world.step().loads == []
+    assert world.run(request("pixels", feature("a"))) == [True]  # which say it themselves
+
+
+def test_without_pixels_it_is_had_ready_though_the_device_holds_it(world: World) -> None:
+    """The device may evict it between one call and the next."""
+    step, _ = world.load_one("a")
+    world.report(step)
+    world.make_resident("a")
+    assert world.ask(request("r", bare("a")))
+    assert world.has("a")
+
+
+# -- not at once ----------------------------------------------------------------------------------
+
+
+def test_with_an_open_breaker_a_resident_is_looked_at_first(world: World) -> None:
+    """Nobody could stand in for a file that has rotted; what was hashed a moment ago has not."""
+    world.make_resident("a")
+    world.put_here("a")
+    world.store.is_open = True
+    asker = world.deferred(request("r", feature("a")))
+    assert world.wanted == [identifier_of("a")]
+    world.finish("a", source="tier")
+    assert world.run(asker) == [True]
+
+
+def test_with_an_open_breaker_what_the_node_does_not_know_of_is_encoded(world: World) -> None:
+    world.make_resident("a")
+    world.store.is_open = True
+    assert not_at_once(world, request("r", feature("a")))
+
+
+def test_once_the_breaker_is_closed_residents_are_granted_at_once(world: World) -> None:
+    world.make_resident("a")
+    world.store.is_open = True
+    assert not_at_once(world, request("r", feature("a")))
+    world.step(freed=["a"])
+    world.store.is_open = False
+    assert world.run(request("later", feature("a"))) == [True]
+
+
+def test_while_the_disk_hangs_no_resident_is_granted(world: World) -> None:
+    world.make_resident("a")
+    world.put_here("a")
+    world.disk.hangs = True
+    assert not_at_once(world, request("r", feature("a")))
+    world.step(freed=["a"])
+    world.disk.hangs = False
+    assert world.run(request("later", feature("a"))) == [True]
+
+
+def test_what_was_granted_before_the_disk_hung_is_granted_no_more(world: World) -> None:
+    world.make_resident("a")
+    assert world.ask(request("r", feature("a")))
+    world.step()
+    world.disk.hangs = True
+    assert not_at_once(world, request("later", feature("a")))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_before_every_rank_was_heard_no_resident_is_granted(apart: bool) -> None:
+    shared = SharedTier(2, TierId("host", "/tier", 1, 2))
+    world = World(ranks=2, shared_tier=shared)
+    world.make_resident("a")
+    for sees in ({}, {0: True}):
+        world.half.update_connector_output(WorkerReport(sees_tier=sees))
+        assert not_at_once(world, request("r", feature("a")))
+        world.step(freed=["a"])
+    world.half.update_connector_output(WorkerReport(sees_tier={1: not apart}))
+    assert world.run(request("later", feature("a"))) == [not apart]
+
+
+def test_where_ranks_cannot_be_told_to_load_no_resident_is_granted() -> None:
+    world = World(producer=True, can_load=False)
+    world.make_resident("a")
+    assert not_at_once(world, request("r", feature("a")))
+
+
+def test_a_pure_producer_loads_no_resident() -> None:
+    world = World(producer=True, consumer=False)
+    world.make_resident("a")
+    assert not_at_once(world, request("r", feature("a")))
+
+
+def test_after_the_weights_were_replaced_no_resident_is_granted(world: World) -> None:
+    world.make_resident("a", ROWS)
+    world.make_resident("b")
+    assert world.ask(request("before", feature("b")))
+    world.half.stop(was_reset=True)
+    for text in "ab":
+        assert not_at_once(world, request(text, feature(text)))
+
+
+def test_an_embedding_that_the_client_sends_is_no_resident_of_ours(world: World) -> None:
+    world.make_resident("a", modality=PASSED_THROUGH)
+    assert not_at_once(world, request("r", feature("a", modality=PASSED_THROUGH)))
+
+
+def test_a_resident_is_found_by_the_name_that_its_modality_is_stored_under() -> None:
+    """Whoever asks under vLLM's name alone must not be given what another form has."""
+    scopes = ModalityScopes({"video": "two-frames"})
+    world = World(scopes=scopes)
+    entry = world.make_resident("a", modality="video")  # stored without the scope
+    asker = request("r", feature("a", modality="video"))
+    assert not_at_once(world, asker)
+    name = scopes.name(identifier_of("a"), "video")
+    world.prefetcher.resident[key_of(name).digest] = entry
+    world.step(freed=["a"])
+    assert world.run(request("later", feature("a", modality="video"))) == [True]
+    (load,) = world.step().loads
+    assert (load.identifier, load.renamed) == (identifier_of("a"), name)

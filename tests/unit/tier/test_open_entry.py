@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open entries: bytes that can be read to the end, and that cost nothing after it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from s3ec import codec
+from s3ec.counters import Counters
+from s3ec.tier import OpenEntry, Tier, files
+from s3ec.tier.files import own_start_time, seems_alive, start_time
+from s3ec.tier.inspection import Inspection
+from tests.support.clock import Clock
+from tests.support.file_calls import open_below
+from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.unit.tier.cases import (
+    SIZE,
+    MakeTier,
+    child,
+    entry,
+    even,
+    file_of,
+    fill,
+    key_at,
+    opened,
+    publish,
+    read,
+    use,
+)
+
+
+def open_nbytes(root: Path) -> int:
+    """Bytes that were evicted and are still open, as ``s3ec tier`` has it."""
+    return Inspection.open(root).report(now_s=time.time()).open_nbytes
+
+
+def test_absent_entry_opens_as_none_and_is_no_error(tier: Tier, counters: Counters) -> None:
+    assert tier.entries.open(key_at(0)) is None
+    publish(tier, 0)
+    evict(tier, key_at(0))
+    assert tier.entries.open(key_at(0)) is None
+    assert counters.get("tier.errors") == 0
+
+
+def test_open_bytes_survive_evict_deletion_and_republish(tier: Tier) -> None:
+    key = key_at(0)
+    held = []
+    drops = (partial(evict, tier), lambda key: tier.entries.drop_bad(key, "checksum"))
+    for seed, drop in enumerate(drops):
+        tier.writer.publish(key, [entry(key, seed=seed)])
+        held.append(opened(tier, key))
+        drop(key)
+        assert not tier.entries.contains(key)
+    tier.writer.publish(key, [entry(key, seed=2)])
+    for seed, one in enumerate(held):
+        assert read(one, key) == entry(key, seed=seed)
+        assert one.is_evicted
+
+
+def test_what_a_download_has_open_survives_too(tier: Tier) -> None:
+    key, blob = key_at(0), entry(key_at(0))
+    held = tier.writer.receive(key, [blob], codec.parse_header(blob))
+    assert not held.is_evicted
+    evict(tier, key)
+    assert held.is_evicted
+    assert read(held, key) == blob
+
+
+def test_open_entries_of_one_file_are_independent(tier: Tier) -> None:
+    key = key_at(0)
+    tier.writer.publish(key, [entry(key)])
+    one, two = opened(tier, key), opened(tier, key)
+    assert one.fd != two.fd
+    assert (one.device, one.inode) == (two.device, two.inode)
+    del one
+    assert read(two, key) == entry(key)
+
+
+def test_a_replaced_entry_is_another_file_under_the_same_name(tier: Tier) -> None:
+    key = key_at(0)
+    tier.writer.publish(key, [entry(key)])
+    old = opened(tier, key)
+    tier.writer.publish(key, [entry(key, seed=1)])
+    new = opened(tier, key)
+    assert old.path == new.path
+    assert (old.device, old.inode) != (new.device, new.inode)
+    assert (read(old, key), read(new, key)) == (entry(key), entry(key, seed=1))
+    assert (old.is_evicted, new.is_evicted) == (True, False)
+
+
+def test_an_open_entry_says_which_file_and_descriptor_it_is(tier: Tier, root: Path) -> None:
+    key = key_at(0)
+    tier.writer.publish(key, [entry(key)])
+    held = opened(tier, key)
+    found = file_of(root, key).stat()
+    assert held.path == str(file_of(root, key))
+    assert (held.device, held.inode, held.nbytes) == (found.st_dev, found.st_ino, found.st_size)
+    assert held.pid == os.getpid()
+    assert Path(f"/proc/{held.pid}/fd/{held.fd}").read_bytes() == entry(key)
+    evict(tier, key)
+    assert Path(f"/proc/{held.pid}/fd/{held.fd}").read_bytes() == entry(key)
+
+
+WAYS: dict[str, Callable[[Tier], object]] = {
+    "opened": lambda tier: opened(tier, key_at(0)),
+    "found by a walk": lambda tier: tier.entries.open_name(key_at(0).name, key_at(0).digest),
+    "received": lambda tier: tier.writer.receive(
+        key_at(0), [entry(key_at(0))], codec.parse_header(entry(key_at(0)))
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_file_is_closed_with_the_last_reference(tier: Tier, root: Path, way: str) -> None:
+    publish(tier, 0)
+    objects = root / "v1" / "objects"
+    held = WAYS[way](tier)
+    assert isinstance(held, OpenEntry)
+    other = held
+    evict(tier, key_at(0))
+    assert open_nbytes(root) == held.nbytes
+    del held
+    assert len(open_below(objects)) == 1
+    del other
+    assert open_below(objects) == []
+    assert open_nbytes(root) == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_descriptor_is_not_for_programs_that_are_started(tier: Tier, way: str) -> None:
+    publish(tier, 0)
+    held = WAYS[way](tier)
+    assert isinstance(held, OpenEntry)
+    assert not os.get_inheritable(held.fd)
+
+
+def test_a_file_that_is_not_taken_over_is_not_left_open(tier: Tier, root: Path) -> None:
+    tier.writer.publish(key_at(0), [entry(key_at(1))])  # of another name
+    tier.writer.publish(key_at(2), [entry(key_at(2))[:-1]])
+    for number in (0, 2):
+        assert tier.entries.open_name(key_at(number).name, key_at(number).digest) is None
+        assert tier.entries.open(key_at(number)) is None
+    assert open_below(root / "v1" / "objects") == []
+
+
+def test_close_keeps_what_is_open_and_entries(make_tier: MakeTier, root: Path) -> None:
+    tier = make_tier()
+    publish(tier, 0)
+    held = opened(tier, key_at(0))
+    tier.close()
+    assert read(held, key_at(0)) == entry(key_at(0))
+    assert file_of(root, key_at(0)).exists()
+    assert tier.entries.open(key_at(0)) is None
+
+
+def test_usage_counts_files_at_their_paths_and_the_report_what_is_only_open(
+    tier: Tier, root: Path
+) -> None:
+    for number in range(2):
+        tier.writer.publish(key_at(number), [entry(key_at(number), rows=number + 1)])
+    held = [opened(tier, key_at(number)) for number in (0, 1, 1)]
+    sizes = [held[0].nbytes, held[1].nbytes]
+    usage = usage_of(tier)
+    assert (usage.entries, usage.nbytes, usage.held_nbytes) == (2, sum(sizes), 0)
+    assert open_nbytes(root) == 0
+    evict(tier, key_at(1))
+    usage = usage_of(tier)
+    assert (usage.entries, usage.total_nbytes, usage.held_nbytes) == (1, sizes[0], 0)
+    assert open_nbytes(root) == sizes[1]  # once, however often it is open
+    make_room(tier)
+    assert running_total(tier) == sizes[0]
+
+
+# The time of use
+
+
+def test_publish_notes_the_time_of_use_and_a_look_does_not(
+    tier: Tier, root: Path, clock: Clock
+) -> None:
+    key = key_at(0)
+    clock.now_s += 100
+    tier.writer.publish(key, [entry(key)])
+    noted = file_of(root, key).stat()
+    assert abs(noted.st_mtime - clock.now_s) < 1e-5
+    clock.now_s += 100
+    opened(tier, key)
+    tier.entries.open_name(key.name, key.digest)
+    assert file_of(root, key).stat().st_mtime_ns == noted.st_mtime_ns
+
+
+def test_a_load_notes_the_time_of_use(tier: Tier, root: Path, clock: Clock) -> None:
+    key = key_at(0)
+    tier.writer.publish(key, [entry(key)])
+    assert files.is_unread(file_of(root, key).stat().st_mtime_ns)
+    clock.now_s += 100
+    use(tier, key, clock)
+    assert abs(file_of(root, key).stat().st_mtime - clock.now_s) < 1e-5
+    assert not files.is_unread(file_of(root, key).stat().st_mtime_ns)
+
+
+def test_a_load_notes_the_time_also_where_the_entrys_own_is_ahead(
+    tier: Tier, root: Path, clock: Clock
+) -> None:
+    """A clock that was set back: else the entry would be the newest until it has caught up."""
+    publish(tier, 0)
+    clock.now_s -= 86400
+    use(tier, key_at(0), clock)
+    assert abs(file_of(root, key_at(0)).stat().st_mtime - clock.now_s) < 1e-5
+
+
+def test_a_use_of_what_was_evicted_does_not_touch_its_successor(
+    tier: Tier, root: Path, clock: Clock
+) -> None:
+    publish(tier, 0)
+    old = opened(tier, key_at(0))
+    publish(tier, 0)
+    noted = file_of(root, key_at(0)).stat().st_mtime_ns
+    files.touch(old.fd)
+    assert file_of(root, key_at(0)).stat().st_mtime_ns == noted
+
+
+# Other processes
+
+
+def test_what_another_process_has_open_it_reads_after_the_eviction(
+    make_tier: MakeTier, root: Path
+) -> None:
+    tier = make_tier()
+    publish(tier, 0)
+    nbytes = usage_of(tier).nbytes
+    with child("hold", root, 0) as other:
+        assert other.hear() == "open"
+        evict(tier, key_at(0))
+        assert open_nbytes(root) == nbytes
+        publish(tier, 0, 1)
+        assert audit_of(tier) == []
+        other.say()
+        assert other.hear() == "True"
+        other.say()
+        other.end()
+    assert open_nbytes(root) == 0
+
+
+def test_a_killed_process_leaves_nothing_behind(make_tier: MakeTier, root: Path) -> None:
+    tier = make_tier()
+    publish(tier, 0, 1)
+    before = {str(path) for path in root.rglob("*")}
+    with child("hold", root, 0) as other:
+        assert other.hear() == "open"
+        assert {str(path) for path in root.rglob("*")} == before
+        evict(tier, key_at(0))
+        other.kill()
+    assert open_nbytes(root) == 0
+    assert audit_of(tier) == []
+    assert usage_of(tier).entries == 1
+
+
+def test_a_forked_child_holds_nothing_open_and_takes_nothing_from_its_parent(
+    make_tier: MakeTier, root: Path
+) -> None:
+    tier = make_tier()
+    fill(tier, 0)
+    held = opened(tier, even(0))
+    evict(tier, even(0))
+    (ended, end), (told, tell) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            if os.readlink(f"/proc/self/fd/{held.fd}") == os.devnull:
+                del held
+                os.write(tell, b"x")
+                os.close(end)
+                os.read(ended, 1)  # until the parent lets go
+                status = 0
+        finally:
+            os._exit(status)
+    os.close(tell)
+    assert os.read(told, 1) == b"x"
+    assert read(held, even(0)) == entry(even(0))
+    assert open_nbytes(root) == SIZE
+    del held
+    assert open_nbytes(root) == 0  # while the child lives
+    for fd in (end, ended, told):
+        os.close(fd)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_zombie_counts_as_dead() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    try:
+        assert start_time(pid) is None
+        assert not seems_alive(pid)
+    finally:
+        os.waitpid(pid, 0)
+    assert not seems_alive(pid)
+    assert seems_alive(os.getpid(), own_start_time())
+    assert not seems_alive(os.getpid(), "1")

@@ -1,0 +1,573 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residents: what a request is granted at once, how it becomes one, and when it is let go of."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from s3ec import codec
+from s3ec.codec import Header
+from s3ec.counters import Counters
+from s3ec.errors import TierError
+from s3ec.identity import Key
+from s3ec.tier import Residents, Tier, ledger, residents
+from s3ec.tier.files import DiskErrors
+from s3ec.tier.ledger import Ledger
+from s3ec.tier.residents import VERIFIED_FOR_S, allowed_residents
+from tests.support.clock import Clock
+from tests.support.file_calls import file_calls_of, open_below
+from tests.support.on_disk import ByHand, evict
+from tests.support.waiting import eventually
+from tests.unit.tier.cases import (
+    DESTINATION,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    MakeTier,
+    child,
+    entry,
+    even,
+    file_of,
+    fill,
+    key_at,
+    opened,
+    publish,
+    read,
+    use,
+)
+
+
+class Held(Protocol):
+    """Residents whose thread works when the test says so."""
+
+    def __call__(
+        self,
+        tier: Tier,
+        *,
+        may_grant: Callable[[Header], bool] = ...,
+        most: int = ...,
+        clock: Callable[[], float] = ...,
+    ) -> tuple[Residents, ByHand]: ...
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, counters: Counters) -> Iterator[Held]:
+    """As ``Tier.open_residents`` makes them."""
+    monkeypatch.setattr(residents, "Background", ByHand)
+
+    def make(
+        tier: Tier,
+        *,
+        may_grant: Callable[[Header], bool] = lambda header: True,
+        most: int = 1000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> tuple[Residents, ByHand]:
+        made = Residents(
+            tier.entries,
+            Ledger(tier.folders, NAMESPACE, DiskErrors(tier.folders.root, counters)),
+            counters,
+            may_grant=may_grant,
+            most=most,
+            clock=clock,
+        )
+        return made, ByHand.made[-1]
+
+    yield make
+    ByHand.made.clear()
+
+
+def walked(make: Held, tier: Tier) -> Residents:
+    """Those of a new process, after its walk over the folder."""
+    here, thread = make(tier)
+    here.start()
+    thread.turn()
+    return here
+
+
+def granted(here: Residents, *keys: Key) -> set[Key]:
+    """Which of these are granted at once now."""
+    return {key for key in keys if here.get(key.digest, time.monotonic()) is not None}
+
+
+def open_files(tier: Tier) -> int:
+    return len(open_below(tier.folders.objects))
+
+
+def flip(path: Path) -> None:
+    """Rot in the last value, in the very same file."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+# -- what is granted at once ---------------------------------------------------------------------
+
+
+def test_what_was_looked_at_is_granted_from_then_on(tier: Tier, make: Held) -> None:
+    here, _ = make(tier)
+    key = key_at(0)
+    publish(tier, 0)
+    assert granted(here, key) == set()
+    held = opened(tier, key)
+    here.add(key.digest, held)
+    assert here.get(key.digest, time.monotonic()) is held
+    assert len(here) == 1
+    assert here.modalities == {"image"}
+    assert granted(here, key_at(1)) == set()
+
+
+def test_what_was_not_verified_lately_is_not_granted_until_it_is_verified_again(
+    tier: Tier, make: Held
+) -> None:
+    here, _ = make(tier)
+    key = key_at(0)
+    publish(tier, 0)
+    held = opened(tier, key)
+    here.add(key.digest, held)
+    then_s = held.verified_s + VERIFIED_FOR_S
+    assert here.get(key.digest, then_s - 1) is held
+    assert here.get(key.digest, then_s + 1) is None
+    here.loaded(key.digest, then_s + 1)  # by a worker, which hashes
+    here.loaded(key_at(1).digest, then_s + 1)  # not here
+    assert here.get(key.digest, then_s + 1) is held
+    assert here.get(key.digest, then_s + 2 + VERIFIED_FOR_S) is None
+    again = opened(tier, key)
+    again.verified_s = then_s + 2 + VERIFIED_FOR_S
+    here.add(key.digest, again)
+    assert here.get(key.digest, again.verified_s) is again
+
+
+def test_nothing_is_granted_that_may_not_be_as_things_stand(tier: Tier, make: Held) -> None:
+    allowed: list[Header] = []
+    here, _ = make(tier, may_grant=lambda header: header in allowed)
+    publish(tier, 0, 1)
+    for number in range(2):
+        here.add(key_at(number).digest, opened(tier, key_at(number)))
+    assert granted(here, key_at(0), key_at(1)) == set()
+    allowed.append(opened(tier, key_at(1)).header)
+    assert granted(here, key_at(0), key_at(1)) == {key_at(1)}
+    allowed.clear()  # such as a bucket that is silent
+    assert granted(here, key_at(0), key_at(1)) == set()
+
+
+def test_what_hooks_ask_touches_no_file(
+    tier: Tier, make: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, thread = make(tier)
+    publish(tier, 0, 1, 2)
+    for number in range(3):
+        here.add(key_at(number).digest, opened(tier, key_at(number)))
+    thread.turn()
+    held = opened(tier, key_at(0))
+    again = opened(tier, key_at(2))
+    for number in range(3):
+        evict(tier, key_at(number))
+    with monkeypatch.context() as patch:
+        calls = file_calls_of(threading.get_ident(), patch)
+        closed = [here.get(key_at(number).digest, time.monotonic()) for number in range(2)]
+        here.loaded(key_at(1).digest, time.monotonic())
+        here.discard(key_at(0).digest)
+        here.discard(key_at(1).digest)
+        here.release([held])
+        here.release(filter(None, closed))
+        here.add(key_at(2).digest, again)  # in place of another
+        del closed, held
+    assert calls == []
+    assert open_files(tier) == 5  # none was closed by it
+    thread.turn()
+    del again
+    thread.turn()
+    assert open_files(tier) == 0
+
+
+# -- letting go ----------------------------------------------------------------------------------
+
+
+def test_what_was_evicted_is_let_go_of_by_the_next_turn_and_read_until_then(
+    tier: Tier, make: Held
+) -> None:
+    here, thread = make(tier)
+    publish(tier, 0, 1)
+    for number in range(2):
+        here.add(key_at(number).digest, opened(tier, key_at(number)))
+    thread.turn()
+    evict(tier, key_at(0))
+    held = here.get(key_at(0).digest, time.monotonic())
+    assert held is not None
+    assert read(held, key_at(0)) == entry(key_at(0))
+    thread.turn()
+    assert granted(here, key_at(0), key_at(1)) == {key_at(1)}
+    assert read(held, key_at(0)) == entry(key_at(0))  # a request has it still
+    here.release([held])
+    del held
+    thread.turn()
+    assert open_files(tier) == 1
+    assert thread.is_due  # for the next turn
+
+
+def test_an_eviction_of_the_old_file_does_not_let_go_of_the_new_one(tier: Tier, make: Held) -> None:
+    here, thread = make(tier)
+    key = key_at(0)
+    tier.writer.publish(key, [entry(key)])
+    here.add(key.digest, opened(tier, key))
+    tier.writer.publish(key, [entry(key, seed=1)])
+    here.add(key.digest, opened(tier, key))
+    for _ in range(2):
+        thread.turn()
+    held = here.get(key.digest, time.monotonic())
+    assert held is not None
+    assert read(held, key) == entry(key, seed=1)
+    assert open_files(tier) == 1
+
+
+def test_what_was_found_bad_is_not_granted_again(tier: Tier, make: Held) -> None:
+    here, thread = make(tier)
+    publish(tier, 0, 1)
+    for number in range(2):
+        here.add(key_at(number).digest, opened(tier, key_at(number)))
+    here.discard(key_at(0).digest)
+    here.discard(key_at(5).digest)
+    assert granted(here, key_at(0), key_at(1)) == {key_at(1)}
+    thread.turn()
+    assert open_files(tier) == 1
+
+
+@pytest.mark.parametrize("spooled", [False, True])
+def test_what_another_process_found_bad_is_let_go_of(
+    make_tier: MakeTier, make: Held, spooled: bool
+) -> None:
+    """Also where the spool has the file still."""
+    tier, other = make_tier(), make_tier()
+    spool = tier.open_spool(DESTINATION) if spooled else None
+    publish(tier, 0, spool=spool)
+    here, thread = make(tier)
+    held = opened(tier, key_at(0))
+    here.add(key_at(0).digest, held)
+    other.entries.drop_bad(key_at(0), "checksum", inode=held.inode)
+    del held
+    thread.turn()
+    assert granted(here, key_at(0)) == set()
+    assert open_files(tier) == 0
+
+
+def test_a_full_table_lets_go_of_what_was_asked_for_least_lately(tier: Tier, make: Held) -> None:
+    here, thread = make(tier, most=16)
+    keys = [even(number) for number in range(20)]
+    fill(tier, *range(20))
+    now_s = time.monotonic()
+    for number, key in enumerate(keys):
+        here.add(key.digest, opened(tier, key))
+        if number in (3, 7):
+            assert here.get(key.digest, now_s + 100) is not None
+    thread.turn()
+    assert len(here) == open_files(tier) == 15
+    assert granted(here, *keys) == {keys[3], *keys[6:]}
+    assert all(tier.entries.contains(key) for key in keys)
+
+
+def test_without_descriptors_nothing_is_resident(tier: Tier, make: Held) -> None:
+    here, thread = make(tier, most=0)
+    publish(tier, 0)
+    here.add(key_at(0).digest, opened(tier, key_at(0)))
+    here.start()
+    thread.turn()
+    assert granted(here, key_at(0)) == set()
+    assert open_files(tier) == len(here) == 0
+
+
+def test_close_ends_all(tier: Tier, make: Held) -> None:
+    here, thread = make(tier)
+    publish(tier, 0, 1, 2)
+    here.add(key_at(0).digest, opened(tier, key_at(0)))
+    here.release([opened(tier, key_at(1))])
+    here.start()
+    thread.turn()
+    here.release([opened(tier, key_at(1))])
+    assert open_files(tier) == 4
+    here.close()
+    assert open_files(tier) == len(here) == 0
+    here.add(key_at(2).digest, opened(tier, key_at(2)))
+    here.release([opened(tier, key_at(2))])
+    here.start()
+    assert granted(here, key_at(0), key_at(1), key_at(2)) == set()
+    assert open_files(tier) == 0
+    here.close()
+
+
+def test_close_ends_a_walk_that_is_under_way(tier: Tier, make: Held) -> None:
+    publish(tier, *range(6))
+    here, thread = make(tier, clock=Clock(time.monotonic(), tick_s=0.5))
+    here.start()
+    assert thread.turn() == 0.0
+    assert open_files(tier) > 0
+    here.close()
+    assert open_files(tier) == len(here) == 0
+
+
+def test_they_end_with_their_tier(make_tier: MakeTier) -> None:
+    tier = make_tier()
+    publish(tier, 0, 1)
+    here = tier.open_residents(lambda header: True)
+    here.start()
+    eventually(lambda: len(here) == 2)  # by a thread
+    tier.close()
+    assert open_files(tier) == len(here) == 0
+    with pytest.raises(TierError, match="not open"):
+        tier.open_residents(lambda header: True)
+
+
+# -- the walk after the start --------------------------------------------------------------------
+
+
+def test_a_walk_makes_residents_of_what_is_here(tier: Tier, make: Held) -> None:
+    publish(tier, *range(9))
+    here, thread = make(tier)
+    thread.turn()
+    assert len(here) == 0  # before the start
+    here.start()
+    thread.turn()
+    keys = [key_at(number) for number in range(9)]
+    assert granted(here, *keys) == set(keys)
+    for key in keys:
+        held = here.get(key.digest, time.monotonic())
+        assert held is not None
+        assert read(held, key) == entry(key)
+
+
+def test_a_walk_prefers_what_was_used_last(tier: Tier, make: Held, clock: Clock) -> None:
+    fill(tier, *range(10))
+    for number in (4, 1, 6):
+        use(tier, even(number), clock)
+    here, thread = make(tier, most=3)
+    here.start()
+    thread.turn()
+    assert granted(here, *map(even, range(10))) == {even(4), even(1), even(6)}
+
+
+def test_a_walk_keeps_what_is_resident_already(tier: Tier, make: Held) -> None:
+    publish(tier, 0, 1)
+    here, thread = make(tier)
+    held = opened(tier, key_at(0))
+    here.add(key_at(0).digest, held)
+    here.start()
+    thread.turn()
+    assert here.get(key_at(0).digest, time.monotonic()) is held
+    assert open_files(tier) == 2
+
+
+def test_there_is_one_walk(tier: Tier, make: Held) -> None:
+    publish(tier, 0)
+    here = walked(make, tier)
+    here.discard(key_at(0).digest)
+    here.start()
+    ByHand.made[-1].turn()
+    assert len(here) == 0
+
+
+def test_bad_files_are_no_residents_and_stay_for_who_asks(
+    make_tier: MakeTier, make: Held, root: Path, counters: Counters
+) -> None:
+    tier = make_tier(check_values=True)
+    publish(tier, 0, 1, 5)
+    flip(file_of(root, key_at(0)))
+    tier.writer.publish(key_at(2), [entry(key_at(2))[:-1]])
+    tier.writer.publish(key_at(3), [entry(key_at(1))])
+    tier.writer.publish(key_at(4), [entry(key_at(4), namespace=OTHER_NAMESPACE)])
+    file_of(root, key_at(5)).unlink()
+    os.mkfifo(file_of(root, key_at(5)), 0o600)
+    here = walked(make, tier)
+    assert granted(here, *map(key_at, range(6))) == {key_at(1)}
+    assert open_files(tier) == 1
+    assert counters.get("tier.errors") == 0
+    for number in (0, 2, 3, 4):
+        assert tier.entries.contains(key_at(number))
+        assert tier.entries.open(key_at(number)) is None
+        assert not tier.entries.contains(key_at(number))
+
+
+@pytest.mark.parametrize("harm", ["link", "open"])
+def test_a_walk_opens_nothing_in_a_folder_that_is_spoiled(
+    make_tier: MakeTier, make: Held, root: Path, tmp_path: Path, harm: str
+) -> None:
+    tier = make_tier()
+    publish(tier, 0)
+    folder, elsewhere = file_of(root, key_at(0)).parent, tmp_path / "elsewhere"
+    if harm == "link":
+        folder.rename(elsewhere)
+        folder.symlink_to(elsewhere)
+    else:
+        folder.chmod(0o777)
+    assert granted(walked(make, tier), key_at(0)) == set()
+    assert tier.entries.open_name(key_at(0).name, key_at(0).digest) is None
+    assert open_below(tmp_path) == []
+    if harm == "open":
+        folder.chmod(0o700)
+        assert granted(walked(make, tier), key_at(0)) == {key_at(0)}
+
+
+def test_a_walk_over_a_folder_that_cannot_be_read_is_no_fault(
+    plain_user: Path, make_tier: MakeTier, make: Held
+) -> None:
+    tier = make_tier(plain_user / "cache")
+    publish(tier, 0, 1)
+    folder = file_of(plain_user / "cache", key_at(0)).parent
+    folder.chmod(0)
+    here = walked(make, tier)
+    folder.chmod(0o700)
+    assert granted(here, key_at(0), key_at(1)) == {key_at(1)}
+
+
+def test_others_are_swept_while_a_walk_takes_its_time(tier: Tier, make: Held) -> None:
+    publish(tier, *range(6))
+    here, thread = make(tier, clock=Clock(time.monotonic(), tick_s=0.5))
+    here.start()
+    turns = 1
+    assert thread.turn() == 0.0  # it goes on at once
+    assert 0 < len(here) < 6
+    (gone,) = [key_at(number) for number in range(6) if granted(here, key_at(number))][:1]
+    evict(tier, gone)
+    while thread.turn() == 0.0:
+        assert granted(here, gone) == set()
+        turns += 1
+    assert turns > 1
+    assert granted(here, *map(key_at, range(6))) == {*map(key_at, range(6))} - {gone}
+
+
+# -- the ledger ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rotten(make_tier: MakeTier, make: Held, root: Path) -> Tier:
+    """Two entries that a process has verified; one has rotted since. Hashing shows which."""
+    tier = make_tier(check_values=True)
+    publish(tier, 0, 1)
+    here, thread = make(tier)
+    here.add(key_at(0).digest, opened(tier, key_at(0)))
+    blob = entry(key_at(1))
+    here.add(key_at(1).digest, tier.writer.receive(key_at(1), [blob], codec.parse_header(blob)))
+    thread.turn()
+    here.close()
+    flip(file_of(root, key_at(0)))
+    return tier
+
+
+ZERO, ONE = key_at(0), key_at(1)
+
+
+def test_a_new_process_of_the_same_boot_hashes_nothing_again(rotten: Tier, make: Held) -> None:
+    here = walked(make, rotten)
+    assert granted(here, ZERO, ONE) == {ZERO, ONE}
+    # Verified then, not now.
+    assert here.get(ONE.digest, time.monotonic() + VERIFIED_FOR_S) is None
+
+
+def test_after_a_reboot_all_is_hashed(
+    rotten: Tier, make: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "boot_id", lambda: "another")
+    assert granted(walked(make, rotten), ZERO, ONE) == {ONE}
+    # And noted: the next process hashes what is missing only.
+    flip(file_of(rotten.folders.root, ONE))
+    assert granted(walked(make, rotten), ZERO, ONE) == {ONE}
+
+
+@pytest.mark.parametrize("record", [0, 1])
+def test_a_damaged_record_costs_one_hash(rotten: Tier, make: Held, record: int) -> None:
+    path = rotten.folders.ledger
+    blob = bytearray(path.read_bytes())
+    blob[record * ledger.RECORD_BYTES + 30] ^= 1
+    path.write_bytes(blob)
+    assert granted(walked(make, rotten), ZERO, ONE) == ({ONE} if record == 0 else {ZERO, ONE})
+
+
+def test_without_a_ledger_all_is_hashed(rotten: Tier, make: Held) -> None:
+    rotten.folders.ledger.unlink()
+    assert granted(walked(make, rotten), ZERO, ONE) == {ONE}
+
+
+def test_another_file_of_that_name_is_hashed(rotten: Tier, make: Held, root: Path) -> None:
+    blob = bytearray(entry(ONE))
+    blob[-1] ^= 1
+    rotten.writer.publish(ONE, [bytes(blob)])
+    assert granted(walked(make, rotten), ZERO, ONE) == {ZERO}
+
+
+def test_what_was_verified_long_ago_is_hashed(rotten: Tier, make: Held) -> None:
+    here, thread = make(rotten, clock=lambda: time.monotonic() + VERIFIED_FOR_S + 1)
+    here.start()
+    thread.turn()
+    assert granted(here, ZERO, ONE) == {ONE}
+
+
+def test_what_a_walk_has_hashed_is_noted_and_what_it_believed_is_not_noted_again(
+    rotten: Tier, make: Held
+) -> None:
+    path = rotten.folders.ledger
+    path.unlink()
+    walked(make, rotten)
+    assert path.stat().st_size == ledger.RECORD_BYTES  # of the good one
+    walked(make, rotten)
+    assert path.stat().st_size == ledger.RECORD_BYTES
+
+
+def test_who_does_not_hash_notes_nothing(make_tier: MakeTier, make: Held, root: Path) -> None:
+    """A process with ``verify: download`` beside one that hashes always."""
+    careless, careful = make_tier(), make_tier(check_values=True)
+    publish(careless, 0, 1)
+    flip(file_of(root, ZERO))
+    here, thread = make(careless)
+    here.add(ZERO.digest, opened(careless, ZERO))
+    here.start()
+    thread.turn()
+    assert granted(here, ZERO, ONE) == {ZERO, ONE}
+    here.close()
+    assert granted(walked(make, careful), ZERO, ONE) == {ONE}
+
+
+# -- descriptors ---------------------------------------------------------------------------------
+
+
+def test_they_take_at_most_half_of_the_descriptors(make_tier: MakeTier, root: Path) -> None:
+    tier = make_tier()
+    publish(tier, *range(60))
+    with child("few_files", root, 64) as other:
+        assert other.hear() == "64"  # the soft limit, which was 32
+        assert other.hear() == "32"
+        assert other.hear() == "5"  # and others can be opened
+        assert other.hear() == "0"
+        other.end()
+
+
+def test_few_descriptors_are_told_of(
+    tier: Tier, make: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tier, most=residents.FEW_RESIDENTS)[0].start()
+    assert caplog.records == []
+    make(tier, most=30)[0].start()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "only 30 entries" in record.message
+
+
+def test_no_limit_is_a_limit_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited = residents.resource.RLIM_INFINITY
+    monkeypatch.setattr(residents.resource, "getrlimit", lambda what: (1024, unlimited))
+    monkeypatch.setattr(residents.resource, "setrlimit", lambda what, limits: None)
+    assert allowed_residents() == residents.MOST_RESIDENTS
+
+
+def test_a_limit_that_cannot_be_raised_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(what: int, limits: tuple[int, int]) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(residents.resource, "getrlimit", lambda what: (256, 4096))
+    monkeypatch.setattr(residents.resource, "setrlimit", refuse)
+    assert allowed_residents() == 128
