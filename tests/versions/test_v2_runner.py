@@ -113,7 +113,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 def test_what_is_granted_is_there_before_the_encoder_and_only_what_it_makes_is_saved(
     worker: Worker,
 ) -> None:
-    load = worker.pinned(STORED, tensor(1))
+    load = worker.granted(STORED, tensor(1))
     with worker.runner.maybe_get_output(worker.orders([load], [FRESH])) as output:
         assert torch.equal(worker.held.encoder_outputs[STORED], tensor(1))
         # Embeddings that a client sends pass through the encoder cache, and nobody asked for them.
@@ -158,7 +158,7 @@ def test_a_step_without_a_forward_tells_nothing_where_nothing_happened(worker: W
 def test_after_an_encoder_that_fails_nothing_of_that_step_is_saved_and_the_next_one_is_whole(
     worker: Worker,
 ) -> None:
-    first, second = worker.pinned(STORED, tensor(1)), worker.pinned(OTHER, tensor(3))
+    first, second = worker.granted(STORED, tensor(1)), worker.granted(OTHER, tensor(3))
     out_of_memory = torch.OutOfMemoryError()
     with pytest.raises(torch.OutOfMemoryError):
         worker.run(worker.orders([first], [FRESH]), failure=out_of_memory, **{FRESH: tensor(2)})
@@ -174,8 +174,8 @@ def test_after_an_encoder_that_fails_nothing_of_that_step_is_saved_and_the_next_
 def test_a_load_that_cannot_be_had_ends_its_step_before_the_encoder_and_no_later_one(
     worker: Worker,
 ) -> None:
-    lost, load = worker.pinned(STORED, tensor(1)), worker.pinned(OTHER, tensor(3))
-    Path(lost.path).unlink()
+    lost, load = worker.granted(STORED, tensor(1)), worker.granted(OTHER, tensor(3))
+    worker.lose(lost)
     with (
         pytest.raises(RuntimeError, match="cannot be read from"),
         worker.runner.maybe_get_output(worker.orders([lost], [FRESH])),
@@ -189,7 +189,7 @@ def test_a_load_that_cannot_be_had_ends_its_step_before_the_encoder_and_no_later
 
 
 def test_after_a_reset_of_the_encoder_cache_the_same_hooks_fill_it_again(worker: Worker) -> None:
-    load = worker.pinned(STORED, tensor(1))
+    load = worker.granted(STORED, tensor(1))
     worker.run(worker.orders([load]))
     worker.held.reset_encoder_cache()
     worker.run(worker.orders([load]))
