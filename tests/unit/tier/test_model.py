@@ -111,6 +111,12 @@ class Model:
             return 0
         return self.evict_to(LOW_BYTES - incoming_bytes, now_s)
 
+    def close_evicted(self) -> None:
+        """A sweep, or a round of eviction that freed anything: who has lost the name has to go."""
+        self.residents = {
+            key: file for key, file in self.residents.items() if self.entries.get(key) is file
+        }
+
     def evict_to(self, target_bytes: int, now_s: float) -> int:
         """By use, after those that a clock noted which was ahead; what is spooled stays."""
 
@@ -187,7 +193,8 @@ class TierMachine(RuleBasedStateMachine):
     def publish(self, key: Key, seed: int, rows: int, spool: bool) -> None:
         blob = entry(key, seed=seed, rows=rows)
         # The estimate may make the tier look sooner than needed, but what it then finds decides.
-        self.model.make_room(len(blob), self.clock.now_s)
+        if self.model.make_room(len(blob), self.clock.now_s):
+            self.model.close_evicted()
         self.tier.writer.publish(key, [blob[:64], blob[64:]], spool=self.spool if spool else None)
         self.model.entries[key] = File(key, blob, self.clock.now_s)
         if spool:
@@ -266,11 +273,7 @@ class TierMachine(RuleBasedStateMachine):
         """The thread looks for what was evicted or replaced, and closes what nobody needs."""
         for _ in range(2):  # what one has let go of the next one closes
             self.thread.turn()
-        self.model.residents = {
-            key: file
-            for key, file in self.model.residents.items()
-            if self.model.entries.get(key) is file
-        }
+        self.model.close_evicted()
         is_open = {held.entry.fd for held in self.model.held}
         for key in KEYS:
             entry = self.residents.get(key.digest, time.monotonic())
