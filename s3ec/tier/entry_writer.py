@@ -23,7 +23,7 @@ from s3ec.tier.spool import Spool, Spooled
 
 T = TypeVar("T")
 
-# To write one entry: the folder may be missing, the disk full, the folder evicted meanwhile.
+# To write one entry: the folder may be missing, and be evicted meanwhile.
 _ATTEMPTS = 4
 
 
@@ -166,24 +166,29 @@ class EntryWriter:
         """
         try:
             self._evictor.need_room(nbytes, wait_s=wait_s)
-            try:
-                file = self._folders.new_file()
-            except OSError as exc:
-                if not is_full(exc) or not self._make_room(nbytes):
-                    raise
-                file = self._folders.new_file()
+            file = self._with_room(nbytes, self._folders.new_file)
         except OSError as exc:
             raise TierError(f"cannot receive {name}: {exc}") from exc
-        return Incoming(name, nbytes, file, check, commit, self._make_room)
+        return Incoming(name, nbytes, file, check, commit, self._with_room)
 
     def place(self, file: TempFile, path: str, parents: Sequence[str]) -> None:
         """Name a file that is no entry, and count it; see ``Folders.place``."""
         self._folders.place(file, path, parents)
         self._evictor.account(file.nbytes)
 
-    def _make_room(self, nbytes: int) -> int:
-        """Free at least so many bytes, since the disk is full; answers how many."""
-        return self._evictor.make_room(nbytes, full=True, wait=True)
+    def _with_room(self, nbytes: int, write: Callable[[], T]) -> T:
+        """Write something of this size; once more after an eviction, where the disk is full."""
+        try:
+            return write()
+        except OSError as exc:
+            if not is_full(exc) or not self._evictor.make_room(nbytes, full=True, wait=True):
+                raise
+        try:
+            return write()
+        except OSError as exc:
+            if is_full(exc):
+                self._evictor.note_in_vain()
+            raise
 
     def _write(
         self,
@@ -210,23 +215,23 @@ class EntryWriter:
         nbytes: int,
         name: Callable[[TempFile], T],
     ) -> T:
+        def write() -> T:
+            file = self._folders.new_file()
+            try:
+                file.append(pieces)
+                return name(file)
+            finally:
+                file.discard()
+
         left = _ATTEMPTS
         while True:
             left -= 1
             try:
-                file = self._folders.new_file()
-                try:
-                    file.append(pieces)
-                    return name(file)
-                finally:
-                    file.discard()
+                return self._with_room(nbytes, write)
             except FileNotFoundError:  # swept by another container, or the folder is gone
                 if not left:
                     raise
                 self._folders.make()
-            except OSError as exc:
-                if not left or not is_full(exc) or not self._make_room(nbytes):
-                    raise
 
     def _name_open(self, key: Key, file: TempFile, header: Header) -> OpenEntry:
         self._finish(file)
@@ -276,19 +281,19 @@ class Incoming(Generic[T]):
         file: TempFile,
         check: Callable[[bytes | memoryview], object],
         commit: Callable[[TempFile], T],
-        make_room: Callable[[int], int],
+        with_room: Callable[[int, Callable[[], None]], None],
     ) -> None:
         """See EntryWriter.open.
 
         Args:
-            make_room: Frees at least so many bytes if it can, and answers how many.
+            with_room: Writes so many bytes, once more after an eviction where the disk is full.
         """
         self.name = name
         self.nbytes = nbytes
         self._file = file
         self._check = check
         self._commit = commit
-        self._make_room = make_room
+        self._with_room = with_room
         self._lock = threading.Lock()
         self._over = False
         self._checked_bytes = 0
@@ -381,12 +386,7 @@ class Incoming(Generic[T]):
 
     def _write(self, part: bytes | memoryview, at: int) -> None:
         try:
-            try:
-                self._file.put(part, at)
-            except OSError as exc:
-                if not is_full(exc) or not self._make_room(len(part)):
-                    raise
-                self._file.put(part, at)
+            self._with_room(len(part), lambda: self._file.put(part, at))
         except OSError as exc:
             raise TierError(f"cannot write {self.name}: {exc}") from exc
 

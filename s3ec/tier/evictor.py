@@ -66,7 +66,9 @@ _SLACK = 1 / 64
 # A publish waits so long for whoever is evicting. A disk thread that waits for longer would be
 # taken for a disk that hangs, and a walk over a million entries takes half a minute.
 TURN_WAIT_S = 1.0
-# After that was in vain (a stopped process, a long walk) publishes do not wait for so long.
+# After that was in vain (a stopped process, a long walk) publishes do not wait for so long. And
+# after an eviction that gave the disk no room nothing is evicted for the disk's sake for so long:
+# other processes have open what went, and close it soon, or somebody else fills the disk.
 TURN_REST_S = 5.0
 # A background round that could free nothing is not repeated at once, but after this time at the
 # earliest, and after this many times as long as it took.
@@ -369,7 +371,8 @@ class Evictor:
     * A limit is near, or nobody has counted yet. The publish goes on, and a round in the background
       evicts down to LOW_WATER of the budget.
     * A limit would be broken. The publish does a round itself, or waits for the one that is under
-      way. If the wait was in vain, or there is still no room on the disk, the publish fails.
+      way. If the wait was in vain, or there is still no room on the disk, the publish fails; then
+      nothing more is evicted for the disk's sake for a while.
 
     A round sweeps, walks the folder, evicts, and puts the running total right. The node has one at
     a time, by a lock. After a round in the background that freed nothing, the next one waits.
@@ -412,7 +415,7 @@ class Evictor:
         self._background = Background("s3ec-evictor", self._work_ahead)
         self._is_open = False
         self._on_evicted: list[Callable[[], None]] = []
-        self._waits_again_s = -math.inf  # monotonic
+        self._waits_again_s = self._evicts_again_s = -math.inf  # monotonic; the latter for the disk
 
     def open(self, *, fresh: bool) -> None:
         """Sweep what dead processes left; no walk over the entries.
@@ -493,22 +496,30 @@ class Evictor:
             self._end_batch(published)  # so that the total is right
         if self._has_room(nbytes):
             return
-        with self._turn(wait_s) as alone:
-            if not alone:
-                raise TierError("there is no room, and another eviction is still under way")
-            # Whoever evicted meanwhile may have made room enough.
-            if not self._has_room(nbytes):
-                self._round(nbytes)
+        if not (self._rests() and self._short_bytes(nbytes) > 0):
+            with self._turn(wait_s) as alone:
+                if not alone:
+                    raise TierError("there is no room, and another eviction is still under way")
+                # Whoever evicted meanwhile may have made room enough.
+                if not self._has_room(nbytes):
+                    self._round(nbytes)
         if not self._evicts and not self._has_room(nbytes):
             raise NoRoomError(
                 f"{nbytes} bytes more would make the node's processes evict from "
                 f"{self._folders.root}"
             )
-        if self._free_bytes() - nbytes < self.min_free_bytes:
+        if self._short_bytes(nbytes) > 0:
             raise TierError(
                 f"{nbytes} bytes more would leave less than `min_free_bytes` "
                 f"({self.min_free_bytes}) free on the disk of {self._folders.root}"
             )
+
+    def note_in_vain(self) -> None:
+        """The disk is still full after ``make_room``."""
+        self._evicts_again_s = time.monotonic() + TURN_REST_S
+
+    def _rests(self) -> bool:
+        return time.monotonic() < self._evicts_again_s
 
     def account(self, nbytes: int) -> None:
         """Count what was published; a few system calls. Never raises: the bytes are there."""
@@ -553,11 +564,13 @@ class Evictor:
             wait: Whether to wait for a round that is under way, as a publish does.
 
         Returns:
-            Bytes removed; 0 where another round is under way.
+            Bytes removed; 0 where another round is under way, or the last one was in vain.
 
         Raises:
             OSError: The file system refused.
         """
+        if full and self._rests():
+            return 0
         before_bytes = self._total.read().total_bytes
         with self._turn() if wait else evict_lock(self._folders) as alone:
             if not alone:
@@ -622,11 +635,16 @@ class Evictor:
         self._sweep()
         scan = scan_tier(self._folders, pause)
         self._sweep_temps(scan)
-        goal_bytes = goal_entries = 0
+        goal_bytes = goal_entries = short_bytes = 0
         if self._evicts:
-            goal_bytes = self._excess(scan, incoming_bytes, ahead=ahead)
+            goal_bytes = self._excess_bytes(scan, incoming_bytes, ahead=ahead)
+            short_bytes = 0 if self._rests() else self._short_bytes(incoming_bytes, ahead=ahead)
+        if short_bytes > 0:
+            # Somebody else fills the disk. A little more than needed, or every publish would walk
+            # the folder again.
+            goal_bytes = max(goal_bytes, short_bytes + self._slack_bytes)
         if self._evicts and full:
-            share = 1 - LOW_WATER  # else every publish would walk the folder again
+            share = 1 - LOW_WATER  # likewise
             goal_bytes = max(goal_bytes, incoming_bytes, int(scan.entry_bytes * share), 1)
             goal_entries = int(len(scan.entries) * share)
         freed = 0
@@ -643,6 +661,8 @@ class Evictor:
         if freed:
             for close in self._on_evicted:
                 close()
+            if short_bytes > 0 and self._short_bytes(incoming_bytes, ahead=ahead) > 0:
+                self.note_in_vain()
         return freed
 
     def _sweep(self) -> None:
@@ -662,18 +682,16 @@ class Evictor:
             self._folders.make()
             return free_bytes(self._folders.version)
 
-    def _excess(self, scan: TierScan, incoming_bytes: int, *, ahead: bool) -> int:
-        """How many bytes have to go; 0 or less: none."""
+    def _excess_bytes(self, scan: TierScan, incoming_bytes: int, *, ahead: bool) -> int:
+        """How many bytes have to go for the budget; 0 or less: none."""
         limit = self._budget_bytes - (self._ahead_bytes if ahead else 0)
-        floor = self.min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
         wanted = scan.total_bytes + incoming_bytes
-        excess = wanted - self._low_bytes if wanted > limit else 0
-        short = floor + incoming_bytes - self._free_bytes()
-        if short > 0:
-            # Somebody else fills the disk. A little more than needed, or every publish
-            # would walk the folder again.
-            excess = max(excess, short + self._slack_bytes)
-        return excess
+        return wanted - self._low_bytes if wanted > limit else 0
+
+    def _short_bytes(self, incoming_bytes: int, *, ahead: bool = False) -> int:
+        """How many bytes the disk lacks; 0 or less: none."""
+        floor = self.min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
+        return floor + incoming_bytes - self._free_bytes()
 
     def _evict(
         self,

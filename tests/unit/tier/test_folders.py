@@ -6,9 +6,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -356,6 +358,48 @@ def test_disk_out_of_inodes_is_walked_once_for_many_publishes(
         assert audit_of(tier) == []
     assert counters.get("tier.evicted") > 250
     assert len(rounds) < 20
+
+
+def test_what_is_evicted_from_a_full_disk_is_closed_at_once(
+    make_tier: MakeTier, tmp_path: Path, counters: Counters
+) -> None:
+    """Else each publish evicts more, and no file gives its inode back."""
+    with small_tmpfs(tmp_path / "disk", size=1 << 23, inodes=330) as disk:
+        tier = make_tier(disk)
+        residents = tier.open_residents(lambda header: True)
+        for number in range(600):
+            fill(tier, number)
+            residents.add(even(number).digest, opened(tier, even(number)))
+        assert usage_of(tier).entries > 250
+    assert 250 < counters.get("tier.evicted") < 350
+
+
+@pytest.mark.parametrize("floor", [False, True])
+def test_what_others_have_open_on_a_full_disk_is_not_made_up_for_by_evicting_more(
+    make_tier: MakeTier,
+    tmp_path: Path,
+    counters: Counters,
+    monkeypatch: pytest.MonkeyPatch,
+    floor: bool,
+) -> None:
+    now_s = time.monotonic()
+    monkeypatch.setattr(evictor, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with small_tmpfs(tmp_path / "disk", size=1 << 20, inodes=0 if floor else 330) as disk:
+        tier = make_tier(disk, budget_bytes=1 << 20, min_free_bytes=1 << 17 if floor else 0)
+        held, number = [], 0
+        while not counters.get("tier.evicted"):
+            with suppress(TierError):
+                fill(tier, number)
+                held.append(opened(tier, even(number)))
+            number += 1
+        for _ in range(20):
+            with pytest.raises(TierError):
+                fill(tier, number)
+        assert 0 < counters.get("tier.evicted") < len(held) / 5
+        held.clear()  # the others have looked at theirs
+        now_s += 60
+        fill(tier, number)
+        assert audit_of(tier) == []
 
 
 def test_large_entry_is_received_on_a_disk_out_of_inodes(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -170,6 +171,7 @@ def test_what_hooks_ask_touches_no_file(
     again = opened(tier, key_at(2))
     for number in range(3):
         evict(tier, key_at(number))
+    gc.collect()  # what other tests had open is not closed in here
     with monkeypatch.context() as patch:
         calls = file_calls_of(threading.get_ident(), patch)
         closed = [here.get(key_at(number).digest, time.monotonic()) for number in range(2)]
