@@ -60,7 +60,7 @@ _DEFER_TIMEOUTS = "vllm:s3ec_defer_timeouts"
 _ABSENT = "vllm:s3ec_fetch_outcomes{outcome=absent}"
 _UNAVAILABLE = "vllm:s3ec_fetch_outcomes{outcome=unavailable}"
 # For what takes a picture, or a prompt about it, each time: there are only so many. Where some
-# waits were in vain, nobody waits for half a minute.
+# waits were in vain, nobody waits until a fetch has come in time.
 patiently = partial(eventually, deadline_s=180.0, pause_s=3.0)
 
 

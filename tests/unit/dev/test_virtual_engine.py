@@ -65,8 +65,21 @@ def test_waits_where_that_is_better_and_only_there(
 
 def test_what_a_straggler_holds_up_is_encoded(virtual: Any, model: Path) -> None:
     """The rest of its request is loaded all the same."""
-    found = outcomes(virtual, model, virtual.Point(0.02, 0.03, 0.0, pictures=4))
+    found = outcomes(virtual, model, virtual.Point(0.02, 0.03, 0.0, pictures=4), count=240)
     auto = found["auto"]
     assert auto.loaded > 0
     assert auto.encoded > 0
     assert auto.ttft_p99_s < found["always"].ttft_p99_s
+
+
+@pytest.mark.parametrize(("load", "pictures"), [(0.0, 4), (0.9, 1)])
+def test_a_store_that_hangs_costs_next_to_nothing(
+    virtual: Any, model: Path, load: float, pictures: int
+) -> None:
+    """No request fails, so no breaker opens. Waits in vain end by themselves, and there are few."""
+    found = outcomes(virtual, model, virtual.Point(0.1, 3600.0, load, pictures), count=160)
+    none, auto = found["none"], found["auto"]
+    assert auto.loaded == 0
+    assert auto.ttft_p50_s <= 1.05 * none.ttft_p50_s
+    assert auto.ttft_p99_s <= 1.05 * none.ttft_p99_s
+    assert auto.requests_per_s >= 0.95 * none.requests_per_s
