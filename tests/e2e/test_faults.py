@@ -384,8 +384,12 @@ def test_an_entry_damaged_on_this_nodes_disk_is_replaced_from_the_bucket(
         lambda: rig.hits(damage_it) and bool(wounded),
         "a damaged entry's picture comes from the bucket",
     )
-    for path, original in wounded.items():
-        eventually(partial(_holds, path, original), "the entry is replaced")
+
+    def are_back() -> bool:
+        rig.hits(lambda path: None)
+        return all(_holds(path, original) for path, original in wounded.items())
+
+    patiently(are_back, "what is asked for again lies here again")
 
 
 @contextmanager

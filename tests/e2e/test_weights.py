@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,11 @@ class Fleet:
         self.bucket = s3.create_bucket("weights")
         self.client = s3.client()
         self._workdir, self.gallery, self._s3, self._nursery = workdir, gallery, s3, nursery
+        self._tier = Path(tempfile.mkdtemp(prefix="weights-tier-", dir=workdir))
 
     def engine(self, log: str, *, plain: bool = False, **options: Any) -> EngineProcess:
         """One engine; a plain one has no connector."""
-        chosen = settings(
-            self._s3, self.bucket, self._workdir / "weights-tier", weights="fingerprint"
-        )
+        chosen = settings(self._s3, self.bucket, self._tier, weights="fingerprint")
         return EngineProcess(
             self.model,
             ec=None if plain else ec_config("ec_both", chosen),
