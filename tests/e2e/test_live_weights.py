@@ -34,6 +34,7 @@ from tests.e2e.rig import (
     moved,
     said,
     settings,
+    until_index_is_read,
 )
 
 # The first two are encoded, and saved, before the change; the device holds them then.
@@ -99,6 +100,8 @@ def _with_s3ec(
         others = objects()
         before = [first[-1], *_ask(engine, gallery, _BEFORE[1:])]
         eventually(lambda: len(objects()) == len(first) + 1, "all are stored")
+        # What is deleted before it was announced would be in the index for good.
+        until_index_is_read(engine, len(first) + 1)
         stored = objects()
         (lost,) = stored - others
         _delete(lost, bucket, server)
