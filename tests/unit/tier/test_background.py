@@ -72,12 +72,11 @@ def test_publish_walks_only_where_it_would_break_the_budget(
     mine = threading.current_thread().name
     assert walkers == [mine]
     assert usage_of(tier).total_nbytes <= 90 * SIZE
-    # What comes while the thread walks can count twice until the next walk, so not more of it than
-    # there is room for.
-    fill(tier, *range(95, 103))
+    # Past 95%, and the thread walks. What comes meanwhile can count twice until its next walk.
+    fill(tier, *range(95, 101))
     eventually(lambda: "s3ec-evictor" in walkers)
-    eventually(lambda: usage_of(tier).total_nbytes <= 90 * SIZE)
-    assert walkers.count(mine) == 1
+    # Down to 90 each time; what is published after its last round stays, if it is below 95.
+    eventually(lambda: usage_of(tier).total_nbytes <= 95 * SIZE)
 
 
 def test_thread_takes_what_a_clock_ahead_noted_and_spares_what_was_just_used(
