@@ -54,7 +54,6 @@ _OPEN_TIMEOUT_S = 30.0
 # The bucket has answered lately where a refresh succeeded within so many intervals and seconds.
 _FRESH_REFRESHES = 4
 _FRESH_S = 10.0
-_RECORD_PATIENCE_S = 5.0
 # Looks whether the store may be asked again come no closer than this.
 _BETWEEN_PROBES_S = 0.5
 
@@ -305,8 +304,8 @@ class Node:
     async def _know_records(self) -> None:
         """Read the records of what is here, so that it can be granted at once."""
         for modality in list(self.residents.modalities):
-            if self.records.known(modality) is None:
-                await self.records.get_soon(modality, _RECORD_PATIENCE_S)
+            with suppress(UnavailableError, AccessError):  # says nothing about the index
+                await self.records.get_soon(modality, 0.0)
 
     def _may_grant(self, header: Header) -> bool:
         """Whether an entry that was verified before may be granted at once; memory only.

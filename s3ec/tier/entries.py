@@ -240,13 +240,11 @@ class Entries:
                     raise CorruptEntryError("written for another identifier", reason="identifier")
                 if header.namespace != self.namespace:
                     raise CorruptEntryError("written for another namespace", reason="namespace")
-                is_noted = verified is not None and verified.inode == found.st_ino
-                if verified is not None and is_noted:
+                verified_s = time.monotonic()
+                if verified is not None and verified.inode == found.st_ino:
                     verified_s = verified.seconds
-                else:
-                    verified_s = time.monotonic()
-                    if self.hashes:
-                        check_values(fd, header)
+                elif self.hashes:
+                    check_values(fd, header)
             except BaseException:
                 os.close(fd)
                 raise
