@@ -404,8 +404,9 @@ def use_time_ns(now_s: float, *, unread: bool = False) -> int:
 
 def touch(fd: int) -> None:
     """Note that an open entry is used now; one that cannot be noted is as good as before."""
+    used_ns = use_time_ns(time.time())
     with suppress(OSError):
-        os.utime(fd, ns=(os.fstat(fd).st_atime_ns, use_time_ns(time.time())))
+        os.utime(fd, ns=(used_ns, used_ns))  # as a new entry has them
 
 
 def is_unread(mtime_ns: int) -> bool:
