@@ -12,11 +12,10 @@ import hashlib
 import json
 import re
 import struct
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from cachetools import LRUCache
 
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError
@@ -178,6 +177,10 @@ def make_key(identifier: str, tenant: Tenant | None = None) -> Key | None:
         None where the identifier must never be looked up or saved: empty, request-scoped,
         not valid Unicode, or longer than MAX_IDENTIFIER_BYTES.
     """
+    # What vLLM asks for nearly always, and what a first look at a picture takes most time for.
+    if tenant is None and _CONTENT_HASH.fullmatch(identifier):
+        name = f"{identifier[:2]}/{identifier}{OBJECT_SUFFIX}"
+        return Key(identifier, name, digest_of_name(name))
     if not identifier or len(identifier) > MAX_IDENTIFIER_BYTES or is_request_scoped(identifier):
         return None
     try:
@@ -481,7 +484,9 @@ class KeyCache:
     def __init__(self, policy: KeyPolicy, counters: Counters, *, capacity: int = 65536) -> None:
         self._policy = policy
         self._counters = counters
-        self._known: LRUCache[str, Key | None] = LRUCache(capacity)
+        # The oldest goes first: making a key again costs less than noting each use.
+        self._known: OrderedDict[str, Key] = OrderedDict()
+        self._capacity = capacity
         self._renamed: dict[str, tuple[str, Key | None]] = {}
         self._renamed_characters = 0  # since it was empty
 
@@ -510,6 +515,8 @@ class KeyCache:
             # What is refused can be huge, and what is not can have 4 KiB; remembering that would
             # let clients fill the memory.
             if key is not None and len(identifier) <= _REMEMBERED_CHARACTERS:
+                if len(self._known) >= self._capacity:
+                    self._known.popitem(last=False)
                 self._known[identifier] = key
             return key
 

@@ -91,7 +91,7 @@ _PERCENTILES: Sequence[tuple[str, float, Mapping[str, str], Mapping[str, str], s
         50,
         {
             f"{what}, {images} image{'s' if images > 1 else ''}": f"first/{what}/{images}"
-            for what in ("in the corpus", "not in it")
+            for what in ("in the corpus", "on the disk", "not in it")
             for images in (1, 4)
         },
         {},

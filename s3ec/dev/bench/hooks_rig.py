@@ -401,6 +401,7 @@ class Passes:
             "loading": self._load_steps,
             "new": self._new_images,
             "absent": self._absent_images,
+            "resident": self._resident_images,
             "idle": self._idle_steps,
             "example": self._ask_example,
             "example loading": self._example_steps,
@@ -497,6 +498,21 @@ class Passes:
                 self._shell.request_finished(request)
             self._rig.end_step()
             self._rig.end_step(names)
+        return times
+
+    def _resident_images(self) -> Times:
+        """Images on this node's disk that this scheduler was not asked for yet."""
+        times: dict[str, list[int]] = {}
+        for images in (1, IMAGES):
+            shell = scheduler_shell(self._rig.node)
+            requests = self._fresh(self._rig.hits[: self._new_requests * images], images)
+            times[f"first/on the disk/{images}"] = time_each(
+                shell.ensure_cache_available, [(request, 0) for request in requests]
+            )
+            for request in requests:
+                shell.request_finished(request)
+            shell.build_connector_meta(step_output())
+            self._rig.settle()
         return times
 
     def _idle_steps(self) -> Times:
