@@ -38,7 +38,6 @@ OPTIONAL_HOOKS = {
     "take_unavailable_requests": "a request without pixels waits until its client gives up",
     "get_ec_connector_stats": "no metrics on vLLM's /metrics: the log has a line each minute",
     "start_save_caches": "what was deleted is stored again only once the device has dropped it",
-    "finish_load_caches": "loads complete inside start_load_caches",
 }
 
 

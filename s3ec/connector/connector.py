@@ -283,7 +283,7 @@ class S3ECConnector(ECConnectorBase):
 
     @fatal
     def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
-        """Put the granted embeddings into the encoder cache, or begin to (finish_load_caches).
+        """Put the granted embeddings into the encoder cache.
 
         Raises:
             RuntimeError: One of them can be had neither from its file nor from the bucket; the
@@ -305,18 +305,10 @@ class S3ECConnector(ECConnectorBase):
     def _look_for_tier(self, worker: WorkerHalf, tier: TierId) -> None:
         worker.look_for_tier(tier)
 
-    @fatal
+    @guarded()
     def finish_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
-        """What start_load_caches began must be in the encoder cache now (vLLM after 0.33).
-
-        Runners call it before the gather and once more when the step ends.
-
-        Raises:
-            RuntimeError: As for start_load_caches.
-        """
-        worker = self._own_worker()
-        if worker is not None:
-            worker.finish_load_caches(encoder_cache)
+        """The encoder has run (vLLM after 0.33); loads are complete since start_load_caches."""
+        self._encoder_ended()
 
     @guarded(fallback=lambda _: [])
     def externally_loaded_hashes(self) -> list[str]:
@@ -349,10 +341,13 @@ class S3ECConnector(ECConnectorBase):
     @guarded(default=(None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The encoder has run, where there was something to encode. Nothing is ever sent."""
-        worker = self.parts.worker
+        self._encoder_ended()
+        return None, None
+
+    def _encoder_ended(self) -> None:
+        worker = self._own_worker()
         if worker is not None:
             worker.encoder_ended()
-        return None, None
 
     @guarded()
     def build_connector_worker_meta(self) -> Any:

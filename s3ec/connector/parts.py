@@ -331,7 +331,6 @@ class Parts:
             rank=compat.loading_rank,
             encoder=self._encoder,
             drain_timeout_s=4.0 if transfer.is_ec_consumer else 30.0,
-            finish_later=compat.installed_hooks()["finish_load_caches"],
         )
 
 
