@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ from s3ec.codec import (
 from s3ec.connector.adapters import facts_of
 from s3ec.connector.messages import Save
 from s3ec.connector.staging import HostCopy, Staging, bytes_of, open_staging
-from s3ec.connector.uploads import Pauses, Upload, Uploader
+from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.node import Node
@@ -124,7 +124,7 @@ class SaveQueue:
     queued     refused    it is not finite, not two-dimensional, or has no key
     spooled    stored     the bucket took it, or said that it holds it already
     in memory  stored     likewise
-    spooled    refused    its width or dtype is not the namespace's
+    spooled    refused    its width or dtype is not the namespace's, or a bad object has its name
     stored     announced  a delta with its row is confirmed; only now it leaves the spool
     =========  =========  ====================================================================
 
@@ -150,9 +150,6 @@ class SaveQueue:
         budget_bytes: int,
         overflow: Literal["block", "drop"],
         maker: Maker = UNKNOWN_MAKER,
-        max_blocked_s: float = MAX_BLOCKED_S,
-        stage: Callable[[torch.device], Staging] | None = None,
-        pauses: Pauses | None = None,
     ) -> None:
         """Start looking for what dead processes left, in the background.
 
@@ -162,16 +159,12 @@ class SaveQueue:
                 most MAX_BLOCKED_S in a step and since the bucket took something last; from then
                 on it drops, until the bucket takes something again.
             maker: What all of them are made with.
-            max_blocked_s: In place of MAX_BLOCKED_S.
-            stage: Makes what copies from a device; None for ``open_staging``.
-            pauses: Of the uploads; None for the usual ones.
         """
         self._node = node
         self._budget_bytes = budget_bytes
         self._spool_bytes = int(node.settings.cache_bytes) // _SPOOL_SHARE
         self._overflow = overflow
         self._maker = maker
-        self._max_blocked_s = max_blocked_s
         self._step = 0
         self._blocked_in_step_s = self._blocked_in_outage_s = 0.0
         self._dropped = 0
@@ -190,22 +183,14 @@ class SaveQueue:
         self._left: int | None = None  # by drain
         self._thread: threading.Thread | None = None
         self._writes_to_disk = False
-        self._stage = stage or open_staging
         self._stagings: dict[torch.device, Staging] = {}
         self._spool: Spool = node.tier.open_spool(node.destination)
         self._uploads = Uploader(
-            node.loop,
-            node.sources,
-            node.counters,
-            node.namespace,
-            node.index,
+            node,
             self._spool,
-            cache_bytes=int(node.settings.cache_bytes),
-            max_concurrency=node.settings.max_concurrency,
             inflight_bytes=budget_bytes,
             ended=self._upload_ended,
             announced=self._wake,
-            pauses=pauses,
         )
         self._uploads.start_adopting()
 
@@ -259,12 +244,16 @@ class SaveQueue:
 
     def _make_room_locked(self, nbytes: int) -> bool:
         """Wait until one more fits; False where it is dropped."""
+        is_waiting = False
         while self._is_full(nbytes):
-            left_s = self._max_blocked_s - max(self._blocked_in_step_s, self._blocked_in_outage_s)
+            left_s = MAX_BLOCKED_S - max(self._blocked_in_step_s, self._blocked_in_outage_s)
             if self._overflow == "drop" or self._stopping or left_s <= 0:
                 self._count_dropped()
                 return False
-            self._node.counters.add("save.blocked")
+            if not is_waiting:
+                is_waiting = True
+                self._node.counters.add("save.blocked")
+                self._uploads.flush()  # what only waits for its announcement makes room
             began_s = time.monotonic()
             self._changed.wait(min(left_s, 1.0))
             waited_s = time.monotonic() - began_s
@@ -297,7 +286,7 @@ class SaveQueue:
     def _staging(self, device: torch.device) -> Staging:
         staging = self._stagings.get(device)
         if staging is None:
-            staging = self._stagings[device] = self._stage(device)
+            staging = self._stagings[device] = open_staging(device)
         return staging
 
     def _is_full(self, nbytes: int) -> bool:
