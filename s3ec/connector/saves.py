@@ -83,7 +83,8 @@ def describe(
         raise CorruptEntryError(f"dtype {dtype} is not one of {known}", reason="dtype")
     # Not torch's reductions: they share the work out to the threads that compute, and here, beside
     # an engine, took 16 ms where the processors were busy (torch 2.13).
-    if not is_finite(tensor_bytes(tensor), dtype):
+    data = tensor_bytes(tensor)
+    if not is_finite(data, dtype):
         raise CorruptEntryError("the tensor holds NaN or infinity", reason="nonfinite")
     rows, width = tensor.shape
     return Header(
@@ -91,7 +92,7 @@ def describe(
         namespace=namespace,
         modality=modality,
         shape=Shape(rows, width, dtype),
-        checksum=checksum(tensor_bytes(tensor)),
+        checksum=checksum(data),
         placeholder=None if placeholder is None else dict(placeholder),
         maker=maker,
     )
@@ -176,7 +177,7 @@ class SaveQueue:
         self._changed = threading.Condition()
         # Identifier -> bytes in memory (0: in the spool), until stored or given up.
         self._pending: dict[str, int] = {}
-        self._memory_bytes = self._in_memory = 0
+        self._memory_bytes = 0
         self._published: list[str] = []
         self._stored: list[str] = []
         self._stopping = False
@@ -196,7 +197,7 @@ class SaveQueue:
 
     # -- the hook's thread -------------------------------------------------------------------
 
-    def put(self, identifier: str, save: Save, tensor: torch.Tensor) -> bool:
+    def put(self, identifier: str, save: Save, tensor: torch.Tensor, *, step: int = 0) -> bool:
         """Begin to copy one embedding off its device, and queue it.
 
         Waits for room only where ``overflow`` is ``block``, and for the copy only where the
@@ -207,12 +208,15 @@ class SaveQueue:
             identifier: vLLM's.
             save: Goes into the header.
             tensor: On any device; may be a view of a larger one.
+            step: Of the engine; in each, and for each outage, this may wait MAX_BLOCKED_S in all.
 
         Returns:
             False where it was not taken: already queued, full, or stopping.
         """
         nbytes = tensor.nbytes
         began_s = time.monotonic()
+        if step != self._step:
+            self._step, self._blocked_in_step_s = step, 0.0
         with self._changed:
             if identifier in self._pending:
                 return False
@@ -221,7 +225,6 @@ class SaveQueue:
                 return False
             self._pending[identifier] = nbytes
             self._memory_bytes += nbytes
-            self._in_memory += nbytes > 0
             if self._thread is None:
                 self._start_writer()
         try:
@@ -235,12 +238,6 @@ class SaveQueue:
             self._is_woken = True
             self._wakeups.put(True)
         return True
-
-    def begin_step(self, step: int) -> None:
-        """Saves of another step of the engine begin, or go on; a step may be blocked anew."""
-        if step != self._step:
-            self._step = step
-            self._blocked_in_step_s = 0.0
 
     def _make_room_locked(self, nbytes: int) -> bool:
         """Wait until one more fits; False where it is dropped."""
@@ -310,11 +307,16 @@ class SaveQueue:
 
     def levels(self) -> dict[str, float]:
         """What waits here, for the gauges; no system call but for the clock."""
+        with self._changed:
+            in_memory = self._in_memory_locked()
         return {
-            "level.save_queue_entries": self._in_memory,
+            "level.save_queue_entries": in_memory,
             "level.spool_entries": self._spool.count,
             "level.spool_oldest_seconds": self._spool.oldest_s(),
         }
+
+    def _in_memory_locked(self) -> int:
+        return sum(nbytes > 0 for nbytes in self._pending.values())
 
     def drain(self, timeout_s: float) -> int:
         """Take no more, wait for the bucket to confirm what is queued or was adopted, and stop.
@@ -339,7 +341,7 @@ class SaveQueue:
             if self._left is not None:
                 self._uploads.stop()  # which the drain that it interrupted has yet to do
                 return self._left
-            lost = sum(nbytes > 0 for nbytes in self._pending.values())
+            lost = self._in_memory_locked()
             spooled = len(self._pending) - lost + self._uploads.adopted_left
             unannounced = self._uploads.unannounced
             self._left = spooled + unannounced + lost
@@ -429,31 +431,27 @@ class SaveQueue:
 
     def _write_one(self, job: _Job) -> Upload | None:
         """Encode one embedding and put it on the disk; None where it is none to be kept."""
-        tensor = job.copy.wait()
-        key = self._node.naming.make_key(job.identifier, job.save.renamed)
-        if key is None:
-            job.copy.release()
-            self._node.counters.add("save_problem.refused.identifier")
-            return None
-        made_by = job.save.made_by
-        if made_by and facts_of(path for path, *_ in made_by) != made_by:
-            job.copy.release()
-            self._node.counters.add("save_problem.adapter")
-            return None
+        tensor, save = job.copy.wait(), job.save
+        key = self._node.naming.make_key(job.identifier, save.renamed)
         try:
+            if key is None:
+                raise CorruptEntryError("it may not be shared", reason="identifier")
+            if save.made_by and facts_of(path for path, *_ in save.made_by) != save.made_by:
+                raise CorruptEntryError("its adapter's files have changed", reason="adapter")
             header = describe(
                 tensor,
                 identifier=key.stored,
                 namespace=self._node.namespace.name,
-                modality=job.save.modality,
-                placeholder=job.save.placeholder,
+                modality=save.modality,
+                placeholder=save.placeholder,
                 maker=self._maker,
             )
             pieces = encode(header, tensor)
         except CorruptEntryError as exc:
             job.copy.release()
             self._node.counters.add(f"save_problem.refused.{exc.reason}")
-            log.warning("embedding %s is not saved: %s", key.digest.hex(), exc)
+            name = key.digest.hex() if key is not None else "?"
+            log.warning("embedding %s is not saved: %s", name, exc)
             return None
         try:
             spooled = self._publish(key, pieces)
@@ -469,7 +467,6 @@ class SaveQueue:
         job.copy.release()
         with self._changed:
             self._memory_bytes -= self._pending[job.identifier]
-            self._in_memory -= 1
             self._pending[job.identifier] = 0
             self._published.append(job.identifier)
             self._node.local.add(key)
@@ -494,10 +491,8 @@ class SaveQueue:
 
     def _upload_ended(self, upload: Upload, stored: bool) -> None:
         self._blocked_in_outage_s = 0.0  # the bucket answered; it is asked until it does
-        if upload.key is not None:
-            self._end_save(upload.key.identifier, stored=stored, adopted=upload.adopted)
-        else:
-            self._wake()
+        identifier = upload.key.identifier if upload.key is not None else ""
+        self._end_save(identifier, stored=stored, adopted=upload.adopted)
 
     def _wake(self) -> None:
         with self._changed:
@@ -508,7 +503,6 @@ class SaveQueue:
             if not adopted:
                 nbytes = self._pending.pop(identifier, 0)
                 self._memory_bytes -= nbytes
-                self._in_memory -= nbytes > 0
             if stored:
                 self._stored.append(identifier)
             self._changed.notify_all()

@@ -272,7 +272,7 @@ class Uploader:
         started, work = time.monotonic(), self._sources.spans.begin()
         try:
             with contained(self._counters, "upload of %s", upload.digest.hex()):
-                header = await self._until_answered(upload)
+                header = await self._until_answered(upload, work)
                 if header is not None:
                     stored = True
                     self._count(upload, header, time.monotonic() - started)
@@ -281,12 +281,12 @@ class Uploader:
             if task is not None:
                 self._active.pop(task, None)
             self._ended(upload, stored)
-            self._end_span(work, upload)
+            if work is not None:
+                self._end_span(work, upload)
         # Not reached when the loop ends: then nothing more is to be started.
         self._start_some()
 
-    def _end_span(self, work: Work | None, upload: Upload) -> None:
-        """Tell tracing of a save, where there is any."""
+    def _end_span(self, work: Work, upload: Upload) -> None:
         outcome = upload.answer or "given_up"
         with contained(self._counters, "span of a save"):
             self._sources.spans.end(
@@ -310,7 +310,7 @@ class Uploader:
             self._counters.observe("save_time", time.monotonic() - upload.began_s)
         log.debug("stored digest=%s nbytes=%d seconds=%.6f", upload.digest.hex(), nbytes, seconds)
 
-    async def _until_answered(self, upload: Upload) -> Header | None:
+    async def _until_answered(self, upload: Upload, work: Work | None) -> Header | None:
         """Retry until the bucket answers.
 
         Between two attempts a spooled embedding is not in memory.
@@ -319,9 +319,10 @@ class Uploader:
             The header if this stored the object. None if it existed or was refused, or if its file
             cannot be had.
         """
-        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        backoff: Backoff | None = None
         while True:
-            note("attempts")
+            if work is not None:
+                note("attempts")
             try:
                 return await self._attempt(upload)
             except TierError as exc:
@@ -334,6 +335,7 @@ class Uploader:
                     log.warning("uploads are failing and will be tried again: %s", exc)
                 self._counters.add(f"save_problem.{kind}")
                 asked_s = getattr(exc, "retry_after_s", None) or 0.0
+            backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
             await asyncio.sleep(max(backoff.next_s(), min(asked_s, LONGEST_PAUSE_S)))
 
     async def _attempt(self, upload: Upload) -> Header | None:

@@ -274,14 +274,11 @@ class WorkerHalf:
         if self._saves is None or self._rank() != 0:
             return
         save = plan.saves[identifier]
-        self._saves.begin_step(plan.step)
         if not isinstance(output, torch.Tensor):
             self._node.counters.add("save_problem.shape")
-        elif output.is_cpu:  # nothing that the checker looks at
-            self._saves.put(identifier, save, output)
         else:
             with self._sync_allowed():
-                self._saves.put(identifier, save, output)
+                self._saves.put(identifier, save, output, step=plan.step)
 
     def report(self) -> WorkerReport | None:
         """What happened since the last report; None if nothing did."""

@@ -310,8 +310,7 @@ def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
     assert queue.put(HASHES[0], IMAGE, one)
     assert gate.reached.wait(DEADLINE_S)
     for number in range(1, 6):  # in steps of their own: the bound is for the outage
-        queue.begin_step(number)
-        assert not queue.put(HASHES[number], IMAGE, one)
+        assert not queue.put(HASHES[number], IMAGE, one, step=number)
     assert rig.counted("save_problem.dropped") == 5
     assert rig.counted("save.blocked") == 1  # those behind the first did not wait at all
     assert caplog.text.count("not saved, and are encoded") == 1
@@ -342,14 +341,12 @@ def test_a_bucket_that_takes_something_now_and_then_blocks_no_step_for_longer(
     assert queue.put(HASHES[0], IMAGE, tensor())
     assert last.reached.wait(DEADLINE_S)
     large = tensor(width=128)  # finds no room beside one of the others
-    queue.begin_step(1)
-    assert not queue.put(HASHES[1], IMAGE, large)
+    assert not queue.put(HASHES[1], IMAGE, large, step=1)
     first.release()
     eventually(lambda: HASHES[9] in queue.take_report()[1])  # the bucket took it
-    assert not queue.put(HASHES[2], IMAGE, large)
+    assert not queue.put(HASHES[2], IMAGE, large, step=1)
     assert rig.counted("save.blocked") == 1
-    queue.begin_step(2)
-    assert not queue.put(HASHES[3], IMAGE, large)
+    assert not queue.put(HASHES[3], IMAGE, large, step=2)
     assert rig.counted("save.blocked") == 2
     last.release()
     rig.close()
@@ -933,6 +930,6 @@ def test_what_an_adapter_made_is_saved_under_its_name_while_its_files_are_the_sa
     adapter(folder, 2)
     other = Save("image", {}, renamed=f"my-lora-{digest}:{HASHES[1]}", made_by=files)
     assert queue.put(f"my-lora:{HASHES[1]}", other, tensor())
-    eventually(lambda: rig.node.counters.get("save_problem.adapter") == 1)
+    eventually(lambda: rig.node.counters.get("save_problem.refused.adapter") == 1)
     assert not rig.node.local(key_of(other.renamed))
     eventually(lambda: queue.levels()["level.save_queue_entries"] == 0)

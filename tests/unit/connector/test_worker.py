@@ -43,10 +43,8 @@ class Rig(Process):
         )
 
     # As a SaveQueue.
-    def begin_step(self, step: int) -> None:
+    def put(self, identifier: str, save: Save, tensor: torch.Tensor, *, step: int) -> bool:
         self.steps.append(step)
-
-    def put(self, identifier: str, save: Save, tensor: torch.Tensor) -> bool:
         self.saved.append((identifier, save, tensor))
         return True
 
