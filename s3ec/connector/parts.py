@@ -13,7 +13,7 @@ from collections.abc import Callable, Container
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from s3ec.config import load_settings, set_up_logging
 from s3ec.connector import compat, forms, live_weights
@@ -314,12 +314,10 @@ class Parts:
         saves = None
         if transfer.is_ec_producer:
             settings = node.settings
-            overflow = settings.save_overflow or _overflow(is_consumer=transfer.is_ec_consumer)
-            log.info("a full save queue: %s (`save_overflow`)", overflow)
             saves = SaveQueue(
                 node,
                 budget_bytes=int(settings.save_queue_bytes),
-                overflow=overflow,
+                overflow=settings.save_overflow,
                 maker=compat.maker(),
             )
             node.keep_levels(saves.levels)
@@ -439,12 +437,3 @@ def _shared_tier_of(node: Node, role: Role, topology: Topology) -> SharedTier | 
     if topology.beside_scheduler or not role.consumer or not role.can_load:
         return None
     return SharedTier(topology.ranks, tier_id(node.tier))
-
-
-def _overflow(*, is_consumer: bool) -> Literal["block", "drop"]:
-    """What a full save queue does where nobody said so.
-
-    Somebody waits for the answers of ``ec_both`` and of an encoder that serves requests. A job
-    that fills a corpus is to be complete.
-    """
-    return "drop" if is_consumer or compat.serves_requests() else "block"

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
-from cachetools import LRUCache
-
 from s3ec.codec import Header
 from s3ec.errors import AccessError, ConflictError, TierError, UnavailableError
 from s3ec.identity import Key
@@ -44,8 +42,6 @@ LONGEST_PAUSE_S = 15.0
 ADOPT_EVERY_S = 60.0
 # After a write that took longer the bucket is asked when it was.
 _SLOW_WRITE_S = 2.0
-# So many names of bad objects are remembered, so that each is logged once.
-_REMEMBERED_NAMES = 1024
 
 Answer = Literal["stored", "existed", "refused", "bad_object"]
 """What the bucket made of an embedding. Refused: it may never be stored. Bad object: one that this
@@ -183,7 +179,6 @@ class Uploader:
         self._store: Store | None = None
         self._described_s = -math.inf
         self._disagreed: set[str] = set()
-        self._blocked: LRUCache[bytes, None] = LRUCache(_REMEMBERED_NAMES)
 
     # -- any thread --------------------------------------------------------------------------
 
@@ -408,14 +403,7 @@ class Uploader:
             if not self._index.is_bad(key):
                 self._counters.add("save.existed")
                 return "existed"
-            self._counters.add("save_problem.bad_object")
-            if key.digest not in self._blocked:
-                self._blocked[key.digest] = None
-                log.warning(
-                    "an embedding is not stored: a bad object has its name, %s, until `s3ec verify "
-                    "--deep --repair` deletes it (logged once per name)",
-                    name,
-                )
+            self._counters.add("save_problem.bad_object")  # the fetch that found it named it
             return "bad_object"
         return "stored"
 

@@ -797,9 +797,9 @@ def test_spooled_file_that_cannot_be_read_is_left_for_the_next_process(
 
 @pytest.mark.parametrize("where", ["spool", "memory"])
 def test_save_whose_name_a_bad_object_has_is_given_up(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Counted, logged once, out of the spool; neither confirmed nor announced nor retried."""
+    """Counted, out of the spool; neither confirmed nor announced nor retried."""
     key = key_of(HASHES[0])
     name = rig.node.layout.object(key)
     rig.bucket.objects[name] = b"<html>"
@@ -820,7 +820,6 @@ def test_save_whose_name_a_bad_object_has_is_given_up(
     assert rig.counted("save.items") == rig.counted("save.existed") == 0
     assert rig.store.log.count(("put_if_absent", name)) == 2
     assert rig.bucket.objects[name] == b"<html>"
-    assert caplog.text.count(f"a bad object has its name, {name}") == 1
     assert queue.take_report()[1] == []
     assert not rig.node.index.maybe_contains(key)
     assert not [each for each in rig.bucket.objects if "/manifest/" in each]
