@@ -22,11 +22,10 @@ import torch
 from s3ec import codec
 from s3ec.connector.messages import Load
 from s3ec.connector.staging import Buffer, Staging, bytes_of
-from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError
-from s3ec.fetch import Sources
-from s3ec.identity import Key, KeyPolicy
-from s3ec.runtime import PASS_THROUGH, DaemonPool, LoopThread
+from s3ec.identity import Key
+from s3ec.node import Node
+from s3ec.runtime import PASS_THROUGH, DaemonPool
 from s3ec.tier.files import touch
 
 log = logging.getLogger(__name__)
@@ -214,32 +213,25 @@ class Loader:
 
     def __init__(
         self,
-        loop: LoopThread,
-        sources: Sources,
-        counters: Counters,
-        naming: KeyPolicy,
+        node: Node,
         make_staging: Callable[[], Staging],
         *,
-        hashed: bool,
         clock: Callable[[], float] = time.monotonic,
         wait_for_any: Callable[[Collection[Future[Any]], float], None] = _wait_for_any,
     ) -> None:
         """Nothing is started yet.
 
         Args:
-            sources: Where the bucket's copies come from.
-            naming: Makes keys of what was granted.
             make_staging: Called once, by the first load.
-            hashed: Whether values are verified; False believes what was granted.
             clock: Monotonic seconds.
             wait_for_any: Waits until one of the futures has ended, so many seconds at most.
         """
-        self._loop = loop
-        self._sources = sources
-        self._counters = counters
-        self._naming = naming
+        self._loop = node.loop
+        self._sources = node.sources
+        self._counters = node.counters
+        self._naming = node.naming
         self._make_staging = make_staging
-        self._hashed = hashed
+        self._hashed = node.settings.verify == "always"
         self._clock = clock
         self._wait_for_any = wait_for_any
         self._readers: DaemonPool | None = None

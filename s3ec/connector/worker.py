@@ -166,14 +166,7 @@ class WorkerHalf:
         self._encoder = encoder
         self._timer = EncodeTimer(device, clock=clock)
         self._measured: deque[EncodeTime] = deque(maxlen=_MOST_MEASURED)
-        self._loader = Loader(
-            node.loop,
-            node.sources,
-            node.counters,
-            node.naming,
-            lambda: open_staging(device()),
-            hashed=node.settings.verify == "always",
-        )
+        self._loader = Loader(node, lambda: open_staging(device()))
         self._loaded: dict[int, set[int]] = {}
         self._sync_allowed = compat.sync_allowed()
         self._increments = Increments(node.counters)

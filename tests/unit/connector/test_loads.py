@@ -93,9 +93,7 @@ class Watched(staging.HostStaging):
 
 
 def loader_on(node: Node, make_staging: Callable[[], Any], **more: Any) -> loading.Loader:
-    return loading.Loader(
-        *(node.loop, node.sources, node.counters, node.naming), make_staging, hashed=True, **more
-    )
+    return loading.Loader(node, make_staging, **more)
 
 
 def check(outcomes: list[torch.Tensor | Exception], count: int) -> None:
