@@ -79,7 +79,6 @@ class S3ECConnector(ECConnectorBase):
             ConfigError: The settings or vLLM's configuration cannot work; names what to change.
         """
         super().__init__(vllm_config=vllm_config, role=role)
-        self._saves_nothing = False
         # What cannot be encoded, where there is no scheduler half to say so or it has failed.
         self._unavailable: set[str] = set()
         self.parts = parts or Parts(vllm_config)
@@ -316,25 +315,17 @@ class S3ECConnector(ECConnectorBase):
         plan = self._plan()
         return [] if plan is None else plan.loaded_names
 
-    def _saving_worker(self) -> WorkerHalf | None:
-        """The worker half; where there is none and something is to be saved, that is said once."""
-        plan, worker = self._plan(), self.parts.worker
-        if worker is None and plan is not None and plan.saves and not self._saves_nothing:
-            self._saves_nothing = True
-            log.warning("this worker's half of s3ec did not start: it saves nothing")
-        return worker
-
     @guarded()
     def start_save_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
         """Store what the device holds and the corpus lacks (vLLM 0.30 and newer)."""
-        plan, worker = self._plan(), self._saving_worker()
+        plan, worker = self._plan(), self.parts.worker
         if worker is not None and plan is not None:
             worker.start_save_caches(encoder_cache, plan)
 
     @guarded()
     def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
         """Copy a fresh encoder output and queue it for tier and bucket."""
-        plan, worker = self._plan(), self._saving_worker()
+        plan, worker = self._plan(), self.parts.worker
         if worker is not None and plan is not None:
             worker.save_caches(encoder_cache, mm_hash, plan)
 

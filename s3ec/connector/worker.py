@@ -19,7 +19,7 @@ from s3ec.connector.loads import Loader, read_data
 from s3ec.connector.messages import Encode, EncodeTime, Load, StepPlan, TierId, WorkerReport
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.shared_tier import sees_tier
-from s3ec.connector.staging import HostStaging, open_staging
+from s3ec.connector.staging import open_staging
 from s3ec.counters import Increments
 from s3ec.errors import CorruptEntryError
 from s3ec.node import Node
@@ -308,23 +308,20 @@ def load_without_a_half(cache: MutableMapping[str, Any], plan: StepPlan) -> None
     Raises:
         RuntimeError: A file cannot be read.
     """
-    if not plan.loads:  # as in most steps
-        return
-    staging = HostStaging()
     for load in plan.loads:
         if _holds(cache, load):
             continue
-        buffer = staging.take(load.shape)
+        shape = load.shape
+        values = torch.empty(shape.rows, shape.width, dtype=getattr(torch, shape.dtype))
         try:
-            read_data(load, buffer.memory)
+            read_data(load, values.view(torch.uint8))
         except (OSError, CorruptEntryError) as exc:
             raise RuntimeError(
                 "this worker's half of s3ec did not start, as its log says, and it cannot read "
                 f"{load.path} by itself: {exc}"
             ) from exc
         with compat.sync_allowed()():
-            tensor = staging.to_device(buffer, load.shape).to(compat.current_device())
-        cache[load.identifier] = tensor
+            cache[load.identifier] = values.to(compat.current_device())
 
 
 def _holds(encoder_cache: Mapping[str, Any], load: Load) -> bool:

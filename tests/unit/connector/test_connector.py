@@ -16,7 +16,7 @@ import pytest
 from s3ec import runtime
 from s3ec.codec import Shape
 from s3ec.connector import guard
-from s3ec.connector.messages import Load, Save, StepPlan, WorkerReport
+from s3ec.connector.messages import Load, StepPlan, WorkerReport
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, TierError
 from s3ec.weights import Weights
@@ -272,16 +272,6 @@ def test_a_worker_whose_half_did_not_start_makes_nothing_up(tmp_path: Path) -> N
             it.start_load_caches(cache)
     assert cache == {}
     rig.close()
-
-
-def test_a_worker_whose_half_did_not_start_says_once_that_it_saves_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    it = connector(None, StepPlan(saves={"a": Save("image", {})}))
-    for _ in range(2):
-        it.start_save_caches({})
-        it.save_caches({"a": tensor()}, "a")
-    assert caplog.text.count("saves nothing") == 1
 
 
 @pytest.mark.parametrize("cancelled", [asyncio.CancelledError, futures.CancelledError])
