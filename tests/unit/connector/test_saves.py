@@ -352,6 +352,21 @@ def test_a_bucket_that_takes_something_now_and_then_blocks_no_step_for_longer(
     rig.close()
 
 
+def test_a_spool_full_of_what_waits_for_its_announcement_is_announced_at_once(
+    tmp_path: Path,
+) -> None:
+    Rig.patches.setattr(uploads, "ANNOUNCE_S", 3600.0)
+    rig = Rig(tmp_path, cache_bytes=4 * 520)
+    queue = rig.queue()
+    assert queue.put(HASHES[0], IMAGE, tensor())
+    eventually(lambda: HASHES[0] in queue.take_report()[1])
+    assert rig.spooled() == 1
+    assert queue.put(HASHES[1], IMAGE, tensor(1))
+    assert rig.counted("announced") == 1
+    assert rig.counted("save_problem.dropped") == 0
+    rig.close()
+
+
 def test_one_tensor_larger_than_the_budget_is_taken_alone(rig: Rig) -> None:
     queue = rig.queue(budget_bytes=1)
     assert queue.put(HASHES[0], IMAGE, tensor())
