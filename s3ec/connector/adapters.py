@@ -83,9 +83,7 @@ class Adapter:
     def refuse(self, why: str) -> None:
         """Say once that nothing of it is loaded or saved until the engine is started again."""
         if not self.refused:
-            log.warning(
-                "nothing is loaded or saved under adapter %s from now on: %s", self.name, why
-            )
+            log.warning("nothing is loaded or saved under adapter %s: %s", self.name, why)
         self.refused, self.content = True, None
 
 

@@ -40,6 +40,8 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 # Between two searches for what other processes of this node left when they died.
 ADOPT_EVERY_S = 60.0
+# A disk thread unlinks so many in one call, so that others are not held up.
+REMOVED_AT_ONCE = 64
 # After a write that took longer the bucket is asked when it was.
 _SLOW_WRITE_S = 2.0
 
@@ -499,9 +501,11 @@ class Uploader:
         self._settle(1)
 
     async def _remove_confirmed(self) -> None:
-        batch, self._removable = self._removable, []
-        await self._leave_spool(batch)
-        self._settle(len(batch))
+        confirmed, self._removable = self._removable, []
+        for at in range(0, len(confirmed), REMOVED_AT_ONCE):
+            batch = confirmed[at : at + REMOVED_AT_ONCE]
+            await self._leave_spool(batch)
+            self._settle(len(batch))
 
     async def _leave_spool(self, entries: Sequence[Spooled]) -> None:
         """Remove some entries from the spool: the only way out of it for what was uploaded.
@@ -518,7 +522,7 @@ class Uploader:
             for spooled in entries:
                 self._spool.remove(spooled)
 
-        await self._loop.disk_long(remove)
+        await self._loop.disk(remove)
 
     def _settle(self, count: int) -> None:
         self.unannounced -= count

@@ -489,7 +489,7 @@ def test_what_is_given_up_stays_in_the_spool_or_is_counted(tmp_path: Path) -> No
 
 
 def test_many_confirmed_at_once_are_all_removed(rig: Rig) -> None:
-    rig.save(*range(129))
+    rig.save(*range(2 * uploads.REMOVED_AT_ONCE + 1))
     rig.flush()
     assert rig.spooled() == 0
-    assert len(rig.told()) == 129
+    assert len(rig.told()) == 2 * uploads.REMOVED_AT_ONCE + 1
