@@ -115,8 +115,7 @@ def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
         FileNotFoundError: It cannot be reached from here.
         OSError: It cannot be opened.
     """
-    found = _own(load)
-    if found is not None:
+    if load.pid == os.getpid() and (found := _granted(load, load.fd)) is not None:
         yield load.fd, found
         return
     reason: OSError = FileNotFoundError(
@@ -131,8 +130,8 @@ def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
             reason = exc
             continue
         try:
-            found = os.fstat(fd)
-            if _is_granted(load, found):
+            found = _granted(load, fd)
+            if found is not None:
                 yield fd, found
                 return
         finally:
@@ -140,19 +139,13 @@ def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
     raise reason
 
 
-def _own(load: Load) -> os.stat_result | None:
-    """The file where this process has it open itself."""
-    if load.pid != os.getpid():
-        return None
+def _granted(load: Load, fd: int) -> os.stat_result | None:
+    """The status of an open file, if it is the granted one."""
     try:
-        found = os.fstat(load.fd)
+        found = os.fstat(fd)
     except OSError:  # closed, which cannot be before this load was reported
         return None
-    return found if _is_granted(load, found) else None
-
-
-def _is_granted(load: Load, found: os.stat_result) -> bool:
-    return (found.st_dev, found.st_ino) == (load.device, load.inode)
+    return found if (found.st_dev, found.st_ino) == (load.device, load.inode) else None
 
 
 def _read(fd: int, views: list[Any], offset: int, flags: int) -> int:
