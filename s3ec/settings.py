@@ -319,12 +319,11 @@ class Settings(BaseModel):
         "`worth`: what it encodes a second time (of the last half a million or more), unless "
         "encoding takes less time than a fetch. An `ec_producer` stores all in any case.",
     )
-    save_overflow: Literal["block", "drop"] | None = Field(
-        None,
-        description="What a full save queue does. `block` waits for room, at most 60 s in a step "
-        "and in an outage of the bucket, and drops then. Unset: `block` for a job that runs "
-        "`ec_producer`, whose work must be complete; `drop` where somebody waits for answers: "
-        "`ec_both`, and `ec_producer` behind vLLM's API server.",
+    save_overflow: Literal["block", "drop"] = Field(
+        "drop",
+        description="What a full save queue does. `drop`: what finds no room is encoded and saved "
+        "another time. `block`, for a job whose work must be complete: it waits for room, at most "
+        "60 s in a step and in an outage of the bucket, and drops then. `s3ec precompute` blocks.",
     )
     live_weights: Literal["stop", "ignore"] = Field(
         "stop",

@@ -251,7 +251,6 @@ def _hit(tracer: Tracer, half: Half, request: Any) -> Trip:
             may_run, granted = half.schedule(request)
             tracer.wait("the entry is fetched")
         half.worker.start_load_caches(half.cache)
-        half.worker.finish_load_caches(half.cache)
         half.report()
         half.scheduler.request_finished(request)
         tracer.wait("the file is given back")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters that touch the encoder: an embedding is named by an adapter's content.
 
-With ``enable_tower_connector_lora`` vLLM calls an image ``adapter:hash``. That stays the same when
-the adapter is replaced under its name. Its files are hashed whole, once; the hash is a part of the
-name here. Where nobody can know what the workers hold, images are neither loaded nor saved.
+With ``enable_tower_connector_lora`` vLLM calls an image ``adapter:hash``, whatever the adapter's
+files hold. They are hashed whole, once; the hash is a part of the name here. Where nobody can know
+what the workers hold, images are neither loaded nor saved.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ class Adapter:
     def refuse(self, why: str) -> None:
         """Say once that nothing of it is loaded or saved until the engine is started again."""
         if not self.refused:
-            told = "nothing is loaded or saved under adapter %s until the engine starts again: %s"
-            log.warning(told, self.name, why)
+            log.warning("nothing is loaded or saved under adapter %s: %s", self.name, why)
         self.refused, self.content = True, None
 
 

@@ -8,10 +8,8 @@ import functools
 import importlib.metadata
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -38,7 +36,6 @@ OPTIONAL_HOOKS = {
     "take_unavailable_requests": "a request without pixels waits until its client gives up",
     "get_ec_connector_stats": "no metrics on vLLM's /metrics: the log has a line each minute",
     "start_save_caches": "what was deleted is stored again only once the device has dropped it",
-    "finish_load_caches": "loads complete inside start_load_caches",
 }
 
 
@@ -156,18 +153,6 @@ def ray_passes_reports() -> bool:
     import vllm.envs
 
     return bool(getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False))
-
-
-def serves_requests() -> bool:
-    """Whether this process belongs to vLLM's API server, and not to a job of somebody's own.
-
-    vLLM's configuration does not tell. Its processes keep the arguments of the one that started
-    them, forked or spawned; Ray's workers do not, and count as a job.
-    """
-    program, *arguments = sys.argv or [""]
-    name = PurePath(program)
-    is_command = name.name == "vllm" and arguments[:1] == ["serve"]
-    return is_command or name.name == "api_server.py" or "api_server" in name.parts
 
 
 def can_pin_memory() -> bool:

@@ -79,7 +79,6 @@ class S3ECConnector(ECConnectorBase):
             ConfigError: The settings or vLLM's configuration cannot work; names what to change.
         """
         super().__init__(vllm_config=vllm_config, role=role)
-        self._saves_nothing = False
         # What cannot be encoded, where there is no scheduler half to say so or it has failed.
         self._unavailable: set[str] = set()
         self.parts = parts or Parts(vllm_config)
@@ -283,7 +282,7 @@ class S3ECConnector(ECConnectorBase):
 
     @fatal
     def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
-        """Put the granted embeddings into the encoder cache, or begin to (finish_load_caches).
+        """Put the granted embeddings into the encoder cache.
 
         Raises:
             RuntimeError: One of them can be had neither from its file nor from the bucket; the
@@ -305,18 +304,10 @@ class S3ECConnector(ECConnectorBase):
     def _look_for_tier(self, worker: WorkerHalf, tier: TierId) -> None:
         worker.look_for_tier(tier)
 
-    @fatal
+    @guarded()
     def finish_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
-        """What start_load_caches began must be in the encoder cache now (vLLM after 0.33).
-
-        Runners call it before the gather and once more when the step ends.
-
-        Raises:
-            RuntimeError: As for start_load_caches.
-        """
-        worker = self._own_worker()
-        if worker is not None:
-            worker.finish_load_caches(encoder_cache)
+        """The encoder has run (vLLM after 0.33); loads are complete since start_load_caches."""
+        self._encoder_ended()
 
     @guarded(fallback=lambda _: [])
     def externally_loaded_hashes(self) -> list[str]:
@@ -324,35 +315,30 @@ class S3ECConnector(ECConnectorBase):
         plan = self._plan()
         return [] if plan is None else plan.loaded_names
 
-    def _saving_worker(self) -> WorkerHalf | None:
-        """The worker half; where there is none and something is to be saved, that is said once."""
-        plan, worker = self._plan(), self.parts.worker
-        if worker is None and plan is not None and plan.saves and not self._saves_nothing:
-            self._saves_nothing = True
-            log.warning("this worker's half of s3ec did not start: it saves nothing")
-        return worker
-
     @guarded()
     def start_save_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
         """Store what the device holds and the corpus lacks (vLLM 0.30 and newer)."""
-        plan, worker = self._plan(), self._saving_worker()
+        plan, worker = self._plan(), self.parts.worker
         if worker is not None and plan is not None:
             worker.start_save_caches(encoder_cache, plan)
 
     @guarded()
     def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
         """Copy a fresh encoder output and queue it for tier and bucket."""
-        plan, worker = self._plan(), self._saving_worker()
+        plan, worker = self._plan(), self.parts.worker
         if worker is not None and plan is not None:
             worker.save_caches(encoder_cache, mm_hash, plan)
 
     @guarded(default=(None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The encoder has run, where there was something to encode. Nothing is ever sent."""
-        worker = self.parts.worker
+        self._encoder_ended()
+        return None, None
+
+    def _encoder_ended(self) -> None:
+        worker = self._own_worker()
         if worker is not None:
             worker.encoder_ended()
-        return None, None
 
     @guarded()
     def build_connector_worker_meta(self) -> Any:

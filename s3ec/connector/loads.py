@@ -10,13 +10,11 @@ import errno
 import functools
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +22,10 @@ import torch
 from s3ec import codec
 from s3ec.connector.messages import Load
 from s3ec.connector.staging import Buffer, Staging, bytes_of
-from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError
-from s3ec.fetch import Sources
-from s3ec.identity import KeyPolicy
-from s3ec.runtime import PASS_THROUGH, DaemonPool, LoopThread
+from s3ec.identity import Key
+from s3ec.node import Node
+from s3ec.runtime import PASS_THROUGH, DaemonPool
 from s3ec.tier.files import touch
 
 log = logging.getLogger(__name__)
@@ -40,13 +37,11 @@ PART_BYTES = 2**22
 # followed.
 _OPEN_LINK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN = _OPEN_LINK | os.O_NOFOLLOW
-# Linux; elsewhere a load alone is handed to a reader.
-_NO_WAIT = getattr(os, "RWF_NOWAIT", None)
 # Their pages are nowhere else, and they do not know RWF_NOWAIT.
 _IN_MEMORY = {"tmpfs", "ramfs"}
 # The last resort of a load whose file failed: the engine waits for it, since without
 # the embedding it would end.
-_RESCUE_TIMEOUT_S = 20.0
+RESCUE_TIMEOUT_S = 20.0
 # More do not help: a few fill the memory bus.
 MAX_READERS = 4
 # Smaller entries are read sooner by one thread than by several, which take turns at the GIL: five
@@ -84,7 +79,7 @@ def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bo
             raise CorruptEntryError(
                 f"{found.st_size} bytes, expected {len(front) + nbytes}", reason="length"
             )
-        flags = 0 if wait or is_in_memory(found.st_dev) else _no_wait()
+        flags = 0 if wait or is_in_memory(found.st_dev) else os.RWF_NOWAIT
         # All at once where nothing is hashed in between.
         step = PART_BYTES if hashed else nbytes
         done = _read(fd, [front, view[:step]], 0, flags) - len(front)
@@ -120,8 +115,7 @@ def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
         FileNotFoundError: It cannot be reached from here.
         OSError: It cannot be opened.
     """
-    found = _own(load)
-    if found is not None:
+    if load.pid == os.getpid() and (found := _granted(load, load.fd)) is not None:
         yield load.fd, found
         return
     reason: OSError = FileNotFoundError(
@@ -136,8 +130,8 @@ def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
             reason = exc
             continue
         try:
-            found = os.fstat(fd)
-            if _is_granted(load, found):
+            found = _granted(load, fd)
+            if found is not None:
                 yield fd, found
                 return
         finally:
@@ -145,19 +139,13 @@ def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
     raise reason
 
 
-def _own(load: Load) -> os.stat_result | None:
-    """The file where this process has it open itself."""
-    if load.pid != os.getpid():
-        return None
+def _granted(load: Load, fd: int) -> os.stat_result | None:
+    """The status of an open file, if it is the granted one."""
     try:
-        found = os.fstat(load.fd)
+        found = os.fstat(fd)
     except OSError:  # closed, which cannot be before this load was reported
         return None
-    return found if _is_granted(load, found) else None
-
-
-def _is_granted(load: Load, found: os.stat_result) -> bool:
-    return (found.st_dev, found.st_ino) == (load.device, load.inode)
+    return found if (found.st_dev, found.st_ino) == (load.device, load.inode) else None
 
 
 def _read(fd: int, views: list[Any], offset: int, flags: int) -> int:
@@ -167,12 +155,6 @@ def _read(fd: int, views: list[Any], offset: int, flags: int) -> int:
         if flags and exc.errno == errno.EOPNOTSUPP:
             raise BlockingIOError(errno.EAGAIN, "this file system cannot tell") from exc
         raise
-
-
-def _no_wait() -> int:
-    if _NO_WAIT is None:
-        raise BlockingIOError(errno.EAGAIN, "this system cannot tell")
-    return int(_NO_WAIT)
 
 
 @functools.lru_cache(maxsize=16)
@@ -190,71 +172,87 @@ def is_in_memory(device: int) -> bool:
     return False
 
 
-def _is_large(load: Load) -> bool:
-    return load.shape.nbytes >= READERS_FROM_BYTES
-
-
 def _wait_for_any(outcomes: Collection[Future[Any]], timeout_s: float) -> None:
     wait(outcomes, max(0.0, timeout_s), FIRST_COMPLETED)
+
+
+_Blob = bytes | memoryview | None
+
+
+class _Handed(NamedTuple):
+    """One load that a reader does.
+
+    Attributes:
+        held: The buffer that the reader reads into. Whoever pops it decides what becomes of it.
+    """
+
+    load: Load
+    held: list[Buffer]
+    outcome: Future[torch.Tensor]
 
 
 class Loader:
     """Brings embeddings from granted files to the device.
 
     One thread calls it. That thread never waits for a disk without a bound. It reads by itself
-    what the kernel has in memory, and hands large entries and the rest to reader threads. Where
-    none of a step's readers has delivered for ``PATIENCE_S``, or at once while the disk is known to
-    hang, it asks the bucket. Readers are started when they are first needed.
+    what the kernel has in memory. Large entries, and what a disk would have to bring, go to reader
+    threads, which are started when they are first needed.
 
-    Attributes:
-        clock: As given.
-        wait_for_any: As given.
+    A load in a reader's hands is waited for until one of three things happens: the reader has
+    ended, with a tensor or a failure; the bucket has delivered its copy; neither disk nor bucket
+    has delivered anything for ``STALLED_S``. The bucket is asked where no reader has delivered for
+    ``PATIENCE_S``, or at once while the disk is known to hang.
     """
 
     def __init__(
         self,
-        loop: LoopThread,
-        sources: Sources,
-        counters: Counters,
-        naming: KeyPolicy,
+        node: Node,
         make_staging: Callable[[], Staging],
         *,
-        hashed: bool,
         clock: Callable[[], float] = time.monotonic,
         wait_for_any: Callable[[Collection[Future[Any]], float], None] = _wait_for_any,
     ) -> None:
         """Nothing is started yet.
 
         Args:
-            sources: Where the bucket's copies come from.
-            naming: Makes keys of what was granted.
             make_staging: Called once, by the first load.
-            hashed: Whether values are verified; False believes what was granted.
             clock: Monotonic seconds.
-            wait_for_any: Waits until one of the readers has ended, so many seconds at most.
+            wait_for_any: Waits until one of the futures has ended, so many seconds at most.
         """
-        self.clock = clock
-        self.wait_for_any = wait_for_any
-        self._loop = loop
-        self._sources = sources
-        self._counters = counters
-        self._naming = naming
+        self._loop = node.loop
+        self._sources = node.sources
+        self._counters = node.counters
+        self._naming = node.naming
         self._make_staging = make_staging
-        self._hashed = hashed
+        self._hashed = node.settings.verify == "always"
+        self._clock = clock
+        self._wait_for_any = wait_for_any
         self._readers: DaemonPool | None = None
 
-    def start(self, loads: Sequence[Load], *, later: bool) -> StepLoads:
-        """Begin with a step's loads: read what is in memory, hand the rest to readers.
+    def load(self, loads: Sequence[Load]) -> list[torch.Tensor | Exception]:
+        """Bring a step's loads to the device; the device waits for its copies by itself.
 
         Args:
-            loads: Different embeddings.
-            later: The caller has other things to do before it asks for the results.
+            loads: Different embeddings, the large ones first.
+
+        Returns:
+            One per load, in their order; an Exception where that one failed.
         """
-        large = sum(1 for _ in takewhile(_is_large, loads))
-        # The caller reads too, so one alone needs no other thread.
-        handed_over = large if later or large < len(loads) else large - 1
-        # The staging is made here, where the device is current.
-        return StepLoads(self, self._staging, loads, handed_over)
+        staging = self._staging  # made here, where the device is current
+        large = sum(one.shape.nbytes >= READERS_FROM_BYTES for one in loads)
+        # This thread reads too, so one alone needs no other.
+        split = large if large < len(loads) else max(0, large - 1)
+        begun = [self._hand_over(load) for load in loads[:split]]
+        begun += [self._load_here(load) for load in loads[split:]]
+        # What the readers have not begun, from the end, since they come from the front.
+        for place in reversed(range(split)):
+            one = begun[place]
+            if not isinstance(one, _Handed) or not one.outcome.cancel():
+                break
+            begun[place] = self._load_here(loads[place])
+        done = self._wait(begun)
+        staging.finish_loads([one for one in done if isinstance(one, torch.Tensor)])
+        return done
 
     def close(self) -> None:
         """Read no more."""
@@ -265,392 +263,206 @@ class Loader:
     def _staging(self) -> Staging:
         return self._make_staging()
 
-    def hand_over(self, load: Load) -> Handed:
-        """Have a reader do it."""
+    def _hand_over(self, load: Load) -> torch.Tensor | Exception | _Handed:
         if self._readers is None:
             readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
             self._readers = DaemonPool(readers, "s3ec-load")
-        lease = BufferLease()
-        return Handed(load, lease, self._readers.submit(self._load, load, lease))
+        held: list[Buffer] = []
+        return _Handed(load, held, self._readers.submit(self._load, load, held, wait=True))
 
-    def load_at_once(self, load: Load) -> torch.Tensor:
-        """Bring one embedding to the device, in the calling thread.
+    def _load_here(self, load: Load) -> torch.Tensor | Exception | _Handed:
+        """Bring one to the device in this thread, or hand it over if a disk has to answer."""
+        try:
+            return self._load(load, [], wait=False)
+        except BlockingIOError:
+            return self._hand_over(load)
+        except PASS_THROUGH:
+            raise
+        except BaseException as exc:  # noqa: BLE001 - raised by the caller, behind the others
+            return _as_exception(exc)
+
+    def _load(self, load: Load, held: list[Buffer], *, wait: bool) -> torch.Tensor:
+        """Bring one embedding to the device.
 
         Raises:
-            BlockingIOError: A disk would have to answer.
+            BlockingIOError: Not ``wait``, and a disk would have to answer.
             RuntimeError: Neither the file nor the bucket has it.
         """
         # Few steps, with little in memory: what is read goes through the processor's caches, so
         # all code and data behind it are cold.
-        started = time.perf_counter()
-        staging = self._staging
-        buffer = staging.take(load.shape)
-        try:
-            self._fill(buffer.memory, load, None, wait=False)
-        except BaseException:
-            staging.drop(buffer)
-            raise
-        tensor = staging.to_device(buffer, load.shape)
-        self._log_loaded(load, started)
-        return tensor
-
-    @property
-    def patience_s(self) -> float:
-        """How long to wait for the first of some readers now, before the bucket is asked."""
-        return 0.0 if self._loop.watch.hangs else PATIENCE_S
-
-    def note_hang(self, load: Load) -> None:
-        """The disk has not delivered this one in time."""
-        self._counters.add("load.hung")
-        log.warning("the disk does not answer; asking the bucket for what %s holds", load.path)
-
-    def ask_bucket(
-        self, load: Load, timeout_s: float, readers: Collection[Future[torch.Tensor]]
-    ) -> memoryview:
-        """The bucket's copy of what a reader should have brought, verified.
-
-        In no buffer of the staging: readers that hang may have all of them.
-
-        Args:
-            load: What was granted.
-            timeout_s: Of the bucket.
-            readers: The bucket is waited for no longer where one of these ends.
-
-        Raises:
-            RuntimeError: The bucket did not deliver.
-        """
-        return self._from_bucket(load, None, timeout_s, readers)
-
-    def load_values(self, load: Load, values: memoryview) -> torch.Tensor:
-        """Bring an embedding whose bytes are in memory to the device."""
-
-        def fill(load: Load, memory: torch.Tensor) -> None:
-            bytes_of(memory)[: load.shape.nbytes] = values
-
-        return self._to_device(load, self._staging.take(load.shape), fill)
-
-    def give_up(self, handed: Handed) -> None:
-        """Wait for a reader no more, and leave it the buffer that it reads into."""
-        left = handed.lease.give_up()
-        if left is not None:
-            self._staging.leak(left)  # the kernel may write to it for a long time yet
-
-    def _load(self, load: Load, lease: BufferLease) -> torch.Tensor:
-        """Bring one embedding to the device; in a reader's thread."""
-        started = time.perf_counter()
         buffer = self._staging.take(load.shape)
-        if not lease.take(buffer):
-            self._staging.drop(buffer)
-            raise _GivenUpError
-        tensor = self._to_device(
-            load, buffer, lambda load, memory: self._fill(memory, load, lease, wait=True), lease
-        )
-        self._log_loaded(load, started)
-        return tensor
-
-    def _log_loaded(self, load: Load, started: float) -> None:
-        if log.isEnabledFor(logging.DEBUG):
-            key = self._naming.make_key(load.identifier, load.renamed)
-            log.debug(
-                "loaded digest=%s nbytes=%d seconds=%.6f",
-                key.digest.hex() if key else "?",
-                load.shape.nbytes,
-                time.perf_counter() - started,
-            )
-
-    def _to_device(
-        self,
-        load: Load,
-        buffer: Buffer,
-        fill: Callable[[Load, torch.Tensor], None],
-        lease: BufferLease | None = None,
-    ) -> torch.Tensor:
+        held.append(buffer)
         try:
-            fill(load, buffer.memory)
+            self._read(load, buffer, held, wait=wait)
         except BaseException:
-            if lease is None or lease.end():
+            if _pop(held) is not None:
                 self._staging.drop(buffer)
             raise
-        if lease is not None and not lease.end():
-            raise _GivenUpError
+        if _pop(held) is None:
+            raise CancelledError  # the bucket was faster, and nobody waits for this
         return self._staging.to_device(buffer, load.shape)
 
-    def _fill(
-        self, memory: torch.Tensor, load: Load, lease: BufferLease | None, *, wait: bool
-    ) -> None:
-        failure: BaseException | None = None
-        hashed = self._hashed
-        for _ in range(2):
-            try:
-                if wait:
-                    self._loop.watch.run(partial(read_data, load, memory, hashed=hashed))
-                else:
-                    read_data(load, memory, hashed=hashed, wait=False)
-            except (BlockingIOError, *PASS_THROUGH):
-                raise
-            except BaseException as exc:
-                if lease is not None and lease.is_given_up:
-                    raise _GivenUpError from exc
-                failure = exc
-                self._counters.add("load.failed")
-                # Not the exception itself: what keeps it keeps what its frames have open.
-                log.warning("granted file %s cannot be loaded: %s", load.path, str(exc))
+    def _read(self, load: Load, buffer: Buffer, held: list[Buffer], *, wait: bool) -> None:
+        """Fill a buffer from the file, or from the bucket if the file cannot be had."""
+        try:
+            if wait:
+                self._loop.watch.run(partial(read_data, load, buffer.memory, hashed=self._hashed))
             else:
-                return
+                read_data(load, buffer.memory, hashed=self._hashed, wait=False)
+            return
+        except (BlockingIOError, *PASS_THROUGH):
+            raise
+        except BaseException as exc:
+            if not held:  # given up
+                raise
+            # Not the exception itself: what keeps it keeps what its frames have open.
+            why = str(exc)
+            reason = exc.reason if isinstance(exc, CorruptEntryError) else ""
+        self._counters.add("load.failed")
+        log.warning("granted file %s cannot be loaded: %s", load.path, why)
         key = self._naming.make_key(load.identifier, load.renamed)
-        if key is not None and isinstance(failure, CorruptEntryError):
+        if key is not None and reason:
             # Nobody shall open it again.
             self._sources.residents.discard(key.digest)
-            self._sources.tier.entries.drop_bad(key, failure.reason, inode=load.inode)
-        try:
-            bytes_of(memory)[: load.shape.nbytes] = self._from_bucket(load, failure)
-        finally:
-            failure = None  # its frames hold it, and all that the callers have open
+            self._sources.tier.entries.drop_bad(key, reason, inode=load.inode)
+        answer = self._ask_bucket(load)
+        self._wait_for_any([answer], RESCUE_TIMEOUT_S)
+        bytes_of(buffer.memory)[: load.shape.nbytes] = self._rescued(load, answer, why)
 
-    def _from_bucket(
-        self,
-        load: Load,
-        failure: BaseException | None,
-        timeout_s: float = _RESCUE_TIMEOUT_S,
-        readers: Collection[Future[torch.Tensor]] = (),
-    ) -> memoryview:
-        """The tensor's bytes, verified.
+    def _ask_bucket(self, load: Load) -> Future[_Blob]:
+        return self._loop.submit(self._get(load))
+
+    async def _get(self, load: Load) -> _Blob:
+        # Also where this process has found the object bad: the engine ends without it.
+        limit = load.shape.nbytes + 8 + codec.HEADER_LIMIT
+        name = self._sources.layout.object(self._key_of(load))
+        return await self._sources.store.get(name, max_bytes=limit)
+
+    def _key_of(self, load: Load) -> Key:
+        key = self._naming.make_key(load.identifier, load.renamed)
+        if key is None:
+            raise CorruptEntryError("not an identifier of ours", reason="identifier")
+        return key
+
+    def _rescued(self, load: Load, answer: Future[_Blob], why: str) -> memoryview:
+        """The tensor's bytes from the bucket's answer, verified.
 
         Raises:
-            RuntimeError: Nor does the bucket deliver; it says what is wrong with the file too.
+            RuntimeError: The bucket did not deliver; it says what is wrong with the file too.
         """
         try:
-            return self._rescue(load, timeout_s, readers)
+            if not answer.done():
+                answer.cancel()
+                raise TimeoutError("it has not answered in time")
+            blob = answer.result()
+            if blob is None:
+                raise CorruptEntryError("the bucket no longer holds it", reason="length")
+            header = codec.verify(
+                blob,
+                namespace=self._sources.layout.namespace,
+                identifier=self._key_of(load).stored,
+            )
+            if header.shape != load.shape:
+                raise CorruptEntryError(
+                    f"holds {header.shape}, granted was {load.shape}", reason="shape"
+                )
         except PASS_THROUGH:
             raise
         except BaseException as exc:
-            why = failure or "the disk does not answer"
             raise RuntimeError(
                 f"embedding cannot be read from {load.path} ({why}), nor had from the bucket "
                 f"({exc})"
             ) from exc
-
-    def _rescue(
-        self, load: Load, timeout_s: float, readers: Collection[Future[torch.Tensor]]
-    ) -> memoryview:
-        key = self._naming.make_key(load.identifier, load.renamed)
-        if key is None:
-            raise CorruptEntryError("not an identifier of ours", reason="identifier")
-        # Also where this process has found the object bad: the engine ends without it.
-        limit = load.shape.nbytes + 8 + codec.HEADER_LIMIT
-        fetch = self._sources.store.get(self._sources.layout.object(key), max_bytes=limit)
-        answer = self._loop.submit(fetch)
-        _wait_for_any([answer, *readers], min(timeout_s, _RESCUE_TIMEOUT_S))
-        if not answer.done():
-            answer.cancel()
-            raise TimeoutError("it has not answered in time")
-        blob = answer.result()
-        if blob is None:
-            raise CorruptEntryError("the bucket no longer holds it", reason="length")
-        header = codec.verify(blob, namespace=self._sources.layout.namespace, identifier=key.stored)
-        if header.shape != load.shape:
-            raise CorruptEntryError(
-                f"holds {header.shape}, granted was {load.shape}", reason="shape"
-            )
         self._counters.add("load.rescued")
         return memoryview(blob)[header.data_start :]
 
+    # -- a disk that takes its time ------------------------------------------------------------
 
-class _GivenUpError(Exception):
-    """Nobody waits for what this reader brings."""
-
-
-class BufferLease:
-    """Who may reuse a load's buffer: its reader, or whoever has given that reader up.
-
-    =========  ========  ======================================================================
-    state      goes to   when
-    =========  ========  ======================================================================
-    waiting    reading   the reader begins, ``take``
-    reading    done      the disk has answered, ``end``: the buffer is the reader's
-    waiting    given up  nobody waits any more, ``give_up``: the reader will not begin
-    reading    given up  likewise: the buffer is the caller's, and the kernel may still write to it
-    =========  ========  ======================================================================
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._buffer: Buffer | None = None
-        self.is_given_up = False
-
-    def take(self, buffer: Buffer) -> bool:
-        """The reader begins; False where nobody waits any more."""
-        with self._lock:
-            self._buffer = None if self.is_given_up else buffer
-            return not self.is_given_up
-
-    def end(self) -> bool:
-        """The disk has answered; False where the reader was given up, and the buffer with it."""
-        with self._lock:
-            self._buffer = None
-            return not self.is_given_up
-
-    def give_up(self) -> Buffer | None:
-        """Wait for this reader no more; the buffer that it may still read into."""
-        with self._lock:
-            self.is_given_up = True
-            buffer, self._buffer = self._buffer, None
-            return buffer
-
-
-class Handed(NamedTuple):
-    """One load that a reader does."""
-
-    load: Load
-    lease: BufferLease
-    outcome: Future[torch.Tensor]
-
-
-class StepLoads:
-    """One step's loads, in the hands of the readers and of the thread that made it.
-
-    States of a load:
-
-    ===========  ===========  ==============================================================
-    state        goes to      when
-    ===========  ===========  ==============================================================
-    (new)        handed over  it is large, and others follow or its result is needed later
-    (new)        ended        the calling thread has read it from memory
-    (new)        handed over  the kernel does not have it in memory: a disk would have to answer
-    handed over  ended        a reader has it, or the bucket stood in, or both failed
-    handed over  (new)        no reader has begun it when ``finish`` gets there
-    handed over  dropped      ``cancel``, before a reader has begun it
-    ===========  ===========  ==============================================================
-    """
-
-    def __init__(
-        self, loader: Loader, staging: Staging, loads: Sequence[Load], handed_over: int
-    ) -> None:
-        """Hand the first loads over, and read the others as far as they are in memory."""
-        self._loader = loader
-        self._staging = staging
-        self._loads = loads
-        self._handed_over = handed_over
-        self._begun: list[torch.Tensor | Exception | Handed] = [
-            loader.hand_over(load) for load in loads[:handed_over]
-        ]
-        self._begun += [self._attempt(load) for load in loads[handed_over:]]
-
-    def finish(self) -> list[torch.Tensor | Exception]:
-        """Help with the reading, wait for the rest, let the device wait for its copies.
-
-        Returns:
-            One per load, in their order; an Exception where that one failed.
-        """
-        begun = self._begun
-        # What they have not begun, from the end, since they come from the front.
-        for place in reversed(range(self._handed_over)):
-            handed = begun[place]
-            if not isinstance(handed, Handed) or not handed.outcome.cancel():
-                break
-            begun[place] = self._attempt(self._loads[place])
-        waiting = {place: one for place, one in enumerate(begun) if isinstance(one, Handed)}
-        # While nothing waits for a disk, nobody has to ask how it is.
-        read = _Readers(self._loader, waiting).finish() if waiting else {}
-        done = [read[place] if isinstance(one, Handed) else one for place, one in enumerate(begun)]
-        self._staging.finish_loads([one for one in done if isinstance(one, torch.Tensor)])
-        return done
-
-    def cancel(self) -> None:
-        """Nobody will ask for the results: what has not begun does not begin."""
-        for one in self._begun:
-            if isinstance(one, Handed):
-                one.outcome.cancel()
-
-    def _attempt(self, load: Load) -> torch.Tensor | Exception | Handed:
-        try:
-            return self._loader.load_at_once(load)
-        except BlockingIOError:
-            return self._loader.hand_over(load)
-        except PASS_THROUGH:
-            raise
-        except BaseException as exc:  # noqa: BLE001 - raised by finish's caller, behind the others
-            return _as_exception(exc)
-
-
-class _Readers:
-    """Waits for a step's readers, and has the bucket stand in for them where none delivers.
-
-    Each of their loads is waited for until one of three things happens: its reader has ended, with
-    a tensor or a failure; the bucket has delivered its copy; neither disk nor bucket has delivered
-    anything for ``STALLED_S``. A disk that is slow has delivered something meanwhile, and is waited
-    for however long all loads of the step take it together.
-    """
-
-    def __init__(self, loader: Loader, handed: Mapping[int, Handed]) -> None:
-        """Nothing is waited for yet.
-
-        Args:
-            handed: By place in the step, not empty.
-        """
-        self._loader = loader
-        self._left = dict(handed)
-        self._ended: dict[int, torch.Tensor | Exception] = {}
-        self._failures: dict[int, RuntimeError] = {}  # of those that the bucket was asked for
-
-    def finish(self) -> dict[int, torch.Tensor | Exception]:
-        """Wait for all; by place, an Exception where that load failed."""
-        clock = self._loader.clock
-        came_s = clock()  # when something was delivered last
-        ask_at_s = came_s + self._loader.patience_s
-        while self._left:
-            wake_at_s = min(ask_at_s, came_s + STALLED_S)
-            self._loader.wait_for_any(self._outcomes(), wake_at_s - clock())
-            now_s = clock()
-            if self._collect():
-                came_s, ask_at_s = now_s, now_s + self._loader.patience_s
-            elif now_s >= came_s + STALLED_S:
-                self._give_up()
+    def _wait(
+        self, begun: Sequence[torch.Tensor | Exception | _Handed]
+    ) -> list[torch.Tensor | Exception]:
+        """Wait for the readers, and have the bucket race them where none delivers."""
+        done = {place: one for place, one in enumerate(begun) if not isinstance(one, _Handed)}
+        left = {place: one for place, one in enumerate(begun) if isinstance(one, _Handed)}
+        answers: dict[int, Future[_Blob]] = {}
+        is_asked = False
+        came_s = self._clock() if left else 0.0  # when something was delivered last
+        while left:
+            patience_s = STALLED_S if is_asked else 0.0 if self._loop.watch.hangs else PATIENCE_S
+            outcomes: list[Future[Any]] = [*answers.values()]
+            outcomes += [one.outcome for one in left.values()]
+            self._wait_for_any(outcomes, came_s + patience_s - self._clock())
+            ended = self._collect(left, answers)
+            done |= ended
+            now_s = self._clock()
+            if ended:
+                came_s = now_s
+            elif now_s < came_s + patience_s:
+                continue  # an answer of the bucket that does not help
+            elif not is_asked:
+                is_asked = True
+                for place, one in left.items():
+                    self._counters.add("load.hung")
+                    log.warning(
+                        "the disk does not answer; asking the bucket for what %s holds",
+                        one.load.path,
+                    )
+                    answers[place] = self._ask_bucket(one.load)
             else:
-                if self._ask_bucket(came_s + STALLED_S):
-                    came_s = clock()
-                ask_at_s = clock() + PATIENCE_S
-        return self._ended
-
-    def _outcomes(self) -> list[Future[torch.Tensor]]:
-        return [one.outcome for one in self._left.values()]
-
-    def _collect(self) -> bool:
-        """Take what readers have ended with; whether one has."""
-        ended = [place for place, one in self._left.items() if one.outcome.done()]
-        for place in ended:
-            self._ended[place] = _outcome_of(self._left.pop(place).outcome.result)
-        return bool(ended)
-
-    def _ask_bucket(self, until_s: float) -> bool:
-        """Ask for each load until a reader ends or the time is over; whether anything came."""
-        came = False
-        for place, handed in list(self._left.items()):
-            left_s = until_s - self._loader.clock()
-            outcomes = self._outcomes()
-            if left_s <= 0 or any(outcome.done() for outcome in outcomes):
+                done |= {place: self._give_up(one) for place, one in left.items()}
                 break
-            if place not in self._failures:
-                self._loader.note_hang(handed.load)
-            try:
-                values = self._loader.ask_bucket(handed.load, left_s, outcomes)
-            except RuntimeError as exc:
-                self._failures[place] = exc  # the reader goes on: it may deliver yet
-                continue
-            self._loader.give_up(handed)
-            del self._left[place]
-            bring = partial(self._loader.load_values, handed.load, values)
-            self._ended[place] = _outcome_of(bring)
-            came, until_s = True, self._loader.clock() + STALLED_S
-        return came
+        return [done[place] for place in range(len(begun))]
 
-    def _give_up(self) -> None:
-        for place, handed in self._left.items():
-            self._loader.give_up(handed)
-            self._ended[place] = self._failures.get(place) or RuntimeError(
-                f"embedding cannot be read from {handed.load.path} (the disk does not answer)"
-            )
-        self._left.clear()
+    def _collect(
+        self, left: dict[int, _Handed], answers: dict[int, Future[_Blob]]
+    ) -> dict[int, torch.Tensor | Exception]:
+        """Take out what has ended: by its reader, or by an answer of the bucket that helps."""
+        ended: dict[int, torch.Tensor | Exception] = {}
+        for place, one in list(left.items()):
+            answer = answers.get(place)
+            if one.outcome.done():
+                ended[place] = _outcome_of(one.outcome.result)
+            elif answer is not None and answer.done():
+                del answers[place]
+                brought = _outcome_of(partial(self._bring, one, answer))
+                if isinstance(brought, Exception):
+                    log.warning("%s", brought)  # the reader goes on: it may deliver yet
+                    continue
+                ended[place] = brought
+            else:
+                continue
+            del left[place]
+            answers.pop(place, None)
+        return ended
+
+    def _bring(self, one: _Handed, answer: Future[_Blob]) -> torch.Tensor:
+        values = self._rescued(one.load, answer, "the disk does not answer")
+        self._let_go(one)
+        buffer = self._staging.take(one.load.shape)
+        bytes_of(buffer.memory)[: one.load.shape.nbytes] = values
+        return self._staging.to_device(buffer, one.load.shape)
+
+    def _give_up(self, one: _Handed) -> RuntimeError:
+        self._let_go(one)
+        return RuntimeError(
+            f"embedding cannot be read from {one.load.path} (the disk does not answer), nor had "
+            "from the bucket"
+        )
+
+    def _let_go(self, one: _Handed) -> None:
+        """Wait for a reader no more, and leave it the buffer that it reads into."""
+        one.outcome.cancel()
+        buffer = _pop(one.held)
+        if buffer is not None:
+            self._staging.leak(buffer)  # the kernel may write to it for a long time yet
+
+
+def _pop(held: list[Buffer]) -> Buffer | None:
+    """Take the right to say what becomes of a buffer; None where another thread has it."""
+    try:
+        return held.pop()  # atomic
+    except IndexError:
+        return None
 
 
 def _outcome_of(bring: Callable[[], torch.Tensor]) -> torch.Tensor | Exception:
@@ -658,7 +470,7 @@ def _outcome_of(bring: Callable[[], torch.Tensor]) -> torch.Tensor | Exception:
         return bring()
     except PASS_THROUGH:
         raise
-    except BaseException as exc:  # noqa: BLE001 - as in _attempt
+    except BaseException as exc:  # noqa: BLE001 - as in _load_here
         return _as_exception(exc)
 
 

@@ -269,7 +269,7 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "bad_object": "A bad object of the bucket has its name. Given up, see "
             "`s3ec_bad_objects`.",
             "shape": "The encoder's output was no tensor. Not stored.",
-            "adapter": "The LoRA adapter's files have changed. Not stored.",
+            "refused.adapter": "The LoRA adapter's files have changed. Not stored.",
             "unreadable": "The spooled file cannot be read. It stays in the spool.",
             "vanished": "The spooled file is gone. Not stored.",
             "refused.identifier": "The identifier may not be shared. Not stored.",

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Container
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from s3ec.config import load_settings, set_up_logging
 from s3ec.connector import compat, forms, live_weights
@@ -48,6 +48,7 @@ from s3ec.identity import Namespace, canonical_json
 from s3ec.managers import restore
 from s3ec.managers.restore import RestoreCosts
 from s3ec.node import Node
+from s3ec.runtime import in_thread
 from s3ec.settings import Settings
 from s3ec.store.open import choose_transport
 from s3ec.weights import Checkpoint, Weights
@@ -83,9 +84,7 @@ class Parts:
         self._vllm_config = vllm_config
         self._settings: Settings | None = None
         self._descriptor: dict[str, Any] = {}
-        self._lock = threading.RLock()  # a signal's handler may come here, see end
-        self._early: _EarlyHalf | None = None  # under the lock, as the next one
-        self._is_early_over = False
+        self._early: Future[_EarlyHalf] | None = None
         self.node: Node | None = None
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
@@ -134,7 +133,7 @@ class Parts:
         if not scheduler:
             # Read now: the constructor of a model may write into the configuration.
             work = partial(self._start_beside, checkpoint_of(config), settings)
-            threading.Thread(target=work, name="s3ec-start", daemon=True).start()
+            self._early = in_thread(work, "s3ec-start")
             return
         weights = encoder_weights(config, settings)
         if weights.problem is not None:
@@ -150,26 +149,16 @@ class Parts:
         except TierError as exc:
             raise ConfigError(f"`cache_dir`: {exc}", field="cache_dir") from exc
 
-    def _start_beside(self, checkpoint: Checkpoint, settings: Settings) -> None:
+    def _start_beside(self, checkpoint: Checkpoint, settings: Settings) -> _EarlyHalf:
         """Make a worker half while the engine starts; on a thread of its own."""
-        early = None
-        try:
-            early = _EarlyHalf(weights_at(checkpoint, settings))
-            if early.weights.problem is None:
+        early = _EarlyHalf(weights_at(checkpoint, settings))
+        if early.weights.problem is None:
+            try:
                 early.node = self._open_node(settings, early.told)
                 early.half = self._worker_half(early.node)
-        except BaseException:
-            # The first plan says more, and then whatever it is comes up again.
-            log.debug("no half beside the start", exc_info=True)
-        with self._lock:
-            is_over = self._is_early_over
-            self._early = None if is_over else early
-        if is_over and early is not None:
-            early.close()
-
-    def _take_early(self) -> _EarlyHalf | None:
-        with self._lock:
-            early, self._early, self._is_early_over = self._early, None, True
+            except BaseException:
+                # The first plan says more, and then whatever it is comes up again.
+                log.debug("no half beside the start", exc_info=True)
         return early
 
     def _open_node(self, settings: Settings, weights: str) -> Node:
@@ -203,12 +192,22 @@ class Parts:
         if self._settings is not None:
             self.start_worker(self._open_node(self._settings, weights))
 
+    def _take_early(self) -> _EarlyHalf | None:
+        """What was made beside the start by now; what is not ready is not put to use."""
+        early, self._early = self._early, None
+        if early is None or (early.done() and early.exception() is not None):
+            return None
+        if early.done():
+            return early.result()
+        early.add_done_callback(_close)
+        return None
+
     def end(self) -> None:
         """Drain saves within a deadline and end our threads. Safe to call twice."""
         # All at once: a second call may come from a signal handler, in the middle of this one,
         # and must not take away the node while the worker half drains.
         self.scheduler = None
-        early = self._take_early()
+        early, self._early = self._early, None
         worker, self.worker = self.worker, None
         node, self.node = self.node, None
         line, self._log_line, self.figures = self._log_line, None, None
@@ -221,7 +220,7 @@ class Parts:
             if node is not None:
                 node.release(_SHUTDOWN_TIMEOUT_S)
             if early is not None:
-                early.close()
+                early.add_done_callback(_close)
 
     # -- the two halves ----------------------------------------------------------------------
 
@@ -315,12 +314,10 @@ class Parts:
         saves = None
         if transfer.is_ec_producer:
             settings = node.settings
-            overflow = settings.save_overflow or _overflow(is_consumer=transfer.is_ec_consumer)
-            log.info("a full save queue: %s (`save_overflow`)", overflow)
             saves = SaveQueue(
                 node,
                 budget_bytes=int(settings.save_queue_bytes),
-                overflow=overflow,
+                overflow=settings.save_overflow,
                 maker=compat.maker(),
             )
             node.keep_levels(saves.levels)
@@ -331,7 +328,6 @@ class Parts:
             rank=compat.loading_rank,
             encoder=self._encoder,
             drain_timeout_s=4.0 if transfer.is_ec_consumer else 30.0,
-            finish_later=compat.installed_hooks()["finish_load_caches"],
         )
 
 
@@ -360,6 +356,11 @@ class _EarlyHalf:
             self.half.finish()
         if self.node is not None:
             self.node.release(_SHUTDOWN_TIMEOUT_S)
+
+
+def _close(early: Future[_EarlyHalf]) -> None:
+    if early.exception() is None:
+        early.result().close()
 
 
 def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
@@ -436,12 +437,3 @@ def _shared_tier_of(node: Node, role: Role, topology: Topology) -> SharedTier | 
     if topology.beside_scheduler or not role.consumer or not role.can_load:
         return None
     return SharedTier(topology.ranks, tier_id(node.tier))
-
-
-def _overflow(*, is_consumer: bool) -> Literal["block", "drop"]:
-    """What a full save queue does where nobody said so.
-
-    Somebody waits for the answers of ``ec_both`` and of an encoder that serves requests. A job
-    that fills a corpus is to be complete.
-    """
-    return "drop" if is_consumer or compat.serves_requests() else "block"

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ from s3ec.codec import (
 from s3ec.connector.adapters import facts_of
 from s3ec.connector.messages import Save
 from s3ec.connector.staging import HostCopy, Staging, bytes_of, open_staging
-from s3ec.connector.uploads import Pauses, Upload, Uploader
+from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.node import Node
@@ -83,7 +83,8 @@ def describe(
         raise CorruptEntryError(f"dtype {dtype} is not one of {known}", reason="dtype")
     # Not torch's reductions: they share the work out to the threads that compute, and here, beside
     # an engine, took 16 ms where the processors were busy (torch 2.13).
-    if not is_finite(tensor_bytes(tensor), dtype):
+    data = tensor_bytes(tensor)
+    if not is_finite(data, dtype):
         raise CorruptEntryError("the tensor holds NaN or infinity", reason="nonfinite")
     rows, width = tensor.shape
     return Header(
@@ -91,7 +92,7 @@ def describe(
         namespace=namespace,
         modality=modality,
         shape=Shape(rows, width, dtype),
-        checksum=checksum(tensor_bytes(tensor)),
+        checksum=checksum(data),
         placeholder=None if placeholder is None else dict(placeholder),
         maker=maker,
     )
@@ -124,7 +125,7 @@ class SaveQueue:
     queued     refused    it is not finite, not two-dimensional, or has no key
     spooled    stored     the bucket took it, or said that it holds it already
     in memory  stored     likewise
-    spooled    refused    its width or dtype is not the namespace's
+    spooled    refused    its width or dtype is not the namespace's, or a bad object has its name
     stored     announced  a delta with its row is confirmed; only now it leaves the spool
     =========  =========  ====================================================================
 
@@ -150,9 +151,6 @@ class SaveQueue:
         budget_bytes: int,
         overflow: Literal["block", "drop"],
         maker: Maker = UNKNOWN_MAKER,
-        max_blocked_s: float = MAX_BLOCKED_S,
-        stage: Callable[[torch.device], Staging] | None = None,
-        pauses: Pauses | None = None,
     ) -> None:
         """Start looking for what dead processes left, in the background.
 
@@ -162,16 +160,12 @@ class SaveQueue:
                 most MAX_BLOCKED_S in a step and since the bucket took something last; from then
                 on it drops, until the bucket takes something again.
             maker: What all of them are made with.
-            max_blocked_s: In place of MAX_BLOCKED_S.
-            stage: Makes what copies from a device; None for ``open_staging``.
-            pauses: Of the uploads; None for the usual ones.
         """
         self._node = node
         self._budget_bytes = budget_bytes
         self._spool_bytes = int(node.settings.cache_bytes) // _SPOOL_SHARE
         self._overflow = overflow
         self._maker = maker
-        self._max_blocked_s = max_blocked_s
         self._step = 0
         self._blocked_in_step_s = self._blocked_in_outage_s = 0.0
         self._dropped = 0
@@ -183,35 +177,27 @@ class SaveQueue:
         self._changed = threading.Condition()
         # Identifier -> bytes in memory (0: in the spool), until stored or given up.
         self._pending: dict[str, int] = {}
-        self._memory_bytes = self._in_memory = 0
+        self._memory_bytes = 0
         self._published: list[str] = []
         self._stored: list[str] = []
         self._stopping = False
         self._left: int | None = None  # by drain
         self._thread: threading.Thread | None = None
         self._writes_to_disk = False
-        self._stage = stage or open_staging
         self._stagings: dict[torch.device, Staging] = {}
         self._spool: Spool = node.tier.open_spool(node.destination)
         self._uploads = Uploader(
-            node.loop,
-            node.sources,
-            node.counters,
-            node.namespace,
-            node.index,
+            node,
             self._spool,
-            cache_bytes=int(node.settings.cache_bytes),
-            max_concurrency=node.settings.max_concurrency,
             inflight_bytes=budget_bytes,
             ended=self._upload_ended,
             announced=self._wake,
-            pauses=pauses,
         )
         self._uploads.start_adopting()
 
     # -- the hook's thread -------------------------------------------------------------------
 
-    def put(self, identifier: str, save: Save, tensor: torch.Tensor) -> bool:
+    def put(self, identifier: str, save: Save, tensor: torch.Tensor, *, step: int = 0) -> bool:
         """Begin to copy one embedding off its device, and queue it.
 
         Waits for room only where ``overflow`` is ``block``, and for the copy only where the
@@ -222,12 +208,15 @@ class SaveQueue:
             identifier: vLLM's.
             save: Goes into the header.
             tensor: On any device; may be a view of a larger one.
+            step: Of the engine; in each, and for each outage, this may wait MAX_BLOCKED_S in all.
 
         Returns:
             False where it was not taken: already queued, full, or stopping.
         """
         nbytes = tensor.nbytes
         began_s = time.monotonic()
+        if step != self._step:
+            self._step, self._blocked_in_step_s = step, 0.0
         with self._changed:
             if identifier in self._pending:
                 return False
@@ -236,7 +225,6 @@ class SaveQueue:
                 return False
             self._pending[identifier] = nbytes
             self._memory_bytes += nbytes
-            self._in_memory += nbytes > 0
             if self._thread is None:
                 self._start_writer()
         try:
@@ -251,20 +239,18 @@ class SaveQueue:
             self._wakeups.put(True)
         return True
 
-    def begin_step(self, step: int) -> None:
-        """Saves of another step of the engine begin, or go on; a step may be blocked anew."""
-        if step != self._step:
-            self._step = step
-            self._blocked_in_step_s = 0.0
-
     def _make_room_locked(self, nbytes: int) -> bool:
         """Wait until one more fits; False where it is dropped."""
+        is_waiting = False
         while self._is_full(nbytes):
-            left_s = self._max_blocked_s - max(self._blocked_in_step_s, self._blocked_in_outage_s)
+            left_s = MAX_BLOCKED_S - max(self._blocked_in_step_s, self._blocked_in_outage_s)
             if self._overflow == "drop" or self._stopping or left_s <= 0:
                 self._count_dropped()
                 return False
-            self._node.counters.add("save.blocked")
+            if not is_waiting:
+                is_waiting = True
+                self._node.counters.add("save.blocked")
+                self._uploads.flush()  # what only waits for its announcement makes room
             began_s = time.monotonic()
             self._changed.wait(min(left_s, 1.0))
             waited_s = time.monotonic() - began_s
@@ -297,7 +283,7 @@ class SaveQueue:
     def _staging(self, device: torch.device) -> Staging:
         staging = self._stagings.get(device)
         if staging is None:
-            staging = self._stagings[device] = self._stage(device)
+            staging = self._stagings[device] = open_staging(device)
         return staging
 
     def _is_full(self, nbytes: int) -> bool:
@@ -321,11 +307,16 @@ class SaveQueue:
 
     def levels(self) -> dict[str, float]:
         """What waits here, for the gauges; no system call but for the clock."""
+        with self._changed:
+            in_memory = self._in_memory_locked()
         return {
-            "level.save_queue_entries": self._in_memory,
+            "level.save_queue_entries": in_memory,
             "level.spool_entries": self._spool.count,
             "level.spool_oldest_seconds": self._spool.oldest_s(),
         }
+
+    def _in_memory_locked(self) -> int:
+        return sum(nbytes > 0 for nbytes in self._pending.values())
 
     def drain(self, timeout_s: float) -> int:
         """Take no more, wait for the bucket to confirm what is queued or was adopted, and stop.
@@ -350,7 +341,7 @@ class SaveQueue:
             if self._left is not None:
                 self._uploads.stop()  # which the drain that it interrupted has yet to do
                 return self._left
-            lost = sum(nbytes > 0 for nbytes in self._pending.values())
+            lost = self._in_memory_locked()
             spooled = len(self._pending) - lost + self._uploads.adopted_left
             unannounced = self._uploads.unannounced
             self._left = spooled + unannounced + lost
@@ -440,31 +431,27 @@ class SaveQueue:
 
     def _write_one(self, job: _Job) -> Upload | None:
         """Encode one embedding and put it on the disk; None where it is none to be kept."""
-        tensor = job.copy.wait()
-        key = self._node.naming.make_key(job.identifier, job.save.renamed)
-        if key is None:
-            job.copy.release()
-            self._node.counters.add("save_problem.refused.identifier")
-            return None
-        made_by = job.save.made_by
-        if made_by and facts_of(path for path, *_ in made_by) != made_by:
-            job.copy.release()
-            self._node.counters.add("save_problem.adapter")
-            return None
+        tensor, save = job.copy.wait(), job.save
+        key = self._node.naming.make_key(job.identifier, save.renamed)
         try:
+            if key is None:
+                raise CorruptEntryError("it may not be shared", reason="identifier")
+            if save.made_by and facts_of(path for path, *_ in save.made_by) != save.made_by:
+                raise CorruptEntryError("its adapter's files have changed", reason="adapter")
             header = describe(
                 tensor,
                 identifier=key.stored,
                 namespace=self._node.namespace.name,
-                modality=job.save.modality,
-                placeholder=job.save.placeholder,
+                modality=save.modality,
+                placeholder=save.placeholder,
                 maker=self._maker,
             )
             pieces = encode(header, tensor)
         except CorruptEntryError as exc:
             job.copy.release()
             self._node.counters.add(f"save_problem.refused.{exc.reason}")
-            log.warning("embedding %s is not saved: %s", key.digest.hex(), exc)
+            name = key.digest.hex() if key is not None else "?"
+            log.warning("embedding %s is not saved: %s", name, exc)
             return None
         try:
             spooled = self._publish(key, pieces)
@@ -480,7 +467,6 @@ class SaveQueue:
         job.copy.release()
         with self._changed:
             self._memory_bytes -= self._pending[job.identifier]
-            self._in_memory -= 1
             self._pending[job.identifier] = 0
             self._published.append(job.identifier)
             self._node.local.add(key)
@@ -505,10 +491,8 @@ class SaveQueue:
 
     def _upload_ended(self, upload: Upload, stored: bool) -> None:
         self._blocked_in_outage_s = 0.0  # the bucket answered; it is asked until it does
-        if upload.key is not None:
-            self._end_save(upload.key.identifier, stored=stored, adopted=upload.adopted)
-        else:
-            self._wake()
+        identifier = upload.key.identifier if upload.key is not None else ""
+        self._end_save(identifier, stored=stored, adopted=upload.adopted)
 
     def _wake(self) -> None:
         with self._changed:
@@ -519,7 +503,6 @@ class SaveQueue:
             if not adopted:
                 nbytes = self._pending.pop(identifier, 0)
                 self._memory_bytes -= nbytes
-                self._in_memory -= nbytes > 0
             if stored:
                 self._stored.append(identifier)
             self._changed.notify_all()

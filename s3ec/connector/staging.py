@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,14 +28,9 @@ LOAD_BUFFER_BYTES = 128 * 2**20
 SAVE_IDLE_BYTES = 64 * 2**20
 
 
-class Event(Protocol):
-    """A place in a stream of device work, as torch's device modules offer it."""
-
-    def query(self) -> bool:
-        """Whether everything before it has happened; never waits."""
-
-    def synchronize(self) -> None:
-        """Wait for that, off the GIL."""
+# A place in a stream of device work, as torch's device modules offer it: `query` says whether all
+# before it has happened, `synchronize` waits for that, off the GIL.
+Event = Any
 
 
 class Buffer:
@@ -43,10 +38,10 @@ class Buffer:
 
     Attributes:
         memory: uint8 tensor on the CPU, contiguous, aligned for any dtype.
-        seen: The last answer of ``values``, or what the maker expects it to be asked for.
+        nbytes: Its length.
     """
 
-    __slots__ = ("memory", "seen")
+    __slots__ = ("_seen", "memory", "nbytes")
 
     def __init__(self, memory: torch.Tensor, seen: torch.Tensor | None = None) -> None:
         """Wrap some memory.
@@ -55,12 +50,8 @@ class Buffer:
             seen: What the next user is likely to ask ``values`` for.
         """
         self.memory = memory
-        self.seen = seen
-
-    @property
-    def nbytes(self) -> int:
-        """Its length."""
-        return self.memory.numel()
+        self.nbytes = memory.numel()
+        self._seen = seen
 
     def values(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Its beginning as a tensor.
@@ -68,11 +59,11 @@ class Buffer:
         Kept for the next user, who mostly has the same shape: cold, the views of a tensor take
         longer than many a copy of one.
         """
-        seen = self.seen
+        seen = self._seen
         if seen is None or seen.dtype is not dtype or seen.shape != shape:
             nbytes = math.prod(shape) * dtype.itemsize
             with torch.inference_mode(False):  # as for the memory itself, see HostPool.take
-                seen = self.seen = self.memory[:nbytes].view(dtype).view(shape)
+                seen = self._seen = self.memory[:nbytes].view(dtype).view(shape)
         return seen
 
 
@@ -110,16 +101,16 @@ class HostPool:
         allocate: Callable[[int], torch.Tensor],
         *,
         idle_bytes: int,
-        limit_bytes: int | None = None,
+        limit_bytes: float = math.inf,
     ) -> None:
         """Nothing is allocated before the first take.
 
         Args:
             allocate: Makes a uint8 tensor of so many bytes, aligned for any dtype.
-            idle_bytes: Of unused buffers kept; the rest goes back to the allocator, sizes that
-                were not used for long first.
+            idle_bytes: Of unused buffers kept; the rest goes back to the allocator, what was not
+                used for long first.
             limit_bytes: Of all buffers together, at which ``take`` waits; one larger buffer may
-                be alone. None where the takers keep to a bound of their own.
+                be alone. Without one the takers keep to a bound of their own.
         """
         self._allocate = allocate
         self._idle_limit_bytes = idle_bytes
@@ -128,8 +119,7 @@ class HostPool:
         self._taken_bytes = 0
         self._flying: deque[tuple[Event, Buffer]] = deque()
         self._flying_bytes = 0
-        # Size -> buffers, the last used size last.
-        self._idle: OrderedDict[int, list[Buffer]] = OrderedDict()
+        self._idle: list[Buffer] = []  # the last used last
         self._idle_bytes = 0
 
     @property
@@ -153,9 +143,12 @@ class HostPool:
         while True:
             with self._changed:
                 self._collect_locked()
-                if self._idle.get(size):
-                    return self._pop_idle_locked(size)
-                if self._make_room_locked(size):
+                idle = self._pop_idle_locked(size)
+                if idle is not None:
+                    return idle
+                busy = self._taken_bytes + self._flying_bytes
+                if not busy or busy + size <= self._limit_bytes:
+                    self._shrink_locked(max(0, self._limit_bytes - busy - size))
                     self._taken_bytes += size
                     break
                 if not self._flying:
@@ -205,37 +198,22 @@ class HostPool:
             self._rest_locked(buffer)
 
     def _rest_locked(self, buffer: Buffer) -> None:
-        self._idle.setdefault(buffer.nbytes, []).append(buffer)
-        self._idle.move_to_end(buffer.nbytes)
+        self._idle.append(buffer)
         self._idle_bytes += buffer.nbytes
         self._shrink_locked(self._idle_limit_bytes)
 
-    def _pop_idle_locked(self, size: int) -> Buffer:
+    def _pop_idle_locked(self, size: int) -> Buffer | None:
         """The last one given back: it is the likeliest to be in a processor's cache."""
-        buffer = self._idle[size].pop()
-        self._idle.move_to_end(size)
-        self._idle_bytes -= size
-        self._taken_bytes += size
-        return buffer
-
-    def _make_room_locked(self, size: int) -> bool:
-        """Whether one of this size may be allocated; idle ones of other sizes go for it."""
-        if self._limit_bytes is None:
-            return True
-        busy = self._taken_bytes + self._flying_bytes
-        if busy and busy + size > self._limit_bytes:
-            return False
-        self._shrink_locked(max(0, self._limit_bytes - busy - size))
-        return True
-
-    def _shrink_locked(self, idle_bytes: int) -> None:
-        while self._idle_bytes > idle_bytes:
-            size, buffers = next(iter(self._idle.items()))
-            if buffers:
-                buffers.pop()
+        for place in reversed(range(len(self._idle))):
+            if self._idle[place].nbytes == size:
                 self._idle_bytes -= size
-            if not buffers:
-                del self._idle[size]
+                self._taken_bytes += size
+                return self._idle.pop(place)
+        return None
+
+    def _shrink_locked(self, idle_bytes: float) -> None:
+        while self._idle_bytes > idle_bytes:
+            self._idle_bytes -= self._idle.pop(0).nbytes
 
 
 class HostCopy:
@@ -271,41 +249,8 @@ class HostCopy:
             self._pool.leak(buffer)
 
 
-class Staging(Protocol):
-    """Moves embeddings of one device. Thread-safe but for ``finish_loads``."""
-
-    def take(self, shape: Shape) -> Buffer:
-        """Host memory to read one embedding into, at least ``shape.nbytes`` long.
-
-        May wait for copies to end: no thread may hold two. Ends with ``drop`` or ``to_device``.
-        """
-
-    def drop(self, buffer: Buffer) -> None:
-        """Give memory back that nothing came of."""
-
-    def leak(self, buffer: Buffer) -> None:
-        """Leave memory to a reader who may write to it still: it is never reused."""
-
-    def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
-        """Begin to bring ``shape.nbytes`` of taken memory to the device; takes it over.
-
-        Returns:
-            Tensor of ``shape`` on the device, aliasing nothing that is reused. Not to be used
-            before ``finish_loads``.
-        """
-
-    def finish_loads(self, loaded: Iterable[torch.Tensor]) -> None:
-        """Let the calling thread's stream wait for these; the thread itself does not wait."""
-
-    def to_host(self, output: torch.Tensor) -> HostCopy:
-        """Begin to copy a tensor of the calling thread's stream; returns without waiting.
-
-        The tensor may be changed or freed by later work of that stream.
-        """
-
-
 class HostStaging:
-    """The device is the CPU: what was read is the result, a save is one copy.
+    """The device is the CPU: what was read is the result, a save is one copy. Thread-safe.
 
     Attributes:
         saves: Where buffers for saves come from.
@@ -315,19 +260,18 @@ class HostStaging:
         self.saves = HostPool(_empty, idle_bytes=SAVE_IDLE_BYTES)
 
     def take(self, shape: Shape) -> Buffer:
-        """Fresh memory, since it becomes the result."""
+        """Fresh memory to read one embedding into; it becomes the result."""
         values = torch.empty(shape.rows, shape.width, dtype=getattr(torch, shape.dtype))
         return Buffer(values.view(torch.uint8), values)
 
     def drop(self, buffer: Buffer) -> None:
         """Nothing: it is freed with its last reference."""
 
-    def leak(self, buffer: Buffer) -> None:
-        """Nothing, likewise: the reader has the last one."""
+    leak = drop
 
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
         """The memory itself as a tensor, as ``take`` has made it."""
-        return buffer.seen if buffer.seen is not None else _values(buffer, shape)
+        return _values(buffer, shape)
 
     def finish_loads(self, loaded: Iterable[torch.Tensor]) -> None:
         """Nothing is under way."""
@@ -395,7 +339,8 @@ class Accelerator:
 class AcceleratorStaging:
     """Through pinned memory, on a side stream for each direction.
 
-    A buffer is reused after the event behind its copy, never earlier.
+    A buffer is reused after the event behind its copy, never earlier. Thread-safe, but for
+    ``finish_loads``.
 
     Attributes:
         loads: Where buffers for loads come from; bounded.
@@ -419,19 +364,28 @@ class AcceleratorStaging:
         self._save_stream = accelerator.make_stream()
 
     def take(self, shape: Shape) -> Buffer:
-        """Pinned memory of the bounded pool."""
+        """Pinned memory to read one embedding into, at least ``shape.nbytes`` long.
+
+        May wait for copies to end: no thread may hold two. Ends with ``drop``, ``leak`` or
+        ``to_device``.
+        """
         return self.loads.take(shape.nbytes)
 
     def drop(self, buffer: Buffer) -> None:
-        """Nothing was queued for it: the next may have it at once."""
+        """Give memory back that nothing came of."""
         self.loads.give(buffer)
 
     def leak(self, buffer: Buffer) -> None:
-        """Another may be pinned in its place."""
+        """Leave memory to a reader who may write to it still: it is never reused."""
         self.loads.leak(buffer)
 
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
-        """Queue the copy into new memory of the side stream; the buffer comes back by itself."""
+        """Begin to bring ``shape.nbytes`` of taken memory to the device; takes it over.
+
+        Returns:
+            Tensor of ``shape`` on the device, aliasing nothing that is reused. Not to be used
+            before ``finish_loads``.
+        """
         device = self._accelerator
         try:
             values = _values(buffer, shape)
@@ -448,7 +402,10 @@ class AcceleratorStaging:
         return target
 
     def finish_loads(self, loaded: Iterable[torch.Tensor]) -> None:
-        """One event for all; the memory stays until the computing stream is through with it."""
+        """Let the calling thread's stream wait for these; the thread itself does not wait.
+
+        One event for all; the memory stays until the computing stream is through with it.
+        """
         device = self._accelerator
         computing = device.current_stream()
         computing.wait_event(device.record(self._load_stream))
@@ -456,7 +413,10 @@ class AcceleratorStaging:
             device.protect(tensor, computing)
 
     def to_host(self, output: torch.Tensor) -> HostCopy:
-        """Queue the copy behind what the computing stream has queued so far."""
+        """Begin to copy a tensor of the calling thread's stream; returns without waiting.
+
+        The tensor may be changed or freed by later work of that stream.
+        """
         device = self._accelerator
         output = output.detach()
         buffer = self.saves.take(output.nbytes)
@@ -475,6 +435,9 @@ class AcceleratorStaging:
             self.saves.leak(buffer)  # a copy may be under way
             raise
         return HostCopy(self.saves, buffer, values, copied)
+
+
+Staging = HostStaging | AcceleratorStaging
 
 
 def open_staging(device: torch.device) -> Staging:

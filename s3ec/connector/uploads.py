@@ -9,7 +9,6 @@ announcement is confirmed. ``saves.py`` has the first half, and the life of a sa
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import math
 import time
@@ -18,21 +17,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from cachetools import LRUCache
-
-from s3ec import codec
 from s3ec.codec import Header
-from s3ec.counters import Counters
-from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
-from s3ec.fetch import Sources
-from s3ec.identity import Key, Namespace
+from s3ec.errors import AccessError, ConflictError, TierError, UnavailableError
+from s3ec.identity import Key
 from s3ec.index.announce import ANNOUNCE_S, Announcer
-from s3ec.index.reader import ManifestIndex
 from s3ec.index.rows import EntryInfo
 from s3ec.modality import SETTLED_S, Record
-from s3ec.runtime import Backoff, LoopThread, contained
+from s3ec.node import Node
+from s3ec.runtime import Backoff, contained
 from s3ec.spans import Work, note
 from s3ec.store.base import Store
 from s3ec.store.open import with_conditional_put
@@ -40,168 +34,20 @@ from s3ec.tier import Loaded, Spool, Spooled
 
 log = logging.getLogger(__name__)
 
-# After a write that took longer the bucket is asked when it was.
-_SLOW_WRITE_S = 2.0
-# One part in so many of `cache_bytes` may be spooled only for want of an announcement: a quarter
-# of the spool's share. Where announcements fail for long, saves go on with the rest.
-KEPT_SHARE = 16
+# The pause before the second attempt of an upload; then twice as long each time, up to the second
+# figure, whatever the bucket asks for.
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 15.0
+# Between two searches for what other processes of this node left when they died.
+ADOPT_EVERY_S = 60.0
 # A disk thread unlinks so many in one call, so that others are not held up.
 REMOVED_AT_ONCE = 64
-# While the disk hangs, how long to wait before looking whether it answers again.
-_HANG_PAUSE_S = 1.0
-# A spooled file that cannot be read so often stays for the next process.
-_DISK_ATTEMPTS = 5
-# So many names of bad objects are remembered, so that each is logged once.
-_REMEMBERED_NAMES = 1024
+# After a write that took longer the bucket is asked when it was.
+_SLOW_WRITE_S = 2.0
 
-
-class Answer(enum.Enum):
-    """What the bucket made of an embedding."""
-
-    STORED = enum.auto()
-    EXISTED = enum.auto()
-    REFUSED = enum.auto()
-    """It may never be stored."""
-    BLOCKED = enum.auto()
-    """An object that this process knows to be bad has its name."""
-
-
-class ObjectWriter:
-    """Writes objects, each once. The loop's thread only; any number of calls at once.
-
-    States: new, then ready for good after the first call that reached the bucket. It has tried
-    then whether the server obeys conditional writes. The namespace's descriptor is written at
-    first, and again SETTLED_S after that, since `s3ec ns rm` may have deleted it.
-    """
-
-    def __init__(
-        self,
-        sources: Sources,
-        namespace: Namespace,
-        counters: Counters,
-        *,
-        clock: Callable[[], float],
-    ) -> None:
-        self._sources = sources
-        self._namespace = namespace
-        self._counters = counters
-        self._clock = clock
-        self._described_s = -math.inf
-        self._store: Store | None = None
-        self._ready: asyncio.Lock | None = None
-        self._disagreed: set[str] = set()
-        self._blocked: LRUCache[bytes, None] = LRUCache(_REMEMBERED_NAMES)
-
-    async def write(self, key: Key, header: Header, pieces: Sequence[bytes | memoryview]) -> Answer:
-        """Write one entry.
-
-        Args:
-            pieces: Of the whole object.
-
-        Raises:
-            UnavailableError, AccessError: The bucket did not do its part; it may later.
-        """
-        store = await self._prepared()
-        mine = Record(header.shape.width, header.shape.dtype)
-        record = await self._sources.records.settle(header.modality, mine, store=store)
-        if record != mine:
-            self._refuse(header.modality, record, mine)
-            return Answer.REFUSED
-        try:
-            await store.put_if_absent(self._sources.layout.object(key), pieces)
-        except ConflictError:
-            if self._sources.index.is_bad(key):
-                self._give_up(key)
-                return Answer.BLOCKED
-            self._counters.add("save.existed")
-            return Answer.EXISTED
-        return Answer.STORED
-
-    def _give_up(self, key: Key) -> None:
-        self._counters.add("save_problem.bad_object")
-        if key.digest not in self._blocked:
-            self._blocked[key.digest] = None
-            log.warning(
-                "an embedding is not stored: a bad object has its name, %s, until `s3ec verify "
-                "--deep --repair` deletes it (logged once per name)",
-                self._sources.layout.object(key),
-            )
-
-    def _refuse(self, modality: str, record: Record, mine: Record) -> None:
-        self._counters.add("save_problem.record")
-        if modality not in self._disagreed:
-            self._disagreed.add(modality)
-            log.error(
-                "nothing of modality %s is saved: namespace %s holds %s, this model gives %s",
-                modality,
-                self._namespace.name,
-                record,
-                mine,
-            )
-
-    async def _prepared(self) -> Store:
-        """The store for writing, after the namespace was described."""
-        if self._ready is None:
-            self._ready = asyncio.Lock()
-        async with self._ready:
-            if self._store is None:
-                self._store = await with_conditional_put(self._sources.store)
-            now_s = self._clock()
-            if not 0 <= now_s - self._described_s < SETTLED_S:
-                with suppress(ConflictError):
-                    await self._store.put_if_absent(
-                        self._sources.layout.descriptor, [self._namespace.to_json()]
-                    )
-                self._described_s = now_s
-            return self._store
-
-
-@dataclass(frozen=True, slots=True)
-class Pauses:
-    """How long an Uploader rests.
-
-    Attributes:
-        first_s: Before the second attempt of an upload; then twice as long each time.
-        longest_s: At most, whatever the bucket asks for.
-        adopt_every_s: Between two searches for what other processes of this node left when they
-            died.
-    """
-
-    first_s: float = 0.5
-    longest_s: float = 15.0
-    adopt_every_s: float = 60.0
-
-
-@dataclass(slots=True)
-class Upload:
-    """One embedding on its way to the bucket.
-
-    Attributes:
-        digest: Its name in the spool.
-        nbytes: Size of its file, which is read when its turn comes; 0 with ``pieces``.
-        key: None for what a dead process left, until its file was read.
-        pieces: Header and object where the disk did not take it; else None.
-        spooled: What the spool holds of it, to be removed in the end; None where it has nothing.
-        adopted: A dead process left it.
-        began_s: When its copy off the device began, monotonic; None where that is not known.
-        written: None until the bucket has answered.
-    """
-
-    digest: bytes
-    nbytes: int
-    key: Key | None = None
-    pieces: tuple[Header, Sequence[bytes | memoryview]] | None = None
-    spooled: Spooled | None = None
-    adopted: bool = False
-    began_s: float | None = None
-    written: _Written | None = None
-
-
-class _Written(NamedTuple):
-    """What the bucket made of an upload, and since when it has it at the earliest."""
-
-    answer: Answer
-    since: _Since
+Answer = Literal["stored", "existed", "refused", "bad_object"]
+"""What the bucket made of an embedding. Refused: it may never be stored. Bad object: one that this
+process knows to be bad has its name."""
 
 
 class _Since(NamedTuple):
@@ -216,6 +62,36 @@ class _Since(NamedTuple):
     known_s: int
 
 
+_UNKNOWN = _Since(0.0, 0)
+
+
+@dataclass(slots=True)
+class Upload:
+    """One embedding on its way to the bucket.
+
+    Attributes:
+        digest: Its name in the spool.
+        nbytes: Size of its file, which is read when its turn comes; 0 with ``pieces``.
+        key: None for what a dead process left, until its file was read.
+        pieces: Header and object where the disk did not take it; else None.
+        spooled: What the spool holds of it, to be removed in the end; None where it has nothing.
+        adopted: A dead process left it.
+        began_s: When its copy off the device began, monotonic; None where that is not known.
+        answer: The bucket's; None until it has answered.
+        since: When the object was there at the latest, once the bucket has answered.
+    """
+
+    digest: bytes
+    nbytes: int
+    key: Key | None = None
+    pieces: tuple[Header, Sequence[bytes | memoryview]] | None = None
+    spooled: Spooled | None = None
+    adopted: bool = False
+    began_s: float | None = None
+    answer: Answer | None = None
+    since: _Since = _UNKNOWN
+
+
 class Uploader:
     """A queue, and a bounded number of uploads that are tried again until the bucket answers.
 
@@ -224,25 +100,28 @@ class Uploader:
     =========  =========  ====================================================================
     state      goes to    when
     =========  =========  ====================================================================
-    (new)      waiting    ``submit``, or it was adopted from a dead process
-    waiting    active     its turn has come, and it has a place
-    active     pausing    the bucket, or the disk, did not do its part; the place is kept, also
-                          where the bucket has it and did not say since when
+    (new)      waiting    ``submit`` of what is spooled, or it was adopted from a dead process
+    (new)      active     ``submit`` of what is in memory only
+    waiting    active     its turn has come
+    active     pausing    the bucket did not do its part, or has it and did not say since when
     pausing    active     the pause is over
     any        given up   ``stop``; what is spooled stays for the next process
     active     given up   it is refused for good, or a bad object has its name, or its file is
-                          bad, gone or unreadable
-    active     written    the bucket has it; ``ended`` is told, and the place is free
+                          bad or gone; or it is unreadable, and left to the next process
+    active     written    the bucket has it; ``ended`` is told
     written    announced  a delta with its row is confirmed, or the index had the row before
     =========  =========  ====================================================================
 
-    What is in memory only comes first, then fresh saves, then adopted ones, which never take more
-    than a quarter of the places; a quarter stays free of uploads altogether. While the disk hangs
-    nothing spooled is begun, and what hangs in it takes no place.
+    Fresh saves come before adopted ones, which are never more than a quarter of those that are
+    active. Requests leave a quarter of ``max_concurrency`` to fetches. While a file is read no
+    request is taken up, so what hangs in the disk holds up nothing that is in memory.
 
     Uploads and hooks never wait for announcements. Memory holds a key and some numbers per
     embedding meanwhile. A process that ends in between leaves the spooled file; the next one finds
     the object in the bucket, and announces it. ``_leave_spool`` says when a file goes.
+
+    The namespace's descriptor is written before the first object, and again SETTLED_S after that,
+    since `s3ec ns rm` may have deleted it.
 
     Attributes:
         unannounced: How many are in the bucket and not announced yet; from another thread, about.
@@ -250,74 +129,58 @@ class Uploader:
 
     def __init__(
         self,
-        loop: LoopThread,
-        sources: Sources,
-        counters: Counters,
-        namespace: Namespace,
-        index: ManifestIndex,
+        node: Node,
         spool: Spool,
         *,
-        cache_bytes: int,
-        max_concurrency: int,
         inflight_bytes: int,
         ended: Callable[[Upload, bool], None],
         announced: Callable[[], None],
-        pauses: Pauses | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Set up; nothing runs yet.
 
         Args:
-            sources: Where the objects go.
-            namespace: For its descriptor.
-            index: Of what is announced.
-            cache_bytes: The setting, of which some may wait to be announced.
-            max_concurrency: Requests under way at a time, those of fetches included.
             inflight_bytes: Of spooled files in memory at a time; a larger one goes alone.
             ended: Called in the loop's thread once per upload, also when the loop ends; True
                 where the bucket took it. Must not wait.
             announced: Called there when nothing is unannounced any more. Must not wait.
-            pauses: None for the usual ones.
             clock: Seconds since the epoch.
         """
-        self._loop = loop
-        self._sources = sources
-        self._counters = counters
-        self._namespace = namespace
-        self._index = index
+        self._loop = node.loop
+        self._sources = node.sources
+        self._counters = node.counters
+        self._namespace = node.namespace
+        self._index = node.index
         self._spool = spool
-        self._objects = ObjectWriter(sources, namespace, counters, clock=clock)
         self._inflight_limit_bytes = inflight_bytes
         self._ended = ended
         self._announced = announced
-        self._pauses = pauses or Pauses()
         self._clock = clock
         self._announcer = Announcer(
-            sources.store,
-            sources.layout,
-            counters,
-            known_time_s=index.known_time_s,
+            node.store,
+            node.layout,
+            node.counters,
+            known_time_s=node.index.known_time_s,
             clock=clock,
             batch_s=ANNOUNCE_S,
         )
         self.unannounced = 0
         # The rest is the fetches': requests wait for those, and uploads may hang for long.
-        self._max_active = max(1, max_concurrency - max_concurrency // 4)
-        self._max_adopted = max(1, max_concurrency // 4)
+        self._max_active = max(1, (most := node.settings.max_concurrency) - most // 4)
+        self._max_adopted = max(1, most // 4)
         self._adopting = True
         # The loop's thread only.
+        self._requests = asyncio.Semaphore(self._max_active)
         self._stopped = False
-        self._unspooled: deque[Upload] = deque()
         self._fresh: deque[Upload] = deque()
         self._adopted: deque[Upload] = deque()
         self._active: dict[asyncio.Task[None], Upload] = {}
-        self._reading = 0  # of these, from the spool
-        # What stays in the spool for want of an announcement only.
-        self._kept_limit_bytes = cache_bytes // KEPT_SHARE
-        self._kept_bytes = 0
-        self._removable: list[tuple[Spooled, int]] = []
-        self._removing: asyncio.Task[None] | None = None
-        self._looking: asyncio.TimerHandle | None = None
+        self._removable: list[Spooled] = []
+        # Of writing objects.
+        self._preparing = asyncio.Lock()
+        self._store: Store | None = None
+        self._described_s = -math.inf
+        self._disagreed: set[str] = set()
 
     # -- any thread --------------------------------------------------------------------------
 
@@ -358,8 +221,8 @@ class Uploader:
     def _cancel(self) -> None:
         self._stopped = True
         self._announcer.close()  # what is spooled stays there
-        for waiting in (self._unspooled, self._fresh, self._adopted):
-            waiting.clear()
+        self._fresh.clear()
+        self._adopted.clear()
         for task in self._active:
             task.cancel()
 
@@ -371,63 +234,42 @@ class Uploader:
                     self._enqueue(Upload(one.digest, one.nbytes, spooled=one, adopted=True))
                 if found:
                     log.info("uploading %d embeddings that a dead process left", len(found))
-            await asyncio.sleep(self._pauses.adopt_every_s)
+            await asyncio.sleep(ADOPT_EVERY_S)
 
     def _enqueue(self, upload: Upload) -> None:
         if self._stopped:
             self._ended(upload, False)
-            return
-        if upload.pieces is not None:
-            self._unspooled.append(upload)
+        elif upload.pieces is not None:
+            self._start(upload)
         else:
             (self._adopted if upload.adopted else self._fresh).append(upload)
-        self._start_some()
+            self._start_some()
 
     def _start_some(self) -> None:
-        while (upload := self._next()) is not None:
-            task = asyncio.get_running_loop().create_task(
-                self._run(upload), name=f"s3ec-upload-{upload.digest.hex()[:8]}"
-            )
-            self._active[task] = upload
+        """Start what is spooled, as far as there is room for it."""
+        while self._fresh or self._adopted:
+            active = [up for up in self._active.values() if up.pieces is None]
+            adopted = sum(up.adopted for up in active)
+            waiting = self._fresh or (self._adopted if adopted < self._max_adopted else None)
+            if not waiting or len(active) >= self._max_active:
+                return
+            reading = sum(up.nbytes for up in active)
+            if reading and reading + waiting[0].nbytes > self._inflight_limit_bytes:
+                return
+            self._start(waiting.popleft())
 
-    def _next(self) -> Upload | None:
-        """Take the next one that may start now."""
-        active = self._active.values()
-        hangs = self._loop.watch.hangs
-        if len(active) - (self._reading if hangs else 0) >= self._max_active:
-            return None
-        if self._unspooled:
-            return self._unspooled.popleft()
-        if hangs:
-            self._look_again_later()
-            return None
-        if self._fresh:
-            waiting = self._fresh
-        elif self._adopted and sum(up.adopted for up in active) < self._max_adopted:
-            waiting = self._adopted
-        else:
-            return None
-        reading = sum(up.nbytes for up in active)
-        if reading and reading + waiting[0].nbytes > self._inflight_limit_bytes:
-            return None
-        return waiting.popleft()
-
-    def _look_again_later(self) -> None:
-        if self._looking is None:
-            loop = asyncio.get_running_loop()
-            self._looking = loop.call_later(_HANG_PAUSE_S, self._look_again)
-
-    def _look_again(self) -> None:
-        self._looking = None
-        if not self._stopped:
-            self._start_some()
+    def _start(self, upload: Upload) -> None:
+        task = asyncio.get_running_loop().create_task(
+            self._run(upload), name=f"s3ec-upload-{upload.digest.hex()[:8]}"
+        )
+        self._active[task] = upload
 
     async def _run(self, upload: Upload) -> None:
         stored = False
         started, work = time.monotonic(), self._sources.spans.begin()
         try:
             with contained(self._counters, "upload of %s", upload.digest.hex()):
-                header = await self._until_answered(upload)
+                header = await self._until_answered(upload, work)
                 if header is not None:
                     stored = True
                     self._count(upload, header, time.monotonic() - started)
@@ -436,15 +278,13 @@ class Uploader:
             if task is not None:
                 self._active.pop(task, None)
             self._ended(upload, stored)
-            self._end_span(work, upload)
+            if work is not None:
+                self._end_span(work, upload)
         # Not reached when the loop ends: then nothing more is to be started.
         self._start_some()
 
-    def _end_span(self, work: Work | None, upload: Upload) -> None:
-        """Tell tracing of a save, where there is any."""
-        answer = None if upload.written is None else upload.written.answer
-        refused = answer in (None, Answer.REFUSED, Answer.BLOCKED)
-        outcome = "given_up" if answer is None else answer.name.lower()
+    def _end_span(self, work: Work, upload: Upload) -> None:
+        outcome = upload.answer or "given_up"
         with contained(self._counters, "span of a save"):
             self._sources.spans.end(
                 "s3ec.save",
@@ -456,7 +296,7 @@ class Uploader:
                     "s3ec.adopted": upload.adopted,
                 },
                 remote=True,
-                error=outcome if refused else "",
+                error="" if outcome in ("stored", "existed") else outcome,
             )
 
     def _count(self, upload: Upload, header: Header, seconds: float) -> None:
@@ -467,140 +307,134 @@ class Uploader:
             self._counters.observe("save_time", time.monotonic() - upload.began_s)
         log.debug("stored digest=%s nbytes=%d seconds=%.6f", upload.digest.hex(), nbytes, seconds)
 
-    async def _until_answered(self, upload: Upload) -> Header | None:
-        """Try until the bucket took it (its header), or had it or may not take it (None).
+    async def _until_answered(self, upload: Upload, work: Work | None) -> Header | None:
+        """Retry until the bucket answers.
 
-        None also for what cannot be read any more. Between two attempts a spooled embedding
-        is not in memory.
+        Between two attempts a spooled embedding is not in memory.
+
+        Returns:
+            The header if this stored the object. None if it existed or was refused, or if its file
+            cannot be had.
         """
-        backoff = Backoff(self._pauses.first_s, self._pauses.longest_s)
-        unread = 0
+        backoff: Backoff | None = None
         while True:
-            asked_s = 0.0
-            note("attempts")
+            if work is not None:
+                note("attempts")
             try:
                 return await self._attempt(upload)
             except TierError as exc:
-                unread += 1
-                if unread == _DISK_ATTEMPTS:
-                    self._counters.add("save_problem.unreadable")
-                    log.error("embedding %s stays in the spool: %s", upload.digest.hex(), exc)
-                    return None
+                self._counters.add("save_problem.unreadable")
+                log.error("embedding %s stays in the spool: %s", upload.digest.hex(), exc)
+                return None
             except (UnavailableError, AccessError) as exc:
                 kind = "denied" if isinstance(exc, AccessError) else "unavailable"
                 if self._counters.get(f"save_problem.{kind}") == 0:
                     log.warning("uploads are failing and will be tried again: %s", exc)
                 self._counters.add(f"save_problem.{kind}")
                 asked_s = getattr(exc, "retry_after_s", None) or 0.0
-            await asyncio.sleep(max(backoff.next_s(), min(asked_s, self._pauses.longest_s)))
+            backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+            await asyncio.sleep(max(backoff.next_s(), min(asked_s, LONGEST_PAUSE_S)))
 
     async def _attempt(self, upload: Upload) -> Header | None:
         """Do what was not done yet. Returns what ``_until_answered`` does."""
-        content = upload.pieces or await self._read(upload)
-        if content is None:
-            return None
-        header, pieces = content
-        if upload.key is None:  # a queued upload with pieces has one
-            raise ValueError("an upload without a key")
-        if upload.written is None:
-            # Before the request: who deletes the object while the answer is on its way does it
-            # later, also where this process has heard of that by then.
-            since = _Since(self._clock(), self._index.known_time_s(upload.key))
-            answer = await self._objects.write(upload.key, header, pieces)
-            upload.written = _Written(answer, since)
-            if upload.adopted:
-                self._counters.add("spool.replayed")
-        written, is_kept = upload.written, False
-        if written.answer in (Answer.STORED, Answer.EXISTED):
-            nbytes = sum(memoryview(piece).nbytes for piece in pieces)
-            is_kept = await self._announce(upload, upload.key, written, header, nbytes)
+        if upload.pieces is not None and upload.key is not None:
+            key, (header, pieces) = upload.key, upload.pieces
+        else:
+            loaded = await self._loop.disk(self._read, upload)
+            if loaded is None:
+                return None
+            # Of an adopted one vLLM's name may not be known; it is of one's own.
+            key = upload.key = upload.key or loaded.key
+            header, pieces = loaded.header, [loaded.blob]
+        is_kept = False
+        async with self._requests:
+            if upload.answer is None:
+                # Before the request: who deletes the object while the answer is on its way does it
+                # later, also where this process has heard of that by then.
+                upload.since = _Since(self._clock(), self._index.known_time_s(key))
+                upload.answer = await self._write(key, header, pieces)
+                if upload.adopted:
+                    self._counters.add("spool.replayed")
+            if upload.answer in ("stored", "existed"):
+                nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+                is_kept = await self._announce(upload, key, header, nbytes)
         spooled = upload.spooled
         # A later save may have replaced the file. Then the disk, which may hang, is not waited for.
         if spooled is not None and not is_kept and self._spool.holds(spooled):
             await self._leave_spool([spooled])
-        return header if written.answer is Answer.STORED else None
+        return header if upload.answer == "stored" else None
 
-    async def _read(self, upload: Upload) -> tuple[Header, Sequence[bytes | memoryview]] | None:
-        """What is spooled, and its key; None where it cannot be had any more."""
-        self._reading += 1
-        try:
-            loaded = await self._loop.disk(self._load, upload)
-        finally:
-            self._reading -= 1
-        if loaded is None:
-            return None
-        # Of an adopted one vLLM's name may not be known; it is of one's own.
-        upload.key = upload.key or loaded.key
-        return loaded.header, [loaded.blob]
-
-    async def _since_when(self, upload: Upload, key: Key, asked: _Since) -> _Since:
-        """When an object that is there was stored: it may be gone, or be so soon.
-
-        Args:
-            upload: It was found there, or put there.
-            key: Of the object.
-            asked: When it was asked for.
-
-        Raises:
-            UnavailableError: It is gone, so it is to be stored; or the bucket does not answer, and
-                only this is to be asked again.
-        """
-        name = self._sources.layout.object(key)
-        try:
-            info = await self._sources.store.head(name)
-        except AccessError as exc:  # one who may write but not read
-            log.debug("no look at what was there: %s", exc)
-            return asked
-        if info is None:
-            upload.written = None
-            raise UnavailableError(f"{name} was there, and was deleted while it was saved")
-        if not info.modified_s:
-            return asked
-        return _Since(0.0, max(int(info.modified_s) - 1, asked.known_s))
-
-    def _load(self, upload: Upload) -> Loaded | None:
-        """Read an embedding back from the disk; blocking.
+    def _read(self, upload: Upload) -> Loaded | None:
+        """Read an embedding back from the spool; blocking. None where it cannot be had any more.
 
         Raises:
             TierError: The disk did not answer.
         """
         loaded = self._spool.load(upload.digest)
-        if loaded is not None or upload.key is None:
-            return loaded
-        if self._loop.closed:  # and the tier, perhaps
-            raise TierError("the end")
-        loaded = self._load_entry(upload.key)
-        if loaded is None:
+        if loaded is None and upload.key is not None and not self._loop.closed:
             self._counters.add("save_problem.vanished")
             log.error("embedding %s vanished from the disk", upload.digest.hex())
         return loaded
 
-    def _load_entry(self, key: Key) -> Loaded | None:
-        """From the tier, where somebody emptied the spool."""
-        entry = self._sources.tier.entries.open(key)
-        if entry is None:
-            return None
+    # -- the loop's thread: into the bucket ----------------------------------------------------
+
+    async def _write(
+        self, key: Key, header: Header, pieces: Sequence[bytes | memoryview]
+    ) -> Answer:
+        """Write one object, unless it exists.
+
+        Raises:
+            UnavailableError, AccessError: The bucket did not do its part; it may later.
+        """
+        store = await self._prepared()
+        mine = Record(header.shape.width, header.shape.dtype)
+        record = await self._sources.records.settle(header.modality, mine, store=store)
+        if record != mine:
+            self._counters.add("save_problem.record")
+            if header.modality not in self._disagreed:
+                self._disagreed.add(header.modality)
+                log.error(
+                    "nothing of modality %s is saved: namespace %s holds %s, this model gives %s",
+                    *(header.modality, self._namespace.name, record, mine),
+                )
+            return "refused"
+        name = self._sources.layout.object(key)
         try:
-            with open(entry.fd, "rb", closefd=False) as file:
-                blob = file.read()
-            name = self._namespace.name
-            return Loaded(key, codec.verify(blob, namespace=name, identifier=key.stored), blob)
-        except CorruptEntryError as exc:
-            self._sources.tier.entries.drop_bad(key, exc.reason, inode=entry.inode)
-            return None
-        except OSError as exc:
-            raise TierError(f"cannot read {entry.path}: {exc}") from exc
+            await store.put_if_absent(name, pieces)
+        except ConflictError:
+            if not self._index.is_bad(key):
+                self._counters.add("save.existed")
+                return "existed"
+            self._counters.add("save_problem.bad_object")  # the fetch that found it named it
+            return "bad_object"
+        return "stored"
+
+    async def _prepared(self) -> Store:
+        """The store for writing, which knows by then whether the server obeys conditional writes.
+
+        The namespace was described.
+        """
+        async with self._preparing:
+            if self._store is None:
+                self._store = await with_conditional_put(self._sources.store)
+            now_s = self._clock()
+            if not 0 <= now_s - self._described_s < SETTLED_S:
+                with suppress(ConflictError):
+                    await self._store.put_if_absent(
+                        self._sources.layout.descriptor, [self._namespace.to_json()]
+                    )
+                self._described_s = now_s
+            return self._store
 
     # -- the loop's thread: from the bucket into the index ------------------------------------
 
-    async def _announce(
-        self, upload: Upload, key: Key, written: _Written, header: Header, nbytes: int
-    ) -> bool:
+    async def _announce(self, upload: Upload, key: Key, header: Header, nbytes: int) -> bool:
         """Have one announced that is in the bucket, without waiting for that.
 
+        Where this upload did not put it there, it is somebody's of the same name: of the same
+        shape, but perhaps of other last digits.
+
         Args:
-            written: What was done. Where this upload did not put it there, it is somebody's of the
-                same name: of the same shape, but perhaps of other last digits.
             nbytes: Of the whole object.
 
         Returns:
@@ -609,16 +443,14 @@ class Uploader:
         Raises:
             UnavailableError: As ``_since_when``.
         """
-        index = self._index
-        since = written.since
-        mine = written.answer is Answer.STORED
+        index, since, mine = self._index, upload.since, upload.answer == "stored"
         if mine:
             # It waited, for its place or for the server: it may have been deleted before it came.
             is_doubtful = self._clock() - since.at_s > _SLOW_WRITE_S
         else:
             is_doubtful = not index.is_announced(key)
         if is_doubtful:
-            since = await self._since_when(upload, key, since)
+            since = await self._since_when(upload, key)
         # It may have been found bad since the bucket answered.
         if not mine and (index.is_announced(key) or index.is_bad(key)):
             return False
@@ -628,42 +460,52 @@ class Uploader:
         kept = upload.spooled
         if kept is not None and not self._spool.holds(kept):  # a later save has taken its place
             kept = None
-        if self._kept_bytes + nbytes > self._kept_limit_bytes:
-            kept = None
-        kept_bytes = nbytes if kept is not None else 0
         self.unannounced += 1
-        self._kept_bytes += kept_bytes
-        done = partial(self._answered, kept, kept_bytes)
+        done = partial(self._answered, kept)
         self._announcer.add(key, facts, done, at_s=since.at_s, known_s=since.known_s)
         if mine:
             # Not where it was there before: an entry that this process holds for gone or bad may
             # be the very one, and would be fetched in vain at every request.
             index.add(key, facts)
-        if self._kept_bytes > self._kept_limit_bytes // 2:
-            self._announcer.send_soon()
         return kept is not None
 
-    def _answered(self, kept: Spooled | None, kept_bytes: int, confirmed: bool) -> None:
+    async def _since_when(self, upload: Upload, key: Key) -> _Since:
+        """When an object that is there was stored: it may be gone, or be so soon.
+
+        Raises:
+            UnavailableError: It is gone, so it is to be stored; or the bucket does not answer, and
+                only this is to be asked again.
+        """
+        name, asked = self._sources.layout.object(key), upload.since
+        try:
+            info = await self._sources.store.head(name)
+        except AccessError as exc:  # one who may write but not read
+            log.debug("no look at what was there: %s", exc)
+            return asked
+        if info is None:
+            upload.answer = None
+            raise UnavailableError(f"{name} was there, and was deleted while it was saved")
+        if not info.modified_s:
+            return asked
+        return _Since(0.0, max(int(info.modified_s) - 1, asked.known_s))
+
+    def _answered(self, kept: Spooled | None, confirmed: bool) -> None:
         """The announcement is in the bucket, or was given up as the loop ends."""
         if confirmed and kept is not None:
-            self._removable.append((kept, kept_bytes))
-            if self._removing is None:
-                self._removing = asyncio.get_running_loop().create_task(
-                    self._remove_confirmed(), name="s3ec-unspool"
-                )
+            self._removable.append(kept)
+            if len(self._removable) == 1:  # all of a batch are told of before this begins
+                self._loop.submit(self._remove_confirmed())
             return
         if not confirmed and kept is None:  # what is spooled is left to the next process
             self._counters.add("announce_dropped")
         self._settle(1)
 
     async def _remove_confirmed(self) -> None:
-        while self._removable:
-            batch = self._removable[:REMOVED_AT_ONCE]
-            del self._removable[:REMOVED_AT_ONCE]
-            await self._leave_spool([kept for kept, _ in batch])
-            self._kept_bytes -= sum(nbytes for _, nbytes in batch)
+        confirmed, self._removable = self._removable, []
+        for at in range(0, len(confirmed), REMOVED_AT_ONCE):
+            batch = confirmed[at : at + REMOVED_AT_ONCE]
+            await self._leave_spool(batch)
             self._settle(len(batch))
-        self._removing = None
 
     async def _leave_spool(self, entries: Sequence[Spooled]) -> None:
         """Remove some entries from the spool: the only way out of it for what was uploaded.
@@ -673,8 +515,6 @@ class Uploader:
         - its announcement is confirmed,
         - the index has a row of the object that was there already,
         - it may never be stored, or a bad object has its name,
-        - it is in the bucket, and too much is kept for want of an announcement; a process that is
-          killed before this one's leaves it to `s3ec manifest rebuild`,
         - a later save has taken its place; then nothing is removed.
         """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +40,8 @@ _OWN_PROCESSOR_KWARGS = {"video": "videos_kwargs", "audio": "audio_kwargs"}
 _ENCODER_CONFIGS = ("vision_config", "audio_config", "speech_config", "encoder_config")
 # Parts of a Hugging Face configuration that say nothing about an encoder. What is quantised in the
 # checkpoint shows in its tensors.
+# On a model's configuration: the settings and the descriptor that were made of it first.
+_DESCRIBED = "_s3ec_described"
 _NO_ENCODER_CONFIGS = frozenset(
     ("text_config", "llm_config", "language_config", "talker_config", "token2wav_config",
      "code2wav_config", "generation_config", "quantization_config", "compression_config",
@@ -355,22 +356,11 @@ def describe_once(vllm_config: Any, settings: Settings) -> dict[str, Any]:
     after the worker half and before the scheduler half.
     """
     model = vllm_config.model_config
-    known = _DESCRIBED.get(id(model))
-    if known is None or known.model() is not model or known.settings != settings:
-        descriptor = _describe_but_files(vllm_config, settings)
-        known = _DESCRIBED[id(model)] = _Described(weakref.ref(model), settings, descriptor)
-        weakref.finalize(model, _DESCRIBED.pop, id(model), None)
-    return known.descriptor
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    model: weakref.ref[Any]
-    settings: Settings
-    descriptor: dict[str, Any]
-
-
-_DESCRIBED: dict[int, _Described] = {}
+    known: tuple[Settings, dict[str, Any]] | None = getattr(model, _DESCRIBED, None)
+    if known is None or known[0] != settings:
+        known = settings, _describe_but_files(vllm_config, settings)
+        object.__setattr__(model, _DESCRIBED, known)
+    return known[1]
 
 
 def _describe_but_files(vllm_config: Any, settings: Settings) -> dict[str, Any]:

@@ -10,16 +10,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from s3ec.connector import compat
-from s3ec.connector.loads import Loader, StepLoads, read_data
+from s3ec.connector.loads import Loader, read_data
 from s3ec.connector.messages import Encode, EncodeTime, Load, StepPlan, TierId, WorkerReport
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.shared_tier import sees_tier
-from s3ec.connector.staging import HostStaging, open_staging
+from s3ec.connector.staging import open_staging
 from s3ec.counters import Increments
 from s3ec.errors import CorruptEntryError
 from s3ec.node import Node
@@ -134,33 +134,8 @@ class EncodeTimer:
             return None
 
 
-class _Started(NamedTuple):
-    """A step's loads that finish_load_caches has not put into the encoder cache yet.
-
-    Attributes:
-        spent_s: In start_load_caches; 0 where the loads end there.
-    """
-
-    plan: StepPlan
-    loads: list[Load]
-    batch: StepLoads
-    spent_s: float = 0.0
-
-
 class WorkerHalf:
-    """Loads and saves of one worker process. One thread: the model runner's.
-
-    A step's loads are
-
-    =========  =========  ==================================================================
-    state      goes to    when
-    =========  =========  ==================================================================
-    (none)     started    the plan grants some
-    started    loaded     the encoder cache has them: in the same call, or in finish_load_caches
-    started    (none)     one cannot be had, or the step fails before it asks for them
-    loaded     (none)     a report has told the scheduler
-    =========  =========  ==================================================================
-    """
+    """Loads and saves of one worker process. One thread: the model runner's."""
 
     def __init__(
         self,
@@ -171,7 +146,6 @@ class WorkerHalf:
         rank: Callable[[], int],
         encoder: Callable[[], str],
         drain_timeout_s: float,
-        finish_later: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Wire the half up.
@@ -183,26 +157,16 @@ class WorkerHalf:
             rank: Number of this worker among those that load.
             encoder: Names what encodes, for what is learned of it.
             drain_timeout_s: How long finish() waits for the bucket to confirm queued saves.
-            finish_later: The model runner calls finish_load_caches; else start_load_caches does.
             clock: Seconds, for encoders that run in this thread.
         """
         self._node = node
         self._saves = saves
         self._rank = rank
         self._drain_timeout_s = drain_timeout_s
-        self._finish_later = finish_later
         self._encoder = encoder
         self._timer = EncodeTimer(device, clock=clock)
         self._measured: deque[EncodeTime] = deque(maxlen=_MOST_MEASURED)
-        self._loader = Loader(
-            node.loop,
-            node.sources,
-            node.counters,
-            node.naming,
-            lambda: open_staging(device()),
-            hashed=node.settings.verify == "always",
-        )
-        self._started: _Started | None = None
+        self._loader = Loader(node, lambda: open_staging(device()))
         self._loaded: dict[int, set[int]] = {}
         self._sync_allowed = compat.sync_allowed()
         self._increments = Increments(node.counters)
@@ -216,12 +180,18 @@ class WorkerHalf:
             self._sees_tier = {self._rank(): sees}
 
     def start_load_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
-        """Begin to bring every granted embedding into the encoder cache.
+        """Bring every granted embedding into the encoder cache.
+
+        The thread waits for files; the device waits for its copies by itself.
 
         Raises:
-            RuntimeError: As for finish_load_caches, where that is not called by the runner.
+            RuntimeError: An embedding could be had neither from its file nor from the
+                bucket; the others are in place. vLLM would end this engine anyway; a made-up
+                tensor would be answered from, and cached under the image's hash for later
+                requests.
         """
-        self._start_loads(cache, plan)
+        if plan.loads:
+            self._load(cache, plan)
         self.encoder_begins(plan, cache)
 
     def encoder_begins(self, plan: StepPlan, cache: Container[str] = ()) -> None:
@@ -249,62 +219,28 @@ class WorkerHalf:
             if self._node.users <= 1:
                 self._measured.append(one)
 
-    def _start_loads(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
-        left, self._started = self._started, None
-        if left is not None:  # of a step that failed before it asked for its loads
-            left.batch.cancel()
-        if not plan.loads:
-            return
+    def _load(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         began = time.perf_counter()
-        wanted = {one.identifier: one for one in plan.loads if not _holds(cache, one)}
+        missing = {one.identifier: one for one in plan.loads if not _holds(cache, one)}
         # Large ones first: those are for readers.
-        loads = sorted(wanted.values(), key=lambda one: -one.shape.nbytes)
-        with self._sync_allowed():
-            batch = self._loader.start(loads, later=self._finish_later)
-            started = _Started(plan, loads, batch)
-            if not self._finish_later:
-                self._finish(started, cache, began)
-                return
-        spent_s = time.perf_counter() - began
-        self._started = started._replace(spent_s=spent_s)
-        self._node.counters.add("load.seconds", spent_s)
-
-    def finish_load_caches(self, cache: MutableMapping[str, Any]) -> None:
-        """Put what start_load_caches began into the encoder cache. More than once is fine.
-
-        The thread waits for files; the device waits for its copies by itself.
-
-        Raises:
-            RuntimeError: An embedding could be had neither from its file nor from the
-                bucket; the others are in place. vLLM would end this engine anyway; a made-up
-                tensor would be answered from, and cached under the image's hash for later
-                requests.
-        """
-        self._timer.end()
-        started, self._started = self._started, None
-        if started is not None:
-            with self._sync_allowed():
-                self._finish(started, cache, time.perf_counter())
-
-    def _finish(self, started: _Started, cache: MutableMapping[str, Any], began: float) -> None:
-        plan = started.plan
+        loads = sorted(missing.values(), key=lambda one: -one.shape.nbytes)
         failure: Exception | None = None
         nbytes = 0
-        for load, outcome in zip(started.loads, started.batch.finish(), strict=True):
+        with self._sync_allowed():
+            outcomes = self._loader.load(loads)
+        for load, outcome in zip(loads, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 failure = failure or outcome
-            elif not _holds(cache, load):
+            else:
                 cache[load.identifier] = outcome
                 nbytes += load.shape.nbytes
         seconds = time.perf_counter() - began
-        sums = {"load.seconds": seconds}
-        if failure is None:
-            self._node.counters.observe("load_time", started.spent_s + seconds)
-            self._loaded.setdefault(plan.step, set()).add(self._rank())
-            sums |= {"load.items": len(plan.loads), "load.bytes": nbytes}
-        self._node.counters.add_all(sums)
+        self._node.counters.add("load.seconds", seconds)
         if failure is not None:
             raise failure
+        self._node.counters.observe("load_time", seconds)
+        self._node.counters.add_all({"load.items": len(plan.loads), "load.bytes": nbytes})
+        self._loaded.setdefault(plan.step, set()).add(self._rank())
 
     def start_save_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         """Store what the device holds and the corpus lacks.
@@ -331,14 +267,11 @@ class WorkerHalf:
         if self._saves is None or self._rank() != 0:
             return
         save = plan.saves[identifier]
-        self._saves.begin_step(plan.step)
         if not isinstance(output, torch.Tensor):
             self._node.counters.add("save_problem.shape")
-        elif output.is_cpu:  # nothing that the checker looks at
-            self._saves.put(identifier, save, output)
         else:
             with self._sync_allowed():
-                self._saves.put(identifier, save, output)
+                self._saves.put(identifier, save, output, step=plan.step)
 
     def report(self) -> WorkerReport | None:
         """What happened since the last report; None if nothing did."""
@@ -375,23 +308,20 @@ def load_without_a_half(cache: MutableMapping[str, Any], plan: StepPlan) -> None
     Raises:
         RuntimeError: A file cannot be read.
     """
-    if not plan.loads:  # as in most steps
-        return
-    staging = HostStaging()
     for load in plan.loads:
         if _holds(cache, load):
             continue
-        buffer = staging.take(load.shape)
+        shape = load.shape
+        values = torch.empty(shape.rows, shape.width, dtype=getattr(torch, shape.dtype))
         try:
-            read_data(load, buffer.memory)
+            read_data(load, values.view(torch.uint8))
         except (OSError, CorruptEntryError) as exc:
             raise RuntimeError(
                 "this worker's half of s3ec did not start, as its log says, and it cannot read "
                 f"{load.path} by itself: {exc}"
             ) from exc
         with compat.sync_allowed()():
-            tensor = staging.to_device(buffer, load.shape).to(compat.current_device())
-        cache[load.identifier] = tensor
+            cache[load.identifier] = values.to(compat.current_device())
 
 
 def _holds(encoder_cache: Mapping[str, Any], load: Load) -> bool:

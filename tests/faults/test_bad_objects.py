@@ -69,7 +69,6 @@ def test_save_that_meets_a_known_bad_object_is_given_up(
     stocked.put(1, BAD)
     with Engine.unhedged(stocked, tmp_path / "a") as engine:
         assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
-        caplog.clear()
         for number in (1, 2):
             eventually(lambda: engine.offer(1), "the save before has ended")
             eventually(lambda n=number: engine.count("save_problem.bad_object") == n)

@@ -321,10 +321,8 @@ class PlayedSaves:
         self._published: list[str] = []
         self._stored: list[str] = []
 
-    def begin_step(self, step: int) -> None:
+    def put(self, identifier: str, save: Save, tensor: torch.Tensor, *, step: int) -> bool:
         """It never lets a step wait for room."""
-
-    def put(self, identifier: str, save: Save, tensor: torch.Tensor) -> bool:
         stored = Stored(len(tensor), self._outside.weights, save.modality)
         if stored.weights != FIRST_WEIGHTS:
             raise BrokenPromiseError("an embedding of other weights is saved", identifier[:12])

@@ -109,7 +109,6 @@ def _ours(rig: WorkerRig) -> _Step:
 
         def load() -> None:
             rig.shell.start_load_caches(cache)
-            rig.shell.finish_load_caches(cache)  # nothing is left where vLLM has no such hook
 
         return load
 

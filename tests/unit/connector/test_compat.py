@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -13,25 +12,6 @@ import pytest
 from s3ec.codec import Header, Shape, encode_header, parse_header
 
 compat = pytest.importorskip("s3ec.connector.compat")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "serves"),
-    [
-        (["/opt/venv/bin/vllm", "serve", "model"], True),
-        (["/site-packages/vllm/entrypoints/openai/api_server.py", "--model", "m"], True),
-        (["/site-packages/vllm/entrypoints/launchers/api_server/entry.py"], True),
-        (["/opt/venv/bin/vllm", "run-batch", "-i", "requests.jsonl"], False),
-        (["precompute.py"], False),
-        (["-c"], False),
-        ([], False),
-    ],
-)
-def test_a_server_is_told_from_a_job(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], serves: bool
-) -> None:
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert compat.serves_requests() is serves
 
 
 def test_the_device_is_asked_for_its_name_once(monkeypatch: pytest.MonkeyPatch) -> None:

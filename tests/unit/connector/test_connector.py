@@ -16,7 +16,7 @@ import pytest
 from s3ec import runtime
 from s3ec.codec import Shape
 from s3ec.connector import guard
-from s3ec.connector.messages import Load, Save, StepPlan, WorkerReport
+from s3ec.connector.messages import Load, StepPlan, WorkerReport
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, TierError
 from s3ec.weights import Weights
@@ -35,10 +35,10 @@ Parts = parts_module.Parts
 
 class Worker:
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
+        self.calls: list[str] = []
 
-    def finish_load_caches(self, encoder_cache: dict[str, Any]) -> None:
-        self.calls.append(("finish", encoder_cache))
+    def encoder_ended(self) -> None:
+        self.calls.append("ended")
 
 
 def connector(worker: Worker | None, plan: StepPlan | None) -> shell.S3ECConnector:
@@ -79,11 +79,11 @@ def test_a_wait_whose_answer_is_repeated_goes_on_and_ends_in_time(pixels: bool, 
     assert world.clock.now_s >= began_s + limit_s - 0.01
 
 
-def test_finish_load_caches_goes_to_the_worker_half() -> None:
-    worker, cache = Worker(), {"a": 1}
-    connector(worker, StepPlan()).finish_load_caches(cache)
-    assert worker.calls == [("finish", cache)]
-    connector(None, None).finish_load_caches(cache)
+def test_where_vllm_asks_for_loads_behind_the_encoder_its_time_ends() -> None:
+    worker = Worker()
+    connector(worker, StepPlan()).finish_load_caches({"a": 1})
+    assert worker.calls == ["ended"]
+    connector(None, None).finish_load_caches({})
 
 
 def test_externally_loaded_hashes_are_the_step_s_loads() -> None:
@@ -151,6 +151,7 @@ HOOKS: dict[str, Callable[[shell.S3ECConnector], Any]] = {
     "update_connector_output": lambda it: it.update_connector_output(ConnectorOutput()),
     "take_unavailable_requests": lambda it: it.take_unavailable_requests(),
     "request_finished": lambda it: it.request_finished(Request()),
+    "finish_load_caches": lambda it: it.finish_load_caches({}),
     "save_caches": lambda it: it.save_caches({}, "a"),
     "build_connector_worker_meta": lambda it: it.build_connector_worker_meta(),
     "shutdown": lambda it: it.shutdown(),
@@ -173,12 +174,9 @@ def test_a_panic_inside_a_hook_is_counted_and_answered_like_a_miss(hook: str) ->
     assert node.counters.get("internal_errors") >= 1
 
 
-@pytest.mark.parametrize("hook", ["start_load_caches", "finish_load_caches"])
-def test_a_panic_while_granted_embeddings_are_loaded_is_an_error_that_vllm_reports(
-    hook: str,
-) -> None:
+def test_a_panic_while_granted_embeddings_are_loaded_is_an_error_that_vllm_reports() -> None:
     with pytest.raises(RuntimeError, match="Panic"):
-        getattr(broken(), hook)({})
+        broken().start_load_caches({})
 
 
 class Untouched:
@@ -206,7 +204,6 @@ CHILDS_HOOKS = HOOKS | {
         shell.S3ECMetadata(StepPlan(weights="others"))
     ),
     "start_load_caches": lambda it: it.start_load_caches({}),
-    "finish_load_caches": lambda it: it.finish_load_caches({}),
     "externally_loaded_hashes": lambda it: bool(it.externally_loaded_hashes()),
     "start_save_caches": lambda it: it.start_save_caches({}),
     "get_ec_connector_stats": lambda it: it.get_ec_connector_stats(),
@@ -275,16 +272,6 @@ def test_a_worker_whose_half_did_not_start_makes_nothing_up(tmp_path: Path) -> N
             it.start_load_caches(cache)
     assert cache == {}
     rig.close()
-
-
-def test_a_worker_whose_half_did_not_start_says_once_that_it_saves_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    it = connector(None, StepPlan(saves={"a": Save("image", {})}))
-    for _ in range(2):
-        it.start_save_caches({})
-        it.save_caches({"a": tensor()}, "a")
-    assert caplog.text.count("saves nothing") == 1
 
 
 @pytest.mark.parametrize("cancelled", [asyncio.CancelledError, futures.CancelledError])

@@ -136,10 +136,7 @@ _ENCODER = "cpu x1"
 class Saves:
     """In the place of a save queue."""
 
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def put(self, identifier: str, save: Save, one: Any) -> bool:
+    def put(self, identifier: str, save: Save, one: Any, *, step: int) -> bool:
         return True
 
     def take_report(self) -> tuple[list[str], list[str]]:

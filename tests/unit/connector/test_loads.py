@@ -93,9 +93,7 @@ class Watched(staging.HostStaging):
 
 
 def loader_on(node: Node, make_staging: Callable[[], Any], **more: Any) -> loading.Loader:
-    return loading.Loader(
-        *(node.loop, node.sources, node.counters, node.naming), make_staging, hashed=True, **more
-    )
+    return loading.Loader(node, make_staging, **more)
 
 
 def check(outcomes: list[torch.Tensor | Exception], count: int) -> None:
@@ -109,26 +107,20 @@ def check(outcomes: list[torch.Tensor | Exception], count: int) -> None:
 def test_one_alone_is_read_in_the_calling_thread(bench: Bench) -> None:
     watched = Watched()
     loader = loader_on(bench.node, lambda: watched)
-    check(loader.start(bench.loads(1), later=False).finish(), 1)
+    check(loader.load(bench.loads(1)), 1)
     assert watched.threads == [threading.current_thread().name]
 
 
 @pytest.mark.usefixtures("in_memory")
-@pytest.mark.parametrize("later", [False, True])
-def test_small_ones_that_are_in_memory_are_read_at_once_by_the_calling_thread(
-    bench: Bench, later: bool
-) -> None:
+def test_small_ones_that_are_in_memory_are_read_by_the_calling_thread(bench: Bench) -> None:
     watched = Watched()
     loader = loader_on(bench.node, lambda: watched)
-    begun = loader.start(bench.loads(5), later=later)
+    check(loader.load(bench.loads(5)), 5)
     assert watched.threads == [threading.current_thread().name] * 5
-    check(begun.finish(), 5)
-    assert len(watched.threads) == 5
 
 
-@pytest.mark.parametrize("later", [False, True])
 def test_small_ones_that_a_disk_would_have_to_bring_are_a_readers(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, later: bool
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, mine = loading.read_data, threading.current_thread()
     readers: set[threading.Thread] = set()
@@ -141,7 +133,7 @@ def test_small_ones_that_a_disk_would_have_to_bring_are_a_readers(
 
     monkeypatch.setattr(loading, "read_data", cold)
     loader = loader_on(bench.node, staging.HostStaging)
-    check(loader.start(bench.loads(5), later=later).finish(), 5)
+    check(loader.load(bench.loads(5)), 5)
     assert readers
     assert mine not in readers
     loader.close()
@@ -151,7 +143,7 @@ def test_small_ones_that_a_disk_would_have_to_bring_are_a_readers(
 def test_two_large_ones_are_read_at_the_same_time(bench: Bench) -> None:
     watched = Watched(threading.Barrier(2))
     loader = loader_on(bench.node, lambda: watched)
-    check(loader.start(bench.loads(2), later=False).finish(), 2)
+    check(loader.load(bench.loads(2)), 2)
     assert len(set(watched.threads)) == 2
     loader.close()
 
@@ -159,8 +151,7 @@ def test_two_large_ones_are_read_at_the_same_time(bench: Bench) -> None:
 @pytest.mark.usefixtures("any_size")
 def test_many_keep_their_order(bench: Bench) -> None:
     loader = loader_on(bench.node, staging.HostStaging)
-    for later in (False, True):
-        check(loader.start(bench.loads(len(HASHES)), later=later).finish(), len(HASHES))
+    check(loader.load(bench.loads(len(HASHES))), len(HASHES))
     loader.close()
 
 
@@ -184,7 +175,7 @@ def test_caller_reads_what_the_readers_have_not_begun(bench: Bench) -> None:
             return super().take(shape)
 
     loader = loader_on(bench.node, Held)
-    check(loader.start(bench.loads(len(HASHES)), later=True).finish(), len(HASHES))
+    check(loader.load(bench.loads(len(HASHES))), len(HASHES))
     assert gate.is_set()
     loader.close()
 
@@ -195,7 +186,7 @@ def test_failures_stay_with_their_loads(bench: Bench) -> None:
     bench.lose(loads[3])
     bench.only_in_the_bucket(loads[6], 6)
     loader = loader_on(bench.node, staging.HostStaging)
-    outcomes = loader.start(loads, later=False).finish()
+    outcomes = loader.load(loads)
     assert [isinstance(outcome, RuntimeError) for outcome in outcomes] == [
         number == 3 for number in range(8)
     ]
@@ -221,7 +212,16 @@ class SlowDisk:
         self.deliveries_s = list(deliveries_s)
         self._allowed = threading.Semaphore(0)
         self._read = reading.read_data
+        self._outcomes: list[Future[Any]] = []
         monkeypatch.setattr(reading, "read_data", self._read_slowly)
+        disk = self
+
+        class Readers(loading.DaemonPool):
+            def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+                disk._outcomes.append(super().submit(*args, **kwargs))
+                return disk._outcomes[-1]
+
+        monkeypatch.setattr(loading, "DaemonPool", Readers)
 
     def _read_slowly(
         self, load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bool = True
@@ -241,6 +241,10 @@ class SlowDisk:
 
     def wait_for_any(self, outcomes: Collection[Future[Any]], timeout_s: float) -> None:
         until_s = self.now_s + max(0.0, timeout_s)
+        answers = [one for one in outcomes if one not in self._outcomes]
+        if answers:  # the bucket's, which come at once
+            assert not wait(answers, DEADLINE_S).not_done
+            return
         if not self.deliveries_s or self.deliveries_s[0] > until_s:
             self.now_s = until_s
             return
@@ -258,7 +262,7 @@ def test_a_disk_that_delivers_something_in_time_is_waited_for_to_the_end(
 ) -> None:
     disk = SlowDisk(monkeypatch, *(4.0 * (number + 1) for number in range(12)))
     loader = disk.loader(bench)
-    check(loader.start(bench.loads(12), later=False).finish(), 12)
+    check(loader.load(bench.loads(12)), 12)
     assert disk.now_s == 48.0
     assert bench.counted("load.hung") == 0
     loader.close()
@@ -270,7 +274,7 @@ def test_a_disk_that_pauses_while_the_bucket_is_down_is_waited_for(
     disk = SlowDisk(monkeypatch, 30.0, 85.0, 86.0)
     bench.faults.append(Fault(error=UnavailableError))
     loader = disk.loader(bench)
-    check(loader.start(bench.loads(3), later=False).finish(), 3)
+    check(loader.load(bench.loads(3)), 3)
     assert bench.faults[0].struck >= 1
     assert bench.counted("load.rescued") == 0
     loader.close()
@@ -285,7 +289,7 @@ def test_a_reader_is_given_up_once_the_bucket_has_delivered(
         blob = bench.entry(load.identifier, tensor(number))
         bench.bucket.objects[bench.object_name(load.identifier)] = blob
     loader = disk.loader(bench)
-    check(loader.start(loads, later=False).finish(), 3)
+    check(loader.load(loads), 3)
     assert disk.now_s == 9.0
     assert bench.counted("load.hung") == bench.counted("load.rescued") == 2
     disk.deliver_all()
@@ -299,7 +303,7 @@ def test_where_neither_disk_nor_bucket_deliver_loads_fail_after_a_minute(
     bench.faults.append(Fault(error=UnavailableError))
     loader = disk.loader(bench)
     loads = bench.loads(3)
-    outcomes = loader.start(loads, later=False).finish()
+    outcomes = loader.load(loads)
     failed = [one for one in zip(loads, outcomes, strict=True) if isinstance(one[1], Exception)]
     assert disk.now_s == 63.0
     assert len(failed) == bench.counted("load.hung") == 2
@@ -314,10 +318,9 @@ def test_where_neither_disk_nor_bucket_deliver_loads_fail_after_a_minute(
 
 
 @pytest.mark.usefixtures("any_size")
-@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("buffers", [1, 2, 8])
 def test_accelerator_gets_all_through_few_buffers(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, buffers: int, later: bool
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, buffers: int
 ) -> None:
     monkeypatch.setattr(host_pool, "PATIENCE_S", 60.0)
     fake = accelerators.FakeAccelerator()
@@ -325,7 +328,7 @@ def test_accelerator_gets_all_through_few_buffers(
     loader = loader_on(bench.node, lambda: device)
     loads = bench.loads(len(HASHES))
     bench.only_in_the_bucket(loads[5], 5)
-    check(loader.start(loads, later=later).finish(), len(HASHES))
+    check(loader.load(loads), len(HASHES))
     assert accelerators.is_all_idle(device.loads)
     assert device.loads.held_bytes <= buffers * SMALLEST
     assert fake.log.count("computing waits") == 1
@@ -338,7 +341,7 @@ def test_next_file_is_read_while_the_copy_of_the_last_is_held_back(bench: Bench)
     device = staging.AcceleratorStaging(fake)
     loader = loader_on(bench.node, lambda: device)
     fake.streams[0].held = True
-    outcomes = loader.start(bench.loads(6), later=False).finish()
+    outcomes = loader.load(bench.loads(6))
     assert fake.log.count("loads copies") == 6  # all read, none there
     fake.release()
     check(outcomes, 6)
@@ -356,12 +359,10 @@ def test_buffer_comes_back_from_a_load_that_failed(
     loads = bench.loads(3)
     bench.lose(loads[1])
     for _ in range(3):
-        outcomes = loader.start(loads, later=False).finish()
+        outcomes = loader.load(loads)
         assert isinstance(outcomes[1], RuntimeError)
     fake.fail_next = "copy"
-    failed = [
-        one for one in loader.start(loads, later=False).finish() if isinstance(one, Exception)
-    ]
+    failed = [one for one in loader.load(loads) if isinstance(one, Exception)]
     assert len(failed) == 2
     assert accelerators.is_all_idle(device.loads)
     loader.close()
@@ -539,7 +540,7 @@ def test_another_file_under_the_name_is_not_the_one_and_no_damage(
     load = out_of_reach(load)
     with pytest.raises(FileNotFoundError):
         read_again(load)
-    (outcome,) = loader_on(bench.node, staging.HostStaging).start([load], later=False).finish()
+    (outcome,) = loader_on(bench.node, staging.HostStaging).load([load])
     assert torch.equal(outcome, tensor(1))
     assert bench.counted("load.rescued") == 1
     assert Path(load.path).exists() is (becomes == "replaced")
@@ -555,7 +556,7 @@ def test_a_file_that_was_found_bad_is_granted_no_more(bench: Bench) -> None:
     )
     blob = Path(load.path).read_bytes()
     Path(load.path).write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
-    (outcome,) = loader_on(bench.node, staging.HostStaging).start([load], later=False).finish()
+    (outcome,) = loader_on(bench.node, staging.HostStaging).load([load])
     assert torch.equal(outcome, tensor(1))
     assert len(bench.node.residents) == 0
     assert not bench.node.tier.entries.contains(key)

@@ -613,7 +613,7 @@ def test_an_adapter_s_embeddings_are_shared_and_those_of_unknown_files_are_not_s
         # Replaced between the scheduler's decision and the save: nobody vouches for it.
         other = "my-lora:" + "cd" * 32
         assert not engine.ask(other, lora(), old, lambda: adapter(place, 2))
-        engine.until(lambda: engine.counted("save_problem.adapter") == 1)
+        engine.until(lambda: engine.counted("save_problem.refused.adapter") == 1)
 
         # Under another name and number it is another adapter.
         again = "my-lora2:" + "ab" * 32

@@ -43,10 +43,8 @@ class Rig(Process):
         )
 
     # As a SaveQueue.
-    def begin_step(self, step: int) -> None:
+    def put(self, identifier: str, save: Save, tensor: torch.Tensor, *, step: int) -> bool:
         self.steps.append(step)
-
-    def put(self, identifier: str, save: Save, tensor: torch.Tensor) -> bool:
         self.saved.append((identifier, save, tensor))
         return True
 
@@ -195,7 +193,7 @@ def test_fresh_output_is_handed_to_the_save_queue(rig: Rig) -> None:
     assert rig.saved == [(HASHES[0], plan.saves[HASHES[0]], output)]
 
 
-# Several at a time, and the two halves of a load
+# Several at a time
 
 
 class Plain:
@@ -211,27 +209,19 @@ class Plain:
         self.held[identifier] = value
 
 
-@pytest.mark.parametrize("finish_later", [False, True])
-def test_encoder_cache_needs_only_to_be_asked_and_set(rig: Rig, finish_later: bool) -> None:
-    worker = rig.half(finish_later=finish_later)
+def test_encoder_cache_needs_only_to_be_asked_and_set(rig: Rig) -> None:
     loads = [rig.granted(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
     cache = Plain()
-    worker.start_load_caches(cache, StepPlan(step=1, loads=[*loads, loads[0]]))
-    worker.finish_load_caches(cache)
+    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[*loads, loads[0]]))
     assert len(cache.held) == len(HASHES)
     assert all(torch.equal(cache.held[each], tensor(n)) for n, each in enumerate(HASHES))
 
 
-@pytest.mark.parametrize("finish_later", [False, True])
-def test_rows_of_another_picture_under_the_same_identifier_are_replaced(
-    rig: Rig, finish_later: bool
-) -> None:
+def test_rows_of_another_picture_under_the_same_identifier_are_replaced(rig: Rig) -> None:
     """vLLM keeps them where it evicts the one and makes room for the other in one pass."""
-    worker = rig.half(finish_later=finish_later)
     load = rig.granted(HASHES[0], tensor(1))
     cache = {HASHES[0]: torch.full((tensor(1).shape[0] + 8, tensor(1).shape[1]), 7.0)}
-    worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
-    worker.finish_load_caches(cache)
+    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     assert torch.equal(cache[HASHES[0]], tensor(1))
 
 
@@ -257,42 +247,6 @@ def test_failed_load_leaves_the_others_in_place(rig: Rig) -> None:
             assert torch.equal(cache[identifier], tensor(number))
     report = rig.worker.report()
     assert report is None or not report.loaded
-
-
-def test_started_loads_are_in_place_when_they_are_finished(rig: Rig) -> None:
-    worker = rig.half(finish_later=True)
-    loads = [rig.granted(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
-    cache: dict[str, torch.Tensor] = {}
-    worker.start_load_caches(cache, StepPlan(step=3, loads=loads))
-    assert cache == {}
-    assert worker.report() is None or not worker.report()
-    worker.finish_load_caches(cache)
-    worker.finish_load_caches(cache)  # vLLM asks again when the step ends
-    assert set(cache) == set(HASHES)
-    report = worker.report()
-    assert report is not None
-    assert report.loaded == {3: {0}}
-    assert report.counts["load.items"] == len(HASHES)
-
-
-def test_loads_of_a_step_that_failed_are_forgotten_by_the_next(rig: Rig) -> None:
-    worker = rig.half(finish_later=True)
-    first = [rig.granted(identifier, tensor()) for identifier in HASHES[:4]]
-    cache: dict[str, torch.Tensor] = {}
-    worker.start_load_caches(cache, StepPlan(step=1, loads=first))
-    worker.start_load_caches(cache, StepPlan(step=2))
-    worker.finish_load_caches(cache)
-    assert cache == {}
-
-
-def test_what_was_encoded_meanwhile_is_left_alone(rig: Rig) -> None:
-    worker = rig.half(finish_later=True)
-    load, mine = rig.granted(HASHES[0], tensor(1)), tensor(2)
-    cache: dict[str, torch.Tensor] = {}
-    worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
-    cache[HASHES[0]] = mine
-    worker.finish_load_caches(cache)
-    assert cache[HASHES[0]] is mine
 
 
 def test_only_what_the_scheduler_named_is_saved_and_only_by_rank_0(rig: Rig) -> None:
@@ -339,14 +293,10 @@ def test_what_gauges_say_is_reported_by_rank_once_and_not_where_the_scheduler_se
     assert rig.worker.report() is None
 
 
-@pytest.mark.parametrize("finish_later", [False, True])
-def test_the_time_of_a_steps_loads_is_observed_once(rig: Rig, finish_later: bool) -> None:
-    worker = rig.half(finish_later=finish_later)
+def test_the_time_of_a_steps_loads_is_observed_once(rig: Rig) -> None:
     loads = [rig.granted(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
     cache: dict[str, torch.Tensor] = {}
-    worker.start_load_caches(cache, StepPlan(step=7, loads=loads))
-    worker.finish_load_caches(cache)
-    worker.finish_load_caches(cache)
+    rig.worker.start_load_caches(cache, StepPlan(step=7, loads=loads))
     (one,) = observed(rig.node.counters.snapshot())
     assert (one.histogram, one.many) == ("load_time", 1)
     assert one.seconds == pytest.approx(rig.node.counters.get("load.seconds"))
