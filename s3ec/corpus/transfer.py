@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 _EXAMPLE = re.compile(r"([0-9a-f]{64})/encoder_cache\.safetensors")
 _EXAMPLE_NAME = "encoder_cache.safetensors"
 # obstore's names for what it is still writing, and ours.
-_UNFINISHED = re.compile(r"\.(?:safetensors|json|parquet)#\d+$|^\.tmp-\d+-[0-9a-f]{16}$")
+_UNFINISHED = re.compile(r"\.(?:safetensors|json|parquet)#\d+$|^\.tmp-[0-9a-f]{16}$")
 _CONTENT_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})" + re.escape(OBJECT_SUFFIX))
 _ALIGNMENT = 8  # what the safetensors library asks for
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
 from s3ec.errors import TierError
 from s3ec.tier.files import Folders, free_bytes, is_full, make_folder, require_own_folder
-from s3ec.tier.inspection import plain_bytes
 from s3ec.tier.mounts import file_system, require_local
 from s3ec.tier.residents import FEW_RESIDENTS, allowed_residents
+from s3ec.tier.scan import scan_tier
 
 _MEMORY = ("tmpfs", "ramfs")
 _USEFUL_BYTES = 64 * 2**20  # below this a tier would hold a handful of images
@@ -94,7 +94,7 @@ def cache_space(context: CheckContext) -> Outcome:
     """Whether the disk has room for `cache_bytes` and `min_free_bytes`."""
     settings = context.settings
     try:
-        used = plain_bytes(Folders(settings.cache_dir), skip=set())
+        used = scan_tier(Folders(settings.cache_dir)).total_bytes
         free = _free_bytes(settings.cache_dir)
     except OSError as exc:
         return fail(f"{settings.cache_dir}: {exc.strerror}", _mend_folder(exc))

@@ -171,9 +171,9 @@ class EntryWriter:
             raise TierError(f"cannot receive {name}: {exc}") from exc
         return Incoming(name, nbytes, file, check, commit, self._with_room)
 
-    def place(self, file: TempFile, path: str, parents: Sequence[str]) -> None:
+    def place(self, file: TempFile, path: str) -> None:
         """Name a file that is no entry, and count it; see ``Folders.place``."""
-        self._folders.place(file, path, parents)
+        self._folders.place(file, path)
         self._evictor.account(file.nbytes)
 
     def _with_room(self, nbytes: int, write: Callable[[], T]) -> T:
@@ -204,7 +204,7 @@ class EntryWriter:
             self._evictor.need_room(nbytes)
             written = self._attempt(pieces, nbytes, name)
         except OSError as exc:
-            raise TierError(f"cannot write {self._entries.path(key)[0]}: {exc}") from exc
+            raise TierError(f"cannot write {self._entries.path(key)}: {exc}") from exc
         if not counted:
             self._evictor.account(nbytes)
         return written
@@ -235,7 +235,7 @@ class EntryWriter:
 
     def _name_open(self, key: Key, file: TempFile, header: Header) -> OpenEntry:
         self._finish(file)
-        path = self._entries.path(key)[0]
+        path = self._entries.path(key)
         entry = OpenEntry(path, open_entry(file.path), header, verified_s=time.monotonic())
         try:
             self._place(key, file)
@@ -250,11 +250,10 @@ class EntryWriter:
 
     def _place(self, key: Key, file: TempFile) -> None:
         """Give an entry its name, and tell the node's other processes."""
-        self._folders.place(file, *self._entries.path(key))
+        self._folders.place(file, self._entries.path(key))
         self._news.notify(key)
 
     def _finish(self, file: TempFile, *, unread: bool = False, used_s: float | None = None) -> None:
-        file.close()
         mtime_ns = use_time_ns(self._clock() if used_s is None else used_s, unread=unread)
         os.utime(file.path, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
 

@@ -35,11 +35,8 @@ from s3ec.runtime import Background
 from s3ec.tier.files import (
     DiskErrors,
     Folders,
-    current_batch,
     free_bytes,
-    is_stale_temp,
     is_unread,
-    require_own_folders,
     sweep_temps,
 )
 from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, scan_tier
@@ -197,10 +194,9 @@ def evict_indexes(
 def _remove_index(index: ScannedIndex, above: str) -> int:
     freed = 0
     try:
-        require_own_folders((above, index.path))
         if os.lstat(index.path).st_mtime_ns != index.used_ns:
             return 0  # a process of that model has begun since the walk
-    except (OSError, TierError):
+    except OSError:
         return 0
     for path in index.files:
         with suppress(OSError):
@@ -227,19 +223,6 @@ def _remove_empty(path: str, objects: str) -> None:
         while folder != objects:
             os.rmdir(folder)
             folder = os.path.dirname(folder)
-
-
-@dataclass(slots=True)
-class _Published:
-    """What one thread has published since the running total was last added to.
-
-    Attributes:
-        nbytes: Of what it has published.
-        room_bytes: What it may publish still, before anybody looks at total and disk again.
-    """
-
-    nbytes: int = 0
-    room_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,12 +471,6 @@ class Evictor:
             raise TierError("the tier is not open")
         if nbytes > self._budget_bytes:
             raise TierError(f"{nbytes} bytes are more than the budget of {self._budget_bytes}")
-        published = self._published()
-        if published is not None:
-            if nbytes <= published.room_bytes:
-                published.room_bytes -= nbytes
-                return
-            self._end_batch(published)  # so that the total is right
         if self._has_room(nbytes):
             return
         if not (self._rests() and self._short_bytes(nbytes) > 0):
@@ -523,27 +500,6 @@ class Evictor:
 
     def account(self, nbytes: int) -> None:
         """Count what was published; a few system calls. Never raises: the bytes are there."""
-        published = self._published()
-        if published is None:
-            self._count(nbytes)
-        else:
-            published.nbytes += nbytes
-
-    def _published(self) -> _Published | None:
-        """Where this thread adds up what it publishes in a row, to count it at the end.
-
-        And it looks for room once. For a few milliseconds: what is not counted may be published by
-        others a second time, and is not counted at all where this process is killed.
-        """
-        batch = current_batch()
-        return None if batch is None else batch.share(self, _Published, self._end_batch)
-
-    def _end_batch(self, published: _Published) -> None:
-        nbytes, published.nbytes, published.room_bytes = published.nbytes, 0, 0
-        if nbytes:
-            self._count(nbytes)
-
-    def _count(self, nbytes: int) -> None:
         try:
             figures = self._total.add(nbytes)
         except (OSError, TierError) as exc:
@@ -599,11 +555,6 @@ class Evictor:
         if free - nbytes < self.min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
         limit = self._budget_bytes - self._spared_bytes if figures.counted else self._slack_bytes
-        published = self._published()
-        if published is not None:
-            # Near a limit there is none, so that each publish looks.
-            spare = free - self.min_free_bytes - self._ahead_of_floor_bytes
-            published.room_bytes = min(limit - figures.total_bytes, spare) - nbytes
         return figures.total_bytes + nbytes <= limit and free - nbytes >= self._floor_bytes
 
     def _work_ahead(self, pause: Callable[[], None]) -> float:
@@ -629,12 +580,9 @@ class Evictor:
         pause: Callable[[], None] | None = None,
     ) -> int:
         """With the lock held; answers the bytes freed."""
-        with suppress(FileNotFoundError):  # emptied under us: nothing to evict
-            require_own_folders((*self._folders.above, str(self._folders.objects)))
         before = self._total.read()
         self._sweep()
         scan = scan_tier(self._folders, pause)
-        self._sweep_temps(scan)
         goal_bytes = goal_entries = short_bytes = 0
         if self._evicts:
             goal_bytes = self._excess_bytes(scan, incoming_bytes, ahead=ahead)
@@ -666,14 +614,7 @@ class Evictor:
         return freed
 
     def _sweep(self) -> None:
-        sweep_temps(self._folders.incoming, now_s=self._clock())
-
-    def _sweep_temps(self, scan: TierScan) -> None:
-        """Those in the spool, whose folders only a walk looks into."""
-        for temp in scan.temps:
-            if is_stale_temp(temp, now_s=self._clock()):
-                with suppress(OSError):
-                    os.unlink(temp)
+        sweep_temps(self._folders.incoming)
 
     def _free_bytes(self) -> int:
         try:

@@ -24,7 +24,7 @@ import xxhash
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.runtime import Background
-from s3ec.tier.files import DiskErrors, Folders, current_batch, open_entry
+from s3ec.tier.files import DiskErrors, Folders, open_entry
 
 _MAGIC = b"s3n\x01"
 _BODY = struct.Struct("<4sQ16s")
@@ -88,20 +88,12 @@ class NewsWriter:
 
     def notify(self, key: Key) -> None:
         """An entry has its name now; about six short system calls. Never raises."""
-        record = make_record(self._namespace, key.digest)
-        batch = current_batch()
-        if batch is None:
-            self._write([record])
-        else:
-            batch.share(self, list[bytes], self._write).append(record)
-
-    def _write(self, records: list[bytes]) -> None:
         try:
             fd = self._folders.open_own(self._folders.news, os.O_APPEND)
             try:
                 # One write at the end, so records of many processes do not mix. A full disk may
                 # take a part of it, which readers pass over.
-                os.write(fd, b"".join(records))
+                os.write(fd, make_record(self._namespace, key.digest))
                 if os.lseek(fd, 0, os.SEEK_CUR) >= LARGEST_BYTES:
                     self._begin_anew(fd)
             finally:

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from s3ec.codec import Header
 from s3ec.counters import Counters
-from s3ec.identity import digest_of_name
+from s3ec.identity import Key, digest_of_name
 from s3ec.runtime import Background
 from s3ec.tier.entries import Entries
 from s3ec.tier.ledger import Ledger, Verified
@@ -212,7 +212,7 @@ class Residents:
             noted, began_s = verified.get(digest), self._clock()
             if noted is not None and began_s - noted.seconds > VERIFIED_FOR_S:
                 noted = None
-            entry = self._entries.open_name(name, digest, verified=noted)
+            entry = self._entries.open(Key("", name, digest), verified=noted)
             if entry is not None:
                 self._put(digest, entry)
                 if noted is None or entry.verified_s != noted.seconds:

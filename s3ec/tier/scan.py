@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
-from s3ec.tier.process_folder import LOCK_NAME, is_process_folder_name
 
 _INDEX_NAME = re.compile(r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}")
 
@@ -22,31 +21,42 @@ def is_index_name(name: str) -> bool:
     return _INDEX_NAME.fullmatch(name) is not None
 
 
-_ENTRY_FILE = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX))
+_SPOOL_FILE = re.compile(
+    r"(.+)--([0-9a-f]{16})--([0-9a-f]{16})-[0-9]{1,10}--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX)
+)
+_SPOOL_LOCK = re.compile(r"([0-9a-f]{16})\.lock")
 
 
 @dataclass(frozen=True, slots=True)
-class EntryFileName:
-    """The parts of a spooled file's name, ``NAMESPACE--DESTINATION--DIGEST.safetensors``.
+class SpoolFileName:
+    """``NAMESPACE--DESTINATION--OWNER-NUMBER--DIGEST.safetensors``, the name of a spooled file.
 
     Attributes:
         namespace: ``Namespace.name``.
         destination: 16 hex digits that stand for a bucket and a folder in it. Namespaces do
             not tell those apart, and what was saved for one bucket must not end in another.
+        owner: 16 hex digits. Whoever holds the lock ``OWNER.lock`` uploads the file.
         digest: ``Key.digest``.
     """
 
     namespace: str
     destination: str
+    owner: str
     digest: bytes
 
     @classmethod
-    def parse(cls, name: str) -> EntryFileName | None:
+    def parse(cls, name: str) -> SpoolFileName | None:
         """The parts of a file name, None where it is no such name."""
-        match = _ENTRY_FILE.fullmatch(name)
+        match = _SPOOL_FILE.fullmatch(name)
         if match is None or not is_namespace_name(match[1]):
             return None
-        return cls(match[1], match[2], bytes.fromhex(match[3]))
+        return cls(match[1], match[2], match[3], bytes.fromhex(match[4]))
+
+
+def owner_of_lock(name: str) -> str | None:
+    """Whose lock in the spool has this name; None where it is no lock."""
+    match = _SPOOL_LOCK.fullmatch(name)
+    return match[1] if match is not None else None
 
 
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
@@ -130,7 +140,8 @@ class TierScan:
         index: Inode to bytes of the index's files.
         indexes: The same by namespace.
         named: Inodes of ``kept`` that have a name outside of the spool.
-        temps: Paths of files that are being written, or were when their writer died.
+        temps: Paths of files that are being written, or were when their writer died; all in
+            ``incoming``.
         foreign: Paths of what is not ours; never counted, never deleted.
         troubles: Folders that could not be read, with the reason.
     """
@@ -189,8 +200,9 @@ def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> Tier
     for item in _items(str(folders.incoming), scan):
         (scan.temps if is_temp_name(item.name) else scan.foreign).append(item.path)
     # The spool first: an entry that is evicted during the walk then still counts as held.
-    for item in _owned(str(folders.spool), scan):
-        _sort_spooled(item, scan)
+    for item in _items(str(folders.spool), scan):
+        if owner_of_lock(item.name) is None:
+            _sort_spooled(item, scan)
     scan.kept = dict(scan.spooled.values())
     seen = 0
     for namespace in _items(str(folders.objects), scan):
@@ -252,17 +264,6 @@ def _items(folder: str, scan: TierScan) -> list[os.DirEntry[str]]:
         return []
 
 
-def _owned(above: str, scan: TierScan) -> Iterator[os.DirEntry[str]]:
-    """What processes keep in their folders, without the locks."""
-    for folder in _items(above, scan):
-        if is_process_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
-            for item in _items(folder.path, scan):
-                if item.name != LOCK_NAME:
-                    yield item
-        else:
-            scan.foreign.append(folder.path)
-
-
 def _below(folder: str, levels: int, scan: TierScan) -> Iterator[os.DirEntry[str]]:
     for item in _items(folder, scan):
         if levels and item.is_dir(follow_symlinks=False):
@@ -280,16 +281,13 @@ def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], scan: TierScan) -
 
 
 def _sort_spooled(item: os.DirEntry[str], scan: TierScan) -> None:
-    found = _look(item, EntryFileName.parse(item.name) is not None, scan)
+    found = _look(item, SpoolFileName.parse(item.name) is not None, scan)
     if found is not None:
         scan.spooled[item.path] = (found.st_ino, found.st_size)
 
 
 def _look(item: os.DirEntry[str], named_well: bool, scan: TierScan) -> os.stat_result | None:
-    """A regular file with a good name; what else there is, is noted as a temp or as foreign."""
-    if is_temp_name(item.name):
-        scan.temps.append(item.path)
-        return None
+    """A regular file with a good name; what else there is, is noted as foreign."""
     try:
         found = item.stat(follow_symlinks=False)
     except OSError:  # evicted, confirmed or adopted since it was listed
