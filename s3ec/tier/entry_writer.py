@@ -150,14 +150,12 @@ class EntryWriter:
         *,
         check: Callable[[bytes | memoryview], object],
         commit: Callable[[TempFile], T],
-        wait_s: float | None = None,
     ) -> Incoming[T]:
         """A file that comes in parts.
 
         Args:
             name: What it is, for messages.
             nbytes: What it will have in the end.
-            wait_s: How long to wait for who evicts, where there is no room; see ``need_room``.
             check: Sees the parts in their order. May raise CorruptEntryError.
             commit: Judges the whole file, and gives it its name.
 
@@ -165,7 +163,7 @@ class EntryWriter:
             TierError: There will be no room, or the disk refused.
         """
         try:
-            self._evictor.need_room(nbytes, wait_s=wait_s)
+            self._evictor.need_room(nbytes)
             file = self._with_room(nbytes, self._folders.new_file)
         except OSError as exc:
             raise TierError(f"cannot receive {name}: {exc}") from exc

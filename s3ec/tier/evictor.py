@@ -39,7 +39,7 @@ from s3ec.tier.files import (
     is_unread,
     sweep_temps,
 )
-from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, scan_tier
+from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, no_pause, scan_tier
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ _REMOVALS_PER_PAUSE = 64
 # So far may clocks differ.
 _SKEW_NS = 300 * 10**9
 _BEFORE_ALL_NS = 1 << 65
-# Processes touch their index every 10 minutes. One of a machine that slept for longer than this
-# downloads its files again, and keeps what it has mapped.
+# Who reads the index touches its folder at each refresh that the bucket answers. After a longer
+# silence than this the files may be downloaded again; what is mapped stays.
 _INDEX_UNUSED_NS = 7 * 86_400 * 10**9
 
 # Eviction goes on down to this share of the budget, so that it is not needed at every publish.
@@ -63,9 +63,9 @@ _SLACK = 1 / 64
 # A publish waits so long for whoever is evicting. A disk thread that waits for longer would be
 # taken for a disk that hangs, and a walk over a million entries takes half a minute.
 TURN_WAIT_S = 1.0
-# After that was in vain (a stopped process, a long walk) publishes do not wait for so long. And
-# after an eviction that gave the disk no room nothing is evicted for the disk's sake for so long:
-# other processes have open what went, and close it soon, or somebody else fills the disk.
+# After a wait in vain (a stopped process, a long walk), or an eviction that gave the disk no room
+# (others have open what went, or fill the disk), for so long no publish waits, and nothing is
+# evicted for the disk's sake.
 TURN_REST_S = 5.0
 # A background round that could free nothing is not repeated at once, but after this time at the
 # earliest, and after this many times as long as it took.
@@ -83,10 +83,6 @@ _TOTAL_POLL_S = 0.0005
 TOTAL_LOCK_TIMEOUT_S = 2.0
 
 
-# Who evicts nothing waits so long for who does: it is in no request's way.
-_PATIENT_WAIT_S = 60.0
-
-
 class NoRoomError(TierError):
     """Raised for a publish that would break a limit, where nothing may be evicted for it."""
 
@@ -100,19 +96,15 @@ class Evicted:
     unread_nbytes: int = 0
 
 
-def latest_use_ns(now_s: float) -> int:
-    """Later uses were noted by a clock that has been set back since."""
-    return int(now_s * 1e9) + _SKEW_NS
-
-
 def oldest_first(
-    entries: Sequence[ScannedEntry], *, now_s: float, pause: Callable[[], None] | None = None
+    entries: Sequence[ScannedEntry], *, now_s: float, pause: Callable[[], None] = no_pause
 ) -> Iterator[ScannedEntry]:
     """Entries by time of use; first those whose time is ahead, which would never be the oldest.
 
-    That may be wrong once: they come back, or are read before, with a time that is right.
+    A clock that has been set back since noted them. That may be wrong once: they come back, or are
+    read before, with a time that is right.
     """
-    latest_ns = latest_use_ns(now_s)
+    latest_ns = int(now_s * 1e9) + _SKEW_NS
 
     def order(entry: ScannedEntry) -> int:
         used_ns = entry.mtime_ns
@@ -121,8 +113,7 @@ def oldest_first(
     chunks = []
     for at in range(0, len(entries), _CHUNK):
         chunks.append(sorted(entries[at : at + _CHUNK], key=order))
-        if pause is not None:
-            pause()
+        pause()
     return heapq.merge(*chunks, key=order)
 
 
@@ -133,7 +124,7 @@ def evict(
     objects: Path,
     goal_entries: int = 0,
     remove: bool = True,
-    pause: Callable[[], None] | None = None,
+    pause: Callable[[], None] = no_pause,
 ) -> Evicted:
     """Remove entries in the order given until ``goal_bytes`` are gone.
 
@@ -157,18 +148,13 @@ def evict(
             freed += entry.nbytes
             unread += entry.nbytes if is_unread(entry.mtime_ns) else 0
             removed += 1
-        if pause is not None and removed % _REMOVALS_PER_PAUSE == 0:
+        if removed % _REMOVALS_PER_PAUSE == 0:
             pause()
     return Evicted(removed, freed, unread)
 
 
 def evict_indexes(
-    indexes: Sequence[ScannedIndex],
-    goal_bytes: int,
-    *,
-    above: Path,
-    now_s: float,
-    pause: Callable[[], None] | None = None,
+    indexes: Sequence[ScannedIndex], goal_bytes: int, *, above: Path, now_s: float
 ) -> int:
     """Remove the index's files of namespaces that no process has used for a week.
 
@@ -185,42 +171,27 @@ def evict_indexes(
     for index in sorted(indexes, key=lambda index: index.used_ns):
         if freed >= goal_bytes or index.used_ns > now_s * 1e9 - _INDEX_UNUSED_NS:
             break
-        freed += _remove_index(index, str(above))
-        if pause is not None:
-            pause()
-    return freed
-
-
-def _remove_index(index: ScannedIndex, above: str) -> int:
-    freed = 0
-    try:
-        if os.lstat(index.path).st_mtime_ns != index.used_ns:
-            return 0  # a process of that model has begun since the walk
-    except OSError:
-        return 0
-    for path in index.files:
         with suppress(OSError):
-            nbytes = os.lstat(path).st_size
-            os.unlink(path)
-            freed += nbytes
-            _remove_empty(path, above)
-    if freed:
-        _log.info(
-            "removed %s (%d bytes): no process of this node has used that index for a week",
-            index.path,
-            freed,
-        )
+            if os.lstat(index.path).st_mtime_ns != index.used_ns:
+                continue  # a process of that model has begun since the walk
+            _log.info("removing %s: no process here has used that index for a week", index.path)
+        for path in index.files:
+            with suppress(OSError):
+                nbytes = os.lstat(path).st_size
+                os.unlink(path)
+                freed += nbytes
+                _remove_empty(path, str(above))
     return freed
 
 
-def _remove_empty(path: str, objects: str) -> None:
-    """Remove folders that lost their last entry; publishing makes them again.
+def _remove_empty(path: str, above: str) -> None:
+    """Remove folders that lost their last file; publishing makes them again.
 
     Otherwise those of adapters and models long gone would pile up.
     """
     folder = os.path.dirname(path)
     with suppress(OSError):
-        while folder != objects:
+        while folder != above:
             os.rmdir(folder)
             folder = os.path.dirname(folder)
 
@@ -384,7 +355,7 @@ class Evictor:
         self._clock = clock
         self._counters = counters
         self._budget_bytes = budget_bytes
-        self.min_free_bytes = min_free_bytes
+        self._min_free_bytes = min_free_bytes
         self._low_bytes = int(budget_bytes * LOW_WATER)
         self._ahead_bytes = int(budget_bytes * AHEAD)
         self._slack_bytes = int(budget_bytes * _SLACK)
@@ -398,7 +369,7 @@ class Evictor:
         self._background = Background("s3ec-evictor", self._work_ahead)
         self._is_open = False
         self._on_evicted: list[Callable[[], None]] = []
-        self._waits_again_s = self._evicts_again_s = -math.inf  # monotonic; the latter for the disk
+        self._rests_until_s = -math.inf  # monotonic, see TURN_REST_S
 
     def open(self, *, fresh: bool) -> None:
         """Sweep what dead processes left; no walk over the entries.
@@ -413,7 +384,7 @@ class Evictor:
         os.close(self._folders.open_own(self._folders.evict_lock))
         if fresh:
             self._total.begin()
-        self._sweep()
+        sweep_temps(self._folders.incoming)
         self._is_open = True
 
     def after_evicting(self, close: Callable[[], None]) -> None:
@@ -455,11 +426,8 @@ class Evictor:
         self._is_open = False
         self._background.stop()
 
-    def need_room(self, nbytes: int, *, wait_s: float | None = None) -> None:
+    def need_room(self, nbytes: int) -> None:
         """Make sure of room before a publish; a few system calls where there is.
-
-        Args:
-            wait_s: How long to wait for who evicts; see ``_turn``.
 
         Raises:
             TierError: Not open, or there will be no room. A budget full of spooled entries is
@@ -473,30 +441,30 @@ class Evictor:
             raise TierError(f"{nbytes} bytes are more than the budget of {self._budget_bytes}")
         if self._has_room(nbytes):
             return
+        if not self._evicts:
+            raise NoRoomError(
+                f"{nbytes} bytes more would make the node's processes evict from "
+                f"{self._folders.root}"
+            )
         if not (self._rests() and self._short_bytes(nbytes) > 0):
-            with self._turn(wait_s) as alone:
+            with self._turn() as alone:
                 if not alone:
                     raise TierError("there is no room, and another eviction is still under way")
                 # Whoever evicted meanwhile may have made room enough.
                 if not self._has_room(nbytes):
                     self._round(nbytes)
-        if not self._evicts and not self._has_room(nbytes):
-            raise NoRoomError(
-                f"{nbytes} bytes more would make the node's processes evict from "
-                f"{self._folders.root}"
-            )
         if self._short_bytes(nbytes) > 0:
             raise TierError(
                 f"{nbytes} bytes more would leave less than `min_free_bytes` "
-                f"({self.min_free_bytes}) free on the disk of {self._folders.root}"
+                f"({self._min_free_bytes}) free on the disk of {self._folders.root}"
             )
 
     def note_in_vain(self) -> None:
-        """The disk is still full after ``make_room``."""
-        self._evicts_again_s = time.monotonic() + TURN_REST_S
+        """The disk is still full after ``make_room``, or the turn did not come."""
+        self._rests_until_s = time.monotonic() + TURN_REST_S
 
     def _rests(self) -> bool:
-        return time.monotonic() < self._evicts_again_s
+        return time.monotonic() < self._rests_until_s
 
     def account(self, nbytes: int) -> None:
         """Count what was published; a few system calls. Never raises: the bytes are there."""
@@ -535,24 +503,17 @@ class Evictor:
             return freed if full and freed > 0 else self._round(incoming_bytes, full=full)
 
     @contextmanager
-    def _turn(self, wait_s: float | None = None) -> Iterator[bool]:
-        """As evict_lock, for a publish: it waits, but not for who has let others wait in vain.
-
-        Args:
-            wait_s: None for TURN_WAIT_S. Longer only where no thread is kept that others need.
-        """
-        if wait_s is None:
-            wait_s = TURN_WAIT_S if self._evicts else _PATIENT_WAIT_S
-        rests = time.monotonic() < self._waits_again_s and wait_s <= TURN_WAIT_S
-        with evict_lock(self._folders, wait_s=0.0 if rests else wait_s) as alone:
-            if not alone and not rests:
-                self._waits_again_s = time.monotonic() + TURN_REST_S
+    def _turn(self) -> Iterator[bool]:
+        """As evict_lock, for a publish: it waits, but not twice for who lets it wait in vain."""
+        with evict_lock(self._folders, wait_s=0.0 if self._rests() else TURN_WAIT_S) as alone:
+            if not alone and not self._rests():
+                self.note_in_vain()
             yield alone
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a publish breaks no limit; wakes the background near the floor."""
         figures, free = self._total.read(), self._free_bytes()
-        if free - nbytes < self.min_free_bytes + self._ahead_of_floor_bytes:
+        if free - nbytes < self._min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
         limit = self._budget_bytes - self._spared_bytes if figures.counted else self._slack_bytes
         return figures.total_bytes + nbytes <= limit and free - nbytes >= self._floor_bytes
@@ -577,11 +538,11 @@ class Evictor:
         *,
         full: bool = False,
         ahead: bool = False,
-        pause: Callable[[], None] | None = None,
+        pause: Callable[[], None] = no_pause,
     ) -> int:
         """With the lock held; answers the bytes freed."""
         before = self._total.read()
-        self._sweep()
+        sweep_temps(self._folders.incoming)
         scan = scan_tier(self._folders, pause)
         goal_bytes = goal_entries = short_bytes = 0
         if self._evicts:
@@ -597,12 +558,8 @@ class Evictor:
             goal_entries = int(len(scan.entries) * share)
         freed = 0
         if goal_bytes > 0:
-            freed = evict_indexes(
-                *(scan.indexes, goal_bytes),
-                above=self._folders.index,
-                now_s=self._clock(),
-                pause=pause,
-            )
+            now_s, above = self._clock(), self._folders.index
+            freed = evict_indexes(scan.indexes, goal_bytes, above=above, now_s=now_s)
         if freed < goal_bytes:
             freed += self._evict(scan, goal_bytes - freed, goal_entries, pause)
         self._total.recount(before, scan.total_bytes - freed)
@@ -612,9 +569,6 @@ class Evictor:
             if short_bytes > 0 and self._short_bytes(incoming_bytes, ahead=ahead) > 0:
                 self.note_in_vain()
         return freed
-
-    def _sweep(self) -> None:
-        sweep_temps(self._folders.incoming)
 
     def _free_bytes(self) -> int:
         try:
@@ -631,7 +585,7 @@ class Evictor:
 
     def _short_bytes(self, incoming_bytes: int, *, ahead: bool = False) -> int:
         """How many bytes the disk lacks; 0 or less: none."""
-        floor = self.min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
+        floor = self._min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
         return floor + incoming_bytes - self._free_bytes()
 
     def _evict(
@@ -639,7 +593,7 @@ class Evictor:
         scan: TierScan,
         goal_bytes: int,
         goal_entries: int,
-        pause: Callable[[], None] | None,
+        pause: Callable[[], None],
     ) -> int:
         """Spooled entries are passed over: it would free nothing now."""
         free = [entry for entry in scan.entries if entry.inode not in scan.kept]

@@ -23,9 +23,6 @@ from s3ec.tier.entry_writer import EntryWriter, Incoming
 from s3ec.tier.files import Folders, TempFile, read_small
 from s3ec.tier.scan import is_index_name
 
-# So long a file waits for who evicts: a walk over a million entries takes about half a minute.
-_ROOM_WAIT_S = 30.0
-
 
 @dataclass(frozen=True, slots=True)
 class IndexFile:
@@ -143,10 +140,7 @@ class IndexFiles:
             check(file.path)
             self._writer.place(file, path)
 
-        # A base that finds no room is not tried again for minutes, so it waits for a long walk.
-        return self._writer.open(
-            called, nbytes, check=running.update, commit=commit, wait_s=_ROOM_WAIT_S
-        )
+        return self._writer.open(called, nbytes, check=running.update, commit=commit)
 
     def write(self, name: str, body: bytes | memoryview) -> None:
         """Keep a whole file, verified by the caller.
