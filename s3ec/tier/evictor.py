@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeping the folder below its budget: when to evict, who does it, and how the total is kept.
 
-The running total is one small file that every process of the node adds to. Layout, little-endian,
-32 bytes: magic and version (8), counted (8), total bytes (8), xxh3-64 of all that (8). It is no
-truth: a process killed between publishing and adding makes it too low, a deleted entry makes it too
-high, and each walk over the folder puts it right. It is not synced to the device either: after a
-power cut it may be an old one until the next walk.
+The running total is one small file that every process of the node adds to: a record of magic (8)
+and total bytes (8), see records.py. It is no truth: a process killed between publishing and adding
+makes it too low, a deleted entry makes it too high, and each walk over the folder puts it right. It
+is not synced to the device either: after a power cut it may be an old one until the next walk.
 
 A little ahead of the limits (the budget, the free-space floor) a thread evicts in the background,
 one per node at a time. A publish that would break a limit does a round itself, or waits a second
@@ -20,14 +19,11 @@ import heapq
 import logging
 import math
 import os
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import xxhash
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
@@ -39,6 +35,7 @@ from s3ec.tier.files import (
     is_unread,
     sweep_temps,
 )
+from s3ec.tier.records import RecordLayout
 from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, no_pause, scan_tier
 
 _log = logging.getLogger(__name__)
@@ -73,11 +70,7 @@ REST_S = 1.0
 _REST_SHARE = 10
 _LOCK_POLL_S = 0.01
 
-# -- the file of the running total
-_MAGIC = b"s3ecuse\x02"
-_BODY = struct.Struct("<8sQQ")
-_CHECKSUM = struct.Struct("<Q")
-_NBYTES = _BODY.size + _CHECKSUM.size
+_TOTAL = RecordLayout(b"s3ecuse\x03", "Q")
 _TOTAL_POLL_S = 0.0005
 # Its lock is held for two system calls. Whoever holds it for longer was stopped in between.
 TOTAL_LOCK_TIMEOUT_S = 2.0
@@ -196,36 +189,6 @@ def _remove_empty(path: str, above: str) -> None:
             folder = os.path.dirname(folder)
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What the file says; as made by default, what an absent or bad one says.
-
-    Attributes:
-        counted: Whether a walk stands behind the total. Else it is only what was added since
-            the file was begun, and more may be there.
-        total_bytes: What the byte budget is about. Never below the truth but for crashes.
-    """
-
-    counted: bool = False
-    total_bytes: int = 0
-
-    def pack(self) -> bytes:
-        """The file's content."""
-        body = _BODY.pack(_MAGIC, self.counted, self.total_bytes)
-        return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
-
-    @classmethod
-    def parse(cls, blob: bytes) -> Figures | None:
-        """The inverse; None where it is torn or of another version."""
-        body = blob[: _BODY.size]
-        if len(blob) != _NBYTES or blob[_BODY.size :] != _CHECKSUM.pack(
-            xxhash.xxh3_64_intdigest(body)
-        ):
-            return None
-        magic, counted, total_bytes = _BODY.unpack(body)
-        return cls(bool(counted), total_bytes) if magic == _MAGIC else None
-
-
 class RunningTotal:
     """Reads and changes the file under its lock: about six system calls each, no sync.
 
@@ -239,53 +202,53 @@ class RunningTotal:
         self._folders = folders
 
     def begin(self) -> None:
-        """The folder was just made and holds nothing: a total of 0 that is known to be right.
+        """The folder was just made and holds nothing, unless somebody was faster to publish."""
+        self._update(lambda now: now or 0)
 
-        Unless somebody was faster to publish.
-        """
-        self._update(lambda now: now if now.total_bytes else Figures(counted=True))
-
-    def read(self) -> Figures:
-        """What is said now."""
+    def read(self) -> int | None:
+        """Bytes that the budget is about; None where the file is absent or damaged."""
         try:
             with self._locked(make=False) as fd:
-                return Figures.parse(os.pread(fd, _NBYTES + 1, 0)) or Figures()
+                return self._read(fd)
         except FileNotFoundError:
-            return Figures()
+            return None
 
-    def add(self, nbytes: int) -> Figures:
-        """Note what was published; answers what is said from now on."""
-        return self._update(lambda now: Figures(now.counted, now.total_bytes + nbytes))
+    def add(self, nbytes: int, *, unknown_bytes: int) -> int:
+        """Note what was published; answers the new total.
 
-    def recount(self, before: Figures, counted_bytes: int) -> Figures:
+        Args:
+            unknown_bytes: What to begin with where there is no total.
+        """
+        return self._update(lambda now: (unknown_bytes if now is None else now) + nbytes)
+
+    def recount(self, before_bytes: int, counted_bytes: int) -> None:
         """Take over what a walk found, and add what the total grew by meanwhile.
 
         What any process published during the walk may be counted twice until the next one, but
         never not at all.
 
         Args:
-            before: What ``read`` said before the walk.
+            before_bytes: The total before the walk.
             counted_bytes: What the walk found, less what was removed after it.
         """
+        self._update(lambda now: counted_bytes + max(0, (now or before_bytes) - before_bytes))
 
-        def change(now: Figures) -> Figures:
-            grown_bytes = now.total_bytes - before.total_bytes
-            if grown_bytes < 0 or before.counted > now.counted:  # lost, and begun anew since
-                grown_bytes = now.total_bytes
-            return Figures(True, counted_bytes + grown_bytes)
-
-        return self._update(change)
-
-    def _update(self, change: Callable[[Figures], Figures]) -> Figures:
+    def _update(self, change: Callable[[int | None], int]) -> int:
         with self._locked() as fd:
-            before = Figures.parse(os.pread(fd, _NBYTES + 1, 0))
-            after = change(before or Figures())
+            before = self._read(fd)
+            after = change(before)
             if after != before:
-                if os.pwrite(fd, after.pack(), 0) != _NBYTES:
+                if os.pwrite(fd, _TOTAL.pack(after), 0) != _TOTAL.nbytes:
                     raise OSError(errno.EIO, "the file system wrote a part", self._folders.usage)
                 if before is None:  # of whatever length
-                    os.ftruncate(fd, _NBYTES)
+                    os.ftruncate(fd, _TOTAL.nbytes)
             return after
+
+    @staticmethod
+    def _read(fd: int) -> int | None:
+        blob = os.pread(fd, _TOTAL.nbytes + 1, 0)
+        records, _ = _TOTAL.parse(blob)
+        return int(records[0][0]) if records and len(blob) == _TOTAL.nbytes else None
 
     @contextmanager
     def _locked(self, *, make: bool = True) -> Iterator[int]:
@@ -359,6 +322,8 @@ class Evictor:
         self._low_bytes = int(budget_bytes * LOW_WATER)
         self._ahead_bytes = int(budget_bytes * AHEAD)
         self._slack_bytes = int(budget_bytes * _SLACK)
+        # Believed of a folder that nobody has counted: nearly full, so the background counts soon.
+        self._unknown_bytes = budget_bytes - self._slack_bytes
         # Nobody's floor of 0 asks for space to be kept free.
         self._ahead_of_floor_bytes = min(self._ahead_bytes, min_free_bytes) // 4
         # What a publish must leave of the budget, and above the floor.
@@ -401,7 +366,7 @@ class Evictor:
         Raises:
             OSError: The file system refused.
         """
-        return self._total.read().total_bytes
+        return self._total_bytes()
 
     def room_bytes(self) -> int:
         """How much may be published before a limit is reached; 0 or less: nothing.
@@ -412,13 +377,11 @@ class Evictor:
             TierError: Another process counts or evicts, and does not come to an end.
             OSError: The file system refused.
         """
-        figures = self._total.read()
-        if not figures.counted:
+        if self._total.read() is None:
             self.make_room(0, wait=True)
-            figures = self._total.read()
-            if not figures.counted:
+            if self._total.read() is None:
                 raise TierError("nobody has counted the folder, and another process evicts in it")
-        left_bytes = self._budget_bytes - self._spared_bytes - figures.total_bytes
+        left_bytes = self._budget_bytes - self._spared_bytes - self._total_bytes()
         return min(left_bytes, self._free_bytes() - self._floor_bytes)
 
     def close(self) -> None:
@@ -469,12 +432,12 @@ class Evictor:
     def account(self, nbytes: int) -> None:
         """Count what was published; a few system calls. Never raises: the bytes are there."""
         try:
-            figures = self._total.add(nbytes)
+            total_bytes = self._total.add(nbytes, unknown_bytes=self._unknown_bytes)
         except (OSError, TierError) as exc:
             self._failed("count", exc)
             self._background.wake()
             return
-        if not figures.counted or figures.total_bytes > self._budget_bytes - self._ahead_bytes:
+        if total_bytes > self._budget_bytes - self._ahead_bytes:
             self._background.wake()
 
     def make_room(self, incoming_bytes: int, *, full: bool = False, wait: bool = False) -> int:
@@ -495,11 +458,11 @@ class Evictor:
         """
         if full and self._rests():
             return 0
-        before_bytes = self._total.read().total_bytes
+        before_bytes = self._total_bytes()
         with self._turn() if wait else evict_lock(self._folders) as alone:
             if not alone:
                 return 0
-            freed = before_bytes - self._total.read().total_bytes
+            freed = before_bytes - self._total_bytes()
             return freed if full and freed > 0 else self._round(incoming_bytes, full=full)
 
     @contextmanager
@@ -512,11 +475,11 @@ class Evictor:
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a publish breaks no limit; wakes the background near the floor."""
-        figures, free = self._total.read(), self._free_bytes()
+        total_bytes, free = self._total_bytes(), self._free_bytes()
         if free - nbytes < self._min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
-        limit = self._budget_bytes - self._spared_bytes if figures.counted else self._slack_bytes
-        return figures.total_bytes + nbytes <= limit and free - nbytes >= self._floor_bytes
+        limit = self._budget_bytes - self._spared_bytes
+        return total_bytes + nbytes <= limit and free - nbytes >= self._floor_bytes
 
     def _work_ahead(self, pause: Callable[[], None]) -> float:
         """One round in the background; answers how long to rest after it."""
@@ -541,7 +504,7 @@ class Evictor:
         pause: Callable[[], None] = no_pause,
     ) -> int:
         """With the lock held; answers the bytes freed."""
-        before = self._total.read()
+        before_bytes = self._total_bytes()
         sweep_temps(self._folders.incoming)
         scan = scan_tier(self._folders, pause)
         goal_bytes = goal_entries = short_bytes = 0
@@ -562,13 +525,17 @@ class Evictor:
             freed = evict_indexes(scan.indexes, goal_bytes, above=above, now_s=now_s)
         if freed < goal_bytes:
             freed += self._evict(scan, goal_bytes - freed, goal_entries, pause)
-        self._total.recount(before, scan.total_bytes - freed)
+        self._total.recount(before_bytes, scan.total_bytes - freed)
         if freed:
             for close in self._on_evicted:
                 close()
             if short_bytes > 0 and self._short_bytes(incoming_bytes, ahead=ahead) > 0:
                 self.note_in_vain()
         return freed
+
+    def _total_bytes(self) -> int:
+        total_bytes = self._total.read()
+        return self._unknown_bytes if total_bytes is None else total_bytes
 
     def _free_bytes(self) -> int:
         try:

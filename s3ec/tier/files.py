@@ -380,16 +380,21 @@ class TempFile:
         Raises:
             OSError: Nothing is left behind.
         """
-        self.path = temp_name(folder)
+        self.path = ""
         self.nbytes = 0
         self.is_named = False
         self._fd = -1
+        is_ours = False
         try:
-            if private:
-                self._fd = _create(self.path, os.O_EXCL)
-                try_lock(self._fd)  # tells sweepers that this writer lives
-            else:
-                self._fd = os.open(self.path, _OPEN_NEW | os.O_EXCL, 0o666)
+            while not is_ours:  # a sweeper may have found it before it was locked
+                self.discard()
+                self.path = temp_name(folder)
+                if private:
+                    self._fd = _create(self.path, os.O_EXCL)
+                    is_ours = lock_file(self._fd)
+                else:
+                    self._fd = os.open(self.path, _OPEN_NEW | os.O_EXCL, 0o666)
+                    is_ours = True
         except BaseException:
             self.discard()
             raise
@@ -444,7 +449,7 @@ class TempFile:
         """Leave nothing under ``path``; fine after a rename and more than once. Never raises."""
         with suppress(OSError):
             self.close()
-        if not self.is_named:
+        if self.path and not self.is_named:
             with suppress(OSError):
                 os.unlink(self.path)
 
@@ -522,6 +527,14 @@ def try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def lock_file(fd: int) -> bool:
+    """As try_lock, for a file that just came; also False where it has no name any more.
+
+    Whoever sweeps takes the lock first, and may have done so before the owner.
+    """
+    return try_lock(fd) and os.fstat(fd).st_nlink > 0
 
 
 def take_lock(path: str | Path) -> int | None:

@@ -154,14 +154,14 @@ class Inspection:
             ages[_age(entry, now_s)].add(entry.nbytes)
             namespaces[entry.namespace].add(entry.nbytes)
         try:
-            figures = RunningTotal(self.folders).read()
+            total_bytes = RunningTotal(self.folders).read()
             free = free_bytes(self.folders.version)
         except OSError as exc:
             raise TierError(f"cannot read {self.folders.usage}: {exc.strerror}") from exc
         ranked = sorted(namespaces.items(), key=lambda item: (-item[1].nbytes, item[0]))
         return TierReport(
             usage=scan.usage(),
-            running_total_bytes=figures.total_bytes if figures.counted else None,
+            running_total_bytes=total_bytes,
             free_bytes=free,
             ages=ages,
             namespaces=dict(ranked),
@@ -229,7 +229,7 @@ class Inspection:
         self, target_bytes: int, now_s: float, namespace: str | None, *, remove: bool
     ) -> Freed:
         total = RunningTotal(self.folders)
-        figures = total.read()
+        before_bytes = total.read() or 0
         scan = self._scan()
         mine = [e for e in scan.entries if namespace in (None, e.namespace)]
         free = [e for e in mine if e.inode not in scan.kept]
@@ -243,7 +243,7 @@ class Inspection:
             pause=yield_gil,
         )
         if remove:
-            total.recount(figures, scan.total_bytes - gone.nbytes)
+            total.recount(before_bytes, scan.total_bytes - gone.nbytes)
         return Freed(gone, before, in_entries - _bytes_of(free))
 
     def _scan(self) -> TierScan:

@@ -28,7 +28,7 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import OBJECT_SUFFIX, Key
 from s3ec.tier.entries import check_place, read_header, remove_bad
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import NO_LINK, DiskErrors, Folders, open_entry, try_lock
+from s3ec.tier.files import NO_LINK, DiskErrors, Folders, lock_file, open_entry
 from s3ec.tier.scan import SpoolFileName, owner_of_lock, scan_tier
 
 _log = logging.getLogger(__name__)
@@ -292,8 +292,7 @@ class Spool:
         """Take an owner's lock, which is made where it is missing; None where another has it."""
         fd = self._folders.open_own(self._lock_path(owner))
         try:
-            # One without a name was removed by another process before it was locked.
-            if try_lock(fd) and os.fstat(fd).st_nlink:
+            if lock_file(fd):
                 taken, fd = fd, -1
                 return taken
             return None

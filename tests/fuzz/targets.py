@@ -42,8 +42,8 @@ from s3ec.settings import check_endpoint, check_prefix, parse_url
 from s3ec.store.obstore_errors import failure_of
 from s3ec.store.s3_errors import from_obstore, from_url
 from s3ec.tenant import Tenant, check_reference
-from s3ec.tier.evictor import Figures
 from s3ec.tier.news import make_record, parse_records
+from s3ec.tier.records import RecordLayout
 from s3ec.tier.scan import SpoolFileName, is_index_name
 
 NAMESPACE = "gemma-0123456789abcdef"
@@ -281,8 +281,11 @@ def _utf8(text: str) -> bool:
 
 def usage(data: bytes) -> None:
     """The tier's running total, which any process of the node has written last."""
-    found = Figures.parse(data)
-    require(found is None or Figures.parse(found.pack()) == found, "not written as it was read")
+    layout = RecordLayout(b"s3ecuse\x03", "Q")
+    found, done = layout.parse(data)
+    require(done <= len(data), "more was read than is there")
+    again = b"".join(layout.pack(*fields) for fields in found)
+    require(layout.parse(again)[0] == found, "not read as it was written")
 
 
 def news(data: bytes) -> None:

@@ -68,7 +68,7 @@ def audit_of(tier: Tier | Inspection) -> list[str]:
 
 def running_total(tier: Tier) -> int:
     """What all processes believe to be there; no walk."""
-    return RunningTotal(tier.folders).read().total_bytes
+    return RunningTotal(tier.folders).read() or 0
 
 
 def evict(tier: Tier, key: Key) -> None:

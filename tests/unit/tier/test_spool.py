@@ -18,7 +18,7 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Spool, Tier
-from s3ec.tier.files import try_lock
+from s3ec.tier.files import lock_file, try_lock
 from s3ec.tier.scan import SpoolFileName
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
@@ -356,7 +356,7 @@ def test_threads_that_find_the_folder_gone_agree_on_a_new_owner(
 def test_lock_that_is_swept_while_it_is_made_is_made_again(
     tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, calls = try_lock, []
+    lock, calls = lock_file, []
 
     def sweep_first(fd: int) -> bool:
         calls.append(fd)
@@ -365,7 +365,7 @@ def test_lock_that_is_swept_while_it_is_made_is_made_again(
             new.unlink()
         return lock(fd)
 
-    monkeypatch.setattr("s3ec.tier.spool.try_lock", sweep_first)
+    monkeypatch.setattr("s3ec.tier.spool.lock_file", sweep_first)
     publish(tier, 0, spool=spool)
     assert len(calls) == 2
     (held,), (path,) = locks_below(root), spool_files(root)
@@ -675,7 +675,7 @@ def test_files_of_the_dead_that_cannot_be_looked_at_are_left_to_the_next_time(
 ) -> None:
     left_by_the_dead(root, 0)
     with monkeypatch.context() as patch:
-        patch.setattr("s3ec.tier.spool.try_lock", refusing(errno.EIO, "disk gone"))
+        patch.setattr("s3ec.tier.spool.lock_file", refusing(errno.EIO, "disk gone"))
         assert spool.adopt() == []
     assert counters.get("tier.errors") == 1
     assert [one.digest for one in spool.adopt()] == [KEY.digest]
