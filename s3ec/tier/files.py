@@ -96,14 +96,9 @@ class Folders:
         self.news = version / "news"
         self.ledger = version / "ledger"
         self.evict_lock = version / "evict.lock"
-        self.inner = (
-            *(self.objects, self.spool, self.incoming),
-            *(self.index, self.costs),
-        )
-        self.shared_files = (
-            *(self.fetch_lock, self.usage, self.news, self.ledger),
-            self.evict_lock,
-        )
+        self.inner = (self.objects, self.spool, self.incoming, self.index, self.costs)
+        locks = (self.fetch_lock, self.evict_lock)
+        self.shared_files = (*locks, self.usage, self.news, self.ledger)
 
     def make(self) -> None:
         """Create what is missing and check what is there.
@@ -353,11 +348,6 @@ def read_small(path: str | Path, *, max_bytes: int) -> bytes:
         return file.read(found.st_size)
 
 
-def temp_name(folder: str) -> str:
-    """A path for a file in the making."""
-    return f"{folder}/.tmp-{secrets.token_hex(8)}"
-
-
 class TempFile:
     """A file in the making, without a name that anybody looks for.
 
@@ -380,21 +370,19 @@ class TempFile:
         Raises:
             OSError: Nothing is left behind.
         """
-        self.path = ""
         self.nbytes = 0
         self.is_named = False
         self._fd = -1
-        is_ours = False
         try:
-            while not is_ours:  # a sweeper may have found it before it was locked
-                self.discard()
-                self.path = temp_name(folder)
-                if private:
-                    self._fd = _create(self.path, os.O_EXCL)
-                    is_ours = lock_file(self._fd)
-                else:
+            while True:
+                self.path = f"{folder}/.tmp-{secrets.token_hex(8)}"
+                if not private:
                     self._fd = os.open(self.path, _OPEN_NEW | os.O_EXCL, 0o666)
-                    is_ours = True
+                    return
+                self._fd = _create(self.path, os.O_EXCL)
+                if lock_file(self._fd):
+                    return
+                self.close()  # a sweeper has it
         except BaseException:
             self.discard()
             raise
@@ -407,18 +395,12 @@ class TempFile:
         self.discard()
 
     def append(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Write pieces at the end, all or none of them.
+        """Write pieces at the end.
 
         Raises:
-            OSError: The file is as it was before.
+            OSError: A part of them may be there.
         """
-        try:
-            write_all(self._fd, pieces)
-        except BaseException:
-            with suppress(OSError):
-                os.ftruncate(self._fd, self.nbytes)
-                os.lseek(self._fd, self.nbytes, os.SEEK_SET)
-            raise
+        write_all(self._fd, pieces)
         self.nbytes += sum(memoryview(piece).nbytes for piece in pieces)
 
     def put(self, piece: bytes | memoryview, at: int) -> None:
@@ -449,7 +431,7 @@ class TempFile:
         """Leave nothing under ``path``; fine after a rename and more than once. Never raises."""
         with suppress(OSError):
             self.close()
-        if self.path and not self.is_named:
+        if not self.is_named:
             with suppress(OSError):
                 os.unlink(self.path)
 
@@ -479,32 +461,31 @@ def write_all(fd: int, pieces: Sequence[bytes | memoryview], at: int | None = No
 def sweep_temps(folder: Path) -> None:
     """Remove what dead writers left in a folder; never raises."""
     with suppress(OSError):
-        for name in os.listdir(folder):
-            path = f"{folder}/{name}"
-            if is_stale_temp(path):
-                with suppress(OSError):
-                    os.unlink(path)
+        for name in filter(is_temp_name, os.listdir(folder)):
+            with suppress(OSError):  # BlockingIOError: its writer lives
+                path = f"{folder}/{name}"
+                fd = take_lock(path)
+                if fd is not None:
+                    try:
+                        os.unlink(path)  # under the lock, see lock_file
+                    finally:
+                        os.close(fd)
 
 
 def is_temp_name(name: str) -> bool:
-    """Whether temp_name could have made this file name."""
+    """Whether TempFile could have made this file name."""
     return _TEMP.fullmatch(name) is not None
 
 
 def is_stale_temp(path: str) -> bool:
     """Whether nobody will finish this temp file: its lock can be taken."""
-    if not is_temp_name(path.rpartition("/")[2]):
-        return False
     try:
-        fd = open_entry(path)
-    except (OSError, CorruptEntryError):
-        return False
-    try:
-        return try_lock(fd)
+        fd = take_lock(path)
     except OSError:
         return False
-    finally:
+    if fd is not None:
         os.close(fd)
+    return fd is not None
 
 
 def boot_id() -> str:

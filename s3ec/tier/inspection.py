@@ -167,7 +167,7 @@ class Inspection:
             namespaces=dict(ranked),
             open_nbytes=sum(evicted_and_open(self.folders).values()),
             spooled_files=len(scan.spooled),
-            index_files=len(scan.index),
+            index_files=sum(len(index.files) for index in scan.indexes),
         )
 
     def namespaces(self) -> list[str]:

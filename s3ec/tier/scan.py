@@ -98,11 +98,13 @@ class ScannedIndex:
         path: The namespace's folder.
         used_ns: When a process that uses it last said so, nanoseconds since the epoch.
         files: Paths.
+        nbytes: Of all of them.
     """
 
     path: str
     used_ns: int
     files: list[str]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +141,8 @@ class TierScan:
         entries: Of all namespaces, in no order.
         entry_bytes: Bytes of all entries.
         kept: Inode to bytes of what is spooled: evicting it would free nothing.
-        spooled: Path to inode and bytes of every file that waits for the bucket, entries
-            among them.
-        index: Inode to bytes of the index's files.
-        indexes: The same by namespace.
+        spooled: Paths of all files that wait for the bucket.
+        indexes: The index's files, by namespace.
         named: Inodes of ``kept`` that have a name outside of the spool.
         temps: Paths of files that are being written, or were when their writer died; all in
             ``incoming``.
@@ -153,8 +153,7 @@ class TierScan:
     entries: list[ScannedEntry] = field(default_factory=list)
     entry_bytes: int = 0
     kept: dict[int, int] = field(default_factory=dict)
-    spooled: dict[str, tuple[int, int]] = field(default_factory=dict)
-    index: dict[int, int] = field(default_factory=dict)
+    spooled: list[str] = field(default_factory=list)
     indexes: list[ScannedIndex] = field(default_factory=list)
     named: set[int] = field(default_factory=set)
     temps: list[str] = field(default_factory=list)
@@ -169,23 +168,19 @@ class TierScan:
             self.named.add(entry.inode)
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes that only the spool keeps on the disk: evicted, or copied for it."""
-        return sum(nbytes for inode, nbytes in self.kept.items() if inode not in self.named)
-
-    @property
     def total_bytes(self) -> int:
         """All that the byte budget is about."""
         return self.usage().total_nbytes
 
     def usage(self) -> Usage:
         """The sums."""
+        held_nbytes = sum(nbytes for inode, nbytes in self.kept.items() if inode not in self.named)
         return Usage(
             entries=len(self.entries),
             nbytes=self.entry_bytes,
             spooled_nbytes=sum(self.kept.values()),
-            held_nbytes=self.held_bytes,
-            index_nbytes=sum(self.index.values()),
+            held_nbytes=held_nbytes,
+            index_nbytes=sum(index.nbytes for index in self.indexes),
         )
 
 
@@ -206,19 +201,31 @@ def scan_tier(folders: Folders, pause: Callable[[], None] = no_pause) -> TierSca
     # The spool first: an entry that is evicted during the walk then still counts as held.
     for item in _items(str(folders.spool), scan):
         if owner_of_lock(item.name) is None:
-            _sort_spooled(item, scan)
-    scan.kept = dict(scan.spooled.values())
+            found = _look(item, SpoolFileName.parse(item.name) is not None, scan)
+            if found is not None:
+                scan.spooled.append(item.path)
+                scan.kept[found.st_ino] = found.st_size
     seen = 0
-    for namespace in _items(str(folders.objects), scan):
-        if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
-            scan.foreign.append(namespace.path)
-            continue
+    for namespace in _namespaces(str(folders.objects), scan):
         for item in _below(namespace.path, _LEVELS, scan):
-            _sort(item, namespace, scan)
+            name = item.path[len(namespace.path) + 1 :]
+            found = _look(item, is_object_name(name), scan)
+            if found is not None:
+                nbytes, mtime_ns, inode = found.st_size, found.st_mtime_ns, found.st_ino
+                scan.add(ScannedEntry(item.path, namespace.name, name, nbytes, mtime_ns, inode))
             seen += 1
             if seen % FILES_PER_PAUSE == 0:
                 pause()
-    _count_index(str(folders.index), scan)
+    for namespace in _namespaces(str(folders.index), scan):
+        files, nbytes = [], 0
+        for item in _below(namespace.path, _LEVELS, scan):
+            found = _look(item, is_index_name(item.path[len(namespace.path) + 1 :]), scan)
+            if found is not None:
+                files.append(item.path)
+                nbytes += found.st_size
+        with suppress(OSError):  # it may have gone meanwhile
+            used_ns = os.lstat(namespace.path).st_mtime_ns
+            scan.indexes.append(ScannedIndex(namespace.path, used_ns, files, nbytes))
     return scan
 
 
@@ -237,21 +244,12 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
             pause()
 
 
-def _count_index(above: str, scan: TierScan) -> None:
-    for namespace in _items(above, scan):
-        if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
-            scan.foreign.append(namespace.path)
-            continue
-        files = []
-        for item in _below(namespace.path, _LEVELS, scan):
-            if is_index_name(item.path[len(namespace.path) + 1 :]):
-                _count(item, scan.index)
-                files.append(item.path)
-            else:
-                scan.foreign.append(item.path)
-        with suppress(OSError):  # it may have gone meanwhile
-            used_ns = os.lstat(namespace.path).st_mtime_ns
-            scan.indexes.append(ScannedIndex(namespace.path, used_ns, files))
+def _namespaces(above: str, scan: TierScan) -> Iterator[os.DirEntry[str]]:
+    for item in _items(above, scan):
+        if is_namespace_name(item.name) and item.is_dir(follow_symlinks=False):
+            yield item
+        else:
+            scan.foreign.append(item.path)
 
 
 def _items(folder: str, scan: TierScan) -> list[os.DirEntry[str]]:
@@ -276,20 +274,6 @@ def _below(folder: str, levels: int, scan: TierScan) -> Iterator[os.DirEntry[str
             yield item
 
 
-def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], scan: TierScan) -> None:
-    name = item.path[len(namespace.path) + 1 :]
-    found = _look(item, is_object_name(name), scan)
-    if found is not None:
-        nbytes, mtime_ns, inode = found.st_size, found.st_mtime_ns, found.st_ino
-        scan.add(ScannedEntry(item.path, namespace.name, name, nbytes, mtime_ns, inode))
-
-
-def _sort_spooled(item: os.DirEntry[str], scan: TierScan) -> None:
-    found = _look(item, SpoolFileName.parse(item.name) is not None, scan)
-    if found is not None:
-        scan.spooled[item.path] = (found.st_ino, found.st_size)
-
-
 def _look(item: os.DirEntry[str], named_well: bool, scan: TierScan) -> os.stat_result | None:
     """A regular file with a good name; what else there is, is noted as foreign."""
     try:
@@ -300,10 +284,3 @@ def _look(item: os.DirEntry[str], named_well: bool, scan: TierScan) -> os.stat_r
         scan.foreign.append(item.path)
         return None
     return found
-
-
-def _count(item: os.DirEntry[str], sizes: dict[int, int]) -> None:
-    with suppress(OSError):
-        found = item.stat(follow_symlinks=False)
-        if stat.S_ISREG(found.st_mode):
-            sizes[found.st_ino] = found.st_size
