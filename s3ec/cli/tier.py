@@ -322,7 +322,6 @@ def _document(settings: Settings, inspection: Inspection, report: TierReport) ->
         "cache_dir": str(inspection.folders.root),
         "bytes": usage.total_nbytes,
         "budget_bytes": int(settings.cache_bytes),
-        "running_total_bytes": report.running_total_bytes,
         "disk_free_bytes": report.free_bytes,
         "min_free_bytes": int(settings.min_free_bytes),
         "entry_count": usage.entries,

@@ -64,7 +64,7 @@ def _by_file_system(root: Path) -> Outcome:
 
 
 def cache_links(context: CheckContext) -> Outcome:
-    """Whether the spool can hold hard links; otherwise each save costs a copy."""
+    """Whether the spool can hold hard links; otherwise no save is kept on this node."""
     try:
         with at_folder(context.settings.cache_dir) as folder, probe_file(folder) as path:
             link = path.with_name(f"{path.name}-link")
@@ -73,10 +73,10 @@ def cache_links(context: CheckContext) -> Outcome:
     except OSError as exc:
         return warn(
             f"no hard links there: {exc.strerror}",
-            "it works, but every save copies its entry; a file system with hard links (ext4, "
-            "xfs, tmpfs) does without",
+            "saves go to the bucket from memory, and are not kept here: set `cache_dir` to a file "
+            "system with hard links (ext4, xfs, tmpfs)",
         )
-    return ok("hard links work, so a save costs no copy")
+    return ok("hard links work, so saves outlive their process")
 
 
 def open_files(context: CheckContext) -> Outcome:

@@ -360,14 +360,6 @@ class Evictor:
         """
         self._on_evicted.append(close)
 
-    def used_bytes(self) -> int:
-        """What the byte budget is about, as far as all processes of the node have counted.
-
-        Raises:
-            OSError: The file system refused.
-        """
-        return self._total_bytes()
-
     def room_bytes(self) -> int:
         """How much may be published before a limit is reached; 0 or less: nothing.
 
@@ -381,7 +373,7 @@ class Evictor:
             self.make_room(0, wait=True)
             if self._total.read() is None:
                 raise TierError("nobody has counted the folder, and another process evicts in it")
-        left_bytes = self._budget_bytes - self._spared_bytes - self._total_bytes()
+        left_bytes = self._budget_bytes - self._spared_bytes - self.used_bytes()
         return min(left_bytes, self._free_bytes() - self._floor_bytes)
 
     def close(self) -> None:
@@ -458,11 +450,11 @@ class Evictor:
         """
         if full and self._rests():
             return 0
-        before_bytes = self._total_bytes()
+        before_bytes = self.used_bytes()
         with self._turn() if wait else evict_lock(self._folders) as alone:
             if not alone:
                 return 0
-            freed = before_bytes - self._total_bytes()
+            freed = before_bytes - self.used_bytes()
             return freed if full and freed > 0 else self._round(incoming_bytes, full=full)
 
     @contextmanager
@@ -475,7 +467,7 @@ class Evictor:
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a publish breaks no limit; wakes the background near the floor."""
-        total_bytes, free = self._total_bytes(), self._free_bytes()
+        total_bytes, free = self.used_bytes(), self._free_bytes()
         if free - nbytes < self._min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
         limit = self._budget_bytes - self._spared_bytes
@@ -504,7 +496,7 @@ class Evictor:
         pause: Callable[[], None] = no_pause,
     ) -> int:
         """With the lock held; answers the bytes freed."""
-        before_bytes = self._total_bytes()
+        before_bytes = self.used_bytes()
         sweep_temps(self._folders.incoming)
         scan = scan_tier(self._folders, pause)
         goal_bytes = goal_entries = short_bytes = 0
@@ -533,7 +525,12 @@ class Evictor:
                 self.note_in_vain()
         return freed
 
-    def _total_bytes(self) -> int:
+    def used_bytes(self) -> int:
+        """What the byte budget is about, as far as all processes of the node have counted.
+
+        Raises:
+            OSError: The file system refused.
+        """
         total_bytes = self._total.read()
         return self._unknown_bytes if total_bytes is None else total_bytes
 

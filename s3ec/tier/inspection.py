@@ -64,8 +64,6 @@ class TierReport:
 
     Attributes:
         usage: Sums over everything.
-        running_total_bytes: What the processes that publish believe ``usage.total_nbytes`` to
-            be; None where nobody has counted yet.
         free_bytes: Of the disk, for this user.
         ages: Entries by the time since their last use.
         namespaces: Entries by namespace, in order of their bytes, largest first.
@@ -76,7 +74,6 @@ class TierReport:
     """
 
     usage: Usage
-    running_total_bytes: int | None
     free_bytes: int
     ages: dict[str, Sum]
     namespaces: dict[str, Sum]
@@ -154,14 +151,12 @@ class Inspection:
             ages[_age(entry, now_s)].add(entry.nbytes)
             namespaces[entry.namespace].add(entry.nbytes)
         try:
-            total_bytes = RunningTotal(self.folders).read()
             free = free_bytes(self.folders.version)
         except OSError as exc:
-            raise TierError(f"cannot read {self.folders.usage}: {exc.strerror}") from exc
+            raise TierError(f"cannot read {self.folders.version}: {exc.strerror}") from exc
         ranked = sorted(namespaces.items(), key=lambda item: (-item[1].nbytes, item[0]))
         return TierReport(
             usage=scan.usage(),
-            running_total_bytes=total_bytes,
             free_bytes=free,
             ages=ages,
             namespaces=dict(ranked),

@@ -28,14 +28,13 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import OBJECT_SUFFIX, Key
 from s3ec.tier.entries import check_place, read_header, remove_bad
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import NO_LINK, DiskErrors, Folders, lock_file, open_entry
+from s3ec.tier.files import DiskErrors, Folders, lock_file, open_entry
 from s3ec.tier.scan import SpoolFileName, owner_of_lock, scan_tier
 
 _log = logging.getLogger(__name__)
 
 # Each fails only if the folder vanishes again while it is made.
 _ATTEMPTS = 4
-_COPY_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,8 +166,9 @@ class Spool:
             What ``remove`` takes.
 
         Raises:
-            OSError: It cannot be held. FileNotFoundError: ``source`` is gone.
-            TierError: Closed, or no room for a copy.
+            OSError: It cannot be held, such as where there are no hard links. FileNotFoundError:
+                ``source`` is gone.
+            TierError: Closed.
         """
         for _ in range(_ATTEMPTS):
             name = f"{self._own()}-{next(self._numbers)}--{key.digest.hex()}{OBJECT_SUFFIX}"
@@ -332,26 +332,12 @@ class Spool:
 
     def _link(self, source: str, target: str) -> int:
         """Give a file its name in the spool, whole or not at all; returns its size."""
-        try:
-            os.link(source, target, follow_symlinks=False)
-        except OSError as exc:
-            if exc.errno not in NO_LINK:
-                raise
-            self._copy(source, target)
+        os.link(source, target, follow_symlinks=False)
         found = os.lstat(target)
         if not stat.S_ISREG(found.st_mode):
             os.unlink(target)
             raise TierError(f"{source} is not a regular file")
         return found.st_size
-
-    def _copy(self, source: str, target: str) -> None:
-        with open(open_entry(source), "rb") as original, self._folders.new_file() as copy:
-            self._evictor.need_room(os.fstat(original.fileno()).st_size)
-            while piece := original.read(_COPY_BYTES):
-                copy.append([piece])
-            self._folders.place(copy, target)
-        self._evictor.account(copy.nbytes)
-        self._counters.add("tier.spool_copies")
 
     def _checked(self, digest: bytes, file: BinaryIO) -> Loaded:
         nbytes = os.fstat(file.fileno()).st_size

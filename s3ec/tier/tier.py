@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node tier: entries as files, shared by every process of the node; its parts, wired.
 
-Counters: ``tier.evicted``, ``tier.evicted_bytes``, ``tier.bad_files``, ``tier.spool_copies`` (no
-hard links here), and ``tier.errors`` (what the disk refused).
+Counters: ``tier.evicted``, ``tier.evicted_bytes``, ``tier.bad_files``, and ``tier.errors`` (what
+the disk refused).
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def test_no_hard_links_is_a_warning(
     outcome = node.cache_links(make_patient())
     assert outcome.verdict == Verdict.WARN
     assert "Operation not permitted" in outcome.found
-    assert "every save copies" in outcome.mend
+    assert "not kept here" in outcome.mend
     assert os.listdir(tmp_path) == []
 
 

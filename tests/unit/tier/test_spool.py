@@ -303,21 +303,14 @@ def test_entry_that_cannot_appear_may_be_spooled_and_is_counted(
     assert running_total(tier) >= usage_of(tier).total_nbytes == SIZE
 
 
-def test_without_hard_links_the_spool_holds_a_copy(
-    tier: Tier, spool: Spool, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
+def test_without_hard_links_a_save_is_refused(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "link", refusing(errno.EPERM, "no links here"))
-    publish(tier, 0, spool=spool)
-    publish(tier, 0, spool=spool)
-    assert counters.get("tier.spool_copies") == 2
-    (path,) = spool_files(root)
-    assert not path.samefile(file_of(root, KEY))
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert spooled(spool, KEY) == entry(KEY)
-    usage = usage_of(tier)
-    assert (usage.nbytes, usage.held_nbytes, usage.spooled_nbytes) == (SIZE, SIZE, SIZE)
-    assert running_total(tier) >= usage.total_nbytes
-    assert temps_below(root) == set()
+    with pytest.raises(TierError, match="no links here"):
+        publish(tier, 0, spool=spool)
+    assert spooled_below(root) == []
+    assert not tier.entries.contains(KEY)
 
 
 def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path, counters: Counters) -> None:
