@@ -15,7 +15,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from s3ec import codec
@@ -114,13 +114,10 @@ class LocalKeys:
 
     def add(self, key: Key) -> None:
         """The entry was just published here."""
-        self._digests.add(key.digest)
-        if (scanned := self._next) is not None:
-            scanned.add(key.digest)
+        self.add_all((key.digest,))
 
-    def add_all(self, digests: Iterable[bytes]) -> None:
+    def add_all(self, digests: Sequence[bytes]) -> None:
         """Other processes published these."""
-        digests = tuple(digests)
         self._digests.update(digests)
         if (scanned := self._next) is not None:
             scanned.update(digests)

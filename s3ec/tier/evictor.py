@@ -206,12 +206,9 @@ class RunningTotal:
         self._update(lambda now: now or 0)
 
     def read(self) -> int | None:
-        """Bytes that the budget is about; None where the file is absent or damaged."""
-        try:
-            with self._locked(make=False) as fd:
-                return self._read(fd)
-        except FileNotFoundError:
-            return None
+        """Bytes that the budget is about; None where nobody has counted, or the file is damaged."""
+        with self._locked() as fd:
+            return self._read(fd)
 
     def add(self, nbytes: int, *, unknown_bytes: int) -> int:
         """Note what was published; answers the new total.
@@ -251,9 +248,9 @@ class RunningTotal:
         return int(records[0][0]) if records and len(blob) == _TOTAL.nbytes else None
 
     @contextmanager
-    def _locked(self, *, make: bool = True) -> Iterator[int]:
+    def _locked(self) -> Iterator[int]:
         with self._folders.locked(
-            self._folders.usage, wait_s=TOTAL_LOCK_TIMEOUT_S, poll_s=_TOTAL_POLL_S, make=make
+            self._folders.usage, wait_s=TOTAL_LOCK_TIMEOUT_S, poll_s=_TOTAL_POLL_S
         ) as (fd, alone):
             if not alone:
                 raise OSError(errno.EAGAIN, "the running total is locked by a stopped process")

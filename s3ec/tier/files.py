@@ -133,26 +133,20 @@ class Folders:
         return _create(path, flags)
 
     @contextmanager
-    def locked(
-        self, path: Path, *, wait_s: float, poll_s: float, make: bool = True
-    ) -> Iterator[tuple[int, bool]]:
+    def locked(self, path: Path, *, wait_s: float, poll_s: float) -> Iterator[tuple[int, bool]]:
         """Open one of the shared files and hold its lock while the block runs.
 
         It is opened for each use. So threads exclude each other too, and a deleted file is not used
         for long. The lock is polled, since flock has no timeout: a process that is stopped
         (a debugger, a paused container) while it holds the lock must not stop all others with it.
 
-        Args:
-            make: False to leave an absent file absent.
-
         Yields:
             The file's descriptor, and False where somebody else has held the lock for ``wait_s``.
 
         Raises:
-            FileNotFoundError: It is absent, and ``make`` is False.
             OSError, TierError: As for open_own.
         """
-        fd = self.open_own(path) if make else os.open(path, _OPEN_OWN)
+        fd = self.open_own(path)
         try:
             deadline_s = time.monotonic() + wait_s
             while not (alone := try_lock(fd)) and time.monotonic() < deadline_s:

@@ -6,6 +6,7 @@ For people and commands, while engines use the folder or not.
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 from collections import defaultdict
@@ -251,15 +252,12 @@ class Inspection:
 def evicted_and_open(folders: Folders) -> dict[int, int]:
     """Inode to bytes of entries without a name that processes of this user have open."""
     found: dict[int, int] = {}
-    above = f"{folders.objects}/"
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        for number in _names_in(f"/proc/{pid}/fd"):
-            link = f"/proc/{pid}/fd/{number}"
-            with suppress(OSError):  # closed by now
-                if os.readlink(link).startswith(above):
-                    status = os.stat(link)
-                    if not status.st_nlink:
-                        found[status.st_ino] = status.st_size
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):  # closed by now
+            if os.readlink(link).startswith(f"{folders.objects}/"):
+                status = os.stat(link)
+                if not status.st_nlink:
+                    found[status.st_ino] = status.st_size
     return found
 
 
@@ -270,13 +268,6 @@ def _age(entry: ScannedEntry, now_s: float) -> str:
 
 def _bytes_of(entries: Iterable[ScannedEntry]) -> int:
     return sum(entry.nbytes for entry in entries)
-
-
-def _names_in(folder: str) -> set[str]:
-    try:
-        return set(os.listdir(folder))
-    except OSError:  # its process has just ended
-        return set()
 
 
 def complaints_about(folders: Folders, *, report: Report = unreported) -> list[str]:

@@ -226,22 +226,7 @@ class Spool:
         """
         taken: list[Spooled] = []
         with self._locking:
-            try:
-                names = [] if self._is_closed else os.listdir(self._folder)
-            except OSError as exc:
-                names = []
-                if not isinstance(exc, FileNotFoundError):
-                    self._failed("adopt", exc)
-            parsed = {name: SpoolFileName.parse(name) for name in names}
-            owners = {parts.owner for parts in parsed.values() if parts is not None}
-            locks = {owner for name in names if (owner := owner_of_lock(name)) is not None}
-            ours = {
-                parts.owner
-                for name, parts in parsed.items()
-                if parts is not None and name.startswith(self._place)
-            }
-            # A lock without files was left by one who held nothing when it died.
-            for owner in (ours | (locks - owners)) - self._locks.keys():
+            for owner in self._others():
                 try:
                     self._adopt_from(owner, taken)
                 except (OSError, TierError) as exc:
@@ -299,6 +284,21 @@ class Spool:
         finally:
             if fd >= 0:
                 os.close(fd)
+
+    def _others(self) -> set[str]:
+        """Owners with files for this place, and of locks without files, but for those held."""
+        try:
+            names = [] if self._is_closed else os.listdir(self._folder)
+        except FileNotFoundError:
+            return set()
+        except OSError as exc:
+            self._failed("adopt", exc)
+            return set()
+        owners = {name: parts.owner for name in names if (parts := SpoolFileName.parse(name))}
+        ours = {owner for name, owner in owners.items() if name.startswith(self._place)}
+        # A lock without files was left by one who held nothing when it died.
+        alone = {owner_of_lock(name) for name in names} - {None, *owners.values()}
+        return {owner for owner in ours | alone if owner is not None} - self._locks.keys()
 
     def _adopt_from(self, owner: str, taken: list[Spooled]) -> None:
         fd = self._take_lock(owner)
