@@ -225,8 +225,7 @@ class Incoming(Generic[T]):
     Nobody sees the file before ``commit``, which only a good one survives. Whoever makes one ends
     it.
 
-    Calls exclude each other. A cancelled coroutine leaves a call running in its thread: ``discard``
-    does not wait for that one, which then cleans up at its end.
+    Calls exclude each other: a cancelled coroutine leaves one running in its thread.
 
     Attributes:
         name: What it is, for messages.
@@ -324,24 +323,17 @@ class Incoming(Generic[T]):
             self.discard()
 
     def discard(self) -> None:
-        """Leave nothing behind; fine after commit and more than once. Never waits for a call."""
-        self._over = True
-        if self._lock.acquire(blocking=False):
-            try:
-                self._file.discard()
-            finally:
-                self._lock.release()
+        """Leave nothing behind; fine after commit and more than once. Waits for another call."""
+        with self._lock:
+            self._over = True
+            self._file.discard()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                if self._over:
-                    raise TierError(f"{self.name} was discarded")
-                yield
-        finally:
-            if self._over:  # since a moment ago, so discard has left it to us
-                self.discard()
+        with self._lock:
+            if self._over:
+                raise TierError(f"{self.name} was discarded")
+            yield
 
     def _write(self, part: bytes | memoryview, at: int) -> None:
         try:

@@ -323,8 +323,7 @@ class Evictor:
         self._unknown_bytes = budget_bytes - self._slack_bytes
         # Nobody's floor of 0 asks for space to be kept free.
         self._ahead_of_floor_bytes = min(self._ahead_bytes, min_free_bytes) // 4
-        # What a publish must leave of the budget, and above the floor.
-        self._spared_bytes = 0 if evicts else self._ahead_bytes
+        self._limit_bytes = budget_bytes - (0 if evicts else self._ahead_bytes)
         self._floor_bytes = min_free_bytes + (0 if evicts else self._ahead_of_floor_bytes)
         self._failed = disk_errors.record
         self._total = RunningTotal(folders)
@@ -370,7 +369,7 @@ class Evictor:
             self.make_room(0, wait=True)
             if self._total.read() is None:
                 raise TierError("nobody has counted the folder, and another process evicts in it")
-        left_bytes = self._budget_bytes - self._spared_bytes - self.used_bytes()
+        left_bytes = self._limit_bytes - self.used_bytes()
         return min(left_bytes, self._free_bytes() - self._floor_bytes)
 
     def close(self) -> None:
@@ -467,8 +466,7 @@ class Evictor:
         total_bytes, free = self.used_bytes(), self._free_bytes()
         if free - nbytes < self._min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
-        limit = self._budget_bytes - self._spared_bytes
-        return total_bytes + nbytes <= limit and free - nbytes >= self._floor_bytes
+        return total_bytes + nbytes <= self._limit_bytes and free - nbytes >= self._floor_bytes
 
     def _work_ahead(self, pause: Callable[[], None]) -> float:
         """One round in the background; answers how long to rest after it."""
