@@ -121,7 +121,7 @@ def test_process_killed_before_each_change_on_the_disk_leaves_what_the_next_one_
     report = json.loads(done.stdout)
     assert report["most_waiting"] == 2  # the queue was not empty
     killed = report["killed"]
-    assert set(CALLS) == set(killed)
+    assert set(CALLS) - set(killed) == set()
     assert killed["half a writev"] == killed["writev"] > 0
     assert sum(killed.values()) > 100
 
