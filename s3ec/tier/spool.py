@@ -321,6 +321,9 @@ class Spool:
                 os.close(fd)
 
     def _take(self, path: str, digest: bytes, taken: list[Spooled]) -> None:
+        held = self._held.get(digest)
+        if held is not None and held.path == path:  # taken before, by an adoption that then failed
+            return
         if self.load(digest) is not None:
             self._unlink(path)
             return

@@ -674,6 +674,28 @@ def test_files_of_the_dead_that_cannot_be_looked_at_are_left_to_the_next_time(
     assert [one.digest for one in spool.adopt()] == [KEY.digest]
 
 
+def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_by_the_dead(root, *range(3))
+    lstat, calls = os.lstat, []
+
+    def second_fails(path: str) -> os.stat_result:
+        if "--" in str(path):
+            calls.append(path)
+            if len(calls) == 2:
+                raise OSError(errno.EIO, "disk gone")
+        return lstat(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", second_fails)
+        assert len(spool.adopt()) == 1
+    assert len(spool.adopt()) == 2
+    assert spooled_below(root) == digests_of(*range(3))
+    for number in range(3):
+        assert spooled(spool, key_at(number)) == entry(key_at(number))
+
+
 @pytest.mark.slow
 def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_owners(
     make_tier: MakeTier, root: Path
