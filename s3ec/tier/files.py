@@ -58,9 +58,6 @@ _OPEN_ENTRY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_OWN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_NEW = _OPEN_OWN | os.O_CREAT
 _PIECES_PER_WRITE = 512  # Linux takes 1024 (IOV_MAX)
-# What a file system says that has no hard links (FAT), where a file has too many of them, or
-# where the two folders are different mounts.
-NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
 class Folders:
