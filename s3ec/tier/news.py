@@ -114,7 +114,8 @@ class NewsReader:
         A walk over the folder that begins after this and what is told from now on are together
         all that is here.
         """
-        self._poll_once(from_start=False)
+        with suppress(OSError, CorruptEntryError):  # the thread meets it, too, and counts it
+            self._look(from_start=False)
         self._thread.wake()
 
     def close(self) -> None:
@@ -124,20 +125,14 @@ class NewsReader:
 
     def _poll(self, _pause: Callable[[], None]) -> float:
         self._thread.wake()  # for the next look
-        digests = self._poll_once()
-        if digests is None:
+        try:
+            digests = self._look()
+        except (OSError, CorruptEntryError) as exc:
+            self._failed("read the news", exc if isinstance(exc, OSError) else TierError(str(exc)))
             return _REST_S
         if digests:
             self._notify(digests)
         return POLL_S
-
-    def _poll_once(self, *, from_start: bool = True) -> list[bytes] | None:
-        """As ``_look``; None where it failed."""
-        try:
-            return self._look(from_start=from_start)
-        except (OSError, CorruptEntryError) as exc:
-            self._failed("read the news", exc if isinstance(exc, OSError) else TierError(str(exc)))
-            return None
 
     def _look(self, *, from_start: bool = True) -> list[bytes]:
         """What was told since the last look; one system call where nothing was.

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from s3ec.codec import Header
-from s3ec.counters import Counters
 from s3ec.identity import Key, digest_of_name
 from s3ec.runtime import Background
 from s3ec.tier.entries import Entries
@@ -82,7 +81,6 @@ class Residents:
         self,
         entries: Entries,
         ledger: Ledger,
-        counters: Counters,
         *,
         may_grant: Callable[[Header], bool],
         most: int,
@@ -99,7 +97,6 @@ class Residents:
         """
         self._entries = entries
         self._ledger = ledger
-        self._counters = counters
         self._may_grant = may_grant
         self._most = most
         self._clock = clock

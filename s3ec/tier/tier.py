@@ -166,7 +166,6 @@ class Tier:
         residents = Residents(
             self.entries,
             Ledger(self.folders, self._namespace, self._disk_errors),
-            self._counters,
             may_grant=may_grant,
             most=allowed_residents(),
         )

@@ -72,7 +72,6 @@ def make(monkeypatch: pytest.MonkeyPatch, counters: Counters) -> Iterator[Held]:
         made = Residents(
             tier.entries,
             Ledger(tier.folders, NAMESPACE, DiskErrors(tier.folders.root, counters)),
-            counters,
             may_grant=may_grant,
             most=most,
             clock=clock,
