@@ -24,7 +24,7 @@ from typing import Any
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.safetensors_file import plain_json
-from s3ec.tier.files import DiskErrors, Folders, read_small, require_own_folders
+from s3ec.tier.files import DiskErrors, Folders, read_small
 
 # Before anything was encoded: for one item, whatever its size.
 PRIOR_ENCODE_S = 0.05
@@ -259,7 +259,6 @@ class CostFile:
     def _read(self) -> dict[str, dict[str, float]]:
         """Device to its figures; empty for anything that is no such file of ours."""
         try:
-            require_own_folders((*self._folders.above, str(self._folders.costs)))
             content = read_small(self._path, max_bytes=_FILE_LIMIT)
             document: Any = plain_json(content.decode())
         except (FileNotFoundError, CorruptEntryError, ValueError, RecursionError):

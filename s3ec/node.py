@@ -37,7 +37,6 @@ from s3ec.store.open import open_store, resilient
 from s3ec.tenant import FIELD as TENANT_FIELD
 from s3ec.tenant import exposure
 from s3ec.tier import LocalKeys, Tier
-from s3ec.tier.files import Batch
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +160,6 @@ class Node:
             store or open_store(settings), self.endpoint, self.counters, hedge=settings.hedge
         )
         self.tier = open_tier(settings, namespace.name, self.counters)
-        self.loop.share(Batch)
         self.destination = destination_of(settings)
         self.local = LocalKeys()
         self._news = self.tier.follow_news(self.local.add_all)

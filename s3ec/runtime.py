@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -408,10 +408,6 @@ class DiskWatch:
             log.info("the disk of `cache_dir` answers again")
 
 
-# Calls for so long are made in one scope, see DiskCalls.scope.
-_SCOPE_S = 0.005
-
-
 @dataclass(slots=True, eq=False)
 class _DiskCall:
     """One call. Whoever takes its ``turn`` decides: a thread to make it, its caller not to."""
@@ -443,10 +439,6 @@ class DiskCalls:
 
     States of a call: waiting, begun, done. A caller that is cancelled takes a waiting one back, and
     what comes of one that has begun is undone.
-
-    Attributes:
-        scope: Makes what the calls of a thread share for a few milliseconds, and what is to be
-            done for all of them together at the end.
     """
 
     def __init__(
@@ -464,7 +456,6 @@ class DiskCalls:
             threads: Of the pool.
             watch: Is told of each call's beginning and end.
         """
-        self.scope: Callable[[], AbstractContextManager[object]] = nullcontext
         self._loop = loop
         self._pool = pool
         self._threads = threads
@@ -547,8 +538,8 @@ class DiskCalls:
         """Make no calls any more, but for those that have begun."""
         with self._lock:
             self._ended = True
-            while (call := self._first()) is not None:
-                self._watch.end(call.number)
+            while self._waiting:
+                self._watch.end(self._waiting.popleft().number)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _put(self, call: _DiskCall) -> None:
@@ -574,29 +565,14 @@ class DiskCalls:
 
     def _work(self) -> None:
         while (call := self._next()) is not None:
-            scope = self.scope()
-            scope.__enter__()
-            try:
-                until_s = time.monotonic() + _SCOPE_S
-                while call is not None:
-                    self._make(call)
-                    call = self._first() if time.monotonic() < until_s else None
-            finally:
-                self._end(scope)
+            self._make(call)
 
     def _next(self) -> _DiskCall | None:
         """The next call; None at the end of this thread's work."""
         with self._lock:
-            call = self._first()
-            if call is None:
-                self._at_work -= 1
-            return call
-
-    def _first(self) -> _DiskCall | None:
-        # Without the lock, so whoever looks first whether one waits may find none a moment later.
-        try:
-            return self._waiting.popleft()
-        except IndexError:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._at_work -= 1
             return None
 
     def _make(self, call: _DiskCall) -> None:
@@ -618,13 +594,6 @@ class DiskCalls:
             self._is_notified = True
             with suppress(RuntimeError):  # the loop has ended, and with it all that waited
                 self._loop.call_soon_threadsafe(self._deliver)
-
-    def _end(self, scope: AbstractContextManager[object]) -> None:
-        try:
-            self._watch.run(scope.__exit__, None, None, None)
-        except Exception:
-            # The top of a thread.
-            log.exception("in the background")
 
 
 def _nothing() -> None:
@@ -672,7 +641,6 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._disk_calls: DiskCalls | None = None
-        self._scope: Callable[[], AbstractContextManager[object]] | None = None
         self._long_pool: DaemonPool | None = None
         self._submitted: set[Future[Any]] = set()  # the loop's own references to tasks are weak
 
@@ -698,8 +666,6 @@ class LoopThread:
                 threads = self._disk_threads
                 pool = DaemonPool(threads, f"{self._name}-disk")
                 self._disk_calls = DiskCalls(loop, pool, threads, self.watch)
-                if self._scope is not None:
-                    self._disk_calls.scope = self._scope
                 self._long_pool = DaemonPool(_LONG_THREADS, f"{self._name}-long")
                 self._thread = threading.Thread(
                     target=_run_loop, args=(loop,), name=self._name, daemon=True
@@ -707,14 +673,6 @@ class LoopThread:
                 self._thread.start()
                 self._loop = loop
             return self._loop
-
-    def share(self, scope: Callable[[], AbstractContextManager[object]]) -> None:
-        """Have disk calls that are made in a row share something; before the first use.
-
-        Args:
-            scope: Entered around one or more calls, in their thread; see DiskCalls.
-        """
-        self._scope = scope
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Schedule a coroutine; never waits. Callable from any thread.

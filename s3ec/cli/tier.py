@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec tier``: what this node's disk holds, whether it is sound, repairing and emptying it."""
+"""``s3ec tier``: what this node's disk holds, whether it is sound, and emptying it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,7 +37,7 @@ from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
-    from s3ec.tier.inspection import Complaint, Freed, Inspection, Sum, TierReport
+    from s3ec.tier.inspection import Freed, Inspection, Sum, TierReport
     from s3ec.tier.scan import ScannedEntry
 
 _LIMIT = 100
@@ -75,11 +74,6 @@ def register(app: App) -> None:
         ("s3ec tier check", "audit the folder of this user's settings"),
         ("s3ec tier check --cache-dir /mnt/nvme/s3ec --json", "another one, for machines"),
     )(with_cache_settings(check))
-    group.command(
-        "repair",
-        ("s3ec tier repair --dry-run", "what is wrong, and what can be done about it?"),
-        ("s3ec tier repair --yes", "do it, while engines run"),
-    )(with_cache_settings(repair, CONSENT))
     group.command(
         "evict",
         ("s3ec tier evict --to 10GiB --dry-run", "what would go?"),
@@ -186,77 +180,32 @@ def ls(
 def check(source: SettingsSource, as_json: JsonOption = False) -> None:
     """Audit the folder: names, owners, modes, and every byte of every entry.
 
-    Nothing is changed. Exit status 1 where there is something to complain about.
+    Nothing is changed: engines delete bad entries when they find them, and fetch them anew. What
+    dead processes left goes at the next start. Exit status 1 where there is something to complain
+    about.
     """
-    settings, complaints = _audit(source)
-    if as_json:
-        print_json(_audited(settings, complaints))
-    else:
-        for complaint in complaints:
-            echo(safe(complaint.text, limit=2000))
-        print_note(f"{many(len(complaints), 'complaint')} about {settings.cache_dir}")
-        if any(complaint.remedy for complaint in complaints):
-            print_note("`s3ec tier repair` says what it would do about that")
-    if complaints:
-        raise typer.Exit(EXIT_WRONG)
-
-
-def repair(source: SettingsSource, consent: Consent, as_json: JsonOption = False) -> None:
-    """Audit the folder, and mend what is safe to mend, also while engines use it.
-
-    Bad entries are deleted, and engines fetch them anew. What dead processes left is removed, and
-    modes are set right. Nothing that is good, and nothing that waits for the bucket, is touched.
-    Without --yes, nothing is done unless you agree at a terminal. Exit status 1 where complaints
-    are left.
-    """
-    settings, complaints = _audit(source)
-    wanted = [complaint for complaint in complaints if complaint.remedy]
-    if not as_json:
-        for complaint in complaints:
-            remedy = f" -> {complaint.remedy}" if complaint.remedy else ""
-            echo(f"{safe(complaint.text, limit=2000)}{remedy}")
-    question = f"mend {len(wanted)} of {many(len(complaints), 'complaint')}?"
-    do = bool(wanted) and consent.ask(question, as_json=as_json)
-    left = [complaint for complaint in complaints if not (do and _is_mended(complaint))]
-    mended = len(complaints) - len(left)
-    if as_json:
-        document = _audited(settings, left)
-        print_json({**document, "repaired": mended, "dry_run": not do})
-    else:
-        print_note(f"{many(mended, 'complaint')} mended, {len(left)} left in {settings.cache_dir}")
-    if left:
-        raise typer.Exit(EXIT_WRONG)
-
-
-def _is_mended(complaint: Complaint) -> bool:
-    """Mend what one complaint is about. False where that was not possible."""
-    if not complaint.remedy:
-        return False
-    try:
-        complaint.mend()
-    except (OSError, TierError) as exc:
-        print_note(f"not mended: {safe(complaint.text, limit=2000)}: {exc}")
-        return False
-    return True
-
-
-def _audit(source: SettingsSource) -> tuple[Settings, list[Complaint]]:
     from s3ec.tier.inspection import complaints_about
 
     settings, inspection = _open(source)
-    if inspection is None:
-        return settings, []
-    with counting("reading entries", in_bytes=True) as report:
-        return settings, complaints_about(inspection.folders, now_s=time.time(), report=report)
-
-
-def _audited(settings: Settings, complaints: Sequence[Complaint]) -> dict[str, Any]:
-    return {
-        "ok": not complaints,
-        "cache_dir": str(settings.cache_dir),
-        "complaint_count": len(complaints),
-        "complaints": [complaint.text for complaint in complaints],
-    }
+    complaints: list[str] = []
+    if inspection is not None:
+        with counting("reading entries", in_bytes=True) as report:
+            complaints = complaints_about(inspection.folders, report=report)
+    if as_json:
+        print_json(
+            {
+                "ok": not complaints,
+                "cache_dir": str(settings.cache_dir),
+                "complaint_count": len(complaints),
+                "complaints": complaints,
+            }
+        )
+    else:
+        for complaint in complaints:
+            echo(safe(complaint, limit=2000))
+        print_note(f"{many(len(complaints), 'complaint')} about {settings.cache_dir}")
+    if complaints:
+        raise typer.Exit(EXIT_WRONG)
 
 
 def evict(
@@ -373,7 +322,6 @@ def _document(settings: Settings, inspection: Inspection, report: TierReport) ->
         "cache_dir": str(inspection.folders.root),
         "bytes": usage.total_nbytes,
         "budget_bytes": int(settings.cache_bytes),
-        "running_total_bytes": report.running_total_bytes,
         "disk_free_bytes": report.free_bytes,
         "min_free_bytes": int(settings.min_free_bytes),
         "entry_count": usage.entries,

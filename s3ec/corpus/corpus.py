@@ -74,7 +74,6 @@ from s3ec.store.open import open_store, require_conditional_put, with_conditiona
 from s3ec.store.retry import RetryStore
 from s3ec.store.unreachable import in_plain_words
 from s3ec.tenant import Tenant
-from s3ec.tier.files import Batch
 
 if TYPE_CHECKING:
     from s3ec.corpus.audit import Audit
@@ -226,7 +225,6 @@ class Corpus:
         self._note = note or (lambda text: log.info("%s", text))
         # Nobody's scheduler is beside it, as beside a node's.
         self._thread = LoopThread("s3ec-corpus", disk_threads=_DISK_THREADS)
-        self._thread.share(Batch)
         self._closed = False
         # Several threads may fill these, each with the same.
         self._chosen: dict[tuple[str | None, str | None], str] = {}

@@ -39,7 +39,7 @@ from s3ec.runtime import LoopThread
 from s3ec.store.base import Blob, Store, parts_as_they_come
 from s3ec.store.concurrency import Pace, in_parallel
 from s3ec.tenant import Tenant
-from s3ec.tier import Claim, Incoming, Tier
+from s3ec.tier import Claim, Incoming, OpenEntry, Tier
 from s3ec.tier.claims import LookAgain
 from s3ec.tier.evictor import NoRoomError
 from s3ec.tier.files import is_full
@@ -515,12 +515,12 @@ class _Hydrator:
             body, namespace=self._layout.namespace, identifier=_identifier(one.key, body)
         )
         if (modality := self._unknown(header)) is None:
-            self._tier.writer.publish_ahead(one.key, [body], used_s=used_s)
+            self._tier.writer.receive(one.key, [body], header, used_s=used_s)
         return modality
 
     async def _receive_rest(self, one: Wanted, name: str, first: Blob, used_s: float) -> int:
         """A large entry, in ranges that are written as they come."""
-        incoming: Incoming[None] | None = None
+        incoming: Incoming[OpenEntry] | None = None
         try:
             while incoming is None:
                 begun = await self._disk(self._begin, one, first, used_s, undo=_discard)
@@ -548,7 +548,7 @@ class _Hydrator:
             if incoming is not None:
                 self._disk_soon(incoming.discard)
 
-    def _begin(self, one: Wanted, first: Blob, used_s: float) -> Incoming[None] | str:
+    def _begin(self, one: Wanted, first: Blob, used_s: float) -> Incoming[OpenEntry] | str:
         """Look at the front of a large entry, and open its file; as ``_keep``. Blocking."""
         verifier = codec.Verifier(
             first, namespace=self._layout.namespace, identifier=_identifier(one.key, first)
@@ -556,7 +556,7 @@ class _Hydrator:
         modality = self._unknown(verifier.header)
         if modality is not None:
             return modality
-        return self._tier.writer.begin_ahead(one.key, first, verifier, used_s=used_s)
+        return self._tier.writer.begin(one.key, first, verifier, used_s=used_s)
 
     def _unknown(self, header: codec.Header) -> str | None:
         """The modality of an entry if its record was not read yet; refuses what differs from it."""
@@ -604,6 +604,6 @@ def _close(tier: Tier) -> None:
     tier.close()
 
 
-def _discard(begun: Incoming[None] | str) -> None:
+def _discard(begun: Incoming[OpenEntry] | str) -> None:
     if not isinstance(begun, str):
         begun.discard()

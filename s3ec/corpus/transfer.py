@@ -50,7 +50,7 @@ from s3ec.store.base import NoSpaceError, Store, Wrapper
 from s3ec.store.open import PROBE_PREFIX, open_store
 from s3ec.store.retry import RetryStore
 from s3ec.tenant import Tenant
-from s3ec.tier.files import NO_LINK, TempFile
+from s3ec.tier.files import TempFile
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
@@ -59,8 +59,10 @@ if TYPE_CHECKING:
 # vllm/distributed/ec_transfer/ec_connector/example_connector.py of 0.32.
 _EXAMPLE = re.compile(r"([0-9a-f]{64})/encoder_cache\.safetensors")
 _EXAMPLE_NAME = "encoder_cache.safetensors"
+# What a file system says that has no hard links (FAT).
+_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 # obstore's names for what it is still writing, and ours.
-_UNFINISHED = re.compile(r"\.(?:safetensors|json|parquet)#\d+$|^\.tmp-\d+-[0-9a-f]{16}$")
+_UNFINISHED = re.compile(r"\.(?:safetensors|json|parquet)#\d+$|^\.tmp-[0-9a-f]{16}$")
 _CONTENT_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})" + re.escape(OBJECT_SUFFIX))
 _ALIGNMENT = 8  # what the safetensors library asks for
 
@@ -165,7 +167,7 @@ def _has_links(folder: Path) -> bool:
             os.link(file.path, link)
             os.unlink(link)
     except OSError as exc:
-        return exc.errno not in NO_LINK  # what else is wrong, the first entry will tell
+        return exc.errno not in _NO_LINK  # what else is wrong, the first entry will tell
     return True
 
 

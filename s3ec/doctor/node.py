@@ -14,9 +14,9 @@ from pathlib import Path
 from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
 from s3ec.errors import TierError
 from s3ec.tier.files import Folders, free_bytes, is_full, make_folder, require_own_folder
-from s3ec.tier.inspection import plain_bytes
 from s3ec.tier.mounts import file_system, require_local
 from s3ec.tier.residents import FEW_RESIDENTS, allowed_residents
+from s3ec.tier.scan import scan_tier
 
 _MEMORY = ("tmpfs", "ramfs")
 _USEFUL_BYTES = 64 * 2**20  # below this a tier would hold a handful of images
@@ -64,7 +64,7 @@ def _by_file_system(root: Path) -> Outcome:
 
 
 def cache_links(context: CheckContext) -> Outcome:
-    """Whether the spool can hold hard links; otherwise each save costs a copy."""
+    """Whether the spool can hold hard links; otherwise no save is kept on this node."""
     try:
         with at_folder(context.settings.cache_dir) as folder, probe_file(folder) as path:
             link = path.with_name(f"{path.name}-link")
@@ -73,10 +73,10 @@ def cache_links(context: CheckContext) -> Outcome:
     except OSError as exc:
         return warn(
             f"no hard links there: {exc.strerror}",
-            "it works, but every save copies its entry; a file system with hard links (ext4, "
-            "xfs, tmpfs) does without",
+            "saves go to the bucket from memory, and are not kept here: set `cache_dir` to a file "
+            "system with hard links (ext4, xfs, tmpfs)",
         )
-    return ok("hard links work, so a save costs no copy")
+    return ok("hard links work, so saves outlive their process")
 
 
 def open_files(context: CheckContext) -> Outcome:
@@ -94,7 +94,7 @@ def cache_space(context: CheckContext) -> Outcome:
     """Whether the disk has room for `cache_bytes` and `min_free_bytes`."""
     settings = context.settings
     try:
-        used = plain_bytes(Folders(settings.cache_dir), skip=set())
+        used = scan_tier(Folders(settings.cache_dir)).total_bytes
         free = _free_bytes(settings.cache_dir)
     except OSError as exc:
         return fail(f"{settings.cache_dir}: {exc.strerror}", _mend_folder(exc))

@@ -18,7 +18,7 @@ import os
 import struct
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import xxhash
 
@@ -31,24 +31,14 @@ _PLACES = (1 << 62) - 1
 
 
 @dataclass(slots=True, eq=False)
-class _LockFile:
-    """An open ``fetch.lock``; one that was deleted under us serves what it has locked."""
-
-    fd: int
-    held: set[int] = field(default_factory=set)
-    retired: bool = False
-
-
-@dataclass(slots=True, eq=False)
 class Claim:
     """The right to fetch one entry; give it back with ``Claims.release``.
 
     Attributes:
-        place: The locked byte; None for a claim that excludes nobody.
+        place: The locked byte; None for a claim that excludes nobody, or was given back.
     """
 
     place: int | None = None
-    _file: _LockFile | None = None
 
 
 class Claims:
@@ -59,7 +49,8 @@ class Claims:
         self._seed = namespace.encode()
         self._refused = disk_errors.record
         self._lock = threading.Lock()
-        self._file: _LockFile | None = None
+        self._fd = -1  # of ``fetch.lock``
+        self._held: set[int] = set()
         self._closed = False
 
     def take(self, digest: bytes) -> Claim | None:
@@ -75,11 +66,11 @@ class Claims:
             with self._lock:
                 if self._closed:
                     return Claim()
-                file = self._opened()
-                if place in file.held or not _set_lock(file.fd, fcntl.F_WRLCK, place):
+                fd = self._opened()
+                if place in self._held or not _set_lock(fd, fcntl.F_WRLCK, place):
                     return None
-                file.held.add(place)
-                return Claim(place, file)
+                self._held.add(place)
+                return Claim(place)
         except (OSError, TierError) as exc:
             self._refused("claim", exc)
             return Claim()
@@ -91,49 +82,41 @@ class Claims:
             with self._lock:
                 if self._closed:
                     return False
-                file = self._opened()
-                return place in file.held or _is_locked(file.fd, place)
+                fd = self._opened()
+                return place in self._held or _is_locked(fd, place)
         except (OSError, TierError):
             return False
 
     def release(self, claim: Claim) -> None:
         """Give a claim back; more than once is fine. Never raises."""
-        file, claim._file = claim._file, None
-        if file is None or claim.place is None:
-            return
+        place, claim.place = claim.place, None
         with self._lock, suppress(OSError):
-            if claim.place not in file.held:  # ended by close
-                return
-            file.held.discard(claim.place)
-            _set_lock(file.fd, fcntl.F_UNLCK, claim.place)
-            if file.retired and not file.held:
-                os.close(file.fd)
+            if place in self._held:  # else ended by close
+                self._held.remove(place)
+                _set_lock(self._fd, fcntl.F_UNLCK, place)
 
     def close(self) -> None:
         """Give all claims back, and make none any more."""
         with self._lock:
             self._closed = True
-            file, self._file = self._file, None
-            if file is not None:
-                file.held.clear()
-                with suppress(OSError):
-                    os.close(file.fd)
+            self._held.clear()
+            self._close_file()
 
     def _place(self, digest: bytes) -> int:
         return xxhash.xxh3_64_intdigest(self._seed + digest) & _PLACES
 
-    def _opened(self) -> _LockFile:
-        """The lock file that others would open now."""
-        file = self._file
-        if file is not None and os.fstat(file.fd).st_nlink:
-            return file
-        if file is not None:  # somebody emptied the cache under us
-            self._file = None
-            file.retired = True
-            if not file.held:
-                os.close(file.fd)
-        self._file = _LockFile(self._folders.open_own(self._folders.fetch_lock))
-        return self._file
+    def _opened(self) -> int:
+        """The lock file; where somebody has deleted it, the new one as soon as nothing is held."""
+        if self._fd < 0 or not (self._held or os.fstat(self._fd).st_nlink):
+            self._close_file()
+            self._fd = self._folders.open_own(self._folders.fetch_lock)
+        return self._fd
+
+    def _close_file(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
 
 def _set_lock(fd: int, kind: int, place: int) -> bool:

@@ -21,11 +21,11 @@ from contextlib import suppress
 from s3ec import codec
 from s3ec.codec import Header
 from s3ec.counters import Counters
-from s3ec.errors import CorruptEntryError, TierError
+from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key, digest_of_name, key_of_header
 from s3ec.runtime import yield_gil
 from s3ec.tier.claims import Claim, Claims
-from s3ec.tier.files import DiskErrors, Folders, open_entry, require_own_folders
+from s3ec.tier.files import DiskErrors, Folders, open_entry
 from s3ec.tier.ledger import Verified
 from s3ec.tier.open_entry import OpenEntry
 from s3ec.tier.scan import entry_names
@@ -49,6 +49,19 @@ def read_header(fd: int, nbytes: int) -> Header:
     if nbytes != header.total_bytes:
         raise CorruptEntryError(f"{nbytes} bytes, expected {header.total_bytes}", reason="length")
     return header
+
+
+def check_place(header: Header, namespace: str, digest: bytes) -> Key:
+    """The key of an entry that lies under this digest in this namespace.
+
+    Raises:
+        CorruptEntryError: It was written for another place.
+    """
+    key = key_of_header(header.identifier, digest)
+    if key is None:
+        raise CorruptEntryError("written for another identifier", reason="identifier")
+    codec.check_identity(header, namespace=namespace, identifier=header.identifier)
+    return key
 
 
 def check_values(fd: int, header: Header) -> None:
@@ -101,13 +114,10 @@ class LocalKeys:
 
     def add(self, key: Key) -> None:
         """The entry was just published here."""
-        self._digests.add(key.digest)
-        if (scanned := self._next) is not None:
-            scanned.add(key.digest)
+        self.add_all((key.digest,))
 
-    def add_all(self, digests: Iterable[bytes]) -> None:
+    def add_all(self, digests: Sequence[bytes]) -> None:
         """Other processes published these."""
-        digests = tuple(digests)
         self._digests.update(digests)
         if (scanned := self._next) is not None:
             scanned.update(digests)
@@ -160,7 +170,6 @@ class Entries:
         """
         self.namespace = namespace
         self.objects = str(folders.objects / namespace)
-        self._above = (*folders.above, str(folders.objects), self.objects)
         self._claims = claims
         self._failed = disk_errors.record
         self._counters = counters
@@ -171,15 +180,9 @@ class Entries:
         """There are no entries from now on; what is open stays open."""
         self._is_closed = True
 
-    def path(self, key: Key) -> tuple[str, Sequence[str]]:
-        """The file of one entry, and its folders from the root down; no system call."""
-        return self._place(key.name)
-
-    def _place(self, name: str) -> tuple[str, Sequence[str]]:
-        path = f"{self.objects}/{name}"
-        folder, _, fan_out = name.rpartition("/")[0].rpartition("/")
-        lora = (f"{self.objects}/{folder}",) if folder else ()
-        return path, (*self._above, *lora, f"{lora[0] if lora else self.objects}/{fan_out}")
+    def path(self, key: Key) -> str:
+        """The file of one entry; no system call."""
+        return f"{self.objects}/{key.name}"
 
     def uses(self) -> Iterator[tuple[str, int]]:
         """Object names of the entries that are here, with their last use in nanoseconds.
@@ -197,11 +200,14 @@ class Entries:
         """
         return entry_names(self.objects, yield_gil)
 
-    def open(self, key: Key) -> OpenEntry | None:
+    def open(self, key: Key, *, verified: Verified | None = None) -> OpenEntry | None:
         """Open one entry: it can be read for as long as the result lives.
 
         A few system calls and one read of 16 KiB, or of the whole file with ``check_values``; no
         walk.
+
+        Args:
+            verified: The ledger's word: this very file was hashed before, and need not be again.
 
         Returns:
             None where the entry is absent, or was bad (then it is deleted), or the disk
@@ -209,48 +215,31 @@ class Entries:
         """
         if self._is_closed:
             return None
-        path, parents = self.path(key)
+        path, fd, inode = self.path(key), -1, None
         try:
-            require_own_folders(parents)
-            return self._checked(key, path, open_entry(path))
-        except FileNotFoundError:
-            return None
-        except CorruptEntryError as exc:  # not even a file
-            self.drop_bad(key, exc.reason)
-        except (OSError, TierError) as exc:
-            self._failed("open", exc)
-        return None
-
-    def open_name(
-        self, name: str, digest: bytes, *, verified: Verified | None = None
-    ) -> OpenEntry | None:
-        """As ``open``, for an object name that a walk has found.
-
-        Args:
-            verified: The ledger's word: this very file was hashed before, and need not be again.
-        """
-        path, parents = self._place(name)
-        try:
-            require_own_folders(parents)
             fd = open_entry(path)
-            try:
-                found = os.fstat(fd)
-                header = read_header(fd, found.st_size)
-                if key_of_header(header.identifier, digest) is None:
-                    raise CorruptEntryError("written for another identifier", reason="identifier")
-                if header.namespace != self.namespace:
-                    raise CorruptEntryError("written for another namespace", reason="namespace")
-                verified_s = time.monotonic()
-                if verified is not None and verified.inode == found.st_ino:
-                    verified_s = verified.seconds
-                elif self.hashes:
-                    check_values(fd, header)
-            except BaseException:
+            found = os.fstat(fd)
+            inode = found.st_ino
+            header = read_header(fd, found.st_size)
+            check_place(header, self.namespace, key.digest)
+            verified_s = time.monotonic()
+            if verified is not None and verified.inode == inode:
+                verified_s = verified.seconds
+            elif self.hashes:
+                check_values(fd, header)
+            taken, fd = fd, -1
+            return OpenEntry(path, taken, header, verified_s=verified_s)
+        except FileNotFoundError:
+            pass
+        except CorruptEntryError as exc:
+            self._counters.add(f"corrupt.{exc.reason}")
+            self.drop_bad(key, exc.reason, inode=inode)
+        except OSError as exc:
+            self._failed("open", exc)
+        finally:
+            if fd >= 0:
                 os.close(fd)
-                raise
-        except (OSError, TierError, CorruptEntryError):
-            return None  # who asks for it finds out why
-        return OpenEntry(path, fd, header, verified_s=verified_s)
+        return None
 
     def open_or_claim(self, key: Key, *, ignore_claim: bool = False) -> OpenEntry | Claim | None:
         """Open an entry that is here, or claim the right to fetch it; never waits.
@@ -299,34 +288,15 @@ class Entries:
         """
         if self._is_closed:
             return
-        path, parents = self.path(key)
+        path = self.path(key)
         try:
-            require_own_folders(parents)
             if inode is not None and os.lstat(path).st_ino != inode:
                 return
             remove_bad(path)
         except FileNotFoundError:
             return
-        except (OSError, TierError) as exc:
+        except OSError as exc:
             self._failed("delete a bad entry", exc)
             return
         self._counters.add("tier.bad_files")
         _log.warning("entry %s of %s was bad (%s); deleted", key.name, self.namespace, reason)
-
-    def _checked(self, key: Key, path: str, fd: int) -> OpenEntry | None:
-        """Look into an open file, which is closed unless it is good; a bad one is deleted."""
-        try:
-            found = os.fstat(fd)
-            header = read_header(fd, found.st_size)
-            codec.check_identity(header, namespace=self.namespace, identifier=key.stored)
-            if self.hashes:
-                check_values(fd, header)
-        except CorruptEntryError as exc:
-            os.close(fd)
-            self._counters.add(f"corrupt.{exc.reason}")
-            self.drop_bad(key, exc.reason, inode=found.st_ino)
-            return None
-        except BaseException:
-            os.close(fd)
-            raise
-        return OpenEntry(path, fd, header, verified_s=time.monotonic())

@@ -23,9 +23,6 @@ from s3ec.tier.spool import Spool, Spooled
 
 T = TypeVar("T")
 
-# To write one entry: the folder may be missing, and be evicted meanwhile.
-_ATTEMPTS = 4
-
 
 class EntryWriter:
     """Puts new files onto the disk of one Tier. Blocking and thread-safe.
@@ -73,31 +70,53 @@ class EntryWriter:
         """
 
         def name(file: TempFile) -> Spooled | None:
-            self._finish(file, unread=True)
-            spooled = spool.add(key, file.path) if spool is not None else None
-            self._place(key, file)
+            self._stamp(file, self._clock(), unread=True)
+            path, spooled = self._entries.path(key), None
+            if spool is None:
+                self.place(file, path)
+            else:
+                # It has the bytes counted: they stay, whatever becomes of the entry.
+                spooled = spool.add(key, file.path)
+                self._folders.place(file, path)
+            self._news.notify(key)
             return spooled
 
-        # The spool tells the running total itself: its bytes stay, whatever becomes of the entry.
-        return self._write(key, pieces, name, counted=spool is not None)
+        return self._write(key, pieces, name)
 
-    def receive(self, key: Key, pieces: Sequence[bytes | memoryview], header: Header) -> OpenEntry:
+    def receive(
+        self,
+        key: Key,
+        pieces: Sequence[bytes | memoryview],
+        header: Header,
+        *,
+        used_s: float | None = None,
+    ) -> OpenEntry:
         """Publish an entry that came from the bucket, and hold it open.
 
         Args:
             pieces: As in ``publish``.
             header: Theirs, verified and compared with the key.
+            used_s: Where nobody has asked for it yet: what it counts as its last use, seconds
+                since the epoch. What is evicted goes in the order of these times.
 
         Raises:
             TierError: As in ``publish``.
         """
-        return self._write(key, pieces, lambda file: self._name_open(key, file, header))
+        return self._write(key, pieces, lambda file: self._name_open(key, file, header, used_s))
 
-    def begin(self, key: Key, first: bytes | memoryview, verifier: Verifier) -> Incoming[OpenEntry]:
+    def begin(
+        self,
+        key: Key,
+        first: bytes | memoryview,
+        verifier: Verifier,
+        *,
+        used_s: float | None = None,
+    ) -> Incoming[OpenEntry]:
         """Receive one large entry part by part; it appears, open, when the last one was good.
 
         Args:
             first: Its first bytes, which the verifier has been made from.
+            used_s: As in ``receive``.
 
         Raises:
             TierError: As in ``publish``.
@@ -106,38 +125,7 @@ class EntryWriter:
 
         def commit(file: TempFile) -> OpenEntry:
             verifier.finish()
-            entry = self._name_open(key, file, header)
-            self._evictor.account(header.total_bytes)
-            return entry
-
-        incoming = self.open(key.name, header.total_bytes, check=verifier.feed, commit=commit)
-        incoming.write_checked(first)
-        return incoming
-
-    def publish_ahead(
-        self, key: Key, pieces: Sequence[bytes | memoryview], *, used_s: float
-    ) -> None:
-        """Publish an entry that came from the bucket before anybody asked for it.
-
-        Args:
-            pieces: As in ``publish``.
-            used_s: Seconds since the epoch. What is evicted goes in the order of these times.
-
-        Raises:
-            TierError: As in ``publish``.
-        """
-        self._write(key, pieces, lambda file: self._name_ahead(key, file, used_s))
-
-    def begin_ahead(
-        self, key: Key, first: bytes | memoryview, verifier: Verifier, *, used_s: float
-    ) -> Incoming[None]:
-        """As ``publish_ahead``, part by part as in ``begin``."""
-        header = verifier.header
-
-        def commit(file: TempFile) -> None:
-            verifier.finish()
-            self._name_ahead(key, file, used_s)
-            self._evictor.account(header.total_bytes)
+            return self._name_open(key, file, header, used_s)
 
         incoming = self.open(key.name, header.total_bytes, check=verifier.feed, commit=commit)
         incoming.write_checked(first)
@@ -150,14 +138,12 @@ class EntryWriter:
         *,
         check: Callable[[bytes | memoryview], object],
         commit: Callable[[TempFile], T],
-        wait_s: float | None = None,
     ) -> Incoming[T]:
         """A file that comes in parts.
 
         Args:
             name: What it is, for messages.
             nbytes: What it will have in the end.
-            wait_s: How long to wait for who evicts, where there is no room; see ``need_room``.
             check: Sees the parts in their order. May raise CorruptEntryError.
             commit: Judges the whole file, and gives it its name.
 
@@ -165,15 +151,15 @@ class EntryWriter:
             TierError: There will be no room, or the disk refused.
         """
         try:
-            self._evictor.need_room(nbytes, wait_s=wait_s)
+            self._evictor.need_room(nbytes)
             file = self._with_room(nbytes, self._folders.new_file)
         except OSError as exc:
             raise TierError(f"cannot receive {name}: {exc}") from exc
         return Incoming(name, nbytes, file, check, commit, self._with_room)
 
-    def place(self, file: TempFile, path: str, parents: Sequence[str]) -> None:
-        """Name a file that is no entry, and count it; see ``Folders.place``."""
-        self._folders.place(file, path, parents)
+    def place(self, file: TempFile, path: str) -> None:
+        """Name a file, and count it; see ``Folders.place``."""
+        self._folders.place(file, path)
         self._evictor.account(file.nbytes)
 
     def _with_room(self, nbytes: int, write: Callable[[], T]) -> T:
@@ -195,68 +181,41 @@ class EntryWriter:
         key: Key,
         pieces: Sequence[bytes | memoryview],
         name: Callable[[TempFile], T],
-        *,
-        counted: bool = False,
     ) -> T:
-        """Write a file and name it; again after a vanished folder or a full disk, a few times."""
+        """Write a file and name it; once more where its temp file was deleted meanwhile."""
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
-        try:
-            self._evictor.need_room(nbytes)
-            written = self._attempt(pieces, nbytes, name)
-        except OSError as exc:
-            raise TierError(f"cannot write {self._entries.path(key)[0]}: {exc}") from exc
-        if not counted:
-            self._evictor.account(nbytes)
-        return written
 
-    def _attempt(
-        self,
-        pieces: Sequence[bytes | memoryview],
-        nbytes: int,
-        name: Callable[[TempFile], T],
-    ) -> T:
         def write() -> T:
-            file = self._folders.new_file()
-            try:
+            with self._folders.new_file() as file:
                 file.append(pieces)
                 return name(file)
-            finally:
-                file.discard()
 
-        left = _ATTEMPTS
-        while True:
-            left -= 1
+        try:
+            self._evictor.need_room(nbytes)
             try:
                 return self._with_room(nbytes, write)
-            except FileNotFoundError:  # swept by another container, or the folder is gone
-                if not left:
-                    raise
-                self._folders.make()
+            except FileNotFoundError:
+                return self._with_room(nbytes, write)
+        except OSError as exc:
+            raise TierError(f"cannot write {self._entries.path(key)}: {exc}") from exc
 
-    def _name_open(self, key: Key, file: TempFile, header: Header) -> OpenEntry:
-        self._finish(file)
-        path = self._entries.path(key)[0]
+    def _name_open(
+        self, key: Key, file: TempFile, header: Header, used_s: float | None
+    ) -> OpenEntry:
+        self._stamp(file, self._clock() if used_s is None else used_s, unread=used_s is not None)
+        path = self._entries.path(key)
         entry = OpenEntry(path, open_entry(file.path), header, verified_s=time.monotonic())
         try:
-            self._place(key, file)
+            self.place(file, path)
         except BaseException:
             del entry  # what keeps the exception keeps this frame
             raise
+        self._news.notify(key)
         return entry
 
-    def _name_ahead(self, key: Key, file: TempFile, used_s: float) -> None:
-        self._finish(file, unread=True, used_s=used_s)
-        self._place(key, file)
-
-    def _place(self, key: Key, file: TempFile) -> None:
-        """Give an entry its name, and tell the node's other processes."""
-        self._folders.place(file, *self._entries.path(key))
-        self._news.notify(key)
-
-    def _finish(self, file: TempFile, *, unread: bool = False, used_s: float | None = None) -> None:
-        file.close()
-        mtime_ns = use_time_ns(self._clock() if used_s is None else used_s, unread=unread)
-        os.utime(file.path, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
+    def _stamp(self, file: TempFile, used_s: float, *, unread: bool) -> None:
+        used_ns = use_time_ns(used_s, unread=unread)
+        os.utime(file.path, ns=(used_ns, used_ns), follow_symlinks=False)
 
 
 class Incoming(Generic[T]):
@@ -266,8 +225,7 @@ class Incoming(Generic[T]):
     Nobody sees the file before ``commit``, which only a good one survives. Whoever makes one ends
     it.
 
-    Calls exclude each other. A cancelled coroutine leaves a call running in its thread: ``discard``
-    does not wait for that one, which then cleans up at its end.
+    Calls exclude each other: a cancelled coroutine leaves one running in its thread.
 
     Attributes:
         name: What it is, for messages.
@@ -365,24 +323,17 @@ class Incoming(Generic[T]):
             self.discard()
 
     def discard(self) -> None:
-        """Leave nothing behind; fine after commit and more than once. Never waits for a call."""
-        self._over = True
-        if self._lock.acquire(blocking=False):
-            try:
-                self._file.discard()
-            finally:
-                self._lock.release()
+        """Leave nothing behind; fine after commit and more than once. Waits for another call."""
+        with self._lock:
+            self._over = True
+            self._file.discard()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                if self._over:
-                    raise TierError(f"{self.name} was discarded")
-                yield
-        finally:
-            if self._over:  # since a moment ago, so discard has left it to us
-                self.discard()
+        with self._lock:
+            if self._over:
+                raise TierError(f"{self.name} was discarded")
+            yield
 
     def _write(self, part: bytes | memoryview, at: int) -> None:
         try:

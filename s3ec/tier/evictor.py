@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeping the folder below its budget: when to evict, who does it, and how the total is kept.
 
-The running total is one small file that every process of the node adds to. Layout, little-endian,
-32 bytes: magic and version (8), counted (8), total bytes (8), xxh3-64 of all that (8). It is no
-truth: a process killed between publishing and adding makes it too low, a deleted entry makes it too
-high, and each walk over the folder puts it right. It is not synced to the device either: after a
-power cut it may be an old one until the next walk.
+The running total is one small file that every process of the node adds to: a record of magic (8)
+and total bytes (8), see records.py. It is no truth: a process killed between publishing and adding
+makes it too low, a deleted entry makes it too high, and each walk over the folder puts it right. It
+is not synced to the device either: after a power cut it may be an old one until the next walk.
 
 A little ahead of the limits (the budget, the free-space floor) a thread evicts in the background,
 one per node at a time. A publish that would break a limit does a round itself, or waits a second
@@ -20,14 +19,11 @@ import heapq
 import logging
 import math
 import os
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import xxhash
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
@@ -35,14 +31,12 @@ from s3ec.runtime import Background
 from s3ec.tier.files import (
     DiskErrors,
     Folders,
-    current_batch,
     free_bytes,
-    is_stale_temp,
     is_unread,
-    require_own_folders,
     sweep_temps,
 )
-from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, scan_tier
+from s3ec.tier.records import RecordLayout
+from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, no_pause, scan_tier
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +46,8 @@ _REMOVALS_PER_PAUSE = 64
 # So far may clocks differ.
 _SKEW_NS = 300 * 10**9
 _BEFORE_ALL_NS = 1 << 65
-# Processes touch their index every 10 minutes. One of a machine that slept for longer than this
-# downloads its files again, and keeps what it has mapped.
+# Who reads the index touches its folder at each refresh that the bucket answers. After a longer
+# silence than this the files may be downloaded again; what is mapped stays.
 _INDEX_UNUSED_NS = 7 * 86_400 * 10**9
 
 # Eviction goes on down to this share of the budget, so that it is not needed at every publish.
@@ -66,9 +60,9 @@ _SLACK = 1 / 64
 # A publish waits so long for whoever is evicting. A disk thread that waits for longer would be
 # taken for a disk that hangs, and a walk over a million entries takes half a minute.
 TURN_WAIT_S = 1.0
-# After that was in vain (a stopped process, a long walk) publishes do not wait for so long. And
-# after an eviction that gave the disk no room nothing is evicted for the disk's sake for so long:
-# other processes have open what went, and close it soon, or somebody else fills the disk.
+# After a wait in vain (a stopped process, a long walk), or an eviction that gave the disk no room
+# (others have open what went, or fill the disk), for so long no publish waits, and nothing is
+# evicted for the disk's sake.
 TURN_REST_S = 5.0
 # A background round that could free nothing is not repeated at once, but after this time at the
 # earliest, and after this many times as long as it took.
@@ -76,18 +70,10 @@ REST_S = 1.0
 _REST_SHARE = 10
 _LOCK_POLL_S = 0.01
 
-# -- the file of the running total
-_MAGIC = b"s3ecuse\x02"
-_BODY = struct.Struct("<8sQQ")
-_CHECKSUM = struct.Struct("<Q")
-_NBYTES = _BODY.size + _CHECKSUM.size
+_TOTAL = RecordLayout(b"s3ecuse\x03", "Q")
 _TOTAL_POLL_S = 0.0005
 # Its lock is held for two system calls. Whoever holds it for longer was stopped in between.
 TOTAL_LOCK_TIMEOUT_S = 2.0
-
-
-# Who evicts nothing waits so long for who does: it is in no request's way.
-_PATIENT_WAIT_S = 60.0
 
 
 class NoRoomError(TierError):
@@ -103,19 +89,15 @@ class Evicted:
     unread_nbytes: int = 0
 
 
-def latest_use_ns(now_s: float) -> int:
-    """Later uses were noted by a clock that has been set back since."""
-    return int(now_s * 1e9) + _SKEW_NS
-
-
 def oldest_first(
-    entries: Sequence[ScannedEntry], *, now_s: float, pause: Callable[[], None] | None = None
+    entries: Sequence[ScannedEntry], *, now_s: float, pause: Callable[[], None] = no_pause
 ) -> Iterator[ScannedEntry]:
     """Entries by time of use; first those whose time is ahead, which would never be the oldest.
 
-    That may be wrong once: they come back, or are read before, with a time that is right.
+    A clock that has been set back since noted them. That may be wrong once: they come back, or are
+    read before, with a time that is right.
     """
-    latest_ns = latest_use_ns(now_s)
+    latest_ns = int(now_s * 1e9) + _SKEW_NS
 
     def order(entry: ScannedEntry) -> int:
         used_ns = entry.mtime_ns
@@ -124,8 +106,7 @@ def oldest_first(
     chunks = []
     for at in range(0, len(entries), _CHUNK):
         chunks.append(sorted(entries[at : at + _CHUNK], key=order))
-        if pause is not None:
-            pause()
+        pause()
     return heapq.merge(*chunks, key=order)
 
 
@@ -136,7 +117,7 @@ def evict(
     objects: Path,
     goal_entries: int = 0,
     remove: bool = True,
-    pause: Callable[[], None] | None = None,
+    pause: Callable[[], None] = no_pause,
 ) -> Evicted:
     """Remove entries in the order given until ``goal_bytes`` are gone.
 
@@ -160,18 +141,13 @@ def evict(
             freed += entry.nbytes
             unread += entry.nbytes if is_unread(entry.mtime_ns) else 0
             removed += 1
-        if pause is not None and removed % _REMOVALS_PER_PAUSE == 0:
+        if removed % _REMOVALS_PER_PAUSE == 0:
             pause()
     return Evicted(removed, freed, unread)
 
 
 def evict_indexes(
-    indexes: Sequence[ScannedIndex],
-    goal_bytes: int,
-    *,
-    above: Path,
-    now_s: float,
-    pause: Callable[[], None] | None = None,
+    indexes: Sequence[ScannedIndex], goal_bytes: int, *, above: Path, now_s: float
 ) -> int:
     """Remove the index's files of namespaces that no process has used for a week.
 
@@ -188,88 +164,29 @@ def evict_indexes(
     for index in sorted(indexes, key=lambda index: index.used_ns):
         if freed >= goal_bytes or index.used_ns > now_s * 1e9 - _INDEX_UNUSED_NS:
             break
-        freed += _remove_index(index, str(above))
-        if pause is not None:
-            pause()
-    return freed
-
-
-def _remove_index(index: ScannedIndex, above: str) -> int:
-    freed = 0
-    try:
-        require_own_folders((above, index.path))
-        if os.lstat(index.path).st_mtime_ns != index.used_ns:
-            return 0  # a process of that model has begun since the walk
-    except (OSError, TierError):
-        return 0
-    for path in index.files:
         with suppress(OSError):
-            nbytes = os.lstat(path).st_size
-            os.unlink(path)
-            freed += nbytes
-            _remove_empty(path, above)
-    if freed:
-        _log.info(
-            "removed %s (%d bytes): no process of this node has used that index for a week",
-            index.path,
-            freed,
-        )
+            if os.lstat(index.path).st_mtime_ns != index.used_ns:
+                continue  # a process of that model has begun since the walk
+            _log.info("removing %s: no process here has used that index for a week", index.path)
+        for path in index.files:
+            with suppress(OSError):
+                nbytes = os.lstat(path).st_size
+                os.unlink(path)
+                freed += nbytes
+                _remove_empty(path, str(above))
     return freed
 
 
-def _remove_empty(path: str, objects: str) -> None:
-    """Remove folders that lost their last entry; publishing makes them again.
+def _remove_empty(path: str, above: str) -> None:
+    """Remove folders that lost their last file; publishing makes them again.
 
     Otherwise those of adapters and models long gone would pile up.
     """
     folder = os.path.dirname(path)
     with suppress(OSError):
-        while folder != objects:
+        while folder != above:
             os.rmdir(folder)
             folder = os.path.dirname(folder)
-
-
-@dataclass(slots=True)
-class _Published:
-    """What one thread has published since the running total was last added to.
-
-    Attributes:
-        nbytes: Of what it has published.
-        room_bytes: What it may publish still, before anybody looks at total and disk again.
-    """
-
-    nbytes: int = 0
-    room_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What the file says; as made by default, what an absent or bad one says.
-
-    Attributes:
-        counted: Whether a walk stands behind the total. Else it is only what was added since
-            the file was begun, and more may be there.
-        total_bytes: What the byte budget is about. Never below the truth but for crashes.
-    """
-
-    counted: bool = False
-    total_bytes: int = 0
-
-    def pack(self) -> bytes:
-        """The file's content."""
-        body = _BODY.pack(_MAGIC, self.counted, self.total_bytes)
-        return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
-
-    @classmethod
-    def parse(cls, blob: bytes) -> Figures | None:
-        """The inverse; None where it is torn or of another version."""
-        body = blob[: _BODY.size]
-        if len(blob) != _NBYTES or blob[_BODY.size :] != _CHECKSUM.pack(
-            xxhash.xxh3_64_intdigest(body)
-        ):
-            return None
-        magic, counted, total_bytes = _BODY.unpack(body)
-        return cls(bool(counted), total_bytes) if magic == _MAGIC else None
 
 
 class RunningTotal:
@@ -285,58 +202,55 @@ class RunningTotal:
         self._folders = folders
 
     def begin(self) -> None:
-        """The folder was just made and holds nothing: a total of 0 that is known to be right.
+        """The folder was just made and holds nothing, unless somebody was faster to publish."""
+        self._update(lambda now: now or 0)
 
-        Unless somebody was faster to publish.
+    def read(self) -> int | None:
+        """Bytes that the budget is about; None where nobody has counted, or the file is damaged."""
+        with self._locked() as fd:
+            return self._read(fd)
+
+    def add(self, nbytes: int, *, unknown_bytes: int) -> int:
+        """Note what was published; answers the new total.
+
+        Args:
+            unknown_bytes: What to begin with where there is no total.
         """
-        self._update(lambda now: now if now.total_bytes else Figures(counted=True))
+        return self._update(lambda now: (unknown_bytes if now is None else now) + nbytes)
 
-    def read(self) -> Figures:
-        """What is said now."""
-        try:
-            with self._locked(make=False) as fd:
-                return Figures.parse(os.pread(fd, _NBYTES + 1, 0)) or Figures()
-        except FileNotFoundError:
-            return Figures()
-
-    def add(self, nbytes: int) -> Figures:
-        """Note what was published; answers what is said from now on."""
-        return self._update(lambda now: Figures(now.counted, now.total_bytes + nbytes))
-
-    def recount(self, before: Figures, counted_bytes: int) -> Figures:
+    def recount(self, before_bytes: int, counted_bytes: int) -> None:
         """Take over what a walk found, and add what the total grew by meanwhile.
 
         What any process published during the walk may be counted twice until the next one, but
         never not at all.
 
         Args:
-            before: What ``read`` said before the walk.
+            before_bytes: The total before the walk.
             counted_bytes: What the walk found, less what was removed after it.
         """
+        self._update(lambda now: counted_bytes + max(0, (now or before_bytes) - before_bytes))
 
-        def change(now: Figures) -> Figures:
-            grown_bytes = now.total_bytes - before.total_bytes
-            if grown_bytes < 0 or before.counted > now.counted:  # lost, and begun anew since
-                grown_bytes = now.total_bytes
-            return Figures(True, counted_bytes + grown_bytes)
-
-        return self._update(change)
-
-    def _update(self, change: Callable[[Figures], Figures]) -> Figures:
+    def _update(self, change: Callable[[int | None], int]) -> int:
         with self._locked() as fd:
-            before = Figures.parse(os.pread(fd, _NBYTES + 1, 0))
-            after = change(before or Figures())
+            before = self._read(fd)
+            after = change(before)
             if after != before:
-                if os.pwrite(fd, after.pack(), 0) != _NBYTES:
+                if os.pwrite(fd, _TOTAL.pack(after), 0) != _TOTAL.nbytes:
                     raise OSError(errno.EIO, "the file system wrote a part", self._folders.usage)
                 if before is None:  # of whatever length
-                    os.ftruncate(fd, _NBYTES)
+                    os.ftruncate(fd, _TOTAL.nbytes)
             return after
 
+    @staticmethod
+    def _read(fd: int) -> int | None:
+        blob = os.pread(fd, _TOTAL.nbytes + 1, 0)
+        records, _ = _TOTAL.parse(blob)
+        return int(records[0][0]) if records and len(blob) == _TOTAL.nbytes else None
+
     @contextmanager
-    def _locked(self, *, make: bool = True) -> Iterator[int]:
+    def _locked(self) -> Iterator[int]:
         with self._folders.locked(
-            self._folders.usage, wait_s=TOTAL_LOCK_TIMEOUT_S, poll_s=_TOTAL_POLL_S, make=make
+            self._folders.usage, wait_s=TOTAL_LOCK_TIMEOUT_S, poll_s=_TOTAL_POLL_S
         ) as (fd, alone):
             if not alone:
                 raise OSError(errno.EAGAIN, "the running total is locked by a stopped process")
@@ -401,21 +315,22 @@ class Evictor:
         self._clock = clock
         self._counters = counters
         self._budget_bytes = budget_bytes
-        self.min_free_bytes = min_free_bytes
+        self._min_free_bytes = min_free_bytes
         self._low_bytes = int(budget_bytes * LOW_WATER)
         self._ahead_bytes = int(budget_bytes * AHEAD)
         self._slack_bytes = int(budget_bytes * _SLACK)
+        # Believed of a folder that nobody has counted: nearly full, so the background counts soon.
+        self._unknown_bytes = budget_bytes - self._slack_bytes
         # Nobody's floor of 0 asks for space to be kept free.
         self._ahead_of_floor_bytes = min(self._ahead_bytes, min_free_bytes) // 4
-        # What a publish must leave of the budget, and above the floor.
-        self._spared_bytes = 0 if evicts else self._ahead_bytes
+        self._limit_bytes = budget_bytes - (0 if evicts else self._ahead_bytes)
         self._floor_bytes = min_free_bytes + (0 if evicts else self._ahead_of_floor_bytes)
         self._failed = disk_errors.record
         self._total = RunningTotal(folders)
         self._background = Background("s3ec-evictor", self._work_ahead)
         self._is_open = False
         self._on_evicted: list[Callable[[], None]] = []
-        self._waits_again_s = self._evicts_again_s = -math.inf  # monotonic; the latter for the disk
+        self._rests_until_s = -math.inf  # monotonic, see TURN_REST_S
 
     def open(self, *, fresh: bool) -> None:
         """Sweep what dead processes left; no walk over the entries.
@@ -430,7 +345,7 @@ class Evictor:
         os.close(self._folders.open_own(self._folders.evict_lock))
         if fresh:
             self._total.begin()
-        self._sweep()
+        sweep_temps(self._folders.incoming)
         self._is_open = True
 
     def after_evicting(self, close: Callable[[], None]) -> None:
@@ -441,14 +356,6 @@ class Evictor:
         """
         self._on_evicted.append(close)
 
-    def used_bytes(self) -> int:
-        """What the byte budget is about, as far as all processes of the node have counted.
-
-        Raises:
-            OSError: The file system refused.
-        """
-        return self._total.read().total_bytes
-
     def room_bytes(self) -> int:
         """How much may be published before a limit is reached; 0 or less: nothing.
 
@@ -458,13 +365,11 @@ class Evictor:
             TierError: Another process counts or evicts, and does not come to an end.
             OSError: The file system refused.
         """
-        figures = self._total.read()
-        if not figures.counted:
+        if self._total.read() is None:
             self.make_room(0, wait=True)
-            figures = self._total.read()
-            if not figures.counted:
+            if self._total.read() is None:
                 raise TierError("nobody has counted the folder, and another process evicts in it")
-        left_bytes = self._budget_bytes - self._spared_bytes - figures.total_bytes
+        left_bytes = self._limit_bytes - self.used_bytes()
         return min(left_bytes, self._free_bytes() - self._floor_bytes)
 
     def close(self) -> None:
@@ -472,11 +377,8 @@ class Evictor:
         self._is_open = False
         self._background.stop()
 
-    def need_room(self, nbytes: int, *, wait_s: float | None = None) -> None:
+    def need_room(self, nbytes: int) -> None:
         """Make sure of room before a publish; a few system calls where there is.
-
-        Args:
-            wait_s: How long to wait for who evicts; see ``_turn``.
 
         Raises:
             TierError: Not open, or there will be no room. A budget full of spooled entries is
@@ -488,69 +390,42 @@ class Evictor:
             raise TierError("the tier is not open")
         if nbytes > self._budget_bytes:
             raise TierError(f"{nbytes} bytes are more than the budget of {self._budget_bytes}")
-        published = self._published()
-        if published is not None:
-            if nbytes <= published.room_bytes:
-                published.room_bytes -= nbytes
-                return
-            self._end_batch(published)  # so that the total is right
         if self._has_room(nbytes):
             return
+        if not self._evicts:
+            raise NoRoomError(
+                f"{nbytes} bytes more would make the node's processes evict from "
+                f"{self._folders.root}"
+            )
         if not (self._rests() and self._short_bytes(nbytes) > 0):
-            with self._turn(wait_s) as alone:
+            with self._turn() as alone:
                 if not alone:
                     raise TierError("there is no room, and another eviction is still under way")
                 # Whoever evicted meanwhile may have made room enough.
                 if not self._has_room(nbytes):
                     self._round(nbytes)
-        if not self._evicts and not self._has_room(nbytes):
-            raise NoRoomError(
-                f"{nbytes} bytes more would make the node's processes evict from "
-                f"{self._folders.root}"
-            )
         if self._short_bytes(nbytes) > 0:
             raise TierError(
                 f"{nbytes} bytes more would leave less than `min_free_bytes` "
-                f"({self.min_free_bytes}) free on the disk of {self._folders.root}"
+                f"({self._min_free_bytes}) free on the disk of {self._folders.root}"
             )
 
     def note_in_vain(self) -> None:
-        """The disk is still full after ``make_room``."""
-        self._evicts_again_s = time.monotonic() + TURN_REST_S
+        """The disk is still full after ``make_room``, or the turn did not come."""
+        self._rests_until_s = time.monotonic() + TURN_REST_S
 
     def _rests(self) -> bool:
-        return time.monotonic() < self._evicts_again_s
+        return time.monotonic() < self._rests_until_s
 
     def account(self, nbytes: int) -> None:
         """Count what was published; a few system calls. Never raises: the bytes are there."""
-        published = self._published()
-        if published is None:
-            self._count(nbytes)
-        else:
-            published.nbytes += nbytes
-
-    def _published(self) -> _Published | None:
-        """Where this thread adds up what it publishes in a row, to count it at the end.
-
-        And it looks for room once. For a few milliseconds: what is not counted may be published by
-        others a second time, and is not counted at all where this process is killed.
-        """
-        batch = current_batch()
-        return None if batch is None else batch.share(self, _Published, self._end_batch)
-
-    def _end_batch(self, published: _Published) -> None:
-        nbytes, published.nbytes, published.room_bytes = published.nbytes, 0, 0
-        if nbytes:
-            self._count(nbytes)
-
-    def _count(self, nbytes: int) -> None:
         try:
-            figures = self._total.add(nbytes)
+            total_bytes = self._total.add(nbytes, unknown_bytes=self._unknown_bytes)
         except (OSError, TierError) as exc:
             self._failed("count", exc)
             self._background.wake()
             return
-        if not figures.counted or figures.total_bytes > self._budget_bytes - self._ahead_bytes:
+        if total_bytes > self._budget_bytes - self._ahead_bytes:
             self._background.wake()
 
     def make_room(self, incoming_bytes: int, *, full: bool = False, wait: bool = False) -> int:
@@ -571,40 +446,27 @@ class Evictor:
         """
         if full and self._rests():
             return 0
-        before_bytes = self._total.read().total_bytes
+        before_bytes = self.used_bytes()
         with self._turn() if wait else evict_lock(self._folders) as alone:
             if not alone:
                 return 0
-            freed = before_bytes - self._total.read().total_bytes
+            freed = before_bytes - self.used_bytes()
             return freed if full and freed > 0 else self._round(incoming_bytes, full=full)
 
     @contextmanager
-    def _turn(self, wait_s: float | None = None) -> Iterator[bool]:
-        """As evict_lock, for a publish: it waits, but not for who has let others wait in vain.
-
-        Args:
-            wait_s: None for TURN_WAIT_S. Longer only where no thread is kept that others need.
-        """
-        if wait_s is None:
-            wait_s = TURN_WAIT_S if self._evicts else _PATIENT_WAIT_S
-        rests = time.monotonic() < self._waits_again_s and wait_s <= TURN_WAIT_S
-        with evict_lock(self._folders, wait_s=0.0 if rests else wait_s) as alone:
-            if not alone and not rests:
-                self._waits_again_s = time.monotonic() + TURN_REST_S
+    def _turn(self) -> Iterator[bool]:
+        """As evict_lock, for a publish: it waits, but not twice for who lets it wait in vain."""
+        with evict_lock(self._folders, wait_s=0.0 if self._rests() else TURN_WAIT_S) as alone:
+            if not alone and not self._rests():
+                self.note_in_vain()
             yield alone
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a publish breaks no limit; wakes the background near the floor."""
-        figures, free = self._total.read(), self._free_bytes()
-        if free - nbytes < self.min_free_bytes + self._ahead_of_floor_bytes:
+        total_bytes, free = self.used_bytes(), self._free_bytes()
+        if free - nbytes < self._min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
-        limit = self._budget_bytes - self._spared_bytes if figures.counted else self._slack_bytes
-        published = self._published()
-        if published is not None:
-            # Near a limit there is none, so that each publish looks.
-            spare = free - self.min_free_bytes - self._ahead_of_floor_bytes
-            published.room_bytes = min(limit - figures.total_bytes, spare) - nbytes
-        return figures.total_bytes + nbytes <= limit and free - nbytes >= self._floor_bytes
+        return total_bytes + nbytes <= self._limit_bytes and free - nbytes >= self._floor_bytes
 
     def _work_ahead(self, pause: Callable[[], None]) -> float:
         """One round in the background; answers how long to rest after it."""
@@ -626,15 +488,12 @@ class Evictor:
         *,
         full: bool = False,
         ahead: bool = False,
-        pause: Callable[[], None] | None = None,
+        pause: Callable[[], None] = no_pause,
     ) -> int:
         """With the lock held; answers the bytes freed."""
-        with suppress(FileNotFoundError):  # emptied under us: nothing to evict
-            require_own_folders((*self._folders.above, str(self._folders.objects)))
-        before = self._total.read()
-        self._sweep()
+        before_bytes = self.used_bytes()
+        sweep_temps(self._folders.incoming)
         scan = scan_tier(self._folders, pause)
-        self._sweep_temps(scan)
         goal_bytes = goal_entries = short_bytes = 0
         if self._evicts:
             goal_bytes = self._excess_bytes(scan, incoming_bytes, ahead=ahead)
@@ -649,15 +508,11 @@ class Evictor:
             goal_entries = int(len(scan.entries) * share)
         freed = 0
         if goal_bytes > 0:
-            freed = evict_indexes(
-                *(scan.indexes, goal_bytes),
-                above=self._folders.index,
-                now_s=self._clock(),
-                pause=pause,
-            )
+            now_s, above = self._clock(), self._folders.index
+            freed = evict_indexes(scan.indexes, goal_bytes, above=above, now_s=now_s)
         if freed < goal_bytes:
             freed += self._evict(scan, goal_bytes - freed, goal_entries, pause)
-        self._total.recount(before, scan.total_bytes - freed)
+        self._total.recount(before_bytes, scan.total_bytes - freed)
         if freed:
             for close in self._on_evicted:
                 close()
@@ -665,15 +520,14 @@ class Evictor:
                 self.note_in_vain()
         return freed
 
-    def _sweep(self) -> None:
-        sweep_temps(self._folders.incoming, now_s=self._clock())
+    def used_bytes(self) -> int:
+        """What the byte budget is about, as far as all processes of the node have counted.
 
-    def _sweep_temps(self, scan: TierScan) -> None:
-        """Those in the spool, whose folders only a walk looks into."""
-        for temp in scan.temps:
-            if is_stale_temp(temp, now_s=self._clock()):
-                with suppress(OSError):
-                    os.unlink(temp)
+        Raises:
+            OSError: The file system refused.
+        """
+        total_bytes = self._total.read()
+        return self._unknown_bytes if total_bytes is None else total_bytes
 
     def _free_bytes(self) -> int:
         try:
@@ -690,7 +544,7 @@ class Evictor:
 
     def _short_bytes(self, incoming_bytes: int, *, ahead: bool = False) -> int:
         """How many bytes the disk lacks; 0 or less: none."""
-        floor = self.min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
+        floor = self._min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
         return floor + incoming_bytes - self._free_bytes()
 
     def _evict(
@@ -698,7 +552,7 @@ class Evictor:
         scan: TierScan,
         goal_bytes: int,
         goal_entries: int,
-        pause: Callable[[], None] | None,
+        pause: Callable[[], None],
     ) -> int:
         """Spooled entries are passed over: it would free nothing now."""
         free = [entry for entry in scan.entries if entry.inode not in scan.kept]

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Private folders, files that appear whole or not at all, and what the disk refuses.
 
-Also whether the process that left something in the folder still lives. For that there are two
-witnesses, and only where both say "dead" may anything be swept. ``/proc`` tells a reused process id
-from the old one, but sees only its own container. A lock on a file is dropped by the kernel when
-its owner ends, and is seen by every container that shares the folder. In containers nearly
-everybody has a process id below 100, so the first witness alone would sweep what a neighbour uses.
+A file in the making is locked. The kernel drops a lock when its owner ends in any way, and every
+container that shares the folder sees it. So a file whose lock can be taken has no owner any more.
 """
 
 from __future__ import annotations
@@ -18,18 +15,15 @@ import platform
 import re
 import secrets
 import stat
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
 
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class DiskErrors:
@@ -56,20 +50,14 @@ class DiskErrors:
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
-# A temp file this old is swept even while its process lives: no publish takes an hour.
-TEMP_LIFETIME_S = 3600.0
 
-_TEMP = re.compile(r"\.tmp-([1-9][0-9]{0,9})-[0-9a-f]{16}")
+_TEMP = re.compile(r"\.tmp-[0-9a-f]{16}")
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _FS_GROUP = stat.S_ISGID | stat.S_IWGRP
 _OPEN_ENTRY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_OWN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_OPEN_TEMP = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_NEW = _OPEN_OWN | os.O_CREAT
 _PIECES_PER_WRITE = 512  # Linux takes 1024 (IOV_MAX)
-_COPY_BYTES = 1 << 24
-# What a file system says that has no hard links (FAT, some network and FUSE ones), where a
-# file has too many of them, or where the two folders are different mounts.
-NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
 class Folders:
@@ -78,9 +66,8 @@ class Folders:
     Attributes:
         root: Free of symbolic links.
         version: Everything of this layout; a later layout gets another folder.
-        above: What everything lies in; see require_own_folders.
         objects: Namespaces, each with the objects of the bucket's ``objects/``.
-        spool: One folder per process that holds entries which the bucket has not confirmed.
+        spool: Entries that the bucket has not confirmed, and the locks of their owners.
         incoming: Files that are being written; one folder, so that sweeping it needs no walk.
         index: Namespaces, each with this node's copy of what the index needs.
         costs: A small file per namespace; see encode_costs.py.
@@ -96,7 +83,6 @@ class Folders:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.version = version = root / "v1"
-        self.above = (str(root), str(version))
         self.objects = version / "objects"
         self.spool = version / "spool"
         self.incoming = version / "incoming"
@@ -107,14 +93,9 @@ class Folders:
         self.news = version / "news"
         self.ledger = version / "ledger"
         self.evict_lock = version / "evict.lock"
-        self.inner = (
-            *(self.objects, self.spool, self.incoming),
-            *(self.index, self.costs),
-        )
-        self.shared_files = (
-            *(self.fetch_lock, self.usage, self.news, self.ledger),
-            self.evict_lock,
-        )
+        self.inner = (self.objects, self.spool, self.incoming, self.index, self.costs)
+        locks = (self.fetch_lock, self.evict_lock)
+        self.shared_files = (*locks, self.usage, self.news, self.ledger)
 
     def make(self) -> None:
         """Create what is missing and check what is there.
@@ -124,7 +105,6 @@ class Folders:
                 require_own_folder.
             OSError: It could not be made.
         """
-        _look_again()
         for folder in reversed(self.root.parents):
             if not folder.exists():
                 make_folder(folder)
@@ -132,7 +112,7 @@ class Folders:
         for folder in (self.version, *self.inner):
             make_folder(folder)
 
-    def open_own(self, path: Path, flags: int = 0) -> int:
+    def open_own(self, path: str | Path, flags: int = 0) -> int:
         """Open one of the few files below ``version`` that all processes share; made if missing.
 
         Args:
@@ -144,44 +124,26 @@ class Folders:
         Raises:
             OSError, TierError: As for make, or it cannot be opened.
         """
-        try:
-            require_own_folders(self.above)
+        with suppress(FileNotFoundError):
             return os.open(path, _OPEN_OWN | flags)
-        except FileNotFoundError:
-            pass
-        try:
-            fd = os.open(path, _OPEN_OWN | os.O_CREAT | flags, FILE_MODE)
-        except FileNotFoundError:  # somebody emptied the cache under us
-            self.make()
-            fd = os.open(path, _OPEN_OWN | os.O_CREAT | flags, FILE_MODE)
-        try:
-            os.fchmod(fd, FILE_MODE)  # the umask may have taken bits from the mode above
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        self.make()  # where somebody emptied the cache under us
+        return _create(path, flags)
 
     @contextmanager
-    def locked(
-        self, path: Path, *, wait_s: float, poll_s: float, make: bool = True
-    ) -> Iterator[tuple[int, bool]]:
+    def locked(self, path: Path, *, wait_s: float, poll_s: float) -> Iterator[tuple[int, bool]]:
         """Open one of the shared files and hold its lock while the block runs.
 
         It is opened for each use. So threads exclude each other too, and a deleted file is not used
         for long. The lock is polled, since flock has no timeout: a process that is stopped
         (a debugger, a paused container) while it holds the lock must not stop all others with it.
 
-        Args:
-            make: False to leave an absent file absent.
-
         Yields:
             The file's descriptor, and False where somebody else has held the lock for ``wait_s``.
 
         Raises:
-            FileNotFoundError: It is absent, and ``make`` is False.
             OSError, TierError: As for open_own.
         """
-        fd = self.open_own(path) if make else os.open(path, _OPEN_OWN)
+        fd = self.open_own(path)
         try:
             deadline_s = time.monotonic() + wait_s
             while not (alone := try_lock(fd)) and time.monotonic() < deadline_s:
@@ -200,38 +162,31 @@ class Folders:
         Raises:
             OSError, TierError: As for make.
         """
-        incoming = str(self.incoming)
         try:
-            require_own_folders((*self.above, incoming))
-            return TempFile(incoming)
+            return TempFile(str(self.incoming))
         except FileNotFoundError:  # somebody emptied the cache under us
             self.make()
-            return TempFile(incoming)
+            return TempFile(str(self.incoming))
 
-    def place(self, file: TempFile, path: str, parents: Sequence[str]) -> None:
-        """Give a finished file its name; a present one is replaced.
+    def place(self, file: TempFile, path: str) -> None:
+        """Give a finished file its name below ``version``; a present one is replaced.
 
-        Args:
-            parents: The folders of ``path``, from ``root``, ``version`` and the next one down;
-                made where they are missing.
+        Its lock is held until it has the name, or a sweeper would take it for a dead writer's.
 
         Raises:
-            OSError: It has no name. FileNotFoundError: the file is gone (another container took it
-                for a dead process's); it can be written again.
-            TierError: A folder on the way is not one of ours. The file has no name either.
+            OSError: It has no name. FileNotFoundError: the file is gone; it can be written again.
+            TierError: A folder that was missing cannot be made in the place of something else.
         """
-        file.close()
         for last in (False, False, False, True):
             try:
-                require_own_folders(parents)
                 os.replace(file.path, path)
                 file.is_named = True
                 return
             except FileNotFoundError:
-                _look_again()
                 if last or not os.path.lexists(file.path):
                     raise
-                self._make_below(parents)
+            with suppress(FileNotFoundError):  # one that is missing again is made again
+                self._make_below(path.rpartition("/")[0])
 
     def write_small(self, path: str, content: bytes) -> None:
         """Put a small file right below one of our folders, whole or not at all; replaces one.
@@ -241,17 +196,27 @@ class Folders:
         """
         with self.new_file() as file:
             file.append([content])
-            self.place(file, path, (*self.above, path.rpartition("/")[0]))
+            self.place(file, path)
 
-    def _make_below(self, parents: Sequence[str]) -> None:
-        """Create what is missing of some folders, each inside the one before it."""
-        try:
-            require_own_folders(parents[:-1])
-        except FileNotFoundError:
-            self.make()
-            for folder in parents[3:-1]:
-                make_folder(folder)
-        make_folder(parents[-1])
+    def _make_below(self, folder: str) -> None:
+        """Create what is missing of a folder and of those above it."""
+        missing = []
+        while not os.path.lexists(folder):
+            missing.append(folder)
+            folder = folder.rpartition("/")[0]
+        for each in reversed(missing):
+            make_folder(each)
+
+
+def _create(path: str | Path, flags: int = 0) -> int:
+    """Make a private file and open it for reading and writing."""
+    fd = os.open(path, _OPEN_NEW | flags, FILE_MODE)
+    try:
+        os.fchmod(fd, FILE_MODE)  # the umask may have taken bits from the mode above
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def make_folder(path: Path | str, *, given: bool = False) -> None:
@@ -300,85 +265,6 @@ def mode_for_others(found: os.stat_result) -> int:
     if mode & stat.S_IRWXG and found.st_gid in (os.getegid(), *os.getgroups()):
         mode &= ~stat.S_IRWXG
     return mode
-
-
-def require_own_folders(paths: Iterable[str]) -> None:
-    """require_own_folder for each on the way, before each use: they may be replaced at any time.
-
-    One lstat each: the kernel would follow a symbolic link in the middle of a path. Looking comes
-    before using, so this keeps out what lies there, not who may write to the folder above.
-
-    Raises:
-        TierError: One is not a folder, another user's, or writable by others.
-        FileNotFoundError: One is missing.
-    """
-    batch = _current.batch
-    if batch is None:
-        for path in paths:
-            require_own_folder(path, given=True)
-        return
-    seen = batch.seen
-    for path in paths:
-        if path not in seen:
-            require_own_folder(path, given=True)
-            seen.add(path)
-
-
-class Batch(AbstractContextManager[None]):
-    """Calls that one thread makes in a row, for milliseconds, and what they share.
-
-    They look at each folder once, see require_own_folders. Looking comes before using in any case;
-    a folder that is replaced after the look is used for those milliseconds.
-
-    Attributes:
-        seen: Folders that were found in order.
-    """
-
-    def __init__(self) -> None:
-        self.seen: set[str] = set()
-        self._shared: dict[object, Any] = {}
-        self._ends = ExitStack()
-
-    def __enter__(self) -> None:
-        _current.batch = self
-
-    def __exit__(self, *exc_info: object) -> None:
-        # Whatever fails here, this thread must not go on believing in old looks.
-        try:
-            self._ends.close()
-        finally:
-            _current.batch = None
-
-    def share(self, owner: object, make: Callable[[], T], end: Callable[[T], object]) -> T:
-        """What the calls share for one owner.
-
-        Args:
-            make: Makes it at the first call.
-            end: Takes it at the end of the batch, whatever else fails there.
-        """
-        found: T | None = self._shared.get(owner)
-        if found is None:
-            found = self._shared[owner] = make()
-            self._ends.callback(end, found)
-        return found
-
-
-class _Current(threading.local):
-    batch: Batch | None = None
-
-
-_current = _Current()
-
-
-def current_batch() -> Batch | None:
-    """The batch that this thread is in."""
-    return _current.batch
-
-
-def _look_again() -> None:
-    """A folder has vanished or was made."""
-    if _current.batch is not None:
-        _current.batch.seen.clear()
 
 
 def is_full(exc: OSError) -> bool:
@@ -453,11 +339,6 @@ def read_small(path: str | Path, *, max_bytes: int) -> bytes:
         return file.read(found.st_size)
 
 
-def temp_name(folder: str) -> str:
-    """A path for a file in the making; sweepers know by it whose it is."""
-    return f"{folder}/.tmp-{os.getpid()}-{secrets.token_hex(8)}"
-
-
 class TempFile:
     """A file in the making, without a name that anybody looks for.
 
@@ -480,14 +361,19 @@ class TempFile:
         Raises:
             OSError: Nothing is left behind.
         """
-        self.path = temp_name(folder)
         self.nbytes = 0
         self.is_named = False
-        self._fd = os.open(self.path, _OPEN_TEMP, FILE_MODE if private else 0o666)
+        self._fd = -1
         try:
-            if private:
-                os.fchmod(self._fd, FILE_MODE)  # the umask may have taken bits from the mode above
-                try_lock(self._fd)  # tells other containers that this writer lives
+            while True:
+                self.path = f"{folder}/.tmp-{secrets.token_hex(8)}"
+                if not private:
+                    self._fd = os.open(self.path, _OPEN_NEW | os.O_EXCL, 0o666)
+                    return
+                self._fd = _create(self.path, os.O_EXCL)
+                if lock_file(self._fd):
+                    return
+                self.close()  # a sweeper has it
         except BaseException:
             self.discard()
             raise
@@ -500,18 +386,12 @@ class TempFile:
         self.discard()
 
     def append(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Write pieces at the end, all or none of them.
+        """Write pieces at the end.
 
         Raises:
-            OSError: The file is as it was before.
+            OSError: A part of them may be there.
         """
-        try:
-            write_all(self._fd, pieces)
-        except BaseException:
-            with suppress(OSError):
-                os.ftruncate(self._fd, self.nbytes)
-                os.lseek(self._fd, self.nbytes, os.SEEK_SET)
-            raise
+        write_all(self._fd, pieces)
         self.nbytes += sum(memoryview(piece).nbytes for piece in pieces)
 
     def put(self, piece: bytes | memoryview, at: int) -> None:
@@ -524,7 +404,7 @@ class TempFile:
         self.nbytes += memoryview(piece).nbytes
 
     def close(self, *, synced: bool = False) -> None:
-        """Nothing more is written; before a rename, since network file systems fail here.
+        """Nothing more is written; frees the lock.
 
         Args:
             synced: Wait until the device has it.
@@ -569,86 +449,34 @@ def write_all(fd: int, pieces: Sequence[bytes | memoryview], at: int | None = No
             rest[0] = rest[0][written:]
 
 
-def copy_entry(source: str, target: str, *, min_free_bytes: int, purpose: str) -> tuple[int, int]:
-    """Copy a file to a new private one, where links are impossible.
-
-    Args:
-        min_free_bytes: Of the disk, which the copy must leave free.
-        purpose: A verb, for messages.
-
-    Returns:
-        A descriptor of the source, which the caller closes, and its size.
-
-    Raises:
-        CorruptEntryError: The source is not a regular file.
-        OSError: Nothing is left behind. FileNotFoundError: there is no source. EIO: it changed.
-        TierError: There is no room.
-    """
-    source_fd = open_entry(source)
-    try:
-        nbytes = os.fstat(source_fd).st_size
-        if free_bytes(Path(target).parent) - nbytes < min_free_bytes:
-            raise TierError(f"no room to {purpose} {nbytes} bytes by copying them")
-        _copy(source_fd, target, nbytes)
-    except BaseException:
-        os.close(source_fd)
-        raise
-    return source_fd, nbytes
-
-
-def _copy(source_fd: int, target: str, nbytes: int) -> None:
-    target_fd = os.open(target, _OPEN_TEMP, FILE_MODE)
-    try:
-        try:
-            os.fchmod(target_fd, FILE_MODE)
-            offset = 0
-            while sent := os.sendfile(target_fd, source_fd, offset, _COPY_BYTES):
-                offset += sent
-            if offset != nbytes:
-                raise OSError(errno.EIO, "the entry changed while it was copied", target)
-        finally:
-            os.close(target_fd)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(target)
-        raise
-
-
-def sweep_temps(folder: Path, *, now_s: float) -> None:
+def sweep_temps(folder: Path) -> None:
     """Remove what dead writers left in a folder; never raises."""
-    with suppress(OSError, TierError):
-        require_own_folder(folder)
-        for name in os.listdir(folder):
-            path = f"{folder}/{name}"
-            if is_stale_temp(path, now_s=now_s):
-                with suppress(OSError):
-                    os.unlink(path)
+    with suppress(OSError):
+        for name in filter(is_temp_name, os.listdir(folder)):
+            with suppress(OSError):  # BlockingIOError: its writer lives
+                path = f"{folder}/{name}"
+                fd = take_lock(path)
+                if fd is not None:
+                    try:
+                        os.unlink(path)  # under the lock, see lock_file
+                    finally:
+                        os.close(fd)
 
 
 def is_temp_name(name: str) -> bool:
-    """Whether temp_name could have made this file name."""
+    """Whether TempFile could have made this file name."""
     return _TEMP.fullmatch(name) is not None
 
 
-def is_stale_temp(path: str, *, now_s: float) -> bool:
-    """Whether nobody will finish this temp file."""
-    match = _TEMP.fullmatch(path.rpartition("/")[2])
-    if match is None:
-        return False
+def is_stale_temp(path: str) -> bool:
+    """Whether nobody will finish this temp file: its lock can be taken."""
     try:
-        if now_s - os.lstat(path).st_mtime > TEMP_LIFETIME_S:
-            return True
-        if seems_alive(int(match[1])):
-            return False
-        fd = open_entry(path)
-    except (OSError, CorruptEntryError):
-        return False
-    try:
-        return try_lock(fd)
+        fd = take_lock(path)
     except OSError:
         return False
-    finally:
+    if fd is not None:
         os.close(fd)
+    return fd is not None
 
 
 def boot_id() -> str:
@@ -658,43 +486,6 @@ def boot_id() -> str:
             return file.read().strip()
     except OSError:
         return platform.node()
-
-
-def start_time(pid: int) -> str | None:
-    """When a process started, in clock ticks since boot (`/proc/PID/stat`, field 22).
-
-    Returns:
-        None where no such process runs here, a zombie included.
-
-    Raises:
-        OSError: It exists but cannot be looked at.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The second field is the program's name in parentheses and may hold anything.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
-
-
-def own_start_time() -> str:
-    """start_time of this process; "0" where there is no ``/proc``: then the lock alone decides."""
-    return start_time(os.getpid()) or "0"
-
-
-def seems_alive(pid: int, start: str | None = None) -> bool:
-    """Whether this process runs here, as far as ``/proc`` can tell; unsure means True.
-
-    Args:
-        start: What start_time said of it; None accepts any process with this id.
-    """
-    try:
-        found = start_time(pid)
-    except OSError:
-        return True
-    return found is not None and start in (None, found)
 
 
 def try_lock(fd: int) -> bool:
@@ -708,6 +499,14 @@ def try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def lock_file(fd: int) -> bool:
+    """As try_lock, for a file that just came; also False where it has no name any more.
+
+    Whoever sweeps takes the lock first, and may have done so before the owner.
+    """
+    return try_lock(fd) and os.fstat(fd).st_nlink > 0
 
 
 def take_lock(path: str | Path) -> int | None:

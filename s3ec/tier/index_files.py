@@ -17,14 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from s3ec import codec
-from s3ec.errors import CorruptEntryError, TierError
+from s3ec.errors import CorruptEntryError
 from s3ec.tier.claims import Claim, Claims
 from s3ec.tier.entry_writer import EntryWriter, Incoming
-from s3ec.tier.files import Folders, TempFile, read_small, require_own_folders
+from s3ec.tier.files import Folders, TempFile, read_small
 from s3ec.tier.scan import is_index_name
-
-# So long a file waits for who evicts: a walk over a million entries takes about half a minute.
-_ROOM_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,6 @@ class IndexFiles:
         self, folders: Folders, namespace: str, writer: EntryWriter, claims: Claims
     ) -> None:
         self._top = str(folders.index / namespace)
-        self._above = (*folders.above, str(folders.index), self._top)
         self._writer = writer
         self.claims = claims
 
@@ -71,19 +67,11 @@ class IndexFiles:
             raise ValueError(f"not a name of the index: {name!r:.100}")
         return f"{self._top}/{name}"
 
-    def _parents(self, name: str) -> list[str]:
-        """A file's folders from the root down."""
-        parents = [*self._above]
-        for part in name.split("/")[:-1]:
-            parents.append(f"{parents[-1]}/{part}")
-        return parents
-
     def find(self, name: str) -> IndexFile | None:
         """Some stats; None where there is no regular file."""
         try:
-            require_own_folders(self._parents(name))
             found = os.lstat(self.path(name))
-        except (OSError, TierError):
+        except OSError:
             return None
         if not stat.S_ISREG(found.st_mode):
             return None
@@ -97,10 +85,8 @@ class IndexFiles:
         Raises:
             CorruptEntryError: Not a regular file, not ours, or larger than ``max_bytes``.
             OSError: The disk refused.
-            TierError: A folder on the way is not one of ours.
         """
         try:
-            require_own_folders(self._parents(name))
             return read_small(self.path(name), max_bytes=max_bytes)
         except FileNotFoundError:
             return None
@@ -111,14 +97,12 @@ class IndexFiles:
 
     def trust(self, name: str) -> None:
         """Note that a doubtful file was good. Never raises."""
-        with suppress(OSError, TierError):
-            require_own_folders(self._parents(name))
+        with suppress(OSError):
             os.utime(self.path(name), follow_symlinks=False)
 
     def touch(self) -> None:
         """Say that a process of this node uses these files; some short calls. Never raises."""
-        with suppress(OSError, TierError):
-            require_own_folders(self._above)
+        with suppress(OSError):
             os.utime(self._top, follow_symlinks=False)
 
     def walk(self) -> Iterator[IndexFile]:
@@ -154,12 +138,9 @@ class IndexFiles:
             if running.hexdigest() != checksum:
                 raise CorruptEntryError(f"{called}: wrong checksum", reason="checksum")
             check(file.path)
-            self._writer.place(file, path, self._parents(name))
+            self._writer.place(file, path)
 
-        # A base that finds no room is not tried again for minutes, so it waits for a long walk.
-        return self._writer.open(
-            called, nbytes, check=running.update, commit=commit, wait_s=_ROOM_WAIT_S
-        )
+        return self._writer.open(called, nbytes, check=running.update, commit=commit)
 
     def write(self, name: str, body: bytes | memoryview) -> None:
         """Keep a whole file, verified by the caller.
@@ -167,7 +148,7 @@ class IndexFiles:
         Raises:
             TierError: There is no room, or the disk refused.
         """
-        place = partial(self._writer.place, path=self.path(name), parents=self._parents(name))
+        place = partial(self._writer.place, path=self.path(name))
         incoming = self._writer.open(name, len(body), check=bool, commit=place)
         incoming.write_checked(body)
         incoming.commit()
@@ -178,8 +159,7 @@ class IndexFiles:
         The running total learns it from the next walk.
         """
         path = self.path(name)
-        with suppress(OSError, TierError):
-            require_own_folders(self._parents(name))
+        with suppress(OSError):
             os.unlink(path)
         if name.count("/") > 1:
             with suppress(OSError):

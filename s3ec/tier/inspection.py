@@ -6,22 +6,21 @@ For people and commands, while engines use the folder or not.
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from s3ec import codec
-from s3ec.codec import Header
 from s3ec.counters import Report, unreported
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.identity import digest_of_name, key_of_header
+from s3ec.identity import digest_of_name
 from s3ec.runtime import yield_gil
-from s3ec.tier.entries import read_header, remove_bad
+from s3ec.tier.entries import check_place, read_header
 from s3ec.tier.evictor import Evicted, RunningTotal, evict, evict_lock, oldest_first
 from s3ec.tier.files import (
     FILE_MODE,
@@ -34,7 +33,7 @@ from s3ec.tier.files import (
     open_entry,
     require_own_folder,
 )
-from s3ec.tier.scan import EntryFileName, ScannedEntry, TierScan, Usage, scan_tier
+from s3ec.tier.scan import ScannedEntry, SpoolFileName, TierScan, Usage, scan_tier
 
 # Longer than any round takes.
 LOCK_TIMEOUT_S = 60.0
@@ -66,8 +65,6 @@ class TierReport:
 
     Attributes:
         usage: Sums over everything.
-        running_total_bytes: What the processes that publish believe ``usage.total_nbytes`` to
-            be; None where nobody has counted yet.
         free_bytes: Of the disk, for this user.
         ages: Entries by the time since their last use.
         namespaces: Entries by namespace, in order of their bytes, largest first.
@@ -78,7 +75,6 @@ class TierReport:
     """
 
     usage: Usage
-    running_total_bytes: int | None
     free_bytes: int
     ages: dict[str, Sum]
     namespaces: dict[str, Sum]
@@ -156,20 +152,18 @@ class Inspection:
             ages[_age(entry, now_s)].add(entry.nbytes)
             namespaces[entry.namespace].add(entry.nbytes)
         try:
-            figures = RunningTotal(self.folders).read()
             free = free_bytes(self.folders.version)
         except OSError as exc:
-            raise TierError(f"cannot read {self.folders.usage}: {exc.strerror}") from exc
+            raise TierError(f"cannot read {self.folders.version}: {exc.strerror}") from exc
         ranked = sorted(namespaces.items(), key=lambda item: (-item[1].nbytes, item[0]))
         return TierReport(
             usage=scan.usage(),
-            running_total_bytes=figures.total_bytes if figures.counted else None,
             free_bytes=free,
             ages=ages,
             namespaces=dict(ranked),
             open_nbytes=sum(evicted_and_open(self.folders).values()),
             spooled_files=len(scan.spooled),
-            index_files=len(scan.index),
+            index_files=sum(len(index.files) for index in scan.indexes),
         )
 
     def namespaces(self) -> list[str]:
@@ -231,7 +225,7 @@ class Inspection:
         self, target_bytes: int, now_s: float, namespace: str | None, *, remove: bool
     ) -> Freed:
         total = RunningTotal(self.folders)
-        figures = total.read()
+        before_bytes = total.read() or 0
         scan = self._scan()
         mine = [e for e in scan.entries if namespace in (None, e.namespace)]
         free = [e for e in mine if e.inode not in scan.kept]
@@ -245,7 +239,7 @@ class Inspection:
             pause=yield_gil,
         )
         if remove:
-            total.recount(figures, scan.total_bytes - gone.nbytes)
+            total.recount(before_bytes, scan.total_bytes - gone.nbytes)
         return Freed(gone, before, in_entries - _bytes_of(free))
 
     def _scan(self) -> TierScan:
@@ -258,15 +252,12 @@ class Inspection:
 def evicted_and_open(folders: Folders) -> dict[int, int]:
     """Inode to bytes of entries without a name that processes of this user have open."""
     found: dict[int, int] = {}
-    above = f"{folders.objects}/"
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        for number in _names_in(f"/proc/{pid}/fd"):
-            link = f"/proc/{pid}/fd/{number}"
-            with suppress(OSError):  # closed by now
-                if os.readlink(link).startswith(above):
-                    status = os.stat(link)
-                    if not status.st_nlink:
-                        found[status.st_ino] = status.st_size
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):  # closed by now
+            if os.readlink(link).startswith(f"{folders.objects}/"):
+                status = os.stat(link)
+                if not status.st_nlink:
+                    found[status.st_ino] = status.st_size
     return found
 
 
@@ -279,35 +270,8 @@ def _bytes_of(entries: Iterable[ScannedEntry]) -> int:
     return sum(entry.nbytes for entry in entries)
 
 
-def _names_in(folder: str) -> set[str]:
-    try:
-        return set(os.listdir(folder))
-    except OSError:  # its process has just ended
-        return set()
-
-
-_ACCOUNTING_ROUNDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Complaint:
-    """Something that is not as it should be.
-
-    Attributes:
-        text: For people.
-        remedy: What ``repair`` does about it, for people; empty where that is nothing.
-        mend: Does it, and says whether there was still something to do. May raise OSError.
-    """
-
-    text: str
-    remedy: str = ""
-    mend: Callable[[], bool] = lambda: False
-
-
-def complaints_about(
-    folders: Folders, *, now_s: float, report: Report = unreported
-) -> list[Complaint]:
-    """Every complaint about the folder, with what can be done; reads every byte of every entry.
+def complaints_about(folders: Folders, *, report: Report = unreported) -> list[str]:
+    """Every complaint about the folder; reads every byte of every entry.
 
     May run while others use the folder: what they change meanwhile is not complained about.
 
@@ -315,188 +279,59 @@ def complaints_about(
         report: Told how many bytes were read.
     """
     scan = scan_tier(folders)
-    complaints = [Complaint(text) for text in scan.troubles]
-    complaints += _folder_complaints(folders)
+    complaints = [*scan.troubles, *_folder_complaints(folders)]
     complaints += [
-        Complaint(f"{path} is not ours; it is neither counted nor deleted") for path in scan.foreign
+        f"{path} is not ours; it is neither counted nor deleted" for path in scan.foreign
     ]
     done = 0
     for entry in scan.entries:
-        complaints += _entry_complaints(entry)
+        complaints += _file_complaints(entry.path, entry.namespace, digest_of_name(entry.name))
         done += entry.nbytes
         report("reading entries", done, scan.entry_bytes)
     for path in scan.spooled:
-        complaints += _spool_complaints(path)
+        name = SpoolFileName.parse(path.rpartition("/")[2])
+        if name is not None:
+            complaints += _file_complaints(path, name.namespace, name.digest)
     complaints += [
-        Complaint(
-            f"{path} was left by a writer that died", "remove it", partial(_remove_temp, path)
-        )
-        for path in scan.temps
-        if is_stale_temp(path, now_s=now_s)
+        f"{path} was left by a writer that died" for path in scan.temps if is_stale_temp(path)
     ]
-    complaints += [Complaint(text) for text in _accounting_complaints(folders, scan)]
     return complaints
 
 
-def _folder_complaints(folders: Folders) -> Iterator[Complaint]:
+def _folder_complaints(folders: Folders) -> Iterator[str]:
     """Inner folders must be private; the root may be given, and only its writers matter."""
     owner = os.geteuid()
-    for path in [str(folders.root), *_folders_below(str(folders.version))]:
+    for path in [str(folders.root), *(found[0] for found in os.walk(folders.version))]:
         try:
             found = os.lstat(path)
         except OSError:
             continue
         mode, is_root = mode_for_others(found), path == str(folders.root)
         if mode & OTHERS_MAY_WRITE if is_root else mode != FOLDER_MODE:
-            text = f"folder {path} has mode {stat.S_IMODE(found.st_mode):o}, not {FOLDER_MODE:o}"
-            yield _mode_complaint(text, path, found, FOLDER_MODE)
+            yield f"folder {path} has mode {stat.S_IMODE(found.st_mode):o}, not {FOLDER_MODE:o}"
         if found.st_uid != owner and not is_root:
-            yield Complaint(f"folder {path} belongs to uid {found.st_uid}, expected {owner}")
+            yield f"folder {path} belongs to uid {found.st_uid}, expected {owner}"
 
 
-def _mode_complaint(text: str, path: str, found: os.stat_result, mode: int) -> Complaint:
-    if found.st_uid != os.geteuid():
-        return Complaint(text)
-    return Complaint(
-        text, f"set its mode to {mode:o}", partial(_set_mode, path, found.st_ino, mode)
-    )
-
-
-def _set_mode(path: str, inode: int, mode: int) -> bool:
-    """Unless it has become something else since it was looked at."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        if os.fstat(fd).st_ino != inode:
-            return False
-        os.fchmod(fd, mode)
-        return True
-    finally:
-        os.close(fd)
-
-
-def _remove_temp(path: str) -> bool:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _remove_bad(entry: ScannedEntry) -> bool:
-    """Delete a bad entry, unless somebody has published a better one since."""
-    try:
-        if os.lstat(entry.path).st_ino != entry.inode:
-            return False
-        remove_bad(entry.path)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _folders_below(top: str) -> Iterator[str]:
-    for folder, _, _ in os.walk(top, followlinks=False):
-        yield folder
-
-
-def _entry_complaints(entry: ScannedEntry) -> Iterator[Complaint]:
-    def bad(reason: str) -> Complaint:
-        return Complaint(f"{entry.path} is bad: {reason}", "delete it", partial(_remove_bad, entry))
-
-    return _content_complaints(entry.path, entry.namespace, digest_of_name(entry.name), bad)
-
-
-def _spool_complaints(path: str) -> Iterator[Complaint]:
-    """Who holds such an entry deletes it when its turn comes to be uploaded."""
-
-    def bad(reason: str) -> Complaint:
-        return Complaint(f"{path} is bad: {reason}")
-
-    name = EntryFileName.parse(path.rpartition("/")[2])
-    return iter(()) if name is None else _content_complaints(path, name.namespace, name.digest, bad)
-
-
-def _content_complaints(
-    path: str, namespace: str, digest: bytes, bad: Callable[[str], Complaint]
-) -> Iterator[Complaint]:
+def _file_complaints(path: str, namespace: str, digest: bytes) -> Iterator[str]:
     """What is wrong with a file that should be this entry."""
-    header = yield from _file_complaints(path, bad)
-    if header is None:
-        return
-    if key_of_header(header.identifier, digest) is None:
-        yield bad("written for another identifier")
-    elif header.namespace != namespace:
-        yield bad(f"written for namespace {header.namespace!r:.100}")
-
-
-def _file_complaints(
-    path: str, bad: Callable[[str], Complaint]
-) -> Generator[Complaint, None, Header | None]:
-    """What is wrong with one file; gives its header where its bytes are good."""
     try:
         fd = open_entry(path)
     except FileNotFoundError:
-        return None
+        return
     except (OSError, CorruptEntryError) as exc:
-        yield Complaint(f"{path} cannot be read: {exc}")
-        return None
+        yield f"{path} cannot be read: {exc}"
+        return
     with open(fd, "rb") as file:
-        found = os.fstat(file.fileno())
+        found = os.fstat(fd)
         if mode_for_others(found) != FILE_MODE:
-            text = f"{path} has mode {stat.S_IMODE(found.st_mode):o}, expected {FILE_MODE:o}"
-            yield _mode_complaint(text, path, found, FILE_MODE)
+            yield f"{path} has mode {stat.S_IMODE(found.st_mode):o}, expected {FILE_MODE:o}"
         if found.st_uid != os.geteuid():
-            yield Complaint(f"{path} belongs to uid {found.st_uid}, expected {os.geteuid()}")
+            yield f"{path} belongs to uid {found.st_uid}, expected {os.geteuid()}"
         try:
             header = read_header(fd, found.st_size)
             file.seek(header.data_start)
             codec.check_data(header, file.read())
+            check_place(header, namespace, digest)
         except (OSError, CorruptEntryError) as exc:
-            if isinstance(exc, CorruptEntryError) and exc.reason == "version":
-                yield Complaint(f"{path} is of another format than this s3ec reads; it is left")
-            else:
-                yield bad(str(exc))
-            return None
-    return header
-
-
-def _accounting_complaints(folders: Folders, before: TierScan) -> Iterator[str]:
-    """What eviction counts, compared with a plain walk that knows no names or levels.
-
-    Where others work here, one entry may come and another of its size go between the walks, or
-    a writer may begin: only what every round finds is complained about.
-    """
-    complaint = ""
-    for _ in range(_ACCOUNTING_ROUNDS):
-        plain = plain_bytes(folders, skip={*before.foreign, *before.temps})
-        after = scan_tier(folders)
-        if not before.total_bytes == after.total_bytes != plain:
-            return
-        complaint = f"eviction counts {after.total_bytes} bytes, but there are {plain}"
-        before = after
-    yield complaint
-
-
-def plain_bytes(folders: Folders, *, skip: set[str]) -> int:
-    """Bytes of all files that count against the budget, each once however many names it has.
-
-    Args:
-        skip: Paths of files and folders that do not count.
-    """
-    sizes: dict[tuple[int, int], int] = {}
-    for top in (folders.objects, folders.spool, folders.index):
-        for folder, below, names in os.walk(top, followlinks=False):
-            below[:] = [name for name in below if f"{folder}/{name}" not in skip]
-            for name in names:
-                path = f"{folder}/{name}"  # a Path each would take as long as all the rest
-                if path in skip:
-                    continue
-                try:
-                    found = os.lstat(path)
-                except OSError:
-                    continue
-                if stat.S_ISREG(found.st_mode):
-                    sizes[found.st_dev, found.st_ino] = found.st_size
-    return sum(sizes.values())
+            yield f"{path} is bad: {exc}"

@@ -5,15 +5,11 @@ So a new process need not hash the whole folder again. One file for the whole fo
 bytes, little-endian: magic (4), xxh3-64 of the boot's id (8), xxh3-64 of the namespace (8), digest
 (16), inode (8), monotonic seconds as a double (8), xxh32 of all that (4). The monotonic clock is
 the same for all processes of a boot.
-
-The file is no truth: a record that is lost or damaged costs one more hash. So nothing is locked or
-synced. Whoever makes the file large removes it.
+A record that is lost costs one more hash.
 """
 
 from __future__ import annotations
 
-import os
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,11 +17,10 @@ import xxhash
 
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.tier.files import DiskErrors, Folders, boot_id, read_small
+from s3ec.tier.records import RecordLayout, append_records
 
-_MAGIC = b"s3v\x01"
-_BODY = struct.Struct("<4sQQ16sQd")
-_CHECK = struct.Struct("<I")
-RECORD_BYTES = _BODY.size + _CHECK.size
+_RECORD = RecordLayout(b"s3v\x01", "QQ16sQd")
+RECORD_BYTES = _RECORD.nbytes
 LARGEST_BYTES = 16 * 2**20
 """A file of this size is begun anew."""
 
@@ -55,17 +50,14 @@ class Ledger:
 
     def append(self, verified: Iterable[tuple[bytes, Verified]]) -> None:
         """Note some entries by their digests."""
-        records = b"".join(self._record(digest, one) for digest, one in verified)
+        records = b"".join(
+            _RECORD.pack(self._boot, self._tag, digest, one.inode, one.seconds)
+            for digest, one in verified
+        )
         try:
-            fd = self._folders.open_own(self._folders.ledger, os.O_APPEND)
-            try:
-                os.write(fd, records)
-                if os.lseek(fd, 0, os.SEEK_CUR) >= LARGEST_BYTES:
-                    os.unlink(self._folders.ledger)
-            finally:
-                os.close(fd)
-        except FileNotFoundError:
-            pass  # somebody else has begun it anew
+            append_records(
+                *(self._folders, self._folders.ledger, records), largest_bytes=LARGEST_BYTES
+            )
         except (OSError, TierError) as exc:
             self._failed("note what was verified", exc)
 
@@ -78,20 +70,8 @@ class Ledger:
         except (OSError, CorruptEntryError) as exc:
             self._failed("read what was verified", TierError(str(exc)))
             return {}
-        found: dict[bytes, Verified] = {}
-        at = blob.find(_MAGIC)
-        while 0 <= at <= len(blob) - RECORD_BYTES:
-            body = blob[at : at + _BODY.size]
-            if _CHECK.unpack_from(blob, at + _BODY.size)[0] == xxhash.xxh32_intdigest(body):
-                _, boot, tag, digest, inode, seconds = _BODY.unpack(body)
-                if (boot, tag) == (self._boot, self._tag):
-                    found[digest] = Verified(inode, seconds)
-                at += RECORD_BYTES
-            else:
-                at += 1  # damaged, or written in part: the next one may begin anywhere
-            at = blob.find(_MAGIC, at)
-        return found
-
-    def _record(self, digest: bytes, one: Verified) -> bytes:
-        body = _BODY.pack(_MAGIC, self._boot, self._tag, digest, one.inode, one.seconds)
-        return body + _CHECK.pack(xxhash.xxh32_intdigest(body))
+        return {
+            digest: Verified(inode, seconds)
+            for boot, tag, digest, inode, seconds in _RECORD.parse(blob)[0]
+            if (boot, tag) == (self._boot, self._tag)
+        }

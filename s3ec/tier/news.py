@@ -5,17 +5,14 @@ One file for the whole folder. Whoever has named an entry appends one record, an
 serves requests looks every 20 ms whether the file has grown. A record, 32 bytes, little-endian:
 magic (4), xxh3-64 of the namespace (8), digest (16), xxh32 of all that (4).
 
-The file is no truth, and nothing depends on it but how soon an entry is found: a record that was
-lost, torn or damaged leaves the entry to the index and to the next walk. So nothing is locked or
-synced here, and a failure is counted and otherwise ignored. Whoever makes the file large removes
-it. Readers hold the old one open, so they read its rest before they go on to the new one.
+Nothing depends on the file but how soon an entry is found: a record that was lost leaves the entry
+to the index and to the next walk. Readers of a file that was removed read its rest before they go
+on to the new one.
 """
 
 from __future__ import annotations
 
 import os
-import struct
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -24,12 +21,11 @@ import xxhash
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.runtime import Background
-from s3ec.tier.files import DiskErrors, Folders, current_batch, open_entry
+from s3ec.tier.files import DiskErrors, Folders, open_entry
+from s3ec.tier.records import RecordLayout, append_records
 
-_MAGIC = b"s3n\x01"
-_BODY = struct.Struct("<4sQ16s")
-_CHECK = struct.Struct("<I")
-RECORD_BYTES = _BODY.size + _CHECK.size
+_RECORD = RecordLayout(b"s3n\x01", "Q16s")
+RECORD_BYTES = _RECORD.nbytes
 LARGEST_BYTES = 2**20
 """A file of this size is begun anew."""
 POLL_S = 0.02
@@ -50,8 +46,7 @@ def make_record(namespace: str, digest: bytes) -> bytes:
         namespace: ``Namespace.name``.
         digest: ``Key.digest``.
     """
-    body = _BODY.pack(_MAGIC, _tag(namespace), digest)
-    return body + _CHECK.pack(xxhash.xxh32_intdigest(body))
+    return _RECORD.pack(_tag(namespace), digest)
 
 
 def parse_records(blob: bytes, namespace: str) -> tuple[list[bytes], int]:
@@ -60,21 +55,9 @@ def parse_records(blob: bytes, namespace: str) -> tuple[list[bytes], int]:
     Returns:
         The digests of this namespace, and how many bytes need not be read again.
     """
-    digests: list[bytes] = []
-    tag, done, at = _tag(namespace), 0, 0
-    while (at := blob.find(_MAGIC, at)) >= 0:
-        if at + RECORD_BYTES > len(blob):
-            return digests, at
-        body_end = at + _BODY.size
-        (check,) = _CHECK.unpack_from(blob, body_end)
-        if xxhash.xxh32_intdigest(blob[at:body_end]) != check:
-            at += 1  # the rest of a torn one, and a good one may begin inside
-            continue
-        _, whose, digest = _BODY.unpack_from(blob, at)
-        if whose == tag:
-            digests.append(digest)
-        at = done = at + RECORD_BYTES
-    return digests, max(done, len(blob) - len(_MAGIC) + 1)
+    records, done = _RECORD.parse(blob)
+    tag = _tag(namespace)
+    return [digest for whose, digest in records if whose == tag], done
 
 
 class NewsWriter:
@@ -89,31 +72,12 @@ class NewsWriter:
     def notify(self, key: Key) -> None:
         """An entry has its name now; about six short system calls. Never raises."""
         record = make_record(self._namespace, key.digest)
-        batch = current_batch()
-        if batch is None:
-            self._write([record])
-        else:
-            batch.share(self, list[bytes], self._write).append(record)
-
-    def _write(self, records: list[bytes]) -> None:
         try:
-            fd = self._folders.open_own(self._folders.news, os.O_APPEND)
-            try:
-                # One write at the end, so records of many processes do not mix. A full disk may
-                # take a part of it, which readers pass over.
-                os.write(fd, b"".join(records))
-                if os.lseek(fd, 0, os.SEEK_CUR) >= LARGEST_BYTES:
-                    self._begin_anew(fd)
-            finally:
-                os.close(fd)
+            append_records(
+                *(self._folders, self._folders.news, record), largest_bytes=LARGEST_BYTES
+            )
         except (OSError, TierError) as exc:
             self._failed("tell of an entry", exc)
-
-    def _begin_anew(self, fd: int) -> None:
-        """Remove the file, unless somebody else has done so; who writes next makes another."""
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), os.lstat(self._folders.news)):
-                os.unlink(self._folders.news)
 
 
 class NewsReader:
@@ -142,8 +106,6 @@ class NewsReader:
         self._file: os.stat_result | None = None  # what is open
         self._at = 0
         self._seen: tuple[int, int, int] | None = None  # device, inode, size at the last look
-        self._is_closed = False
-        self._looking = threading.Lock()
         self._thread = Background("s3ec-news", self._poll)
 
     def start(self) -> None:
@@ -152,43 +114,25 @@ class NewsReader:
         A walk over the folder that begins after this and what is told from now on are together
         all that is here.
         """
-        if self._is_closed:
-            return
-        self._poll_once(from_start=False)
+        with suppress(OSError, CorruptEntryError):  # the thread meets it, too, and counts it
+            self._look(from_start=False)
         self._thread.wake()
 
     def close(self) -> None:
-        """End the thread; for good. A disk that hangs is waited for only shortly."""
-        self._is_closed = True
-        self._thread.stop(_STOP_TIMEOUT_S)
-        self._end()
+        """End the thread; for good. A disk that hangs is left to the process's end."""
+        if self._thread.stop(_STOP_TIMEOUT_S):
+            self._close_file()
 
     def _poll(self, _pause: Callable[[], None]) -> float:
         self._thread.wake()  # for the next look
-        digests = self._poll_once()
-        if digests is None:
+        try:
+            digests = self._look()
+        except (OSError, CorruptEntryError) as exc:
+            self._failed("read the news", exc if isinstance(exc, OSError) else TierError(str(exc)))
             return _REST_S
         if digests:
             self._notify(digests)
         return POLL_S
-
-    def _poll_once(self, *, from_start: bool = True) -> list[bytes] | None:
-        """As ``_look``; None where it failed."""
-        try:
-            with self._looking:
-                return self._look(from_start=from_start)
-        except (OSError, CorruptEntryError) as exc:
-            self._failed("read the news", exc if isinstance(exc, OSError) else TierError(str(exc)))
-            return None
-        finally:
-            if self._is_closed:
-                self._end()
-
-    def _end(self) -> None:
-        """Close the file, unless somebody looks: who looks does it then, when the disk answers."""
-        if self._looking.acquire(blocking=False):
-            self._close_file()
-            self._looking.release()
 
     def _look(self, *, from_start: bool = True) -> list[bytes]:
         """What was told since the last look; one system call where nothing was.
@@ -227,12 +171,7 @@ class NewsReader:
     def _read_on(self) -> list[bytes]:
         if self._fd is None:
             return []
-        nbytes = os.fstat(self._fd).st_size
-        if nbytes < self._at:  # somebody cut it
-            self._at = 0
-        # No writer of ours lets it grow so far.
-        self._at = max(self._at, nbytes - 2 * LARGEST_BYTES)
-        blob = os.pread(self._fd, nbytes - self._at, self._at)
+        blob = os.pread(self._fd, 2 * LARGEST_BYTES, self._at)  # no writer of ours makes it larger
         digests, done = parse_records(blob, self._namespace)
         self._at += done
         return digests

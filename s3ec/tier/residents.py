@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from s3ec.codec import Header
-from s3ec.counters import Counters
-from s3ec.identity import digest_of_name
+from s3ec.identity import Key, digest_of_name
 from s3ec.runtime import Background
 from s3ec.tier.entries import Entries
 from s3ec.tier.ledger import Ledger, Verified
@@ -82,7 +81,6 @@ class Residents:
         self,
         entries: Entries,
         ledger: Ledger,
-        counters: Counters,
         *,
         may_grant: Callable[[Header], bool],
         most: int,
@@ -99,7 +97,6 @@ class Residents:
         """
         self._entries = entries
         self._ledger = ledger
-        self._counters = counters
         self._may_grant = may_grant
         self._most = most
         self._clock = clock
@@ -212,7 +209,7 @@ class Residents:
             noted, began_s = verified.get(digest), self._clock()
             if noted is not None and began_s - noted.seconds > VERIFIED_FOR_S:
                 noted = None
-            entry = self._entries.open_name(name, digest, verified=noted)
+            entry = self._entries.open(Key("", name, digest), verified=noted)
             if entry is not None:
                 self._put(digest, entry)
                 if noted is None or entry.verified_s != noted.seconds:

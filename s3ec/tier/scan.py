@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
-from s3ec.tier.process_folder import LOCK_NAME, is_process_folder_name
 
 _INDEX_NAME = re.compile(r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}")
 
@@ -22,37 +21,52 @@ def is_index_name(name: str) -> bool:
     return _INDEX_NAME.fullmatch(name) is not None
 
 
-_ENTRY_FILE = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX))
+_SPOOL_FILE = re.compile(
+    r"(.+)--([0-9a-f]{16})--([0-9a-f]{16})-[0-9]{1,10}--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX)
+)
+_SPOOL_LOCK = re.compile(r"([0-9a-f]{16})\.lock")
 
 
 @dataclass(frozen=True, slots=True)
-class EntryFileName:
-    """The parts of a spooled file's name, ``NAMESPACE--DESTINATION--DIGEST.safetensors``.
+class SpoolFileName:
+    """``NAMESPACE--DESTINATION--OWNER-NUMBER--DIGEST.safetensors``, the name of a spooled file.
 
     Attributes:
         namespace: ``Namespace.name``.
         destination: 16 hex digits that stand for a bucket and a folder in it. Namespaces do
             not tell those apart, and what was saved for one bucket must not end in another.
+        owner: 16 hex digits. Whoever holds the lock ``OWNER.lock`` uploads the file.
         digest: ``Key.digest``.
     """
 
     namespace: str
     destination: str
+    owner: str
     digest: bytes
 
     @classmethod
-    def parse(cls, name: str) -> EntryFileName | None:
+    def parse(cls, name: str) -> SpoolFileName | None:
         """The parts of a file name, None where it is no such name."""
-        match = _ENTRY_FILE.fullmatch(name)
+        match = _SPOOL_FILE.fullmatch(name)
         if match is None or not is_namespace_name(match[1]):
             return None
-        return cls(match[1], match[2], bytes.fromhex(match[3]))
+        return cls(match[1], match[2], match[3], bytes.fromhex(match[4]))
+
+
+def owner_of_lock(name: str) -> str | None:
+    """Whose lock in the spool has this name; None where it is no lock."""
+    match = _SPOOL_LOCK.fullmatch(name)
+    return match[1] if match is not None else None
 
 
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
 _LEVELS = 2
 # Between two pauses a walk keeps the interpreter for a millisecond or two.
 FILES_PER_PAUSE = 128
+
+
+def no_pause() -> None:
+    """For a walk that nothing else waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +98,13 @@ class ScannedIndex:
         path: The namespace's folder.
         used_ns: When a process that uses it last said so, nanoseconds since the epoch.
         files: Paths.
+        nbytes: Of all of them.
     """
 
     path: str
     used_ns: int
     files: list[str]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +141,11 @@ class TierScan:
         entries: Of all namespaces, in no order.
         entry_bytes: Bytes of all entries.
         kept: Inode to bytes of what is spooled: evicting it would free nothing.
-        spooled: Path to inode and bytes of every file that waits for the bucket, entries
-            among them.
-        index: Inode to bytes of the index's files.
-        indexes: The same by namespace.
+        spooled: Paths of all files that wait for the bucket.
+        indexes: The index's files, by namespace.
         named: Inodes of ``kept`` that have a name outside of the spool.
-        temps: Paths of files that are being written, or were when their writer died.
+        temps: Paths of files that are being written, or were when their writer died; all in
+            ``incoming``.
         foreign: Paths of what is not ours; never counted, never deleted.
         troubles: Folders that could not be read, with the reason.
     """
@@ -138,8 +153,7 @@ class TierScan:
     entries: list[ScannedEntry] = field(default_factory=list)
     entry_bytes: int = 0
     kept: dict[int, int] = field(default_factory=dict)
-    spooled: dict[str, tuple[int, int]] = field(default_factory=dict)
-    index: dict[int, int] = field(default_factory=dict)
+    spooled: list[str] = field(default_factory=list)
     indexes: list[ScannedIndex] = field(default_factory=list)
     named: set[int] = field(default_factory=set)
     temps: list[str] = field(default_factory=list)
@@ -154,27 +168,23 @@ class TierScan:
             self.named.add(entry.inode)
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes that only the spool keeps on the disk: evicted, or copied for it."""
-        return sum(nbytes for inode, nbytes in self.kept.items() if inode not in self.named)
-
-    @property
     def total_bytes(self) -> int:
         """All that the byte budget is about."""
         return self.usage().total_nbytes
 
     def usage(self) -> Usage:
         """The sums."""
+        held_nbytes = sum(nbytes for inode, nbytes in self.kept.items() if inode not in self.named)
         return Usage(
             entries=len(self.entries),
             nbytes=self.entry_bytes,
             spooled_nbytes=sum(self.kept.values()),
-            held_nbytes=self.held_bytes,
-            index_nbytes=sum(self.index.values()),
+            held_nbytes=held_nbytes,
+            index_nbytes=sum(index.nbytes for index in self.indexes),
         )
 
 
-def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> TierScan:
+def scan_tier(folders: Folders, pause: Callable[[], None] = no_pause) -> TierScan:
     """Walk the whole folder; about 10 us per file. Never raises OSError: see ``troubles``.
 
     Args:
@@ -189,20 +199,33 @@ def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> Tier
     for item in _items(str(folders.incoming), scan):
         (scan.temps if is_temp_name(item.name) else scan.foreign).append(item.path)
     # The spool first: an entry that is evicted during the walk then still counts as held.
-    for item in _owned(str(folders.spool), scan):
-        _sort_spooled(item, scan)
-    scan.kept = dict(scan.spooled.values())
+    for item in _items(str(folders.spool), scan):
+        if owner_of_lock(item.name) is None:
+            found = _look(item, SpoolFileName.parse(item.name) is not None, scan)
+            if found is not None:
+                scan.spooled.append(item.path)
+                scan.kept[found.st_ino] = found.st_size
     seen = 0
-    for namespace in _items(str(folders.objects), scan):
-        if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
-            scan.foreign.append(namespace.path)
-            continue
+    for namespace in _namespaces(str(folders.objects), scan):
         for item in _below(namespace.path, _LEVELS, scan):
-            _sort(item, namespace, scan)
+            name = item.path[len(namespace.path) + 1 :]
+            found = _look(item, is_object_name(name), scan)
+            if found is not None:
+                nbytes, mtime_ns, inode = found.st_size, found.st_mtime_ns, found.st_ino
+                scan.add(ScannedEntry(item.path, namespace.name, name, nbytes, mtime_ns, inode))
             seen += 1
-            if pause is not None and seen % FILES_PER_PAUSE == 0:
+            if seen % FILES_PER_PAUSE == 0:
                 pause()
-    _count_index(str(folders.index), scan)
+    for namespace in _namespaces(str(folders.index), scan):
+        files, nbytes = [], 0
+        for item in _below(namespace.path, _LEVELS, scan):
+            found = _look(item, is_index_name(item.path[len(namespace.path) + 1 :]), scan)
+            if found is not None:
+                files.append(item.path)
+                nbytes += found.st_size
+        with suppress(OSError):  # it may have gone meanwhile
+            used_ns = os.lstat(namespace.path).st_mtime_ns
+            scan.indexes.append(ScannedIndex(namespace.path, used_ns, files, nbytes))
     return scan
 
 
@@ -221,21 +244,12 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
             pause()
 
 
-def _count_index(above: str, scan: TierScan) -> None:
-    for namespace in _items(above, scan):
-        if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
-            scan.foreign.append(namespace.path)
-            continue
-        files = []
-        for item in _below(namespace.path, _LEVELS, scan):
-            if is_index_name(item.path[len(namespace.path) + 1 :]):
-                _count(item, scan.index)
-                files.append(item.path)
-            else:
-                scan.foreign.append(item.path)
-        with suppress(OSError):  # it may have gone meanwhile
-            used_ns = os.lstat(namespace.path).st_mtime_ns
-            scan.indexes.append(ScannedIndex(namespace.path, used_ns, files))
+def _namespaces(above: str, scan: TierScan) -> Iterator[os.DirEntry[str]]:
+    for item in _items(above, scan):
+        if is_namespace_name(item.name) and item.is_dir(follow_symlinks=False):
+            yield item
+        else:
+            scan.foreign.append(item.path)
 
 
 def _items(folder: str, scan: TierScan) -> list[os.DirEntry[str]]:
@@ -252,17 +266,6 @@ def _items(folder: str, scan: TierScan) -> list[os.DirEntry[str]]:
         return []
 
 
-def _owned(above: str, scan: TierScan) -> Iterator[os.DirEntry[str]]:
-    """What processes keep in their folders, without the locks."""
-    for folder in _items(above, scan):
-        if is_process_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
-            for item in _items(folder.path, scan):
-                if item.name != LOCK_NAME:
-                    yield item
-        else:
-            scan.foreign.append(folder.path)
-
-
 def _below(folder: str, levels: int, scan: TierScan) -> Iterator[os.DirEntry[str]]:
     for item in _items(folder, scan):
         if levels and item.is_dir(follow_symlinks=False):
@@ -271,25 +274,8 @@ def _below(folder: str, levels: int, scan: TierScan) -> Iterator[os.DirEntry[str
             yield item
 
 
-def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], scan: TierScan) -> None:
-    name = item.path[len(namespace.path) + 1 :]
-    found = _look(item, is_object_name(name), scan)
-    if found is not None:
-        nbytes, mtime_ns, inode = found.st_size, found.st_mtime_ns, found.st_ino
-        scan.add(ScannedEntry(item.path, namespace.name, name, nbytes, mtime_ns, inode))
-
-
-def _sort_spooled(item: os.DirEntry[str], scan: TierScan) -> None:
-    found = _look(item, EntryFileName.parse(item.name) is not None, scan)
-    if found is not None:
-        scan.spooled[item.path] = (found.st_ino, found.st_size)
-
-
 def _look(item: os.DirEntry[str], named_well: bool, scan: TierScan) -> os.stat_result | None:
-    """A regular file with a good name; what else there is, is noted as a temp or as foreign."""
-    if is_temp_name(item.name):
-        scan.temps.append(item.path)
-        return None
+    """A regular file with a good name; what else there is, is noted as foreign."""
     try:
         found = item.stat(follow_symlinks=False)
     except OSError:  # evicted, confirmed or adopted since it was listed
@@ -298,10 +284,3 @@ def _look(item: os.DirEntry[str], named_well: bool, scan: TierScan) -> os.stat_r
         scan.foreign.append(item.path)
         return None
     return found
-
-
-def _count(item: os.DirEntry[str], sizes: dict[int, int]) -> None:
-    with suppress(OSError):
-        found = item.stat(follow_symlinks=False)
-        if stat.S_ISREG(found.st_mode):
-            sizes[found.st_ino] = found.st_size

@@ -1,55 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """The spool: entries that the bucket has not confirmed, kept past the end of their process.
 
-Each is a hard link in a folder of the process that uploads it, made before the entry appears in
-the tier: whatever this node serves from a save of its own is in the bucket or on its way there.
-Eviction cannot take it, and the next process that writes to the same bucket takes over what a
-dead one left. Like everything here it is not synced to the device: it survives the end of a
-process, not a power cut.
+Each is a hard link, made before the entry appears in the tier: whatever this node serves from a
+save of its own is in the bucket or on its way there. Eviction cannot take it. Its name tells its
+owner, who holds the lock of that name. What an owner left whose lock is free is taken over by the
+next process that writes to the same bucket. Like everything here it is not synced to the device: it
+survives the end of a process, not a power cut.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import os
+import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 from s3ec import codec
 from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.identity import OBJECT_SUFFIX, Key, key_of_header
-from s3ec.tier.entries import read_header, remove_bad
+from s3ec.identity import OBJECT_SUFFIX, Key
+from s3ec.tier.entries import check_place, read_header, remove_bad
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import (
-    NO_LINK,
-    DiskErrors,
-    Folders,
-    copy_entry,
-    is_temp_name,
-    open_entry,
-    require_own_folder,
-    require_own_folders,
-    take_lock,
-    temp_name,
-)
-from s3ec.tier.process_folder import LOCK_NAME, OwnFolder, looks_dead
-from s3ec.tier.scan import EntryFileName, scan_tier
+from s3ec.tier.files import DiskErrors, Folders, lock_file, open_entry
+from s3ec.tier.scan import SpoolFileName, owner_of_lock, scan_tier
 
 _log = logging.getLogger(__name__)
 
 # Each fails only if the folder vanishes again while it is made.
 _ATTEMPTS = 4
-# Up to so many ages are not worth tidying.
-_SHORT_HEAP = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +73,7 @@ class Loaded:
 class Spool:
     """What one process holds for one namespace and one bucket. Blocking and thread-safe.
 
-    Made by ``Tier.open_spool``. The folder appears with the first entry.
+    Made by ``Tier.open_spool``. The lock appears with the first entry.
 
     States of an entry:
 
@@ -96,16 +81,13 @@ class Spool:
     state    goes to      when
     =======  ===========  ================================================================
     (new)    held         ``add``, or ``adopt`` takes it from a dead process
-    held     held         ``add`` of a later save of the entry replaces it
-    held     (gone)       ``remove``, or ``load`` finds that its file has vanished
-    held     left         ``remove``, and the disk keeps its file
-    held     (gone)       ``load`` finds that it is bad, and deletes it
-    left     (gone)       the file could be unlinked, which each later call tries again
-    left     held         ``add`` or ``adopt`` gives the entry another file in its place
-    held     orphaned     ``close``, or the process dies; so does left
+    held     (gone)       ``remove``; ``load`` finds that its file is bad or has vanished;
+                          ``add`` of a later save of the entry replaces it
+    held     orphaned     ``close``, or the process dies
     =======  ===========  ================================================================
 
-    What is orphaned stays on the disk, for the ``adopt`` of another process.
+    What is orphaned stays on the disk, for the ``adopt`` of another process. So does a file that
+    the disk refuses to remove: uploading it again changes nothing.
     """
 
     def __init__(
@@ -129,45 +111,40 @@ class Spool:
             ValueError: The destination is not 16 hex digits.
         """
         place = f"{namespace}--{destination}--"
-        if EntryFileName.parse(f"{place}{'0' * 32}{OBJECT_SUFFIX}") is None:
+        if SpoolFileName.parse(f"{place}{'0' * 16}-0--{'0' * 32}{OBJECT_SUFFIX}") is None:
             raise ValueError(f"not a destination: {destination!r:.100}")
         self._place = place
         self._folders = folders
+        self._folder = str(folders.spool)
         self._evictor = evictor
         self._failed = disk_errors.record
         self._counters = counters
         self._clock = clock
         self._namespace = namespace
-        self._above = (*folders.above, str(folders.spool))
-        self._own = OwnFolder(folders)
-        # Never held across a system call. Whoever links, moves or unlinks a file is in _busy with
-        # its digest meanwhile: all saves of an entry have one name.
-        self._lock = threading.Condition()
-        self._busy: set[bytes] = set()
-        self._held: dict[bytes, Spooled] = {}
-        self._left: dict[bytes, Spooled] = {}  # let go of, and still on the disk
-        self._nbytes = 0
-        # The oldest first. What is held no more is dropped where it surfaces, or piles up.
-        self._ages: list[tuple[float, int, Spooled]] = []
         self._numbers = itertools.count()
-        self._said_strangers = False
+        self._lock = threading.Lock()  # never held across a system call
+        self._held: dict[bytes, Spooled] = {}  # the oldest first
+        self._nbytes = 0
+        self._locking = threading.Lock()  # of what follows
+        self._locks: dict[str, int] = {}  # owner to the descriptor that holds the lock
+        self._owner = ""  # of what this process adds
+        self._is_closed = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this process keeps on the disk; no system call."""
+        """Bytes that this process holds; no system call."""
         return self._nbytes
 
     @property
     def count(self) -> int:
-        """Entries that this process keeps on the disk; no system call."""
-        return len(self._held) + len(self._left)
+        """Entries that this process holds; no system call."""
+        return len(self._held)
 
     def oldest_s(self) -> float:
         """How long the oldest entry has waited for the bucket; 0 where none does."""
         with self._lock:
-            while self._ages and self._held.get(self._ages[0][2].digest) is not self._ages[0][2]:
-                heapq.heappop(self._ages)
-            return max(0.0, self._clock() - self._ages[0][0]) if self._ages else 0.0
+            oldest = next(iter(self._held.values()), None)
+        return 0.0 if oldest is None else max(0.0, self._clock() - oldest.since_s)
 
     def held(self, digest: bytes) -> Spooled | None:
         """The save of an entry that this process answers for, if any; no system call."""
@@ -180,8 +157,7 @@ class Spool:
     def add(self, key: Key, source: str) -> Spooled:
         """Hold a finished file, before or after it gets its name in the tier.
 
-        An entry of the same name (a dead process's, not looked at yet) is replaced. The
-        bytes are counted: they stay on the disk whatever becomes of ``source``.
+        The bytes are counted: they stay on the disk whatever becomes of ``source``.
 
         Args:
             source: A regular file of this tier whose bytes nobody changes any more.
@@ -190,74 +166,33 @@ class Spool:
             What ``remove`` takes.
 
         Raises:
-            OSError: It cannot be held. FileNotFoundError: ``source`` is gone.
-            TierError: Closed, or no room for a copy.
+            OSError: It cannot be held, such as where there are no hard links. FileNotFoundError:
+                ``source`` is gone.
+            TierError: Closed.
         """
-        with self._alone(key.digest):
-            spooled = self._add(key, source)
-        self._unlink_left()
-        return spooled
-
-    def _add(self, key: Key, source: str) -> Spooled:
-        name = f"{self._place}{key.digest.hex()}{OBJECT_SUFFIX}"
         for _ in range(_ATTEMPTS):
-            folder = self._own.path()
-            target = f"{folder}/{name}"
+            name = f"{self._own()}-{next(self._numbers)}--{key.digest.hex()}{OBJECT_SUFFIX}"
+            target = f"{self._folder}/{self._place}{name}"
             try:
-                require_own_folders((*self._above, folder))
                 nbytes = self._link(source, target)
             except FileNotFoundError:
-                if not self._own.has_vanished(folder):
+                if not os.path.lexists(source):
                     raise
                 continue
             self._evictor.account(nbytes)
             spooled = Spooled(target, key.digest, nbytes, self._clock())
-            self._note(spooled)
+            self._hold(spooled)
             return spooled
-        raise TierError(f"{self._folders.spool} vanishes as soon as it is made")
+        raise TierError(f"{self._folder} vanishes as soon as it is made")
 
     def remove(self, spooled: Spooled) -> None:
         """Let go of a save that the bucket holds, or refused for good; never raises.
 
         Nothing happens where a later save of the entry has taken its place: the bucket has not
-        confirmed that one, and may have lost the earlier since. A file that the disk keeps counts
-        until it is gone. That is tried again after the next call that works.
+        confirmed that one, and may have lost the earlier since.
         """
-        with self._alone(spooled.digest):
-            if not self._let_go(spooled, on_disk=True):
-                return
-            try:
-                self._unlink(spooled)
-            except (OSError, TierError) as exc:
-                # Should this process end before, the next one uploads it again, which changes
-                # nothing.
-                self._failed("unspool", exc)
-                return
-        self._unlink_left()
-
-    def _unlink(self, spooled: Spooled) -> None:
-        """Remove what was let go of from the disk, and count it no more."""
-        with suppress(FileNotFoundError):
-            self._require_own(spooled.path)
-            os.unlink(spooled.path)
-        with self._lock:
-            if self._left.pop(spooled.digest, None) is not None:  # else this was closed
-                self._nbytes -= spooled.nbytes
-
-    def _unlink_left(self) -> None:
-        """Try again what the disk has kept, up to the first file that it still keeps."""
-        for digest in list(self._left):
-            with self._alone(digest):
-                left = self._left.get(digest)
-                if left is None:  # another thread was faster
-                    continue
-                try:
-                    self._unlink(left)
-                except (OSError, TierError):  # was counted when it was removed
-                    with self._lock:
-                        if self._left.pop(digest, None) is not None:
-                            self._left[digest] = left  # the last one next time
-                    return
+        if self._let_go(spooled):
+            self._unlink(spooled.path)
 
     def load(self, digest: bytes) -> Loaded | None:
         """Read and verify one entry that is held.
@@ -272,124 +207,159 @@ class Spool:
         if spooled is None:
             return None
         try:
-            self._require_own(spooled.path)
             with open(open_entry(spooled.path), "rb") as file:
                 return self._checked(digest, file)
         except FileNotFoundError:
             self._let_go(spooled)
-            return None
         except CorruptEntryError as exc:
-            self._drop_bad(spooled, exc.reason)
-            return None
+            if self._let_go(spooled):
+                self._remove_bad(spooled, exc.reason)
         except OSError as exc:
             raise TierError(f"cannot read {spooled.path}: {exc}") from exc
+        return None
 
     def adopt(self) -> list[Spooled]:
         """Take over what dead processes left for this namespace and bucket; never raises.
 
-        Each entry is renamed into our folder, so of several processes that do this at once one
-        gets it. A second copy of what we hold is dropped, once ours was read and is good.
+        Whoever gets a dead owner's lock keeps it, and holds all its files. A second copy of what
+        is held already is dropped, once that was read and is good.
         """
         taken: list[Spooled] = []
-        self._unlink_left()
-        try:
-            require_own_folders(self._above)
-            folders = [f"{self._above[-1]}/{name}" for name in os.listdir(self._above[-1])]
-        except FileNotFoundError:
-            return taken
-        except (OSError, TierError) as exc:
-            self._failed("adopt", exc)
-            return taken
-        for folder in folders:
-            if looks_dead(folder):
+        with self._locking:
+            for owner in self._others():
                 try:
-                    self._take_over(folder, taken)
-                except (FileNotFoundError, BlockingIOError):
-                    # Another adopter is at it, or was; or the owner lives in another container.
-                    continue
+                    self._adopt_from(owner, taken)
                 except (OSError, TierError) as exc:
                     self._failed("adopt", exc)
         if taken:
+            with self._lock:
+                ordered = sorted(self._held.items(), key=lambda item: item[1].since_s)
+                self._held = dict(ordered)
             self._counters.add("spool.adopted", len(taken))
         return taken
 
     def close(self) -> None:
         """Leave what is held to the next process; never raises."""
-        self._own.close()
+        with self._locking:
+            self._is_closed = True
+            left = [spooled.path for spooled in self._held.values()]
+            for owner, fd in self._locks.items():
+                if not any(f"--{owner}-" in path for path in left):
+                    self._unlink(self._lock_path(owner))
+                with suppress(OSError):
+                    os.close(fd)
+            self._locks.clear()
         with self._lock:
             self._held.clear()
-            self._left.clear()
-            self._ages.clear()
             self._nbytes = 0
 
-    @contextmanager
-    def _alone(self, digest: bytes) -> Iterator[None]:
-        """Nobody else of this process changes the entry's file meanwhile."""
-        with self._lock:
-            self._lock.wait_for(lambda: digest not in self._busy)
-            self._busy.add(digest)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._busy.remove(digest)
-                self._lock.notify_all()
+    # -- locks -------------------------------------------------------------------------------
 
-    def _require_own(self, path: str) -> None:
-        require_own_folders((*self._above, path.rpartition("/")[0]))
+    def _lock_path(self, owner: str) -> str:
+        return f"{self._folder}/{owner}.lock"
+
+    def _own(self) -> str:
+        """The owner of what is added now; another one where somebody has deleted its lock."""
+        with self._locking:
+            for _ in range(_ATTEMPTS):
+                if self._is_closed:
+                    raise TierError("the tier is closed")
+                fd = self._locks.get(self._owner)
+                if fd is not None and os.fstat(fd).st_nlink:
+                    return self._owner
+                self._owner = secrets.token_hex(8)
+                fd = self._take_lock(self._owner)
+                if fd is not None:
+                    self._locks[self._owner] = fd
+        raise TierError(f"locks in {self._folder} vanish as soon as they are made")
+
+    def _take_lock(self, owner: str) -> int | None:
+        """Take an owner's lock, which is made where it is missing; None where another has it."""
+        fd = self._folders.open_own(self._lock_path(owner))
+        try:
+            if lock_file(fd):
+                taken, fd = fd, -1
+                return taken
+            return None
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _others(self) -> set[str]:
+        """Owners with files for this place, and of locks without files, but for those held."""
+        try:
+            names = [] if self._is_closed else os.listdir(self._folder)
+        except FileNotFoundError:
+            return set()
+        except OSError as exc:
+            self._failed("adopt", exc)
+            return set()
+        owners = {name: parts.owner for name in names if (parts := SpoolFileName.parse(name))}
+        ours = {owner for name, owner in owners.items() if name.startswith(self._place)}
+        # A lock without files was left by one who held nothing when it died.
+        alone = {owner_of_lock(name) for name in names} - {None, *owners.values()}
+        return {owner for owner in ours | alone if owner is not None} - self._locks.keys()
+
+    def _adopt_from(self, owner: str, taken: list[Spooled]) -> None:
+        fd = self._take_lock(owner)
+        if fd is None:  # it lives
+            return
+        try:
+            has_files = False
+            # Looked at once more: it may have added some before it died.
+            for name in os.listdir(self._folder):
+                parts = SpoolFileName.parse(name)
+                if parts is not None and parts.owner == owner:
+                    has_files = True
+                    self._take(f"{self._folder}/{name}", parts.digest, taken)
+            if has_files:
+                self._locks[owner], fd = fd, -1
+            else:
+                os.unlink(self._lock_path(owner))
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _take(self, path: str, digest: bytes, taken: list[Spooled]) -> None:
+        held = self._held.get(digest)
+        if held is not None and held.path == path:  # taken before, by an adoption that then failed
+            return
+        if self.load(digest) is not None:
+            self._unlink(path)
+            return
+        found = os.lstat(path)
+        taken.append(Spooled(path, digest, found.st_size, found.st_mtime))
+        self._hold(taken[-1])
+
+    # -- files -------------------------------------------------------------------------------
 
     def _link(self, source: str, target: str) -> int:
         """Give a file its name in the spool, whole or not at all; returns its size."""
-        try:
-            os.link(source, target, follow_symlinks=False)
-        except OSError as exc:
-            if exc.errno not in NO_LINK and not isinstance(exc, FileExistsError):
-                raise
-            temp = temp_name(target.rpartition("/")[0])
-            try:
-                self._link_or_copy(source, temp)
-                os.replace(temp, target)
-            finally:
-                # Also after success: a rename between two names of one file does nothing.
-                with suppress(FileNotFoundError):
-                    os.unlink(temp)
+        os.link(source, target, follow_symlinks=False)
         found = os.lstat(target)
         if not stat.S_ISREG(found.st_mode):
             os.unlink(target)
             raise TierError(f"{source} is not a regular file")
         return found.st_size
 
-    def _link_or_copy(self, source: str, temp: str) -> None:
-        try:
-            os.link(source, temp, follow_symlinks=False)
-            return
-        except OSError as exc:
-            if exc.errno not in NO_LINK:
-                raise
-        min_free_bytes = self._evictor.min_free_bytes
-        fd, nbytes = copy_entry(source, temp, min_free_bytes=min_free_bytes, purpose="spool")
-        os.close(fd)
-        self._evictor.account(nbytes)
-        self._counters.add("tier.spool_copies")
-
     def _checked(self, digest: bytes, file: BinaryIO) -> Loaded:
         nbytes = os.fstat(file.fileno()).st_size
         header = read_header(file.fileno(), nbytes)
-        key = key_of_header(header.identifier, digest)
-        if key is None:
-            raise CorruptEntryError("written for another identifier", reason="identifier")
-        codec.check_identity(header, namespace=self._namespace, identifier=key.stored)
+        key = check_place(header, self._namespace, digest)
         blob = file.read(nbytes)
         codec.check_data(header, memoryview(blob)[header.data_start :])
         return Loaded(key, header, blob)
 
-    def _drop_bad(self, spooled: Spooled, reason: str) -> None:
-        """Delete a bad entry; it is as bad under its other names."""
-        with self._alone(spooled.digest):
-            if self._let_go(spooled):
-                self._remove_bad(spooled, reason)
+    def _unlink(self, path: str) -> None:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as exc:
+            self._failed("unspool", exc)
 
     def _remove_bad(self, spooled: Spooled, reason: str) -> None:
+        """Delete it, and the entry of the tier that is the same file."""
         try:
             inode = os.lstat(spooled.path).st_ino
             remove_bad(spooled.path)
@@ -399,7 +369,7 @@ class Spool:
                         os.unlink(entry.path)
         except FileNotFoundError:
             return
-        except (OSError, TierError) as exc:
+        except OSError as exc:
             self._failed("delete a bad entry", exc)
         self._counters.add("tier.bad_files")
         _log.warning(
@@ -407,87 +377,22 @@ class Spool:
             *(spooled.digest.hex(), self._namespace, reason),
         )
 
-    def _take_over(self, folder: str, taken: list[Spooled]) -> None:
-        require_own_folder(Path(folder))
-        fd = take_lock(f"{folder}/{LOCK_NAME}")
-        try:
-            strangers = 0
-            for name in os.listdir(folder):
-                if is_temp_name(name):  # of an add that was not finished
-                    with suppress(FileNotFoundError):
-                        os.unlink(f"{folder}/{name}")
-                    continue
-                parts = EntryFileName.parse(name)
-                if parts is None:
-                    continue
-                if not name.startswith(self._place):
-                    strangers += 1
-                elif self.load(parts.digest) is None:
-                    with self._alone(parts.digest):
-                        self._move(f"{folder}/{name}", parts.digest, taken)
-                else:
-                    with suppress(FileNotFoundError):
-                        os.unlink(f"{folder}/{name}")
-            self._mention(strangers)
-            self._remove_empty(folder)
-        finally:
-            if fd is not None:
-                os.close(fd)
+    # -- memory ------------------------------------------------------------------------------
 
-    def _move(self, source: str, digest: bytes, taken: list[Spooled]) -> None:
-        for _ in range(_ATTEMPTS):
-            folder = self._own.path()
-            target = f"{folder}/{os.path.basename(source)}"
-            try:
-                os.rename(source, target)
-                status = os.lstat(target)
-            except FileNotFoundError:
-                if not self._own.has_vanished(folder):
-                    return  # another adopter was faster
-                continue
-            taken.append(Spooled(target, digest, status.st_size, status.st_mtime))
-            self._note(taken[-1])
-            return
-
-    def _remove_empty(self, folder: str) -> None:
-        left = set(os.listdir(folder))
-        if left <= {LOCK_NAME}:
-            for name in left:
-                os.unlink(f"{folder}/{name}")
-            os.rmdir(folder)
-
-    def _mention(self, strangers: int) -> None:
-        if strangers and not self._said_strangers:
-            self._said_strangers = True
-            _log.info(
-                "%s holds entries of another model or for another bucket; they wait for an "
-                "engine of theirs on this node",
-                self._folders.spool,
-            )
-
-    def _note(self, spooled: Spooled) -> None:
+    def _hold(self, spooled: Spooled) -> None:
+        """Answer for a save; an earlier one of the entry goes."""
         with self._lock:
-            digest = spooled.digest
-            old = self._held.get(digest) or self._left.pop(digest, None)  # replaced on the disk
-            self._held[digest] = spooled
-            self._nbytes += spooled.nbytes - (old.nbytes if old is not None else 0)
-            heapq.heappush(self._ages, (spooled.since_s, next(self._numbers), spooled))
-            if len(self._ages) > max(_SHORT_HEAP, 2 * len(self._held)):
-                self._ages = [one for one in self._ages if self.holds(one[2])]
-                heapq.heapify(self._ages)
+            earlier = self._held.pop(spooled.digest, None)  # so that this one is the youngest
+            self._held[spooled.digest] = spooled
+            self._nbytes += spooled.nbytes - (earlier.nbytes if earlier is not None else 0)
+        if earlier is not None:
+            self._unlink(earlier.path)
 
-    def _let_go(self, spooled: Spooled, *, on_disk: bool = False) -> bool:
-        """Hold it no more; False where it is not what is held.
-
-        Args:
-            on_disk: Its file is still to be removed, and counts until then.
-        """
+    def _let_go(self, spooled: Spooled) -> bool:
+        """Hold it no more; False where it is not what is held."""
         with self._lock:
             if self._held.get(spooled.digest) is not spooled:
                 return False
             del self._held[spooled.digest]
-            if on_disk:
-                self._left[spooled.digest] = spooled
-            else:
-                self._nbytes -= spooled.nbytes
+            self._nbytes -= spooled.nbytes
             return True

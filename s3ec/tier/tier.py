@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node tier: entries as files, shared by every process of the node; its parts, wired.
 
-Counters: ``tier.evicted``, ``tier.evicted_bytes``, ``tier.bad_files``, ``tier.spool_copies`` (no
-hard links here), and ``tier.errors`` (what the disk refused).
+Counters: ``tier.evicted``, ``tier.evicted_bytes``, ``tier.bad_files``, and ``tier.errors`` (what
+the disk refused).
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ class Tier:
             NewsWriter(folders, namespace, errors),
             clock=clock,
         )
-        self._spools: list[Spool] = []
-        self._readers: list[NewsReader] = []
-        self._residents: list[Residents] = []
+        self._opened: list[Spool | NewsReader | Residents] = []
         try:
             self._open()
         except OSError as exc:
@@ -119,12 +117,8 @@ class Tier:
         self.entries.close()
         self.evictor.close()
         self.claims.close()
-        for spool in self._spools:
-            spool.close()
-        for reader in self._readers:
-            reader.close()
-        for residents in self._residents:
-            residents.close()
+        for part in self._opened:
+            part.close()
 
     def open_spool(self, destination: str) -> Spool:
         """A place to keep entries until the bucket has them; ends with this tier.
@@ -142,7 +136,7 @@ class Tier:
             destination=destination,
             clock=self._clock,
         )
-        self._spools.append(spool)
+        self._opened.append(spool)
         return spool
 
     def follow_news(self, notify: Callable[[list[bytes]], None]) -> NewsReader:
@@ -156,7 +150,7 @@ class Tier:
         """
         self._require_open()
         reader = NewsReader(self.folders, self._namespace, self._disk_errors, notify)
-        self._readers.append(reader)
+        self._opened.append(reader)
         return reader
 
     def open_residents(self, may_grant: Callable[[Header], bool]) -> Residents:
@@ -172,11 +166,10 @@ class Tier:
         residents = Residents(
             self.entries,
             Ledger(self.folders, self._namespace, self._disk_errors),
-            self._counters,
             may_grant=may_grant,
             most=allowed_residents(),
         )
-        self._residents.append(residents)
+        self._opened.append(residents)
         self.evictor.after_evicting(residents.close_evicted)
         return residents
 

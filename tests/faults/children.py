@@ -56,11 +56,11 @@ def say(line: str) -> None:
 
 
 def wait_until_saved(engine: Engine, numbers: range) -> None:
-    """Until all of them came into the spool. Some may have left it for the bucket by then."""
+    """Until all of them came into the spool, or past a disk that refuses into the bucket."""
     left = {identifier_at(number) for number in numbers}
 
     def all_came() -> bool:
-        left.difference_update(engine.queue.take_report()[0])
+        left.difference_update(*engine.queue.take_report())
         return not left
 
     eventually(all_came, "saves")
@@ -230,7 +230,7 @@ def work(*, settings: dict[str, str], stock: int, first: int, **how: int | bool)
     wait_until_saved(life, range(first, first + 24))
     say("worked")
     life.announce()
-    say(f"copies {life.count('tier.spool_copies'):g}")
+    say(f"refused by the disk {life.count('spool.refused'):g}")
     life.close(30)
     say("done")
 

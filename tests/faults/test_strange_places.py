@@ -15,7 +15,6 @@ from s3ec.testing.server import LocalS3
 from tests.faults.embeddings import body_at, key_at
 from tests.faults.herd import Herd
 from tests.faults.site import Site
-from tests.support.waiting import eventually
 
 pytest.importorskip("torch")
 
@@ -45,7 +44,9 @@ def assert_all_saved(site: Site, *firsts: int) -> None:
     assert site.tier_complaints() == []
 
 
-def test_folder_without_hard_links_fetches_saves_spools_and_evicts(site: Site, herd: Herd) -> None:
+def test_folder_without_hard_links_fetches_evicts_and_saves_from_memory(
+    site: Site, herd: Herd
+) -> None:
     stock(site)
     settings = site.settings()
     pids = [
@@ -55,26 +56,8 @@ def test_folder_without_hard_links_fetches_saves_spools_and_evicts(site: Site, h
     if herd.hear(pids[0], "u") == "unable":
         pytest.skip("this kernel has no seccomp filters for us")
     for pid in pids:
-        assert herd.hear(pid, "copies") == "copies 24"
+        assert herd.hear(pid, "refused by the disk") == "refused by the disk 24"
         herd.hear(pid, "done")
-    assert herd.complaints() == []
-    assert_all_saved(site, 100, 200)
-
-
-def test_spool_of_copies_is_finished_after_a_kill(site: Site, herd: Herd) -> None:
-    stock(site)
-    site.stall(after=3)
-    settings = site.settings()
-    killed = herd.start("work", settings=settings, stock=_STOCK, first=100, linkless=True)
-    if herd.hear(killed, "u") == "unable":
-        pytest.skip("this kernel has no seccomp filters for us")
-    herd.hear(killed, "worked")
-    eventually(lambda: len(site.spooled()) == 21)
-    herd.kill(killed)
-    assert site.lost() == set()
-    site.let_through()
-    last = herd.start("work", settings=settings, stock=_STOCK, first=200, linkless=True)
-    herd.hear(last, "done")
     assert herd.complaints() == []
     assert_all_saved(site, 100, 200)
 

@@ -42,10 +42,9 @@ from s3ec.settings import check_endpoint, check_prefix, parse_url
 from s3ec.store.obstore_errors import failure_of
 from s3ec.store.s3_errors import from_obstore, from_url
 from s3ec.tenant import Tenant, check_reference
-from s3ec.tier.evictor import Figures
 from s3ec.tier.news import make_record, parse_records
-from s3ec.tier.process_folder import is_process_folder_name
-from s3ec.tier.scan import EntryFileName, is_index_name
+from s3ec.tier.records import RecordLayout
+from s3ec.tier.scan import SpoolFileName, is_index_name
 
 NAMESPACE = "gemma-0123456789abcdef"
 TENANT = Tenant(b"0123456789abcdef")
@@ -238,11 +237,11 @@ def names(data: bytes) -> None:
             require(text.isascii() and not {"", ".", ".."} & set(parts), f"unsafe: {known}")
     if is_object_name(text):
         require(_SAFE.fullmatch(text) is not None, "an unsafe object name")
-    is_process_folder_name(text)
-    spooled = EntryFileName.parse(text)
+    spooled = SpoolFileName.parse(text)
     if spooled is not None:
-        place = (spooled.namespace, spooled.destination, spooled.digest.hex())
-        require("--".join(place) + OBJECT_SUFFIX == text, "another spool name")
+        first = f"{spooled.namespace}--{spooled.destination}--{spooled.owner}-"
+        last = f"--{spooled.digest.hex()}{OBJECT_SUFFIX}"
+        require(text.startswith(first) and text.endswith(last), "another spool name")
     for inner in (text, f"{LAYOUT.deltas}{text}", f"{LAYOUT.heads}{text}", f"{LAYOUT.bases}{text}"):
         delta, version, run = LAYOUT.delta_of(inner), LAYOUT.version_of(inner), LAYOUT.run_of(inner)
         require(delta is None or LAYOUT.delta(delta) == inner, "another delta")
@@ -282,8 +281,11 @@ def _utf8(text: str) -> bool:
 
 def usage(data: bytes) -> None:
     """The tier's running total, which any process of the node has written last."""
-    found = Figures.parse(data)
-    require(found is None or Figures.parse(found.pack()) == found, "not written as it was read")
+    layout = RecordLayout(b"s3ecuse\x03", "Q")
+    found, done = layout.parse(data)
+    require(done <= len(data), "more was read than is there")
+    again = b"".join(layout.pack(*fields) for fields in found)
+    require(layout.parse(again)[0] == found, "not read as it was written")
 
 
 def news(data: bytes) -> None:

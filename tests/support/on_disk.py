@@ -63,12 +63,12 @@ def usage_of(tier: Tier | Inspection) -> Usage:
 
 def audit_of(tier: Tier | Inspection) -> list[str]:
     """Audit everything, checksums included; empty when all is well."""
-    return [one.text for one in complaints_about(tier.folders, now_s=time.time())]
+    return complaints_about(tier.folders)
 
 
 def running_total(tier: Tier) -> int:
     """What all processes believe to be there; no walk."""
-    return RunningTotal(tier.folders).read().total_bytes
+    return RunningTotal(tier.folders).read() or 0
 
 
 def evict(tier: Tier, key: Key) -> None:

@@ -291,19 +291,6 @@ def test_file_of_another_user_is_not_believed(open_file: Open, folders: Folders)
     assert costs.document == {}
 
 
-def test_folder_that_others_may_write_to_is_refused_and_counted(
-    open_file: Open, folders: Folders, counters: Counters
-) -> None:
-    file, costs = open_file()
-    teach(costs, 0.1)
-    file.exchange()
-    folders.costs.chmod(0o777)
-    file, costs = open_file()
-    file.exchange()
-    assert costs.document == {}
-    assert counters.get("tier.errors") == 1
-
-
 def test_cache_that_somebody_emptied_is_filled_again(open_file: Open, folders: Folders) -> None:
     file, costs = open_file()
     folders.costs.rmdir()

@@ -645,7 +645,7 @@ def test_adopted_entry_that_the_bucket_holds_already_is_done(tmp_path: Path) -> 
 def test_spoiled_entry_is_deleted_and_never_uploaded(tmp_path: Path) -> None:
     first = dead_process(tmp_path, *HASHES[:2])
     key = key_of(HASHES[0])
-    (spoiled,) = (tmp_path / "tier").rglob(f"v1/spool/*/*{key.digest.hex()}*")
+    (spoiled,) = (tmp_path / "tier").rglob(f"v1/spool/*{key.digest.hex()}*")
     blob = bytearray(spoiled.read_bytes())
     blob[-1] ^= 1
     spoiled.write_bytes(blob)

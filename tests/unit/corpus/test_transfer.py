@@ -306,7 +306,7 @@ def test_records_that_are_no_files_keep_nobody_waiting(
 def test_export_removes_nothing_behind_a_link(here: Filled, tmp_path: Path, form: str) -> None:
     disk, elsewhere = tmp_path / "disk", tmp_path / "elsewhere"
     (elsewhere / "objects").mkdir(parents=True)
-    under_way = [elsewhere / "ab.safetensors#1", elsewhere / "objects" / ".tmp-1-0123456789abcdef"]
+    under_way = [elsewhere / "ab.safetensors#1", elsewhere / "objects" / ".tmp-0123456789abcdef"]
     for path in under_way:
         path.write_bytes(b"of somebody else")
     disk.mkdir()
@@ -595,7 +595,7 @@ def test_a_memory_stick_without_hard_links_takes_an_export(here: Filled, tmp_pat
     large = content_hash("large")
     here.entry(NAMESPACE, large, entry_bytes(large, NAMESPACE, rows=8192))
     disk = tmp_path / "disk"
-    put_over(disk, f"{NAMESPACE}/objects/.tmp-77-0123456789abcdef", b"a killed one's")
+    put_over(disk, f"{NAMESPACE}/objects/.tmp-0123456789abcdef", b"a killed one's")
     with small_tmpfs(tmp_path / "stick", size=2**16, inodes=0) as stick:
         done = subprocess.run(
             [

@@ -88,13 +88,24 @@ def temps_below(folder: Path) -> set[str]:
     return {name for name in files_below(folder) if name.startswith(".tmp-")}
 
 
-def spool_folders(root: Path) -> list[Path]:
-    return sorted((root / "v1" / "spool").iterdir())
+def spool_files(root: Path) -> list[Path]:
+    """The files in the spool but for the locks."""
+    folder = root / "v1" / "spool"
+    return sorted(path for path in folder.glob("*") if path.suffix != ".lock")
 
 
-def spooled_below(root: Path) -> set[str]:
-    """Names of all files in the spool but the locks."""
-    return files_below(root / "v1" / "spool") - {".lock"}
+def locks_below(root: Path) -> list[Path]:
+    return sorted((root / "v1" / "spool").glob("*.lock"))
+
+
+def spooled_below(root: Path) -> list[str]:
+    """Digests of the spooled files."""
+    return sorted(path.stem.rpartition("--")[2] for path in spool_files(root))
+
+
+def digests_of(*numbers: int) -> list[str]:
+    """As ``spooled_below`` tells them."""
+    return sorted(key_at(number).digest.hex() for number in numbers)
 
 
 def publish(tier: Tier, *numbers: int, spool: Spool | None = None) -> None:

@@ -129,9 +129,8 @@ def test_folder_of_unknown_size_is_counted_by_the_thread_after_the_first_publish
     tier = make_tier()
     assert evictor_threads() == before
     fill(tier, 20)
-    eventually(lambda: running_total(tier) >= 21 * SIZE)
     # The newest may be counted by both, the walk and its publisher.
-    assert running_total(tier) <= 22 * SIZE
+    eventually(lambda: 21 * SIZE <= running_total(tier) <= 22 * SIZE)
 
 
 def test_folder_of_unknown_size_takes_a_64th_of_the_budget_without_a_count(
@@ -144,7 +143,7 @@ def test_folder_of_unknown_size_takes_a_64th_of_the_budget_without_a_count(
     monkeypatch.setattr(evictor, "Background", Asleep)  # the thread gets no turn
     tier = make_tier(budget_bytes=640 * SIZE)
     fill(tier, *range(600, 610))
-    assert running_total(tier) == 10 * SIZE
+    assert running_total(tier) == 640 * SIZE  # nearly full, for all that is known
     fill(tier, *range(610, 700))
     assert usage_of(tier).total_nbytes <= 640 * SIZE
     assert running_total(tier) == usage_of(tier).total_nbytes

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,10 @@ from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.tier import Incoming, OpenEntry, Tier, files
-from tests.support.clock import Clock
 from tests.support.finite import FINITE
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
-    HOUR_S,
     NAMESPACE,
     OTHER_NAMESPACE,
     MakeTier,
@@ -295,30 +294,11 @@ def test_killed_publish_leaves_a_temp_that_the_next_open_sweeps(
     assert temps_below(root) == set()
 
 
-def test_temp_of_a_living_process_is_swept_after_an_hour(
-    make_tier: MakeTier, root: Path, clock: Clock
-) -> None:
+def test_temp_is_kept_while_it_is_locked(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
-    folder = file_of(root, KEY).parent
-    folder.mkdir(mode=0o700, parents=True)
-    temp = folder / f".tmp-{os.getpid()}-{'0' * 16}"
-    for age_s, kept in ((HOUR_S - 1, True), (HOUR_S + 1, False)):
-        temp.touch(mode=0o600)
-        os.utime(temp, (clock() - age_s, clock() - age_s))
-        make_room(tier, clock=clock)
-        assert temp.exists() is kept
-
-
-def test_temp_of_another_containers_process_is_kept_while_it_is_locked(
-    make_tier: MakeTier, root: Path, clock: Clock
-) -> None:
-    tier = make_tier()
-    folder = file_of(root, KEY).parent
-    folder.mkdir(mode=0o700, parents=True)
-    temp = folder / f".tmp-{2**31 - 1}-{'0' * 16}"  # above any pid_max
+    temp = root / "v1" / "incoming" / f".tmp-{'0' * 16}"
     with temp.open("wb") as file:
         temp.chmod(0o600)
-        os.utime(temp, (clock(), clock()))
         assert files.try_lock(file.fileno())
         make_room(tier)
         assert temp.exists()
@@ -444,17 +424,19 @@ def test_parts_that_come_in_any_order_and_are_not_the_entry_are_refused(
 def test_a_discarded_file_goes_when_the_call_under_way_has_ended(
     tier: Tier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cancelled fetch leaves its call in the disk pool, and waits for nothing."""
+    """A cancelled fetch leaves its call in the disk pool."""
     first, second, *_ = parts(BLOB)
     incoming, write_all = begin(tier, first), files.write_all
+    discarding = threading.Thread(target=incoming.discard)
 
     def discard_meanwhile(fd: int, pieces: list[bytes], at: int) -> None:
-        incoming.discard()
+        discarding.start()
         assert temps_below(root)
         write_all(fd, pieces, at)
 
     monkeypatch.setattr(files, "write_all", discard_meanwhile)
     incoming.put([(PART, second)])
+    discarding.join()
     assert temps_below(root) == set()
     with pytest.raises(TierError, match="discarded"):
         incoming.put([(PART, second)])

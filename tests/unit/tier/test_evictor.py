@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import stat
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import xxhash
 
 from s3ec import codec
 from s3ec.counters import Counters
@@ -26,7 +24,7 @@ from s3ec.errors import TierError
 from s3ec.identity import Key, digest_of_name
 from s3ec.runtime import PATIENCE_S
 from s3ec.tier import LocalKeys, evictor, files
-from s3ec.tier.evictor import Figures, RunningTotal
+from s3ec.tier.evictor import RunningTotal
 from s3ec.tier.files import Folders, free_bytes, try_lock
 from tests.support.clock import Clock
 from tests.support.file_calls import file_calls_of, open_below
@@ -68,7 +66,7 @@ def running(folders: Folders) -> RunningTotal:
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "flipped": lambda blob: blob[:20] + bytes([blob[20] ^ 1]) + blob[21:],
+    "flipped": lambda blob: blob[:12] + bytes([blob[12] ^ 1]) + blob[13:],
     "short": lambda blob: blob[:-1],
     "long": lambda blob: blob + b"\0",
     "empty": lambda blob: b"",
@@ -77,48 +75,36 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def test_new_folder_is_counted_from_the_start(running: RunningTotal) -> None:
-    assert not running.read().counted
+    assert running.read() is None
     running.begin()
-    assert running.read().counted
-    assert running.add(700).total_bytes == 700
+    assert running.read() == 0
+    assert running.add(700, unknown_bytes=9000) == 700
     running.begin()
-    assert running.read() == Figures(counted=True, total_bytes=700)
+    assert running.read() == 700
 
 
-def test_total_of_who_was_faster_than_the_one_that_made_the_folder_stands(
-    running: RunningTotal,
-) -> None:
-    running.add(700)
-    running.begin()
-    assert running.read() == Figures(counted=False, total_bytes=700)
-
-
-def test_folder_without_a_total_is_not_taken_for_an_empty_one(running: RunningTotal) -> None:
-    figures = running.add(700)
-    assert (figures.counted, figures.total_bytes) == (False, 700)
-    figures = running.recount(figures, 5000)
-    assert (figures.counted, figures.total_bytes) == (True, 5000)
+def test_folder_without_a_total_is_taken_for_what_the_caller_fears(running: RunningTotal) -> None:
+    assert running.add(700, unknown_bytes=9000) == 9700
+    running.recount(9000, 5000)
+    assert running.read() == 5700
 
 
 def test_what_is_added_during_a_walk_is_not_lost(running: RunningTotal) -> None:
     running.begin()
-    running.add(100)
-    before = running.read()
-    running.add(30)
-    assert running.recount(before, 1000).total_bytes == 1030
+    running.add(100, unknown_bytes=0)
+    running.add(30, unknown_bytes=0)
+    running.recount(100, 1000)
+    assert running.read() == 1030
 
 
-@pytest.mark.parametrize("added_bytes", [30, 300])
-def test_total_that_was_lost_during_a_walk_keeps_what_was_added_since(
-    running: RunningTotal, folders: Folders, added_bytes: int
+def test_total_that_was_lost_during_a_walk_is_what_the_walk_found(
+    running: RunningTotal, folders: Folders
 ) -> None:
     running.begin()
-    running.add(100)
-    before = running.read()
+    running.add(100, unknown_bytes=0)
     folders.usage.unlink()
-    running.add(added_bytes)
-    figures = running.recount(before, 1000)
-    assert (figures.counted, figures.total_bytes) == (True, 1000 + added_bytes)
+    running.recount(100, 1000)
+    assert running.read() == 1000
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES))
@@ -126,49 +112,10 @@ def test_damaged_total_is_no_total_and_is_begun_anew(
     running: RunningTotal, folders: Folders, damage: str
 ) -> None:
     running.begin()
-    running.add(100)
+    running.add(100, unknown_bytes=0)
     folders.usage.write_bytes(DAMAGES[damage](folders.usage.read_bytes()))
-    assert running.read() == Figures()
-    figures = running.add(30)
-    assert (figures.counted, figures.total_bytes) == (False, 30)
-    assert running.read() == figures
-
-
-def former_file(total_bytes: int) -> bytes:
-    """As the release before this one wrote it: of 80 bytes, with a boot id, an epoch and times."""
-    body = struct.pack(
-        "<8s16s6Q", b"s3ecuse\x01", bytes(range(16)), 7, 1, total_bytes, 9, 1 << 60, 0
-    )
-    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
-
-
-def test_total_of_the_former_release_is_unknown_and_begun_anew(
-    running: RunningTotal, folders: Folders
-) -> None:
-    folders.usage.write_bytes(former_file(5000))
-    assert running.read() == Figures()
-    assert running.add(30) == running.read() == Figures(counted=False, total_bytes=30)
-    assert len(folders.usage.read_bytes()) == 32
-
-
-def test_total_of_the_former_release_is_mended_by_the_first_walk(
-    make_tier: MakeTier, root: Path
-) -> None:
-    first = make_tier()
-    for number in range(4):
-        publish(first, number)
-    first.close()
-    (root / "v1" / "usage").write_bytes(former_file(123))
-    tier = make_tier()
-    publish(tier, 4)
-    assert running_total(tier) == len(entry(key_at(4)))  # so not more than 1/64 of the budget
-    make_room(tier)
-    assert running_total(tier) == usage_of(tier).total_nbytes > 4 * 512
-
-
-def test_former_release_takes_the_total_of_this_one_for_none() -> None:
-    """An engine of it beside one of ours counts anew, and believes no figure that means another."""
-    assert len(Figures(counted=True, total_bytes=5000).pack()) != len(former_file(0))
+    assert running.read() is None
+    assert running.add(30, unknown_bytes=9000) == 9030 == running.read()
 
 
 def test_threads_and_forks_lose_no_addition(
@@ -182,16 +129,16 @@ def test_threads_and_forks_lose_no_addition(
             status = 1
             try:
                 for _ in range(200):
-                    RunningTotal(folders).add(3)
+                    RunningTotal(folders).add(3, unknown_bytes=0)
                 status = 0
             finally:
                 os._exit(status)
         children.append(pid)
     with ThreadPoolExecutor(4) as pool:
-        for adding in [pool.submit(running.add, 5) for _ in range(400)]:
+        for adding in [pool.submit(running.add, 5, unknown_bytes=0) for _ in range(400)]:
             adding.result()
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 3
-    assert running.read().total_bytes == 3 * 200 * 3 + 400 * 5
+    assert running.read() == 3 * 200 * 3 + 400 * 5
 
 
 def test_lock_of_a_stopped_process_is_an_error_not_a_hang(
@@ -203,7 +150,7 @@ def test_lock_of_a_stopped_process_is_an_error_not_a_hang(
         assert try_lock(file.fileno())
         with pytest.raises(OSError, match="stopped process"):
             running.read()
-    assert running.read().counted
+    assert running.read() == 0
 
 
 def test_total_is_private_whatever_the_umask(running: RunningTotal, folders: Folders) -> None:
@@ -509,12 +456,12 @@ def test_publishes_behind_a_stopped_evictor_wait_once_and_then_are_refused_at_on
             with pytest.raises(TierError, match="another eviction is still under way"):
                 fill(tier, 3)
         assert tier.evictor.make_room(SIZE, full=True, wait=True) == 0
-        assert waits == [evictor.TURN_WAIT_S, 0.0, 0.0]
+        assert waits == [evictor.TURN_WAIT_S, 0.0]
         assert waits[0] < PATIENCE_S
         now_s += 60
         with pytest.raises(TierError, match="another eviction is still under way"):
             fill(tier, 3)
-        assert waits[3:] == [evictor.TURN_WAIT_S]
+        assert waits[2:] == [evictor.TURN_WAIT_S]
         assert left(tier, 4) == set(range(3))
         other.say()
         other.end()

@@ -17,7 +17,7 @@ import pytest
 from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Spool, Tier, entries, evictor
+from s3ec.tier import entries, evictor
 from tests.support.clock import Clock
 from tests.support.disks import give_to_group, small_tmpfs
 from tests.support.on_disk import audit_of, evict, make_room, usage_of
@@ -37,7 +37,6 @@ from tests.unit.tier.cases import (
     read,
     refusing,
     served,
-    spool_folders,
     unspool,
     use,
 )
@@ -159,107 +158,6 @@ def test_root_that_is_a_file_is_refused(root: Path) -> None:
         new_tier(root)
     with pytest.raises(TierError, match="set `cache_dir`"):
         new_tier(root / "below")
-
-
-def _everything(tier: Tier, spool: Spool) -> int:
-    """All that is done with a tier, refused or not; how often it was refused aloud."""
-    calls: list[Callable[[], object]] = [
-        lambda: tier.writer.publish(key_at(2), [entry(key_at(2))], spool=spool),
-        lambda: publish(tier, 3),
-        lambda: tier.entries.open(key_at(4)),
-        lambda: tier.entries.drop_bad(key_at(4), "checksum"),
-        lambda: make_room(tier, 1 << 30),
-        lambda: spool.load(key_at(6).digest),
-        lambda: unspool(spool, key_at(6)),
-        spool.adopt,
-        lambda: tier.open_index().read(_INDEX_FILE, max_bytes=100),
-        lambda: tier.open_index().remove(_INDEX_FILE),
-        lambda: tier.open_index().write("delta/0.safetensors", bytes(10)),
-    ]
-    refused = 0
-    for call in calls:
-        try:
-            call()
-        except TierError:
-            refused += 1
-    return refused
-
-
-def _tree(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-_TOP = [
-    *("", "v1", "v1/objects", "v1/incoming", "v1/spool", "v1/index"),
-    "own spool",
-]
-_INNER = [f"v1/objects/{NAMESPACE}", f"v1/index/{NAMESPACE}", "adapter's", "fan-out"]
-
-
-@pytest.mark.parametrize(
-    ("name", "harm"),
-    [
-        *((name, harm) for name in _TOP for harm in ("link", "open", "stranger")),
-        *((name, "link") for name in _INNER),
-    ],
-)
-def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_mended(
-    make_tier: MakeTier,
-    root: Path,
-    tmp_path: Path,
-    counters: Counters,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    harm: str,
-) -> None:
-    if harm == "stranger" and os.geteuid() != 0:
-        pytest.skip("giving a folder away needs root")
-    tier = make_tier()
-    spool = tier.open_spool(DESTINATION)
-    publish(tier, 6, spool=spool)
-    for number in (4, 5, 7):
-        publish(tier, number)
-    held = opened(tier, key_at(7))
-    files = tier.open_index()
-    files.write(_INDEX_FILE, bytes(10))
-    inner = {
-        "own spool": spool_folders(root)[0],
-        "adapter's": file_of(root, key_at(4)).parents[1],
-        "fan-out": file_of(root, key_at(4)).parent,
-    }
-    folder, elsewhere = inner.get(name, root / name), tmp_path / "elsewhere"
-    mode = folder.stat().st_mode & 0o777
-    caplog.clear()
-    if harm == "link":
-        folder.rename(elsewhere)
-        folder.symlink_to(elsewhere)
-    elif harm == "open":
-        folder.chmod(0o777)
-    else:
-        os.chown(folder, 65534, 65534)
-    inside = elsewhere if harm == "link" else folder
-    before = _tree(inside)
-
-    assert _everything(tier, spool) + counters.get("tier.errors") > 0
-    assert read(held, key_at(7)) == entry(key_at(7))
-    del held
-    assert _everything(tier, spool) + counters.get("tier.errors") > 0
-    assert _tree(inside) == before
-    warned = [record.message for record in caplog.records if ": cannot " in record.message]
-    assert len(warned) == len(set(warned))
-
-    if harm == "link":
-        folder.unlink()
-        elsewhere.rename(folder)
-    elif harm == "open":
-        folder.chmod(mode)
-    else:
-        os.chown(folder, os.geteuid(), os.getegid())
-    assert _everything(tier, spool) == 0
-    publish(tier, 3)
-    assert served(tier, key_at(3)) == entry(key_at(3))
-    make_room(tier)
-    assert audit_of(tier) == []
 
 
 def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path) -> None:

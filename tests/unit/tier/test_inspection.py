@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from s3ec.tier import Tier, inspection
-from s3ec.tier.files import Folders
 from tests.support.on_disk import audit_of, evict
 from tests.unit.tier.cases import OTHER_NAMESPACE, MakeTier, entry, file_of, key_at, key_of
 from tests.unit.tier.test_entries import forged_size
@@ -77,16 +76,6 @@ def test_check_finds_other_owners(tier: Tier, root: Path) -> None:
         os.chown(target, 0, 0)
 
 
-def test_check_finds_an_entry_that_eviction_counts_twice(tier: Tier, root: Path) -> None:
-    one, two = key_of("a" * 64), key_of("b" * 64)
-    tier.writer.publish(one, [entry(one)])
-    file_of(root, two).parent.mkdir(mode=0o700)
-    os.link(file_of(root, one), file_of(root, two))
-    size = len(entry(one))
-    assert f"eviction counts {2 * size} bytes, but there are {size}" in audit_of(tier)
-    file_of(root, two).unlink()
-
-
 def test_check_does_not_read_a_forged_size_into_memory(tier: Tier, root: Path) -> None:
     tier.writer.publish(KEY, [forged_size()])
     os.truncate(file_of(root, KEY), 1 << 33)  # sparse
@@ -107,37 +96,3 @@ def test_check_bears_entries_that_vanish_meanwhile(
 
     monkeypatch.setattr("s3ec.tier.inspection.open_entry", vanish_first)
     assert audit_of(tier) == []
-
-
-def test_check_bears_entries_that_come_and_go_between_its_walks(
-    tier: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = key_of("a" * 64), key_of("b" * 64)
-    tier.writer.publish(one, [entry(one)])
-    plain_bytes = inspection.plain_bytes
-
-    def busy(folders: Folders, *, skip: set[str]) -> int:
-        monkeypatch.setattr("s3ec.tier.inspection.plain_bytes", plain_bytes)
-        tier.writer.publish(two, [entry(two)])
-        found = plain_bytes(folders, skip=skip)
-        evict(tier, one)  # as large, so that both counts around the walk agree
-        return found
-
-    monkeypatch.setattr("s3ec.tier.inspection.plain_bytes", busy)
-    assert audit_of(tier) == []
-
-
-def test_check_bears_a_writer_that_begins_between_its_walks(
-    tier: Tier, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier.writer.publish(KEY, [entry(KEY)])
-    plain_bytes = inspection.plain_bytes
-
-    def busy(folders: Folders, *, skip: set[str]) -> int:
-        file_of(root, KEY).with_name(f".tmp-{os.getpid()}-{'0' * 16}").write_bytes(b"half")
-        return plain_bytes(folders, skip=skip)
-
-    monkeypatch.setattr("s3ec.tier.inspection.plain_bytes", busy)
-    assert audit_of(tier) == []
-    for temp in root.rglob(".tmp-*"):
-        temp.unlink()

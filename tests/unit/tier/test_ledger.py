@@ -171,17 +171,6 @@ def test_what_cannot_be_read_or_written_is_counted_and_not_waited_for(
         path.unlink()
 
 
-def test_a_folder_that_others_may_write_is_not_written_to(
-    tier: Tier, root: Path, make_ledger: Callable[..., Ledger], counters: Counters
-) -> None:
-    noted = held(tier, 0, seconds=5.0)
-    (root / "v1").chmod(0o777)
-    make_ledger().append([noted])
-    assert counters.get("tier.errors") == 1
-    (root / "v1").chmod(0o700)
-    assert make_ledger().read() == {}
-
-
 def test_it_is_private_and_made_again_with_its_folder(
     tier: Tier, root: Path, make_ledger: Callable[..., Ledger], counters: Counters
 ) -> None:

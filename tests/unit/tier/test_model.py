@@ -155,11 +155,10 @@ class TierMachine(RuleBasedStateMachine):
             self.residents: Residents = self.tier.open_residents(lambda header: True)
         self.thread = ByHand.made.pop()
         self.residents.start()
-        self.model.residents = {
-            key: file
-            for key, file in self.model.entries.items()
-            if file.complaint in (None, "checksum")
-        }
+        for key, file in list(self.model.entries.items()):
+            if file.complaint not in (None, "checksum"):
+                self.expect_dropped(key)
+        self.model.residents = dict(self.model.entries)
         self.turn()
 
     def new_tier(self) -> Tier:

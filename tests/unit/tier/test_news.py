@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from s3ec.counters import Counters
 from s3ec.tier import LocalKeys, Tier, news
 from s3ec.tier.news import RECORD_BYTES, make_record, parse_records
 from tests.support.file_calls import open_below
-from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.waiting import eventually
 from tests.unit.tier.cases import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -162,36 +161,6 @@ def test_a_file_that_may_not_be_written_or_read_costs_the_news_only(
     listener.hears(2)
 
 
-@pytest.mark.parametrize("hangs", ["start", "poll"])
-def test_closed_while_the_disk_hangs_it_closes_its_file_when_the_disk_answers(
-    root: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch, hangs: str
-) -> None:
-    monkeypatch.setattr(news, "_STOP_TIMEOUT_S", 0.1)
-    publish(tier, 0)
-    reader = tier.follow_news(lambda digests: None)
-    held, answers = threading.Event(), threading.Event()
-    real = news.open_entry
-
-    def open_entry(path: str) -> int:
-        held.set()
-        assert answers.wait(DEADLINE_S)
-        return real(path)
-
-    if hangs == "poll":
-        reader.start()
-        eventually(lambda: bool(open_news(root)))
-        news_of(root).unlink()  # so that a later look opens it anew
-    monkeypatch.setattr(news, "open_entry", open_entry)
-    if hangs == "start":
-        threading.Thread(target=reader.start, daemon=True).start()
-    else:
-        publish(tier, 1)
-    assert held.wait(DEADLINE_S)
-    reader.close()
-    answers.set()
-    eventually(lambda: not open_news(root), "the file stays open")
-
-
 def test_a_folder_in_its_place_costs_the_news_only(
     make_tier: MakeTier, root: Path, counters: Counters
 ) -> None:
@@ -234,16 +203,6 @@ def test_an_emptied_folder_is_followed_anew(
     subprocess.run(["rm", "-r", str(root / "v1")], check=True)
     publish(tier, 1)
     hears(1)
-
-
-def test_a_file_that_was_cut_is_read_from_its_start(
-    tier: Tier, root: Path, hears: Callable[..., None]
-) -> None:
-    publish(tier, 0, 1, 2)
-    hears(0, 1, 2)
-    os.truncate(news_of(root), 0)
-    publish(tier, 3)
-    hears(3)
 
 
 DIGESTS = st.binary(min_size=16, max_size=16)

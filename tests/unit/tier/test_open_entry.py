@@ -13,8 +13,8 @@ import pytest
 
 from s3ec import codec
 from s3ec.counters import Counters
+from s3ec.identity import Key
 from s3ec.tier import OpenEntry, Tier, files
-from s3ec.tier.files import own_start_time, seems_alive, start_time
 from s3ec.tier.inspection import Inspection
 from tests.support.clock import Clock
 from tests.support.file_calls import open_below
@@ -109,7 +109,7 @@ def test_an_open_entry_says_which_file_and_descriptor_it_is(tier: Tier, root: Pa
 
 WAYS: dict[str, Callable[[Tier], object]] = {
     "opened": lambda tier: opened(tier, key_at(0)),
-    "found by a walk": lambda tier: tier.entries.open_name(key_at(0).name, key_at(0).digest),
+    "found by a walk": lambda tier: tier.entries.open(Key("", key_at(0).name, key_at(0).digest)),
     "received": lambda tier: tier.writer.receive(
         key_at(0), [entry(key_at(0))], codec.parse_header(entry(key_at(0)))
     ),
@@ -144,7 +144,7 @@ def test_a_file_that_is_not_taken_over_is_not_left_open(tier: Tier, root: Path) 
     tier.writer.publish(key_at(0), [entry(key_at(1))])  # of another name
     tier.writer.publish(key_at(2), [entry(key_at(2))[:-1]])
     for number in (0, 2):
-        assert tier.entries.open_name(key_at(number).name, key_at(number).digest) is None
+        assert tier.entries.open(Key("", key_at(number).name, key_at(number).digest)) is None
         assert tier.entries.open(key_at(number)) is None
     assert open_below(root / "v1" / "objects") == []
 
@@ -190,7 +190,7 @@ def test_publish_notes_the_time_of_use_and_a_look_does_not(
     assert abs(noted.st_mtime - clock.now_s) < 1e-5
     clock.now_s += 100
     opened(tier, key)
-    tier.entries.open_name(key.name, key.digest)
+    tier.entries.open(Key("", key.name, key.digest))
     assert file_of(root, key).stat().st_mtime_ns == noted.st_mtime_ns
 
 
@@ -290,18 +290,3 @@ def test_a_forked_child_holds_nothing_open_and_takes_nothing_from_its_parent(
     for fd in (end, ended, told):
         os.close(fd)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_zombie_counts_as_dead() -> None:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    try:
-        assert start_time(pid) is None
-        assert not seems_alive(pid)
-    finally:
-        os.waitpid(pid, 0)
-    assert not seems_alive(pid)
-    assert seems_alive(os.getpid(), own_start_time())
-    assert not seems_alive(os.getpid(), "1")

@@ -72,7 +72,6 @@ def make(monkeypatch: pytest.MonkeyPatch, counters: Counters) -> Iterator[Held]:
         made = Residents(
             tier.entries,
             Ledger(tier.folders, NAMESPACE, DiskErrors(tier.folders.root, counters)),
-            counters,
             may_grant=may_grant,
             most=most,
             clock=clock,
@@ -374,7 +373,7 @@ def test_there_is_one_walk(tier: Tier, make: Held) -> None:
     assert len(here) == 0
 
 
-def test_bad_files_are_no_residents_and_stay_for_who_asks(
+def test_bad_files_are_no_residents_and_are_deleted(
     make_tier: MakeTier, make: Held, root: Path, counters: Counters
 ) -> None:
     tier = make_tier(check_values=True)
@@ -389,30 +388,9 @@ def test_bad_files_are_no_residents_and_stay_for_who_asks(
     assert granted(here, *map(key_at, range(6))) == {key_at(1)}
     assert open_files(tier) == 1
     assert counters.get("tier.errors") == 0
+    assert counters.get("tier.bad_files") == 4
     for number in (0, 2, 3, 4):
-        assert tier.entries.contains(key_at(number))
-        assert tier.entries.open(key_at(number)) is None
         assert not tier.entries.contains(key_at(number))
-
-
-@pytest.mark.parametrize("harm", ["link", "open"])
-def test_a_walk_opens_nothing_in_a_folder_that_is_spoiled(
-    make_tier: MakeTier, make: Held, root: Path, tmp_path: Path, harm: str
-) -> None:
-    tier = make_tier()
-    publish(tier, 0)
-    folder, elsewhere = file_of(root, key_at(0)).parent, tmp_path / "elsewhere"
-    if harm == "link":
-        folder.rename(elsewhere)
-        folder.symlink_to(elsewhere)
-    else:
-        folder.chmod(0o777)
-    assert granted(walked(make, tier), key_at(0)) == set()
-    assert tier.entries.open_name(key_at(0).name, key_at(0).digest) is None
-    assert open_below(tmp_path) == []
-    if harm == "open":
-        folder.chmod(0o700)
-        assert granted(walked(make, tier), key_at(0)) == {key_at(0)}
 
 
 def test_a_walk_over_a_folder_that_cannot_be_read_is_no_fault(

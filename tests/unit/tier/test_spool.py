@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -18,10 +17,9 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Spool, Tier, process_folder
-from s3ec.tier.files import own_start_time, try_lock
-from s3ec.tier.process_folder import LOCK_NAME
-from s3ec.tier.scan import EntryFileName
+from s3ec.tier import Spool, Tier
+from s3ec.tier.files import lock_file, try_lock
+from s3ec.tier.scan import SpoolFileName
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.support.waiting import DEADLINE_S
@@ -32,13 +30,14 @@ from tests.unit.tier.cases import (
     SIZE,
     MakeTier,
     child,
+    digests_of,
     entry,
     file_of,
-    files_below,
     key_at,
+    locks_below,
     publish,
     refusing,
-    spool_folders,
+    spool_files,
     spooled,
     spooled_below,
     temps_below,
@@ -49,8 +48,12 @@ from tests.unit.tier.test_entries import BAD
 KEY = key_at(0)
 
 
-def name_of(number: int) -> str:
-    return f"{NAMESPACE}--{DESTINATION}--{key_at(number).digest.hex()}.safetensors"
+DEAD = "0123456789abcdef"
+
+
+def name_of(number: int, owner: str = DEAD) -> str:
+    digest = key_at(number).digest.hex()
+    return f"{NAMESPACE}--{DESTINATION}--{owner}-0--{digest}.safetensors"
 
 
 @pytest.fixture
@@ -58,31 +61,30 @@ def spool(tier: Tier) -> Spool:
     return tier.open_spool(DESTINATION)
 
 
-def dead_folder(root: Path, *numbers: int, lock: bool = True) -> Path:
-    """What a process of long ago left."""
-    folder = root / "v1" / "spool" / f"{2**31 - 1}-1-01234567"
-    folder.mkdir(mode=0o700)
+def left_by_the_dead(root: Path, *numbers: int, lock: bool = True, owner: str = DEAD) -> Path:
+    """What a process of long ago left; gives the folder."""
+    folder = root / "v1" / "spool"
     for number in numbers:
-        path = folder / name_of(number)
+        path = folder / name_of(number, owner)
         path.touch(mode=0o600)
         path.write_bytes(entry(key_at(number)))
     if lock:
-        (folder / LOCK_NAME).touch(mode=0o600)
+        (folder / f"{owner}.lock").touch(mode=0o600)
     return folder
 
 
 # One process
 
 
-def test_spooled_entry_is_one_file_with_two_names_in_a_private_folder_of_this_process(
+def test_spooled_entry_is_one_file_with_two_names_beside_the_lock_of_its_owner(
     tier: Tier, spool: Spool, root: Path, counters: Counters
 ) -> None:
-    assert spool_folders(root) == []
+    assert locks_below(root) == []
     publish(tier, 0, spool=spool)
-    (folder,) = spool_folders(root)
-    assert folder.name.startswith(f"{os.getpid()}-{own_start_time()}-")
-    assert folder.stat().st_mode & 0o777 == 0o700
-    path = folder / name_of(0)
+    (path,), (lock,) = spool_files(root), locks_below(root)
+    parts = SpoolFileName.parse(path.name)
+    assert parts == SpoolFileName(NAMESPACE, DESTINATION, lock.stem, KEY.digest)
+    assert lock.stat().st_mode & 0o777 == 0o600
     assert path.samefile(file_of(root, KEY))
     assert path.stat().st_mode & 0o777 == 0o600
     assert spool.held(KEY.digest) is not None
@@ -135,7 +137,7 @@ def test_removed_entry_stays_in_the_tier_and_remove_is_idempotent(
     publish(tier, 0, spool=spool)
     for _ in range(2):
         unspool(spool, KEY)
-    assert spooled_below(root) == set()
+    assert spooled_below(root) == []
     assert spool.nbytes == 0
     assert spool.load(KEY.digest) is None
     assert tier.entries.contains(KEY)
@@ -149,7 +151,7 @@ def test_second_save_of_an_entry_takes_the_place_of_the_first(
     assert spooled(spool, KEY) == entry(KEY, seed=1, rows=8)
     assert spool.nbytes == len(entry(KEY, rows=8)) == usage_of(tier).total_nbytes
     spool.add(KEY, str(file_of(root, KEY)))  # the very same file
-    assert spooled_below(root) == {name_of(0)}
+    assert spooled_below(root) == digests_of(0)
     assert temps_below(root) == set()
 
 
@@ -243,66 +245,38 @@ def test_save_that_comes_while_an_earlier_one_is_being_removed_is_kept(
     assert spooled(spool, KEY) == entry(KEY, seed=1)
 
 
-NEXT_CALLS: dict[str, Callable[[Tier, Spool], object]] = {
-    "the next removal": lambda tier, spool: unspool(spool, key_at(3)),
-    "the next save": lambda tier, spool: publish(tier, 6, spool=spool),
-    "the next look for the dead": lambda tier, spool: spool.adopt(),
-}
-
-
-@pytest.mark.parametrize("call", NEXT_CALLS)
-def test_removed_entry_that_the_disk_keeps_is_counted_until_the_next_call_removes_it(
-    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch, call: str
+def test_removed_entry_that_the_disk_keeps_is_finished_by_the_next_process(
+    make_tier: MakeTier, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(tier, 0, 3, spool=spool)
+    one = make_tier()
+    spool = one.open_spool(DESTINATION)
+    publish(one, 0, 3, spool=spool)
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refusing(errno.EROFS, "read-only"))
         unspool(spool, KEY)
-        assert spool.held(KEY.digest) is None
-        assert spool.load(KEY.digest) is None
-        assert spool.nbytes == usage_of(tier).spooled_nbytes == 2 * SIZE
-        assert spool.adopt() == []
-    NEXT_CALLS[call](tier, spool)
-    assert name_of(0) not in spooled_below(root)
-    assert spool.nbytes == usage_of(tier).spooled_nbytes
+    assert counters.get("tier.errors") == 1
+    assert spool.held(KEY.digest) is None
+    assert spool.load(KEY.digest) is None
+    assert spool.nbytes == SIZE
+    assert usage_of(one).spooled_nbytes == 2 * SIZE  # the budget counts it
+    one.close()
+    two = make_tier().open_spool(DESTINATION)
+    assert len(two.adopt()) == 2
+    for number in (0, 3):
+        unspool(two, key_at(number))
+    assert spooled_below(root) == []
 
 
 def test_save_of_an_entry_whose_removal_the_disk_refused_is_kept(
-    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
+    tier: Tier, spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(tier, 0, 3, spool=spool)
+    publish(tier, 0, spool=spool)
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refusing(errno.EROFS, "read-only"))
         unspool(spool, KEY)
     tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
-    unspool(spool, key_at(3))
     assert spooled(spool, KEY) == entry(KEY, seed=1)
-    assert spool.nbytes == SIZE == usage_of(tier).spooled_nbytes
-
-
-def test_one_file_that_the_disk_keeps_for_good_does_not_keep_the_others(
-    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish(tier, *range(0, 12, 3), spool=spool)
-    unlink = os.unlink
-
-    def damaged(path: str) -> None:
-        if path.endswith(name_of(0)):
-            raise OSError(errno.EIO, "damaged")
-        unlink(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refusing(errno.EROFS, "read-only"))
-        for number in range(0, 9, 3):
-            unspool(spool, key_at(number))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", damaged)
-        unspool(spool, key_at(9))
-        spool.adopt()
-        assert spooled_below(root) == {name_of(0)}
-    spool.adopt()
-    assert spooled_below(root) == set()
-    assert spool.nbytes == 0
+    assert spool.nbytes == SIZE
 
 
 def test_entry_does_not_appear_where_the_spool_cannot_hold_it(
@@ -329,29 +303,22 @@ def test_entry_that_cannot_appear_may_be_spooled_and_is_counted(
     assert running_total(tier) >= usage_of(tier).total_nbytes == SIZE
 
 
-def test_without_hard_links_the_spool_holds_a_copy(
-    tier: Tier, spool: Spool, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
+def test_without_hard_links_a_save_is_refused(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "link", refusing(errno.EPERM, "no links here"))
-    publish(tier, 0, spool=spool)
-    publish(tier, 0, spool=spool)
-    assert counters.get("tier.spool_copies") == 2
-    (folder,) = spool_folders(root)
-    assert not (folder / name_of(0)).samefile(file_of(root, KEY))
-    assert (folder / name_of(0)).stat().st_mode & 0o777 == 0o600
-    assert spooled(spool, KEY) == entry(KEY)
-    usage = usage_of(tier)
-    assert (usage.nbytes, usage.held_nbytes, usage.spooled_nbytes) == (SIZE, SIZE, SIZE)
-    assert running_total(tier) >= usage.total_nbytes
-    assert temps_below(root) == set()
+    with pytest.raises(TierError, match="no links here"):
+        publish(tier, 0, spool=spool)
+    assert spooled_below(root) == []
+    assert not tier.entries.contains(KEY)
 
 
 def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path, counters: Counters) -> None:
     tier = make_tier()
     spool = tier.open_spool(DESTINATION)
     publish(tier, 0, spool=spool)
-    for find in (lambda: root, lambda: root / "v1" / "spool", lambda: spool_folders(root)[0]):
-        shutil.rmtree(find())
+    for folder in (root, root / "v1" / "spool"):
+        shutil.rmtree(folder)
         assert spool.load(KEY.digest) is None
         assert spool.nbytes == 0
         publish(tier, 0, spool=spool)
@@ -360,13 +327,13 @@ def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path, counters
     assert audit_of(tier) == []
 
 
-def test_threads_that_find_the_folder_gone_agree_on_a_new_one(
+def test_threads_that_find_the_folder_gone_agree_on_a_new_owner(
     make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     spool = tier.open_spool(DESTINATION)
     publish(tier, 8, spool=spool)
-    shutil.rmtree(spool_folders(root)[0])
+    shutil.rmtree(root / "v1" / "spool")
     start = threading.Barrier(8)
 
     def work(number: int) -> None:
@@ -375,28 +342,44 @@ def test_threads_that_find_the_folder_gone_agree_on_a_new_one(
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
-    assert len(spool_folders(root)) == 1
-    assert spooled_below(root) == {name_of(number) for number in range(8)}
+    assert len(locks_below(root)) == 1
+    assert spooled_below(root) == digests_of(*range(8))
 
 
-def test_folder_that_is_swept_while_it_is_made_is_made_again(
+def test_lock_that_is_swept_while_it_is_made_is_made_again(
     tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, calls = try_lock, []
+    lock, calls = lock_file, []
 
     def sweep_first(fd: int) -> bool:
         calls.append(fd)
-        if len(calls) == 1:  # another container's adopter, which sees no such process
-            (new,) = spool_folders(root)
-            (new / LOCK_NAME).unlink()
-            new.rmdir()
+        if len(calls) == 1:  # an adopter, which takes it for a dead one's
+            (new,) = locks_below(root)
+            new.unlink()
         return lock(fd)
 
-    monkeypatch.setattr(process_folder, "try_lock", sweep_first)
+    monkeypatch.setattr("s3ec.tier.spool.lock_file", sweep_first)
     publish(tier, 0, spool=spool)
     assert len(calls) == 2
-    assert len(spool_folders(root)) == 1
+    (held,), (path,) = locks_below(root), spool_files(root)
+    assert f"--{held.stem}-" in path.name
     assert spooled(spool, KEY) == entry(KEY)
+
+
+def test_owner_whose_lock_was_deleted_goes_on_under_another_name(
+    make_tier: MakeTier, root: Path
+) -> None:
+    tier = make_tier()
+    spool = tier.open_spool(DESTINATION)
+    publish(tier, 0, spool=spool)
+    locks_below(root)[0].unlink()
+    publish(tier, 3, spool=spool)
+    assert len(locks_below(root)) == 1
+    for number in (0, 3):
+        assert spooled(spool, key_at(number)) == entry(key_at(number))
+    # Nobody can tell any more that the first one's owner lives: it is uploaded twice, no harm.
+    other = make_tier().open_spool(DESTINATION)
+    assert [one.digest for one in other.adopt()] == [KEY.digest]
 
 
 def test_symlink_is_not_spooled(tier: Tier, spool: Spool, root: Path) -> None:
@@ -405,7 +388,7 @@ def test_symlink_is_not_spooled(tier: Tier, spool: Spool, root: Path) -> None:
     link.symlink_to(file_of(root, KEY))
     with pytest.raises(TierError, match="not a regular file"):
         spool.add(KEY, str(link))
-    assert spooled_below(root) == set()
+    assert spooled_below(root) == []
     link.unlink()
 
 
@@ -416,7 +399,7 @@ def test_closed_spool_refuses(tier: Tier, root: Path) -> None:
     with pytest.raises(TierError, match="closed"):
         spool.add(KEY, str(file_of(root, KEY)))
     assert spool.adopt() == []
-    assert spool_folders(root) == []
+    assert locks_below(root) == []
 
 
 def test_spool_of_a_closed_tier_and_a_bad_destination_are_refused(tier: Tier) -> None:
@@ -433,21 +416,22 @@ def test_spool_of_a_closed_tier_and_a_bad_destination_are_refused(tier: Tier) ->
     [
         "",
         "x",
-        f"{NAMESPACE}--{'0' * 32}.safetensors",
-        f"{NAMESPACE}--{DESTINATION}--{'0' * 31}.safetensors",
-        f"{NAMESPACE}--{DESTINATION}--{'0' * 32}.safetensors.bak",
-        f"nothing--{DESTINATION}--{'0' * 32}.safetensors",
-        f"../{NAMESPACE}--{DESTINATION}--{'0' * 32}.safetensors",
+        f"{NAMESPACE}--{DESTINATION}--{'0' * 32}.safetensors",
+        f"{NAMESPACE}--{DESTINATION}--{DEAD}--{'0' * 32}.safetensors",
+        f"{NAMESPACE}--{DESTINATION}--{DEAD}-0--{'0' * 31}.safetensors",
+        f"{NAMESPACE}--{DESTINATION}--{DEAD}-0--{'0' * 32}.safetensors.bak",
+        f"nothing--{DESTINATION}--{DEAD}-0--{'0' * 32}.safetensors",
+        f"../{NAMESPACE}--{DESTINATION}--{DEAD}-0--{'0' * 32}.safetensors",
     ],
 )
 def test_other_names_are_no_spool_names(name: str) -> None:
-    assert EntryFileName.parse(name) is None
+    assert SpoolFileName.parse(name) is None
 
 
 def test_spool_name_of_a_namespace_with_dashes_reads_back() -> None:
     namespace, digest = "a--b--0123456789abcdef-0123456789abcdef", bytes(range(16))
-    name = f"{namespace}--{DESTINATION}--{digest.hex()}.safetensors"
-    assert EntryFileName.parse(name) == EntryFileName(namespace, DESTINATION, digest)
+    name = f"{namespace}--{DESTINATION}--{DEAD}-7--{digest.hex()}.safetensors"
+    assert SpoolFileName.parse(name) == SpoolFileName(namespace, DESTINATION, DEAD, digest)
 
 
 # Bad entries
@@ -461,7 +445,7 @@ def test_bad_entry_is_not_loaded_but_deleted_and_counted(
     tier.writer.publish(KEY, [blob], spool=spool)
     assert len(audit_of(tier)) == 2  # both names
     assert spool.load(KEY.digest) is None
-    assert spooled_below(root) == set()
+    assert spooled_below(root) == []
     assert spool.nbytes == 0
     assert not tier.entries.contains(KEY)  # the same bytes
     assert counters.get("tier.bad_files") == 1
@@ -476,7 +460,7 @@ def test_bad_entry_that_a_reader_deleted_before_is_gone_from_the_spool_too(
     tier.writer.publish(KEY, [bytes(blob)], spool=spool)
     tier.entries.drop_bad(KEY, "checksum")
     assert spool.load(KEY.digest) is None
-    assert spooled_below(root) == set()
+    assert spooled_below(root) == []
     assert usage_of(tier).total_nbytes == 0
 
 
@@ -493,7 +477,7 @@ def test_better_entry_of_the_tier_stays_when_the_spooled_one_is_bad(
 def test_what_is_not_a_file_is_deleted_and_not_followed_or_waited_for(
     tier: Tier, spool: Spool, root: Path, tmp_path: Path, kind: str
 ) -> None:
-    path = dead_folder(root) / name_of(0)
+    path = left_by_the_dead(root) / name_of(0)
     (tmp_path / "outside").write_bytes(entry(KEY))
     if kind == "symlink":
         path.symlink_to(tmp_path / "outside")
@@ -503,7 +487,7 @@ def test_what_is_not_a_file_is_deleted_and_not_followed_or_waited_for(
         path.mkdir(mode=0o700)
     assert [one.digest for one in spool.adopt()] == [KEY.digest]
     assert spool.load(KEY.digest) is None
-    assert spooled_below(root) == set()
+    assert spooled_below(root) == []
     assert (tmp_path / "outside").read_bytes() == entry(KEY)
 
 
@@ -529,16 +513,16 @@ def test_bad_entry_that_cannot_be_deleted_is_counted_and_no_longer_held(
         assert spool.load(KEY.digest) is None
     assert counters.get("tier.errors") == 1
     assert spool.held(KEY.digest) is None
-    (folder,) = spool_folders(root)
-    (folder / name_of(0)).unlink()
+    (path,) = spool_files(root)
+    path.unlink()
     evict(tier, KEY)
 
 
 def test_check_finds_what_does_not_belong_into_the_spool(tier: Tier, root: Path) -> None:
-    folder = dead_folder(root, 0, 1)
+    folder = left_by_the_dead(root, 0, 1)
     assert audit_of(tier) == []  # it waits for the next process that writes
     (folder / "notes.txt").touch(mode=0o600)
-    (folder.parent / "stray").mkdir(mode=0o700)
+    (folder / "stray").mkdir(mode=0o700)
     (folder / name_of(0)).chmod(0o644)
     (folder / name_of(1)).rename(folder / name_of(2))
     complaints = audit_of(tier)
@@ -546,7 +530,6 @@ def test_check_finds_what_does_not_belong_into_the_spool(tier: Tier, root: Path)
     for part in ("notes.txt", "stray", "mode 644", "another identifier"):
         assert any(part in complaint for complaint in complaints)
     shutil.rmtree(folder)
-    (folder.parent / "stray").rmdir()
 
 
 # Adoption
@@ -563,8 +546,7 @@ def test_what_a_closed_tier_left_is_adopted_by_the_next_one(
     one.close()
     assert audit_of(two) == []
     assert {one.digest for one in spool.adopt()} == {key_at(n).digest for n in range(3)}
-    (folder,) = spool_folders(root)
-    assert spooled_below(root) == {name_of(number) for number in range(3)}
+    assert spooled_below(root) == digests_of(*range(3))
     assert spool.nbytes == sum(len(entry(key_at(number))) for number in range(3))
     assert spool.adopt() == []
     assert counters.get("spool.adopted") == 3
@@ -572,7 +554,7 @@ def test_what_a_closed_tier_left_is_adopted_by_the_next_one(
         assert spooled(spool, key_at(number)) == entry(key_at(number))
         unspool(spool, key_at(number))
     two.close()
-    assert not folder.exists()
+    assert os.listdir(root / "v1" / "spool") == []
     assert audit_of(two) == []
 
 
@@ -612,53 +594,42 @@ def test_entries_of_other_models_and_buckets_stay_for_processes_of_theirs(
     one = make_tier()
     publish(one, 0, spool=one.open_spool(DESTINATION))
     one.close()
-    folders = spool_folders(root)
     other_model = make_tier(namespace=OTHER_NAMESPACE)
     assert other_model.open_spool(DESTINATION).adopt() == []
     other_bucket = make_tier()
     assert other_bucket.open_spool("f" * 16).adopt() == []
-    assert spool_folders(root) == folders
-    assert spooled_below(root) == {name_of(0)}
+    assert spooled_below(root) == digests_of(0)
     assert len(make_tier().open_spool(DESTINATION).adopt()) == 1
     assert audit_of(other_model) == []
-
-
-def test_spool_of_a_living_process_is_kept_even_without_its_lock(
-    tier: Tier, spool: Spool, root: Path
-) -> None:
-    folder = dead_folder(root, 0, lock=False)
-    living = folder.rename(folder.with_name(f"{os.getpid()}-{own_start_time()}-01234567"))
-    assert spool.adopt() == []
-    assert files_below(living) == {name_of(0)}
-
-
-def test_reused_process_id_is_not_taken_for_the_old_process(
-    tier: Tier, spool: Spool, root: Path
-) -> None:
-    earlier = f"{os.getpid()}-{int(own_start_time()) - 1}-01234567"
-    folder = dead_folder(root, 0)
-    folder = folder.rename(folder.with_name(earlier))
-    assert [one.digest for one in spool.adopt()] == [KEY.digest]
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize("lock", [True, False])
 def test_left_overs_of_the_dead_are_taken_with_or_without_their_lock(
     tier: Tier, spool: Spool, root: Path, lock: bool
 ) -> None:
-    folder = dead_folder(root, 0, 1, lock=lock)
-    (folder / ".tmp-1-0123456789abcdef").touch(mode=0o600)
+    left_by_the_dead(root, 0, 1, lock=lock)
     assert len(spool.adopt()) == 2
-    assert not folder.exists()
-    assert temps_below(root) == set()
+    for number in (0, 1):
+        unspool(spool, key_at(number))
+    spool.close()
+    assert locks_below(root) == []
 
 
-def test_spool_of_another_containers_process_is_kept_while_its_lock_is_held(
+def test_lock_of_a_dead_process_that_held_nothing_is_swept(
+    tier: Tier, spool: Spool, root: Path
+) -> None:
+    left_by_the_dead(root)
+    publish(tier, 0, spool=spool)
+    assert spool.adopt() == []
+    assert [path.stem for path in locks_below(root)] != [DEAD]
+    assert len(locks_below(root)) == 1  # our own
+
+
+def test_spool_of_another_process_is_kept_while_its_lock_is_held(
     tier: Tier, spool: Spool, root: Path, counters: Counters
 ) -> None:
-    # Its own /proc would know this process; ours does not, as after `docker run` on one node.
-    folder = dead_folder(root, 0)
-    with (folder / LOCK_NAME).open("wb") as lock:
+    folder = left_by_the_dead(root, 0)
+    with (folder / f"{DEAD}.lock").open("wb") as lock:
         assert try_lock(lock.fileno())
         assert spool.adopt() == []
         assert audit_of(tier) == []
@@ -667,62 +638,62 @@ def test_spool_of_another_containers_process_is_kept_while_its_lock_is_held(
 
 
 def test_second_copy_of_what_we_hold_is_dropped(tier: Tier, spool: Spool, root: Path) -> None:
-    folder = dead_folder(root, 0, 1)
+    left_by_the_dead(root, 0, 1)
     tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
     assert [one.digest for one in spool.adopt()] == [key_at(1).digest]
-    assert not folder.exists()
+    assert spooled_below(root) == digests_of(0, 1)
     assert spooled(spool, KEY) == entry(KEY, seed=1)
+
+
+def test_second_copy_of_two_dead_processes_is_dropped(tier: Tier, spool: Spool, root: Path) -> None:
+    left_by_the_dead(root, 0)
+    left_by_the_dead(root, 0, 1, owner="f" * 16)
+    assert {one.digest for one in spool.adopt()} == {KEY.digest, key_at(1).digest}
+    assert spooled_below(root) == digests_of(0, 1)
 
 
 def test_second_copy_of_what_we_hold_takes_the_place_of_a_bad_one(
     tier: Tier, spool: Spool, root: Path, counters: Counters
 ) -> None:
-    folder = dead_folder(root, 0)
+    left_by_the_dead(root, 0)
     tier.writer.publish(KEY, [b"rubbish"], spool=spool)
     assert [one.digest for one in spool.adopt()] == [KEY.digest]
-    assert not folder.exists()
+    assert spooled_below(root) == digests_of(0)
     assert spooled(spool, KEY) == entry(KEY)
     assert counters.get("tier.bad_files") == 1
 
 
-def test_folder_of_the_dead_with_something_foreign_in_it_stays(
-    make_tier: MakeTier, root: Path
+def test_files_of_the_dead_that_cannot_be_looked_at_are_left_to_the_next_time(
+    tier: Tier, spool: Spool, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = make_tier()
-    folder = dead_folder(root, 0)
-    (folder / "notes.txt").write_text("mine")
-    assert len(tier.open_spool(DESTINATION).adopt()) == 1
-    assert "notes.txt" in files_below(folder)
-    assert len(audit_of(tier)) == 1
-
-
-def test_folder_that_others_may_write_is_not_adopted(
-    make_tier: MakeTier, root: Path, counters: Counters
-) -> None:
-    tier = make_tier()
-    folder = dead_folder(root, 0)
-    folder.chmod(0o777)
-    assert tier.open_spool(DESTINATION).adopt() == []
+    left_by_the_dead(root, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("s3ec.tier.spool.lock_file", refusing(errno.EIO, "disk gone"))
+        assert spool.adopt() == []
     assert counters.get("tier.errors") == 1
-    folder.chmod(0o700)
+    assert [one.digest for one in spool.adopt()] == [KEY.digest]
 
 
-def test_own_folder_that_vanishes_during_adoption_is_made_again(
+def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
     tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dead_folder(root, 0)
-    rename, calls = os.rename, []
+    left_by_the_dead(root, *range(3))
+    lstat, calls = os.lstat, []
 
-    def vanish_first(source: str, target: str) -> None:
-        calls.append(target)
-        if len(calls) == 1:
-            shutil.rmtree(os.path.dirname(target))
-        rename(source, target)
+    def second_fails(path: str) -> os.stat_result:
+        if "--" in str(path):
+            calls.append(path)
+            if len(calls) == 2:
+                raise OSError(errno.EIO, "disk gone")
+        return lstat(path)
 
-    monkeypatch.setattr(os, "rename", vanish_first)
-    assert len(spool.adopt()) == 1
-    assert len(calls) == 2
-    assert spool.load(KEY.digest) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", second_fails)
+        assert len(spool.adopt()) == 1
+    assert len(spool.adopt()) == 2
+    assert spooled_below(root) == digests_of(*range(3))
+    for number in range(3):
+        assert spooled(spool, key_at(number)) == entry(key_at(number))
 
 
 @pytest.mark.slow
@@ -736,9 +707,6 @@ def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_o
         adopters = [stack.enter_context(child("adopt", root)) for _ in range(8)]
         for victim in victims:
             assert victim.hear() == str(victim.pid)
-        # One without a lock, so that nothing but the rename decides.
-        folder = next(f for f in spool_folders(root) if f.name.startswith(f"{victims[0].pid}-"))
-        (folder / LOCK_NAME).unlink()
         for adopter in adopters:
             assert adopter.hear() == "ready"
         for victim in victims:
@@ -750,11 +718,11 @@ def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_o
         digests = [digest for share in got for digest in share]
         assert len(digests) == len(set(digests)) == 3 * count
         assert set(digests) == {key_at(number).digest.hex() for number in range(3 * count)}
-        assert spooled_below(root) == {name_of(number) for number in range(3 * count)}
+        assert spooled_below(root) == digests_of(*range(3 * count))
         assert audit_of(tier) == []
         for adopter in adopters:
             adopter.say()
         for adopter in adopters:
             adopter.end()
-    assert spool_folders(root) == []
+    assert os.listdir(root / "v1" / "spool") == []
     assert audit_of(tier) == []
