@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from s3ec.connector.item_tracker import FETCHING, Item, ItemTracker
+from s3ec.connector.lookups import is_behind
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import Missing, Source, SourceTimes, WaitPolicy
@@ -203,30 +204,28 @@ class RequestWaits:
         self._ended_s = now
 
     def repeats(self, request_id: str, computed_tokens: int) -> bool:
-        """Whether a request is told "not yet" once more, since nothing has changed.
+        """vLLM asks about a request: whether it is told "not yet" since nothing has changed.
 
-        Not so where it is asked about for the second time in a pass.
+        Else it is looked at next, as where it is asked about for the second time in a pass.
         """
-        wait = self._waits.get(request_id)
-        if (
-            wait is None
-            or wait.kept_tokens != computed_tokens
-            or wait.asked_in == self._pass
-            or not self.is_open
-            or self._began_s >= wait.until_s
-            or request_id in self._tracker.look_again
-        ):
+        if not self.is_open:
             return False
-        self._note_asked(wait)
-        return True
-
-    def asked(self, request_id: str) -> None:
-        """vLLM asks about a request, and it is looked at."""
-        self._tracker.look_again.discard(request_id)
+        changed = self._tracker.look_again
         wait = self._waits.get(request_id)
-        if wait is not None:
+        if wait is None:
+            changed.discard(request_id)
+            return False
+        is_same = (
+            wait.kept_tokens == computed_tokens
+            and wait.asked_in != self._pass
+            and self._began_s < wait.until_s
+            and request_id not in changed
+        )
+        if not is_same:
+            changed.discard(request_id)
             wait.kept_tokens = -1
-            self._note_asked(wait)
+        self._note_asked(wait)
+        return is_same
 
     def _note_asked(self, wait: _Wait) -> None:
         if wait.asked_in < self._pass - 1:
@@ -239,10 +238,6 @@ class RequestWaits:
         """Something has changed that concerns all."""
         for wait in self._waits.values():
             wait.kept_tokens = -1
-
-    def knows(self, request_id: str) -> bool:
-        """Whether a request waits for anything or has waited. Most requests never do."""
-        return request_id in self._tracker.waiting or request_id in self._waits
 
     # -- begin to wait, or go on -------------------------------------------------------------
 
@@ -259,14 +254,13 @@ class RequestWaits:
         request_id = request.request_id
         awaited = self._worth_waiting(pending, request)
         if not awaited:
-            self._end_wait(request_id)
+            self.end_wait(request_id)
             if awaited is None:
                 return None
         if awaited is not pending:
             kept = {feature.identifier for feature in awaited}
-            for feature in pending:
-                if feature.identifier not in kept:
-                    self._tracker.leave(request_id, feature.identifier)
+            dropped = [one.identifier for one in pending if one.identifier not in kept]
+            self._tracker.leave(request_id, dropped)
         noted = self._tracker.waiting.get(request_id, ())
         for feature in awaited:
             identifier = feature.identifier
@@ -304,20 +298,24 @@ class RequestWaits:
         if now < wait.until_s:
             return awaited
         self._note_in_vain(awaited, wait, now, is_bare=is_bare)
-        self._end_wait(request_id)
+        self.end_wait(request_id)
         wait.spent_s = max(wait.spent_s, self._longest_s)
         return None if is_bare else []
 
     def _trusted(self, pending: list[Any], now: float) -> list[Any]:
         """Those of the pending features whose source is worth a wait."""
         # Not while nobody knows whether all ranks see this node's tier: nothing is granted then.
-        if self._shared_tier is not None and self._shared_tier.asked is not None:
+        if self._is_tier_unknown:
             return []
         resting = [source for source, one in self._trust.items() if one.rests(now)]
         if not resting:
             return pending
         kept = [one for one in pending if self._awaits(one.identifier) not in resting]
         return pending if len(kept) == len(pending) else kept
+
+    @property
+    def _is_tier_unknown(self) -> bool:
+        return self._shared_tier is not None and self._shared_tier.asked is not None
 
     def _awaits(self, identifier: str) -> Source:
         """From whom an item is awaited: what the bucket did not have is still to be uploaded."""
@@ -329,7 +327,7 @@ class RequestWaits:
     def _begin(
         self, request_id: str, features: int, spent_s: float, limit_s: float, now: float
     ) -> _Wait:
-        self._end_wait(request_id)  # of an earlier turn
+        self.end_wait(request_id)  # of an earlier turn
         if request_id not in self._waits:
             self._counters.add("deferred_requests")
         wait = _Wait(features, spent_s, limit_s, now, asked_in=self._pass, asked_s=now)
@@ -383,7 +381,7 @@ class RequestWaits:
 
     # -- the end of a wait -------------------------------------------------------------------
 
-    def _end_wait(self, request_id: str) -> None:
+    def end_wait(self, request_id: str) -> None:
         """The request does not wait now; what it has waited stays counted against it."""
         wait = self._waits.get(request_id)
         if wait is None or wait.is_over:
@@ -395,43 +393,43 @@ class RequestWaits:
         self._counters.add("deferred_seconds", waited_s)
         self._counters.observe("wait_time", waited_s)
 
-    def let_through(self, request_id: str, needed: Collection[str]) -> None:
+    def let_through(self, request_id: str, features: Iterable[Any], start: int) -> None:
         """All that the request needs now is here, or will be encoded.
 
         Args:
             request_id: Of the request.
-            needed: Identifiers of what it needs now or later. The KV cache may hold what else it
-                waited for: a prefix that others computed.
+            features: What it needs now or later.
+            start: Its tokens before this one are in the KV cache, perhaps with what else it waited
+                for: a prefix that others computed.
         """
-        self._end_wait(request_id)
-        for identifier in self._tracker.waiting.get(request_id, set()).difference(needed):
-            self._tracker.leave(request_id, identifier)
-
-    def goes_on(self, request_id: str) -> None:
-        """The request waits for nothing: what it needs is computed, or the encoder makes it."""
-        self._end_wait(request_id)
+        if request_id in self._waits:
+            self.end_wait(request_id)
+        waited = self._tracker.waiting.get(request_id)
+        if waited:
+            needed = {one.identifier for one in features if not is_behind(one, start)}
+            self._tracker.leave(request_id, waited - needed)
 
     def scheduled(self, request_id: str, identifier: str) -> None:
         """The request got room for one item: it need not wait, and has done with this one."""
-        self._end_wait(request_id)
+        if request_id in self._waits:
+            self.end_wait(request_id)
         if request_id in self._tracker.waiting:
-            self._tracker.leave(request_id, identifier)
+            self._tracker.leave(request_id, (identifier,))
 
-    def give_up(self, request_id: str, pending: Iterable[str]) -> None:
-        """The request fails: it waits for nothing, not even for what it has just asked for."""
-        self._end_wait(request_id)
-        for identifier in pending:
-            self._tracker.leave(request_id, identifier)
-        self._tracker.leave_all(request_id)
+    def leave_all(self, request_id: str, also: Iterable[str] = ()) -> None:
+        """The request waits for nothing any more, not even for what it has just asked for."""
+        self.end_wait(request_id)
+        waited = self._tracker.waiting.get(request_id, ())
+        if waited or also:
+            self._tracker.leave(request_id, [*waited, *also])
 
     def end_request(self, request_id: str) -> None:
         """The request has ended. What it waited for is for others, or for nobody."""
-        self._end_wait(request_id)
+        self.leave_all(request_id)
         self._tracker.look_again.discard(request_id)
         self._waits.pop(request_id, None)
         if self._policy is not None:
             self._policy.load.end_request(self._clock())
-        self._tracker.leave_all(request_id)
 
     # -- what is learned, and what is kept ---------------------------------------------------
 
@@ -447,7 +445,8 @@ class RequestWaits:
                 self._trust[fetched.source].came(max(fetched.seconds, queued_s))
                 self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
             had_failed = item is not None and item.failures > 0
-            if self._tracker.arrived(fetched, now) and item is not None:
+            can_grant = not self._is_tier_unknown
+            if self._tracker.arrived(fetched, now, can_grant=can_grant) and item is not None:
                 if had_failed:
                     self._trust["promise"].came(0.0)
                 if item.promised:

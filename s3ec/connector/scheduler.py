@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from s3ec.connector.adapters import Adapter, Adapters
 from s3ec.connector.item_tracker import (
@@ -26,8 +26,6 @@ from s3ec.connector.item_tracker import (
     READY,
     Item,
     ItemTracker,
-    OpenEntries,
-    PrefetchQueue,
     State,
 )
 from s3ec.connector.lookups import (
@@ -36,7 +34,6 @@ from s3ec.connector.lookups import (
     FROM_NOWHERE,
     DeviceLookups,
     has_rows,
-    is_behind,
 )
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
@@ -48,8 +45,10 @@ from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes
 from s3ec.index.base import Index
-from s3ec.prefetch import Priority
-from s3ec.tier import LocalKeys
+from s3ec.prefetch import Prefetcher, Priority
+from s3ec.runtime import DiskWatch
+from s3ec.store.endpoint import Breaker
+from s3ec.tier import LocalKeys, Residents
 
 log = logging.getLogger(__name__)
 
@@ -68,29 +67,10 @@ def named_by(request: Any) -> Collection[str]:
     return params if isinstance(params, dict) else ()
 
 
-def _names(features: Iterable[Any], start: int) -> list[str]:
-    """Identifiers of those of which tokens are left behind this place."""
-    return [feature.identifier for feature in features if not is_behind(feature, start)]
-
-
 def _form_token(identifier: str, *, is_crowded: bool) -> bytes:
     """Stands for one form of an item in a sketch; 16 bytes."""
     text = f"{int(is_crowded)}{identifier}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=16).digest()
-
-
-class StoreState(Protocol):
-    """What the half needs of a Breaker."""
-
-    @property
-    def is_open(self) -> bool: ...
-
-
-class DiskState(Protocol):
-    """What the half needs of a DiskWatch."""
-
-    @property
-    def hangs(self) -> bool: ...
 
 
 class SchedulerHalf:
@@ -114,10 +94,10 @@ class SchedulerHalf:
         *,
         index: Index,
         local: LocalKeys,
-        prefetcher: PrefetchQueue,
-        residents: OpenEntries,
-        store: StoreState,
-        disk: DiskState,
+        prefetcher: Prefetcher,
+        residents: Residents,
+        store: Breaker,
+        disk: DiskWatch,
         needs_embedding: Callable[[Any], bool],
         placeholder_of: Callable[[Any], dict[str, Any] | None],
         counters: Counters,
@@ -177,15 +157,7 @@ class SchedulerHalf:
         self._renames = bool(self._scopes or role.forms) or adapters is not None
         # Of store and disk: what all requests that wait depend on.
         self._outside = (False, False)
-        self.tracker = ItemTracker(
-            prefetcher,
-            role=role,
-            shared_tier=shared_tier,
-            counters=counters,
-            clock=clock,
-            local=local,
-            residents=residents,
-        )
+        self.tracker = ItemTracker(prefetcher, residents, role=role, clock=clock, local=local)
         self.waits = RequestWaits(
             self.tracker,
             role=role,
@@ -206,7 +178,7 @@ class SchedulerHalf:
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
-        self._must_grant: set[str] = set()  # of this request, while the disk hangs
+        self._bare: set[str] = set()  # of this request, while the disk hangs: without pixels
         # Which items were asked for in which form. vLLM's own caches know one form of an item, and
         # may give it to a prompt for the other (multimodal/cache/lru.py), so nothing is saved then.
         self._seen_forms = SeenKeys() if role.forms else None
@@ -257,22 +229,19 @@ class SchedulerHalf:
         request_id = request.request_id
         if self.waits.repeats(request_id, num_computed_tokens):
             return False
-        self.waits.asked(request_id)
         # vLLM tells us of the whole hit, and goes back only after that (0.32 and newer,
         # v1/core/sched/scheduler.py, `_mark_prefix_replay`). A request that runs has done so.
         start = num_computed_tokens
         if self.replay_tokens and not request.num_computed_tokens:
             start = max(start - self.replay_tokens, 0)
         if start >= request.num_prompt_tokens:  # everything is in the KV cache
-            self.waits.goes_on(request_id)
-            if request_id in self.tracker.waiting:
-                self.tracker.leave_all(request_id)
+            self.waits.leave_all(request_id)
             return True
         left = needed = request.mm_features
         if start:
             left, needed = self.lookups.ahead(request, start)
         if self._stopped:
-            self.waits.goes_on(request_id)
+            self.waits.leave_all(request_id)
             return self._can_be_encoded(request, needed, start)
         if self._renames and not self._name(request, left):
             return False
@@ -284,16 +253,14 @@ class SchedulerHalf:
             self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
         # An encoder was asked for each of them alone.
         self._named = () if self._crowd_of(request) else named_by(request)
-        if self._prefetcher.has_news:
-            self.waits.arrived(self._prefetcher.drain())
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
             # There will be no second question: wait for all.
             window_end = request.num_prompt_tokens
         now = self._clock()
         self._hung = self._disk.hangs
-        if self._must_grant:
-            self._must_grant.clear()
+        if self._bare:
+            self._bare.clear()
         pending = []
         for feature in needed:
             position = feature.mm_position
@@ -324,8 +291,7 @@ class SchedulerHalf:
             if not goes_on and not self._hung:
                 self.waits.keep(request_id, pending, num_computed_tokens)
             return goes_on
-        if self.waits.knows(request_id):
-            self.waits.let_through(request_id, _names(left, start))
+        self.waits.let_through(request_id, left, start)
         return True
 
     def _name(self, request: Any, features: Iterable[Any]) -> bool:
@@ -374,13 +340,17 @@ class SchedulerHalf:
 
     def _begin_pass(self) -> None:
         """See what has changed since the last pass."""
-        if self._prefetcher.has_news:
-            self.waits.arrived(self._prefetcher.drain())
+        self._take_news()
         outside = (self._store.is_open, self._disk.hangs)
         if outside != self._outside:
             self._outside = outside
             self.waits.look_at_all()
         self.waits.begin_pass(self._clock())
+
+    def _take_news(self) -> None:
+        """See what the prefetcher has finished."""
+        if self._prefetcher.has_news:
+            self.waits.arrived(self._prefetcher.drain())
 
     def _can_be_encoded(self, request: Any, features: Iterable[Any], start: int) -> bool:
         """Whether the encoder can make what the request needs of these, since nothing is loaded.
@@ -455,8 +425,11 @@ class SchedulerHalf:
             # Two requests disagree and has_cache_item cannot tell which of them asks.
             self._rows_asked[identifier] = 0
         state = item.state
-        if self._hung and self._is_out_of_reach(feature, item, rows):
-            return ABSENT
+        if self._hung:
+            if self._needs_embedding(feature):
+                self._bare.add(identifier)  # a worker will ask the bucket
+            elif self._role.asked_every_pass or state is not READY:
+                return ABSENT
         if state is READY:
             item.touched_s = now
             return self._look_at_ready(feature, item, rows)
@@ -531,20 +504,6 @@ class SchedulerHalf:
         self.tracker.again(item, modality, rows, _DEMAND if needed_now else _LOOKAHEAD, anew=True)
         return FETCHING
 
-    def _is_out_of_reach(self, feature: Any, item: Item, rows: int) -> bool:
-        """Whether an item is to be encoded since the disk hangs, though it may be there."""
-        granted_later = item.state is READY and not self._role.asked_every_pass
-        identifier = feature.identifier
-        if self._needs_embedding(feature):
-            self._must_grant.add(identifier)
-            if self._rows_asked.get(identifier) == -rows:  # by another feature of this request
-                self._rows_asked[identifier] = rows
-        if granted_later or identifier in self._must_grant:
-            return False  # a worker will ask the bucket
-        # Negative: no grant in this pass.
-        self._rows_asked[identifier] = -abs(self._rows_asked[identifier])
-        return True
-
     def _want(self, feature: Any, rows: int, needed_now: bool, now: float) -> State | None:
         if feature.modality == PASSED_THROUGH:
             return None
@@ -593,7 +552,7 @@ class SchedulerHalf:
         if request.request_id not in self._unavailable:
             self._unavailable.add(request.request_id)
             self._counters.add("unavailable_requests")
-        self.waits.give_up(request.request_id, [feature.identifier for feature in pending])
+        self.waits.leave_all(request.request_id, [feature.identifier for feature in pending])
         return False
 
     # -- while scheduling a request --------------------------------------------------------
@@ -612,6 +571,8 @@ class SchedulerHalf:
                 item is not None
                 and item.state is READY
                 and item.rows == self._rows_asked.get(identifier)
+                # While the disk hangs only what cannot be encoded is loaded: from the bucket.
+                and (not self._hung or identifier in self._bare or not self._role.asked_every_pass)
             )
             # vLLM asks only for what its device cache lacks.
             if identifier in self.on_device:
@@ -626,35 +587,38 @@ class SchedulerHalf:
         identifier = feature.identifier
         self._allocated.append(identifier)
         request_id = request.request_id
-        if self.waits.knows(request_id):
-            self.waits.scheduled(request_id, identifier)
+        self.waits.scheduled(request_id, identifier)
         if feature.modality == PASSED_THROUGH:
             return
         granted = self._decisions.pop(identifier, False)
         self.lookups.allocated(request_id, index)
-        if not granted:
-            self._counters.add_all(FROM_NOWHERE)
-        elif self.tracker.came_from_bucket(identifier):
-            self._counters.add_all(FROM_BUCKET)
-        else:
-            self._counters.add_all(FROM_NODE)
         rows = feature.mm_position.get_num_embeds()
         if granted:
-            saved_s = self._costs.known_s(feature.modality, rows)
-            if saved_s is not None:
-                self._counters.add("encode.saved_seconds", saved_s)
-        if granted and self._role.consumer:
-            renamed = self._items[identifier].key.renamed
-            entry = self.tracker.load(identifier)
-            self._plan.loads.append(Load.of(identifier, entry, renamed))
-        elif not granted and self._role.producer and not self._stopped:
+            self._granted(identifier, feature.modality, rows)
+            return
+        self._counters.add_all(FROM_NOWHERE)
+        self._plan.encodes[identifier] = Encode(feature.modality, rows)
+        if self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
             if key is not None and self._has_one_form(feature):
                 save = self._save_orders.order(key, feature)
                 if save is not None:
                     self._plan.saves[identifier] = self._made_by_adapter(save, request)
-        if not granted:
-            self._plan.encodes[identifier] = Encode(feature.modality, rows)
+
+    def _granted(self, identifier: str, modality: str, rows: int) -> None:
+        """The encoder need not make this: have it loaded, where this instance loads."""
+        saved_s = self._costs.known_s(modality, rows)
+        if saved_s is not None:
+            self._counters.add("encode.saved_seconds", saved_s)
+        if not self._role.consumer:
+            self._counters.add_all(FROM_BUCKET)
+            return
+        item = self._items[identifier]
+        if item.entry is None:  # cannot be: granted items are READY, and READY items have one
+            raise RuntimeError(f"granted item {item.key.digest.hex()} has no entry")
+        self._counters.add_all(FROM_BUCKET if item.downloaded else FROM_NODE)
+        item.downloaded = False
+        self._plan.loads.append(Load.of(identifier, item.entry, item.key.renamed))
 
     def _made_by_adapter(self, save: Save, request: Any) -> Save:
         """The order, with the files by which a worker can tell that it had this adapter."""
@@ -727,19 +691,17 @@ class SchedulerHalf:
             self._rows_asked.clear()
         now = self._clock()
         is_late = now - self._swept_s >= _SWEEP_EVERY_S
-        if is_late and self._prefetcher.has_news:
-            self.waits.arrived(self._prefetcher.drain())
-        step = self.tracker.next_step(self.on_device, now, sweep=is_late)
         if is_late:
+            self._take_news()
             self._sweep(now)
-        asked = None if self._shared_tier is None else self._shared_tier.asked
-        if not scheduled_tokens:
-            return StepPlan(step, tier=asked)
-        plan, self._plan = self._plan, StepPlan()
-        plan.step = step
-        plan.tier = asked
-        if plan.loads:
-            self.tracker.step_loads([load.identifier for load in plan.loads])
+        plan = StepPlan()
+        if scheduled_tokens:
+            plan, self._plan = self._plan, plan
+        if self._shared_tier is not None:
+            plan.tier = self._shared_tier.asked
+        # What later steps load must stay.
+        can_sweep = is_late and not self._plan.loads
+        plan.step = self.tracker.next_step(plan.loaded_names, now, sweep=can_sweep)
         return plan
 
     def _gone(self, freed: Iterable[str]) -> set[str]:
@@ -765,14 +727,11 @@ class SchedulerHalf:
             self._save_orders.release(identifier)
         for identifier in freed:
             self._plan.encodes.pop(identifier, None)
-        for load in self._plan.loads:
-            if load.identifier in freed:
-                self.tracker.do_not_load(load.identifier)
         self._plan.loads = [load for load in self._plan.loads if load.identifier not in freed]
 
     def update_connector_output(self, report: WorkerReport) -> None:
         """Take the workers' report: let go of what was loaded, learn what was stored."""
-        self.tracker.loaded(report.loaded, self.on_device)
+        self.tracker.loaded(report.loaded)
         if report.has_other_weights and self.stop(was_reset=False):
             self._counters.add("stopped_by_weights")
             log.error(
@@ -803,7 +762,6 @@ class SchedulerHalf:
         """Every rank has said whether it sees this node's tier; ``apart`` are those that do not."""
         if not apart:
             self.waits.look_at_all()
-            self.tracker.settle()
         elif self.stop(was_reset=False):
             log.warning(
                 "ranks %s do not see the scheduler's `cache_dir`: they run on another node, or in "

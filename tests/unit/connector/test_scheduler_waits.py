@@ -65,6 +65,7 @@ def test_a_request_waits_for_all_of_its_images_and_no_longer(world: World) -> No
     asker = world.deferred(request("r", feature("a"), feature("x", 10), feature("b", 20)))
     world.finish("b")
     assert not world.ask(asker)
+    world.step()
     world.finish("a")
     assert world.run(asker) == [True, False, True]
     assert {load.identifier for load in world.step().loads} == {
@@ -579,6 +580,7 @@ def test_who_waits_when_the_store_goes_down_waits_no_longer(world: World) -> Non
     world.step()
     world.store.is_open = True
     assert world.run(first) == [False]
+    world.step(freed="a")
     # What was on its way arrives all the same, and serves the next one.
     world.finish("a")
     assert world.run(second) == [True]
