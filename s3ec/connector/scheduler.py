@@ -384,20 +384,15 @@ class SchedulerHalf:
         """
         for feature in features:
             identifier = feature.identifier
-            if identifier not in self.on_device or self._save_orders.is_recent(identifier):
+            if identifier not in self.on_device or identifier in self._save_orders.ordered_s:
                 continue
             if feature.modality == PASSED_THROUGH:  # the client's own; it is no embedding of ours
                 continue
             if feature.modality in self._role.forms:  # nobody knows in which form
                 continue
             key = self._keys(identifier)
-            if key is None or self._disk.hangs or self._index.maybe_contains(key):
-                continue
-            # A bad object has its name: a save of what is encoded tries, one of each hit would not
-            # fare better.
-            if not self._index.is_bad(key):
-                save = self._save_orders.again(key, feature)
-                self._plan.saves[identifier] = self._made_by_adapter(save, request)
+            if key is not None and not self._disk.hangs:
+                self._save(identifier, self._save_orders.again(key, feature), request)
 
     def _is_held(self, identifier: str) -> bool:
         """Whether the device holds it, as far as is known."""
@@ -601,9 +596,7 @@ class SchedulerHalf:
         if self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
             if key is not None and self._has_one_form(feature):
-                save = self._save_orders.order(key, feature)
-                if save is not None:
-                    self._plan.saves[identifier] = self._made_by_adapter(save, request)
+                self._save(identifier, self._save_orders.order(key, feature), request)
 
     def _granted(self, identifier: str, modality: str, rows: int) -> None:
         """The encoder need not make this: have it loaded, where this instance loads."""
@@ -620,12 +613,15 @@ class SchedulerHalf:
         item.downloaded = False
         self._plan.loads.append(Load.of(identifier, item.entry, item.key.renamed))
 
-    def _made_by_adapter(self, save: Save, request: Any) -> Save:
-        """The order, with the files by which a worker can tell that it had this adapter."""
+    def _save(self, identifier: str, save: Save | None, request: Any) -> None:
+        """Have it saved, where that is ordered."""
+        if save is None:
+            return
         adapter = self._adapter_of(request)
-        if adapter is None or adapter.content is None:
-            return save
-        return replace(save, made_by=adapter.content[1])
+        if adapter is not None and adapter.content is not None:
+            # The files by which a worker can tell that it had this adapter.
+            save = replace(save, made_by=adapter.content[1])
+        self._plan.saves[identifier] = save
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
         """Seconds until the device would have this again, by what was measured. Memory only.
@@ -850,7 +846,6 @@ class SchedulerHalf:
             "decisions": self._decisions,
             "allocations": self._allocated,
             "saves": self._save_orders.ordered_s,
-            "saves again": self._save_orders.again_s,
             **self.tracker.remembered,
             **self.waits.remembered,
         }
