@@ -145,7 +145,6 @@ class SchedulerHalf:
         self._residents = residents
         self._store = store
         self._disk = disk
-        self._hung = False  # as of the request being scheduled
         self._needs_embedding = needs_embedding
         self._placeholder_of = placeholder_of
         self._counters = counters
@@ -155,8 +154,8 @@ class SchedulerHalf:
         self._scopes = scopes or ModalityScopes()
         self._adapters = adapters
         self._renames = bool(self._scopes or role.forms) or adapters is not None
-        # Of store and disk: what all requests that wait depend on.
-        self._outside = (False, False)
+        # As of the begin of this pass: what all requests that wait depend on.
+        self._down = self._hung = False  # the store, and the disk
         self.tracker = ItemTracker(prefetcher, residents, role=role, clock=clock, local=local)
         self.waits = RequestWaits(
             self.tracker,
@@ -258,7 +257,6 @@ class SchedulerHalf:
             # There will be no second question: wait for all.
             window_end = request.num_prompt_tokens
         now = self._clock()
-        self._hung = self._disk.hangs
         if self._bare:
             self._bare.clear()
         pending = []
@@ -341,9 +339,9 @@ class SchedulerHalf:
     def _begin_pass(self) -> None:
         """See what has changed since the last pass."""
         self._take_news()
-        outside = (self._store.is_open, self._disk.hangs)
-        if outside != self._outside:
-            self._outside = outside
+        down, hung = self._store.is_open, self._disk.hangs
+        if (down, hung) != (self._down, self._hung):
+            self._down, self._hung = down, hung
             self.waits.look_at_all()
         self.waits.begin_pass(self._clock())
 
@@ -436,39 +434,24 @@ class SchedulerHalf:
             return FAILED  # asked for again and again by another request
         if self._is_held(identifier) and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
-        out_of_reach = self._store.is_open and not self._local(item.key)
+        out_of_reach = self._down and not self._local(item.key)
         if out_of_reach and not self._needs_embedding(feature):
             return ABSENT  # on its way when the store went down, and of use to a later request
         return FETCHING
 
     def _look_at_ready(self, feature: Any, item: Item, rows: int) -> State | None:
-        if item.fits(rows, feature.modality):
-            if not self._is_misshapen(feature, item):
-                return READY
-            self._counters.add("mismatch.placeholder")
+        if item.rows != rows or item.modality != feature.modality:
+            self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
             return None
-        self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
-        return None
-
-    def _grant_at_once(self, key: Key, now: float) -> Item | None:
-        """The item of a resident, ready; None where it has to be looked for."""
-        if self._store.is_open:
-            return None
-        if self._shared_tier is not None and self._shared_tier.asked is not None:
-            return None
-        entry = self._residents.get(key.digest, now)
-        return None if entry is None else self.tracker.grant(key, entry, now)
-
-    def _is_misshapen(self, feature: Any, item: Item) -> bool:
-        """Whether a feature without pixels claims another arrangement of the stored rows.
-
-        vLLM would place them by what it claims, and its prefix cache would give the outcome to all
-        who ask under this identifier.
-        """
         if item.entry is None or not self._needs_embedding(feature):
-            return False
+            return READY
+        # vLLM would place the rows as this feature claims, and its prefix cache would give the
+        # outcome to all who ask under this identifier.
         stored = item.entry.header.placeholder or {}
-        return contradicts(stored, self._placeholder_of(feature) or {})
+        if not contradicts(stored, self._placeholder_of(feature) or {}):
+            return READY
+        self._counters.add("mismatch.placeholder")
+        return None
 
     def _look_at_failed(
         self, feature: Any, item: Item, rows: int, needed_now: bool, now: float
@@ -506,9 +489,11 @@ class SchedulerHalf:
         key = self._keys.asked(identifier)
         if key is None:
             return None
-        if self._role.can_load and not self._hung:
-            item = self._grant_at_once(key, now)
-            if item is not None:
+        is_tier_unknown = self._shared_tier is not None and self._shared_tier.asked is not None
+        if self._role.can_load and not (self._hung or self._down or is_tier_unknown):
+            entry = self._residents.get(key.digest, now)
+            if entry is not None:
+                item = self.tracker.grant(key, entry, now)
                 self._rows_asked[identifier] = rows if item.modality == feature.modality else 0
                 return self._look_at_ready(feature, item, rows)
         if not self._is_worthwhile(feature, key):
@@ -533,7 +518,7 @@ class SchedulerHalf:
             return self._needs_embedding(feature)
         if self._local(key):
             return True
-        if not self._store.is_open and (
+        if not self._down and (
             feature.identifier in self._named or self._index.maybe_contains(key)
         ):
             return True
@@ -675,8 +660,7 @@ class SchedulerHalf:
         gone = self._gone(freed)
         if gone:
             self._drop_orders(gone)
-        self.tracker.changed(gone)
-        self.tracker.changed(self._allocated)
+        self.tracker.changed((*gone, *self._allocated))
         self.on_device.update(self._allocated)
         self.on_device.difference_update(gone)
         self._allocated.clear()
@@ -697,7 +681,8 @@ class SchedulerHalf:
             plan.tier = self._shared_tier.asked
         # What later steps load must stay.
         can_sweep = is_late and not self._plan.loads
-        plan.step = self.tracker.next_step(plan.loaded_names, now, sweep=can_sweep)
+        loads = [load.identifier for load in plan.loads]
+        plan.step = self.tracker.next_step(loads, now, sweep=can_sweep)
         return plan
 
     def _gone(self, freed: Iterable[str]) -> set[str]:
