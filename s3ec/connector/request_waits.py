@@ -241,45 +241,44 @@ class RequestWaits:
 
     # -- begin to wait, or go on -------------------------------------------------------------
 
-    def defer(self, request: Any, pending: list[Any]) -> bool | None:
+    def defer(self, request: Any, pending: list[Any], computed_tokens: int) -> bool | None:
         """Defer a request, unless it has waited long enough or would wait in vain.
 
         Args:
             pending: Those of its features that are needed now and have not come.
+            computed_tokens: That it was asked about with; -1 for a look at it in each pass.
 
         Returns:
             False where it is deferred, True where it is to go on without them. None where it
             cannot: one came without pixels, and it has waited its time.
         """
         request_id = request.request_id
-        awaited = self._worth_waiting(pending, request)
-        if not awaited:
-            self.end_wait(request_id)
-            if awaited is None:
-                return None
-        if awaited is not pending:
-            kept = {feature.identifier for feature in awaited}
-            dropped = [one.identifier for one in pending if one.identifier not in kept]
-            self._tracker.leave(request_id, dropped)
-        noted = self._tracker.waiting.get(request_id, ())
-        for feature in awaited:
-            identifier = feature.identifier
-            if identifier not in noted or self._items[identifier].priority is not _DEMAND:
-                self._tracker.expect(request_id, identifier, _DEMAND)
-        return not awaited
-
-    def _worth_waiting(self, pending: list[Any], request: Any) -> list[Any] | None:
-        """What of the pending features the request should still wait for.
-
-        Returns:
-            All, those whose source is worth a wait, or none. None instead of a list where one came
-            without pixels and has waited its time.
-        """
         now = self._clock()
         is_bare = any(map(self._needs_embedding, pending))
         awaited = pending if is_bare else self._trusted(pending, now)
+        if awaited and not self._may_wait(request, awaited, now, is_bare=is_bare):
+            awaited = []
+        if len(awaited) < len(pending):
+            kept = {feature.identifier for feature in awaited}
+            dropped = [one.identifier for one in pending if one.identifier not in kept]
+            self._tracker.leave(request_id, dropped)
         if not awaited:
-            return awaited
+            self.end_wait(request_id)
+            return None if is_bare else True
+        noted = self._tracker.waiting.get(request_id, ())
+        is_kept = True
+        for feature in awaited:
+            item = self._items[feature.identifier]
+            if feature.identifier not in noted or item.priority is not _DEMAND:
+                self._tracker.expect(request_id, feature.identifier, _DEMAND)
+            # What has FAILED is asked for again in a while.
+            is_kept = is_kept and item.state is FETCHING
+        if is_kept:
+            self._waits[request_id].kept_tokens = computed_tokens
+        return False
+
+    def _may_wait(self, request: Any, awaited: list[Any], now: float, *, is_bare: bool) -> bool:
+        """Whether the request should wait, or wait on, for these features."""
         request_id, features = request.request_id, len(request.mm_features)
         # What came without pixels has no other chance.
         longest_s = max(self._longest_s, NO_PIXELS_WAIT_S) if is_bare else self._longest_s
@@ -287,20 +286,24 @@ class RequestWaits:
         if wait is None or wait.is_over or wait.features < features:
             spent_s = wait.spent_s if wait is not None and wait.features == features else 0.0
             if spent_s >= longest_s:
-                return None if is_bare else []
+                return False
             limit_s = self._longest_s - spent_s
             if self._policy is not None and not is_bare:
                 limit_s = min(limit_s, self._limit_s(self._policy, awaited, now))
                 if limit_s <= 0:
-                    return []
-            wait = self._begin(request_id, features, spent_s, limit_s, now)
+                    return False
+            self.end_wait(request_id)  # of an earlier turn
+            if request_id not in self._waits:
+                self._counters.add("deferred_requests")
+            wait = _Wait(features, spent_s, limit_s, now, asked_in=self._pass, asked_s=now)
+            self._waits[request_id] = wait
         wait.until_s = wait.since_s + (longest_s - wait.spent_s if is_bare else wait.limit_s)
         if now < wait.until_s:
-            return awaited
+            return True
         self._note_in_vain(awaited, wait, now, is_bare=is_bare)
         self.end_wait(request_id)
         wait.spent_s = max(wait.spent_s, self._longest_s)
-        return None if is_bare else []
+        return False
 
     def _trusted(self, pending: list[Any], now: float) -> list[Any]:
         """Those of the pending features whose source is worth a wait."""
@@ -310,42 +313,30 @@ class RequestWaits:
         resting = [source for source, one in self._trust.items() if one.rests(now)]
         if not resting:
             return pending
-        kept = [one for one in pending if self._awaits(one.identifier) not in resting]
-        return pending if len(kept) == len(pending) else kept
+        return [one for one in pending if self._source(self._items[one.identifier]) not in resting]
 
     @property
     def _is_tier_unknown(self) -> bool:
         return self._shared_tier is not None and self._shared_tier.asked is not None
 
-    def _awaits(self, identifier: str) -> Source:
-        """From whom an item is awaited: what the bucket did not have is still to be uploaded."""
-        item = self._items[identifier]
+    def _source(self, item: Item) -> Source:
+        """From where it is awaited: what the bucket did not have is still to be uploaded."""
         if self._local(item.key):
             return "tier"
-        return "promise" if item.failures else "bucket"
-
-    def _begin(
-        self, request_id: str, features: int, spent_s: float, limit_s: float, now: float
-    ) -> _Wait:
-        self.end_wait(request_id)  # of an earlier turn
-        if request_id not in self._waits:
-            self._counters.add("deferred_requests")
-        wait = _Wait(features, spent_s, limit_s, now, asked_in=self._pass, asked_s=now)
-        self._waits[request_id] = wait
-        return wait
+        return "promise" if item.promised or item.failures else "bucket"
 
     def _note_in_vain(self, awaited: list[Any], wait: _Wait, now: float, *, is_bare: bool) -> None:
         """A wait has lasted its time, and these have not come."""
         self._counters.add("defer_timeouts")
         waited_s = wait.spent_s + wait.until_s - wait.since_s
-        for source in {self._awaits(feature.identifier) for feature in awaited}:
+        items = [self._items[feature.identifier] for feature in awaited]
+        for source in set(map(self._source, items)):
             # What came without pixels may have been invented by a client.
             if is_bare and source == "promise":
                 continue
             if self._trust[source].in_vain(waited_s, now):
                 self.look_at_all()  # the others do not wait for it any more
-        for feature in awaited:
-            item = self._items[feature.identifier]
+        for item in items:
             if item.promised and not self._local(item.key) and not is_bare:
                 # Nobody will learn how long it takes.
                 self._note_promise(item, 2 * (now - item.asked_s))
@@ -355,10 +346,8 @@ class RequestWaits:
         missing = []
         for feature in awaited:
             item = self._items[feature.identifier]
-            source: Source = "promise" if item.promised else "bucket"
-            if self._local(item.key):
-                source = "tier"
-            elif item.promised and now - self._promise_noted_s > VAIN_REST_S:
+            source = self._source(item)
+            if source == "promise" and now - self._promise_noted_s > VAIN_REST_S:
                 policy.times.relearn("promise")  # who does not wait learns nothing
             missing.append(Missing(item.modality, item.rows, source))
         limit_s = policy.limit_s(missing, now)
@@ -370,14 +359,6 @@ class RequestWaits:
         """What was named has taken so long from the first question on."""
         self._times.of("promise", item.rows).add(seconds)
         self._promise_noted_s = self._clock()
-
-    def keep(self, request_id: str, pending: list[Any], computed_tokens: int) -> None:
-        """A request was deferred: it need not be looked at again before something changes.
-
-        One without pixels is, that is to ask again for what has FAILED.
-        """
-        if all(self._items[feature.identifier].state is FETCHING for feature in pending):
-            self._waits[request_id].kept_tokens = computed_tokens
 
     # -- the end of a wait -------------------------------------------------------------------
 

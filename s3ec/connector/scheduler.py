@@ -283,12 +283,8 @@ class SchedulerHalf:
             elif needed_now and state is not ABSENT and self._needs_embedding(feature):
                 return self._give_up(request, pending)
         if pending:
-            goes_on = self.waits.defer(request, pending)
-            if goes_on is None:
-                return self._give_up(request, pending)
-            if not goes_on and not self._hung:
-                self.waits.keep(request_id, pending, num_computed_tokens)
-            return goes_on
+            goes_on = self.waits.defer(request, pending, -1 if self._hung else num_computed_tokens)
+            return self._give_up(request, pending) if goes_on is None else goes_on
         self.waits.let_through(request_id, left, start)
         return True
 
