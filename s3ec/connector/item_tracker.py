@@ -8,9 +8,8 @@ All of it is in memory and belongs to the scheduler's thread. How a request wait
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from s3ec.connector.vllm_config import Role
 from s3ec.identity import Key
@@ -129,6 +128,9 @@ class ItemTracker:
         items: By identifier. For reading, but for ``touched_s``: who asks about an item sets it.
         waiting: Request id to the identifiers that it waits for, or will need later. For reading.
         look_again: Requests that wait for an item which has changed. Who looks takes them out.
+        loading: Step to what it loads, and the ranks that reported; of steps that have not ended.
+            For reading.
+        demand: What the prefetcher will be told, by identifier. For reading.
     """
 
     def __init__(
@@ -155,12 +157,11 @@ class ItemTracker:
         self._role = role
         self._clock = clock
         self._step = 0  # number of the step that is being scheduled
-        # What steps load that have not ended, and the ranks that reported.
-        self._loading: dict[int, tuple[list[OpenEntry], set[int]]] = {}
+        self.loading: dict[int, tuple[list[OpenEntry], set[int]]] = {}
         self.items: dict[str, Item] = {}
         self.waiting: dict[str, set[str]] = {}
         self.look_again: set[str] = set()
-        self._demand: dict[str, FetchRequest] = {}  # since the prefetcher was last told
+        self.demand: dict[str, FetchRequest] = {}
 
     # -- what a request needs ----------------------------------------------------------------
 
@@ -230,7 +231,7 @@ class ItemTracker:
         """Have an item fetched, or fetched sooner or later."""
         item.priority = priority
         request = FetchRequest(item.key, item.modality, item.rows, priority)
-        self._demand[item.key.identifier] = request
+        self.demand[item.key.identifier] = request
 
     def leave(self, request_id: str, identifiers: Iterable[str]) -> None:
         """The request does not wait for these any more. What nobody waits for is fetched last."""
@@ -318,21 +319,21 @@ class ItemTracker:
             The step's number.
         """
         self._step += 1
-        for step in list(self._loading):
+        for step in list(self.loading):
             if self._step - step <= self._role.steps_in_flight:
                 break
-            self._residents.release(self._loading.pop(step)[0])
+            self._residents.release(self.loading.pop(step)[0])
         if loads:
             # One that was preempted may be there twice.
             entries = [self._remove(identifier) for identifier in dict.fromkeys(loads)]
-            self._loading[self._step] = [entry for entry in entries if entry is not None], set()
+            self.loading[self._step] = [entry for entry in entries if entry is not None], set()
         if sweep:
             over = [identifier for identifier, item in self.items.items() if item.is_over(now)]
             entries = [self._remove(identifier) for identifier in over]
             self._residents.release(entry for entry in entries if entry is not None)
-        if self._demand:
-            self._prefetcher.submit(list(self._demand.values()))
-            self._demand.clear()
+        if self.demand:
+            self._prefetcher.submit(list(self.demand.values()))
+            self.demand.clear()
         return self._step
 
     def _remove(self, identifier: str) -> OpenEntry | None:
@@ -348,39 +349,11 @@ class ItemTracker:
             steps: Step to the ranks that finished that step's loads.
         """
         for step, ranks in steps.items():
-            entries, reported = self._loading.get(step, ([], set()))
+            entries, reported = self.loading.get(step, ([], set()))
             reported |= ranks
             if entries and len(reported) >= self._role.ranks:
                 now = self._clock()
                 for entry in entries:
                     entry.verified_s = now
                 self._residents.release(entries)
-                del self._loading[step]
-
-    def audit(self, *, fetching: Collection[str], late_s: float) -> list[str]:
-        """As SchedulerHalf.audit; what has failed is forgotten by ``late_s`` at the latest."""
-        complaints = []
-        for identifier, item in self.items.items():
-            if (item.state is READY) != (item.entry is not None):
-                complaints.append(f"{identifier} is granted without an entry, or has one for long")
-            elif item.state is FAILED and item.is_over(late_s):
-                complaints.append(f"{identifier} has failed, and is still remembered")
-            elif item.state is FETCHING and not {identifier} & {*fetching, *self._demand}:
-                complaints.append(f"{identifier} waits for a fetch that nobody makes")
-            complaints += [
-                f"{name} waits for {identifier} by one record of two"
-                for name in item.waiters
-                if identifier not in self.waiting.get(name, ())
-            ]
-        complaints += [
-            f"{name} waits for {identifier}, which is not known"
-            for name, waited in self.waiting.items()
-            for identifier in waited
-            if identifier not in self.items or name not in self.items[identifier].waiters
-        ]
-        return complaints
-
-    @property
-    def remembered(self) -> dict[str, Collection[Any]]:
-        """All that is kept of items; an audit at rest expects it to be empty."""
-        return {"items": self.items, "steps that load": self._loading, "demand": self._demand}
+                del self.loading[step]

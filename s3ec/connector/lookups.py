@@ -8,7 +8,7 @@ from memory and without a look at vLLM's encoder-cache manager.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,9 @@ class DeviceLookups:
     ========  =========  ====================================================================
 
     vLLM keeps what a running request has passed on the device until it is behind.
+
+    Attributes:
+        inputs: By request. For reading.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -92,7 +95,7 @@ class DeviceLookups:
             counters: Where hits are counted.
         """
         self._counters = counters
-        self._inputs: dict[str, _Inputs] = {}
+        self.inputs: dict[str, _Inputs] = {}
         self._prefilling: dict[str, _Inputs] = {}  # not all are behind
         self._allocated: dict[str, set[int]] = {}  # in this pass
 
@@ -111,11 +114,11 @@ class DeviceLookups:
         one alone.
         """
         features = request.mm_features
-        inputs = self._inputs.get(request.request_id)
+        inputs = self.inputs.get(request.request_id)
         if inputs is None:
             if not is_behind(features[0], computed):
                 return features, features
-            inputs = self._inputs[request.request_id] = _Inputs(features)
+            inputs = self.inputs[request.request_id] = _Inputs(features)
         # One that goes back, since its KV cache cannot be had, has lost what it held.
         is_same = computed >= inputs.end
         first = min(inputs.behind, inputs.look(computed))
@@ -128,7 +131,7 @@ class DeviceLookups:
 
     def device_was_reset(self) -> None:
         """The device holds nothing any more."""
-        for inputs in self._inputs.values():
+        for inputs in self.inputs.values():
             inputs.passed.clear()
 
     def end_pass(self, output: Any) -> None:
@@ -145,8 +148,8 @@ class DeviceLookups:
                 self._pass(name, inputs, one.num_computed_tokens, scheduled.get(name, 0))
         cached = output.scheduled_cached_reqs
         for name in cached.resumed_req_ids:
-            if name in self._inputs:
-                self._begin(name, self._inputs[name].features)
+            if name in self.inputs:
+                self._begin(name, self.inputs[name].features)
         if self._prefilling:
             for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 going_on = self._prefilling.get(name)
@@ -155,9 +158,9 @@ class DeviceLookups:
         self._allocated.clear()
 
     def _begin(self, name: str, features: Sequence[Any]) -> _Inputs:
-        inputs = self._inputs.get(name)
+        inputs = self.inputs.get(name)
         if inputs is None:
-            inputs = self._inputs[name] = _Inputs(features)
+            inputs = self.inputs[name] = _Inputs(features)
         inputs.begin(features)
         self._prefilling[name] = inputs
         return inputs
@@ -193,13 +196,8 @@ class DeviceLookups:
 
     def end_request(self, request_id: str) -> None:
         """The request has ended."""
-        self._inputs.pop(request_id, None)
+        self.inputs.pop(request_id, None)
         self._prefilling.pop(request_id, None)
-
-    @property
-    def requests(self) -> Iterable[str]:
-        """Whose inputs are remembered."""
-        return self._inputs.keys()
 
 
 def is_behind(feature: Any, computed: int) -> bool:

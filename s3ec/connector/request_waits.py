@@ -9,7 +9,7 @@ source is worth any wait, and the waits themselves. Which items there are is in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,7 @@ class RequestWaits:
 
     Attributes:
         is_open: Whether a pass has begun.
+        records: Of requests that wait, or have waited. For reading.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class RequestWaits:
             "promise": SourceTrust(VAIN_REST_S),
         }
         self._promise_noted_s = clock()
-        self._waits: dict[str, _Wait] = {}  # of requests that wait, or have waited
+        self.records: dict[str, _Wait] = {}
         self.is_open = False
         self._pass = 1  # its number, when it began, and when the one before it ended
         self._began_s = self._ended_s = clock()
@@ -211,7 +212,7 @@ class RequestWaits:
         if not self.is_open:
             return False
         changed = self._tracker.look_again
-        wait = self._waits.get(request_id)
+        wait = self.records.get(request_id)
         if wait is None:
             changed.discard(request_id)
             return False
@@ -236,7 +237,7 @@ class RequestWaits:
 
     def look_at_all(self) -> None:
         """Something has changed that concerns all."""
-        for wait in self._waits.values():
+        for wait in self.records.values():
             wait.kept_tokens = -1
 
     # -- begin to wait, or go on -------------------------------------------------------------
@@ -274,7 +275,7 @@ class RequestWaits:
             # What has FAILED is asked for again in a while.
             is_kept = is_kept and item.state is FETCHING
         if is_kept:
-            self._waits[request_id].kept_tokens = computed_tokens
+            self.records[request_id].kept_tokens = computed_tokens
         return False
 
     def _may_wait(self, request: Any, awaited: list[Any], now: float, *, is_bare: bool) -> bool:
@@ -282,7 +283,7 @@ class RequestWaits:
         request_id, features = request.request_id, len(request.mm_features)
         # What came without pixels has no other chance.
         longest_s = max(self._longest_s, NO_PIXELS_WAIT_S) if is_bare else self._longest_s
-        wait = self._waits.get(request_id)
+        wait = self.records.get(request_id)
         if wait is None or wait.is_over or wait.features < features:
             spent_s = wait.spent_s if wait is not None and wait.features == features else 0.0
             if spent_s >= longest_s:
@@ -293,10 +294,10 @@ class RequestWaits:
                 if limit_s <= 0:
                     return False
             self.end_wait(request_id)  # of an earlier turn
-            if request_id not in self._waits:
+            if request_id not in self.records:
                 self._counters.add("deferred_requests")
             wait = _Wait(features, spent_s, limit_s, now, asked_in=self._pass, asked_s=now)
-            self._waits[request_id] = wait
+            self.records[request_id] = wait
         wait.until_s = wait.since_s + (longest_s - wait.spent_s if is_bare else wait.limit_s)
         if now < wait.until_s:
             return True
@@ -364,7 +365,7 @@ class RequestWaits:
 
     def end_wait(self, request_id: str) -> None:
         """The request does not wait now; what it has waited stays counted against it."""
-        wait = self._waits.get(request_id)
+        wait = self.records.get(request_id)
         if wait is None or wait.is_over:
             return
         is_paused = wait.asked_in < self._pass - 1
@@ -383,7 +384,7 @@ class RequestWaits:
             start: Its tokens before this one are in the KV cache, perhaps with what else it waited
                 for: a prefix that others computed.
         """
-        if request_id in self._waits:
+        if request_id in self.records:
             self.end_wait(request_id)
         waited = self._tracker.waiting.get(request_id)
         if waited:
@@ -392,7 +393,7 @@ class RequestWaits:
 
     def scheduled(self, request_id: str, identifier: str) -> None:
         """The request got room for one item: it need not wait, and has done with this one."""
-        if request_id in self._waits:
+        if request_id in self.records:
             self.end_wait(request_id)
         if request_id in self._tracker.waiting:
             self._tracker.leave(request_id, (identifier,))
@@ -408,11 +409,11 @@ class RequestWaits:
         """The request has ended. What it waited for is for others, or for nobody."""
         self.leave_all(request_id)
         self._tracker.look_again.discard(request_id)
-        self._waits.pop(request_id, None)
+        self.records.pop(request_id, None)
         if self._policy is not None:
             self._policy.load.end_request(self._clock())
 
-    # -- what is learned, and what is kept ---------------------------------------------------
+    # -- what is learned ---------------------------------------------------------------------
 
     def arrived(self, results: Iterable[FetchResult]) -> None:
         """The prefetcher has finished these: learn what they took, and move their items on."""
@@ -432,21 +433,3 @@ class RequestWaits:
                     self._trust["promise"].came(0.0)
                 if item.promised:
                     self._note_promise(item, now - item.asked_s)
-
-    def audit(self, *, requests: Collection[str]) -> list[str]:
-        """As SchedulerHalf.audit."""
-        return [
-            f"{what}: {name} is kept, and has ended"
-            for what, names in self.remembered.items()
-            for name in names
-            if name not in requests
-        ]
-
-    @property
-    def remembered(self) -> dict[str, Collection[str]]:
-        """All that is kept of requests; an audit at rest expects it to be empty."""
-        return {
-            "waits": self._waits,
-            "interests": self._tracker.waiting,
-            "requests to look at again": self._tracker.look_again,
-        }

@@ -84,6 +84,8 @@ class SchedulerHalf:
             manager told us. For reading.
         device: What it holds at this moment, where a manager of ours tells. vLLM's own tells at the
             end of a pass, so what an earlier request of the pass has pushed out seems to be there.
+        rows_asked, decisions, allocated, unavailable, save_orders: What is remembered besides. For
+            reading.
         replay_tokens: Of a prefix hit, so many of its last tokens are computed again (bounded
             replay, DeepSeek-V4.1).
     """
@@ -170,27 +172,27 @@ class SchedulerHalf:
         )
         self._items = self.tracker.items
         self.lookups = DeviceLookups(counters)
-        self._unavailable: set[str] = set()
+        self.unavailable: set[str] = set()
         self.on_device: set[str] = set()
         self.device: Container[str] | None = None
         self.replay_tokens = 0
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
-        self._rows_asked: dict[str, int] = {}
+        self.rows_asked: dict[str, int] = {}
         self._bare: set[str] = set()  # of this request, while the disk hangs: without pixels
         # Which items were asked for in which form. vLLM's own caches know one form of an item, and
         # may give it to a prompt for the other (multimodal/cache/lru.py), so nothing is saved then.
         self._seen_forms = SeenKeys() if role.forms else None
         self._named: Collection[str] = ()  # by the request being scheduled
-        self._decisions: dict[str, bool] = {}  # of this pass
+        self.decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
         self._stored: set[str] = set()
         self._stores_again = role.producer and role.stores_again
-        self._allocated: list[str] = []
+        self.allocated: list[str] = []
         # The device gave them up in this pass: vLLM asks for them, and they were there.
         self._evicted: set[str] = set()
         self._plan = StepPlan()
-        self._save_orders = SaveOrders(index, placeholder_of, clock, worth)
+        self.save_orders = SaveOrders(index, placeholder_of, clock, worth)
         self._swept_s = clock()
         self._stopped = False
 
@@ -249,7 +251,7 @@ class SchedulerHalf:
         if not self._role.consumer:
             return self._can_be_encoded(request, needed, start)
         if self._role.asked_every_pass:
-            self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
+            self.rows_asked.clear()  # vLLM schedules this request before it asks for the next
         # An encoder was asked for each of them alone.
         self._named = () if self._crowd_of(request) else named_by(request)
         window_end = num_computed_tokens + self._role.window_tokens
@@ -378,7 +380,7 @@ class SchedulerHalf:
         """
         for feature in features:
             identifier = feature.identifier
-            if identifier not in self.on_device or identifier in self._save_orders.ordered_s:
+            if identifier not in self.on_device or identifier in self.save_orders.ordered_s:
                 continue
             if feature.modality == PASSED_THROUGH:  # the client's own; it is no embedding of ours
                 continue
@@ -386,7 +388,7 @@ class SchedulerHalf:
                 continue
             key = self._keys(identifier)
             if key is not None and not self._disk.hangs:
-                self._save(identifier, self._save_orders.again(key, feature), request)
+                self._save(identifier, self.save_orders.again(key, feature), request)
 
     def _is_held(self, identifier: str) -> bool:
         """Whether the device holds it, as far as is known."""
@@ -398,7 +400,7 @@ class SchedulerHalf:
         rows = feature.mm_position.get_num_embeds()
         item = self._items.get(identifier)
         if self._renames and item is not None and item.key != self._keys(identifier):
-            self._rows_asked[identifier] = 0  # it is what was called so before
+            self.rows_asked[identifier] = 0  # it is what was called so before
             return None
         if item is None:
             # What the device holds needs no fetch. A feature without pixels is had ready all the
@@ -409,10 +411,10 @@ class SchedulerHalf:
         # A request whose features disagree asks for the first of them first. A client's name may be
         # that of an image and of a video, too: it is not granted to the other, whatever its rows.
         fitting = rows if item.modality == feature.modality else 0
-        asked = self._rows_asked.setdefault(identifier, fitting)
+        asked = self.rows_asked.setdefault(identifier, fitting)
         if asked != fitting and not self._role.asked_every_pass:
             # Two requests disagree and has_cache_item cannot tell which of them asks.
-            self._rows_asked[identifier] = 0
+            self.rows_asked[identifier] = 0
         state = item.state
         if self._hung:
             if self._needs_embedding(feature):
@@ -465,7 +467,7 @@ class SchedulerHalf:
             if not self._is_worthwhile(feature, item.key):
                 return ABSENT
             if misfit or came or item.is_due(now):
-                self._rows_asked[feature.identifier] = rows
+                self.rows_asked[feature.identifier] = rows
                 self.tracker.again(item, modality, rows, _DEMAND, promised=named)
             return FETCHING
         # One that asks for other rows has a chance: those may have been a client's invention.
@@ -474,7 +476,7 @@ class SchedulerHalf:
             return FAILED
         if not self._is_worthwhile(feature, item.key):
             return ABSENT
-        self._rows_asked[feature.identifier] = rows
+        self.rows_asked[feature.identifier] = rows
         self.tracker.again(item, modality, rows, _DEMAND if needed_now else _LOOKAHEAD, anew=True)
         return FETCHING
 
@@ -490,14 +492,14 @@ class SchedulerHalf:
             entry = self._residents.get(key.digest, now)
             if entry is not None:
                 item = self.tracker.grant(key, entry, now)
-                self._rows_asked[identifier] = rows if item.modality == feature.modality else 0
+                self.rows_asked[identifier] = rows if item.modality == feature.modality else 0
                 return self._look_at_ready(feature, item, rows)
         if not self._is_worthwhile(feature, key):
             return ABSENT
         if not self._role.can_load:
             return None
         priority = _DEMAND if needed_now else _LOOKAHEAD
-        self._rows_asked[identifier] = rows
+        self.rows_asked[identifier] = rows
         promised = identifier in self._named and not self._index.maybe_contains(key)
         self.tracker.want(key, feature.modality, rows, priority, promised=promised)
         return FETCHING
@@ -525,8 +527,8 @@ class SchedulerHalf:
 
         Scheduling it would run the encoder on nothing and end the engine.
         """
-        if request.request_id not in self._unavailable:
-            self._unavailable.add(request.request_id)
+        if request.request_id not in self.unavailable:
+            self.unavailable.add(request.request_id)
             self._counters.add("unavailable_requests")
         self.waits.leave_all(request.request_id, [feature.identifier for feature in pending])
         return False
@@ -546,7 +548,7 @@ class SchedulerHalf:
             granted = (
                 item is not None
                 and item.state is READY
-                and item.rows == self._rows_asked.get(identifier)
+                and item.rows == self.rows_asked.get(identifier)
                 # While the disk hangs only what cannot be encoded is loaded: from the bucket.
                 and (not self._hung or identifier in self._bare or not self._role.asked_every_pass)
             )
@@ -554,19 +556,19 @@ class SchedulerHalf:
             if identifier in self.on_device:
                 self.on_device.discard(identifier)
                 self._evicted.add(identifier)
-        self._decisions[identifier] = granted
+        self.decisions[identifier] = granted
         return granted
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """The request will be scheduled: turn the last decision into a load or a save."""
         feature = request.mm_features[index]
         identifier = feature.identifier
-        self._allocated.append(identifier)
+        self.allocated.append(identifier)
         request_id = request.request_id
         self.waits.scheduled(request_id, identifier)
         if feature.modality == PASSED_THROUGH:
             return
-        granted = self._decisions.pop(identifier, False)
+        granted = self.decisions.pop(identifier, False)
         self.lookups.allocated(request_id, index)
         rows = feature.mm_position.get_num_embeds()
         if granted:
@@ -577,7 +579,7 @@ class SchedulerHalf:
         if self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
             if key is not None and self._has_one_form(feature):
-                self._save(identifier, self._save_orders.order(key, feature), request)
+                self._save(identifier, self.save_orders.order(key, feature), request)
 
     def _granted(self, identifier: str, modality: str, rows: int) -> None:
         """The encoder need not make this: have it loaded, where this instance loads."""
@@ -656,15 +658,15 @@ class SchedulerHalf:
         gone = self._gone(freed)
         if gone:
             self._drop_orders(gone)
-        self.tracker.changed((*gone, *self._allocated))
-        self.on_device.update(self._allocated)
+        self.tracker.changed((*gone, *self.allocated))
+        self.on_device.update(self.allocated)
         self.on_device.difference_update(gone)
-        self._allocated.clear()
+        self.allocated.clear()
         self._evicted.clear()
-        self._decisions.clear()
+        self.decisions.clear()
         self._stored.clear()
         if self._role.asked_every_pass:
-            self._rows_asked.clear()
+            self.rows_asked.clear()
         now = self._clock()
         is_late = now - self._swept_s >= _SWEEP_EVERY_S
         if is_late:
@@ -691,7 +693,7 @@ class SchedulerHalf:
         return {
             identifier
             for identifier, count in times.items()
-            if count - (identifier in self._evicted) >= self._allocated.count(identifier)
+            if count - (identifier in self._evicted) >= self.allocated.count(identifier)
         }
 
     def _drop_orders(self, freed: set[str]) -> None:
@@ -701,7 +703,7 @@ class SchedulerHalf:
         """
         for identifier in freed & self._plan.saves.keys():
             del self._plan.saves[identifier]
-            self._save_orders.release(identifier)
+            self.save_orders.release(identifier)
         for identifier in freed:
             self._plan.encodes.pop(identifier, None)
         self._plan.loads = [load for load in self._plan.loads if load.identifier not in freed]
@@ -726,7 +728,7 @@ class SchedulerHalf:
         # when it was announced.
         hangs = bool(report.stored) and self._disk.hangs
         for identifier in report.stored:
-            self._save_orders.release(identifier)
+            self.save_orders.release(identifier)
             key = self._keys(identifier)
             if key is not None and not hangs:
                 self._index.add(key)
@@ -751,18 +753,18 @@ class SchedulerHalf:
         """Drop what is too old to matter; at most once a second."""
         self._swept_s = now
         if not self._role.asked_every_pass:
-            for identifier in self._rows_asked.keys() - self._items.keys():
-                del self._rows_asked[identifier]
+            for identifier in self.rows_asked.keys() - self._items.keys():
+                del self.rows_asked[identifier]
         loads = self._counters.get("load.items")
         if loads:
             self._load_s = self._counters.get("load.seconds") / loads
-        self._save_orders.sweep(now)
+        self.save_orders.sweep(now)
 
     # -- the end of a request --------------------------------------------------------------
 
     def take_unavailable_requests(self) -> set[str]:
         """Requests that vLLM must fail; each is named once."""
-        taken, self._unavailable = self._unavailable, set()
+        taken, self.unavailable = self.unavailable, set()
         return taken
 
     def request_finished(self, request: Any) -> list[int] | None:
@@ -772,7 +774,7 @@ class SchedulerHalf:
             Of a pure producer the features that it does not store, by their places: what has no
             key. None of all others.
         """
-        self._unavailable.discard(request.request_id)
+        self.unavailable.discard(request.request_id)
         self.lookups.end_request(request.request_id)
         self.waits.end_request(request.request_id)
         if self._role.consumer:
@@ -784,52 +786,3 @@ class SchedulerHalf:
             or feature.modality == PASSED_THROUGH
             or self._keys(feature.identifier) is None
         ]
-
-    # -- at any time between two hooks -------------------------------------------------------
-
-    def audit(
-        self,
-        *,
-        requests: Collection[str],
-        device: Collection[str],
-        fetching: Collection[str],
-        at_rest: bool = False,
-    ) -> list[str]:
-        """Every complaint about what is remembered, one line each.
-
-        Args:
-            requests: Those that vLLM has not ended.
-            device: What its encoder-cache manager counts.
-            fetching: Identifiers that the prefetcher has not answered yet.
-            at_rest: Nothing has happened for longer than anything is kept, so that nothing at all
-                may be remembered.
-        """
-        complaints = [
-            f"a failure to tell of {name}, which has ended"
-            for name in self._unavailable
-            if name not in requests
-        ]
-        complaints += [
-            f"the inputs of {name}, which has ended, are kept"
-            for name in self.lookups.requests
-            if name not in requests
-        ]
-        complaints += [
-            f"{identifier} is believed to be on the device"
-            for identifier in self.on_device
-            if identifier not in device
-        ]
-        late_s = self._clock() - 2 * _SWEEP_EVERY_S
-        complaints += self.tracker.audit(fetching=fetching, late_s=late_s)
-        complaints += self.waits.audit(requests=requests)
-        kept: dict[str, Collection[Any]] = {
-            "rows": self._rows_asked,
-            "decisions": self._decisions,
-            "allocations": self._allocated,
-            "saves": self._save_orders.ordered_s,
-            **self.tracker.remembered,
-            **self.waits.remembered,
-        }
-        if at_rest:
-            complaints += [f"{what}: {len(of)} are kept" for what, of in kept.items() if of]
-        return complaints

@@ -24,6 +24,7 @@ from s3ec.index.base import Index
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
 from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock
+from tests.support.half_audit import leftovers_of
 from tests.unit.index.fake import FakeIndex
 from tests.unit.tier.cases import key_of
 
@@ -309,4 +310,4 @@ class World:
 
     def leftovers(self) -> list[str]:
         """What is remembered though all requests, steps and leases have ended."""
-        return self.half.audit(requests=(), device=(), fetching=(), at_rest=True)
+        return leftovers_of(self.half, self.clock())

@@ -206,11 +206,11 @@ def test_what_a_client_embedded_itself_is_no_lookup() -> None:
 def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
     it = Device()
     it.lookups.end_pass(output({"r": (0, 4), "s": (0, 40)}, new={"r": three(), "s": three()}))
-    assert set(it.lookups.requests) == {"r", "s"}
+    assert set(it.lookups.inputs) == {"r", "s"}
     it.lookups.end_request("r")
-    assert set(it.lookups.requests) == {"s"}
+    assert set(it.lookups.inputs) == {"s"}
     it.lookups.end_request("s")
-    assert list(it.lookups.requests) == []
+    assert list(it.lookups.inputs) == []
 
 
 # -- what the device lacked --------------------------------------------------------------------

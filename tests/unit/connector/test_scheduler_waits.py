@@ -201,7 +201,7 @@ def test_paused_request_that_ends_leaves_nothing_behind(world: World) -> None:
     world.step()
     world.step()
     world.end(asker)
-    assert not world.half.waits.remembered["waits"]
+    assert not world.half.waits.records
 
 
 @pytest.mark.parametrize("paused_s", [0.0, 5.0])
