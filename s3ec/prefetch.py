@@ -246,7 +246,8 @@ class Prefetcher:
                 self._park(place)
             else:
                 self._end(place, result, self._clock() - started)
-                self._end_span(work, result, remote=lane is self._downloads)
+                if work is not None:
+                    self._end_span(work, result, remote=lane is self._downloads)
             self._start_some()
 
     async def _fetch(self, place: _Place) -> FetchResult | None:
@@ -284,8 +285,8 @@ class Prefetcher:
         self._done.append(FetchResult(want, result.outcome, result.entry, result.source, seconds))
         del self._places[want.key.digest]
 
-    def _end_span(self, work: Work | None, result: FetchResult, *, remote: bool) -> None:
-        """Tell tracing of a fetch, where there is any.
+    def _end_span(self, work: Work, result: FetchResult, *, remote: bool) -> None:
+        """Tell tracing of a fetch.
 
         Args:
             remote: The bucket was asked.

@@ -325,22 +325,24 @@ class ItemTracker:
             self._residents.release(self.loading.pop(step)[0])
         if loads:
             # One that was preempted may be there twice.
-            entries = [self._remove(identifier) for identifier in dict.fromkeys(loads)]
-            self.loading[self._step] = [entry for entry in entries if entry is not None], set()
+            items = [self._remove(identifier) for identifier in dict.fromkeys(loads)]
+            self.loading[self._step] = [one.entry for one in items if one.entry is not None], set()
         if sweep:
-            over = [identifier for identifier, item in self.items.items() if item.is_over(now)]
-            entries = [self._remove(identifier) for identifier in over]
-            self._residents.release(entry for entry in entries if entry is not None)
+            for identifier, item in list(self.items.items()):
+                if item.is_over(now):
+                    self._remove(identifier)
+                    if item.entry is not None:
+                        self._residents.release([item.entry])
         if self.demand:
             self._prefetcher.submit(list(self.demand.values()))
             self.demand.clear()
         return self._step
 
-    def _remove(self, identifier: str) -> OpenEntry | None:
+    def _remove(self, identifier: str) -> Item:
         """The item becomes unknown; whoever calls this lets go of its entry."""
         item = self.items.pop(identifier)
         self._send_away(item)
-        return item.entry
+        return item
 
     def loaded(self, steps: Mapping[int, set[int]]) -> None:
         """Let go of what workers have loaded, and so have compared with its checksum.

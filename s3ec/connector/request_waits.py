@@ -209,24 +209,23 @@ class RequestWaits:
 
         Else it is looked at next, as where it is asked about for the second time in a pass.
         """
-        if not self.is_open:
-            return False
-        changed = self._tracker.look_again
         wait = self.records.get(request_id)
-        if wait is None:
-            changed.discard(request_id)
-            return False
-        is_same = (
-            wait.kept_tokens == computed_tokens
+        if (
+            wait is not None
+            and wait.kept_tokens == computed_tokens
             and wait.asked_in != self._pass
+            and self.is_open
             and self._began_s < wait.until_s
-            and request_id not in changed
-        )
-        if not is_same:
-            changed.discard(request_id)
-            wait.kept_tokens = -1
-        self._note_asked(wait)
-        return is_same
+            and request_id not in self._tracker.look_again
+        ):
+            self._note_asked(wait)
+            return True
+        if self.is_open:
+            self._tracker.look_again.discard(request_id)
+            if wait is not None:
+                wait.kept_tokens = -1
+                self._note_asked(wait)
+        return False
 
     def _note_asked(self, wait: _Wait) -> None:
         if wait.asked_in < self._pass - 1:
