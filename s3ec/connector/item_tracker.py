@@ -145,7 +145,6 @@ class ItemTracker:
         """Start empty.
 
         Args:
-            prefetcher: Brings entries.
             residents: Where entries go that are needed no more.
             role: How many ranks load, and whether requests wait.
             clock: Monotonic seconds.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a request waits for its embeddings: for which of them, for how long, and when in vain.
 
-All of it is in memory and belongs to the scheduler's thread. The parts, in this order: whether a
-source is worth any wait, and the waits themselves. Which items there are is in
+All of it is in memory and belongs to the scheduler's thread. Which items there are is in
 ``item_tracker.py``, whether waiting costs less than encoding in ``waiting.py``.
 """
 
@@ -160,11 +159,8 @@ class RequestWaits:
         """Start with nobody.
 
         Args:
-            tracker: Has the items.
             role: How long a request may wait.
-            shared_tier: Whether all ranks see this node's tier; None where they do for certain.
-            counters: Where to count.
-            clock: Monotonic seconds.
+            shared_tier: None where all ranks see this node's tier for certain.
             local: Whether this node's disk is believed to hold a key.
             needs_embedding: Whether a feature came without pixels.
             times: Learns how long fetches take.

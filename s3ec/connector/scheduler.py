@@ -115,23 +115,15 @@ class SchedulerHalf:
         """Wire the half up.
 
         Args:
-            role: What this instance does.
-            index: What the corpus holds.
             local: What this node's disk holds, as far as memory knows.
-            prefetcher: Brings entries.
             residents: Entries of this node that can be granted at once.
-            store: Whether the breaker is open.
-            disk: Whether this node's disk is known not to answer.
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
-            placeholder_of: Placeholder metadata of a feature, stored with it; None where it
-                cannot be seen.
-            counters: Where to count.
+            placeholder_of: Placeholder metadata of a feature; None where it cannot be seen.
             shared_tier: Whether all ranks see this node's tier; None where they do for certain.
             naming: Which identifiers have keys, and which; None for the plain ones.
             scopes: What marks the names of a modality; None where nothing does.
-            adapters: Of requests that use one; None where none touches the encoder.
-            costs: What encoding costs; None where there is a policy, which has it, or where nothing
-                is known yet.
+            adapters: None where none touches the encoder.
+            costs: None where there is a policy, which has it, or where nothing is known yet.
             policy: Weighs each wait against encoding; None where every wait is worth it.
             worth: Says what is worth storing; None where everything is.
             clock: Monotonic seconds.
