@@ -460,7 +460,7 @@ class S3ECConnector(ECConnectorBase):
         settings = node.settings
         if settings.live_weights == "ignore" or (was_reset and settings.weights == "fingerprint"):
             return
-        if scheduler.stop(was_reset=was_reset):
+        if scheduler.stop():
             node.counters.add("stopped_by_weights")
             log.error(
                 "%s, so its weights may not be those of namespace %s any more: nothing is loaded "

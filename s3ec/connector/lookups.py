@@ -106,18 +106,17 @@ class DeviceLookups:
             allocated = self._allocated[request_id] = set()
         allocated.add(index)
 
-    def ahead(self, request: Any, computed: int) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The features that may have tokens left, and those of them that are to be looked for.
+    def ahead(self, request: Any, computed: int) -> Sequence[Any]:
+        """The features that are to be looked for: those that may have tokens left.
 
-        A session has thousands in its KV cache. Those that were there at the last look are in
-        neither list. What the device holds for this request until it is behind is in the first
-        one alone.
+        A session has thousands in its KV cache. Left out are those that were there at the last
+        look, and what the device holds for this request until it is behind.
         """
         features = request.mm_features
         inputs = self.inputs.get(request.request_id)
         if inputs is None:
             if not is_behind(features[0], computed):
-                return features, features
+                return features  # type: ignore[no-any-return]
             inputs = self.inputs[request.request_id] = _Inputs(features)
         # One that goes back, since its KV cache cannot be had, has lost what it held.
         is_same = computed >= inputs.end
@@ -126,8 +125,8 @@ class DeviceLookups:
         passed = inputs.passed
         # So has a preempted one.
         if not passed or not is_same or request.status.name != "RUNNING":
-            return left, left
-        return left, [one for place, one in enumerate(left, first) if place not in passed]
+            return left  # type: ignore[no-any-return]
+        return [one for place, one in enumerate(left, first) if place not in passed]
 
     def device_was_reset(self) -> None:
         """The device holds nothing any more."""

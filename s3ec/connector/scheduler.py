@@ -188,18 +188,11 @@ class SchedulerHalf:
         self._swept_s = clock()
         self._stopped = False
 
-    def stop(self, *, was_reset: bool) -> bool:
-        """Grant, load and save nothing more. What is held open is let go of by time.
+    def stop(self) -> bool:
+        """Grant, load and save nothing more; False where that was done before.
 
-        Args:
-            was_reset: vLLM's encoder cache is empty now. Otherwise it still counts on what an
-                earlier pass granted.
-
-        Returns:
-            False where that was done before.
+        What an earlier pass granted is still loaded. What is held open is let go of by time.
         """
-        if was_reset:
-            self.device_was_reset()
         self._plan.saves.clear()
         self.waits.look_at_all()
         stopped, self._stopped = self._stopped, True
@@ -230,16 +223,14 @@ class SchedulerHalf:
         if start >= request.num_prompt_tokens:  # everything is in the KV cache
             self.waits.leave_all(request_id)
             return True
-        left = needed = request.mm_features
-        if start:
-            left, needed = self.lookups.ahead(request, start)
+        needed = self.lookups.ahead(request, start) if start else request.mm_features
         if self._stopped:
             self.waits.leave_all(request_id)
             return self._can_be_encoded(request, needed, start)
-        if self._renames and not self._name(request, left):
+        if self._renames and not self._name(request, needed):
             return False
         if self._stores_again and self.on_device:
-            self._store_again(request, left)
+            self._store_again(request, needed)
         if not self._role.consumer:
             return self._can_be_encoded(request, needed, start)
         if self._role.asked_every_pass:
@@ -279,7 +270,7 @@ class SchedulerHalf:
         if pending:
             goes_on = self.waits.defer(request, pending, -1 if self._hung else num_computed_tokens)
             return self._give_up(request, pending) if goes_on is None else goes_on
-        self.waits.let_through(request_id, left, start)
+        self.waits.let_through(request_id, needed, start)
         return True
 
     def _name(self, request: Any, features: Iterable[Any]) -> bool:
@@ -703,7 +694,7 @@ class SchedulerHalf:
     def update_connector_output(self, report: WorkerReport) -> None:
         """Take the workers' report: let go of what was loaded, learn what was stored."""
         self.tracker.loaded(report.loaded)
-        if report.has_other_weights and self.stop(was_reset=False):
+        if report.has_other_weights and self.stop():
             self._counters.add("stopped_by_weights")
             log.error(
                 "the model's weights were replaced while this engine started: nothing is loaded or "
@@ -733,7 +724,7 @@ class SchedulerHalf:
         """Every rank has said whether it sees this node's tier; ``apart`` are those that do not."""
         if not apart:
             self.waits.look_at_all()
-        elif self.stop(was_reset=False):
+        elif self.stop():
             log.warning(
                 "ranks %s do not see the scheduler's `cache_dir`: they run on another node, or in "
                 "a container with another folder. Nothing is loaded or saved by this engine. Have "

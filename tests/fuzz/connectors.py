@@ -476,7 +476,7 @@ class S3EC(NoConnector):
             self.half.device_was_reset()
             return
         self._is_stopped = True
-        self.half.stop(was_reset=False)
+        self.half.stop()
 
     def prefix_is_replayed(self, tokens: int) -> None:
         """Likewise."""

@@ -121,10 +121,13 @@ def running(*features: Any, status: str = "RUNNING") -> Any:
 
 
 def held(it: Device, asked: Any, computed: int) -> list[int]:
-    """Places of what may have tokens left and is not to be looked for."""
-    left, needed = it.lookups.ahead(asked, computed)
-    assert [one for one in left if one in needed] == list(needed)
-    return [asked.mm_features.index(one) for one in left if one not in needed]
+    """Places of what had tokens left at the last look and is not to be looked for."""
+    known = it.lookups.inputs.get(asked.request_id)
+    first = known.behind if known else 0
+    needed = it.lookups.ahead(asked, computed)
+    return [
+        place for place, one in enumerate(asked.mm_features) if place >= first and one not in needed
+    ]
 
 
 def test_the_device_holds_for_a_request_what_its_steps_have_needed_until_it_is_behind() -> None:

@@ -375,7 +375,8 @@ def test_a_reset_lets_go_of_a_load_that_no_step_has_carried_yet(world: World) ->
     asker = request("r", feature("a"))
     assert world.run(asker) == [True]
     world.step(tokens=0)
-    world.half.stop(was_reset=True)
+    world.half.device_was_reset()
+    world.half.stop()
     world.end(asker)
     world.clock.now_s += LEASE_S + 1
     assert world.step().loads == []

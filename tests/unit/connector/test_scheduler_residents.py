@@ -359,7 +359,8 @@ def test_after_the_weights_were_replaced_no_resident_is_granted(world: World) ->
     world.make_resident("a", ROWS)
     world.make_resident("b")
     assert world.ask(request("before", feature("b")))
-    world.half.stop(was_reset=True)
+    world.half.device_was_reset()
+    world.half.stop()
     for text in "ab":
         assert not_at_once(world, request(text, feature(text)))
 

@@ -249,7 +249,7 @@ def test_a_wait_ends_where_its_request_goes_on_without_the_embedding(
     asker = world.defer("a")
     world.clock.now_s += 0.3
     if how == "stopped":
-        world.half.stop(was_reset=False)
+        world.half.stop()
     computed = asker.num_prompt_tokens if how == "computed" else 0
     for _ in range(10):
         assert world.ask(asker, computed)
