@@ -396,7 +396,7 @@ class S3ECConnector(ECConnectorBase):
     def externally_loaded_hashes(self) -> list[str]:
         """What this step loads: nothing that a producer has to save (vLLM after 0.33)."""
         plan = self._plan()
-        return [] if plan is None else plan.loaded_names
+        return [] if plan is None else [load.identifier for load in plan.loads]
 
     def _saving_worker(self) -> WorkerHalf | None:
         """The worker half; where there is none and something is to be saved, that is said once."""

@@ -113,7 +113,7 @@ class ItemTracker:
     FETCHING  FAILED                           nothing came, or it does not fit
     FETCHING  unknown                          it came before all ranks have said what they see
     READY     unknown                          a step loads it, or nobody asked for LEASE_S
-    FAILED    FETCHING                         somebody asks again, see ``again``
+    FAILED    FETCHING                         somebody asks again, see ``fetch``
     FAILED    unknown                          RETRY_AFTER_S have passed
     ========  ===============================  =============================================
 
@@ -164,23 +164,32 @@ class ItemTracker:
 
     # -- what a request needs ----------------------------------------------------------------
 
-    def want(
+    def fetch(
         self,
         key: Key,
         modality: str,
         rows: int,
         priority: Priority,
         *,
+        anew: bool = False,
         promised: bool = False,
     ) -> None:
-        """Begin with an item that is not known.
+        """Have it fetched: what is not known, or has FAILED, as what is asked for now.
 
         Args:
+            anew: Its failures so far do not count.
             promised: See Item.
         """
         now = self._clock()
-        item = Item(key, modality, FETCHING, priority, now, rows, now, promised=promised)
-        self.items[key.identifier] = item
+        item = self.items.get(key.identifier)
+        if item is None:
+            item = Item(key, modality, FETCHING, priority, now, rows, now)
+            self.items[key.identifier] = item
+        if anew:
+            item.failures = 0
+            item.asked_s = now
+        item.promised = item.promised or promised
+        item.state, item.modality, item.rows = FETCHING, modality, rows
         self._order(item, priority)
 
     def grant(self, key: Key, entry: OpenEntry, now: float) -> Item:
@@ -189,31 +198,6 @@ class ItemTracker:
         item = Item(key, header.modality, READY, _FORGOTTEN, now, header.shape.rows, now, entry)
         self.items[key.identifier] = item
         return item
-
-    def again(
-        self,
-        item: Item,
-        modality: str,
-        rows: int,
-        priority: Priority,
-        *,
-        anew: bool = False,
-        promised: bool = False,
-    ) -> None:
-        """Fetch once more what has FAILED, as what is asked for now.
-
-        Args:
-            anew: Its failures so far do not count.
-            promised: See Item.
-        """
-        item.promised = item.promised or promised
-        if anew:
-            item.failures = 0
-            item.asked_s = self._clock()
-        item.state = FETCHING
-        item.modality = modality
-        item.rows = rows
-        self._order(item, priority)
 
     def expect(self, request_id: str, identifier: str, priority: Priority) -> None:
         """The request waits for an item, or will need it later."""

@@ -59,12 +59,6 @@ class _Inputs:
             self.behind += 1
         return self.behind
 
-    def begin(self, features: Sequence[Any]) -> None:
-        """No step has needed any of its inputs."""
-        self.features = features
-        self.end = 0
-        self.passed.clear()
-
 
 class DeviceLookups:
     """Says which inputs the device held already when a step needed them. The scheduler's thread.
@@ -101,10 +95,7 @@ class DeviceLookups:
 
     def allocated(self, request_id: str, index: int) -> None:
         """The device lacked this input of a request that is being scheduled."""
-        allocated = self._allocated.get(request_id)
-        if allocated is None:
-            allocated = self._allocated[request_id] = set()
-        allocated.add(index)
+        self._allocated.setdefault(request_id, set()).add(index)
 
     def ahead(self, request: Any, computed: int) -> Sequence[Any]:
         """The features that are to be looked for: those that may have tokens left.
@@ -157,11 +148,10 @@ class DeviceLookups:
         self._allocated.clear()
 
     def _begin(self, name: str, features: Sequence[Any]) -> _Inputs:
-        inputs = self.inputs.get(name)
-        if inputs is None:
-            inputs = self.inputs[name] = _Inputs(features)
-        inputs.begin(features)
-        self._prefilling[name] = inputs
+        """No step has needed any of its inputs."""
+        inputs = self._prefilling[name] = self.inputs.setdefault(name, _Inputs(features))
+        inputs.features, inputs.end = features, 0
+        inputs.passed.clear()
         return inputs
 
     def _pass(self, name: str, inputs: _Inputs, computed: int, tokens: int) -> None:

@@ -148,7 +148,7 @@ class RequestWaits:
         tracker: ItemTracker,
         *,
         role: Role,
-        shared_tier: SharedTier | None,
+        shared_tier: SharedTier,
         counters: Counters,
         clock: Callable[[], float],
         local: Callable[[Key], bool],
@@ -160,7 +160,7 @@ class RequestWaits:
 
         Args:
             role: How long a request may wait.
-            shared_tier: None where all ranks see this node's tier for certain.
+            shared_tier: Whether all ranks see this node's tier.
             local: Whether this node's disk is believed to hold a key.
             needs_embedding: Whether a feature came without pixels.
             times: Learns how long fetches take.
@@ -304,16 +304,12 @@ class RequestWaits:
     def _trusted(self, pending: list[Any], now: float) -> list[Any]:
         """Those of the pending features whose source is worth a wait."""
         # Not while nobody knows whether all ranks see this node's tier: nothing is granted then.
-        if self._is_tier_unknown:
+        if self._shared_tier.asked is not None:
             return []
         resting = [source for source, one in self._trust.items() if one.rests(now)]
         if not resting:
             return pending
         return [one for one in pending if self._source(self._items[one.identifier]) not in resting]
-
-    @property
-    def _is_tier_unknown(self) -> bool:
-        return self._shared_tier is not None and self._shared_tier.asked is not None
 
     def _source(self, item: Item) -> Source:
         """From where it is awaited: what the bucket did not have is still to be uploaded."""
@@ -422,7 +418,7 @@ class RequestWaits:
                 self._trust[fetched.source].came(max(fetched.seconds, queued_s))
                 self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
             had_failed = item is not None and item.failures > 0
-            can_grant = not self._is_tier_unknown
+            can_grant = self._shared_tier.asked is None
             if self._tracker.arrived(fetched, now, can_grant=can_grant) and item is not None:
                 if had_failed:
                     self._trust["promise"].came(0.0)

@@ -142,7 +142,7 @@ class SchedulerHalf:
         self._needs_embedding = needs_embedding
         self._placeholder_of = placeholder_of
         self._counters = counters
-        self._shared_tier = shared_tier
+        self._shared_tier = shared_tier or SharedTier(0, None)
         self._clock = clock
         self._keys = KeyCache(naming or KeyPolicy(), counters)
         self._scopes = scopes or ModalityScopes()
@@ -154,7 +154,7 @@ class SchedulerHalf:
         self.waits = RequestWaits(
             self.tracker,
             role=role,
-            shared_tier=shared_tier,
+            shared_tier=self._shared_tier,
             counters=counters,
             clock=clock,
             local=local,
@@ -451,7 +451,7 @@ class SchedulerHalf:
                 return ABSENT
             if misfit or came or item.is_due(now):
                 self.rows_asked[feature.identifier] = rows
-                self.tracker.again(item, modality, rows, _DEMAND, promised=named)
+                self.tracker.fetch(item.key, modality, rows, _DEMAND, promised=named)
             return FETCHING
         # One that asks for other rows has a chance: those may have been a client's invention.
         # And so has one that came to this node's disk since.
@@ -460,7 +460,8 @@ class SchedulerHalf:
         if not self._is_worthwhile(feature, item.key):
             return ABSENT
         self.rows_asked[feature.identifier] = rows
-        self.tracker.again(item, modality, rows, _DEMAND if needed_now else _LOOKAHEAD, anew=True)
+        priority = _DEMAND if needed_now else _LOOKAHEAD
+        self.tracker.fetch(item.key, modality, rows, priority, anew=True)
         return FETCHING
 
     def _want(self, feature: Any, rows: int, needed_now: bool, now: float) -> State | None:
@@ -470,8 +471,8 @@ class SchedulerHalf:
         key = self._keys.asked(identifier)
         if key is None:
             return None
-        is_tier_unknown = self._shared_tier is not None and self._shared_tier.asked is not None
-        if self._role.can_load and not (self._hung or self._down or is_tier_unknown):
+        is_closed = self._hung or self._down or self._shared_tier.asked is not None
+        if self._role.can_load and not is_closed:
             entry = self._residents.get(key.digest, now)
             if entry is not None:
                 item = self.tracker.grant(key, entry, now)
@@ -484,7 +485,7 @@ class SchedulerHalf:
         priority = _DEMAND if needed_now else _LOOKAHEAD
         self.rows_asked[identifier] = rows
         promised = identifier in self._named and not self._index.maybe_contains(key)
-        self.tracker.want(key, feature.modality, rows, priority, promised=promised)
+        self.tracker.fetch(key, feature.modality, rows, priority, promised=promised)
         return FETCHING
 
     def _is_worthwhile(self, feature: Any, key: Key) -> bool:
@@ -658,8 +659,7 @@ class SchedulerHalf:
         plan = StepPlan()
         if scheduled_tokens:
             plan, self._plan = self._plan, plan
-        if self._shared_tier is not None:
-            plan.tier = self._shared_tier.asked
+        plan.tier = self._shared_tier.asked
         # What later steps load must stay.
         can_sweep = is_late and not self._plan.loads
         loads = [load.identifier for load in plan.loads]
@@ -700,7 +700,7 @@ class SchedulerHalf:
                 "the model's weights were replaced while this engine started: nothing is loaded or "
                 "saved from here on. Start it again"
             )
-        if self._shared_tier is not None and self._shared_tier.on_report(report.sees_tier):
+        if self._shared_tier.on_report(report.sees_tier):
             self._know_ranks(self._shared_tier.apart)
         for identifier in report.published:
             key = self._keys(identifier)
