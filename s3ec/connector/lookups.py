@@ -98,10 +98,10 @@ class DeviceLookups:
         self._allocated.setdefault(request_id, set()).add(index)
 
     def ahead(self, request: Any, computed: int) -> Sequence[Any]:
-        """The features that are to be looked for: those that may have tokens left.
+        """The features that are to be looked for.
 
-        A session has thousands in its KV cache. Left out are those that were there at the last
-        look, and what the device holds for this request until it is behind.
+        Left out are the first ones that are in the KV cache, of which a session has thousands, and
+        what the device holds for this request until it is behind.
         """
         features = request.mm_features
         inputs = self.inputs.get(request.request_id)
@@ -111,7 +111,7 @@ class DeviceLookups:
             inputs = self.inputs[request.request_id] = _Inputs(features)
         # One that goes back, since its KV cache cannot be had, has lost what it held.
         is_same = computed >= inputs.end
-        first = min(inputs.behind, inputs.look(computed))
+        first = inputs.look(computed)
         left = features[first:]
         passed = inputs.passed
         # So has a preempted one.

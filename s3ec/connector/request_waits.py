@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from s3ec.connector.item_tracker import FETCHING, Item, ItemTracker
-from s3ec.connector.lookups import is_behind
 from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import Missing, Source, SourceTimes, WaitPolicy
@@ -366,21 +365,19 @@ class RequestWaits:
         self._counters.add("deferred_seconds", waited_s)
         self._counters.observe("wait_time", waited_s)
 
-    def let_through(self, request_id: str, features: Iterable[Any], start: int) -> None:
+    def let_through(self, request_id: str, features: Iterable[Any]) -> None:
         """All that the request needs now is here, or will be encoded.
 
         Args:
             request_id: Of the request.
-            features: What it needs now or later.
-            start: Its tokens before this one are in the KV cache, perhaps with what else it waited
-                for: a prefix that others computed.
+            features: What it needs now or later. The KV cache may hold what else it waited for: a
+                prefix that others computed.
         """
         if request_id in self.records:
             self.end_wait(request_id)
         waited = self._tracker.waiting.get(request_id)
         if waited:
-            needed = {one.identifier for one in features if not is_behind(one, start)}
-            self._tracker.leave(request_id, waited - needed)
+            self._tracker.leave(request_id, waited - {one.identifier for one in features})
 
     def scheduled(self, request_id: str, identifier: str) -> None:
         """The request got room for one item: it need not wait, and has done with this one."""

@@ -270,7 +270,7 @@ class SchedulerHalf:
         if pending:
             goes_on = self.waits.defer(request, pending, -1 if self._hung else num_computed_tokens)
             return self._give_up(request, pending) if goes_on is None else goes_on
-        self.waits.let_through(request_id, needed, start)
+        self.waits.let_through(request_id, needed)
         return True
 
     def _name(self, request: Any, features: Iterable[Any]) -> bool:
