@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The queue of fetches: brings embeddings to this node, off the scheduler's thread.
 
-``submit``, ``demote`` and ``drain`` touch memory only and may be called from any thread. Everything
+``submit`` and ``drain`` touch memory only and may be called from any thread. Everything
 else happens on a LoopThread and its disk pool.
 
 There are two lanes, so that nothing that lies on this node waits for the bucket. In one, the disk
@@ -18,14 +18,12 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.fetch import Fetcher, FetchOutcome, FetchRequest, FetchResult, Priority, Sources
-from s3ec.identity import Key
 from s3ec.runtime import LoopThread, contained
 from s3ec.spans import Work
 from s3ec.store.concurrency import within
@@ -140,23 +138,17 @@ class Prefetcher:
     # -- any thread ------------------------------------------------------------------------
 
     def submit(self, wants: Sequence[FetchRequest]) -> None:
-        """Queue some wants; a want that is queued or running already is not doubled."""
+        """Queue some wants; a want that is queued or running already is not doubled.
+
+        FORGOTTEN puts one that has not begun behind all others. It is still fetched and answered,
+        and a later want brings it forward again.
+        """
         if not wants:
             return
         try:
             self._loop.call(self._enqueue, list(wants))
         except RuntimeError:  # stopped, or no thread to be had
             self._done.extend(FetchResult(want, FetchOutcome.UNAVAILABLE) for want in wants)
-
-    def demote(self, keys: Iterable[Key]) -> None:
-        """Nobody waits for these any more: those that have not begun go behind all others.
-
-        They are still fetched and answered, and a later want brings one forward again.
-        """
-        keys = list(keys)
-        if keys:
-            with suppress(RuntimeError):  # stopped
-                self._loop.call(self._demote, keys)
 
     @property
     def has_news(self) -> bool:
@@ -184,23 +176,13 @@ class Prefetcher:
                 lane = self._looks if self._sources.local(want.key) else self._downloads
                 place = self._places[digest] = _Place(want, want.priority, 0, lane)
                 self._push(digest, place)
-            elif want.priority < place.rank and place.task is None:
-                place.want = want
-                self._move(digest, place, want.priority)
+            elif place.task is None and (
+                want.priority < place.rank or want.priority is Priority.FORGOTTEN is not place.rank
+            ):
+                place.want, place.rank = want, want.priority
+                if digest not in self._parked:
+                    self._push(digest, place)
         self._start_some()
-
-    def _demote(self, keys: list[Key]) -> None:
-        for key in keys:
-            place = self._places.get(key.digest)
-            if place is not None and place.task is None:
-                self._move(key.digest, place, Priority.FORGOTTEN)
-
-    def _move(self, digest: bytes, place: _Place, rank: Priority) -> None:
-        if rank == place.rank:
-            return
-        place.rank = rank
-        if digest not in self._parked:
-            self._push(digest, place)
 
     def _push(self, digest: bytes, place: _Place) -> None:
         lane, place.number = place.lane, next(self._numbers)
@@ -264,7 +246,8 @@ class Prefetcher:
                 self._park(place)
             else:
                 self._end(place, result, self._clock() - started)
-                self._end_span(work, result, remote=lane is self._downloads)
+                if work is not None:
+                    self._end_span(work, result, remote=lane is self._downloads)
             self._start_some()
 
     async def _fetch(self, place: _Place) -> FetchResult | None:
@@ -302,8 +285,8 @@ class Prefetcher:
         self._done.append(FetchResult(want, result.outcome, result.entry, result.source, seconds))
         del self._places[want.key.digest]
 
-    def _end_span(self, work: Work | None, result: FetchResult, *, remote: bool) -> None:
-        """Tell tracing of a fetch, where there is any.
+    def _end_span(self, work: Work, result: FetchResult, *, remote: bool) -> None:
+        """Tell tracing of a fetch.
 
         Args:
             remote: The bucket was asked.

@@ -7,8 +7,10 @@ a release lacks are simply never called.
 
 from __future__ import annotations
 
+import functools
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
@@ -17,7 +19,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from s3ec import runtime
-from s3ec.connector.guard import fatal, guarded
 from s3ec.connector.messages import StepPlan, TierId, WorkerReport
 from s3ec.connector.parts import Parts
 from s3ec.connector.request_waits import RequestWaits
@@ -31,6 +32,79 @@ except ImportError:  # pragma: no cover
     ECConnectorWorkerMetadata = object
 
 log = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., Any])
+_FAILED = "%s failed; the request is served without the cache"
+
+
+def guarded(default: Any = None, *, fallback: Callable[..., Any] | None = None) -> Callable[[F], F]:
+    """Let no exception of ours out of a hook: vLLM would end the engine.
+
+    A fault is logged with its traceback and counted where the object's ``parts`` have a node. The
+    answer is then what a miss would answer. BaseException counts too: Rust's panics are none of
+    Exception's, and neither is a cancellation. What a signal handler raises passes.
+
+    In a forked child of the process that made the node, the hook is not called at all.
+
+    Args:
+        default: The answer then; the caller must not change it.
+        fallback: Makes the answer instead, from the hook's arguments. Children call it too, so it
+            touches neither the node nor a lock. If it fails, ``default`` is the answer.
+    """
+
+    def wrap(hook: F) -> F:
+        def answer(node: Any, *args: Any, **kwargs: Any) -> Any:
+            if fallback is None:
+                return default
+            try:
+                return fallback(*args, **kwargs)
+            except PASS_THROUGH:
+                raise
+            except BaseException:
+                _count(node)
+                log.exception(_FAILED, fallback.__name__)
+                return default
+
+        @functools.wraps(hook)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            node = getattr(getattr(self, "parts", None), "node", None)
+            # No call and no os.getpid(): this runs in every hook of a scheduling pass.
+            if node is not None and node.process != runtime.process_number:
+                return answer(None, self, *args, **kwargs)
+            try:
+                return hook(self, *args, **kwargs)
+            except PASS_THROUGH:
+                raise
+            except BaseException:
+                _count(node)
+                log.exception(_FAILED, hook.__name__)
+                return answer(node, self, *args, **kwargs)
+
+        return cast("F", call)
+
+    return wrap
+
+
+def _count(node: Any) -> None:
+    if node is not None:
+        node.counters.add("internal_errors")
+
+
+def fatal(hook: F) -> F:
+    """For a hook that must raise where it failed: an Exception, which vLLM reports as its own.
+
+    Rust's panics and cancellations pass by ``except Exception``, and end a process in silence.
+    """
+
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except (Exception, *PASS_THROUGH):
+            raise
+        except BaseException as exc:
+            raise RuntimeError(f"{hook.__name__} failed: {exc!r}") from exc
+
+    return cast("F", call)
 
 
 class S3ECMetadata(ECConnectorMetadata):
@@ -313,7 +387,7 @@ class S3ECConnector(ECConnectorBase):
     def externally_loaded_hashes(self) -> list[str]:
         """What this step loads: nothing that a producer has to save (vLLM after 0.33)."""
         plan = self._plan()
-        return [] if plan is None else plan.loaded_names
+        return [] if plan is None else [load.identifier for load in plan.loads]
 
     @guarded()
     def start_save_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
@@ -372,7 +446,7 @@ class S3ECConnector(ECConnectorBase):
         settings = node.settings
         if settings.live_weights == "ignore" or (was_reset and settings.weights == "fingerprint"):
             return
-        if scheduler.stop(was_reset=was_reset):
+        if scheduler.stop():
             node.counters.add("stopped_by_weights")
             log.error(
                 "%s, so its weights may not be those of namespace %s any more: nothing is loaded "

@@ -36,7 +36,10 @@ class Figures:
             node: The scheduler half's.
         """
         self._node = node
-        self._increments = Increments(node.counters)
+        self._unsent = Increments(node.counters)
+        self._unsaid = Increments(node.counters)
+        self._lock = threading.RLock()  # of the latter; a signal handler may close it, see Counters
+        self._line: Future[None] | None = None
         self._ranks: dict[int, Mapping[str, float]] = {}
         self._told = node.levels
 
@@ -63,11 +66,33 @@ class Figures:
 
         Also where nothing has changed: a reader that has just started knows nothing.
         """
-        news = self._increments.take()
+        news = self._unsent.take()
         if self._node.levels is not self._told:
             self._told = self._node.levels
             news |= self.levels()
         return news
+
+    def start(self) -> None:
+        """Write a line to the log each minute, and at the end; returns at once."""
+        self._line = self._node.loop.submit(self._tell_forever())
+
+    def close(self) -> None:
+        """Say what was not said yet. More than once is fine."""
+        if self._line is not None:
+            self._line.cancel()
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._lock:
+            line = line_of(self._unsaid.take())
+        if line is not None:
+            log.info("%s", line)
+
+    async def _tell_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LINE_EVERY_S)
+            with contained(self._node.counters, "the line in the log"):
+                self._tell()
 
 
 def line_of(counts: Mapping[str, float]) -> str | None:
@@ -101,40 +126,3 @@ def line_of(counts: Mapping[str, float]) -> str | None:
     if problems:
         said.append(f"{problems:.0f} problems with saves")
     return "s3ec: " + ", ".join(said)
-
-
-class LogLine:
-    """Writes a line about an engine to the log, each minute and at the end."""
-
-    def __init__(self, node: Node) -> None:
-        """Nothing runs yet.
-
-        Args:
-            node: The scheduler half's.
-        """
-        self._node = node
-        self._increments = Increments(node.counters)
-        self._lock = threading.RLock()  # a signal handler may close it, see Counters
-        self._task: Future[None] | None = None
-
-    def start(self) -> None:
-        """Begin; returns at once. The line ends with ``close`` or with the node."""
-        self._task = self._node.loop.submit(self._tell_forever())
-
-    def close(self) -> None:
-        """Say what was not said yet. More than once is fine."""
-        if self._task is not None:
-            self._task.cancel()
-        self._tell()
-
-    def _tell(self) -> None:
-        with self._lock:
-            line = line_of(self._increments.take())
-        if line is not None:
-            log.info("%s", line)
-
-    async def _tell_forever(self) -> None:
-        while True:
-            await asyncio.sleep(LINE_EVERY_S)
-            with contained(self._node.counters, "the line in the log"):
-                self._tell()

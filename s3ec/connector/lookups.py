@@ -8,7 +8,7 @@ from memory and without a look at vLLM's encoder-cache manager.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,12 +59,6 @@ class _Inputs:
             self.behind += 1
         return self.behind
 
-    def begin(self, features: Sequence[Any]) -> None:
-        """No step has needed any of its inputs."""
-        self.features = features
-        self.end = 0
-        self.passed.clear()
-
 
 class DeviceLookups:
     """Says which inputs the device held already when a step needed them. The scheduler's thread.
@@ -83,6 +77,9 @@ class DeviceLookups:
     ========  =========  ====================================================================
 
     vLLM keeps what a running request has passed on the device until it is behind.
+
+    Attributes:
+        inputs: By request. For reading.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -92,43 +89,39 @@ class DeviceLookups:
             counters: Where hits are counted.
         """
         self._counters = counters
-        self._inputs: dict[str, _Inputs] = {}
+        self.inputs: dict[str, _Inputs] = {}
         self._prefilling: dict[str, _Inputs] = {}  # not all are behind
         self._allocated: dict[str, set[int]] = {}  # in this pass
 
     def allocated(self, request_id: str, index: int) -> None:
         """The device lacked this input of a request that is being scheduled."""
-        allocated = self._allocated.get(request_id)
-        if allocated is None:
-            allocated = self._allocated[request_id] = set()
-        allocated.add(index)
+        self._allocated.setdefault(request_id, set()).add(index)
 
-    def ahead(self, request: Any, computed: int) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The features that may have tokens left, and those of them that are to be looked for.
+    def ahead(self, request: Any, computed: int) -> Sequence[Any]:
+        """The features that are to be looked for.
 
-        A session has thousands in its KV cache. Those that were there at the last look are in
-        neither list. What the device holds for this request until it is behind is in the first
-        one alone.
+        Left out are the first ones that are in the KV cache, of which a session has thousands, and
+        what the device holds for this request until it is behind.
         """
         features = request.mm_features
-        inputs = self._inputs.get(request.request_id)
+        inputs = self.inputs.get(request.request_id)
         if inputs is None:
             if not is_behind(features[0], computed):
-                return features, features
-            inputs = self._inputs[request.request_id] = _Inputs(features)
+                return features  # type: ignore[no-any-return]
+            inputs = self.inputs[request.request_id] = _Inputs(features)
         # One that goes back, since its KV cache cannot be had, has lost what it held.
         is_same = computed >= inputs.end
-        first = min(inputs.behind, inputs.look(computed))
+        first = inputs.look(computed)
         left = features[first:]
         passed = inputs.passed
         # So has a preempted one.
         if not passed or not is_same or request.status.name != "RUNNING":
-            return left, left
-        return left, [one for place, one in enumerate(left, first) if place not in passed]
+            return left  # type: ignore[no-any-return]
+        return [one for place, one in enumerate(left, first) if place not in passed]
 
     def device_was_reset(self) -> None:
         """The device holds nothing any more."""
-        for inputs in self._inputs.values():
+        for inputs in self.inputs.values():
             inputs.passed.clear()
 
     def end_pass(self, output: Any) -> None:
@@ -145,8 +138,8 @@ class DeviceLookups:
                 self._pass(name, inputs, one.num_computed_tokens, scheduled.get(name, 0))
         cached = output.scheduled_cached_reqs
         for name in cached.resumed_req_ids:
-            if name in self._inputs:
-                self._begin(name, self._inputs[name].features)
+            if name in self.inputs:
+                self._begin(name, self.inputs[name].features)
         if self._prefilling:
             for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 going_on = self._prefilling.get(name)
@@ -155,11 +148,10 @@ class DeviceLookups:
         self._allocated.clear()
 
     def _begin(self, name: str, features: Sequence[Any]) -> _Inputs:
-        inputs = self._inputs.get(name)
-        if inputs is None:
-            inputs = self._inputs[name] = _Inputs(features)
-        inputs.begin(features)
-        self._prefilling[name] = inputs
+        """No step has needed any of its inputs."""
+        inputs = self._prefilling[name] = self.inputs.setdefault(name, _Inputs(features))
+        inputs.features, inputs.end = features, 0
+        inputs.passed.clear()
         return inputs
 
     def _pass(self, name: str, inputs: _Inputs, computed: int, tokens: int) -> None:
@@ -193,13 +185,8 @@ class DeviceLookups:
 
     def end_request(self, request_id: str) -> None:
         """The request has ended."""
-        self._inputs.pop(request_id, None)
+        self.inputs.pop(request_id, None)
         self._prefilling.pop(request_id, None)
-
-    @property
-    def requests(self) -> Iterable[str]:
-        """Whose inputs are remembered."""
-        return self._inputs.keys()
 
 
 def is_behind(feature: Any, computed: int) -> bool:

@@ -145,11 +145,6 @@ class StepPlan:
     encodes: dict[str, Encode] = field(default_factory=dict)
     tier: TierId | None = None
 
-    @property
-    def loaded_names(self) -> list[str]:
-        """What this step loads, as vLLM calls it."""
-        return [load.identifier for load in self.loads]
-
 
 @dataclass(slots=True)
 class WorkerReport:

@@ -18,7 +18,7 @@ from typing import Any
 from s3ec.config import load_settings, set_up_logging
 from s3ec.connector import compat, forms, live_weights
 from s3ec.connector.adapters import Adapters
-from s3ec.connector.figures import Figures, LogLine
+from s3ec.connector.figures import Figures
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
@@ -90,7 +90,6 @@ class Parts:
         self.worker: WorkerHalf | None = None
         self.features: FeatureReader | None = None
         self.figures: Figures | None = None
-        self._log_line: LogLine | None = None
         self.weights = ""
         self.has_other_weights = False
 
@@ -210,12 +209,12 @@ class Parts:
         early, self._early = self._early, None
         worker, self.worker = self.worker, None
         node, self.node = self.node, None
-        line, self._log_line, self.figures = self._log_line, None, None
+        figures, self.figures = self.figures, None
         try:
             if worker is not None:
                 worker.finish()
-            if line is not None and node is not None and not node.is_foreign:
-                line.close()
+            if figures is not None and node is not None and not node.is_foreign:
+                figures.close()
         finally:
             if node is not None:
                 node.release(_SHUTDOWN_TIMEOUT_S)
@@ -255,8 +254,7 @@ class Parts:
             )
         live_weights.watch()
         self.figures = Figures(node)
-        self._log_line = LogLine(node)
-        self._log_line.start()
+        self.figures.start()
         node.follow_the_bucket()
         if role.producer:
             node.compact_the_index()

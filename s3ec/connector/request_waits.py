@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a request waits for its embeddings: for which of them, for how long, and when in vain.
 
-All of it is in memory and belongs to the scheduler's thread. The parts, in this order: whether a
-source is worth any wait, and the waits themselves. Which items there are is in
+All of it is in memory and belongs to the scheduler's thread. Which items there are is in
 ``item_tracker.py``, whether waiting costs less than encoding in ``waiting.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +139,7 @@ class RequestWaits:
 
     Attributes:
         is_open: Whether a pass has begun.
+        records: Of requests that wait, or have waited. For reading.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class RequestWaits:
         tracker: ItemTracker,
         *,
         role: Role,
-        shared_tier: SharedTier | None,
+        shared_tier: SharedTier,
         counters: Counters,
         clock: Callable[[], float],
         local: Callable[[Key], bool],
@@ -158,11 +158,8 @@ class RequestWaits:
         """Start with nobody.
 
         Args:
-            tracker: Has the items.
             role: How long a request may wait.
-            shared_tier: Whether all ranks see this node's tier; None where they do for certain.
-            counters: Where to count.
-            clock: Monotonic seconds.
+            shared_tier: Whether all ranks see this node's tier.
             local: Whether this node's disk is believed to hold a key.
             needs_embedding: Whether a feature came without pixels.
             times: Learns how long fetches take.
@@ -184,7 +181,7 @@ class RequestWaits:
             "promise": SourceTrust(VAIN_REST_S),
         }
         self._promise_noted_s = clock()
-        self._waits: dict[str, _Wait] = {}  # of requests that wait, or have waited
+        self.records: dict[str, _Wait] = {}
         self.is_open = False
         self._pass = 1  # its number, when it began, and when the one before it ended
         self._began_s = self._ended_s = clock()
@@ -203,30 +200,27 @@ class RequestWaits:
         self._ended_s = now
 
     def repeats(self, request_id: str, computed_tokens: int) -> bool:
-        """Whether a request is told "not yet" once more, since nothing has changed.
+        """vLLM asks about a request: whether it is told "not yet" since nothing has changed.
 
-        Not so where it is asked about for the second time in a pass.
+        Else it is looked at next, as where it is asked about for the second time in a pass.
         """
-        wait = self._waits.get(request_id)
+        wait = self.records.get(request_id)
         if (
-            wait is None
-            or wait.kept_tokens != computed_tokens
-            or wait.asked_in == self._pass
-            or not self.is_open
-            or self._began_s >= wait.until_s
-            or request_id in self._tracker.look_again
+            wait is not None
+            and wait.kept_tokens == computed_tokens
+            and wait.asked_in != self._pass
+            and self.is_open
+            and self._began_s < wait.until_s
+            and request_id not in self._tracker.look_again
         ):
-            return False
-        self._note_asked(wait)
-        return True
-
-    def asked(self, request_id: str) -> None:
-        """vLLM asks about a request, and it is looked at."""
-        self._tracker.look_again.discard(request_id)
-        wait = self._waits.get(request_id)
-        if wait is not None:
-            wait.kept_tokens = -1
             self._note_asked(wait)
+            return True
+        if self.is_open:
+            self._tracker.look_again.discard(request_id)
+            if wait is not None:
+                wait.kept_tokens = -1
+                self._note_asked(wait)
+        return False
 
     def _note_asked(self, wait: _Wait) -> None:
         if wait.asked_in < self._pass - 1:
@@ -237,117 +231,103 @@ class RequestWaits:
 
     def look_at_all(self) -> None:
         """Something has changed that concerns all."""
-        for wait in self._waits.values():
+        for wait in self.records.values():
             wait.kept_tokens = -1
-
-    def knows(self, request_id: str) -> bool:
-        """Whether a request waits for anything or has waited. Most requests never do."""
-        return request_id in self._tracker.waiting or request_id in self._waits
 
     # -- begin to wait, or go on -------------------------------------------------------------
 
-    def defer(self, request: Any, pending: list[Any]) -> bool | None:
+    def defer(self, request: Any, pending: list[Any], computed_tokens: int) -> bool | None:
         """Defer a request, unless it has waited long enough or would wait in vain.
 
         Args:
             pending: Those of its features that are needed now and have not come.
+            computed_tokens: That it was asked about with; -1 for a look at it in each pass.
 
         Returns:
             False where it is deferred, True where it is to go on without them. None where it
             cannot: one came without pixels, and it has waited its time.
         """
         request_id = request.request_id
-        awaited = self._worth_waiting(pending, request)
-        if not awaited:
-            self._end_wait(request_id)
-            if awaited is None:
-                return None
-        if awaited is not pending:
-            kept = {feature.identifier for feature in awaited}
-            for feature in pending:
-                if feature.identifier not in kept:
-                    self._tracker.leave(request_id, feature.identifier)
-        noted = self._tracker.waiting.get(request_id, ())
-        for feature in awaited:
-            identifier = feature.identifier
-            if identifier not in noted or self._items[identifier].priority is not _DEMAND:
-                self._tracker.expect(request_id, identifier, _DEMAND)
-        return not awaited
-
-    def _worth_waiting(self, pending: list[Any], request: Any) -> list[Any] | None:
-        """What of the pending features the request should still wait for.
-
-        Returns:
-            All, those whose source is worth a wait, or none. None instead of a list where one came
-            without pixels and has waited its time.
-        """
         now = self._clock()
         is_bare = any(map(self._needs_embedding, pending))
         awaited = pending if is_bare else self._trusted(pending, now)
+        if awaited and not self._may_wait(request, awaited, now, is_bare=is_bare):
+            awaited = []
+        if len(awaited) < len(pending):
+            kept = {feature.identifier for feature in awaited}
+            dropped = [one.identifier for one in pending if one.identifier not in kept]
+            self._tracker.leave(request_id, dropped)
         if not awaited:
-            return awaited
+            self.end_wait(request_id)
+            return None if is_bare else True
+        noted = self._tracker.waiting.get(request_id, ())
+        is_kept = True
+        for feature in awaited:
+            item = self._items[feature.identifier]
+            if feature.identifier not in noted or item.priority is not _DEMAND:
+                self._tracker.expect(request_id, feature.identifier, _DEMAND)
+            # What has FAILED is asked for again in a while.
+            is_kept = is_kept and item.state is FETCHING
+        if is_kept:
+            self.records[request_id].kept_tokens = computed_tokens
+        return False
+
+    def _may_wait(self, request: Any, awaited: list[Any], now: float, *, is_bare: bool) -> bool:
+        """Whether the request should wait, or wait on, for these features."""
         request_id, features = request.request_id, len(request.mm_features)
         # What came without pixels has no other chance.
         longest_s = max(self._longest_s, NO_PIXELS_WAIT_S) if is_bare else self._longest_s
-        wait = self._waits.get(request_id)
+        wait = self.records.get(request_id)
         if wait is None or wait.is_over or wait.features < features:
             spent_s = wait.spent_s if wait is not None and wait.features == features else 0.0
             if spent_s >= longest_s:
-                return None if is_bare else []
+                return False
             limit_s = self._longest_s - spent_s
             if self._policy is not None and not is_bare:
                 limit_s = min(limit_s, self._limit_s(self._policy, awaited, now))
                 if limit_s <= 0:
-                    return []
-            wait = self._begin(request_id, features, spent_s, limit_s, now)
+                    return False
+            self.end_wait(request_id)  # of an earlier turn
+            if request_id not in self.records:
+                self._counters.add("deferred_requests")
+            wait = _Wait(features, spent_s, limit_s, now, asked_in=self._pass, asked_s=now)
+            self.records[request_id] = wait
         wait.until_s = wait.since_s + (longest_s - wait.spent_s if is_bare else wait.limit_s)
         if now < wait.until_s:
-            return awaited
+            return True
         self._note_in_vain(awaited, wait, now, is_bare=is_bare)
-        self._end_wait(request_id)
+        self.end_wait(request_id)
         wait.spent_s = max(wait.spent_s, self._longest_s)
-        return None if is_bare else []
+        return False
 
     def _trusted(self, pending: list[Any], now: float) -> list[Any]:
         """Those of the pending features whose source is worth a wait."""
         # Not while nobody knows whether all ranks see this node's tier: nothing is granted then.
-        if self._shared_tier is not None and self._shared_tier.asked is not None:
+        if self._shared_tier.asked is not None:
             return []
         resting = [source for source, one in self._trust.items() if one.rests(now)]
         if not resting:
             return pending
-        kept = [one for one in pending if self._awaits(one.identifier) not in resting]
-        return pending if len(kept) == len(pending) else kept
+        return [one for one in pending if self._source(self._items[one.identifier]) not in resting]
 
-    def _awaits(self, identifier: str) -> Source:
-        """From whom an item is awaited: what the bucket did not have is still to be uploaded."""
-        item = self._items[identifier]
+    def _source(self, item: Item) -> Source:
+        """From where it is awaited: what the bucket did not have is still to be uploaded."""
         if self._local(item.key):
             return "tier"
-        return "promise" if item.failures else "bucket"
-
-    def _begin(
-        self, request_id: str, features: int, spent_s: float, limit_s: float, now: float
-    ) -> _Wait:
-        self._end_wait(request_id)  # of an earlier turn
-        if request_id not in self._waits:
-            self._counters.add("deferred_requests")
-        wait = _Wait(features, spent_s, limit_s, now, asked_in=self._pass, asked_s=now)
-        self._waits[request_id] = wait
-        return wait
+        return "promise" if item.promised or item.failures else "bucket"
 
     def _note_in_vain(self, awaited: list[Any], wait: _Wait, now: float, *, is_bare: bool) -> None:
         """A wait has lasted its time, and these have not come."""
         self._counters.add("defer_timeouts")
         waited_s = wait.spent_s + wait.until_s - wait.since_s
-        for source in {self._awaits(feature.identifier) for feature in awaited}:
+        items = [self._items[feature.identifier] for feature in awaited]
+        for source in set(map(self._source, items)):
             # What came without pixels may have been invented by a client.
             if is_bare and source == "promise":
                 continue
             if self._trust[source].in_vain(waited_s, now):
                 self.look_at_all()  # the others do not wait for it any more
-        for feature in awaited:
-            item = self._items[feature.identifier]
+        for item in items:
             if item.promised and not self._local(item.key) and not is_bare:
                 # Nobody will learn how long it takes.
                 self._note_promise(item, 2 * (now - item.asked_s))
@@ -357,10 +337,8 @@ class RequestWaits:
         missing = []
         for feature in awaited:
             item = self._items[feature.identifier]
-            source: Source = "promise" if item.promised else "bucket"
-            if self._local(item.key):
-                source = "tier"
-            elif item.promised and now - self._promise_noted_s > VAIN_REST_S:
+            source = self._source(item)
+            if source == "promise" and now - self._promise_noted_s > VAIN_REST_S:
                 policy.times.relearn("promise")  # who does not wait learns nothing
             missing.append(Missing(item.modality, item.rows, source))
         limit_s = policy.limit_s(missing, now)
@@ -373,19 +351,11 @@ class RequestWaits:
         self._times.of("promise", item.rows).add(seconds)
         self._promise_noted_s = self._clock()
 
-    def keep(self, request_id: str, pending: list[Any], computed_tokens: int) -> None:
-        """A request was deferred: it need not be looked at again before something changes.
-
-        One without pixels is, that is to ask again for what has FAILED.
-        """
-        if all(self._items[feature.identifier].state is FETCHING for feature in pending):
-            self._waits[request_id].kept_tokens = computed_tokens
-
     # -- the end of a wait -------------------------------------------------------------------
 
-    def _end_wait(self, request_id: str) -> None:
+    def end_wait(self, request_id: str) -> None:
         """The request does not wait now; what it has waited stays counted against it."""
-        wait = self._waits.get(request_id)
+        wait = self.records.get(request_id)
         if wait is None or wait.is_over:
             return
         is_paused = wait.asked_in < self._pass - 1
@@ -395,45 +365,43 @@ class RequestWaits:
         self._counters.add("deferred_seconds", waited_s)
         self._counters.observe("wait_time", waited_s)
 
-    def let_through(self, request_id: str, needed: Collection[str]) -> None:
+    def let_through(self, request_id: str, features: Iterable[Any]) -> None:
         """All that the request needs now is here, or will be encoded.
 
         Args:
             request_id: Of the request.
-            needed: Identifiers of what it needs now or later. The KV cache may hold what else it
-                waited for: a prefix that others computed.
+            features: What it needs now or later. The KV cache may hold what else it waited for: a
+                prefix that others computed.
         """
-        self._end_wait(request_id)
-        for identifier in self._tracker.waiting.get(request_id, set()).difference(needed):
-            self._tracker.leave(request_id, identifier)
-
-    def goes_on(self, request_id: str) -> None:
-        """The request waits for nothing: what it needs is computed, or the encoder makes it."""
-        self._end_wait(request_id)
+        if request_id in self.records:
+            self.end_wait(request_id)
+        waited = self._tracker.waiting.get(request_id)
+        if waited:
+            self._tracker.leave(request_id, waited - {one.identifier for one in features})
 
     def scheduled(self, request_id: str, identifier: str) -> None:
         """The request got room for one item: it need not wait, and has done with this one."""
-        self._end_wait(request_id)
+        if request_id in self.records:
+            self.end_wait(request_id)
         if request_id in self._tracker.waiting:
-            self._tracker.leave(request_id, identifier)
+            self._tracker.leave(request_id, (identifier,))
 
-    def give_up(self, request_id: str, pending: Iterable[str]) -> None:
-        """The request fails: it waits for nothing, not even for what it has just asked for."""
-        self._end_wait(request_id)
-        for identifier in pending:
-            self._tracker.leave(request_id, identifier)
-        self._tracker.leave_all(request_id)
+    def leave_all(self, request_id: str, also: Iterable[str] = ()) -> None:
+        """The request waits for nothing any more, not even for what it has just asked for."""
+        self.end_wait(request_id)
+        waited = self._tracker.waiting.get(request_id, ())
+        if waited or also:
+            self._tracker.leave(request_id, [*waited, *also])
 
     def end_request(self, request_id: str) -> None:
         """The request has ended. What it waited for is for others, or for nobody."""
-        self._end_wait(request_id)
+        self.leave_all(request_id)
         self._tracker.look_again.discard(request_id)
-        self._waits.pop(request_id, None)
+        self.records.pop(request_id, None)
         if self._policy is not None:
             self._policy.load.end_request(self._clock())
-        self._tracker.leave_all(request_id)
 
-    # -- what is learned, and what is kept ---------------------------------------------------
+    # -- what is learned ---------------------------------------------------------------------
 
     def arrived(self, results: Iterable[FetchResult]) -> None:
         """The prefetcher has finished these: learn what they took, and move their items on."""
@@ -447,26 +415,9 @@ class RequestWaits:
                 self._trust[fetched.source].came(max(fetched.seconds, queued_s))
                 self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
             had_failed = item is not None and item.failures > 0
-            if self._tracker.arrived(fetched, now) and item is not None:
+            can_grant = self._shared_tier.asked is None
+            if self._tracker.arrived(fetched, now, can_grant=can_grant) and item is not None:
                 if had_failed:
                     self._trust["promise"].came(0.0)
                 if item.promised:
                     self._note_promise(item, now - item.asked_s)
-
-    def audit(self, *, requests: Collection[str]) -> list[str]:
-        """As SchedulerHalf.audit."""
-        return [
-            f"{what}: {name} is kept, and has ended"
-            for what, names in self.remembered.items()
-            for name in names
-            if name not in requests
-        ]
-
-    @property
-    def remembered(self) -> dict[str, Collection[str]]:
-        """All that is kept of requests; an audit at rest expects it to be empty."""
-        return {
-            "waits": self._waits,
-            "interests": self._tracker.waiting,
-            "requests to look at again": self._tracker.look_again,
-        }

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
+from s3ec.connector.item_tracker import LEASE_S
 from s3ec.connector.messages import Save
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
@@ -140,20 +140,11 @@ class SaveWorth:
 class SaveOrders:
     """Remembers what was ordered, so that an embedding is not saved by each of its requests.
 
-    There are two ways to order a save. Each has a record of its own, which keeps it from being
-    ordered once more:
-
-    =========  ============================================  ==================================
-    record     begins when                                   ends when
-    =========  ============================================  ==================================
-    ordered    it is about to be encoded, the corpus lacks   the bucket holds it, it is not to
-               it, and it is worth it                        be saved, or LEASE_S have passed
-    again      the device holds it, and the corpus lacks it  likewise, or after RETRY_AFTER_S
-    =========  ============================================  ==================================
+    An order is over when the bucket holds the embedding, when it is not to be saved, or after
+    LEASE_S: a save that was dropped or failed may be tried again.
 
     Attributes:
-        ordered_s: When each was ordered. For reading, as the next one.
-        again_s: The same for those that the device held already.
+        ordered_s: Identifier to when it was ordered. For reading.
     """
 
     def __init__(
@@ -168,41 +159,35 @@ class SaveOrders:
         self._placeholder_of = placeholder_of
         self._clock = clock
         self.ordered_s: dict[str, float] = {}
-        self.again_s: dict[str, float] = {}
 
     def order(self, key: Key, feature: Any) -> Save | None:
         """What to save of a feature that is about to be encoded; None where that is done."""
-        identifier = feature.identifier
-        if identifier in self.ordered_s or self._index.holds(key):
+        if feature.identifier in self.ordered_s or self._index.holds(key):
             return None
         rows = feature.mm_position.get_num_embeds()
         if self._worth is not None and not self._worth.is_worth(key, feature.modality, rows):
             return None
-        self.ordered_s[identifier] = self._clock()
-        return Save(feature.modality, self._placeholder_of(feature), renamed=key.renamed)
+        return self._order(key, feature, on_device=False)
 
-    def is_recent(self, identifier: str) -> bool:
-        """Whether what the device holds was ordered to be stored, too lately to do so again."""
-        again_s = self.again_s.get(identifier)
-        return again_s is not None and self._clock() - again_s < RETRY_AFTER_S
+    def again(self, key: Key, feature: Any) -> Save | None:
+        """What to save of a feature that the device holds; None where that is done."""
+        # A bad object has its name: a save of what is encoded tries, one of each hit would not fare
+        # better.
+        if self._index.maybe_contains(key) or self._index.is_bad(key):
+            return None
+        return self._order(key, feature, on_device=True)
 
-    def again(self, key: Key, feature: Any) -> Save:
-        """What to save of a feature that the device holds, whatever was ordered before.
-
-        The worker knows whether it is under way.
-        """
-        self.again_s[feature.identifier] = self._clock()
+    def _order(self, key: Key, feature: Any, *, on_device: bool) -> Save:
+        self.ordered_s[feature.identifier] = self._clock()
         placeholder = self._placeholder_of(feature)
-        return Save(feature.modality, placeholder, on_device=True, renamed=key.renamed)
+        return Save(feature.modality, placeholder, on_device=on_device, renamed=key.renamed)
 
     def release(self, identifier: str) -> None:
         """The bucket holds it, or it will not be saved: it may be ordered again."""
         self.ordered_s.pop(identifier, None)
-        self.again_s.pop(identifier, None)
 
     def sweep(self, now: float) -> None:
-        """A save that was dropped or failed may be tried again at the next encode."""
-        for times_s, lease_s in ((self.ordered_s, LEASE_S), (self.again_s, RETRY_AFTER_S)):
-            for identifier, since_s in list(times_s.items()):
-                if now - since_s > lease_s:
-                    del times_s[identifier]
+        """End what has lasted too long."""
+        for identifier, since_s in list(self.ordered_s.items()):
+            if now - since_s > LEASE_S:
+                del self.ordered_s[identifier]

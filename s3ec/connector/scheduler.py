@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from s3ec.connector.adapters import Adapter, Adapters
 from s3ec.connector.item_tracker import (
@@ -26,8 +26,6 @@ from s3ec.connector.item_tracker import (
     READY,
     Item,
     ItemTracker,
-    OpenEntries,
-    PrefetchQueue,
     State,
 )
 from s3ec.connector.lookups import (
@@ -36,7 +34,6 @@ from s3ec.connector.lookups import (
     FROM_NOWHERE,
     DeviceLookups,
     has_rows,
-    is_behind,
 )
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
@@ -48,8 +45,10 @@ from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes
 from s3ec.index.base import Index
-from s3ec.prefetch import Priority
-from s3ec.tier import LocalKeys
+from s3ec.prefetch import Prefetcher, Priority
+from s3ec.runtime import DiskWatch
+from s3ec.store.endpoint import Breaker
+from s3ec.tier import LocalKeys, Residents
 
 log = logging.getLogger(__name__)
 
@@ -68,29 +67,10 @@ def named_by(request: Any) -> Collection[str]:
     return params if isinstance(params, dict) else ()
 
 
-def _names(features: Iterable[Any], start: int) -> list[str]:
-    """Identifiers of those of which tokens are left behind this place."""
-    return [feature.identifier for feature in features if not is_behind(feature, start)]
-
-
 def _form_token(identifier: str, *, is_crowded: bool) -> bytes:
     """Stands for one form of an item in a sketch; 16 bytes."""
     text = f"{int(is_crowded)}{identifier}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=16).digest()
-
-
-class StoreState(Protocol):
-    """What the half needs of a Breaker."""
-
-    @property
-    def is_open(self) -> bool: ...
-
-
-class DiskState(Protocol):
-    """What the half needs of a DiskWatch."""
-
-    @property
-    def hangs(self) -> bool: ...
 
 
 class SchedulerHalf:
@@ -104,6 +84,8 @@ class SchedulerHalf:
             manager told us. For reading.
         device: What it holds at this moment, where a manager of ours tells. vLLM's own tells at the
             end of a pass, so what an earlier request of the pass has pushed out seems to be there.
+        rows_asked, decisions, allocated, unavailable, save_orders: What is remembered besides. For
+            reading.
         replay_tokens: Of a prefix hit, so many of its last tokens are computed again (bounded
             replay, DeepSeek-V4.1).
     """
@@ -114,10 +96,10 @@ class SchedulerHalf:
         *,
         index: Index,
         local: LocalKeys,
-        prefetcher: PrefetchQueue,
-        residents: OpenEntries,
-        store: StoreState,
-        disk: DiskState,
+        prefetcher: Prefetcher,
+        residents: Residents,
+        store: Breaker,
+        disk: DiskWatch,
         needs_embedding: Callable[[Any], bool],
         placeholder_of: Callable[[Any], dict[str, Any] | None],
         counters: Counters,
@@ -133,23 +115,15 @@ class SchedulerHalf:
         """Wire the half up.
 
         Args:
-            role: What this instance does.
-            index: What the corpus holds.
             local: What this node's disk holds, as far as memory knows.
-            prefetcher: Brings entries.
             residents: Entries of this node that can be granted at once.
-            store: Whether the breaker is open.
-            disk: Whether this node's disk is known not to answer.
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
-            placeholder_of: Placeholder metadata of a feature, stored with it; None where it
-                cannot be seen.
-            counters: Where to count.
+            placeholder_of: Placeholder metadata of a feature; None where it cannot be seen.
             shared_tier: Whether all ranks see this node's tier; None where they do for certain.
             naming: Which identifiers have keys, and which; None for the plain ones.
             scopes: What marks the names of a modality; None where nothing does.
-            adapters: Of requests that use one; None where none touches the encoder.
-            costs: What encoding costs; None where there is a policy, which has it, or where nothing
-                is known yet.
+            adapters: None where none touches the encoder.
+            costs: None where there is a policy, which has it, or where nothing is known yet.
             policy: Weighs each wait against encoding; None where every wait is worth it.
             worth: Says what is worth storing; None where everything is.
             clock: Monotonic seconds.
@@ -165,31 +139,22 @@ class SchedulerHalf:
         self._residents = residents
         self._store = store
         self._disk = disk
-        self._hung = False  # as of the request being scheduled
         self._needs_embedding = needs_embedding
         self._placeholder_of = placeholder_of
         self._counters = counters
-        self._shared_tier = shared_tier
+        self._shared_tier = shared_tier or SharedTier(0, None)
         self._clock = clock
         self._keys = KeyCache(naming or KeyPolicy(), counters)
         self._scopes = scopes or ModalityScopes()
         self._adapters = adapters
         self._renames = bool(self._scopes or role.forms) or adapters is not None
-        # Of store and disk: what all requests that wait depend on.
-        self._outside = (False, False)
-        self.tracker = ItemTracker(
-            prefetcher,
-            role=role,
-            shared_tier=shared_tier,
-            counters=counters,
-            clock=clock,
-            local=local,
-            residents=residents,
-        )
+        # As of the begin of this pass: what all requests that wait depend on.
+        self._down = self._hung = False  # the store, and the disk
+        self.tracker = ItemTracker(prefetcher, residents, role=role, clock=clock, local=local)
         self.waits = RequestWaits(
             self.tracker,
             role=role,
-            shared_tier=shared_tier,
+            shared_tier=self._shared_tier,
             counters=counters,
             clock=clock,
             local=local,
@@ -199,42 +164,35 @@ class SchedulerHalf:
         )
         self._items = self.tracker.items
         self.lookups = DeviceLookups(counters)
-        self._unavailable: set[str] = set()
+        self.unavailable: set[str] = set()
         self.on_device: set[str] = set()
         self.device: Container[str] | None = None
         self.replay_tokens = 0
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
-        self._rows_asked: dict[str, int] = {}
-        self._must_grant: set[str] = set()  # of this request, while the disk hangs
+        self.rows_asked: dict[str, int] = {}
+        self._bare: set[str] = set()  # of this request, while the disk hangs: without pixels
         # Which items were asked for in which form. vLLM's own caches know one form of an item, and
         # may give it to a prompt for the other (multimodal/cache/lru.py), so nothing is saved then.
         self._seen_forms = SeenKeys() if role.forms else None
         self._named: Collection[str] = ()  # by the request being scheduled
-        self._decisions: dict[str, bool] = {}  # of this pass
+        self.decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
         self._stored: set[str] = set()
         self._stores_again = role.producer and role.stores_again
-        self._allocated: list[str] = []
+        self.allocated: list[str] = []
         # The device gave them up in this pass: vLLM asks for them, and they were there.
         self._evicted: set[str] = set()
         self._plan = StepPlan()
-        self._save_orders = SaveOrders(index, placeholder_of, clock, worth)
+        self.save_orders = SaveOrders(index, placeholder_of, clock, worth)
         self._swept_s = clock()
         self._stopped = False
 
-    def stop(self, *, was_reset: bool) -> bool:
-        """Grant, load and save nothing more. What is held open is let go of by time.
+    def stop(self) -> bool:
+        """Grant, load and save nothing more; False where that was done before.
 
-        Args:
-            was_reset: vLLM's encoder cache is empty now. Otherwise it still counts on what an
-                earlier pass granted.
-
-        Returns:
-            False where that was done before.
+        What an earlier pass granted is still loaded. What is held open is let go of by time.
         """
-        if was_reset:
-            self.device_was_reset()
         self._plan.saves.clear()
         self.waits.look_at_all()
         stopped, self._stopped = self._stopped, True
@@ -257,43 +215,35 @@ class SchedulerHalf:
         request_id = request.request_id
         if self.waits.repeats(request_id, num_computed_tokens):
             return False
-        self.waits.asked(request_id)
         # vLLM tells us of the whole hit, and goes back only after that (0.32 and newer,
         # v1/core/sched/scheduler.py, `_mark_prefix_replay`). A request that runs has done so.
         start = num_computed_tokens
         if self.replay_tokens and not request.num_computed_tokens:
             start = max(start - self.replay_tokens, 0)
         if start >= request.num_prompt_tokens:  # everything is in the KV cache
-            self.waits.goes_on(request_id)
-            if request_id in self.tracker.waiting:
-                self.tracker.leave_all(request_id)
+            self.waits.leave_all(request_id)
             return True
-        left = needed = request.mm_features
-        if start:
-            left, needed = self.lookups.ahead(request, start)
+        needed = self.lookups.ahead(request, start) if start else request.mm_features
         if self._stopped:
-            self.waits.goes_on(request_id)
+            self.waits.leave_all(request_id)
             return self._can_be_encoded(request, needed, start)
-        if self._renames and not self._name(request, left):
+        if self._renames and not self._name(request, needed):
             return False
         if self._stores_again and self.on_device:
-            self._store_again(request, left)
+            self._store_again(request, needed)
         if not self._role.consumer:
             return self._can_be_encoded(request, needed, start)
         if self._role.asked_every_pass:
-            self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
+            self.rows_asked.clear()  # vLLM schedules this request before it asks for the next
         # An encoder was asked for each of them alone.
         self._named = () if self._crowd_of(request) else named_by(request)
-        if self._prefetcher.has_news:
-            self.waits.arrived(self._prefetcher.drain())
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
             # There will be no second question: wait for all.
             window_end = request.num_prompt_tokens
         now = self._clock()
-        self._hung = self._disk.hangs
-        if self._must_grant:
-            self._must_grant.clear()
+        if self._bare:
+            self._bare.clear()
         pending = []
         for feature in needed:
             position = feature.mm_position
@@ -318,14 +268,9 @@ class SchedulerHalf:
             elif needed_now and state is not ABSENT and self._needs_embedding(feature):
                 return self._give_up(request, pending)
         if pending:
-            goes_on = self.waits.defer(request, pending)
-            if goes_on is None:
-                return self._give_up(request, pending)
-            if not goes_on and not self._hung:
-                self.waits.keep(request_id, pending, num_computed_tokens)
-            return goes_on
-        if self.waits.knows(request_id):
-            self.waits.let_through(request_id, _names(left, start))
+            goes_on = self.waits.defer(request, pending, -1 if self._hung else num_computed_tokens)
+            return self._give_up(request, pending) if goes_on is None else goes_on
+        self.waits.let_through(request_id, needed)
         return True
 
     def _name(self, request: Any, features: Iterable[Any]) -> bool:
@@ -374,13 +319,17 @@ class SchedulerHalf:
 
     def _begin_pass(self) -> None:
         """See what has changed since the last pass."""
-        if self._prefetcher.has_news:
-            self.waits.arrived(self._prefetcher.drain())
-        outside = (self._store.is_open, self._disk.hangs)
-        if outside != self._outside:
-            self._outside = outside
+        self._take_news()
+        down, hung = self._store.is_open, self._disk.hangs
+        if (down, hung) != (self._down, self._hung):
+            self._down, self._hung = down, hung
             self.waits.look_at_all()
         self.waits.begin_pass(self._clock())
+
+    def _take_news(self) -> None:
+        """See what the prefetcher has finished."""
+        if self._prefetcher.has_news:
+            self.waits.arrived(self._prefetcher.drain())
 
     def _can_be_encoded(self, request: Any, features: Iterable[Any], start: int) -> bool:
         """Whether the encoder can make what the request needs of these, since nothing is loaded.
@@ -414,20 +363,15 @@ class SchedulerHalf:
         """
         for feature in features:
             identifier = feature.identifier
-            if identifier not in self.on_device or self._save_orders.is_recent(identifier):
+            if identifier not in self.on_device or identifier in self.save_orders.ordered_s:
                 continue
             if feature.modality == PASSED_THROUGH:  # the client's own; it is no embedding of ours
                 continue
             if feature.modality in self._role.forms:  # nobody knows in which form
                 continue
             key = self._keys(identifier)
-            if key is None or self._disk.hangs or self._index.maybe_contains(key):
-                continue
-            # A bad object has its name: a save of what is encoded tries, one of each hit would not
-            # fare better.
-            if not self._index.is_bad(key):
-                save = self._save_orders.again(key, feature)
-                self._plan.saves[identifier] = self._made_by_adapter(save, request)
+            if key is not None and not self._disk.hangs:
+                self._save(identifier, self.save_orders.again(key, feature), request)
 
     def _is_held(self, identifier: str) -> bool:
         """Whether the device holds it, as far as is known."""
@@ -439,7 +383,7 @@ class SchedulerHalf:
         rows = feature.mm_position.get_num_embeds()
         item = self._items.get(identifier)
         if self._renames and item is not None and item.key != self._keys(identifier):
-            self._rows_asked[identifier] = 0  # it is what was called so before
+            self.rows_asked[identifier] = 0  # it is what was called so before
             return None
         if item is None:
             # What the device holds needs no fetch. A feature without pixels is had ready all the
@@ -450,13 +394,16 @@ class SchedulerHalf:
         # A request whose features disagree asks for the first of them first. A client's name may be
         # that of an image and of a video, too: it is not granted to the other, whatever its rows.
         fitting = rows if item.modality == feature.modality else 0
-        asked = self._rows_asked.setdefault(identifier, fitting)
+        asked = self.rows_asked.setdefault(identifier, fitting)
         if asked != fitting and not self._role.asked_every_pass:
             # Two requests disagree and has_cache_item cannot tell which of them asks.
-            self._rows_asked[identifier] = 0
+            self.rows_asked[identifier] = 0
         state = item.state
-        if self._hung and self._is_out_of_reach(feature, item, rows):
-            return ABSENT
+        if self._hung:
+            if self._needs_embedding(feature):
+                self._bare.add(identifier)  # a worker will ask the bucket
+            elif self._role.asked_every_pass or state is not READY:
+                return ABSENT
         if state is READY:
             item.touched_s = now
             return self._look_at_ready(feature, item, rows)
@@ -468,39 +415,24 @@ class SchedulerHalf:
             return FAILED  # asked for again and again by another request
         if self._is_held(identifier) and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
-        out_of_reach = self._store.is_open and not self._local(item.key)
+        out_of_reach = self._down and not self._local(item.key)
         if out_of_reach and not self._needs_embedding(feature):
             return ABSENT  # on its way when the store went down, and of use to a later request
         return FETCHING
 
     def _look_at_ready(self, feature: Any, item: Item, rows: int) -> State | None:
-        if item.fits(rows, feature.modality):
-            if not self._is_misshapen(feature, item):
-                return READY
-            self._counters.add("mismatch.placeholder")
+        if item.rows != rows or item.modality != feature.modality:
+            self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
             return None
-        self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
-        return None
-
-    def _grant_at_once(self, key: Key, now: float) -> Item | None:
-        """The item of a resident, ready; None where it has to be looked for."""
-        if self._store.is_open:
-            return None
-        if self._shared_tier is not None and self._shared_tier.asked is not None:
-            return None
-        entry = self._residents.get(key.digest, now)
-        return None if entry is None else self.tracker.grant(key, entry, now)
-
-    def _is_misshapen(self, feature: Any, item: Item) -> bool:
-        """Whether a feature without pixels claims another arrangement of the stored rows.
-
-        vLLM would place them by what it claims, and its prefix cache would give the outcome to all
-        who ask under this identifier.
-        """
         if item.entry is None or not self._needs_embedding(feature):
-            return False
+            return READY
+        # vLLM would place the rows as this feature claims, and its prefix cache would give the
+        # outcome to all who ask under this identifier.
         stored = item.entry.header.placeholder or {}
-        return contradicts(stored, self._placeholder_of(feature) or {})
+        if not contradicts(stored, self._placeholder_of(feature) or {}):
+            return READY
+        self._counters.add("mismatch.placeholder")
+        return None
 
     def _look_at_failed(
         self, feature: Any, item: Item, rows: int, needed_now: bool, now: float
@@ -518,8 +450,8 @@ class SchedulerHalf:
             if not self._is_worthwhile(feature, item.key):
                 return ABSENT
             if misfit or came or item.is_due(now):
-                self._rows_asked[feature.identifier] = rows
-                self.tracker.again(item, modality, rows, _DEMAND, promised=named)
+                self.rows_asked[feature.identifier] = rows
+                self.tracker.fetch(item.key, modality, rows, _DEMAND, promised=named)
             return FETCHING
         # One that asks for other rows has a chance: those may have been a client's invention.
         # And so has one that came to this node's disk since.
@@ -527,23 +459,10 @@ class SchedulerHalf:
             return FAILED
         if not self._is_worthwhile(feature, item.key):
             return ABSENT
-        self._rows_asked[feature.identifier] = rows
-        self.tracker.again(item, modality, rows, _DEMAND if needed_now else _LOOKAHEAD, anew=True)
+        self.rows_asked[feature.identifier] = rows
+        priority = _DEMAND if needed_now else _LOOKAHEAD
+        self.tracker.fetch(item.key, modality, rows, priority, anew=True)
         return FETCHING
-
-    def _is_out_of_reach(self, feature: Any, item: Item, rows: int) -> bool:
-        """Whether an item is to be encoded since the disk hangs, though it may be there."""
-        granted_later = item.state is READY and not self._role.asked_every_pass
-        identifier = feature.identifier
-        if self._needs_embedding(feature):
-            self._must_grant.add(identifier)
-            if self._rows_asked.get(identifier) == -rows:  # by another feature of this request
-                self._rows_asked[identifier] = rows
-        if granted_later or identifier in self._must_grant:
-            return False  # a worker will ask the bucket
-        # Negative: no grant in this pass.
-        self._rows_asked[identifier] = -abs(self._rows_asked[identifier])
-        return True
 
     def _want(self, feature: Any, rows: int, needed_now: bool, now: float) -> State | None:
         if feature.modality == PASSED_THROUGH:
@@ -552,19 +471,21 @@ class SchedulerHalf:
         key = self._keys.asked(identifier)
         if key is None:
             return None
-        if self._role.can_load and not self._hung:
-            item = self._grant_at_once(key, now)
-            if item is not None:
-                self._rows_asked[identifier] = rows if item.modality == feature.modality else 0
+        is_closed = self._hung or self._down or self._shared_tier.asked is not None
+        if self._role.can_load and not is_closed:
+            entry = self._residents.get(key.digest, now)
+            if entry is not None:
+                item = self.tracker.grant(key, entry, now)
+                self.rows_asked[identifier] = rows if item.modality == feature.modality else 0
                 return self._look_at_ready(feature, item, rows)
         if not self._is_worthwhile(feature, key):
             return ABSENT
         if not self._role.can_load:
             return None
         priority = _DEMAND if needed_now else _LOOKAHEAD
-        self._rows_asked[identifier] = rows
+        self.rows_asked[identifier] = rows
         promised = identifier in self._named and not self._index.maybe_contains(key)
-        self.tracker.want(key, feature.modality, rows, priority, promised=promised)
+        self.tracker.fetch(key, feature.modality, rows, priority, promised=promised)
         return FETCHING
 
     def _is_worthwhile(self, feature: Any, key: Key) -> bool:
@@ -579,7 +500,7 @@ class SchedulerHalf:
             return self._needs_embedding(feature)
         if self._local(key):
             return True
-        if not self._store.is_open and (
+        if not self._down and (
             feature.identifier in self._named or self._index.maybe_contains(key)
         ):
             return True
@@ -590,10 +511,10 @@ class SchedulerHalf:
 
         Scheduling it would run the encoder on nothing and end the engine.
         """
-        if request.request_id not in self._unavailable:
-            self._unavailable.add(request.request_id)
+        if request.request_id not in self.unavailable:
+            self.unavailable.add(request.request_id)
             self._counters.add("unavailable_requests")
-        self.waits.give_up(request.request_id, [feature.identifier for feature in pending])
+        self.waits.leave_all(request.request_id, [feature.identifier for feature in pending])
         return False
 
     # -- while scheduling a request --------------------------------------------------------
@@ -611,57 +532,63 @@ class SchedulerHalf:
             granted = (
                 item is not None
                 and item.state is READY
-                and item.rows == self._rows_asked.get(identifier)
+                and item.rows == self.rows_asked.get(identifier)
+                # While the disk hangs only what cannot be encoded is loaded: from the bucket.
+                and (not self._hung or identifier in self._bare or not self._role.asked_every_pass)
             )
             # vLLM asks only for what its device cache lacks.
             if identifier in self.on_device:
                 self.on_device.discard(identifier)
                 self._evicted.add(identifier)
-        self._decisions[identifier] = granted
+        self.decisions[identifier] = granted
         return granted
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """The request will be scheduled: turn the last decision into a load or a save."""
         feature = request.mm_features[index]
         identifier = feature.identifier
-        self._allocated.append(identifier)
+        self.allocated.append(identifier)
         request_id = request.request_id
-        if self.waits.knows(request_id):
-            self.waits.scheduled(request_id, identifier)
+        self.waits.scheduled(request_id, identifier)
         if feature.modality == PASSED_THROUGH:
             return
-        granted = self._decisions.pop(identifier, False)
+        granted = self.decisions.pop(identifier, False)
         self.lookups.allocated(request_id, index)
-        if not granted:
-            self._counters.add_all(FROM_NOWHERE)
-        elif self.tracker.came_from_bucket(identifier):
-            self._counters.add_all(FROM_BUCKET)
-        else:
-            self._counters.add_all(FROM_NODE)
         rows = feature.mm_position.get_num_embeds()
         if granted:
-            saved_s = self._costs.known_s(feature.modality, rows)
-            if saved_s is not None:
-                self._counters.add("encode.saved_seconds", saved_s)
-        if granted and self._role.consumer:
-            renamed = self._items[identifier].key.renamed
-            entry = self.tracker.load(identifier)
-            self._plan.loads.append(Load.of(identifier, entry, renamed))
-        elif not granted and self._role.producer and not self._stopped:
+            self._granted(identifier, feature.modality, rows)
+            return
+        self._counters.add_all(FROM_NOWHERE)
+        self._plan.encodes[identifier] = Encode(feature.modality, rows)
+        if self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
             if key is not None and self._has_one_form(feature):
-                save = self._save_orders.order(key, feature)
-                if save is not None:
-                    self._plan.saves[identifier] = self._made_by_adapter(save, request)
-        if not granted:
-            self._plan.encodes[identifier] = Encode(feature.modality, rows)
+                self._save(identifier, self.save_orders.order(key, feature), request)
 
-    def _made_by_adapter(self, save: Save, request: Any) -> Save:
-        """The order, with the files by which a worker can tell that it had this adapter."""
+    def _granted(self, identifier: str, modality: str, rows: int) -> None:
+        """The encoder need not make this: have it loaded, where this instance loads."""
+        saved_s = self._costs.known_s(modality, rows)
+        if saved_s is not None:
+            self._counters.add("encode.saved_seconds", saved_s)
+        if not self._role.consumer:
+            self._counters.add_all(FROM_BUCKET)
+            return
+        item = self._items[identifier]
+        if item.entry is None:  # cannot be: granted items are READY, and READY items have one
+            raise RuntimeError(f"granted item {item.key.digest.hex()} has no entry")
+        self._counters.add_all(FROM_BUCKET if item.downloaded else FROM_NODE)
+        item.downloaded = False
+        self._plan.loads.append(Load.of(identifier, item.entry, item.key.renamed))
+
+    def _save(self, identifier: str, save: Save | None, request: Any) -> None:
+        """Have it saved, where that is ordered."""
+        if save is None:
+            return
         adapter = self._adapter_of(request)
-        if adapter is None or adapter.content is None:
-            return save
-        return replace(save, made_by=adapter.content[1])
+        if adapter is not None and adapter.content is not None:
+            # The files by which a worker can tell that it had this adapter.
+            save = replace(save, made_by=adapter.content[1])
+        self._plan.saves[identifier] = save
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
         """Seconds until the device would have this again, by what was measured. Memory only.
@@ -715,31 +642,28 @@ class SchedulerHalf:
         gone = self._gone(freed)
         if gone:
             self._drop_orders(gone)
-        self.tracker.changed(gone)
-        self.tracker.changed(self._allocated)
-        self.on_device.update(self._allocated)
+        self.tracker.changed((*gone, *self.allocated))
+        self.on_device.update(self.allocated)
         self.on_device.difference_update(gone)
-        self._allocated.clear()
+        self.allocated.clear()
         self._evicted.clear()
-        self._decisions.clear()
+        self.decisions.clear()
         self._stored.clear()
         if self._role.asked_every_pass:
-            self._rows_asked.clear()
+            self.rows_asked.clear()
         now = self._clock()
         is_late = now - self._swept_s >= _SWEEP_EVERY_S
-        if is_late and self._prefetcher.has_news:
-            self.waits.arrived(self._prefetcher.drain())
-        step = self.tracker.next_step(self.on_device, now, sweep=is_late)
         if is_late:
+            self._take_news()
             self._sweep(now)
-        asked = None if self._shared_tier is None else self._shared_tier.asked
-        if not scheduled_tokens:
-            return StepPlan(step, tier=asked)
-        plan, self._plan = self._plan, StepPlan()
-        plan.step = step
-        plan.tier = asked
-        if plan.loads:
-            self.tracker.step_loads([load.identifier for load in plan.loads])
+        plan = StepPlan()
+        if scheduled_tokens:
+            plan, self._plan = self._plan, plan
+        plan.tier = self._shared_tier.asked
+        # What later steps load must stay.
+        can_sweep = is_late and not self._plan.loads
+        loads = [load.identifier for load in plan.loads]
+        plan.step = self.tracker.next_step(loads, now, sweep=can_sweep)
         return plan
 
     def _gone(self, freed: Iterable[str]) -> set[str]:
@@ -752,7 +676,7 @@ class SchedulerHalf:
         return {
             identifier
             for identifier, count in times.items()
-            if count - (identifier in self._evicted) >= self._allocated.count(identifier)
+            if count - (identifier in self._evicted) >= self.allocated.count(identifier)
         }
 
     def _drop_orders(self, freed: set[str]) -> None:
@@ -762,24 +686,21 @@ class SchedulerHalf:
         """
         for identifier in freed & self._plan.saves.keys():
             del self._plan.saves[identifier]
-            self._save_orders.release(identifier)
+            self.save_orders.release(identifier)
         for identifier in freed:
             self._plan.encodes.pop(identifier, None)
-        for load in self._plan.loads:
-            if load.identifier in freed:
-                self.tracker.do_not_load(load.identifier)
         self._plan.loads = [load for load in self._plan.loads if load.identifier not in freed]
 
     def update_connector_output(self, report: WorkerReport) -> None:
         """Take the workers' report: let go of what was loaded, learn what was stored."""
-        self.tracker.loaded(report.loaded, self.on_device)
-        if report.has_other_weights and self.stop(was_reset=False):
+        self.tracker.loaded(report.loaded)
+        if report.has_other_weights and self.stop():
             self._counters.add("stopped_by_weights")
             log.error(
                 "the model's weights were replaced while this engine started: nothing is loaded or "
                 "saved from here on. Start it again"
             )
-        if self._shared_tier is not None and self._shared_tier.on_report(report.sees_tier):
+        if self._shared_tier.on_report(report.sees_tier):
             self._know_ranks(self._shared_tier.apart)
         for identifier in report.published:
             key = self._keys(identifier)
@@ -790,7 +711,7 @@ class SchedulerHalf:
         # when it was announced.
         hangs = bool(report.stored) and self._disk.hangs
         for identifier in report.stored:
-            self._save_orders.release(identifier)
+            self.save_orders.release(identifier)
             key = self._keys(identifier)
             if key is not None and not hangs:
                 self._index.add(key)
@@ -803,8 +724,7 @@ class SchedulerHalf:
         """Every rank has said whether it sees this node's tier; ``apart`` are those that do not."""
         if not apart:
             self.waits.look_at_all()
-            self.tracker.settle()
-        elif self.stop(was_reset=False):
+        elif self.stop():
             log.warning(
                 "ranks %s do not see the scheduler's `cache_dir`: they run on another node, or in "
                 "a container with another folder. Nothing is loaded or saved by this engine. Have "
@@ -816,18 +736,18 @@ class SchedulerHalf:
         """Drop what is too old to matter; at most once a second."""
         self._swept_s = now
         if not self._role.asked_every_pass:
-            for identifier in self._rows_asked.keys() - self._items.keys():
-                del self._rows_asked[identifier]
+            for identifier in self.rows_asked.keys() - self._items.keys():
+                del self.rows_asked[identifier]
         loads = self._counters.get("load.items")
         if loads:
             self._load_s = self._counters.get("load.seconds") / loads
-        self._save_orders.sweep(now)
+        self.save_orders.sweep(now)
 
     # -- the end of a request --------------------------------------------------------------
 
     def take_unavailable_requests(self) -> set[str]:
         """Requests that vLLM must fail; each is named once."""
-        taken, self._unavailable = self._unavailable, set()
+        taken, self.unavailable = self.unavailable, set()
         return taken
 
     def request_finished(self, request: Any) -> list[int] | None:
@@ -837,7 +757,7 @@ class SchedulerHalf:
             Of a pure producer the features that it does not store, by their places: what has no
             key. None of all others.
         """
-        self._unavailable.discard(request.request_id)
+        self.unavailable.discard(request.request_id)
         self.lookups.end_request(request.request_id)
         self.waits.end_request(request.request_id)
         if self._role.consumer:
@@ -849,53 +769,3 @@ class SchedulerHalf:
             or feature.modality == PASSED_THROUGH
             or self._keys(feature.identifier) is None
         ]
-
-    # -- at any time between two hooks -------------------------------------------------------
-
-    def audit(
-        self,
-        *,
-        requests: Collection[str],
-        device: Collection[str],
-        fetching: Collection[str],
-        at_rest: bool = False,
-    ) -> list[str]:
-        """Every complaint about what is remembered, one line each.
-
-        Args:
-            requests: Those that vLLM has not ended.
-            device: What its encoder-cache manager counts.
-            fetching: Identifiers that the prefetcher has not answered yet.
-            at_rest: Nothing has happened for longer than anything is kept, so that nothing at all
-                may be remembered.
-        """
-        complaints = [
-            f"a failure to tell of {name}, which has ended"
-            for name in self._unavailable
-            if name not in requests
-        ]
-        complaints += [
-            f"the inputs of {name}, which has ended, are kept"
-            for name in self.lookups.requests
-            if name not in requests
-        ]
-        complaints += [
-            f"{identifier} is believed to be on the device"
-            for identifier in self.on_device
-            if identifier not in device
-        ]
-        late_s = self._clock() - 2 * _SWEEP_EVERY_S
-        complaints += self.tracker.audit(fetching=fetching, late_s=late_s)
-        complaints += self.waits.audit(requests=requests)
-        kept: dict[str, Collection[Any]] = {
-            "rows": self._rows_asked,
-            "decisions": self._decisions,
-            "allocations": self._allocated,
-            "saves": self._save_orders.ordered_s,
-            "saves again": self._save_orders.again_s,
-            **self.tracker.remembered,
-            **self.waits.remembered,
-        }
-        if at_rest:
-            complaints += [f"{what}: {len(of)} are kept" for what, of in kept.items() if of]
-        return complaints

@@ -32,16 +32,16 @@ class SharedTier:
         apart: Ranks that see another folder.
     """
 
-    def __init__(self, count: int, tier: TierId) -> None:
+    def __init__(self, count: int, tier: TierId | None) -> None:
         """Nobody has reported yet.
 
         Args:
             count: Ranks that load.
-            tier: Of the scheduler's process.
+            tier: Of the scheduler's process; None where all ranks see it for certain.
         """
         self._count = count
         self._sees: dict[int, bool] = {}
-        self.asked: TierId | None = tier
+        self.asked = tier
 
     @property
     def apart(self) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector import metrics as vllm_metrics
 
-from s3ec.connector.guard import guarded
+from s3ec.connector.connector import guarded
 from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LOOKUPS, PLAIN, zeros
 from s3ec.counters import TIME_BOUNDS_S, Observed, observed
 

@@ -125,12 +125,6 @@ class Residents:
         entry.used_s = now
         return entry
 
-    def loaded(self, digest: bytes, now: float) -> None:
-        """A worker has read the entry and compared its values with their checksum."""
-        entry = self._open.get(digest)
-        if entry is not None:
-            entry.verified_s = now
-
     def discard(self, digest: bytes) -> None:
         """The file was found bad."""
         self.release(filter(None, [self._open.pop(digest, None)]))

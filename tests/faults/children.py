@@ -37,7 +37,7 @@ from s3ec.index.base_writer import BuildOptions
 from s3ec.index.compaction import compact
 from s3ec.index.delete import delete_entries
 from s3ec.node import Node
-from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Limits
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Limits, Priority
 from tests.faults.embeddings import LAYOUT, ROWS, body_at, identifier_at, key_at
 from tests.faults.engine import Engine
 from tests.faults.indexed import facts_of
@@ -533,7 +533,7 @@ def _abort(node: Node, settings: dict[str, str], number: int) -> float:
         other = Engine(settings)
     prefetcher = other.node.prefetcher
     prefetcher.submit([FetchRequest(key_at(number), "image", ROWS)])
-    prefetcher.demote([key_at(number)])
+    prefetcher.submit([FetchRequest(key_at(number), "image", ROWS, Priority.FORGOTTEN)])
     eventually(lambda: prefetcher.has_news, "its end")
     (late,) = prefetcher.drain()
     assert late.outcome is FetchOutcome.UNAVAILABLE

@@ -65,7 +65,7 @@ class Lookups:
         self.fetched.update(waiting)
         self._step()
         for number in waiting:
-            eventually(lambda number=number: self._ensure(number))  # type: ignore[misc]
+            eventually(lambda number=number: self._asked_again(number))  # type: ignore[misc]
             self.half.request_finished(SimpleNamespace(request_id=f"r{number}"))
         self._step()
 
@@ -78,6 +78,13 @@ class Lookups:
             request_id=f"r{number}", mm_features=[feature], num_prompt_tokens=ROWS
         )
         return self.half.ensure_cache_available(request, 0)
+
+    def _asked_again(self, number: int) -> bool:
+        """In a pass of its own, as vLLM asks."""
+        goes_on = self._ensure(number)
+        if not goes_on:
+            self._step()
+        return goes_on
 
     def _step(self) -> None:
         self.half.build_connector_meta((), scheduled_tokens=1)

@@ -52,6 +52,7 @@ from tests.fuzz.outside import (
     embedding,
 )
 from tests.support.clock import Clock
+from tests.support.half_audit import complaints_of
 from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import key_of
 
@@ -475,7 +476,7 @@ class S3EC(NoConnector):
             self.half.device_was_reset()
             return
         self._is_stopped = True
-        self.half.stop(was_reset=False)
+        self.half.stop()
 
     def prefix_is_replayed(self, tokens: int) -> None:
         """Likewise."""
@@ -497,10 +498,8 @@ class S3EC(NoConnector):
             *self.prefetcher.open,
             *(one.want.key.identifier for one in self.prefetcher.news),
         }
-        complaints = self.half.audit(
-            requests=requests,
-            device=device,
-            fetching=fetching,
+        complaints = complaints_of(
+            self.half, self.clock(), requests=requests, device=device, fetching=fetching
         )
         if self._no_cost:
             raise BrokenPromiseError("no cost", self._no_cost)

@@ -74,7 +74,14 @@ class SeesNoChange(SchedulerHalf):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.tracker.changed = lambda _: None  # type: ignore[method-assign]
+        self.tracker.look_again = StaysEmpty()
+
+
+class StaysEmpty(set[str]):
+    """Takes nothing."""
+
+    def __ior__(self, _: Any) -> StaysEmpty:  # type: ignore[misc,override]
+        return self
 
 
 class SchedulesAnything(SchedulerHalf):

@@ -216,9 +216,6 @@ class PlayedPrefetcher:
         for want in wants:
             self.open.setdefault(want.key.identifier, want)
 
-    def demote(self, keys: Iterable[Key]) -> None:
-        """They are fetched all the same, later than others."""
-
     @property
     def has_news(self) -> bool:
         return bool(self._done)
@@ -235,9 +232,6 @@ class PlayedPrefetcher:
         # What was evicted is open until a sweep comes by: here at once, or never.
         found = self._outside.tier.get(name, stored if digest[1] % 2 else None)
         return self._hand_out(name, stored) if found == stored else None
-
-    def loaded(self, digest: bytes, now: float) -> None:
-        """Nothing rots here."""
 
     def release(self, entries: Iterable[OpenEntry]) -> None:
         for entry in entries:

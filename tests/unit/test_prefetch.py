@@ -1130,7 +1130,7 @@ def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
     bench.stock(*"abcdef")
     bench.make(max_concurrency=1)
     gate = bench.held_up([want(text) for text in "abc"])
-    bench.prefetcher.demote([key_of("a"), key_of("b"), key_of("x")])  # a is half fetched
+    bench.prefetcher.submit([want(text, Priority.FORGOTTEN) for text in "ab"])  # a is half fetched
     bench.prefetcher.submit([want("d", Priority.LOOKAHEAD)])
     bench.fence()
     gate.release()
@@ -1142,7 +1142,7 @@ def test_what_was_forgotten_can_be_wanted_again(bench: Bench) -> None:
     bench.stock(*"abc")
     bench.make(max_concurrency=1)
     gate = bench.held_up([want(text) for text in "abc"])
-    bench.prefetcher.demote([key_of("b"), key_of("c")])
+    bench.prefetcher.submit([want(text, Priority.FORGOTTEN) for text in "bc"])
     bench.prefetcher.submit([want("c")])
     bench.fence()
     gate.release()
@@ -1163,27 +1163,20 @@ def test_queue_stays_short_however_often_its_wants_change_their_place(
             longest = max(longest, len(heap))
 
     texts = [f"{number}" for number in range(50)]
-    keys = [key_of(text) for text in texts]
     bench.stock("a", *texts)
     bench.make(max_concurrency=1)
     gate = bench.held_up([want("a")])  # so its lane is never idle
     monkeypatch.setattr(heapq, "heappush", measuring)
     for _ in range(100):
         bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in texts])
-        bench.prefetcher.demote(keys)
-        bench.prefetcher.demote(keys)
+        for _ in range(2):
+            bench.prefetcher.submit([want(text, Priority.FORGOTTEN) for text in texts])
     bench.prefetcher.submit([want(text) for text in reversed(texts)])
     bench.fence()
     assert len(texts) <= longest <= 4 * len(texts)
     gate.release()
     assert {each.outcome for each in bench.collect(51)} == {FetchOutcome.READY}
     assert order_of(bench, ["a", *texts]) == ["a", *reversed(texts)]
-
-
-def test_forgetting_nothing_or_after_the_end_is_fine(bench: Bench) -> None:
-    bench.prefetcher.demote([])
-    bench.loop.stop(TIMEOUT_S)
-    bench.prefetcher.demote([key_of("a")])
 
 
 # -- the end -----------------------------------------------------------------------------------

@@ -36,11 +36,10 @@ from s3ec.dev.rigs.virtual_engine import (
     PlayedFetches,
     PlayedIndex,
     make_scheduler,
+    played_parts,
 )
-from s3ec.dev.rigs.virtual_tier import NoResidents
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import make_key
-from s3ec.tier import LocalKeys
 
 PICTURES = 20
 _BLOCK = 16
@@ -170,12 +169,7 @@ def _s3ec(asked: Sequence[Request], *, is_auto: bool) -> S3ECConnector:
             steps_in_flight=1,
             defer_timeout_s=60.0,
         ),
-        index=index,  # type: ignore[arg-type]
-        local=LocalKeys(),
-        prefetcher=PlayedFetches(1, 3600.0),
-        residents=NoResidents(),
-        store=SimpleNamespace(is_open=False),
-        disk=SimpleNamespace(hangs=False),
+        **played_parts(index, PlayedFetches(1, 3600.0)),
         needs_embedding=lambda _: False,
         placeholder_of=lambda _: None,
         counters=Counters(),

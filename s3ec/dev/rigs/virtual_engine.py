@@ -19,7 +19,7 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +56,7 @@ from s3ec.identity import Key, make_key
 from s3ec.managers import restore
 from s3ec.managers.restore import RestoreCosts
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
+from s3ec.tier import LocalKeys
 
 ROWS = 256
 _PLACEHOLDERS = ROWS + 2
@@ -134,13 +135,6 @@ class PlayedFetches:
         self._known[want.key.identifier] = (want, priority, seconds)
         heapq.heappush(self._queue, (priority, self._turn, want.key.identifier))
 
-    def demote(self, keys: Iterable[Key]) -> None:
-        """Nobody waits for these: they go behind all others."""
-        for key in keys:
-            known = self._known.get(key.identifier)
-            if known is not None:
-                self._push(known[0], Priority.FORGOTTEN, known[2])
-
     def _start(self) -> None:
         under_way = {name for _, _, name in self._ends}
         while self._queue and len(self._ends) < _PLACES:
@@ -198,6 +192,18 @@ class PlayedIndex:
     def mark_missing(self, key: Key) -> None:
         """Now it does not."""
         self.stored.discard(key.digest)
+
+
+def played_parts(index: PlayedIndex, fetches: PlayedFetches) -> dict[str, Any]:
+    """What a scheduler half works with, by the names of its arguments."""
+    return {
+        "index": index,
+        "local": LocalKeys(),
+        "prefetcher": fetches,
+        "residents": NoResidents(),
+        "store": SimpleNamespace(is_open=False),
+        "disk": SimpleNamespace(hangs=False),
+    }
 
 
 class NoConnector:
@@ -396,12 +402,7 @@ class VirtualEngine:
         )
         return SchedulerHalf(
             role,
-            index=self._index,  # type: ignore[arg-type]
-            local=lambda _: False,  # type: ignore[arg-type]
-            prefetcher=self._fetches,
-            residents=NoResidents(),
-            store=SimpleNamespace(is_open=False),
-            disk=SimpleNamespace(hangs=False),
+            **played_parts(self._index, self._fetches),
             needs_embedding=lambda _: False,
             placeholder_of=lambda _: None,
             counters=self._counters,

@@ -29,8 +29,5 @@ class NoResidents:
     def get(self, digest: bytes, now: float) -> None:
         """Nothing is here."""
 
-    def loaded(self, digest: bytes, now: float) -> None:
-        """Nobody takes note."""
-
     def release(self, entries: Iterable[OpenEntry]) -> None:
         """Nothing is open."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -18,11 +19,12 @@ from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.dev.rigs.virtual_tier import VirtualEntry
-from s3ec.identity import Key, KeyPolicy, Layout, ModalityScopes
+from s3ec.identity import KeyPolicy, Layout, ModalityScopes
 from s3ec.index.base import Index
-from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
 from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock
+from tests.support.half_audit import leftovers_of
 from tests.unit.index.fake import FakeIndex
 from tests.unit.tier.cases import key_of
 
@@ -88,19 +90,19 @@ class FakePrefetcher:
         self.open: dict[str, FetchRequest] = {}
         self.done: list[FetchResult] = []
         self.placeholder: dict[str, Any] = {}  # of every entry
-        self.live: set[str] = set()
+        self.live: Counter[str] = Counter()  # who holds a file, by its name
         self.released: list[str] = []
         self.resident: dict[bytes, OpenEntry] = {}
-        self.verified: list[bytes] = []
         self._opened = 0
 
     def submit(self, wants: Sequence[FetchRequest]) -> None:
-        self.submitted += wants
         for want in wants:
-            self.open.setdefault(want.key.identifier, want)
-
-    def demote(self, keys: Iterable[Key]) -> None:
-        self.demoted += [key.identifier for key in keys]
+            identifier = want.key.identifier
+            if want.priority is Priority.FORGOTTEN and identifier in self.open:
+                self.demoted.append(identifier)
+            else:
+                self.submitted.append(want)
+                self.open.setdefault(identifier, want)
 
     @property
     def has_news(self) -> bool:
@@ -115,16 +117,14 @@ class FakePrefetcher:
     def get(self, digest: bytes, now: float) -> OpenEntry | None:
         entry = self.resident.get(digest)
         if entry is not None:
-            self.live.add(entry.path)
+            self.live[entry.path] += 1
         return entry
-
-    def loaded(self, digest: bytes, now: float) -> None:
-        self.verified.append(digest)
 
     def release(self, entries: Iterable[OpenEntry]) -> None:
         for entry in entries:
             assert entry.path in self.live, f"{entry.path} released twice, or never made"
-            self.live.remove(entry.path)
+            self.live[entry.path] -= 1
+            self.live += Counter()  # without zeros
             self.released.append(entry.path)
 
     def entry(self, identifier: str, modality: str, rows: int) -> OpenEntry:
@@ -155,7 +155,7 @@ class FakePrefetcher:
         entry = None
         if outcome is FetchOutcome.READY:
             entry = self.entry(identifier, want.modality, want.rows)
-            self.live.add(entry.path)
+            self.live[entry.path] += 1
         self.done.append(FetchResult(want, outcome, entry, source if entry else None, seconds))
         return entry
 
@@ -310,4 +310,4 @@ class World:
 
     def leftovers(self) -> list[str]:
         """What is remembered though all requests, steps and leases have ended."""
-        return self.half.audit(requests=(), device=(), fetching=(), at_rest=True)
+        return leftovers_of(self.half, self.clock())

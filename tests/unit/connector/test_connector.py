@@ -15,7 +15,6 @@ import pytest
 
 from s3ec import runtime
 from s3ec.codec import Shape
-from s3ec.connector import guard
 from s3ec.connector.messages import Load, StepPlan, WorkerReport
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, TierError
@@ -195,7 +194,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> shell.S3ECConnector:
     parts.scheduler, parts.node = Untouched(), Untouched()
     parts.features = SimpleNamespace(needs_embedding=lambda feature: feature == "no pixels")
     parts.weights = "of the parent"
-    monkeypatch.setattr(guard.log, "exception", lambda *_: pytest.fail("a fault in a child"))
+    monkeypatch.setattr(shell.log, "exception", lambda *_: pytest.fail("a fault in a child"))
     return made
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.connector import figures, metrics
-from s3ec.connector.figures import Figures, LogLine, line_of
+from s3ec.connector.figures import Figures, line_of
 from s3ec.identity import Namespace
 from s3ec.node import Node
 from s3ec.testing.memory_store import MemoryStore
@@ -76,7 +76,7 @@ def test_the_line_comes_again_and_again_and_tells_each_thing_once(
 ) -> None:
     monkeypatch.setattr(figures, "LINE_EVERY_S", 0.001)
     with caplog.at_level(logging.INFO):
-        LogLine(node).start()
+        Figures(node).start()
         for number in (1, 2):
             node.counters.add("misses", number)
             said = f"s3ec: 0 hits (0 device, 0 node, 0 bucket), {number} encoded"
@@ -84,7 +84,7 @@ def test_the_line_comes_again_and_again_and_tells_each_thing_once(
 
 
 def test_the_end_says_what_was_not_said_yet(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    one = LogLine(node)
+    one = Figures(node)
     one.start()
     node.counters.add("misses", 3)
     with caplog.at_level(logging.INFO):

@@ -227,7 +227,7 @@ def test_what_is_open_is_let_go_of() -> None:
     engine.scheduler.reset_encoder_cache()
     engine.world.clock.now_s += 60.0
     engine.world.step()
-    assert engine.world.prefetcher.live == set()
+    assert not engine.world.prefetcher.live
 
 
 @pytest.mark.parametrize("tokens", [0, 128])

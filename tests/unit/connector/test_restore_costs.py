@@ -80,7 +80,7 @@ def test_what_is_out_of_reach_costs_an_encode(kind: str, reachable: set[str]) ->
     world.store.is_open = kind == "store"
     world.disk.hangs = kind == "disk"
     if kind == "stopped":
-        world.half.stop(was_reset=False)
+        world.half.stop()
     cheap = {name for name in ("stored", "local") if restore_s(world, name) < ENCODE_S}
     assert cheap == reachable
 

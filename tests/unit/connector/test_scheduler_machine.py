@@ -27,7 +27,7 @@ from s3ec.connector.item_tracker import FETCHING, LEASE_S
 from s3ec.connector.messages import StepPlan, TierId, WorkerReport
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.shared_tier import SharedTier
-from s3ec.prefetch import FetchOutcome
+from s3ec.prefetch import FetchOutcome, Priority
 from tests.unit.connector.scheduling import (
     ROWS,
     WINDOW,
@@ -359,7 +359,7 @@ class HalfMachine(RuleBasedStateMachine):
         wanted = set().union(*tracker.waiting.values())
         for identifier, item in tracker.items.items():
             if item.state is FETCHING and identifier not in wanted:
-                assert item.priority is None
+                assert item.priority is Priority.FORGOTTEN
 
     @invariant()
     def nothing_is_loaded_before_all_ranks_see_the_tier(self) -> None:

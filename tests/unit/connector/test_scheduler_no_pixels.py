@@ -308,6 +308,7 @@ def test_while_the_disk_hangs_nothing_is_waited_for_or_granted(world: World) -> 
     world.stock("new", "coming")
     coming = request("coming", feature("coming"))
     assert not world.ask(coming)
+    world.step()
     world.disk.hangs = True
     assert world.run(coming) == [False]
     for text in ("ready", "new"):

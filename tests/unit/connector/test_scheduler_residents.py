@@ -143,11 +143,11 @@ def test_a_resident_is_let_go_of_once_after_its_step_was_reported() -> None:
     step = world.step().step
     world.report(step, 0)
     assert world.prefetcher.released == []
-    assert world.prefetcher.verified == []
+    assert entry.verified_s < world.clock()
     world.report(step, 1)
     world.report(step, 0, 1)
     assert world.prefetcher.released == [entry.path]
-    assert world.prefetcher.verified == [key_of(identifier_of("a")).digest]
+    assert entry.verified_s == world.clock()
     world.step(freed=["a"])
     assert world.leftovers() == []
 
@@ -163,7 +163,7 @@ def test_without_a_report_a_resident_is_held_open_for_the_steps_in_flight(steps:
         assert world.prefetcher.released == []
     world.step()
     assert world.prefetcher.released == [entry.path]
-    assert world.prefetcher.verified == []  # nobody has said so
+    assert entry.verified_s < world.clock()  # nobody has said so
 
 
 def test_the_next_request_is_granted_the_same_resident_again(world: World) -> None:
@@ -359,7 +359,8 @@ def test_after_the_weights_were_replaced_no_resident_is_granted(world: World) ->
     world.make_resident("a", ROWS)
     world.make_resident("b")
     assert world.ask(request("before", feature("b")))
-    world.half.stop(was_reset=True)
+    world.half.device_was_reset()
+    world.half.stop()
     for text in "ab":
         assert not_at_once(world, request(text, feature(text)))
 

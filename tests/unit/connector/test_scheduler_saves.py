@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
+from s3ec.connector.item_tracker import LEASE_S
 from s3ec.connector.messages import Save, WorkerReport
 from s3ec.index.missing import BAD_OBJECT_TTL_S
 from s3ec.prefetch import FetchOutcome
@@ -110,11 +110,20 @@ def test_a_pure_producer_skips_nothing_that_only_a_filter_says(
     reader.tier.close()
 
 
+def orders_end(world: World) -> None:
+    """What was ordered so far was dropped, or failed."""
+    world.clock.now_s += LEASE_S + 2
+    world.step()
+
+
 def test_what_the_device_holds_and_the_corpus_lost_is_stored_again() -> None:
     world = World(producer=True, consumer=False)
     assert world.run(request("r", feature("a"))) == [False]
     assert world.step().saves[identifier_of("a")].on_device is False
     again = request("again", feature("a"))  # vLLM's manager holds it, and asks for nothing
+    world.ask(again)
+    assert world.step().saves == {}  # it is under way
+    orders_end(world)
     world.ask(again)
     order = world.step().saves[identifier_of("a")]
     assert order == Save("image", world.placeholders, on_device=True)
@@ -135,7 +144,7 @@ def test_what_the_device_holds_is_not_stored_again_while_a_bad_object_has_its_na
     world.step()
     world.index.mark_bad(key_of(identifier_of("a")))
     for _ in range(3):
-        world.clock.now_s += RETRY_AFTER_S + 1
+        orders_end(world)
         world.ask(request("again", feature("a")))
         assert world.step().saves == {}
     world.clock.now_s += BAD_OBJECT_TTL_S
@@ -158,6 +167,7 @@ def test_what_the_device_gives_up_is_not_stored_again() -> None:
     asker = request("r", feature("a"))
     world.run(asker)
     world.step()
+    orders_end(world)
     world.ask(asker)
     assert world.step(freed=["a"]).saves == {}
     world.run(asker)
@@ -170,6 +180,7 @@ def test_a_decoding_request_has_nothing_stored_again() -> None:
     asker = request("r", feature("a"))
     world.run(asker)
     world.step()
+    orders_end(world)
     assert world.ask(asker, asker.num_prompt_tokens)
     assert world.step().saves == {}
     assert world.ask(request("other", feature("a")))

@@ -65,6 +65,7 @@ def test_a_request_waits_for_all_of_its_images_and_no_longer(world: World) -> No
     asker = world.deferred(request("r", feature("a"), feature("x", 10), feature("b", 20)))
     world.finish("b")
     assert not world.ask(asker)
+    world.step()
     world.finish("a")
     assert world.run(asker) == [True, False, True]
     assert {load.identifier for load in world.step().loads} == {
@@ -200,7 +201,7 @@ def test_paused_request_that_ends_leaves_nothing_behind(world: World) -> None:
     world.step()
     world.step()
     world.end(asker)
-    assert not world.half.waits.remembered["waits"]
+    assert not world.half.waits.records
 
 
 @pytest.mark.parametrize("paused_s", [0.0, 5.0])
@@ -248,7 +249,7 @@ def test_a_wait_ends_where_its_request_goes_on_without_the_embedding(
     asker = world.defer("a")
     world.clock.now_s += 0.3
     if how == "stopped":
-        world.half.stop(was_reset=False)
+        world.half.stop()
     computed = asker.num_prompt_tokens if how == "computed" else 0
     for _ in range(10):
         assert world.ask(asker, computed)
@@ -579,6 +580,7 @@ def test_who_waits_when_the_store_goes_down_waits_no_longer(world: World) -> Non
     world.step()
     world.store.is_open = True
     assert world.run(first) == [False]
+    world.step(freed="a")
     # What was on its way arrives all the same, and serves the next one.
     world.finish("a")
     assert world.run(second) == [True]

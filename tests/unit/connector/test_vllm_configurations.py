@@ -317,7 +317,7 @@ def test_weights_that_were_replaced_while_the_engine_started_stop_it(
             report = worker.build_connector_worker_meta()
             scheduler.update_connector_output(SimpleNamespace(ec_connector_worker_meta=report))
     assert worker.parts.worker is None
-    assert scheduler.parts.scheduler.stop(was_reset=False) is False  # it has stopped
+    assert scheduler.parts.scheduler.stop() is False  # it has stopped
     assert caplog.text.count("it saves nothing") == 1
     assert caplog.text.count("were replaced while this engine started") == 1
 

@@ -120,7 +120,8 @@ def test_who_waits_for_a_store_or_disk_that_fails_is_let_go_in_the_next_pass(
 
 
 def test_weights_that_may_have_changed_let_everybody_go(world: World, waits: Waits) -> None:
-    world.half.stop(was_reset=True)
+    world.half.device_was_reset()
+    world.half.stop()
     assert waits.ask()
 
 

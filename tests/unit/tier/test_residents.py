@@ -135,8 +135,7 @@ def test_what_was_not_verified_lately_is_not_granted_until_it_is_verified_again(
     then_s = held.verified_s + VERIFIED_FOR_S
     assert here.get(key.digest, then_s - 1) is held
     assert here.get(key.digest, then_s + 1) is None
-    here.loaded(key.digest, then_s + 1)  # by a worker, which hashes
-    here.loaded(key_at(1).digest, then_s + 1)  # not here
+    held.verified_s = then_s + 1  # by a worker, which hashes
     assert here.get(key.digest, then_s + 1) is held
     assert here.get(key.digest, then_s + 2 + VERIFIED_FOR_S) is None
     again = opened(tier, key)
@@ -174,7 +173,6 @@ def test_what_hooks_ask_touches_no_file(
     with monkeypatch.context() as patch:
         calls = file_calls_of(threading.get_ident(), patch)
         closed = [here.get(key_at(number).digest, time.monotonic()) for number in range(2)]
-        here.loaded(key_at(1).digest, time.monotonic())
         here.discard(key_at(0).digest)
         here.discard(key_at(1).digest)
         here.release([held])
