@@ -396,12 +396,15 @@ class S3EC(NoConnector):
         if repeats and len(self.answers) % 3 == 0:
             self._compare(request, num_computed_tokens)
         self.answers.append(("ensure", answer))
+        self._note_deferral(request, answer)
+        # One that has waited its time for other things waits no more.
+        waited_s = self._deferrals[request.request_id].clock_s
+        may_wait = waited_s < self.options.defer_timeout_s - _LONGEST_PAUSE_S
         self._lie_here = {
             feature.identifier
             for feature in request.mm_features
-            if feature.identifier not in self._held and self._lies_here(feature)
+            if may_wait and feature.identifier not in self._held and self._lies_here(feature)
         }
-        self._note_deferral(request, answer)
         return answer
 
     def has_cache_item(self, identifier: str) -> bool:
@@ -572,8 +575,7 @@ class S3EC(NoConnector):
     def _note_deferral(self, request: Request, answer: bool) -> None:
         """Nobody waits longer than allowed: a request is let go, or named as one that cannot be.
 
-        Waits for the bucket, for this node's disk and for what is still uploaded are counted apart,
-        and so is the patience of a request without pixels.
+        A turn of a session has a deadline of its own, and a request without pixels its patience.
         An engine that stood still has not deferred anybody, nor has a pass that did not ask.
         """
         now = self.clock()
