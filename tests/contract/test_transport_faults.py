@@ -22,12 +22,12 @@ import pytest
 from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import Exchange, Fault, FaultProxy, Reply, Rule
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
-from s3ec.store.aioboto3_s3 import Aioboto3Store
+from s3ec.store import s3
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.concurrency import RequestSlots
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import LocalS3
-from tests.contract.conftest import BUCKET, Configure, Issued, Transport
+from tests.contract.conftest import Configure, Issued, Transport
 from tests.support.waiting import until
 
 BODY = os.urandom(300_000)
@@ -35,8 +35,10 @@ AMPLE = 2**24
 Make = Callable[..., BotocoreStore]
 CHECKSUM = {BotocoreStore: "x-amz-checksum-crc32", ObstoreStore: "x-amz-checksum-sha256"}
 CHECKSUM_OVER_TLS = {**CHECKSUM, ObstoreStore: "x-amz-checksum-crc64nvme"}
-# Whether a refusal is followed by one question for the bucket's region: obstore drops the header.
-ASKS_REGION = {BotocoreStore: 0, ObstoreStore: 1}
+# Requests at most for one that fails: what obstore does not tell, botocore is asked.
+QUESTIONS = {BotocoreStore: 1, ObstoreStore: 2}
+# A connection that was used before may have been dropped, so botocore takes a fresh one then.
+TRIES = {BotocoreStore: 2, ObstoreStore: 3}
 only_obstore = pytest.mark.parametrize("transport", [ObstoreStore], indirect=True)
 # Far beyond what a test takes; a hang fails the test instead of the run.
 PATIENCE_S = 30.0
@@ -151,28 +153,32 @@ STATUS_FAULTS = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-async def test_bad_status_maps_to_its_error_after_one_request(
-    operation: str, store: BotocoreStore, proxy: FaultProxy, transport: Transport
+async def test_bad_status_maps_to_its_error_without_a_retry(
+    operation: str,
+    store: BotocoreStore,
+    proxy: FaultProxy,
+    transport: Transport,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(s3, "OPINION_S", 0.0)  # the answers differ from one moment to the next
+    most = QUESTIONS[transport if operation in ("get", "get_range", "put") else BotocoreStore]
     for fault, kind, match in STATUS_FAULTS.values():
         rule = proxy.add(Rule(fault))
         await _fails(OPERATIONS[operation](store), kind, match)
         # No retry of the SDK's, and no search for the right region.
-        questions = sum(request.target == f"/{BUCKET}" for request in proxy.requests)
-        assert rule.fired == len(proxy.requests) == 1 + questions
-        assert questions <= ASKS_REGION[transport]
+        assert 1 <= rule.fired == len(proxy.requests) <= most
         proxy.clear()
     await _assert_works(store)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 async def test_broken_connection_is_unavailable(
-    operation: str, store: BotocoreStore, proxy: FaultProxy
+    operation: str, store: BotocoreStore, proxy: FaultProxy, transport: Transport
 ) -> None:
     for fault in (faults.Reset(), faults.LoseReply()):
         rule = proxy.add(Rule(fault))
         await _fails(OPERATIONS[operation](store), UnavailableError)
-        assert rule.fired == 1
+        assert 1 <= rule.fired <= TRIES[transport]
         proxy.clear()
     with proxy.refusing():
         await _fails(OPERATIONS[operation](store), UnavailableError, "connect")
@@ -324,22 +330,6 @@ async def test_body_that_ends_early_is_a_corrupt_entry(
     await _assert_works(store)
 
 
-@pytest.mark.parametrize("transport", [Aioboto3Store], indirect=True)
-@pytest.mark.parametrize(
-    "fault",
-    [faults.Reset(), faults.Cut(100_000), faults.Cut(100_000, chunked=True), faults.html_page(502)],
-    ids=["reset", "part", "part in chunks", "502"],
-)
-async def test_failures_of_the_extra_transport_are_ours_too(
-    fault: Fault, store: BotocoreStore, proxy: FaultProxy
-) -> None:
-    proxy.add(Rule(fault, method="GET"))
-    for operation in (store.get("a", max_bytes=AMPLE), store.get_range("a", 0, 300_000)):
-        await _fails(operation, UnavailableError)
-    proxy.clear()
-    await _assert_works(store)
-
-
 async def test_body_of_unknown_length_is_read_whole_or_unavailable(
     store: BotocoreStore, proxy: FaultProxy
 ) -> None:
@@ -437,23 +427,26 @@ async def test_no_more_requests_are_out_than_max_concurrency(
 
 
 async def test_put_whose_replies_were_lost_is_stored_once(
-    store: BotocoreStore, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy, transport: Transport
 ) -> None:
-    rule = proxy.add(Rule(faults.LoseReply(), method="PUT", times=2))
+    rule = proxy.add(Rule(faults.LoseReply(), method="PUT"))
     await _fails(store.put_if_absent("once", [BODY]), UnavailableError)
-    assert rule.fired == 1
+    assert 1 <= rule.fired <= TRIES[transport]
     proxy.clear()
     await _fails(store.put_if_absent("once", [b"another"]), ConflictError)
     assert await store.get("once", max_bytes=AMPLE) == BODY
 
 
 async def test_put_refused_for_its_checksum_is_sent_without_from_then_on(
-    store: BotocoreStore, proxy: FaultProxy, transport: Transport
+    make: Make, proxy: FaultProxy
 ) -> None:
-    rule = proxy.add(Rule(faults.s3_error(501, "NotImplemented"), header=CHECKSUM[transport]))
+    store = make()
+    refused = faults.s3_error(501, "NotImplemented")
+    rules = [proxy.add(Rule(refused, header=header)) for header in CHECKSUM.values()]
     await store.put_if_absent("c", [BODY])
+    assert [rule.fired for rule in rules] in ([1, 0], [1, 1])  # the SDK's, then obstore's
     await store.put_if_absent("d", [BODY])
-    assert rule.fired == 1
+    assert [rule.fired for rule in rules] in ([1, 0], [1, 1])
     assert await store.get("c", max_bytes=AMPLE) == BODY
 
 
@@ -688,4 +681,4 @@ async def test_self_signed_authority_as_server_is_left_to_the_sdk_with_a_warning
         assert await store.get("a", max_bytes=AMPLE) == BODY
         await store.delete("a")
         await store.close()
-    assert caplog.text.count("authority's as well") == 1
+    assert caplog.text.count("does the work of obstore here: obstore fails at reads") == 1

@@ -110,10 +110,11 @@ def proxy(rig: Rig) -> Iterator[FaultProxy]:
 # -- reading -----------------------------------------------------------------------------------
 
 ONCE: dict[str, tuple[Fault, str]] = {
-    "503": (SLOW_DOWN, "store.retries"),
-    "500": (faults.s3_error(500, "InternalError"), "store.retries"),
-    "429": (faults.Answer(429), "store.retries"),
-    "reset": (faults.Reset(), ""),  # aiohttp asks again by itself
+    # Repeated by botocore at once, for obstore does not tell what it was.
+    "503": (SLOW_DOWN, ""),
+    "500": (faults.s3_error(500, "InternalError"), ""),
+    "429": (faults.Answer(429), ""),
+    "reset": (faults.Reset(), ""),
     "silence within the body": (faults.Stall(upto=1000), "store.retries"),
     "1 KiB/s": (faults.Trickle(piece_bytes=256, pause_s=0.25), "store.retries"),
     "cut": (faults.Cut(1000), "corrupt.length"),

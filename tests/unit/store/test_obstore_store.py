@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from s3ec.config import load_settings
-from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Reply, Rule
-from s3ec.errors import ConflictError, CorruptEntryError, S3ECError, UnavailableError
-from s3ec.store import obstore_errors, s3
+from s3ec.errors import ConflictError, CorruptEntryError, S3ECError
+from s3ec.store import s3
 from s3ec.store.open import open_store
 from s3ec.store.s3 import ObstoreStore
-from s3ec.store.s3_errors import ObstoreFailure
 from tests.unit.store.conftest import SECRET, Configure
 
 # Every test signs.
@@ -105,34 +103,6 @@ async def test_objects_of_obstore_do_not_show_the_credentials_and_are_let_go_of(
     holders = sys.getrefcount(client)
     await store.close()
     assert sys.getrefcount(client) < holders
-
-
-async def test_words_of_another_release_cost_a_second_request_and_change_no_answer(
-    configure: Configure,
-    proxy: FaultProxy,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    genuine = obstore_errors.failure_of
-
-    def in_other_words(exc: Exception) -> ObstoreFailure:
-        return genuine(Exception(str(exc).replace("status:", "answer:")))
-
-    monkeypatch.setattr(obstore_errors, "failure_of", in_other_words)
-    store = ObstoreStore(configure(prefix="drift"))
-    await store.put_if_absent("x", [b"x"])
-    with pytest.raises(ConflictError):
-        await store.put_if_absent("x", [b"y"])
-    assert await store.get("x", max_bytes=1) == b"x"
-    assert await store.get("absent", max_bytes=1) is None
-    assert await store.get_range("x", 5, 1) == b""
-    pair = ["obstore", "sdk"]
-    assert senders(proxy) == ["obstore", *pair, "obstore", *pair, *pair]
-    assert caplog.text.count("cannot read a reply") == 1
-    proxy.add(Rule(faults.s3_error(503, "SlowDown")))
-    with pytest.raises(UnavailableError, match="503"):
-        await store.get("x", max_bytes=1)
-    await store.close()
 
 
 class More:
@@ -243,7 +213,7 @@ async def test_child_forked_after_obstore_started_reads_through_the_sdk_with_a_w
 def test_fault_of_ours_is_not_taken_for_a_missing_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "s3ec.store.obstore_errors", None)
+    monkeypatch.setitem(sys.modules, "s3ec.store.obstore_runtime", None)
     monkeypatch.delitem(sys.modules, "s3ec.store.s3")
-    with pytest.raises(ImportError, match="obstore_errors"):
+    with pytest.raises(ImportError, match="obstore_runtime"):
         open_store(load_settings({"bucket": "bucket", "transport": "obstore"}).settings)
