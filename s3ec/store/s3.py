@@ -138,6 +138,7 @@ class ObstoreReply:
 _NOWHERE = "http://127.0.0.1:0"
 OPINION_S = 1.0
 """What obstore does not tell is asked no more often, and what was told counts for so long."""
+_RANGES = "reads of ranges"
 # What obstore cannot do is left to botocore for so long.
 _REST_S = 60.0
 _DENIED = (obs.PermissionDeniedError, obs.UnauthenticatedError)
@@ -229,7 +230,7 @@ class ObstoreStore(BotocoreStore):
             silence_s = self._settings.read_timeout_s
             return ObstoreReply(result, silence_s, is_part=wanted is not None)
 
-        kind = "reads" if wanted is None else "reads of ranges"
+        kind = "reads" if wanted is None else _RANGES
         sdk = functools.partial(super()._get_object, slot, key, wanted)
         return await self._by_obstore(kind, key, self._what("GET", key), get, sdk)
 
@@ -309,11 +310,13 @@ class ObstoreStore(BotocoreStore):
                 if not is_repeated and (current is not client or is_absent):
                     client, is_repeated = current, True
                     continue
-            is_new = opinion.error is None and client.made_s > opinion.told_s
+            is_new = opinion.error is None and client.made_s > opinion.told_s > 0
             if is_new and not is_answer and kind not in client.answered:
+                result = await ask_sdk()
                 self._rest(kind)
-                break
-            if not opinion.is_fresh:
+                return result
+            # A range behind the end of an object is an answer without a type of its own.
+            if not opinion.is_fresh or kind == _RANGES:
                 return await self._second_opinion(client, what, ask_sdk, is_answer=is_answer)
             if isinstance(failure, _DENIED):
                 raise denied(what, "GetObject" if form is None else "PutObject")
@@ -332,7 +335,7 @@ class ObstoreStore(BotocoreStore):
             if isinstance(meaning, UnavailableError) or getattr(meaning, "is_general", False):
                 self._opinion = _Opinion(time.monotonic(), exc)
             else:
-                self._answered(client, is_answer=is_answer)
+                self._answered(client, is_answer=True)  # it was this request that was refused
             raise
         else:
             self._answered(client, is_answer=is_answer)
@@ -350,7 +353,7 @@ class ObstoreStore(BotocoreStore):
 
     def _rest(self, kind: str) -> None:
         self._resting_until_s[kind] = time.monotonic() + _REST_S
-        self._warn_once(f"obstore fails at {kind} that botocore does")
+        self._warn_once(f"obstore fails at {kind}, and botocore does not")
 
     def _warn_once(self, problem: str) -> None:
         if problem not in self._warned:
