@@ -59,7 +59,7 @@ class Rig(Engine):
 
     def close(self, drain_s: float | None = 30, *, close_s: float = 5) -> int:
         left = super().close(drain_s, close_s=close_s)
-        assert self.node.endpoint.concurrency.used == 0
+        assert self.node.endpoint.places.used == 0
         return left
 
 
@@ -102,7 +102,7 @@ def proxy(rig: Rig) -> Iterator[FaultProxy]:
     rig.site.let_through()
     rig.hits_come_back()
     for _ in range(20):  # so that no test depends on what those before it spent
-        rig.node.endpoint.retries.pay_in()
+        rig.node.endpoint.budget.pay_in()
     yield rig.site.proxy
     rig.site.let_through()
 
@@ -172,7 +172,6 @@ def test_a_fault_that_stays_opens_the_breaker_and_closes_it_when_it_goes(
     rig.site.let_through()
     eventually(lambda: not rig.node.breaker.is_open)  # by the look at the index, without traffic
     rig.hits_come_back()
-    eventually(lambda: rig.node.endpoint.concurrency.withheld == rig.count("pace.withheld"))
 
 
 def test_one_503_in_ten_is_hardly_noticed(rig: Rig, proxy: FaultProxy) -> None:
@@ -298,7 +297,7 @@ def test_a_server_killed_while_it_reads_and_writes_loses_nothing_and_is_found_ag
             eventually(lambda: thread_states(server.pid) == {"T"})
             rig.save(saved)
             rig.node.prefetcher.submit([FetchRequest(key_at(wanted), "image", ROWS)])
-            eventually(lambda: rig.node.endpoint.concurrency.used >= 2)
+            eventually(lambda: rig.node.endpoint.places.used >= 2)
             server.kill()
             done: list[FetchResult] = []
             eventually(lambda: bool(done.extend(rig.node.prefetcher.drain()) or done))
