@@ -13,18 +13,23 @@ import os
 import secrets
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from s3ec.counters import Counters
 from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import Exchange, Fault, FaultProxy, Reply, Rule
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
-from s3ec.store import s3
+from s3ec.store import s3, s3_client
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.concurrency import RequestSlots
+from s3ec.store.endpoint import Endpoint
+from s3ec.store.open import resilient
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import Configure, Issued, Transport
@@ -183,6 +188,81 @@ async def test_broken_connection_is_unavailable(
     with proxy.refusing():
         await _fails(OPERATIONS[operation](store), UnavailableError, "connect")
     await _assert_works(store)
+
+
+class DropOld:
+    """A firewall that has forgotten connections: what comes over one of them is reset."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, int]] = set()
+        self.dropped: set[tuple[str, int]] = set()
+
+    async def apply(self, exchange: Exchange) -> None:
+        if exchange.client in self.dropped:
+            await exchange.read_body()
+            exchange.reset()
+            return
+        self.seen.add(exchange.client)
+        await exchange.send(await exchange.forward())
+
+
+@pytest.mark.parametrize("operation", ["get", "get_range", "head", "put", "list", "delete"])
+async def test_dropped_idle_connections_are_no_fault_of_the_endpoint_for_any_that_meet_them(
+    operation: str, store: BotocoreStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s)
+    monkeypatch.setattr(s3, "time", clock)
+    endpoint, counters = Endpoint(16), Counters()
+    whole: Any = resilient(store, endpoint, counters, hedge=False)
+    fault = DropOld()
+    proxy.add(Rule(fault))
+    call = OPERATIONS[operation]
+    await asyncio.gather(*(call(whole) for _ in range(16)))
+    assert fault.seen
+    for _ in range(2):  # the second time the client that was made anew has them
+        fault.dropped |= fault.seen
+        later_s += 2 * s3.OPINION_S
+        await asyncio.gather(*(call(whole) for _ in range(16)))
+    assert not endpoint.breaker.is_open
+    assert counters.get("store.retries") == counters.get("breaker.opened") == 0
+
+
+async def test_a_fresh_connection_that_is_reset_is_not_tried_again(
+    make: Make, proxy: FaultProxy, transport: Transport
+) -> None:
+    for operation in ("get", "head", "put"):
+        store = make()
+        rule = proxy.add(Rule(faults.Reset()))
+        await _fails(OPERATIONS[operation](store), UnavailableError)
+        assert rule.fired <= QUESTIONS[transport]
+        proxy.clear()
+
+
+async def test_a_connection_that_was_idle_for_long_is_not_used_again(
+    make: Make, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = DropOld()
+    proxy.add(Rule(fault))
+    store = make()
+    for idle_s, connections in ((60.0, 1), (0.0, 3)):
+        monkeypatch.setattr(s3_client, "IDLE_S", idle_s)
+        fault.seen.clear()
+        for _ in range(3):
+            await store.head("a")
+        assert len(fault.seen) == connections
+
+
+async def test_a_store_that_fails_is_not_sent_twice_what_was_asked(
+    store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    rule = proxy.add(Rule(faults.s3_error(503, "SlowDown")))
+    gets = (store.get("a", max_bytes=AMPLE) for _ in range(16))
+    errors = await asyncio.gather(*gets, return_exceptions=True)
+    assert 16 <= rule.fired <= 17
+    # Those that obstore was told nothing about have the words of the one that botocore was told.
+    assert all(isinstance(one, UnavailableError) and one.is_throttle for one in errors)
+    assert {str(one).partition(": ")[2] for one in errors} == {"503 SlowDown (told to say so)"}
 
 
 class Dribble:
