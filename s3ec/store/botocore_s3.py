@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import functools
 import io
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
@@ -42,9 +43,7 @@ from s3ec.store.base import (
     delete_each,
 )
 from s3ec.store.concurrency import (
-    PIECE_BYTES,
     Extend,
-    Pieces,
     Reply,
     RequestSlots,
     answer_begun,
@@ -60,6 +59,7 @@ from s3ec.store.s3_client import (
     read_piece,
 )
 from s3ec.store.s3_errors import (
+    SDK_ERRORS,
     boundary,
     code_of,
     error_of_key,
@@ -92,6 +92,40 @@ class RequestSlot:
     opened: Opened
     extend: Extend
     exchange: Exchange = field(default_factory=Exchange)
+
+
+class _Slot(AbstractAsyncContextManager[RequestSlot]):
+    """See BotocoreStore._slot. A class: a generator costs a GET five times as much."""
+
+    __slots__ = ("_boundary", "_open", "_taken")
+
+    def __init__(
+        self,
+        boundary: AbstractContextManager[None],
+        open_: Callable[[], Awaitable[Opened]],
+        taken: AbstractAsyncContextManager[Extend],
+    ) -> None:
+        self._boundary = boundary
+        self._open = open_
+        self._taken = taken
+
+    async def __aenter__(self) -> RequestSlot:
+        with self._boundary:
+            opened = await self._open()
+            # There are as many threads and connections as places, so nothing but what was
+            # given up a moment ago is waited for behind the deadline.
+            return RequestSlot(opened, await self._taken.__aenter__())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._boundary:
+            await self._taken.__aexit__(kind, exc, traceback)
+            if isinstance(exc, SDK_ERRORS):
+                raise exc
 
 
 class Form(NamedTuple):
@@ -366,21 +400,16 @@ class BotocoreStore:
     def _by(self) -> str:
         return self._opened.way.by if self._opened is not None else ""
 
-    @contextlib.asynccontextmanager
-    async def _slot(self, what: str) -> AsyncIterator[RequestSlot]:
+    def _slot(self, what: str) -> AbstractAsyncContextManager[RequestSlot]:
         """The client, one of the places, a deadline and the error boundary around an operation."""
-        with boundary(what, self._region, self._by):
-            opened = await self._open()
-            # There are as many threads and connections as places, so nothing but what was
-            # given up a moment ago is waited for behind the deadline.
-            async with self._slots.take(what) as extend:
-                yield RequestSlot(opened, extend)
+        return _Slot(boundary(what, self._region, self._by), self._open, self._slots.take(what))
 
     async def _open(self) -> Opened:
         self._slots.check_loop()
+        if self._opened is not None:
+            return self._opened
         async with self._opening:
-            if self._slots.is_closed:
-                raise RuntimeError("the store is closed")
+            self._slots.check_loop()
             if self._opened is None:
                 opening = functools.partial(open_client, self._settings, patient=self._patient)
                 loop = asyncio.get_running_loop()
@@ -564,36 +593,28 @@ class BotocoreReply:
         self._run = run
         self._is_begun = False
 
-    async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
-        loop = asyncio.get_running_loop()
-        if self.nbytes is None:
-            pieces = Pieces(
-                max_bytes, what, lambda nbytes: loop.call_soon_threadsafe(extend, nbytes)
-            )
-            return await self._run(functools.partial(self._read_pieces, pieces))
+    async def read(self, max_bytes: int, what: str) -> bytes:
+        # A body sent in chunks has a length that nobody told.
+        most = max_bytes + 1 if self.nbytes is None else None
         try:
-            return await self._run(self._read)
+            body = await self._run(functools.partial(self._read, most))
         except (IncompleteReadError, ResponseStreamingError) as exc:
+            if self.nbytes is None:
+                raise
             raise CorruptEntryError(
                 f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
             ) from exc
 
-    def _read(self) -> bytes:
-        self._is_begun = True
-        try:
-            return read_piece(self._body)
-        finally:
-            self._body.close()
+        if len(body) > max_bytes:
+            raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")
+        return body
 
-    def _read_pieces(self, pieces: Pieces) -> bytes:
-        """A body sent in chunks, of a length nobody told."""
+    def _read(self, most: int | None) -> bytes:
         self._is_begun = True
         try:
-            while piece := read_piece(self._body, PIECE_BYTES):
-                pieces.add(piece)
+            return read_piece(self._body, most)
         finally:
             self._body.close()
-        return pieces.whole()
 
     def close(self) -> None:
         # A thread that has begun to read closes it itself: two would wait for each other.

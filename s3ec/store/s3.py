@@ -32,7 +32,7 @@ from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
 from s3ec.store.base import Blob, content_type_of
 from s3ec.store.botocore_s3 import BotocoreStore, Form, RequestSlot
-from s3ec.store.concurrency import Extend, Reply
+from s3ec.store.concurrency import Reply
 from s3ec.store.network import certificates
 from s3ec.store.obstore_runtime import held
 from s3ec.store.s3_client import IDLE_S, Address, Way
@@ -84,7 +84,7 @@ class ObstoreReply:
         self._result = result
         self._silence_s = silence_s
 
-    async def read(self, max_bytes: int, what: str, extend: Extend) -> Blob:
+    async def read(self, max_bytes: int, what: str) -> Blob:
         expected = self.nbytes or 0
         begun_s = time.monotonic()
         try:

@@ -53,7 +53,6 @@ from urllib3.exceptions import HTTPError
 import s3ec
 from s3ec.errors import AccessError, ConfigError
 from s3ec.settings import PLAIN_HTTP, Settings, is_amazons, is_plain_http_elsewhere
-from s3ec.store.concurrency import PIECE_BYTES
 from s3ec.store.credentials import ChainCredentials
 from s3ec.store.network import Proxy, check_roots, proxy_for, roots_for
 
@@ -69,6 +68,9 @@ ANSWER_BYTES = 8 * 2**20
 # urllib3 needs it for each connection. A child that is forked while a thread of its parent imports
 # it would never find it.
 codecs.lookup("idna")
+
+PIECE_BYTES = 256 * 1024
+"""What is read at a time of an answer that is not an object."""
 
 _BODILESS = frozenset({204, 304})
 _of_thread = threading.local()

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -212,10 +213,7 @@ _ACTIONS = {
 E = TypeVar("E", bound=BaseException)
 
 
-@contextlib.contextmanager
-def boundary(
-    what: str, region: Callable[[], str], by: Callable[[], str] = lambda: ""
-) -> Iterator[None]:
+class boundary(contextlib.AbstractContextManager[None]):  # noqa: N801 -- used as a function
     """Let no SDK error out of this block.
 
     Args:
@@ -226,12 +224,26 @@ def boundary(
     Raises:
         UnavailableError, AccessError, ConflictError: Instead of what the SDK raised.
     """
-    try:
-        yield
-    except SDK_ERRORS as exc:
-        # Tracebacks show the SDK's own text as well.
-        exc.args = tuple(_scrubbed(arg) if isinstance(arg, str) else arg for arg in exc.args)
-        raise error_of(exc, what + by(), region()) from exc
+
+    __slots__ = ("_by", "_region", "_what")
+
+    def __init__(
+        self, what: str, region: Callable[[], str], by: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._what = what
+        self._region = region
+        self._by = by
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(exc, SDK_ERRORS):
+            # Tracebacks show the SDK's own text as well.
+            exc.args = tuple(_scrubbed(arg) if isinstance(arg, str) else arg for arg in exc.args)
+            raise error_of(exc, self._what + self._by(), self._region()) from exc
 
 
 @contextlib.contextmanager
