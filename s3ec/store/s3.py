@@ -137,8 +137,7 @@ class ObstoreReply:
 # Where nobody can listen.
 _NOWHERE = "http://127.0.0.1:0"
 OPINION_S = 1.0
-"""What obstore does not tell is asked no more often, and what was told counts for so long."""
-_RANGES = "reads of ranges"
+"""What botocore was told counts for so long; one that failed is not asked again before."""
 # What obstore cannot do is left to botocore for so long.
 _REST_S = 60.0
 _DENIED = (obs.PermissionDeniedError, obs.UnauthenticatedError)
@@ -188,10 +187,11 @@ class ObstoreStore(BotocoreStore):
     - for a minute, each kind of request that obstore fails at and botocore does not: replies
       without a length, a range not honoured, a certificate that is an authority's as well.
 
-    Where obstore fails and its error does not tell why, botocore makes the same request, once a
-    second at most. Its answer is the request's, and tells of the others that fail in this second:
+    Where obstore fails and its error does not tell why, botocore makes the same request, one at a
+    time. Its answer is the request's, and tells of the others that fail within a second:
 
-    - It failed as well, or was refused for all: so did they.
+    - It failed as well, or was refused for all: so did they, and botocore is not asked again. A
+      store that fails or throttles gets one request a second more, and not twice as many.
     - It was answered: the connection was at fault, as one that was dropped while it was idle is.
       They are repeated on connections of another client.
     """
@@ -230,7 +230,7 @@ class ObstoreStore(BotocoreStore):
             silence_s = self._settings.read_timeout_s
             return ObstoreReply(result, silence_s, is_part=wanted is not None)
 
-        kind = "reads" if wanted is None else _RANGES
+        kind = "reads" if wanted is None else "reads of ranges"
         sdk = functools.partial(super()._get_object, slot, key, wanted)
         return await self._by_obstore(kind, key, self._what("GET", key), get, sdk)
 
@@ -315,12 +315,9 @@ class ObstoreStore(BotocoreStore):
                 result = await ask_sdk()
                 self._rest(kind)
                 return result
-            # A range behind the end of an object is an answer without a type of its own.
-            if not opinion.is_fresh or kind == _RANGES:
-                return await self._second_opinion(client, what, ask_sdk, is_answer=is_answer)
-            if isinstance(failure, _DENIED):
+            if isinstance(failure, _DENIED) and opinion.is_fresh:
                 raise denied(what, "GetObject" if form is None else "PutObject")
-            raise UnavailableError(f"{what}: obstore failed without a reason")
+            return await self._second_opinion(client, what, ask_sdk, is_answer=is_answer)
         return await ask_sdk()
 
     async def _second_opinion(

@@ -13,10 +13,8 @@ import os
 import secrets
 import socket
 import ssl
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,11 +206,8 @@ class DropOld:
 
 @pytest.mark.parametrize("operation", ["get", "get_range", "head", "put", "list", "delete"])
 async def test_dropped_idle_connections_are_no_fault_of_the_endpoint_for_any_that_meet_them(
-    operation: str, store: BotocoreStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+    operation: str, store: BotocoreStore, proxy: FaultProxy
 ) -> None:
-    later_s = 0.0
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s)
-    monkeypatch.setattr(s3, "time", clock)
     endpoint, counters = Endpoint(16), Counters()
     whole: Any = resilient(store, endpoint, counters, hedge=False)
     fault = DropOld()
@@ -222,7 +217,6 @@ async def test_dropped_idle_connections_are_no_fault_of_the_endpoint_for_any_tha
     assert fault.seen
     for _ in range(2):  # the second time the client that was made anew has them
         fault.dropped |= fault.seen
-        later_s += 2 * s3.OPINION_S
         await asyncio.gather(*(call(whole) for _ in range(16)))
     assert not endpoint.breaker.is_open
     assert counters.get("store.retries") == counters.get("breaker.opened") == 0
