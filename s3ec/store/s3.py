@@ -387,7 +387,11 @@ class ObstoreStore(BotocoreStore):
         purpose = "reads" if form is None else kind
         client = self._clients.get(purpose)
         if client is None:
-            client = _Client(self._new_client(form, opened.way, frozen), time.monotonic())
+            try:
+                client = _Client(self._new_client(form, opened.way, frozen), time.monotonic())
+            except OBSTORE_ERRORS:  # such as a certificate that it cannot read
+                self._rest(kind)
+                return None
             self._clients[purpose] = client
         return client
 
