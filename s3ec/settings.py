@@ -232,10 +232,11 @@ class Settings(BaseModel):
     min_free_bytes: ByteSize = Field(
         ByteSize(2**30), ge=0, description="Free disk space the tier leaves to others."
     )
-    transport: Literal["auto", "botocore", "obstore"] = Field(
+    transport: Literal["auto", "aioboto3", "obstore"] = Field(
         "auto",
         description="S3 client. `obstore` moves bodies outside the interpreter's lock, botocore "
-        "does the rest; `auto` is that, and botocore alone where obstore has no build.",
+        "does the rest; `auto` is that, and botocore alone where obstore has no build. `aioboto3` "
+        "needs `pip install 's3ec[aioboto3]'`.",
     )
     max_concurrency: int = Field(
         16, ge=1, le=256, description="Objects in flight at a time, per process."
@@ -418,8 +419,8 @@ class Settings(BaseModel):
                 "`endpoint_url` has a path: it needs `addressing_style` = `path` and a server that "
                 "is not Amazon's; the bucket goes into `bucket` alone"
             )
-        if self.url and self.transport == "botocore":
-            raise ValueError("`transport` = `botocore` knows S3 only; `url` needs `obstore`")
+        if self.url and self.transport == "aioboto3":
+            raise ValueError("`transport` = `aioboto3` knows S3 only; `url` needs `obstore`")
         return self
 
     @property

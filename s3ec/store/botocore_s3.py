@@ -135,6 +135,54 @@ class Form(NamedTuple):
     condition: bool
 
 
+class BotocoreReply:
+    """What botocore's get_object returned.
+
+    Args:
+        response: botocore's.
+        run: Makes a call in a thread, where it is broken off with the operation.
+    """
+
+    def __init__(
+        self, response: Any, run: Callable[[Callable[[], bytes]], Awaitable[bytes]]
+    ) -> None:
+        self.nbytes: int | None = response.get("ContentLength")
+        # `rclone serve s3` sends a range with status 200.
+        is_206 = response["ResponseMetadata"]["HTTPStatusCode"] == 206
+        self.is_part = is_206 or "ContentRange" in response
+        self._body = response["Body"]
+        self._run = run
+        self._is_begun = False
+
+    async def read(self, max_bytes: int, what: str) -> bytes:
+        # A body sent in chunks has a length that nobody told.
+        most = max_bytes + 1 if self.nbytes is None else None
+        try:
+            body = await self._run(functools.partial(self._read, most))
+        except (IncompleteReadError, ResponseStreamingError) as exc:
+            if self.nbytes is None:
+                raise
+            raise CorruptEntryError(
+                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
+            ) from exc
+
+        if len(body) > max_bytes:
+            raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")
+        return body
+
+    def _read(self, most: int | None) -> bytes:
+        self._is_begun = True
+        try:
+            return read_piece(self._body, most)
+        finally:
+            self._body.close()
+
+    def close(self) -> None:
+        # A thread that has begun to read closes it itself: two would wait for each other.
+        if not self._is_begun:
+            self._body.close()
+
+
 class BotocoreStore:
     """The bucket of ``settings``; names are relative to its prefix. See base.Store.
 
@@ -155,6 +203,7 @@ class BotocoreStore:
     """
 
     page_size = 1000
+    _reply_kind = BotocoreReply
 
     def __init__(self, settings: Settings, *, patient: bool = False) -> None:
         check_settings(settings)
@@ -381,8 +430,7 @@ class BotocoreStore:
             self._slots.close()
             if opened is not None:
                 await opened.credentials.close()
-                opened.client.close()
-                opened.transport.close()
+                await self._disconnect(opened)
             self._pool.shutdown(wait=False)
 
     def _key(self, name: str) -> str:
@@ -411,10 +459,19 @@ class BotocoreStore:
         async with self._opening:
             self._slots.check_loop()
             if self._opened is None:
-                opening = functools.partial(open_client, self._settings, patient=self._patient)
-                loop = asyncio.get_running_loop()
-                self._opened = await loop.run_in_executor(self._pool, opening)
+                self._opened = await self._connect()
             return self._opened
+
+    async def _connect(self) -> Opened:
+        """Make what the first request needs; called under the lock of _open."""
+        opening = functools.partial(open_client, self._settings, patient=self._patient)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, opening)
+
+    async def _disconnect(self, opened: Opened) -> None:
+        """Let go of the connections of _connect's client."""
+        opened.client.close()
+        if opened.transport is not None:
+            opened.transport.close()
 
     async def _call(self, slot: RequestSlot, operation: str, **params: Any) -> Any:
         """Have the SDK make a request about the bucket; once more with renewed credentials.
@@ -433,7 +490,7 @@ class BotocoreStore:
         credentials = slot.opened.credentials
         signing = slot.exchange.credentials = await credentials.get_frozen_credentials()
         try:
-            return await self._in_thread(slot, functools.partial(_ask, call))
+            return await self._run(slot, functools.partial(_ask, call))
         except ClientError as exc:
             if not others_may_help(exc):
                 raise
@@ -444,9 +501,9 @@ class BotocoreStore:
         body = params.get("Body", io.BytesIO())
         body.seek(0)
         slot.extend(max(len(body.getbuffer()), _PAGE_BYTES))
-        return await self._in_thread(slot, functools.partial(_ask, call))
+        return await self._run(slot, functools.partial(_ask, call))
 
-    async def _in_thread(self, slot: RequestSlot, function: Callable[[], T]) -> T:
+    async def _run(self, slot: RequestSlot, function: Callable[[], T]) -> T:
         """Have a thread make a call that may wait for the server; cancelled, it ends that wait."""
         if self._slots.is_closed:
             raise UnavailableError("the store was closed")
@@ -469,7 +526,7 @@ class BotocoreStore:
         response = await _unless_absent(self._call(slot, "get_object", Key=key, **part))
         if response is None:
             return None
-        return BotocoreReply(response, functools.partial(self._in_thread, slot))
+        return self._reply_kind(response, functools.partial(self._run, slot))
 
     async def _put_object(
         self, slot: RequestSlot, key: str, body: Sequence[bytes | memoryview], form: Form
@@ -572,51 +629,3 @@ async def _unless_absent(request: Awaitable[T]) -> T | None:
         if is_absent(exc):
             return None
         raise
-
-
-class BotocoreReply:
-    """What botocore's get_object returned.
-
-    Args:
-        response: botocore's.
-        run: Makes a call in a thread, where it is broken off with the operation.
-    """
-
-    def __init__(
-        self, response: Any, run: Callable[[Callable[[], bytes]], Awaitable[bytes]]
-    ) -> None:
-        self.nbytes: int | None = response.get("ContentLength")
-        # `rclone serve s3` sends a range with status 200.
-        is_206 = response["ResponseMetadata"]["HTTPStatusCode"] == 206
-        self.is_part = is_206 or "ContentRange" in response
-        self._body = response["Body"]
-        self._run = run
-        self._is_begun = False
-
-    async def read(self, max_bytes: int, what: str) -> bytes:
-        # A body sent in chunks has a length that nobody told.
-        most = max_bytes + 1 if self.nbytes is None else None
-        try:
-            body = await self._run(functools.partial(self._read, most))
-        except (IncompleteReadError, ResponseStreamingError) as exc:
-            if self.nbytes is None:
-                raise
-            raise CorruptEntryError(
-                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
-            ) from exc
-
-        if len(body) > max_bytes:
-            raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")
-        return body
-
-    def _read(self, most: int | None) -> bytes:
-        self._is_begun = True
-        try:
-            return read_piece(self._body, most)
-        finally:
-            self._body.close()
-
-    def close(self) -> None:
-        # A thread that has begun to read closes it itself: two would wait for each other.
-        if not self._is_begun:
-            self._body.close()

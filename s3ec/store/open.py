@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import importlib
+import importlib.util
 import logging
 import secrets
 from collections.abc import Sequence
@@ -44,6 +44,10 @@ def open_store(settings: Settings, *, patient: bool = False) -> Store:
         from s3ec.store.url_store import UrlStore
 
         return UrlStore(settings)
+    if transport.name == "aioboto3":
+        from s3ec.store.aioboto3_s3 import Aioboto3Store
+
+        return Aioboto3Store(settings, patient=patient)
     if transport.name == "botocore":
         from s3ec.store.botocore_s3 import BotocoreStore
 
@@ -65,7 +69,7 @@ class Transport:
     """The S3 client that does the work.
 
     Attributes:
-        name: ``obstore``, or ``botocore`` where that is asked for or there is no obstore.
+        name: ``obstore``, ``aioboto3``, or ``botocore`` where there is no obstore.
         reason: Why it is this one, for people.
     """
 
@@ -79,8 +83,14 @@ def choose_transport(settings: Settings) -> Transport:
     Raises:
         ConfigError: One is asked for, or ``url`` needs obstore, and it is not installed.
     """
-    if settings.transport == "botocore":
-        return Transport("botocore", "`transport` asks for it")
+    if settings.transport == "aioboto3":
+        if importlib.util.find_spec("aioboto3") is None:
+            raise ConfigError(
+                "`transport` = `aioboto3`: it is not installed; pip install 's3ec[aioboto3]', or "
+                "set `auto`",
+                field="transport",
+            )
+        return Transport("aioboto3", "`transport` asks for it")
     try:
         importlib.import_module("obstore.store")
     except ImportError as exc:

@@ -378,13 +378,13 @@ class Opened:
         client: The client.
         credentials: What signs for it, and changes as they expire or are refused.
         way: How its requests reach the server.
-        transport: What it sends with.
+        transport: What it sends with, where that is ours to close.
     """
 
     client: Any
     credentials: ChainCredentials
     way: Way
-    transport: BoundedSession
+    transport: BoundedSession | None = None
 
 
 def check_settings(settings: Settings) -> None:
@@ -434,7 +434,7 @@ def quiet_sdk_logs() -> None:
     They hold request headers, session tokens among them. A level that somebody set for these
     loggers on purpose stays.
     """
-    for name in ("boto3", "botocore"):
+    for name in ("aioboto3", "aiobotocore", "boto3", "botocore"):
         logger = logging.getLogger(name)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
@@ -446,8 +446,7 @@ def open_client(settings: Settings, *, patient: bool = False) -> Opened:
     Takes about 0.1 s of CPU the first time: the SDK's service model.
 
     Args:
-        patient: Whether a request waits for as long as a look for credentials takes. In an engine
-            it does not.
+        patient: As in ``chain_credentials``.
 
     Raises:
         AccessError: Plain http to another machine that nobody has allowed.
@@ -458,27 +457,29 @@ def open_client(settings: Settings, *, patient: bool = False) -> Opened:
     way = _way_of(client, settings, core)
     transport = BoundedSession(way, settings)
     client.meta.events.register("before-send.s3", transport.send)
-    credentials = ChainCredentials(functools.partial(find_credentials, settings))
-    if patient:
-        credentials.patience_s = credentials.longest_look_s
-    return Opened(client, credentials, way, transport)
+    return Opened(client, chain_credentials(settings, patient=patient), way, transport)
 
 
 def _new_client(core: Any, settings: Settings) -> Any:
-    """The SDK's client, which does less than it would.
+    # Not by way of boto3, which would import its transfer manager.
+    config = Config(**config_for(settings, core))
+    client = core.create_client("s3", config=config, **client_options(settings))
+    check_and_adapt(client, settings)
+    return client
+
+
+def check_and_adapt(client: Any, settings: Settings) -> None:
+    """Have an SDK's S3 client do less than it would.
 
     Raises:
         AccessError: Plain http to another machine that nobody has allowed.
     """
-    # Not by way of boto3, which would import its transfer manager.
-    client = core.create_client("s3", config=_config(settings, core), **client_options(settings))
     # Once more, where a section of services in the profile names the server.
     if not settings.allow_http and is_plain_http_elsewhere(client.meta.endpoint_url):
         raise AccessError(_not_encrypted(settings), code="PlainHttp")
     client.meta.events.register_last("before-call.s3", _drop_expect)
     client.meta.events.register_last("before-call.s3.DeleteObjects", _send_md5)
     client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
-    return client
 
 
 def way_to(settings: Settings) -> Way:
@@ -497,6 +498,19 @@ def _way_of(client: Any, settings: Settings, core: Any) -> Way:
     """Ask a client of the SDK where it would send requests, and the environment how."""
     address = address_of(client, settings.bucket)
     return Way(address, proxy_for(address.url), roots_for(settings, core))
+
+
+def chain_credentials(settings: Settings, *, patient: bool) -> ChainCredentials:
+    """What signs for each SDK; nothing is looked for yet.
+
+    Args:
+        patient: Whether a request waits for as long as a look for credentials takes. In an engine
+            it does not.
+    """
+    found = ChainCredentials(functools.partial(find_credentials, settings))
+    if patient:
+        found.patience_s = found.longest_look_s
+    return found
 
 
 def find_credentials(settings: Settings) -> Any:
@@ -547,7 +561,11 @@ def _loader() -> Any:
 
 def new_session(settings: Settings) -> Session:
     """A session of botocore, as the settings want it."""
-    core = get_session()
+    return configured(get_session(), settings)
+
+
+def configured(core: Any, settings: Settings) -> Any:
+    """A session of botocore or of aiobotocore, as the settings want it."""
     core.register_component("data_loader", _loader())
     core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=parse_time)
     if settings.profile is not None:
@@ -576,24 +594,25 @@ def client_options(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _config(settings: Settings, core: Session) -> Config:
+def config_for(settings: Settings, core: Any) -> dict[str, Any]:
+    """The configuration of each SDK's S3 client; ``core`` is its session."""
     # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
     # cost more than the transfer. Over HTTP the signature is all there is.
     over_tls = not _endpoint_url(settings, core.get_scoped_config()).lower().startswith("http:")
     s3_options: dict[str, Any] = {"addressing_style": addressing_style(settings)}
     if over_tls:
         s3_options["payload_signing_enabled"] = False
-    return Config(
+    return {
         **timeouts(settings),
-        max_pool_connections=settings.max_concurrency,
+        "max_pool_connections": settings.max_concurrency,
         # One attempt in all, whatever AWS_MAX_ATTEMPTS says: retries are a wrapper of ours.
-        retries={"total_max_attempts": 1, "mode": "standard"},
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
         # Checksums are ours on both ways, see BotocoreStore.
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        user_agent_extra=f"s3ec/{s3ec.__version__}",
-        s3=s3_options,
-    )
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "user_agent_extra": f"s3ec/{s3ec.__version__}",
+        "s3": s3_options,
+    }
 
 
 def encryption(settings: Settings, sse: str | None = None) -> dict[str, str]:
@@ -635,7 +654,7 @@ class _Provider:
 
 
 def _drop_expect(params: dict[str, Any], **_: Any) -> None:
-    """Send bodies at once: botocore waits a second for "100 Continue"."""
+    """Send bodies at once: botocore waits a second for "100 Continue", aiohttp without a limit."""
     params["headers"].pop("Expect", None)
 
 

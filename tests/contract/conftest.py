@@ -18,6 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from s3ec.config import load_settings
 from s3ec.settings import Settings
+from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import Identity, LocalS3, MotoServer
@@ -32,7 +33,16 @@ Transport = type[BotocoreStore]
 
 @pytest.fixture(params=[ObstoreStore, BotocoreStore], ids=["obstore", "botocore"])
 def transport(request: pytest.FixtureRequest) -> Transport:
-    """Each S3 client in turn."""
+    """Each S3 client in turn, without the extra one."""
+    kind: Transport = request.param
+    return kind
+
+
+@pytest.fixture(
+    params=[ObstoreStore, BotocoreStore, Aioboto3Store], ids=["obstore", "botocore", "aioboto3"]
+)
+def any_transport(request: pytest.FixtureRequest) -> Transport:
+    """Each S3 client in turn, for the contract suite and for what keeps secrets."""
     kind: Transport = request.param
     return kind
 

@@ -21,10 +21,10 @@ class TestOnMoto(StoreContract):
 
     @pytest.fixture
     def make_store(
-        self, on_moto: Configure, transport: Transport, monkeypatch: pytest.MonkeyPatch
+        self, on_moto: Configure, any_transport: Transport, monkeypatch: pytest.MonkeyPatch
     ) -> MakeStore:
-        monkeypatch.setattr(transport, "page_size", 7)
-        return lambda prefix: transport(on_moto(prefix=prefix))
+        monkeypatch.setattr(any_transport, "page_size", 7)
+        return lambda prefix: any_transport(on_moto(prefix=prefix))
 
 
 class TestOnSeaweed(StoreContract):
@@ -32,9 +32,9 @@ class TestOnSeaweed(StoreContract):
     list_count = 1005
 
     @pytest.fixture
-    def make_store(self, on_seaweed: Configure, transport: Transport) -> MakeStore:
+    def make_store(self, on_seaweed: Configure, any_transport: Transport) -> MakeStore:
         # Writers that race for one name take turns of a second there.
-        return lambda prefix: transport(on_seaweed(prefix=prefix))
+        return lambda prefix: any_transport(on_seaweed(prefix=prefix))
 
 
 async def test_small_pages_of_seaweed_hold_every_object(
@@ -129,10 +129,10 @@ async def test_wrong_keys_are_an_access_error_without_the_keys(
     guarded_s3: LocalS3,
     monkeypatch: pytest.MonkeyPatch,
     on_seaweed: Configure,
-    transport: Transport,
+    any_transport: Transport,
 ) -> None:
     wrong = Identity("nobody", **{"access_key": READER.access_key, field: "wr0ng-" + "k" * 30})
-    store = _store_as(wrong, guarded_s3, monkeypatch, on_seaweed, transport)
+    store = _store_as(wrong, guarded_s3, monkeypatch, on_seaweed, any_transport)
     with pytest.raises(AccessError) as caught:
         await store.get("x", max_bytes=10)
     assert caught.value.code in ("InvalidAccessKeyId", "SignatureDoesNotMatch")

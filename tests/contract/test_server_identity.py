@@ -49,7 +49,7 @@ async def test_server_with_a_bad_certificate_gets_no_request(
     fault: str,
     local_s3: LocalS3,
     on_seaweed: Configure,
-    transport: Transport,
+    any_transport: Transport,
     issued: Issued,
     tmp_path: Path,
 ) -> None:
@@ -64,7 +64,7 @@ async def test_server_with_a_bad_certificate_gets_no_request(
         "expired": "has expired; renew it",
     }
     with FaultProxy(local_s3.endpoint_url, tls=context) as proxy:
-        store = transport(on_seaweed(endpoint_url=proxy.url, ca_bundle=trusted.authority))
+        store = any_transport(on_seaweed(endpoint_url=proxy.url, ca_bundle=trusted.authority))
         for operation in OPERATIONS.values():
             with pytest.raises(AccessError, match=fixes[fault]) as caught:
                 await operation(store)
@@ -97,7 +97,7 @@ async def test_redirect_elsewhere_is_refused_and_nothing_is_sent_there(
     has_token: bool,
     local_s3: LocalS3,
     on_seaweed: Configure,
-    transport: Transport,
+    any_transport: Transport,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in {**variables, **({"AWS_SESSION_TOKEN": TOKEN} if has_token else {})}.items():
@@ -110,7 +110,7 @@ async def test_redirect_elsewhere_is_refused_and_nothing_is_sent_there(
         rule = asked.add(
             Rule(s3_error(status, "TemporaryRedirect", headers={"location": f"{address}/a"}))
         )
-        store = transport(on_seaweed(endpoint_url=asked.url))
+        store = any_transport(on_seaweed(endpoint_url=asked.url))
         for count, operation in enumerate(OPERATIONS.values(), 1):
             with pytest.raises(AccessError, match="redirects, correct `endpoint_url`") as caught:
                 await operation(store)
@@ -124,7 +124,7 @@ async def test_redirect_elsewhere_is_refused_and_nothing_is_sent_there(
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 async def test_redirect_to_another_port_of_the_host_gets_no_credentials(
-    status: int, local_s3: LocalS3, on_seaweed: Configure, transport: Transport
+    status: int, local_s3: LocalS3, on_seaweed: Configure, any_transport: Transport
 ) -> None:
     with (
         FaultProxy(local_s3.endpoint_url) as asked,
@@ -132,7 +132,7 @@ async def test_redirect_to_another_port_of_the_host_gets_no_credentials(
     ):
         location = {"location": f"{elsewhere.url}/a"}
         asked.add(Rule(s3_error(status, "TemporaryRedirect", headers=location)))
-        store = transport(on_seaweed(endpoint_url=asked.url))
+        store = any_transport(on_seaweed(endpoint_url=asked.url))
         for operation in OPERATIONS.values():
             with pytest.raises(AccessError):
                 await operation(store)
@@ -145,7 +145,7 @@ async def test_redirect_behind_a_proxy_is_not_followed(
     has_token: bool,
     local_s3: LocalS3,
     on_seaweed: Configure,
-    transport: Transport,
+    any_transport: Transport,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -155,18 +155,18 @@ async def test_redirect_behind_a_proxy_is_not_followed(
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
         location = {"location": "http://elsewhere.test/a"}
         proxy.add(Rule(s3_error(307, "TemporaryRedirect", headers=location)))
-        store = transport(on_seaweed(endpoint_url="http://s3.test", allow_http=True))
+        store = any_transport(on_seaweed(endpoint_url="http://s3.test", allow_http=True))
         for operation in OPERATIONS.values():
             with pytest.raises(AccessError, match=f"through the proxy {proxy.url}: 307") as caught:
                 await operation(store)
             assert "redirects, correct `endpoint_url`" in str(caught.value)
         assert {urlsplit(request.target).hostname for request in proxy.requests} == {"s3.test"}
         await store.close()
-    assert caplog.text.count("does the work of obstore") == (transport is ObstoreStore)
+    assert caplog.text.count("does the work of obstore") == (any_transport is ObstoreStore)
 
 
 async def test_redirect_to_another_region_names_it(
-    local_s3: LocalS3, on_seaweed: Configure, transport: Transport
+    local_s3: LocalS3, on_seaweed: Configure, any_transport: Transport
 ) -> None:
     region = {
         "location": "http://contract.s3.eu-north-1.amazonaws.com/a",
@@ -174,7 +174,7 @@ async def test_redirect_to_another_region_names_it(
     }
     with FaultProxy(local_s3.endpoint_url) as asked:
         asked.add(Rule(s3_error(307, "TemporaryRedirect", headers=region)))
-        store = transport(on_seaweed(endpoint_url=asked.url))
+        store = any_transport(on_seaweed(endpoint_url=asked.url))
         for operation in OPERATIONS.values():
             with pytest.raises(AccessError, match="in region eu-north-1, set `region`"):
                 await operation(store)
@@ -224,13 +224,13 @@ async def test_each_request_passes_the_proxy_of_the_environment_with_its_passwor
     name: str,
     local_s3: LocalS3,
     on_seaweed: Configure,
-    transport: Transport,
+    any_transport: Transport,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with FaultProxy(local_s3.endpoint_url) as proxy:
         monkeypatch.setenv(name, proxy.url.replace("http://", "us%40er:p%3Ass@"))
         settings = on_seaweed(endpoint_url="http://s3.test", allow_http=True, prefix=name)
-        store = transport(settings)
+        store = any_transport(settings)
         await all_go(store, "a")
         assert len(proxy.requests) == len(OPERATIONS)
         expected = "Basic " + base64.b64encode(b"us@er:p:ss").decode()
@@ -250,7 +250,7 @@ async def test_a_proxy_that_lets_nothing_through_is_named_without_its_password(
     scheme: str,
     fault: str,
     on_seaweed: Configure,
-    transport: Transport,
+    any_transport: Transport,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with FaultProxy("http://127.0.0.1:9") as proxy:
@@ -258,7 +258,7 @@ async def test_a_proxy_that_lets_nothing_through_is_named_without_its_password(
         place = {"nobody": "127.0.0.1:9", "unknown": "nobody.invalid:1", "407": proxy.url[7:]}
         monkeypatch.setenv(f"{scheme}_proxy", f"http://user:{PASSWORD}@{place[fault]}")
         settings = on_seaweed(endpoint_url=f"{scheme}://s3.test", allow_http=True)
-        store = transport(settings)
+        store = any_transport(settings)
         for operation in OPERATIONS.values():
             with pytest.raises((AccessError, UnavailableError)) as caught:
                 await operation(store)
@@ -271,7 +271,7 @@ async def test_a_proxy_that_lets_nothing_through_is_named_without_its_password(
 async def test_a_server_in_no_proxy_is_asked_directly_by_each_request(
     local_s3: LocalS3,
     on_seaweed: Configure,
-    transport: Transport,
+    any_transport: Transport,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -280,7 +280,7 @@ async def test_a_server_in_no_proxy_is_asked_directly_by_each_request(
         with monkeypatch.context() as patched:
             patched.setenv("HTTP_PROXY", "http://127.0.0.1:9")
             patched.setenv("NO_PROXY", form)
-            store = transport(on_seaweed(prefix=f"no-proxy-{number}"))
+            store = any_transport(on_seaweed(prefix=f"no-proxy-{number}"))
             await all_go(store, "a")
             await store.close()
     assert "does the work of obstore" not in caplog.text
@@ -290,11 +290,12 @@ async def test_a_server_in_no_proxy_is_asked_directly_by_each_request(
 ALL_GO = """
 import asyncio, json, sys
 from s3ec.config import load_settings
-from s3ec.store import botocore_s3, s3
+from s3ec.store import aioboto3_s3, botocore_s3, s3
 from tests.contract.test_server_identity import all_go
 
 async def use(name, settings):
-    kinds = {kind.__name__: kind for kind in (s3.ObstoreStore, botocore_s3.BotocoreStore)}
+    kinds = {kind.__name__: kind for kind in
+             (s3.ObstoreStore, botocore_s3.BotocoreStore, aioboto3_s3.Aioboto3Store)}
     store = kinds[name](load_settings(json.loads(settings)).settings)
     await all_go(store, "a")
     await store.close()
@@ -310,7 +311,7 @@ def test_the_authority_counts_for_each_request_wherever_it_is_named(
     name: str,
     local_s3: LocalS3,
     on_seaweed: Configure,
-    transport: Transport,
+    any_transport: Transport,
     issued: Issued,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -325,10 +326,10 @@ def test_the_authority_counts_for_each_request_wherever_it_is_named(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(issued.server)
     with FaultProxy(local_s3.endpoint_url, tls=context) as proxy:
-        settings = on_seaweed(endpoint_url=proxy.url, prefix=f"{name}/{transport.__name__}")
+        settings = on_seaweed(endpoint_url=proxy.url, prefix=f"{name}/{any_transport.__name__}")
         given = settings.model_dump(include={"bucket", "prefix", "endpoint_url", "region"})
         if name == "ca_bundle":
             given[name] = str(path)
-        command = [sys.executable, "-c", ALL_GO, transport.__name__, json.dumps(given)]
+        command = [sys.executable, "-c", ALL_GO, any_transport.__name__, json.dumps(given)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -24,6 +24,7 @@ from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import Exchange, Fault, FaultProxy, Reply, Rule
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.store import s3, s3_client
+from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.concurrency import RequestSlots
 from s3ec.store.endpoint import Endpoint
@@ -39,9 +40,12 @@ Make = Callable[..., BotocoreStore]
 CHECKSUM = {BotocoreStore: "x-amz-checksum-crc32", ObstoreStore: "x-amz-checksum-sha256"}
 CHECKSUM_OVER_TLS = {**CHECKSUM, ObstoreStore: "x-amz-checksum-crc64nvme"}
 # Requests at most for one that fails: what obstore does not tell, botocore is asked.
-QUESTIONS = {BotocoreStore: 1, ObstoreStore: 2}
+QUESTIONS = {Aioboto3Store: 1, BotocoreStore: 1, ObstoreStore: 2}
 # A connection that was used before may have been dropped, so botocore takes a fresh one then.
-TRIES = {BotocoreStore: 2, ObstoreStore: 3}
+TRIES = {Aioboto3Store: 2, BotocoreStore: 2, ObstoreStore: 3}
+everywhere = pytest.mark.parametrize(
+    "transport", [ObstoreStore, BotocoreStore, Aioboto3Store], indirect=True
+)
 only_obstore = pytest.mark.parametrize("transport", [ObstoreStore], indirect=True)
 # Far beyond what a test takes; a hang fails the test instead of the run.
 PATIENCE_S = 30.0
@@ -155,6 +159,7 @@ STATUS_FAULTS = {
 }
 
 
+@everywhere
 @pytest.mark.parametrize("operation", OPERATIONS)
 async def test_bad_status_maps_to_its_error_without_a_retry(
     operation: str,
@@ -174,6 +179,7 @@ async def test_bad_status_maps_to_its_error_without_a_retry(
     await _assert_works(store)
 
 
+@everywhere
 @pytest.mark.parametrize("operation", OPERATIONS)
 async def test_broken_connection_is_unavailable(
     operation: str, store: BotocoreStore, proxy: FaultProxy, transport: Transport
@@ -204,6 +210,7 @@ class DropOld:
         await exchange.send(await exchange.forward())
 
 
+@everywhere
 @pytest.mark.parametrize("operation", ["get", "get_range", "head", "put", "list", "delete"])
 async def test_dropped_idle_connections_are_no_fault_of_the_endpoint_for_any_that_meet_them(
     operation: str, store: BotocoreStore, proxy: FaultProxy
@@ -222,6 +229,7 @@ async def test_dropped_idle_connections_are_no_fault_of_the_endpoint_for_any_tha
     assert counters.get("store.retries") == counters.get("breaker.opened") == 0
 
 
+@everywhere
 async def test_a_fresh_connection_that_is_reset_is_not_tried_again(
     make: Make, proxy: FaultProxy, transport: Transport
 ) -> None:
@@ -247,6 +255,7 @@ async def test_a_connection_that_was_idle_for_long_is_not_used_again(
         assert len(fault.seen) == connections
 
 
+@everywhere
 async def test_a_store_that_fails_is_not_sent_twice_what_was_asked(
     store: BotocoreStore, proxy: FaultProxy
 ) -> None:
@@ -404,6 +413,22 @@ async def test_body_that_ends_early_is_a_corrupt_entry(
     await _assert_works(store)
 
 
+@pytest.mark.parametrize("transport", [Aioboto3Store], indirect=True)
+@pytest.mark.parametrize(
+    "fault",
+    [faults.Reset(), faults.Cut(100_000), faults.Cut(100_000, chunked=True), faults.html_page(502)],
+    ids=["reset", "part", "part in chunks", "502"],
+)
+async def test_failures_of_the_extra_transport_are_ours_too(
+    fault: Fault, store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(fault, method="GET"))
+    for operation in (store.get("a", max_bytes=AMPLE), store.get_range("a", 0, 300_000)):
+        await _fails(operation, UnavailableError)
+    proxy.clear()
+    await _assert_works(store)
+
+
 async def test_body_of_unknown_length_is_read_whole_or_unavailable(
     store: BotocoreStore, proxy: FaultProxy
 ) -> None:
@@ -500,6 +525,7 @@ async def test_no_more_requests_are_out_than_max_concurrency(
     assert watch.most == 3
 
 
+@everywhere
 async def test_put_whose_replies_were_lost_is_stored_once(
     store: BotocoreStore, proxy: FaultProxy, transport: Transport
 ) -> None:
@@ -511,6 +537,7 @@ async def test_put_whose_replies_were_lost_is_stored_once(
     assert await store.get("once", max_bytes=AMPLE) == BODY
 
 
+@everywhere
 async def test_put_refused_for_its_checksum_is_sent_without_from_then_on(
     make: Make, proxy: FaultProxy
 ) -> None:

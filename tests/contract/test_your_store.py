@@ -64,8 +64,8 @@ class TestOnYourStore(StoreContract):
     list_count = 1005
 
     @pytest.fixture
-    def make_store(self, transport: Transport) -> MakeStore:
-        return lambda prefix: transport(_settings(prefix=prefix))
+    def make_store(self, any_transport: Transport) -> MakeStore:
+        return lambda prefix: any_transport(_settings(prefix=prefix))
 
 
 async def test_your_store_refuses_the_second_writer(transport: Transport) -> None:

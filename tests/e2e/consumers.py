@@ -81,11 +81,11 @@ def ask_server(place: Place) -> Exchange:
     """One picture, posted as a data URL by a client that calls it like another one's hash.
 
     The server's flag is what `terraform output` gives for such a store; what is this node's own
-    stands in the environment. The bucket is read through botocore alone.
+    stands in the environment. The bucket is read through aioboto3.
     """
     where = {"bucket": place.corpus.bucket, "endpoint_url": place.server.endpoint_url}
     node = settings(
-        place.server, place.corpus.bucket, place.workdir / "server-tier", transport="botocore"
+        place.server, place.corpus.bucket, place.workdir / "server-tier", transport="aioboto3"
     )
     own = {f"S3EC_{name.upper()}": str(node[name]) for name in node.keys() - where.keys()}
     with ApiServer(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One ``ec_both`` engine with an empty bucket: encodes, saves, evicts, loads what it saved.
 
-It saves through botocore alone. The others save through obstore, as ``transport: auto`` does.
+It saves through aioboto3; the others through obstore, which is what ``transport: auto`` comes to.
 It runs on both of vLLM's model runners: GPU users get V2.
 """
 
@@ -111,7 +111,7 @@ def _run(
 ) -> _Run:
     bucket = local_s3.create_bucket("both")
     log_path = tier.with_suffix(".log")
-    more = {"prefix": _PREFIX, "transport": "botocore"}
+    more = {"prefix": _PREFIX, "transport": "aioboto3"}
     with EngineProcess(
         gemma,
         ec=ec_config("ec_both", settings(local_s3, bucket, tier, **more)),

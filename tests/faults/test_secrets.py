@@ -110,7 +110,7 @@ async def _try_everything(node: Node, said: list[str]) -> None:
             said.append("".join(traceback.format_exception(exc)) + repr(exc))
 
 
-@pytest.mark.parametrize(("transport", "umask"), [("botocore", 0o000), ("obstore", 0o077)])
+@pytest.mark.parametrize(("transport", "umask"), [("aioboto3", 0o000), ("obstore", 0o077)])
 def test_no_secret_and_no_identifier_is_said_or_named_and_files_are_private(
     umask: int,
     transport: str,
@@ -126,7 +126,7 @@ def test_no_secret_and_no_identifier_is_said_or_named_and_files_are_private(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setattr(Address, "is_amazons", True)  # others' tokens are not given to obstore
     caplog.set_level(logging.DEBUG)
-    for name in ("s3ec", "botocore", "boto3"):
+    for name in ("s3ec", "aiobotocore", "botocore", "boto3"):
         caplog.set_level(logging.DEBUG if name == "s3ec" else logging.INFO, logger=name)
     told: list[str] = []
     old = os.umask(umask)

@@ -30,7 +30,7 @@ ENDPOINT = {
 
 def test_this_is_the_environment_that_was_asked_for() -> None:
     assert botocore.__version__ == os.environ["S3EC_TEST_BOTOCORE"]
-    for absent in ("aiohttp", "torch", "vllm"):
+    for absent in ("aioboto3", "aiohttp", "torch", "vllm"):
         assert importlib.util.find_spec(absent) is None
     assert choose_transport(load_settings(ENDPOINT).settings).name == "obstore"
 

@@ -107,7 +107,7 @@ def test_every_setting_can_come_from_every_source(
         "cache_dir": str(tmp_path),
         "cache_bytes": "3MiB",
         "min_free_bytes": "1KiB",
-        "transport": "botocore",
+        "transport": "aioboto3",
         "max_concurrency": "7",
         "wait": "never",
         "defer_timeout_s": "0",
@@ -354,7 +354,7 @@ def test_what_kubernetes_sets_is_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
         ("cache_bytes", "-1", "byte"),
         ("cache_bytes", "50 bananas", "byte"),
         ("min_free_bytes", -1, "byte"),
-        ("transport", "obstor", "'botocore'"),
+        ("transport", "obstor", "'aioboto3'"),
         ("max_concurrency", 0, "greater than or equal to 1"),
         ("max_concurrency", 257, "less than or equal to 256"),
         ("max_concurrency", "many", "(str, from"),
@@ -536,7 +536,7 @@ def test_a_url_and_a_setting_of_s3_are_refused_together(name: str, value: str) -
 
 
 def test_a_url_and_the_sdk_are_refused_together() -> None:
-    assert "`url` needs `obstore`" in str(refusal({"url": "gs://corpus", "transport": "botocore"}))
+    assert "`url` needs `obstore`" in str(refusal({"url": "gs://corpus", "transport": "aioboto3"}))
 
 
 @given(st.text(max_size=40))

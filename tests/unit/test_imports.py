@@ -51,6 +51,9 @@ MAY_IMPORT = {
         **dict.fromkeys(("corpus", "doctor", "middleware"), "inside"),
     },
     "transformers": {"connector": "inside", "dev": "inside"},
+    "aioboto3": {"store": "anywhere", "dev": "inside"},
+    "aiobotocore": {"store": "anywhere"},
+    "aiohttp": {"store": "anywhere"},
     "obstore": {"store": "anywhere", "dev": "inside"},
     "awscrt": {"dev": "inside"},
     "duckdb": {"corpus": "inside"},
@@ -162,6 +165,13 @@ def test_the_sdk_stays_behind_the_store_and_the_doctor() -> None:
         if each.target.split(".")[0] in ("boto3", "botocore") and each.part not in SDK_MODULES
     ]
     assert wrong == []
+
+
+def test_the_extra_transport_is_one_module() -> None:
+    """aioboto3 is not installed with s3ec, nor is what it brings."""
+    extra = {"aioboto3", "aiobotocore", "aiohttp"}
+    modules = {each.module.name for each in imports() if each.target.split(".")[0] in extra}
+    assert modules == {"aioboto3_s3.py", "raw_loops.py"}
 
 
 def test_tests_are_not_imported() -> None:

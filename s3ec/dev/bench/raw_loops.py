@@ -49,6 +49,7 @@ def open_loops(
     loops: dict[str, RawLoop] = {}
     missing: dict[str, str] = {}
     makers: dict[str, Callable[[], RawLoop]] = {
+        "aioboto3": lambda: Aioboto3Loop(corpus),
         "obstore": lambda: ObstoreLoop(corpus),
         "awscrt": lambda: CrtLoop(corpus),
     }
@@ -83,6 +84,40 @@ class _AsyncioLoop:
 
     def close(self) -> None:
         self._runner.close()
+
+
+class Aioboto3Loop(_AsyncioLoop):
+    """aioboto3: an asyncio client in Python, bodies through aiohttp."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        super().__init__(corpus)
+        self._stack = contextlib.AsyncExitStack()
+        self._client: Any = self._runner.run(self._connect())
+
+    async def _connect(self) -> Any:
+        import aioboto3
+        from botocore.config import Config
+
+        config = Config(
+            max_pool_connections=IN_FLIGHT,
+            retries={"total_max_attempts": 1},
+            proxies={},
+            s3={"addressing_style": "path"},
+            response_checksum_validation="when_required",
+        )
+        client = aioboto3.Session().client(
+            "s3", endpoint_url=self._corpus.endpoint_url, region_name=REGION, config=config
+        )
+        return await self._stack.enter_async_context(client)
+
+    async def _get(self, name: str) -> int:
+        reply = await self._client.get_object(Bucket=self._corpus.bucket, Key=name)
+        async with reply["Body"] as body:
+            return len(await body.read())
+
+    def close(self) -> None:
+        self._runner.run(self._stack.aclose())
+        super().close()
 
 
 class ObstoreLoop(_AsyncioLoop):

@@ -64,7 +64,7 @@ def test_version_is_printed(cli: Cli) -> None:
 def test_starting_imports_no_sdk_no_torch_no_settings() -> None:
     code = (
         "import sys, s3ec.cli.app as a\n"
-        "heavy = {'boto3', 'botocore', 'torch', 'vllm', 'pydantic', 'rich.table'}\n"
+        "heavy = {'boto3', 'botocore', 'aioboto3', 'torch', 'vllm', 'pydantic', 'rich.table'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

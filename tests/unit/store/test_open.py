@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
+from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.open import (
     KEPT_PROBE,
@@ -163,7 +165,7 @@ async def test_head_before_put_stores_nothing_when_the_look_fails() -> None:
     [
         ("auto", "obstore", ObstoreStore),
         ("obstore", "obstore", ObstoreStore),
-        ("botocore", "botocore", BotocoreStore),
+        ("aioboto3", "aioboto3", Aioboto3Store),
     ],
 )
 def test_transport_is_what_the_settings_say_and_auto_is_obstore(
@@ -190,3 +192,13 @@ def test_without_obstore_auto_is_botocore_and_what_needs_it_an_error_with_the_co
             with pytest.raises(ConfigError, match="pip install obstore") as caught:
                 call(load_settings(asked).settings)
             assert caught.value.field == field
+
+
+def test_asking_for_aioboto3_without_its_extra_is_an_error_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 's3ec\[aioboto3\]'.*`auto`") as caught:
+        open_store(load_settings({"bucket": "bucket", "transport": "aioboto3"}).settings)
+    assert caught.value.field == "transport"
+    assert type(open_store(load_settings({"bucket": "bucket"}).settings)) is ObstoreStore

@@ -28,6 +28,7 @@ from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.errors import AccessError, ConfigError
 from s3ec.settings import Settings
 from s3ec.store import s3_client
+from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.credentials import ChainCredentials
 from s3ec.store.open import open_store
@@ -413,7 +414,7 @@ async def test_role_that_may_not_be_assumed_is_an_access_error_naming_the_role(
         await make(profile=role_profile).get("x", max_bytes=1)
 
 
-SDK_LOGGERS = list(map(logging.getLogger, ("boto3", "botocore")))
+SDK_LOGGERS = list(map(logging.getLogger, ("aioboto3", "aiobotocore", "boto3", "botocore")))
 
 
 @pytest.fixture
@@ -466,6 +467,7 @@ def test_whatever_the_sdk_asks_at_amazon_is_amazons(
     assert [each.url for each in asked if not each.is_amazons] == []
 
 
+@pytest.mark.parametrize("transport", [ObstoreStore, BotocoreStore, Aioboto3Store], indirect=True)
 async def test_no_log_and_no_traceback_holds_the_credentials(
     make: Make,
     keys: None,

@@ -33,7 +33,7 @@ def test_a_fetch_is_compared_with_the_fastest_client_with_files_and_with_its_own
 ) -> None:
     clients = fetch.Clients(auto="s3ec obstore", raw="raw obstore", missing={"awscrt": "no build"})
     took = {
-        "raw other": (4.0, 4.0),
+        "raw aioboto3": (4.0, 4.0),
         "raw obstore": (2.0, 1.0),
         fetch.TO_FILE: (1.0, 2.0),  # unverified, so it is not one of the raw clients
         "s3ec obstore": (2.5, 3.0),

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket through aioboto3: BotocoreStore without threads, each request in the event loop.
+
+An extra, ``pip install 's3ec[aioboto3]'``: aioboto3 pins an old botocore. It passes the contract
+suite. Errors and pages of listings have no bound in size here. Checked with aioboto3 15.5,
+aiobotocore 2.25 and aiohttp 3.14.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import aioboto3
+import aiohttp
+from aiobotocore.config import AioConfig
+from aiobotocore.credentials import AioCredentials
+from aiobotocore.httpsession import AIOHTTPSession
+from aiobotocore.session import get_session
+from botocore.exceptions import (
+    ClientError,
+    ConnectionClosedError,
+    EndpointConnectionError,
+    HTTPClientError,
+)
+
+from s3ec.store.botocore_s3 import BotocoreReply, BotocoreStore, RequestSlot
+from s3ec.store.s3_client import (
+    Exchange,
+    Opened,
+    chain_credentials,
+    check_and_adapt,
+    client_options,
+    config_for,
+    configured,
+    way_to,
+)
+from s3ec.store.s3_errors import reading_answer
+
+_exchange: ContextVar[Exchange] = ContextVar("s3ec-exchange")
+
+
+class Aioboto3Reply(BotocoreReply):
+    """What get_object of aioboto3 returned."""
+
+    async def _read(self, most: int | None) -> bytes:  # type: ignore[override]  # _run awaits it
+        if most is None:
+            return bytes(await self._body.read())
+        body = bytearray()
+        while len(body) < most and (piece := await self._body.read(most - len(body))):
+            body += piece
+        return bytes(body)
+
+
+class Aioboto3Store(BotocoreStore):
+    """The bucket of ``settings``; names are relative to its prefix. See base.Store.
+
+    Limits, deadlines and errors are those of BotocoreStore.
+    """
+
+    _reply_kind = Aioboto3Reply
+
+    async def _connect(self) -> Opened:
+        settings = self._settings
+        way = await asyncio.to_thread(way_to, settings)
+        core = configured(get_session(), settings)
+        core.get_component("credential_provider").providers.insert(0, _Provider())
+        config = AioConfig(
+            http_session_cls=StrictSession, proxies=way.proxies, **config_for(settings, core)
+        )
+        making = aioboto3.Session(botocore_session=core).client(
+            "s3", config=config, verify=way.roots, **client_options(settings)
+        )
+        client = await making.__aenter__()
+        check_and_adapt(client, settings)
+        return Opened(client, chain_credentials(settings, patient=self._patient), way)
+
+    async def _disconnect(self, opened: Opened) -> None:
+        await opened.client.close()
+
+    async def _run(self, slot: RequestSlot, function: Callable[[], Any]) -> Any:
+        """Await what a call of aiobotocore returns."""
+        _exchange.set(slot.exchange)
+        with reading_answer(), _as_botocores():
+            return await function()
+
+
+@contextlib.contextmanager
+def _as_botocores() -> Iterator[None]:
+    """aiobotocore lets some errors of aiohttp out as they are, and wraps what _refuse raised."""
+    try:
+        yield
+    except aiohttp.ClientError as exc:
+        raise HTTPClientError(error=exc) from exc
+    except HTTPClientError as exc:
+        if isinstance(refused := exc.kwargs.get("error"), ClientError):
+            raise refused from None
+        raise
+
+
+class _Credentials(AioCredentials):  # type: ignore[misc]
+    """What aiobotocore's client signs with: the credentials of the exchange of its task."""
+
+    async def get_frozen_credentials(self) -> Any:
+        return _exchange.get().credentials
+
+
+class _Provider:
+    """What aiobotocore calls a credential provider: the first one that loads something wins."""
+
+    METHOD = "s3ec"
+    CANONICAL_NAME = None
+
+    async def load(self) -> _Credentials:
+        return _Credentials("", "", method=self.METHOD)
+
+
+class _PlainSession(AIOHTTPSession):  # type: ignore[misc]
+    """Checks host names, and follows no redirect: a session token goes nowhere else.
+
+    aiobotocore leaves both to others, and aiohttp does neither. botocore switches the check of the
+    certificate's host name off, since its own transport makes that check itself.
+    """
+
+    def _get_ssl_context(self) -> ssl.SSLContext:
+        context: ssl.SSLContext = super()._get_ssl_context()
+        context.set_default_verify_paths()  # as BoundedSession
+        context.check_hostname = True
+        return context
+
+    async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
+        session: aiohttp.ClientSession = await super()._get_session(proxy_url)
+        if not session.trace_configs:
+            trace = aiohttp.TraceConfig()
+            trace.on_request_redirect.append(_refuse)
+            trace.on_connection_reuseconn.append(_note_reuse)
+            trace.freeze()
+            session.trace_configs.append(trace)
+            session._retry_connection = False  # see StrictSession.send
+        return session
+
+
+class StrictSession(_PlainSession):
+    """_PlainSession whose idle connections may have been dropped."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._fresh = _PlainSession(**{**options, "connector_args": {"force_close": True}})
+        self._exit_stack.push_async_callback(self._fresh.close)
+
+    async def send(self, request: Any) -> Any:
+        """Send it, once more where it met a connection that had been dropped while it was idle.
+
+        aiohttp would do so too, but on whatever connection comes next.
+        """
+        exchange = _exchange.get()
+        exchange.is_reused = False
+        try:
+            return await super().send(request)
+        except (ConnectionClosedError, EndpointConnectionError):
+            if not exchange.is_reused:
+                raise
+            request.reset_stream()
+            return await self._fresh.send(request)
+
+
+async def _note_reuse(*_: Any) -> None:
+    _exchange.get().is_reused = True
+
+
+async def _refuse(
+    session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    params: aiohttp.TraceRequestRedirectParams,
+) -> None:
+    """End a request whose answer leads elsewhere; S3's own 301 has no address to go to."""
+    answer: Any = params.response
+    if "Location" in answer.headers or "URI" in answer.headers:
+        answer.close()
+        told = {
+            "Error": {"Region": answer.headers.get("x-amz-bucket-region")},
+            "ResponseMetadata": {"HTTPStatusCode": answer.status},
+        }
+        raise ClientError(told, "GetObject")
