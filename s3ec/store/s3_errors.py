@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table from what botocore raises to the errors of s3ec.
+"""The one table from what botocore and aiobotocore raise to the errors of s3ec.
 
 Mapped on the HTTP status first, because HEAD replies carry no error code and servers spell
 codes differently. What obstore raises is no more than a type; where that does not do, botocore
-makes the same request, see s3.py. Checked against botocore 1.40 and 1.44. How long a server asks to
-be left alone is in the Retry-After header (RFC 9110, 10.2.3).
+makes the same request, see s3.py. Checked against botocore 1.40 and 1.44, and aiobotocore 2.25. How
+long a server asks to be left alone is in the Retry-After header (RFC 9110, 10.2.3).
 """
 
 from __future__ import annotations
@@ -243,7 +243,11 @@ class boundary(contextlib.AbstractContextManager[None]):  # noqa: N801 -- used a
         if isinstance(exc, SDK_ERRORS):
             # Tracebacks show the SDK's own text as well.
             exc.args = tuple(_scrubbed(arg) if isinstance(arg, str) else arg for arg in exc.args)
-            raise error_of(exc, self._what + self._by(), self._region()) from exc
+            error = error_of(exc, self._what + self._by(), self._region())
+            if isinstance(exc, sdk.ProxyConnectionError):
+                # aiohttp's own error repeats the proxy's URL, password included.
+                exc.__cause__ = exc.__context__ = None
+            raise error from exc
 
 
 @contextlib.contextmanager
@@ -313,8 +317,9 @@ def error_of(exc: Exception, what: str, region: str) -> S3ECError:
         return AccessError(
             f"{what}: no usable credentials ({exc}); {_CREDENTIALS_FIX}", code=type(exc).__name__
         )
-    if (unproven := _caused_by(exc, ssl.SSLCertVerificationError)) is not None:
-        return _not_trusted(what, getattr(unproven, "verify_code", 0))
+    if unproven := [c for c in causes_of(exc) if isinstance(c, ssl.SSLCertVerificationError)]:
+        # The number is OpenSSL's own error's; aiohttp's is of this type too and has none.
+        return _not_trusted(what, getattr(unproven[-1], "verify_code", 0))
     if _caused_by(exc, CertificateError):
         return _not_trusted(what, _OTHER_HOST)
     if isinstance(exc, sdk.ProxyConnectionError):
