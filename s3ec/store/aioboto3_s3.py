@@ -69,7 +69,7 @@ class Aioboto3Store(BotocoreStore):
         settings = self._settings
         way = await asyncio.to_thread(way_to, settings)
         core = configured(get_session(), settings)
-        core.get_component("credential_provider").providers.insert(0, _Provider())
+        core._credentials = _Credentials("", "")  # as set_credentials does
         config = AioConfig(
             http_session_cls=StrictSession, proxies=way.proxies, **config_for(settings, core)
         )
@@ -110,48 +110,19 @@ class _Credentials(AioCredentials):  # type: ignore[misc]
         return _exchange.get().credentials
 
 
-class _Provider:
-    """What aiobotocore calls a credential provider: the first one that loads something wins."""
-
-    METHOD = "s3ec"
-    CANONICAL_NAME = None
-
-    async def load(self) -> _Credentials:
-        return _Credentials("", "", method=self.METHOD)
-
-
-class _PlainSession(AIOHTTPSession):  # type: ignore[misc]
+class StrictSession(AIOHTTPSession):  # type: ignore[misc]
     """Checks host names, and follows no redirect: a session token goes nowhere else.
 
     aiobotocore leaves both to others, and aiohttp does neither. botocore switches the check of the
     certificate's host name off, since its own transport makes that check itself.
     """
 
-    def _get_ssl_context(self) -> ssl.SSLContext:
-        context: ssl.SSLContext = super()._get_ssl_context()
-        context.set_default_verify_paths()  # as BoundedSession
-        context.check_hostname = True
-        return context
-
-    async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
-        session: aiohttp.ClientSession = await super()._get_session(proxy_url)
-        if not session.trace_configs:
-            trace = aiohttp.TraceConfig()
-            trace.on_request_redirect.append(_refuse)
-            trace.on_connection_reuseconn.append(_note_reuse)
-            trace.freeze()
-            session.trace_configs.append(trace)
-            session._retry_connection = False  # see StrictSession.send
-        return session
-
-
-class StrictSession(_PlainSession):
-    """_PlainSession whose idle connections may have been dropped."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._fresh = _PlainSession(**{**options, "connector_args": {"force_close": True}})
-        self._exit_stack.push_async_callback(self._fresh.close)
+        once = {"force_close": True}
+        if options["connector_args"] != once:
+            self._fresh = StrictSession(**{**options, "connector_args": once})
+            self._exit_stack.push_async_callback(self._fresh.close)
 
     async def send(self, request: Any) -> Any:
         """Send it, once more where it met a connection that had been dropped while it was idle.
@@ -167,6 +138,23 @@ class StrictSession(_PlainSession):
                 raise
             request.reset_stream()
             return await self._fresh.send(request)
+
+    def _get_ssl_context(self) -> ssl.SSLContext:
+        context: ssl.SSLContext = super()._get_ssl_context()
+        context.set_default_verify_paths()  # as BoundedSession
+        context.check_hostname = True
+        return context
+
+    async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
+        session: aiohttp.ClientSession = await super()._get_session(proxy_url)
+        if not session.trace_configs:
+            trace = aiohttp.TraceConfig()
+            trace.on_request_redirect.append(_refuse)
+            trace.on_connection_reuseconn.append(_note_reuse)
+            trace.freeze()
+            session.trace_configs.append(trace)
+            session._retry_connection = False  # see send
+        return session
 
 
 async def _note_reuse(*_: Any) -> None:
