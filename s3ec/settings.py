@@ -111,8 +111,8 @@ def check_endpoint(value: str) -> str:
     plain = value.isprintable() and " " not in value
     if url.scheme not in ("http", "https") or not url.hostname or not plain:
         raise ValueError("write it as http://host:port or https://host:port")
-    if url.path.strip("/") or url.query or url.fragment:
-        raise ValueError("host and port only; the bucket goes into `bucket`")
+    if url.query or url.fragment or not _PATH.fullmatch(url.path):
+        raise ValueError("host and port, and perhaps a path; the bucket goes into `bucket`")
     try:
         _ = url.port
     except ValueError:
@@ -137,6 +137,8 @@ def is_plain_http_elsewhere(url: str) -> bool:
 
 
 # A customer's own servers have names of Amazon's too: of EC2, of load balancers, of gateways.
+# Of an endpoint: names between single slashes, of characters that no client changes.
+_PATH = re.compile(r"(/(?!\.{1,2}(/|$))[\w.~-]+)*/?", re.ASCII)
 _AMAZONS = re.compile(
     r"(?:.+\.)?s3(?:express)?(?:-[a-z0-9-]+)?(?:\.dualstack)?(?:\.[a-z0-9-]+)?(?:\.vpce)?"
     r"\.amazonaws\.com(?:\.cn)?"
@@ -192,7 +194,9 @@ class Settings(BaseModel):
         "", description="Folder inside the bucket; surrounding slashes are cut."
     )
     endpoint_url: Annotated[str, AfterValidator(check_endpoint)] | None = Field(
-        None, description="URL of an S3-compatible server; unset means AWS."
+        None,
+        description="URL of an S3-compatible server, perhaps with a path before the bucket; unset "
+        "means AWS.",
     )
     region: str | None = Field(None, description="Region to sign for; unset asks the SDK's chain.")
     addressing_style: Literal["auto", "path", "virtual"] = Field(
@@ -408,6 +412,12 @@ class Settings(BaseModel):
             raise ValueError("`sse_kms_key_id` needs `sse` = `aws:kms`")
         if self.addressing_style == "virtual" and self.bucket.startswith("arn:"):
             raise ValueError("`addressing_style` = `virtual` does not go with an ARN in `bucket`")
+        path = urlsplit(self.endpoint_url or "").path.strip("/")
+        if path and (self.path_style is not True or path.rpartition("/")[2] == self.bucket):
+            raise ValueError(
+                "`endpoint_url` has a path: it needs `addressing_style` = `path` and a server that "
+                "is not Amazon's; the bucket goes into `bucket` alone"
+            )
         if self.url and self.transport == "aioboto3":
             raise ValueError("`transport` = `aioboto3` knows S3 only; `url` needs `obstore`")
         return self

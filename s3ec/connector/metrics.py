@@ -340,7 +340,6 @@ NOT_EXPORTED = {
     "index.forgotten": "Keys that were taken for absent for a while.",
     "index.not_kept": "Files of the index that this node's disk did not take.",
     "index.vanished_base": "Bases that were deleted while they were downloaded.",
-    "pace.withheld": "Requests at a time that are held back, because the store asked for fewer.",
     "skip.": "Chat requests that SkipPictures saw; it has a metric of its own.",
 }
 

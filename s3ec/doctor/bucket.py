@@ -78,7 +78,7 @@ def endpoint(context: CheckContext) -> Outcome:
         found = context.ask(context.s3.probe_server)
     except S3ECError as exc:
         where = context.settings.endpoint_url or "AWS"
-        return fail(f"{where}: {exc}", mend_endpoint(context.settings, str(exc)))
+        return fail(f"{where}: {exc}", mend_endpoint(context.settings, exc))
     context.server = found
     name = f", {found.server}" if found.server else ""
     if not found.is_s3:
@@ -294,12 +294,15 @@ def conditional_put(context: CheckContext) -> Outcome:
             "allow s3:PutObject with conditions; s3ec writes with them only",
             cell="refused",
         )
+    is_ignored = answer is ConditionalPut.IGNORED
     return warn(
-        "the server accepts `If-None-Match: *` and overwrites all the same",
+        "the server accepts `If-None-Match: *` and overwrites all the same"
+        if is_ignored
+        else "the server refuses `If-None-Match: *`, and accepts a PUT without it",
         "s3ec looks before it writes here, one request more per save; two writers at one moment "
         "still write the same bytes. The index is never compacted, so engines start slower the "
         "more was stored. A server with conditional writes does without",
-        cell="ignored",
+        cell="ignored" if is_ignored else "unsupported",
     )
 
 

@@ -7,11 +7,10 @@ it is left to the first check that needs it.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,11 +18,9 @@ from urllib.parse import urlsplit
 
 from botocore import UNSIGNED
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, ProxyConnectionError, SSLError
-from botocore.exceptions import ConnectionError as SdkConnectionError
+from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
-from s3ec.errors import UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.s3_client import (
     BoundedSession,
@@ -36,13 +33,12 @@ from s3ec.store.s3_client import (
     timeouts,
     way_to,
 )
-from s3ec.store.s3_errors import boundary, one_line, reading_answer, unix_s
+from s3ec.store.s3_errors import boundary, reading_answer, unix_s
 
 # A CRC32 that no body of ours has.
 _WRONG_CRC = "AAAAAA=="
 # Pages of one key that are followed; a listing that goes round in circles ends here.
 _MOST_PAGES = 50
-_REASON = re.compile(r"\[Errno -?\d+\] ([^)'\"\]]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,7 @@ class S3Probe:
         client = self._unsigned_client()
         client.meta.events.register("before-send.s3", lambda request, **_: sent.append(request.url))
         before_s = time.time()
-        with self._boundary("GET"), _saying_why(self._way.by):
+        with self._boundary("GET"):
             try:
                 reply = self._ask(client.list_objects_v2, MaxKeys=1)
             except ClientError as exc:
@@ -300,29 +296,3 @@ class S3Probe:
 
     def _config(self, **more: Any) -> Config:
         return Config(retries={"total_max_attempts": 1}, **timeouts(self._settings), **more)
-
-
-@contextmanager
-def _saying_why(by: str) -> Iterator[None]:
-    """Tell refused from unknown host and from timed out; the SDK's own text names only the URL.
-
-    Args:
-        by: As ``Way.by``.
-
-    Raises:
-        UnavailableError: With the operating system's word for it.
-    """
-    try:
-        yield
-    except (SSLError, ProxyConnectionError):
-        raise  # the boundary tells an untrusted certificate from the rest
-    except (SdkConnectionError, OSError) as exc:
-        raise UnavailableError(_reason(exc) + by) from exc
-
-
-def _reason(exc: Exception) -> str:
-    text = str(exc.kwargs.get("error", exc)) if isinstance(exc, BotoCoreError) else str(exc)
-    found = _REASON.search(text)
-    if found:
-        return found[1].strip()
-    return "no connection in time" if "timed out" in text else one_line(text)

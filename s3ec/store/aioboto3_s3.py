@@ -2,9 +2,8 @@
 """A bucket through aioboto3: BotocoreStore without threads, each request in the event loop.
 
 An extra, ``pip install 's3ec[aioboto3]'``: aioboto3 pins an old botocore. It passes the contract
-suite. Errors and pages of listings have no bound in size here. aiohttp sends a request once more
-when its connection breaks before a reply, so a PUT whose reply was lost can conflict with itself.
-Checked with aioboto3 15.5, aiobotocore 2.25 and aiohttp 3.14.
+suite. Errors and pages of listings have no bound in size here. Checked with aioboto3 15.5,
+aiobotocore 2.25 and aiohttp 3.14.
 """
 
 from __future__ import annotations
@@ -12,22 +11,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
 import aioboto3
 import aiohttp
 from aiobotocore.config import AioConfig
+from aiobotocore.credentials import AioCredentials
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import get_session
-from botocore.exceptions import HTTPClientError
+from botocore.exceptions import (
+    ClientError,
+    ConnectionClosedError,
+    EndpointConnectionError,
+    HTTPClientError,
+)
 
-from s3ec.settings import Settings
-from s3ec.store.botocore_s3 import BotocoreStore, RequestSlot, length_and_part
-from s3ec.store.concurrency import PIECE_BYTES, Extend, Pieces, Reply
-from s3ec.store.credentials import ChainCredentials
+from s3ec.store.botocore_s3 import BotocoreReply, BotocoreStore, RequestSlot
 from s3ec.store.s3_client import (
+    Exchange,
     Opened,
     chain_credentials,
     check_and_adapt,
@@ -36,7 +40,21 @@ from s3ec.store.s3_client import (
     configured,
     way_to,
 )
-from s3ec.store.s3_errors import RedirectRefusedError, reading_answer
+from s3ec.store.s3_errors import reading_answer
+
+_exchange: ContextVar[Exchange] = ContextVar("s3ec-exchange")
+
+
+class Aioboto3Reply(BotocoreReply):
+    """What get_object of aioboto3 returned."""
+
+    async def _read(self, most: int | None) -> bytes:  # type: ignore[override]  # _run awaits it
+        if most is None:
+            return bytes(await self._body.read())
+        body = bytearray()
+        while len(body) < most and (piece := await self._body.read(most - len(body))):
+            body += piece
+        return bytes(body)
 
 
 class Aioboto3Store(BotocoreStore):
@@ -45,95 +63,51 @@ class Aioboto3Store(BotocoreStore):
     Limits, deadlines and errors are those of BotocoreStore.
     """
 
-    def __init__(self, settings: Settings, *, patient: bool = False) -> None:
-        super().__init__(settings, patient=patient)
-        self._resources = contextlib.AsyncExitStack()
+    _reply_kind = Aioboto3Reply
 
     async def _connect(self) -> Opened:
         settings = self._settings
-        core = configured(get_session(), settings)
-        credentials = chain_credentials(settings, patient=self._patient)
-        core.get_component("credential_provider").providers.insert(0, _Provider(credentials))
         way = await asyncio.to_thread(way_to, settings)
+        core = configured(get_session(), settings)
+        core._credentials = _Credentials("", "")  # as set_credentials does
         config = AioConfig(
             http_session_cls=StrictSession, proxies=way.proxies, **config_for(settings, core)
         )
-        client = await self._resources.enter_async_context(
-            aioboto3.Session(botocore_session=core).client(
-                "s3", config=config, verify=way.roots, **client_options(settings)
-            )
+        making = aioboto3.Session(botocore_session=core).client(
+            "s3", config=config, verify=way.roots, **client_options(settings)
         )
+        client = await making.__aenter__()
         check_and_adapt(client, settings)
-        return Opened(client, credentials, way)
+        return Opened(client, chain_credentials(settings, patient=self._patient), way)
 
     async def _disconnect(self, opened: Opened) -> None:
-        await self._resources.aclose()
+        await opened.client.close()
 
-    async def _call(self, slot: RequestSlot, operation: str, **params: Any) -> Any:
-        call = getattr(slot.opened.client, operation)
+    async def _run(self, slot: RequestSlot, function: Callable[[], Any]) -> Any:
+        """Await what a call of aiobotocore returns."""
+        _exchange.set(slot.exchange)
         with reading_answer(), _as_botocores():
-            return await call(**{"Bucket": self._settings.bucket, **params})
-
-    def _reply(self, slot: RequestSlot, response: Any) -> Reply:
-        return Aioboto3Reply(response)
-
-
-class Aioboto3Reply:
-    """What get_object of aioboto3 returned."""
-
-    def __init__(self, response: Any) -> None:
-        self.nbytes, self.is_part = length_and_part(response)
-        self._body = response["Body"]
-
-    async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
-        with _as_botocores():
-            if self.nbytes is not None:
-                return bytes(await self._body.read())
-            pieces = Pieces(max_bytes, what, extend)  # it comes in chunks
-            while piece := await self._body.read(PIECE_BYTES):
-                pieces.add(piece)
-            return pieces.whole()
-
-    def close(self) -> None:
-        self._body.close()
+            return await function()
 
 
 @contextlib.contextmanager
 def _as_botocores() -> Iterator[None]:
-    """aiobotocore lets some errors of aiohttp out as they are; here they become botocore's."""
+    """aiobotocore lets some errors of aiohttp out as they are, and wraps what _refuse raised."""
     try:
         yield
     except aiohttp.ClientError as exc:
         raise HTTPClientError(error=exc) from exc
+    except HTTPClientError as exc:
+        if isinstance(refused := exc.kwargs.get("error"), ClientError):
+            raise refused from None
+        raise
 
 
-class _Provider:
-    """What aiobotocore calls a credential provider: the first one that loads something wins."""
+class _Credentials(AioCredentials):  # type: ignore[misc]
+    """What aiobotocore's client signs with: the credentials of the exchange of its task."""
 
-    METHOD = ChainCredentials.method
-    CANONICAL_NAME = None
-
-    def __init__(self, credentials: ChainCredentials) -> None:
-        self._credentials = _AioCredentials(credentials)
-
-    async def load(self) -> _AioCredentials:
-        return self._credentials
-
-
-class _AioCredentials:
-    """ChainCredentials where aiobotocore wants credentials."""
-
-    method = ChainCredentials.method
-
-    def __init__(self, credentials: ChainCredentials) -> None:
-        self.get_frozen_credentials = credentials.get_frozen_credentials
-
-    async def get_account_id(self) -> None:
-        """For endpoints that are made of an account's id; S3 has none."""
-
-    def get_deferred_property(self, name: str) -> Any:
-        """As get_account_id, at set-up."""
-        return lambda: None
+    async def get_frozen_credentials(self) -> Any:
+        return _exchange.get().credentials
 
 
 class StrictSession(AIOHTTPSession):  # type: ignore[misc]
@@ -142,6 +116,28 @@ class StrictSession(AIOHTTPSession):  # type: ignore[misc]
     aiobotocore leaves both to others, and aiohttp does neither. botocore switches the check of the
     certificate's host name off, since its own transport makes that check itself.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        once = {"force_close": True}
+        if options["connector_args"] != once:
+            self._fresh = StrictSession(**{**options, "connector_args": once})
+            self._exit_stack.push_async_callback(self._fresh.close)
+
+    async def send(self, request: Any) -> Any:
+        """Send it, once more where it met a connection that had been dropped while it was idle.
+
+        aiohttp would do so too, but on whatever connection comes next.
+        """
+        exchange = _exchange.get()
+        exchange.is_reused = False
+        try:
+            return await super().send(request)
+        except (ConnectionClosedError, EndpointConnectionError):
+            if not exchange.is_reused:
+                raise
+            request.reset_stream()
+            return await self._fresh.send(request)
 
     def _get_ssl_context(self) -> ssl.SSLContext:
         context: ssl.SSLContext = super()._get_ssl_context()
@@ -154,9 +150,15 @@ class StrictSession(AIOHTTPSession):  # type: ignore[misc]
         if not session.trace_configs:
             trace = aiohttp.TraceConfig()
             trace.on_request_redirect.append(_refuse)
+            trace.on_connection_reuseconn.append(_note_reuse)
             trace.freeze()
             session.trace_configs.append(trace)
+            session._retry_connection = False  # see send
         return session
+
+
+async def _note_reuse(*_: Any) -> None:
+    _exchange.get().is_reused = True
 
 
 async def _refuse(
@@ -168,5 +170,8 @@ async def _refuse(
     answer: Any = params.response
     if "Location" in answer.headers or "URI" in answer.headers:
         answer.close()
-        region = answer.headers.get("x-amz-bucket-region", "")
-        raise RedirectRefusedError(answer.status, region)
+        told = {
+            "Error": {"Region": answer.headers.get("x-amz-bucket-region")},
+            "ResponseMetadata": {"HTTPStatusCode": answer.status},
+        }
+        raise ClientError(told, "GetObject")

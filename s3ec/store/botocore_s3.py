@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import functools
 import io
-import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
+from botocore.parsers import ResponseParserError
 
 from s3ec.errors import (
     AccessError,
@@ -42,9 +43,7 @@ from s3ec.store.base import (
     delete_each,
 )
 from s3ec.store.concurrency import (
-    PIECE_BYTES,
     Extend,
-    Pieces,
     Reply,
     RequestSlots,
     answer_begun,
@@ -60,11 +59,12 @@ from s3ec.store.s3_client import (
     read_piece,
 )
 from s3ec.store.s3_errors import (
-    CREDENTIAL_CODES,
+    SDK_ERRORS,
     boundary,
     code_of,
     error_of_key,
     is_absent,
+    others_may_help,
     reading_answer,
     status_of,
 )
@@ -75,7 +75,8 @@ T = TypeVar("T")
 _PAGE_BYTES = 2**21
 # What a server says that has no request for several deletions.
 _NO_BATCHES = frozenset({"MethodNotAllowed", "NotImplemented"})
-_CHECKSUM_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemented"})
+# What a server says that does not know a header of a write.
+_HEADER_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemented"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,95 @@ class RequestSlot:
     opened: Opened
     extend: Extend
     exchange: Exchange = field(default_factory=Exchange)
+
+
+class _Slot(AbstractAsyncContextManager[RequestSlot]):
+    """See BotocoreStore._slot. A class: a generator costs a GET five times as much."""
+
+    __slots__ = ("_boundary", "_open", "_taken")
+
+    def __init__(
+        self,
+        boundary: AbstractContextManager[None],
+        open_: Callable[[], Awaitable[Opened]],
+        taken: AbstractAsyncContextManager[Extend],
+    ) -> None:
+        self._boundary = boundary
+        self._open = open_
+        self._taken = taken
+
+    async def __aenter__(self) -> RequestSlot:
+        with self._boundary:
+            opened = await self._open()
+            # There are as many threads and connections as places, so nothing but what was
+            # given up a moment ago is waited for behind the deadline.
+            return RequestSlot(opened, await self._taken.__aenter__())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._boundary:
+            await self._taken.__aexit__(kind, exc, traceback)
+            if isinstance(exc, SDK_ERRORS):
+                raise exc
+
+
+class Form(NamedTuple):
+    """What a write is sent with, apart from its body."""
+
+    checksum: bool
+    condition: bool
+
+
+class BotocoreReply:
+    """What botocore's get_object returned.
+
+    Args:
+        response: botocore's.
+        run: Makes a call in a thread, where it is broken off with the operation.
+    """
+
+    def __init__(
+        self, response: Any, run: Callable[[Callable[[], bytes]], Awaitable[bytes]]
+    ) -> None:
+        self.nbytes: int | None = response.get("ContentLength")
+        # `rclone serve s3` sends a range with status 200.
+        is_206 = response["ResponseMetadata"]["HTTPStatusCode"] == 206
+        self.is_part = is_206 or "ContentRange" in response
+        self._body = response["Body"]
+        self._run = run
+        self._is_begun = False
+
+    async def read(self, max_bytes: int, what: str) -> bytes:
+        # A body sent in chunks has a length that nobody told.
+        most = max_bytes + 1 if self.nbytes is None else None
+        try:
+            body = await self._run(functools.partial(self._read, most))
+        except (IncompleteReadError, ResponseStreamingError) as exc:
+            if self.nbytes is None:
+                raise
+            raise CorruptEntryError(
+                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
+            ) from exc
+
+        if len(body) > max_bytes:
+            raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")
+        return body
+
+    def _read(self, most: int | None) -> bytes:
+        self._is_begun = True
+        try:
+            return read_piece(self._body, most)
+        finally:
+            self._body.close()
+
+    def close(self) -> None:
+        # A thread that has begun to read closes it itself: two would wait for each other.
+        if not self._is_begun:
+            self._body.close()
 
 
 class BotocoreStore:
@@ -113,6 +203,7 @@ class BotocoreStore:
     """
 
     page_size = 1000
+    _reply_kind = BotocoreReply
 
     def __init__(self, settings: Settings, *, patient: bool = False) -> None:
         check_settings(settings)
@@ -123,7 +214,8 @@ class BotocoreStore:
         self._opening = asyncio.Lock()
         self._opened: Opened | None = None
         self._pool = DaemonPool(settings.max_concurrency, "s3ec-sdk")
-        self._send_checksum = True
+        self._form = Form(checksum=True, condition=True)
+        self._form_works = False
         self._has_batches = True
 
     def __repr__(self) -> str:
@@ -135,7 +227,7 @@ class BotocoreStore:
         key = self._key(name)
         what = self._what("GET", key)
         async with self._slot(what) as slot:
-            reply = await _unless_absent(self._get_object(slot, key))
+            reply = await self._get_object(slot, key)
             return None if reply is None else await read_body(reply, max_bytes, what, slot.extend)
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
@@ -145,7 +237,7 @@ class BotocoreStore:
         async with self._slot(what) as slot:
             wanted = range(start, start + length)
             try:
-                reply = await _unless_absent(self._get_object(slot, key, wanted))
+                reply = await self._get_object(slot, key, wanted)
             except ClientError as exc:
                 if status_of(exc) == 416:  # the object ends before `start`
                     return b""
@@ -163,19 +255,37 @@ class BotocoreStore:
         nbytes = sum(memoryview(piece).nbytes for piece in body)
         what = self._what("PUT", key)
         async with self._slot(what) as slot:
-            slot.extend(nbytes)
-            try:
-                await self._put_object(slot, key, body, what, checksum=self._send_checksum)
-            except ClientError as exc:
-                refused = status_of(exc) == 501 or code_of(exc) in _CHECKSUM_REFUSED
-                if not (self._send_checksum and refused):
-                    raise
-            else:
-                return
-            slot.extend(nbytes)
-            await self._put_object(slot, key, body, what, checksum=False)
-            # Only now is it known that the checksum was what the server did not like.
-            self._send_checksum = False
+            refusal: ClientError | None = None
+            for form in self._forms():
+                slot.extend(nbytes)
+                try:
+                    await self._put_object(slot, key, body, form)
+                except ClientError as exc:
+                    refused = status_of(exc) == 501 or code_of(exc) in _HEADER_REFUSED
+                    if not refused or self._form_works:
+                        raise
+                    refusal = refusal or exc
+                else:
+                    # Only now is it known what the server did not like.
+                    self._form, self._form_works = form, True
+                    return
+            if refusal is not None:
+                raise refusal
+
+    @property
+    def refuses_conditions(self) -> bool:
+        """Whether the server has refused ``If-None-Match``, so that it is sent no more."""
+        return not self._form.condition
+
+    def _forms(self) -> Sequence[Form]:
+        """Ways to write, the best first: until one has worked, a server may refuse any header."""
+        if self._form_works:
+            return (self._form,)
+        return tuple(
+            Form(checksum=checksum, condition=condition)
+            for condition in (True, False)
+            for checksum in (True, False)
+        )
 
     async def head(self, name: str) -> ObjectInfo | None:
         key = self._key(name)
@@ -338,48 +448,33 @@ class BotocoreStore:
     def _by(self) -> str:
         return self._opened.way.by if self._opened is not None else ""
 
-    @contextlib.asynccontextmanager
-    async def _slot(self, what: str) -> AsyncIterator[RequestSlot]:
+    def _slot(self, what: str) -> AbstractAsyncContextManager[RequestSlot]:
         """The client, one of the places, a deadline and the error boundary around an operation."""
-        asked_s = time.monotonic()
-        try:
-            with boundary(what, self._region, self._by):
-                opened = await self._open()
-                # There are as many threads and connections as places, so nothing but what was
-                # given up a moment ago is waited for behind the deadline.
-                async with self._slots.take(what) as extend:
-                    asked_s = time.monotonic()
-                    yield RequestSlot(opened, extend)
-            if self._opened is not None:
-                self._opened.credentials.accepted(asked_s)
-        except AccessError as exc:
-            if exc.code in CREDENTIAL_CODES and self._opened is not None:
-                self._opened.credentials.refused(exc.code, asked_s)
-            raise
+        return _Slot(boundary(what, self._region, self._by), self._open, self._slots.take(what))
 
     async def _open(self) -> Opened:
         self._slots.check_loop()
+        if self._opened is not None:
+            return self._opened
         async with self._opening:
-            if self._slots.is_closed:
-                raise RuntimeError("the store is closed")
+            self._slots.check_loop()
             if self._opened is None:
                 self._opened = await self._connect()
             return self._opened
 
     async def _connect(self) -> Opened:
         """Make what the first request needs; called under the lock of _open."""
-        loop = asyncio.get_running_loop()
         opening = functools.partial(open_client, self._settings, patient=self._patient)
-        return await loop.run_in_executor(self._pool, opening)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, opening)
 
     async def _disconnect(self, opened: Opened) -> None:
-        """Let go of the connections that _connect's client has made."""
+        """Let go of the connections of _connect's client."""
         opened.client.close()
         if opened.transport is not None:
             opened.transport.close()
 
     async def _call(self, slot: RequestSlot, operation: str, **params: Any) -> Any:
-        """Have the SDK make a request about the bucket.
+        """Have the SDK make a request about the bucket; once more with renewed credentials.
 
         Args:
             operation: Name of the client's method.
@@ -389,16 +484,26 @@ class BotocoreStore:
             ClientError: The SDK's, for a refusal.
             ResponseParserError: The SDK's, for what it cannot read.
         """
-        slot.exchange.credentials = await slot.opened.credentials.get_frozen_credentials()
-        call = getattr(slot.opened.client, operation)
+        call = functools.partial(
+            getattr(slot.opened.client, operation), **{"Bucket": self._settings.bucket, **params}
+        )
+        credentials = slot.opened.credentials
+        signing = slot.exchange.credentials = await credentials.get_frozen_credentials()
+        try:
+            return await self._run(slot, functools.partial(_ask, call))
+        except ClientError as exc:
+            if not others_may_help(exc):
+                raise
+            others = await credentials.others(signing, code_of(exc))
+            if others is None:
+                raise
+        slot.exchange.credentials = others
+        body = params.get("Body", io.BytesIO())
+        body.seek(0)
+        slot.extend(max(len(body.getbuffer()), _PAGE_BYTES))
+        return await self._run(slot, functools.partial(_ask, call))
 
-        def ask() -> Any:
-            with reading_answer():
-                return call(**{"Bucket": self._settings.bucket, **params})
-
-        return await self._in_thread(slot, ask)
-
-    async def _in_thread(self, slot: RequestSlot, function: Callable[[], T]) -> T:
+    async def _run(self, slot: RequestSlot, function: Callable[[], T]) -> T:
         """Have a thread make a call that may wait for the server; cancelled, it ends that wait."""
         if self._slots.is_closed:
             raise UnavailableError("the store was closed")
@@ -409,26 +514,22 @@ class BotocoreStore:
             slot.exchange.abort()
             raise
 
-    async def _get_object(self, slot: RequestSlot, key: str, wanted: range | None = None) -> Reply:
-        """Ask for an object or a range of its bytes.
+    async def _get_object(
+        self, slot: RequestSlot, key: str, wanted: range | None = None
+    ) -> Reply | None:
+        """Ask for an object or a range of its bytes; None where it is absent.
 
         Raises:
             ClientError: The SDK's, for any refusal.
         """
         part = {} if wanted is None else {"Range": f"bytes={wanted.start}-{wanted.stop - 1}"}
-        return self._reply(slot, await self._call(slot, "get_object", Key=key, **part))
-
-    def _reply(self, slot: RequestSlot, response: Any) -> Reply:
-        return BotocoreReply(response, functools.partial(self._in_thread, slot))
+        response = await _unless_absent(self._call(slot, "get_object", Key=key, **part))
+        if response is None:
+            return None
+        return self._reply_kind(response, functools.partial(self._run, slot))
 
     async def _put_object(
-        self,
-        slot: RequestSlot,
-        key: str,
-        body: Sequence[bytes | memoryview],
-        what: str,
-        *,
-        checksum: bool,
+        self, slot: RequestSlot, key: str, body: Sequence[bytes | memoryview], form: Form
     ) -> None:
         """Send an object that may not exist yet.
 
@@ -438,7 +539,9 @@ class BotocoreStore:
         # The SDK wants one buffer; an only piece of type bytes is not copied.
         whole = body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)
         extra = encryption(self._settings)
-        if checksum:
+        if form.condition:
+            extra["IfNoneMatch"] = "*"
+        if form.checksum:
             # As a header of our own: the SDK's would be a trailer over HTTPS, in a chunked
             # encoding that several S3-compatible servers do not understand.
             crc = await asyncio.to_thread(zlib.crc32, whole)
@@ -450,11 +553,10 @@ class BotocoreStore:
             # Shares the memory of `whole`; as bare bytes it would be written in one go.
             Body=io.BytesIO(whole),
             ContentType=content_type_of(key),
-            IfNoneMatch="*",
             **extra,
         )
         if "ETag" not in response:
-            raise UnavailableError(f"{what}: the answer is not an S3 server's")
+            raise ResponseParserError("the answer is not an S3 server's")
 
     async def _pages(
         self, prefix: str, extra: dict[str, str], items_of: Callable[[Any], Iterator[T]]
@@ -494,6 +596,12 @@ class BotocoreStore:
                 raise UnavailableError(f"{what}: the listing does not advance")
 
 
+def _ask(call: Callable[[], Any]) -> Any:
+    """In a thread: the SDK's call, which reads the answer's head."""
+    with reading_answer():
+        return call()
+
+
 def _folders_of(page: Any) -> Iterator[str]:
     return (str(entry["Prefix"]) for entry in page.get("CommonPrefixes", ()))
 
@@ -521,63 +629,3 @@ async def _unless_absent(request: Awaitable[T]) -> T | None:
         if is_absent(exc):
             return None
         raise
-
-
-class BotocoreReply:
-    """What botocore's get_object returned.
-
-    Args:
-        response: botocore's.
-        run: Makes a call in a thread, where it is broken off with the operation.
-    """
-
-    def __init__(
-        self, response: Any, run: Callable[[Callable[[], bytes]], Awaitable[bytes]]
-    ) -> None:
-        self.nbytes, self.is_part = length_and_part(response)
-        self._body = response["Body"]
-        self._run = run
-        self._is_begun = False
-
-    async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
-        loop = asyncio.get_running_loop()
-        if self.nbytes is None:
-            pieces = Pieces(
-                max_bytes, what, lambda nbytes: loop.call_soon_threadsafe(extend, nbytes)
-            )
-            return await self._run(functools.partial(self._read_pieces, pieces))
-        try:
-            return await self._run(self._read)
-        except (IncompleteReadError, ResponseStreamingError) as exc:
-            raise CorruptEntryError(
-                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
-            ) from exc
-
-    def _read(self) -> bytes:
-        self._is_begun = True
-        try:
-            return read_piece(self._body)
-        finally:
-            self._body.close()
-
-    def _read_pieces(self, pieces: Pieces) -> bytes:
-        """A body sent in chunks, of a length nobody told."""
-        self._is_begun = True
-        try:
-            while piece := read_piece(self._body, PIECE_BYTES):
-                pieces.add(piece)
-        finally:
-            self._body.close()
-        return pieces.whole()
-
-    def close(self) -> None:
-        # A thread that has begun to read closes it itself: two would wait for each other.
-        if not self._is_begun:
-            self._body.close()
-
-
-def length_and_part(response: Any) -> tuple[int | None, bool]:
-    """Of an SDK's answer to get_object: what Reply says of a body before it is read."""
-    # `rclone serve s3` sends a range with status 200.
-    is_206 = response["ResponseMetadata"]["HTTPStatusCode"] == 206
-    return response.get("ContentLength"), is_206 or "ContentRange" in response

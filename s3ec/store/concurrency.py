@@ -246,10 +246,6 @@ class _Taken(AbstractAsyncContextManager[Extend]):
             self._slots.end(self._deadline)
 
 
-PIECE_BYTES = 256 * 1024
-"""What is read at a time of a body whose length was not announced."""
-
-
 class Reply(Protocol):
     """A GET's answer whose body has not been read.
 
@@ -261,7 +257,7 @@ class Reply(Protocol):
     nbytes: int | None
     is_part: bool
 
-    async def read(self, max_bytes: int, what: str, extend: Extend) -> Blob:
+    async def read(self, max_bytes: int, what: str) -> Blob:
         """The body; its announced length is within ``max_bytes``.
 
         Raises:
@@ -275,44 +271,6 @@ class Reply(Protocol):
         ...
 
 
-class Pieces:
-    """A body whose length was not announced, as it comes.
-
-    Args:
-        max_bytes: The body may have.
-        what: Begins every message.
-        extend: Called with the bytes that have come, once for each PIECE_BYTES.
-    """
-
-    def __init__(self, max_bytes: int, what: str, extend: Callable[[int], object]) -> None:
-        self._max_bytes = max_bytes
-        self._what = what
-        self._extend = extend
-        self._pieces: list[bytes] = []
-        self._nbytes = self._granted = 0
-
-    def add(self, piece: bytes) -> None:
-        """Take what came next.
-
-        Raises:
-            CorruptEntryError: Now it is too long (reason ``size``).
-        """
-        self._nbytes += len(piece)
-        if self._nbytes > self._max_bytes:
-            raise CorruptEntryError(
-                f"{self._what}: more than {self._max_bytes} bytes", reason="size"
-            )
-        self._pieces.append(piece)
-        # Not for each: every grant is worth a silence, and a read may bring one byte.
-        while self._nbytes - self._granted >= PIECE_BYTES:
-            self._granted += PIECE_BYTES
-            self._extend(PIECE_BYTES)
-
-    def whole(self) -> bytes:
-        """All that came."""
-        return b"".join(self._pieces)
-
-
 async def read_body(reply: Reply, max_bytes: int, what: str, extend: Extend) -> Blob:
     """The body of a GET; the reply is closed in any case.
 
@@ -320,20 +278,19 @@ async def read_body(reply: Reply, max_bytes: int, what: str, extend: Extend) -> 
         reply: What the transport got.
         max_bytes: A body that is announced as larger is refused unread.
         what: Begins every message.
-        extend: Called with the length of the body once it is known.
+        extend: Called with the length of the body, or the most that it may have.
 
     Raises:
         CorruptEntryError: See Reply.read, and reason ``size`` for one that is too large.
     """
     answer_begun()
     try:
-        if reply.nbytes is not None:
-            if reply.nbytes > max_bytes:
-                raise CorruptEntryError(
-                    f"{what}: {reply.nbytes} bytes, at most {max_bytes} expected", reason="size"
-                )
-            extend(reply.nbytes)
-        return await reply.read(max_bytes, what, extend)
+        if reply.nbytes is not None and reply.nbytes > max_bytes:
+            raise CorruptEntryError(
+                f"{what}: {reply.nbytes} bytes, at most {max_bytes} expected", reason="size"
+            )
+        extend(max_bytes if reply.nbytes is None else reply.nbytes)
+        return await reply.read(max_bytes, what)
     finally:
         reply.close()
 

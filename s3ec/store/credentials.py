@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credentials that change under a running engine: looked for again when a server refuses them.
+"""Credentials that change under a running process: looked for again when a server refuses them.
 
 The SDK renews what comes with an expiry, and nothing else: a shared credentials file, a rotated
 key, a session that was revoked are read once per process. It also asks a credential service that
@@ -11,6 +11,7 @@ time. Checked with botocore 1.40 and 1.44.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -33,15 +34,13 @@ class ChainCredentials:
 
     States of the credentials:
 
-    - missing: the chain has given none yet.
+    - missing: the chain has given none yet. A request waits for a look.
     - good: requests get them at once. A look beside the requests renews them now and then.
-    - expiring: their end is near. A look has the SDK's object renew them.
-    - refused: a server said so (``refused``). A look walks the whole chain. They are good again
-      once a server accepts them (``accepted``) or a look finds others.
+    - expiring: their end is near. A request waits until the SDK's object has renewed them.
 
-    Where they are not good, a request waits for a look, but no longer than ``patience_s``. A look
-    that ended less than ``look_every_s`` ago is not repeated: the request gets its error, or the
-    credentials as they are. One look is under way at a time.
+    A request waits for a look no longer than ``patience_s``. A look that ended less than
+    ``look_every_s`` ago is not repeated: the request gets its error, or the credentials as they
+    are. One look is under way at a time. A refusal changes no state: see ``others``.
 
     Of the SDK's own objects it needs ``get_frozen_credentials``, and ``refresh_needed`` where they
     expire; the former may take its time, in a thread.
@@ -72,12 +71,9 @@ class ChainCredentials:
         self._clock = clock
         self._found: Any = None
         self._frozen: Any = None
-        self._since_s = 0.0  # when those came into use
-        self._refused = ""  # the server's code; empty while they are good
-        self._refused_s = 0.0
-        self._logged: Any = None  # those that the log has called refused, with no others there
+        self._refused: Any = None  # the last ones that a walk was made for
         self._problem: Exception | None = None
-        self._asked_s = float("-inf")
+        self._asked_s = self._walked_s = float("-inf")
         self._asking: asyncio.Task[None] | None = None
         self._pool = DaemonPool(_HANGING_LOOKS, "s3ec-credentials")
 
@@ -91,39 +87,50 @@ class ChainCredentials:
             BotoCoreError, ClientError: The SDK's: the chain has none, or its source refuses.
             UnavailableError: The chain takes longer than a request waits; the look goes on.
         """
-        waited_s = self._clock() - self._asked_s
+        is_due = self._clock() - self._asked_s >= self.look_every_s
         if self._is_usable():
-            if waited_s >= self.look_every_s and self._asking is None:
-                self._ask()
+            if is_due and self._asking is None:
+                self._ask(self._found)
             return self._frozen
-        if self._asking is None:
-            if waited_s < self.look_every_s:
-                return self._last_answer()
-            self._ask()
-        elif waited_s >= self.patience_s:
-            raise UnavailableError("the credentials are still being looked for")
+        if self._asking is None and is_due:
+            self._ask(self._found)
         await self._wait()
-        return self._last_answer()
+        if self._problem is not None:
+            raise self._problem.with_traceback(None)
+        return self._frozen
 
-    def refused(self, code: str, asked_s: float) -> None:
-        """A server refused a request that they signed; the next request looks for others.
+    async def others(self, refused: Any, code: str) -> Any:
+        """Credentials to try instead of refused ones; None where there are no others now.
+
+        The chain is walked anew, at once for the first refusal of these and seldom for later ones.
 
         Args:
+            refused: What signed the request.
             code: The server's word for it.
-            asked_s: When that request began, by the clock of this object.
         """
-        if asked_s >= self._since_s:  # others may have come since
-            self._refused = code
-            self._refused_s = self._clock()
-
-    def accepted(self, asked_s: float) -> None:
-        """A server took a request that they signed: an earlier refusal was a mistake of its own.
-
-        Args:
-            asked_s: When that request began.
-        """
-        if self._refused and asked_s > self._refused_s:
-            self._refused = ""
+        is_first = refused != self._refused
+        with contextlib.suppress(UnavailableError):
+            is_due = is_first or self._clock() - self._walked_s >= self.look_every_s
+            if is_due:
+                await self._wait()  # a look beside the requests does not walk
+            begins = is_due and self._asking is None and self._frozen == refused
+            if begins:
+                self._refused, self._walked_s = refused, self._clock()
+                self._ask(None)
+            await self._wait()
+            source = getattr(self._found, "method", "unknown source")
+            if self._frozen != refused:
+                if begins:
+                    log.warning(
+                        "the credentials were refused (%s); others are used now (%s)", code, source
+                    )
+                return self._frozen
+            if begins and is_first:
+                log.warning(
+                    "the credentials are refused (%s), and there are no others yet (%s)",
+                    *(code, source),
+                )
+        return None
 
     async def close(self) -> None:
         """End a look that is under way."""
@@ -134,33 +141,36 @@ class ChainCredentials:
         self._pool.shutdown(wait=False)
 
     def _is_usable(self) -> bool:
-        if self._frozen is None or self._refused:
+        if self._frozen is None:
             return False
         needed = getattr(self._found, "refresh_needed", None)
         return needed is None or not needed(self.last_s)
 
-    def _last_answer(self) -> Any:
-        if self._problem is not None:
-            raise self._problem.with_traceback(None)
-        return self._frozen
+    def _ask(self, known: Any) -> None:
+        """Begin a look.
 
-    def _ask(self) -> None:
+        Args:
+            known: The SDK's object, which renews its credentials; None to walk the whole chain.
+        """
         self._asked_s = self._clock()
-        self._asking = asyncio.get_running_loop().create_task(self._look(), name="s3ec-credentials")
+        self._asking = asyncio.get_running_loop().create_task(
+            self._look(known), name="s3ec-credentials"
+        )
 
     async def _wait(self) -> None:
         if self._asking is None:
             return
-        answered, _ = await asyncio.wait({self._asking}, timeout=self.patience_s)
+        patience_s = self._asked_s + self.patience_s - self._clock()
+        answered, _ = await asyncio.wait({self._asking}, timeout=max(patience_s, 0.0))
         if not answered:  # another look may have begun by now
             raise UnavailableError("the credentials are still being looked for")
 
-    async def _look(self) -> None:
+    async def _look(self, known: Any) -> None:
         try:
-            known = None if self._refused else self._found
             asking = asyncio.get_running_loop().run_in_executor(self._pool, self._ask_chain, known)
             async with asyncio.timeout(self.longest_look_s):
-                self._take(*await asking)
+                self._found, self._frozen = await asking
+            self._problem = None
         except TimeoutError:
             self._found = None  # others that ask the same object would wait for its lock
             self._problem = UnavailableError("the credentials were looked for in vain: timed out")
@@ -175,23 +185,3 @@ class ChainCredentials:
         """The SDK's object and its credentials of this moment, which it renews; in a thread."""
         found = self._find() if known is None else known
         return found, found.get_frozen_credentials()
-
-    def _take(self, found: Any, frozen: Any) -> None:
-        self._problem = None
-        self._found = found
-        if frozen != self._frozen:
-            if self._refused:
-                log.warning(
-                    "the credentials were refused (%s); others are used now (%s)",
-                    self._refused,
-                    getattr(found, "method", "unknown source"),
-                )
-            self._frozen, self._refused = frozen, ""
-            self._since_s = self._clock()
-        elif self._refused and frozen != self._logged:
-            self._logged = frozen
-            log.warning(
-                "the credentials are refused (%s), and there are no others yet (%s)",
-                self._refused,
-                getattr(found, "method", "unknown source"),
-            )

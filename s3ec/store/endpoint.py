@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """One endpoint's health, which all its stores of a process share, and the store that minds it.
 
-Three things belong to an endpoint: a breaker, the places for requests, and the budgets for extra
+Three things belong to an endpoint: a breaker, the places for requests, and one budget for extra
 requests.
 
 **The breaker** counts trouble in points. A run of points opens it; one answer in between starts
 over.
 
 - No answer is 2 points of 6, so three in a row open it: refused, reset, timed out, an unknown name,
-  or an answer that begins far later than usual. It opens at once where one request stayed without
-  an answer for that long and no other one was answered since it was sent.
+  or an answer that begins too late. It opens at once where one request stayed without an answer for
+  that long and no other one was answered since it was sent.
 - A refusal to serve is 1 point, so six in a row open it: 5xx, 429, expired credentials. An endpoint
   that fails one request in ten at random opens it once in a million requests.
-- A refusal of one request (403 for one key) is 1 point towards a rest from reads alone. Where
-  ListBucket is not allowed, every absent key is answered so; who may only write is refused every
-  read. All else goes on.
+- A refusal of one request (403 for one key) is an answer: all else goes on.
 
-**The places** go by additive increase and multiplicative decrease. A throttled request halves them,
-once for all requests that were out together. Each round of answers gives one back. Reads go first,
-since requests of users wait for those and nobody waits for an upload.
+**The places** go to reads first, since requests of users wait for those and nobody waits for an
+upload.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from s3ec import runtime
-from s3ec.counters import Counters, RecentTimes
+from s3ec.counters import Counters
 from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store, Wrapper
@@ -47,7 +44,6 @@ T = TypeVar("T")
 _NO_ANSWER, _REFUSAL = 2, 1
 # The server did its part, and another writer was faster: nothing to hold against it.
 _CONFLICT = 409
-_SAMPLES = 64
 
 
 class BreakerOpenError(UnavailableError):
@@ -62,113 +58,42 @@ class BreakerOptions:
         threshold: Points in a row that open it.
         first_pause_s: From its opening to the first probe. Each probe that fails doubles it.
         max_pause_s: The longest pause.
-        slow_s: An answer that begins later than this counts as none...
-        times_usual: ...unless half of the last ones took more than this part of it...
-        slowest_s: ...but what begins later than this always counts as none.
+        slow_s: An answer that begins later than this counts as none.
     """
 
     threshold: int = 6
     first_pause_s: float = 1.0
     max_pause_s: float = 30.0
     slow_s: float = 1.0
-    times_usual: float = 8.0
-    slowest_s: float = 4.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One request that was let through.
 
     Attributes:
         asked_s: When.
-        is_read: Whether it reads an object.
         is_slow: Whether its silence was counted as a failure already.
     """
 
     asked_s: float
-    is_read: bool
     is_slow: bool = False
-
-
-class Circuit:
-    """One part of the breaker. Its caller holds the breaker's lock.
-
-    States, and what moves between them:
-
-    - closed: requests go out. Points in a row up to the threshold open it.
-    - open: nothing goes out until ``probe_at``. Then one request does, the probe.
-    - probing: open, with a probe under way. A failed probe doubles the pause. One that ended
-      without a result makes room for the next one.
-
-    Any answer closes it, also a late one to a request from before it opened.
-    """
-
-    def __init__(self, options: BreakerOptions, clock: Callable[[], float], what: str) -> None:
-        self.is_open = False
-        self.failures = 0
-        self.probe_at = 0.0
-        self._options = options
-        self._clock = clock
-        self._what = what
-        self._points = 0
-        self._pause_s = options.first_pause_s
-        self._probe: Ticket | None = None
-
-    def may_ask(self) -> bool:
-        """Whether a request may go out now."""
-        return not self.is_open or (self._probe is None and self._clock() >= self.probe_at)
-
-    def begin(self, ticket: Ticket) -> None:
-        """A request goes out; while it is open that is the probe."""
-        self._probe = ticket if self.is_open else None
-
-    def succeeded(self) -> None:
-        """The endpoint answered."""
-        if self.is_open:
-            log.info("the store answers %s again; the breaker is closed", self._what)
-        self.is_open = False
-        self._probe = None
-        self._points = self.failures = 0
-        self._pause_s = self._options.first_pause_s
-
-    def abandoned(self, ticket: Ticket) -> None:
-        """The request ended before it said anything."""
-        if self._probe is ticket:
-            self._probe = None
-
-    def failed(self, ticket: Ticket, points: int, error: Exception) -> bool:
-        """The request failed; True where that opened it.
-
-        Requests other than the probe that fail while it is open went out before, and say nothing
-        new.
-        """
-        self._points += points
-        self.failures += 1
-        opened = False
-        if self._probe is ticket:
-            self._pause_s = min(self._pause_s * 2, self._options.max_pause_s)
-        elif self.is_open or self._points < self._options.threshold:
-            return False
-        else:
-            self.is_open = opened = True
-            log.warning(
-                "the breaker is open for %s, images are encoded meanwhile: %s", self._what, error
-            )
-        asked_s = getattr(error, "retry_after_s", None) or 0.0
-        pause_s = min(max(self._pause_s, asked_s), self._options.max_pause_s)
-        self._probe = None
-        self.probe_at = self._clock() + pause_s
-        return opened
 
 
 class Breaker:
     """Whether an endpoint is worth asking; for any number of threads.
 
-    Two circuits: one for all requests, and one for reads alone. A read needs both. See Circuit for
-    the states.
+    States, and what moves between them:
+
+    - closed: requests go out. Points in a row up to the threshold open it.
+    - open: nothing goes out until the pause is over. Then one request does, the probe.
+    - probing: open, with a probe under way. A failed probe doubles the pause. One that ended
+      without a result makes room for the next one.
+
+    An answer in time closes it, also one to a request from before it opened.
 
     Attributes:
-        is_open: Whether lookups are in vain. One attribute read, for scheduler hooks.
+        is_open: Whether lookups are useless. One attribute read, for scheduler hooks.
         slow_s: An answer that has not begun after so many seconds is late.
     """
 
@@ -182,114 +107,112 @@ class Breaker:
         self.is_open = False
         self.slow_s = self._options.slow_s
         self._clock = clock
-        self._all = Circuit(self._options, clock, "anything")
-        self._reads = Circuit(self._options, clock, "reads")
-        self._answered_s = clock()
-        self._first_bytes = RecentTimes(_SAMPLES, few=1)
         self._lock = threading.Lock()
+        self._answered_s = clock()
+        self._points = self._failures = 0
+        self._pause_s = self._options.first_pause_s
+        self._probe_at_s = 0.0
+        self._probe: Ticket | None = None
 
     @property
     def pause_s(self) -> float:
         """Seconds until the next probe is allowed; 0 when closed."""
-        due = [one.probe_at for one in (self._all, self._reads) if one.is_open]
-        return max(0.0, max(due) - self._clock()) if due else 0.0
+        return max(0.0, self._probe_at_s - self._clock()) if self.is_open else 0.0
 
     @property
-    def stands_alone(self) -> bool:
+    def is_isolated_failure(self) -> bool:
         """Whether at most one request failed since the last answer."""
-        return self._all.failures <= 1
+        return self._failures <= 1
 
-    def refuses(self, *, is_read: bool) -> bool:
+    @property
+    def refuses(self) -> bool:
         """Whether a request would not be let through now."""
-        return self.is_open and not all(one.may_ask() for one in self._concerned(is_read))
+        return self.is_open and (self._probe is not None or self._clock() < self._probe_at_s)
 
-    def admit(self, *, is_read: bool) -> Ticket | None:
+    def admit(self) -> Ticket | None:
         """Let a request through; None where it must not go out. Its caller reports its end."""
         with self._lock:
-            concerned = self._concerned(is_read)
-            if not all(one.may_ask() for one in concerned):
+            if self.refuses:
                 return None
-            ticket = Ticket(self._clock(), is_read)
-            for one in concerned:
-                one.begin(ticket)
+            ticket = Ticket(self._clock())
+            if self.is_open:
+                self._probe = ticket
             return ticket
 
-    def _concerned(self, is_read: bool) -> tuple[Circuit, ...]:
-        return (self._all, self._reads) if is_read else (self._all,)
-
-    def began(self, ticket: Ticket) -> None:
-        """The answer to a read, or to another small request, has begun."""
-        with self._lock:
-            self._answered_s = self._clock()
-            self._first_bytes.add(self._answered_s - ticket.asked_s)
-            usual_s = self._first_bytes.quantile(0.5) or 0.0
-            late_s = min(self._options.times_usual * usual_s, self._options.slowest_s)
-            self.slow_s = max(self._options.slow_s, late_s)
+    def began(self) -> None:
+        """An answer has begun."""
+        self._answered_s = self._clock()
 
     def silent(self, ticket: Ticket) -> bool:
         """Nothing has come for ``slow_s``; True where that opened it."""
-        error = UnavailableError(f"no answer within {self.slow_s:.2g} s")
         with self._lock:
             ticket.is_slow = True
             nobody = self._answered_s <= ticket.asked_s
-            points = self._options.threshold if nobody else _NO_ANSWER
-            # Not abandoned: it is still under way, and may say something of reads yet.
-            opened = self._all.failed(ticket, points, error)
-            self._look()
-            return opened
+            error = UnavailableError(f"no answer within {self.slow_s:.2g} s")
+            return self._count(ticket, self._options.threshold if nobody else _NO_ANSWER, error)
 
     def succeeded(self, ticket: Ticket) -> None:
         """The endpoint answered; too late where the ticket is slow, and then it says nothing."""
         with self._lock:
             if ticket.is_slow:
-                self._abandon(ticket)
+                self._release(ticket)
                 return
+            if self.is_open:
+                log.info("the store answers again; the breaker is closed")
             self._answered_s = self._clock()
-            for one in self._concerned(ticket.is_read):
-                one.succeeded()
-            self._look()
+            self.is_open = False
+            self._probe = None
+            self._points = self._failures = 0
+            self._pause_s = self._options.first_pause_s
 
     def failed(self, ticket: Ticket, error: S3ECError) -> bool:
         """The endpoint failed or refused; True where that opened it."""
-        with self._lock:
-            opened = self._count(ticket, error)
-            # It has ended: also a circuit that it says nothing about waits for it no longer.
-            self._abandon(ticket)
-            self._look()
-            return opened
-
-    def _count(self, ticket: Ticket, error: S3ECError) -> bool:
-        """What a failure says of each circuit; True where that opened one."""
-        if isinstance(error, AccessError):
-            return self._refused(ticket, error)
         status = getattr(error, "status", 0)
-        if status == 0:
-            # The silence of a slow one was counted already.
-            return not ticket.is_slow and self._all.failed(ticket, _NO_ANSWER, error)
-        self._answered_s = self._clock()
-        if status == _CONFLICT:
-            self._all.succeeded()
+        is_refusal = status != 0 or isinstance(error, AccessError)
+        if status == _CONFLICT or (isinstance(error, AccessError) and not error.is_general):
+            self.succeeded(ticket)
             return False
-        return self._all.failed(ticket, _REFUSAL, error)
-
-    def _refused(self, ticket: Ticket, error: AccessError) -> bool:
-        self._answered_s = self._clock()
-        if error.is_general:
-            return self._all.failed(ticket, _REFUSAL, error)
-        self._all.succeeded()  # it is there, and knows us
-        return ticket.is_read and self._reads.failed(ticket, _REFUSAL, error)
+        with self._lock:
+            try:
+                if is_refusal:
+                    self._answered_s = self._clock()
+                elif ticket.is_slow:  # its silence was counted already
+                    return False
+                return self._count(ticket, _REFUSAL if is_refusal else _NO_ANSWER, error)
+            finally:
+                self._release(ticket)
 
     def abandoned(self, ticket: Ticket) -> None:
         """It was cancelled, or ended in a fault of ours: nothing was learnt."""
         with self._lock:
-            self._abandon(ticket)
+            self._release(ticket)
 
-    def _abandon(self, ticket: Ticket) -> None:
-        for one in self._concerned(ticket.is_read):
-            one.abandoned(ticket)
+    def _count(self, ticket: Ticket, points: int, error: Exception) -> bool:
+        """Count a failure; True where that opened it. Under the lock.
 
-    def _look(self) -> None:
-        self.is_open = self._all.is_open or self._reads.is_open
+        Requests other than the probe that fail while it is open went out before, and say nothing
+        new.
+        """
+        self._points += points
+        self._failures += 1
+        is_probe = self._probe is ticket
+        if is_probe:
+            self._pause_s = min(self._pause_s * 2, self._options.max_pause_s)
+        elif self.is_open or self._points < self._options.threshold:
+            return False
+        else:
+            self.is_open = True
+            log.warning("the breaker is open, images are encoded meanwhile: %s", error)
+        asked_s = getattr(error, "retry_after_s", None) or 0.0
+        pause_s = min(max(self._pause_s, asked_s), self._options.max_pause_s)
+        self._probe = None
+        self._probe_at_s = self._clock() + pause_s
+        return not is_probe
+
+    def _release(self, ticket: Ticket) -> None:
+        """Make room for the next probe where this was it."""
+        if self._probe is ticket:
+            self._probe = None
 
 
 # Where both wait, so many reads go before one request that is none.
@@ -298,55 +221,35 @@ _READS_IN_A_ROW = 3
 _Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
-class AdaptiveConcurrency:
-    """Places for requests, fewer while the endpoint throttles; for any number of threads.
+class Places:
+    """So many requests at a time; for any number of threads.
 
-    States of a place, and what moves it between them:
-
-    - free: ``try_take`` takes it, and ``take`` does where nobody waits.
-    - taken: ``give_back`` makes it free. Where requests wait, the next of them has it at once.
-    - withheld: nobody gets it. ``slow_down`` withholds half of the places; one that is taken
-      is withheld when it is given back. ``speed_up`` makes them free, one for each round of
-      answers.
-
-    A request waits in one of two queues, for reads and for the others, each first come, first
-    served. ``wake_all`` lets all of them go on beyond the number of places.
-
-    Args:
-        places: With an endpoint that does not complain. At least one is left.
+    A place is free or taken. A request that finds none free waits in one of two queues, for reads
+    and for the others, each first come, first served. ``wake_all`` lets all of them go on beyond
+    the number of places.
     """
 
-    def __init__(self, places: int) -> None:
-        self._most = places
-        self._limit = float(places)
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._lock = threading.Lock()
         self._used = 0
-        self._cuts = 0
         self._reads: deque[_Waiting] = deque()
         self._others: deque[_Waiting] = deque()
         self._reads_in_a_row = 0
-
-    @property
-    def withheld(self) -> int:
-        """Places that nobody gets now."""
-        return self._most - int(self._limit)
 
     @property
     def used(self) -> int:
         """Places that are taken."""
         return self._used
 
-    async def take(self, *, is_read: bool = False) -> int:
+    async def take(self, *, is_read: bool = False) -> None:
         """Wait for a place without a limit; to be given back.
 
         Args:
             is_read: It goes before three of four that are none.
-
-        Returns:
-            For slow_down.
         """
         if self.try_take():
-            return self._cuts
+            return
         loop = asyncio.get_running_loop()
         granted = loop.create_future()
         queue = self._reads if is_read else self._others
@@ -362,12 +265,11 @@ class AdaptiveConcurrency:
             # It was granted meanwhile.
             self.give_back()
             raise
-        return self._cuts
 
     def try_take(self) -> bool:
         """Take a place that is free and that nobody waits for; to be given back."""
         with self._lock:
-            if self._reads or self._others or self._used >= int(self._limit):
+            if self._reads or self._others or self._used >= self._most:
                 return False
             self._used += 1
             return True
@@ -378,31 +280,6 @@ class AdaptiveConcurrency:
             self._used -= 1
             self._hand_out()
 
-    def slow_down(self, since: int) -> int:
-        """A request was throttled; the number of places that this took away.
-
-        Args:
-            since: What take() returned to it. Requests that were out when the places were halved
-                say nothing new.
-        """
-        with self._lock:
-            if since != self._cuts:
-                return 0
-            before = self.withheld
-            self._cuts += 1
-            self._limit = max(1.0, self._limit / 2)
-            return self.withheld - before
-
-    def speed_up(self) -> int:
-        """A request was answered; the number of places that this brought back."""
-        if self._limit >= self._most:
-            return 0
-        with self._lock:
-            before = self.withheld
-            self._limit = min(self._limit + 1 / self._limit, float(self._most))
-            self._hand_out()
-            return before - self.withheld
-
     def wake_all(self) -> None:
         """Give everybody who waits a place at once; for when none of them will use it."""
         with self._lock:
@@ -410,7 +287,7 @@ class AdaptiveConcurrency:
 
     def _hand_out(self, *, everybody: bool = False) -> None:
         """Under the lock."""
-        while everybody or self._used < int(self._limit):
+        while everybody or self._used < self._most:
             waiting = self._next()
             if waiting is None:
                 return
@@ -465,13 +342,12 @@ class Budget:
             return True
 
 
-# Repetitions and second requests per request, and how many of them can be saved up.
-_RETRIES, _RETRIES_SAVED = 0.1, 10.0
-_HEDGES, _HEDGES_SAVED = 0.05, 5.0
+# Extra requests per request, repeated and hedged ones, and how many of them can be saved up.
+_EXTRA, _EXTRA_SAVED = 0.1, 10.0
 
 
 class Endpoint:
-    """Breaker, places and budgets of one endpoint; for any number of threads.
+    """Breaker, places and budget of one endpoint; for any number of threads.
 
     Args:
         places: Requests under way at a time.
@@ -487,9 +363,8 @@ class Endpoint:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.breaker = Breaker(options, clock=clock)
-        self.concurrency = AdaptiveConcurrency(places)
-        self.retries = Budget(_RETRIES, at_most=_RETRIES_SAVED, at_first=1.0)
-        self.hedges = Budget(_HEDGES, at_most=_HEDGES_SAVED, at_first=0.0)
+        self.places = Places(places)
+        self.budget = Budget(_EXTRA, at_most=_EXTRA_SAVED, at_first=1.0)
 
     @classmethod
     def of(cls, settings: Settings) -> Endpoint:
@@ -497,7 +372,7 @@ class Endpoint:
         # Less than a request waits for: the first that meets a silent endpoint is not the last to
         # be held up, unless the breaker opens before that request's time is over.
         slow_s = min(max(settings.defer_timeout_s * 0.75, 0.5), settings.read_timeout_s)
-        return cls(settings.max_concurrency, BreakerOptions(slow_s=slow_s, slowest_s=4 * slow_s))
+        return cls(settings.max_concurrency, BreakerOptions(slow_s=slow_s))
 
     @classmethod
     def shared(cls, settings: Settings) -> Endpoint:
@@ -540,22 +415,21 @@ class BreakerStore(Wrapper):
     def __init__(self, inner: Store, endpoint: Endpoint, counters: Counters) -> None:
         super().__init__(inner)
         self._breaker = endpoint.breaker
-        self._concurrency = endpoint.concurrency
+        self._places = endpoint.places
         self._counters = counters
 
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        is_read = op in _READS
-        if self._breaker.refuses(is_read=is_read):
+        if self._breaker.refuses:
             raise BreakerOpenError("the breaker is open")
-        since = await self._concurrency.take(is_read=is_read)
+        await self._places.take(is_read=op in _READS)
         try:
             # Once more: it may have opened while this one waited for a place.
-            ticket = self._breaker.admit(is_read=is_read)
+            ticket = self._breaker.admit()
             if ticket is None:
                 raise BreakerOpenError("the breaker is open")
-            return await self._ask(call, ticket, since, is_watched=op in _WATCHED)
+            return await self._ask(call, ticket, is_watched=op in _WATCHED)
         finally:
-            self._concurrency.give_back()
+            self._places.give_back()
 
     def _next_of(
         self, prefix: str, pages: AsyncIterator[ObjectInfo]
@@ -579,48 +453,34 @@ class BreakerStore(Wrapper):
         return next_entry
 
     async def _ask(
-        self, call: Callable[[], Awaitable[T]], ticket: Ticket, since: int, *, is_watched: bool
+        self, call: Callable[[], Awaitable[T]], ticket: Ticket, *, is_watched: bool
     ) -> T:
         try:
             result = await (self._watched(call, ticket) if is_watched else call())
         except (UnavailableError, AccessError) as exc:
-            self._failed(ticket, exc, since)
+            if isinstance(exc, UnavailableError) and exc.is_throttle:
+                self._counters.add("pace.slowed")
+            if self._breaker.failed(ticket, exc):
+                self._opened()
             raise
         except (S3ECError, StopAsyncIteration):
             # Anything else (a conflict, a corrupt body, the end of a listing) is an answer.
-            self._answered(ticket)
+            self._breaker.succeeded(ticket)
             raise
         except BaseException:
             # Cancelled, or a fault of ours: nothing was learnt.
             self._breaker.abandoned(ticket)
             raise
-        self._answered(ticket)
+        self._breaker.succeeded(ticket)
         return result
 
     async def _watched(self, call: Callable[[], Awaitable[T]], ticket: Ticket) -> T:
         watch = _Watch(self._breaker, ticket, self._on_silence)
         try:
             with listening(watch.on_answer):
-                result = await call()
-            watch.on_answer()  # for transports that tell nothing, and answers without a body
+                return await call()
         finally:
             watch.stop()
-        return result
-
-    def _answered(self, ticket: Ticket) -> None:
-        self._breaker.succeeded(ticket)
-        brought_back = self._concurrency.speed_up()
-        if brought_back:
-            self._counters.add("pace.withheld", -brought_back)
-
-    def _failed(self, ticket: Ticket, exc: UnavailableError | AccessError, since: int) -> None:
-        if isinstance(exc, UnavailableError) and exc.is_throttle:
-            taken_away = self._concurrency.slow_down(since)
-            if taken_away:
-                self._counters.add("pace.slowed")
-                self._counters.add("pace.withheld", taken_away)
-        if self._breaker.failed(ticket, exc):
-            self._opened()
 
     def _on_silence(self, ticket: Ticket) -> None:
         self._counters.add("store.slow_starts")
@@ -630,20 +490,11 @@ class BreakerStore(Wrapper):
     def _opened(self) -> None:
         self._counters.add("breaker.opened")
         # Those that wait for a place fail at once: there is nothing to wait for.
-        self._concurrency.wake_all()
-
-
-# The silence before an answer is looked at so often, see _Watch.
-_LOOKS = 4
+        self._places.wake_all()
 
 
 class _Watch:
-    """Tells the breaker when the answer to a request begins, and when that takes too long.
-
-    States: waiting, then silent after the breaker's ``slow_s``, and answered from either. That
-    time is taken in several looks, and one that comes late does not count: a loop that could not
-    run may have the answer unread.
-    """
+    """Tells the breaker when the answer to a request begins, and when that takes too long."""
 
     def __init__(
         self, breaker: Breaker, ticket: Ticket, on_silence: Callable[[Ticket], None]
@@ -651,30 +502,25 @@ class _Watch:
         self._loop = asyncio.get_running_loop()
         self._breaker = breaker
         self._ticket = ticket
-        self._pause_s = breaker.slow_s / _LOOKS
-        self._left = _LOOKS
         self._on_silence = on_silence
-        self._is_answered = False
-        self._wait()
+        self._wait(breaker.slow_s)
 
-    def _wait(self) -> None:
-        self._due = self._loop.time() + self._pause_s
-        self._timer = self._loop.call_at(self._due, self._look)
+    def _wait(self, seconds: float) -> None:
+        self._due_s = self._loop.time() + seconds
+        self._timer = self._loop.call_at(self._due_s, self._look)
 
     def on_answer(self) -> None:
-        """The answer has begun; later calls say nothing new."""
-        if not self._is_answered:
-            self._is_answered = True
-            self.stop()
-            self._breaker.began(self._ticket)
+        """The answer has begun."""
+        self.stop()
+        self._breaker.began()
 
     def stop(self) -> None:
         """Look no more."""
         self._timer.cancel()
 
     def _look(self) -> None:
-        self._left -= self._loop.time() < self._due + self._pause_s / 2
-        if self._left:
-            self._wait()
+        grace_s = self._breaker.slow_s / 8
+        if self._loop.time() > self._due_s + grace_s:
+            self._wait(grace_s)  # the loop could not run, and may have the answer unread
         else:
             self._on_silence(self._ticket)

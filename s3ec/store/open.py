@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
 from s3ec.settings import Settings
-from s3ec.store.base import Store, Wrapper
+from s3ec.store.base import Store, Wrapper, refuses_conditions
 from s3ec.store.endpoint import BreakerStore, Endpoint
 from s3ec.store.retry import HedgeStore, RetryStore
 
@@ -122,8 +122,13 @@ class ConditionalPut(enum.Enum):
     """The second writer of a name is refused."""
     IGNORED = "ignored"
     """The second writer overwrites silently: use HeadBeforePut."""
+    REFUSED = "refused"
+    """Such a write is refused, and one without the condition is not: use HeadBeforePut as well."""
     UNKNOWN = "unknown"
     """This identity may not write, so it could not be tried; nor does it matter to it."""
+
+
+_NOT_HONOURED = (ConditionalPut.IGNORED, ConditionalPut.REFUSED)
 
 
 async def probe_conditional_put(store: Store) -> ConditionalPut:
@@ -156,14 +161,13 @@ async def probe_conditional_put(store: Store) -> ConditionalPut:
 
 
 async def with_conditional_put(store: Store) -> Store:
-    """The store, or HeadBeforePut around it where the server ignores ``If-None-Match: *``.
+    """The store, or HeadBeforePut around it where ``If-None-Match: *`` is not honoured.
 
     Costs what probe_conditional_put costs, and raises what it raises; once for each store,
     unless it could not be told.
     """
-    if await _conditional_put(store) is ConditionalPut.IGNORED:
-        return HeadBeforePut(store)
-    return store
+    answer = await _conditional_put(store)
+    return HeadBeforePut(store) if answer in _NOT_HONOURED else store
 
 
 async def require_conditional_put(store: Store) -> None:
@@ -173,11 +177,13 @@ async def require_conditional_put(store: Store) -> None:
     unless it could not be told.
 
     Raises:
-        ConfigError: The server ignores ``If-None-Match: *``.
+        ConfigError: The server ignores or refuses ``If-None-Match: *``.
     """
-    if await _conditional_put(store) is ConditionalPut.IGNORED:
+    answer = await _conditional_put(store)
+    if answer in _NOT_HONOURED:
+        does = "ignores" if answer is ConditionalPut.IGNORED else "refuses"
         raise ConfigError(
-            "this server ignores If-None-Match, so two compactions at once could both commit, and "
+            f"this server {does} If-None-Match, so two compactions at once could both commit, and "
             "entries would be lost from the index: it is never compacted here, and readers list "
             "the objects; a server with conditional writes does without that",
             field="endpoint_url",
@@ -201,7 +207,7 @@ async def _write_twice(store: Store, name: str) -> ConditionalPut:
     except ConflictError:
         # Also the first of the two may say so: a kept name, or a retry after a lost reply.
         return ConditionalPut.ENFORCED
-    return ConditionalPut.IGNORED
+    return ConditionalPut.REFUSED if refuses_conditions(store) else ConditionalPut.IGNORED
 
 
 async def _clean_up(store: Store, name: str) -> None:
@@ -212,7 +218,7 @@ async def _clean_up(store: Store, name: str) -> None:
 
 
 class HeadBeforePut(Wrapper):
-    """A Store for servers that ignore ``If-None-Match: *``: looks before it writes.
+    """A Store for servers that ignore or refuse ``If-None-Match: *``: looks before it writes.
 
     Two writers can still both pass the look; then the later one wins. Entries are
     content-addressed, so that is a wasted upload and no more, but nothing that needs exactly one
@@ -222,9 +228,9 @@ class HeadBeforePut(Wrapper):
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         log.warning(
-            "the server ignores If-None-Match: each write is preceded by a HEAD request, and "
+            "the server %s If-None-Match: each write is preceded by a HEAD request, and "
             "racing writers of one object overwrite each other (%r)",
-            inner,
+            *("refuses" if refuses_conditions(inner) else "ignores", inner),
         )
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:

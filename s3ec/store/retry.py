@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores that send a request more than once: after a failure, and beside an answer that is late.
 
-Both pay for the extra requests from a budget of the endpoint.
+The budget of the endpoint pays for both: each operation pays in, see RetryStore.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RetryStore(Wrapper):
 
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         if self._endpoint is not None and op != "list":  # whose entries are no requests
-            self._endpoint.retries.pay_in()
+            self._endpoint.budget.pay_in()
         attempt = 1
         while True:
             try:
@@ -98,9 +98,7 @@ class RetryStore(Wrapper):
             return False
         if self._endpoint is None:
             return True
-        if not self._endpoint.breaker.stands_alone:
-            return False
-        return self._endpoint.retries.take()
+        return self._endpoint.breaker.is_isolated_failure and self._endpoint.budget.take()
 
 
 HEDGED_BYTES = 8 * 2**20
@@ -126,8 +124,8 @@ class HedgeStore(Wrapper):
     def __init__(self, inner: Store, endpoint: Endpoint, counters: Counters) -> None:
         super().__init__(inner)
         self._counters = counters
-        self._concurrency = endpoint.concurrency
-        self._budget = endpoint.hedges
+        self._places = endpoint.places
+        self._budget = endpoint.budget
         self._times = defaultdict[int, RecentTimes](lambda: RecentTimes(_SAMPLES, few=_FEWEST))
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
@@ -137,7 +135,6 @@ class HedgeStore(Wrapper):
         return await self._hedged(length, lambda: self._inner.get_range(name, start, length))
 
     async def _hedged(self, nbytes: int, call: Call) -> Blob | None:
-        self._budget.pay_in()
         # Sizes are told apart by factors of two.
         times = self._times[nbytes.bit_length()]
         late_s = times.quantile(_LATE)
@@ -153,15 +150,15 @@ class HedgeStore(Wrapper):
 
     def _begin_second(self, call: Call) -> asyncio.Task[Blob | None] | None:
         """Send it once more, where that is affordable."""
-        if not self._concurrency.try_take():
+        if not self._places.try_take():
             return None
         if not self._budget.take():
-            self._concurrency.give_back()
+            self._places.give_back()
             return None
         self._counters.add("hedge.sent")
         note("hedges")
         second = asyncio.ensure_future(call())
-        second.add_done_callback(lambda _: self._concurrency.give_back())
+        second.add_done_callback(lambda _: self._places.give_back())
         return second
 
 

@@ -3,8 +3,10 @@
 
 Only GET and PUT are obstore's; the rest is botocore's, see BotocoreStore. obstore's listing takes
 a web page for an empty bucket, ends at the first foreign name with an empty part and matches
-whole parts of names only, and its errors for requests without a body hold no code. The SDK also
-says where the bucket is and holds the credentials. Checked with obstore 0.12.
+whole parts of names only. The SDK also holds the credentials.
+
+obstore's errors are no more than types: absent, taken, denied, or "generic". What a type does not
+tell, botocore is asked: see ObstoreStore. Checked with obstore 0.12.
 """
 
 from __future__ import annotations
@@ -13,36 +15,31 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
-from botocore.exceptions import ClientError
+from obstore import exceptions as obs
 from obstore.store import S3Store
 
 import s3ec
-from s3ec.errors import CorruptEntryError, UnavailableError
+from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
 from s3ec.store.base import Blob, content_type_of
-from s3ec.store.botocore_s3 import BotocoreStore, RequestSlot
-from s3ec.store.concurrency import Extend, Reply
+from s3ec.store.botocore_s3 import BotocoreStore, Form, RequestSlot
+from s3ec.store.concurrency import Reply
 from s3ec.store.network import certificates
-from s3ec.store.obstore_errors import sdk_errors
 from s3ec.store.obstore_runtime import held
-from s3ec.store.s3_client import Address, Way
-from s3ec.store.s3_errors import (
-    SDK_ERRORS,
-    AskAgainError,
-    BrokenConnectionError,
-    UnfitError,
-    status_of,
-)
+from s3ec.store.s3_client import IDLE_S, Address, Way
+from s3ec.store.s3_errors import SDK_ERRORS, denied, error_of
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Up to here a body is collected in one buffer of the announced length; a server that announces
 # much and sends nothing then costs this much address space, and no process is ended for lack of it.
@@ -51,11 +48,20 @@ COLLECT_BYTES = 64 * 2**20
 # asks for is as large.
 _CHUNK_BYTES = 9 * 2**20
 
+OBSTORE_ERRORS = (obs.BaseError, OSError, NotImplementedError, ValueError)
+"""What obstore raises, its panics aside."""
+
+
+def is_panic(exc: BaseException) -> bool:
+    """Whether obstore failed inside: in a coroutine, or in a plain call as a BaseException."""
+    return type(exc).__name__ in ("RustPanic", "PanicException")
+
 
 def http_options(settings: Settings) -> dict[str, Any]:
     """obstore's options for the HTTP of every cloud."""
     return {
         "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
+        "pool_idle_timeout": timedelta(seconds=IDLE_S),
         # Off, so to speak: the deadline of the slot ends a request.
         "timeout": timedelta(days=1),
         "user_agent": f"s3ec/{s3ec.__version__}",
@@ -67,34 +73,36 @@ class ObstoreReply:
 
     Args:
         result: obstore's GetResult.
-        errors: What the transport's errors are mapped by while the body comes.
+        silence_s: After so long without a byte obstore gives up.
         is_part: See Reply.
     """
 
-    def __init__(
-        self, result: Any, errors: Callable[[], AbstractContextManager[None]], *, is_part: bool
-    ) -> None:
+    def __init__(self, result: Any, silence_s: float, *, is_part: bool) -> None:
         start, stop = result.range
         self.nbytes: int | None = stop - start
         self.is_part = is_part
         self._result = result
-        self._errors = errors
+        self._silence_s = silence_s
 
-    async def read(self, max_bytes: int, what: str, extend: Extend) -> Blob:
+    async def read(self, max_bytes: int, what: str) -> Blob:
         expected = self.nbytes or 0
+        begun_s = time.monotonic()
         try:
-            with self._errors():
-                if expected <= COLLECT_BYTES and not self.is_part:
-                    # Collected in Rust; the view holds that memory, and nothing is copied here.
-                    # Only of a whole object is `expected` what the connection goes by: a part
-                    # can say one length for itself and another for the body.
-                    body: Blob = memoryview(await held(self._result.bytes_async()))
-                else:
-                    body = await self._read_piecewise(expected)
-        except BrokenConnectionError as exc:
+            if expected <= COLLECT_BYTES and not self.is_part:
+                # Collected in Rust; the view holds that memory, and nothing is copied here.
+                # Only of a whole object is `expected` what the connection goes by: a part
+                # can say one length for itself and another for the body.
+                body: Blob = memoryview(await held(self._result.bytes_async()))
+            else:
+                body = await self._read_piecewise(expected)
+        except TimeoutError:  # a deadline of ours
+            raise
+        except OBSTORE_ERRORS:
+            if time.monotonic() - begun_s >= self._silence_s:
+                raise UnavailableError(f"{what}: timed out") from None
             raise CorruptEntryError(
                 f"{what}: the body ended before its {expected} bytes", reason="length"
-            ) from exc
+            ) from None
         if len(body) != expected:
             raise CorruptEntryError(
                 f"{what}: {len(body)} bytes where {expected} were announced", reason="length"
@@ -126,10 +134,43 @@ class ObstoreReply:
         self._result = None
 
 
-# What a server says to requests signed for another region, among others.
-_PERHAPS_WRONG_REGION = frozenset({301, 302, 307, 308, 400, 403})
 # Where nobody can listen.
 _NOWHERE = "http://127.0.0.1:0"
+OPINION_S = 1.0
+"""What botocore was told counts for so long; one that failed is not asked again before."""
+# What obstore cannot do is left to botocore for so long.
+_REST_S = 60.0
+_DENIED = (obs.PermissionDeniedError, obs.UnauthenticatedError)
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A client of obstore, and with it a pool of connections.
+
+    Attributes:
+        answered: Kinds of requests that it has got an answer to.
+    """
+
+    store: S3Store
+    made_s: float
+    answered: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Opinion:
+    """What botocore was told where obstore had failed.
+
+    Attributes:
+        told_s: When.
+        error: What every request would be told: the SDK's error. None where it got an answer.
+    """
+
+    told_s: float
+    error: Exception | None
+
+    @property
+    def is_fresh(self) -> bool:
+        return time.monotonic() - self.told_s < OPINION_S
 
 
 class ObstoreStore(BotocoreStore):
@@ -138,21 +179,31 @@ class ObstoreStore(BotocoreStore):
     Limits, deadlines and errors are those of BotocoreStore. What obstore cannot do goes the SDK's
     way: names with empty, ``.`` or ``..`` parts or control characters, and with a warning
 
-    - requests whose reply it cannot read (no length, a range not honoured), a second time,
     - all of a bucket that is signed for otherwise, such as a directory bucket,
     - all behind a proxy, and all that is signed with a session token for a server that is not
       Amazon's, see _obstacle,
-    - all of a server whose certificate is an authority's as well, as self-signed ones are,
     - all in a child that was forked after obstore had started its threads, and in a process that
-      is ending, see obstore_runtime.
+      is ending, see obstore_runtime,
+    - for a minute, each kind of request that obstore fails at and botocore does not: replies
+      without a length, a range not honoured, a certificate that is an authority's as well.
+
+    Where obstore fails and its error does not tell why, botocore makes the same request, one at a
+    time. Its answer is the request's, and tells of the others that fail within a second:
+
+    - It failed as well, or was refused for all: so did they, and botocore is not asked again. A
+      store that fails or throttles gets one request a second more, and not twice as many.
+    - It was answered: the connection was at fault, as one that was dropped while it was idle is.
+      They are repeated on connections of another client.
     """
 
     def __init__(self, settings: Settings, *, patient: bool = False) -> None:
         super().__init__(settings, patient=patient)
         self._signed_by: Any = None
-        self._clients: dict[str, S3Store] = {}
-        self._bucket_region: str | None = None
-        self._unfit = ""
+        self._clients: dict[str, _Client] = {}
+        self._opinion = _Opinion(float("-inf"), None)
+        self._asking: asyncio.Future[None] | None = None
+        self._resting_until_s: dict[str, float] = {}
+        self._bucket_is_there = False
         self._warned: set[str] = set()
 
     async def close(self) -> None:
@@ -164,73 +215,158 @@ class ObstoreStore(BotocoreStore):
         """End the requests that are under way soon; for another thread, when the process ends."""
         self._slots.abandon()
 
-    async def _get_object(self, slot: RequestSlot, key: str, wanted: range | None = None) -> Reply:
-        what = self._what("GET", key)
-        client = await self._client_for("reads", key, what)
-        if client is None:
-            return await super()._get_object(slot, key, wanted)
+    async def _get_object(
+        self, slot: RequestSlot, key: str, wanted: range | None = None
+    ) -> Reply | None:
         part: Any = {} if wanted is None else {"range": (wanted.start, wanted.stop)}
-        try:
-            with sdk_errors(what, "GetObject"):
+
+        async def get(client: S3Store) -> Reply | None:
+            try:
                 result = await held(obstore.get_async(client, key, options=part))
-        except ClientError as exc:
-            await self._add_region(slot, exc)
-            raise
-        except AskAgainError as exc:
-            self._note(exc)
-            return await super()._get_object(slot, key, wanted)
-        errors = functools.partial(sdk_errors, what, "GetObject")
-        return ObstoreReply(result, errors, is_part=wanted is not None)
+            except FileNotFoundError:  # or there is no such bucket
+                if not self._bucket_is_there:
+                    raise
+                return None
+            silence_s = self._settings.read_timeout_s
+            return ObstoreReply(result, silence_s, is_part=wanted is not None)
+
+        kind = "reads" if wanted is None else "reads of ranges"
+        sdk = functools.partial(super()._get_object, slot, key, wanted)
+        return await self._by_obstore(kind, key, self._what("GET", key), get, sdk)
 
     async def _put_object(
-        self,
-        slot: RequestSlot,
-        key: str,
-        body: Sequence[bytes | memoryview],
-        what: str,
-        *,
-        checksum: bool,
+        self, slot: RequestSlot, key: str, body: Sequence[bytes | memoryview], form: Form
     ) -> None:
-        client = await self._client_for("writes" if checksum else "bare writes", key, what)
-        if client is None:
-            await super()._put_object(slot, key, body, what, checksum=checksum)
-            return
-        try:
-            with sdk_errors(what, "PutObject"):
-                await held(
-                    obstore.put_async(
-                        client,
-                        key,
-                        # obstore reads the pieces where they lie, but only as bytes.
-                        [held(memoryview(piece).cast("B")) for piece in body],
-                        attributes={"Content-Type": content_type_of(key)},
-                        mode="create",
-                        use_multipart=False,
-                    )
+        # obstore reads the pieces where they lie, but only as bytes.
+        pieces = [memoryview(piece).cast("B") for piece in body]
+        about = {"Content-Type": content_type_of(key)}
+
+        async def put(client: S3Store) -> None:
+            buffers = [held(piece[:]) for piece in pieces]
+            await held(
+                # The condition is a header of the client's: so 409 and 412 differ in their types.
+                obstore.put_async(
+                    client, key, buffers, attributes=about, mode="overwrite", use_multipart=False
                 )
-        except ClientError as exc:
-            await self._add_region(slot, exc)
+            )
+
+        kind = "writes" + " without a checksum" * (not form.checksum)
+        kind += " without a condition" * (not form.condition)
+        sdk = functools.partial(super()._put_object, slot, key, body, form)
+        await self._by_obstore(kind, key, self._what("PUT", key), put, sdk, form)
+
+    async def _by_obstore(
+        self,
+        kind: str,
+        key: str,
+        what: str,
+        send: Callable[[S3Store], Awaitable[T]],
+        ask_sdk: Callable[[], Awaitable[T]],
+        form: Form | None = None,
+    ) -> T:
+        """Have obstore make a request, and botocore where that does not do.
+
+        Args:
+            kind: Of the request, for people.
+            send: Makes it by a client of obstore.
+            ask_sdk: Makes it by botocore.
+            form: Of a write.
+        """
+        client = await self._client_for(kind, key, what, form)
+        is_repeated = False
+        while client is not None:
+            begun_s = time.monotonic()
+            try:
+                result = await send(client.store)
+            except TimeoutError:  # a deadline of ours
+                raise
+            except OBSTORE_ERRORS as exc:
+                failure = exc.with_traceback(None)  # else it would keep the client
+            except BaseException as exc:
+                if not is_panic(exc):
+                    raise
+                # Its own words went to stderr.
+                raise UnavailableError(f"{what}: obstore failed inside") from exc
+            else:
+                client.answered.add(kind)
+                self._bucket_is_there = True
+                return result
+            _believe(failure, what, is_write=form is not None)
+            is_answer = isinstance(failure, (*_DENIED, FileNotFoundError))
+            if not is_answer and time.monotonic() - begun_s >= self._settings.read_timeout_s:
+                # Its time is over.
+                raise UnavailableError(f"{what}: timed out")
+            while True:
+                while self._asking is not None:
+                    await asyncio.wait({self._asking})
+                current = await self._client_for(kind, key, what, form)
+                if self._asking is None:
+                    break
+            opinion = self._opinion
+            if opinion.is_fresh:
+                if opinion.error is not None:
+                    raise opinion.error.with_traceback(None)
+                is_absent = isinstance(failure, FileNotFoundError)  # and by now that is known
+                if not is_repeated and (current is not client or is_absent):
+                    client, is_repeated = current, True
+                    continue
+            is_new = opinion.error is None and client.made_s > opinion.told_s > 0
+            if is_new and not is_answer and kind not in client.answered:
+                result = await ask_sdk()
+                self._rest(kind)
+                return result
+            if isinstance(failure, _DENIED) and opinion.is_fresh:
+                raise denied(what, "GetObject" if form is None else "PutObject")
+            return await self._second_opinion(client, what, ask_sdk, is_answer=is_answer)
+        return await ask_sdk()
+
+    async def _second_opinion(
+        self, client: _Client, what: str, ask_sdk: Callable[[], Awaitable[T]], *, is_answer: bool
+    ) -> T:
+        """Have botocore make a request at which obstore failed, and note what it was told."""
+        asking = self._asking = asyncio.get_running_loop().create_future()
+        try:
+            result = await ask_sdk()
+        except SDK_ERRORS as exc:
+            meaning = error_of(exc, what, self._region())
+            if isinstance(meaning, UnavailableError) or getattr(meaning, "is_general", False):
+                self._opinion = _Opinion(time.monotonic(), exc)
+            else:
+                self._answered(client, is_answer=True)  # it was this request that was refused
             raise
-        except AskAgainError as exc:
-            self._note(exc)
-            await super()._put_object(slot, key, body, what, checksum=checksum)
-
-    def _note(self, exc: AskAgainError) -> None:
-        if isinstance(exc, UnfitError):
-            self._unfit = f"obstore refuses this server ({exc})"
         else:
-            self._warn_once("obstore cannot read a reply,", exc)
+            self._answered(client, is_answer=is_answer)
+            return result
+        finally:
+            self._asking = None
+            asking.set_result(None)
 
-    def _warn_once(self, problem: str, detail: object = "") -> None:
+    def _answered(self, client: _Client, *, is_answer: bool) -> None:
+        """Botocore got an answer where a client of obstore had none, or one without words."""
+        self._opinion = _Opinion(time.monotonic(), None)
+        self._bucket_is_there = True
+        if not is_answer:  # its connections are in doubt
+            self._clients = {p: one for p, one in self._clients.items() if one is not client}
+
+    def _rest(self, kind: str) -> None:
+        self._resting_until_s[kind] = time.monotonic() + _REST_S
+        self._warn_once(f"obstore fails at {kind}, and botocore does not")
+
+    def _warn_once(self, problem: str) -> None:
         if problem not in self._warned:
             self._warned.add(problem)
-            log.warning("botocore does the work of obstore here: %s %s", problem, detail)
+            log.warning("botocore does the work of obstore here: %s", problem)
 
-    async def _client_for(self, purpose: str, key: str, what: str) -> S3Store | None:
+    async def _client_for(
+        self, kind: str, key: str, what: str, form: Form | None
+    ) -> _Client | None:
         """A client of obstore that signs with the SDK's credentials of this moment.
 
         Renewed credentials get new clients, which happens about once an hour: it takes 5 to 15 ms
         and costs the open connections; a request under way keeps its own.
+
+        Args:
+            form: Of a write; None for a read.
 
         Returns:
             None where the request goes the SDK's way.
@@ -242,19 +378,22 @@ class ObstoreStore(BotocoreStore):
         if problem := self._obstacle(opened.way, frozen):
             self._warn_once(problem)
             return None
-        if not _is_plain(key):
+        if not _is_plain(key) or time.monotonic() < self._resting_until_s.get(kind, 0.0):
             return None
         if frozen != self._signed_by:
             self._signed_by = frozen
             self._clients.clear()
         await obstore_runtime.start(self)
-        if purpose not in self._clients:
+        purpose = "reads" if form is None else kind
+        client = self._clients.get(purpose)
+        if client is None:
             try:
-                self._clients[purpose] = self._new_client(purpose, opened.way, frozen, what)
-            except AskAgainError as exc:
-                self._note(exc)
+                client = _Client(self._new_client(form, opened.way, frozen), time.monotonic())
+            except OBSTORE_ERRORS:  # such as a certificate that it cannot read
+                self._rest(kind)
                 return None
-        return self._clients[purpose]
+            self._clients[purpose] = client
+        return client
 
     def _obstacle(self, way: Way, frozen: Any) -> str:
         """Why obstore may not be used, empty if it may.
@@ -264,7 +403,7 @@ class ObstoreStore(BotocoreStore):
         can listen (``_NOWHERE``), as if a proxy were there. That does not hold back what goes to
         other ports and to names below the host's. Those are Amazon's as well where the host is.
         """
-        if problem := obstore_runtime.obstacle() or self._unfit:
+        if problem := obstore_runtime.obstacle():
             return problem
         if way.address.service != "s3":
             return "obstore cannot sign for this kind of bucket"
@@ -274,19 +413,18 @@ class ObstoreStore(BotocoreStore):
             return "obstore would send the session token to where a redirect leads"
         return ""
 
-    def _new_client(self, purpose: str, way: Way, frozen: Any, what: str) -> S3Store:
-        with sdk_errors(what, "HeadBucket"):
-            return S3Store(
-                self._settings.bucket,
-                client_options=self._http_options(purpose, way),
-                # Retries are a wrapper of ours.
-                retry_config={"max_retries": 0},
-                # Not as configuration, which obstore's object shows to everybody.
-                credential_provider=_provider(frozen),
-                **self._s3_options(purpose, way.address),
-            )
+    def _new_client(self, form: Form | None, way: Way, frozen: Any) -> S3Store:
+        return S3Store(
+            self._settings.bucket,
+            client_options=self._http_options(form, way),
+            # Retries are a wrapper of ours.
+            retry_config={"max_retries": 0},
+            # Not as configuration, which obstore's object shows to everybody.
+            credential_provider=_provider(frozen),
+            **self._s3_options(form, way.address),
+        )
 
-    def _http_options(self, purpose: str, way: Way) -> Any:
+    def _http_options(self, form: Form | None, way: Way) -> Any:
         over_tls = way.address.url.startswith("https:")
         options = {
             **http_options(self._settings),
@@ -294,15 +432,17 @@ class ObstoreStore(BotocoreStore):
             "proxy_url": _NOWHERE,
             "proxy_excludes": urlsplit(way.address.url).hostname or "",
         }
-        if purpose == "reads":
+        if form is None:
             # Over a write it would be the limit for sending the body as well.
             options["read_timeout"] = timedelta(seconds=self._settings.read_timeout_s)
+        elif form.condition:
+            options["default_headers"] = {"If-None-Match": "*"}  # signed as others are
         if over_tls:
             # In addition to the system's, which a slim container has none of.
             options["root_certificate"] = certificates(way.roots)
         return options
 
-    def _s3_options(self, purpose: str, address: Address) -> Any:
+    def _s3_options(self, form: Form | None, address: Address) -> Any:
         """obstore's own settings, also at their defaults: it reads AWS_ variables for the others.
 
         Two of those cannot be undone here, AWS_SERVER_SIDE_ENCRYPTION with its kin and
@@ -321,39 +461,25 @@ class ObstoreStore(BotocoreStore):
             "skip_signature": False,
             "unsigned_payload": over_tls,
         }
-        if purpose == "writes":
+        if form is None:
+            return options
+        if form.checksum:
             # Over HTTP the signature needs the SHA-256 of the body anyway; over HTTPS the other
             # one takes a tenth of its time.
             options["checksum_algorithm"] = "CRC64NVME" if over_tls else "SHA256"
-        if purpose != "reads" and self._settings.sse != "none":
+        if self._settings.sse != "none":
             options["server_side_encryption"] = self._settings.sse
             if self._settings.sse_kms_key_id:
                 options["sse_kms_key_id"] = self._settings.sse_kms_key_id
         return options
 
-    async def _add_region(self, slot: RequestSlot, exc: ClientError) -> None:
-        """Put the bucket's region into an error in which the SDK would know it."""
-        status = status_of(exc)
-        if status in _PERHAPS_WRONG_REGION:
-            headers = exc.response["ResponseMetadata"]["HTTPHeaders"]
-            headers["x-amz-bucket-region"] = await self._ask_region(slot, status)
 
-    async def _ask_region(self, slot: RequestSlot, status: int) -> str:
-        """The bucket's region as the server tells it; empty where it does not.
-
-        Asked once for refusals, which can be many and mostly have other reasons, and for
-        redirections until it is known.
-        """
-        if self._bucket_region is None or (status < 400 and not self._bucket_region):
-            try:
-                answer = await self._call(slot, "head_bucket")
-            except ClientError as exc:  # the header comes with refusals too
-                answer = exc.response
-            except SDK_ERRORS:
-                return ""
-            headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-            self._bucket_region = str(headers.get("x-amz-bucket-region", ""))
-        return self._bucket_region
+def _believe(failure: Exception, what: str, *, is_write: bool) -> None:
+    """Raise what the type of an error of obstore tells for sure."""
+    if is_write and isinstance(failure, obs.PreconditionError):
+        raise ConflictError(f"{what}: 412 PreconditionFailed")
+    if isinstance(failure, obs.AlreadyExistsError):
+        raise UnavailableError(f"{what}: 409 Conflict", status=409)
 
 
 def _is_plain(key: str) -> bool:

@@ -20,6 +20,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -41,6 +42,7 @@ from botocore.exceptions import (
     InvalidRegionError,
     NoCredentialsError,
     ProfileNotFound,
+    SSLError,
 )
 from botocore.httpsession import URLLib3Session
 from botocore.response import StreamingBody
@@ -51,11 +53,14 @@ from urllib3.exceptions import HTTPError
 import s3ec
 from s3ec.errors import AccessError, ConfigError
 from s3ec.settings import PLAIN_HTTP, Settings, is_amazons, is_plain_http_elsewhere
-from s3ec.store.concurrency import PIECE_BYTES
 from s3ec.store.credentials import ChainCredentials
 from s3ec.store.network import Proxy, check_roots, proxy_for, roots_for
 
 T = TypeVar("T")
+
+IDLE_S = 20.0
+"""What was idle for longer is closed and not used again: firewalls and load balancers forget a
+connection after a minute or more without a word, and answer the next request with a reset."""
 
 ANSWER_BYTES = 8 * 2**20
 """Longest error or page of a listing: 1000 names of 1 KiB, each byte of which may take five."""
@@ -63,6 +68,9 @@ ANSWER_BYTES = 8 * 2**20
 # urllib3 needs it for each connection. A child that is forked while a thread of its parent imports
 # it would never find it.
 codecs.lookup("idna")
+
+PIECE_BYTES = 256 * 1024
+"""What is read at a time of an answer that is not an object."""
 
 _BODILESS = frozenset({204, 304})
 _of_thread = threading.local()
@@ -82,11 +90,13 @@ class Exchange:
     Attributes:
         credentials: What signs the request, the SDK's tuple.
         is_aborted: Whether nobody waits for it any more.
+        is_reused: Whether its connection had served another request before.
+        wants_fresh: Whether it takes no connection that has.
     """
 
     def __init__(self) -> None:
         self.credentials: Any = None
-        self.is_aborted = False
+        self.is_aborted = self.is_reused = self.wants_fresh = False
         self._lock = threading.Lock()
         self._is_running = False
         self._connection: Any = None
@@ -160,9 +170,11 @@ class _Connection:
 
     sock: Any
     exchange: Exchange | None = None
+    idle_since_s: float | None = None  # None while it has served nobody
 
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]
+        self.idle_since_s = None
         # For sending; the answer is waited for with the limit for silence again. A body goes out
         # as long as its deadline lets it, which then shuts the socket down.
         self.sock.settimeout(None)
@@ -178,6 +190,7 @@ class _Connection:
     def _register(self) -> None:
         exchange = getattr(_of_thread, "exchange", None)
         if exchange is not None:
+            exchange.is_reused = self.idle_since_s is not None
             exchange.uses(self)
 
 
@@ -196,10 +209,22 @@ class _Pool:
         # urllib3 would fail at a 303 in botocore's headers, before it looks at `retries`.
         return super().urlopen(*args, **{**kwargs, "redirect": False})  # type: ignore[misc]
 
+    def _get_conn(self, timeout: float | None = None) -> Any:
+        conn = super()._get_conn(timeout)  # type: ignore[misc]
+        exchange = getattr(_of_thread, "exchange", None)
+        if conn.idle_since_s is not None and (
+            time.monotonic() - conn.idle_since_s > IDLE_S
+            or (exchange is not None and exchange.wants_fresh)
+        ):
+            conn.close()  # and opened anew for the request
+        return conn
+
     def _put_conn(self, conn: Any) -> None:
-        if conn is not None and conn.exchange is not None:
-            conn.exchange.is_done_with(conn)
-            conn.exchange = None
+        if conn is not None:
+            conn.idle_since_s = time.monotonic()
+            if conn.exchange is not None:
+                conn.exchange.is_done_with(conn)
+                conn.exchange = None
         super()._put_conn(conn)  # type: ignore[misc]
 
 
@@ -248,7 +273,7 @@ class BoundedSession(URLLib3Session):  # type: ignore[misc]
         """
         is_object = request.stream_output
         request.stream_output = True  # or botocore would read all of it
-        response = super().send(request)
+        response = self._send(request)
         announced = response.headers.get("content-length")
         if announced is not None and not (announced.isascii() and announced.isdigit()):
             response.raw.close()
@@ -258,6 +283,18 @@ class BoundedSession(URLLib3Session):  # type: ignore[misc]
         has_body = request.method != "HEAD" and response.status_code not in _BODILESS
         body = _read_answer(StreamingBody(response.raw, announced if has_body else None))
         return AWSResponse(response.url, response.status_code, response.headers, _Whole(body))
+
+    def _send(self, request: Any) -> AWSResponse:
+        """Send it, once more where it met a connection that had been dropped while it was idle."""
+        try:
+            return super().send(request)
+        except (ConnectionClosedError, SSLError):
+            exchange = getattr(_of_thread, "exchange", None)
+            if exchange is None or exchange.is_aborted or not exchange.is_reused:
+                raise
+            exchange.wants_fresh = True
+            request.reset_stream()
+            return super().send(request)
 
 
 def read_piece(stream: StreamingBody, nbytes: int | None = None) -> bytes:
@@ -324,7 +361,7 @@ class Way:
 
     @property
     def proxies(self) -> dict[str, str]:
-        """The proxy as botocore and its kin take it."""
+        """The proxy as botocore takes it."""
         return {urlsplit(self.address.url).scheme: self.proxy.url} if self.proxy else {}
 
     @property
@@ -335,7 +372,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An S3 client of an SDK, and what it works with.
+    """The SDK's client, and what it works with.
 
     Attributes:
         client: The client.
@@ -406,8 +443,10 @@ def quiet_sdk_logs() -> None:
 def open_client(settings: Settings, *, patient: bool = False) -> Opened:
     """Make botocore's S3 client; no request goes out. Threads use it within an Exchange.
 
-    The first request looks for credentials, ``patient`` as in ``chain_credentials``. Takes about
-    0.1 s of CPU the first time: the SDK's service model.
+    Takes about 0.1 s of CPU the first time: the SDK's service model.
+
+    Args:
+        patient: As in ``chain_credentials``.
 
     Raises:
         AccessError: Plain http to another machine that nobody has allowed.
@@ -415,7 +454,7 @@ def open_client(settings: Settings, *, patient: bool = False) -> Opened:
     core = new_session(settings)
     core.get_component("credential_provider").providers.insert(0, _Provider())
     client = _new_client(core, settings)
-    way = way_of(client, settings, core)
+    way = _way_of(client, settings, core)
     transport = BoundedSession(way, settings)
     client.meta.events.register("before-send.s3", transport.send)
     return Opened(client, chain_credentials(settings, patient=patient), way, transport)
@@ -423,15 +462,28 @@ def open_client(settings: Settings, *, patient: bool = False) -> Opened:
 
 def _new_client(core: Any, settings: Settings) -> Any:
     # Not by way of boto3, which would import its transfer manager.
-    client = core.create_client(
-        "s3", config=Config(**config_for(settings, core)), **client_options(settings)
-    )
+    config = Config(**config_for(settings, core))
+    client = core.create_client("s3", config=config, **client_options(settings))
     check_and_adapt(client, settings)
     return client
 
 
+def check_and_adapt(client: Any, settings: Settings) -> None:
+    """Have an SDK's S3 client do less than it would.
+
+    Raises:
+        AccessError: Plain http to another machine that nobody has allowed.
+    """
+    # Once more, where a section of services in the profile names the server.
+    if not settings.allow_http and is_plain_http_elsewhere(client.meta.endpoint_url):
+        raise AccessError(_not_encrypted(settings), code="PlainHttp")
+    client.meta.events.register_last("before-call.s3", _drop_expect)
+    client.meta.events.register_last("before-call.s3.DeleteObjects", _send_md5)
+    client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
+
+
 def way_to(settings: Settings) -> Way:
-    """The way of the requests of a store, for another client than botocore's.
+    """The way of the requests of a store, for a client of one's own.
 
     Raises:
         AccessError, ConfigError: As ``open_client`` and ``proxy_for``.
@@ -439,20 +491,21 @@ def way_to(settings: Settings) -> Way:
     core = new_session(settings)
     core.set_credentials("nobody", "unused")
     with contextlib.closing(_new_client(core, settings)) as client:
-        return way_of(client, settings, core)
+        return _way_of(client, settings, core)
 
 
-def way_of(client: Any, settings: Settings, core: Any) -> Way:
+def _way_of(client: Any, settings: Settings, core: Any) -> Way:
     """Ask a client of the SDK where it would send requests, and the environment how."""
     address = address_of(client, settings.bucket)
     return Way(address, proxy_for(address.url), roots_for(settings, core))
 
 
 def chain_credentials(settings: Settings, *, patient: bool) -> ChainCredentials:
-    """What signs, for each SDK; nothing is looked for yet.
+    """What signs for each SDK; nothing is looked for yet.
 
     Args:
-        patient: Whether a request waits for as long as a look takes. In an engine it does not.
+        patient: Whether a request waits for as long as a look for credentials takes. In an engine
+            it does not.
     """
     found = ChainCredentials(functools.partial(find_credentials, settings))
     if patient:
@@ -512,7 +565,7 @@ def new_session(settings: Settings) -> Session:
 
 
 def configured(core: Any, settings: Settings) -> Any:
-    """A session of botocore, or of a kin of it, as the settings want it."""
+    """A session of botocore or of aiobotocore, as the settings want it."""
     core.register_component("data_loader", _loader())
     core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=parse_time)
     if settings.profile is not None:
@@ -534,7 +587,7 @@ def parse_time(value: Any) -> datetime:
 
 
 def client_options(settings: Settings) -> dict[str, Any]:
-    """What the S3 client of each SDK is made with, beside its configuration."""
+    """What an S3 client is made with, beside its configuration."""
     return {
         "endpoint_url": settings.endpoint_url,
         "region_name": settings.region,
@@ -542,11 +595,7 @@ def client_options(settings: Settings) -> dict[str, Any]:
 
 
 def config_for(settings: Settings, core: Any) -> dict[str, Any]:
-    """The configuration of each SDK's S3 client.
-
-    Args:
-        core: The session, for what the profile says.
-    """
+    """The configuration of each SDK's S3 client; ``core`` is its session."""
     # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
     # cost more than the transfer. Over HTTP the signature is all there is.
     over_tls = not _endpoint_url(settings, core.get_scoped_config()).lower().startswith("http:")
@@ -564,20 +613,6 @@ def config_for(settings: Settings, core: Any) -> dict[str, Any]:
         "user_agent_extra": f"s3ec/{s3ec.__version__}",
         "s3": s3_options,
     }
-
-
-def check_and_adapt(client: Any, settings: Settings) -> None:
-    """Have each SDK's S3 client do less than it would.
-
-    Raises:
-        AccessError: Plain http to another machine that nobody has allowed.
-    """
-    # Once more, where a section of services in the profile names the server.
-    if not settings.allow_http and is_plain_http_elsewhere(client.meta.endpoint_url):
-        raise AccessError(_not_encrypted(settings), code="PlainHttp")
-    client.meta.events.register_last("before-call.s3", _drop_expect)
-    client.meta.events.register_last("before-call.s3.DeleteObjects", _send_md5)
-    client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
 
 
 def encryption(settings: Settings, sse: str | None = None) -> dict[str, str]:
@@ -619,7 +654,7 @@ class _Provider:
 
 
 def _drop_expect(params: dict[str, Any], **_: Any) -> None:
-    """Send bodies at once: aiohttp waits for "100 Continue" without a limit, botocore a second."""
+    """Send bodies at once: botocore waits a second for "100 Continue", aiohttp without a limit."""
     params["headers"].pop("Expect", None)
 
 

@@ -1,31 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table from the errors of botocore, aiobotocore and obstore to those of s3ec.
+"""The one table from what botocore and aiobotocore raise to the errors of s3ec.
 
 Mapped on the HTTP status first, because HEAD replies carry no error code and servers spell
-codes differently. For a bucket of S3 obstore's errors become those of the SDK, so that all
-transports map alike. Checked against botocore 1.40 and 1.44, and aiobotocore 2.25, which raises the
-same. How long a server asks to be left alone is in the Retry-After header (RFC 9110, 10.2.3).
+codes differently. What obstore raises is no more than a type; where that does not do, botocore
+makes the same request, see s3.py. Checked against botocore 1.40 and 1.44, and aiobotocore 2.25. How
+long a server asks to be left alone is in the Retry-After header (RFC 9110, 10.2.3).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from botocore import exceptions as sdk
 from botocore.parsers import ResponseParserError
 from urllib3.util.ssl_match_hostname import CertificateError
 
 from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError, causes_of
-from s3ec.store.base import NoSpaceError
 
 # A server's figure is an input like any other.
 _LONGEST_S = 86400.0
@@ -83,22 +82,39 @@ _OPERATIONS = frozenset(
     }
 )
 # Statuses that say "later"; those from 500 up do as well. The second set means "too much".
-_LATER = frozenset({408, 409, 425, 429})
-_THROTTLES = frozenset({429, 503})
+_LATER = frozenset({408, 409, 420, 423, 425, 429, 499})
+_THROTTLES = frozenset({420, 429, 503})
 # "404" is how botocore spells a status without a code: a HEAD reply, or a page that is not XML.
 _ABSENT_CODES = frozenset({"NoSuchKey", "404", "NotFound"})
-# Status 400, but the fault lies in this transfer, not in the request.
-_TRANSIENT_CODES = frozenset(
+# Said with 400 or 403 as well. "Too much":
+_THROTTLE_CODES = frozenset(
     {
-        "BadDigest",
-        "IncompleteBody",
-        "RequestTimeout",
+        "BandwidthLimitExceeded",
+        "KMS.ThrottlingException",
+        "LimitExceededException",
+        "PriorRequestNotComplete",
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "RequestThrottledException",
         "SlowDown",
+        "ThrottledException",
         "Throttling",
-        "XAmzContentChecksumMismatch",
-        "XAmzContentSHA256Mismatch",
+        "ThrottlingException",
+        "TooManyRequests",
+        "TooManyRequestsException",
     }
 )
+# "Later", or the fault lies in this transfer, not in the request:
+_LATER_CODES = _THROTTLE_CODES | {
+    "BadDigest",
+    "IncompleteBody",
+    "InternalError",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+    "XMinioServerNotInitialized",
+}
 # What the code of one object in an answer about many would have for a status by itself.
 _STATUS_OF_CODE = {
     "AccessDenied": 403,
@@ -110,7 +126,7 @@ _STATUS_OF_CODE = {
     "SlowDown": 503,
 }
 # Refusals that other credentials would end.
-CREDENTIAL_CODES = frozenset(
+_CREDENTIAL_CODES = frozenset(
     {
         "ExpiredToken",
         "ExpiredTokenException",
@@ -122,7 +138,7 @@ CREDENTIAL_CODES = frozenset(
     }
 )
 # Refusals of the one who asks, whatever is asked for; a status below 400 is one as well.
-_GENERAL_CODES = CREDENTIAL_CODES | {
+_GENERAL_CODES = _CREDENTIAL_CODES | {
     "404",
     "407",
     "AccountProblem",
@@ -133,7 +149,6 @@ _GENERAL_CODES = CREDENTIAL_CODES | {
     "RequestExpired",
     "RequestTimeTooSkewed",
 }
-_THROTTLE_CODES = frozenset({"SlowDown", "Throttling"})
 _NO_CREDENTIALS = (
     sdk.NoCredentialsError,
     sdk.PartialCredentialsError,
@@ -152,6 +167,7 @@ _TRANSPORT = (
     ResponseParserError,
     OSError,
 )
+_TOO_SLOW = (TimeoutError, sdk.ReadTimeoutError, sdk.ConnectTimeoutError)
 _CREDENTIALS_FIX = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or `profile`, or give this machine a role"
 )
@@ -169,13 +185,15 @@ _FIXES = {
     "404": "nothing here answers as a bucket, correct `endpoint_url` or `bucket`",
     "NotImplemented": "the server lacks a feature that the request asked for",
 }
+# http.client tells the status of a proxy's refusal in no other way.
 _WANTS_CREDENTIALS = re.compile(r"\b407\b")
+_EXPIRED, _OTHER_HOST, _OTHER_ADDRESS = 10, 62, 64
 _REDIRECT_FIX = "the endpoint redirects, correct `endpoint_url` or `region`"
 # What a server's code and region may be; S3's own are shorter.
 _CODE_CHARACTERS = 64
 _REGION = re.compile(r"[a-z0-9-]{1,64}")
 # What a server may repeat of a request: parts of a presigned URL, an access key.
-_SIGNED = re.compile(r"(?i)\b(x-amz-[a-z-]+|signature|awsaccesskeyid|token)=[^&\s\"'<>]*")
+_SIGNED = re.compile(r"(?i)\b(x-amz-[a-z-]+|signature|sig|awsaccesskeyid|token)=[^&\s\"'<>]*")
 _ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}")
 # User name and password in a URL.
 _USER = re.compile(r"(?<=://)[^/@\s]+@")
@@ -195,24 +213,7 @@ _ACTIONS = {
 E = TypeVar("E", bound=BaseException)
 
 
-class RedirectRefusedError(Exception):
-    """The answer leads elsewhere, where a transport would follow it.
-
-    Attributes:
-        status: Of the answer.
-        region: Of the bucket, as the answer has it; may be empty.
-    """
-
-    def __init__(self, status: int, region: str) -> None:
-        super().__init__(status, region)
-        self.status = status
-        self.region = region
-
-
-@contextlib.contextmanager
-def boundary(
-    what: str, region: Callable[[], str], by: Callable[[], str] = lambda: ""
-) -> Iterator[None]:
+class boundary(contextlib.AbstractContextManager[None]):  # noqa: N801 -- used as a function
     """Let no SDK error out of this block.
 
     Args:
@@ -223,16 +224,30 @@ def boundary(
     Raises:
         UnavailableError, AccessError, ConflictError: Instead of what the SDK raised.
     """
-    try:
-        yield
-    except SDK_ERRORS as exc:
-        # Tracebacks show the SDK's own text as well.
-        exc.args = tuple(_scrubbed(arg) if isinstance(arg, str) else arg for arg in exc.args)
-        error = _translate(exc, what + by(), region())
-        if isinstance(exc, sdk.ProxyConnectionError):
-            # aiohttp's own error repeats the proxy's URL, password included.
-            exc.__cause__ = exc.__context__ = None
-        raise error from exc
+
+    __slots__ = ("_by", "_region", "_what")
+
+    def __init__(
+        self, what: str, region: Callable[[], str], by: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._what = what
+        self._region = region
+        self._by = by
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(exc, SDK_ERRORS):
+            # Tracebacks show the SDK's own text as well.
+            exc.args = tuple(_scrubbed(arg) if isinstance(arg, str) else arg for arg in exc.args)
+            error = error_of(exc, self._what + self._by(), self._region())
+            if isinstance(exc, sdk.ProxyConnectionError):
+                # aiohttp's own error repeats the proxy's URL, password included.
+                exc.__cause__ = exc.__context__ = None
+            raise error from exc
 
 
 @contextlib.contextmanager
@@ -255,6 +270,14 @@ def reading_answer() -> Iterator[None]:
 def is_absent(exc: sdk.ClientError) -> bool:
     """Whether the server says that this object does not exist (not: this bucket)."""
     return status_of(exc) == 404 and code_of(exc) in _ABSENT_CODES
+
+
+def others_may_help(exc: sdk.ClientError) -> bool:
+    """Whether other credentials may end this refusal; one to a HEAD has no code."""
+    code = code_of(exc)
+    return code in _CREDENTIAL_CODES or (
+        exc.operation_name == "HeadObject" and code in ("400", "403")
+    )
 
 
 def status_of(exc: sdk.ClientError) -> int:
@@ -284,7 +307,8 @@ def error_of_key(entry: Any, what: str, region: str) -> S3ECError | None:
     return None if is_absent(exc) else _from_answer(exc, what, region)
 
 
-def _translate(exc: Exception, what: str, region: str) -> S3ECError:
+def error_of(exc: Exception, what: str, region: str) -> S3ECError:
+    """What an error of the SDK means for who asked; as ``boundary`` raises it."""
     if isinstance(exc, sdk.ClientError):
         if exc.operation_name in _OPERATIONS:
             return _from_answer(exc, what, region)
@@ -293,19 +317,17 @@ def _translate(exc: Exception, what: str, region: str) -> S3ECError:
         return AccessError(
             f"{what}: no usable credentials ({exc}); {_CREDENTIALS_FIX}", code=type(exc).__name__
         )
-    if (unproven := _caused_by(exc, ssl.SSLCertVerificationError)) is not None:
-        return _not_trusted(what, str(unproven))
+    if unproven := [c for c in causes_of(exc) if isinstance(c, ssl.SSLCertVerificationError)]:
+        # The number is OpenSSL's own error's; aiohttp's is of this type too and has none.
+        return _not_trusted(what, getattr(unproven[-1], "verify_code", 0))
     if _caused_by(exc, CertificateError):
-        return _not_trusted(what, "mismatch")
+        return _not_trusted(what, _OTHER_HOST)
     if isinstance(exc, sdk.ProxyConnectionError):
         return _from_proxy(exc, what)
-    if (away := _caused_by(exc, RedirectRefusedError)) is not None:
-        return _from_answer(_as_sdk(away.status, {"Region": away.region}, ""), what, region)
-    # A deadline of ours says nothing more, and the SDK's text ends with the query.
-    if isinstance(exc, (TimeoutError, sdk.ReadTimeoutError)):
+    if isinstance(exc, _TOO_SLOW):
         return UnavailableError(f"{what}: timed out")
     if isinstance(exc, _TRANSPORT):
-        return UnavailableError(f"{what}: {one_line(exc) or type(exc).__name__}")
+        return UnavailableError(f"{what}: {_no_answer(exc)}")
     # What is left is botocore's own refusal: parameters, endpoint rules, region names.
     return AccessError(f"{what}: {one_line(exc)}", code=type(exc).__name__)
 
@@ -320,7 +342,7 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
         return ConflictError(said)
     if status == 501:
         return AccessError(f"{said}; {_FIXES['NotImplemented']}", code=code, is_general=False)
-    if status < 300 or _is_later(status) or code in _TRANSIENT_CODES:
+    if status < 300 or _is_later(status) or code in _LATER_CODES:
         return _unavailable(said, exc)
     right = _right_region(exc.response)
     if right and right != region:
@@ -337,12 +359,43 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
     )
 
 
+def denied(what: str, operation: str) -> AccessError:
+    """A refusal of which no more is known.
+
+    Args:
+        operation: The SDK's name of what was asked.
+    """
+    return AccessError(
+        f"{what}: refused; allow this identity {_ACTIONS[operation]}",
+        code="AccessDenied",
+        is_general=False,
+    )
+
+
 def _from_proxy(exc: Exception, what: str) -> S3ECError:
     """The proxy let no request through; the reason is in the first error of all."""
     reason = one_line(list(causes_of(exc))[-1])
     if _WANTS_CREDENTIALS.search(reason):
         return AccessError(f"{what}: {reason}; {_FIXES['407']}", code="407")
     return UnavailableError(f"{what}: {reason}")
+
+
+def _no_answer(exc: Exception) -> str:
+    """In words of ours where these do: the SDK's repeat the whole request."""
+    if isinstance(exc, sdk.EndpointConnectionError):
+        url = urlsplit(str(exc.kwargs.get("endpoint_url")))
+        return f"cannot connect to {url.scheme}://{url.netloc}{_reason(exc)}"
+    if isinstance(exc, sdk.ConnectionClosedError):
+        return f"the connection broke{_reason(exc)}"
+    if isinstance(exc, sdk.ConnectionError):  # TLS among others
+        return one_line(exc.kwargs.get("error") or type(exc).__name__)
+    return one_line(exc) or type(exc).__name__
+
+
+def _reason(exc: Exception) -> str:
+    """What the operating system said, in brackets; empty where it did not."""
+    first = _caused_by(exc, OSError)
+    return f" ({first.strerror})" if first is not None and first.strerror else ""
 
 
 def _is_later(status: int) -> bool:
@@ -365,7 +418,7 @@ def _from_credential_service(exc: sdk.ClientError, what: str) -> S3ECError:
     status, code = status_of(exc), code_of(exc)
     message = one_line(exc.response.get("Error", {}).get("Message") or "")
     said = f"{what}: {exc.operation_name} for the credentials: {status} {code} ({message})"
-    if status == 429 or status >= 500 or code in _TRANSIENT_CODES:
+    if status == 429 or status >= 500 or code in _LATER_CODES:
         return UnavailableError(said)
     return AccessError(f"{said}; correct the role, or the credentials that it needs", code=code)
 
@@ -393,18 +446,16 @@ def _right_region(response: Any) -> str:
     return str(told) if _REGION.fullmatch(str(told)) else ""
 
 
-def _not_trusted(what: str, reason: str, setting: str = "endpoint_url") -> AccessError:
+def _not_trusted(what: str, code: int) -> AccessError:
     """A server that cannot prove who it is; asking again is useless.
 
     Args:
-        reason: OpenSSL's or rustls's words, of which the kind is taken.
-        setting: What names the server.
+        code: OpenSSL's number for the reason (``X509_V_ERR_`` in x509_vfy.h), 0 where unknown.
     """
-    words = reason.lower()
-    if "expired" in words:
+    if code == _EXPIRED:
         found, fix = "has expired", "renew it, or set this machine's clock"
-    elif "mismatch" in words or "notvalidforname" in words:
-        found, fix = "is for another host", f"correct `{setting}`, or the names in it"
+    elif code in (_OTHER_HOST, _OTHER_ADDRESS):
+        found, fix = "is for another host", "correct `endpoint_url`, or the names in it"
     else:
         found, fix = "is not trusted", "name its authority in `ca_bundle`"
     return AccessError(
@@ -425,160 +476,3 @@ def one_line(value: object) -> str:
 
 def _scrubbed(text: str) -> str:
     return _SIGNED.sub(r"\1=***", _ACCESS_KEY.sub("***", _USER.sub("***@", text)))
-
-
-# -- obstore -----------------------------------------------------------------------------------
-
-_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR})
-_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-# What obstore_errors calls it, and what people are told.
-_NO_ANSWERS = {
-    "no connection": "cannot connect",
-    "broken": "the connection broke",
-    "unreadable": "the answer is not HTTP or cannot be read",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ObstoreFailure:
-    """An error of obstore, as obstore_errors reads it.
-
-    Attributes:
-        said: What its text says, in a word of ours; empty where that is unknown.
-        by_class: What its class says, the same way: what S3 says by codes others say so.
-        text: The reason, up to where a server's words could begin.
-        reason: Why there was no answer; may be empty.
-        status: HTTP status of a server that refused, None where none answered.
-        error: Of that server's answer: Code, Message, Region and ServerTime.
-        errno: Of the file system, None where it is not at fault.
-        debug: Rust's debug form, whose strings are escaped.
-    """
-
-    said: str
-    by_class: str
-    text: str
-    reason: str
-    status: int | None
-    error: Mapping[str, str]
-    errno: int | None
-    debug: str
-
-
-class AbsentError(AccessError):
-    """There is no such object; where none was asked for, no such bucket."""
-
-
-class WrongRangeError(UnavailableError):
-    """The object ends before the range begins."""
-
-
-class BrokenConnectionError(UnavailableError):
-    """The connection ended before the reply did."""
-
-
-class AskAgainError(UnavailableError):
-    """obstore cannot read the reply, or we cannot read obstore's words: the SDK may do better."""
-
-
-class UnfitError(AskAgainError):
-    """obstore refuses this server whatever is asked, and the SDK does not."""
-
-
-def from_obstore(failure: ObstoreFailure, what: str, operation: str) -> sdk.ClientError | S3ECError:
-    """An error of obstore about a bucket of S3, as the SDK has it where a server answered.
-
-    Args:
-        what: Begins every message.
-        operation: The SDK's name of what was asked.
-    """
-    if failure.status is not None:
-        return _as_sdk(failure.status, failure.error, operation)
-    if failure.said == "redirected":
-        return _as_sdk(307, {"Code": "TooManyRedirects"}, operation)
-    if failure.said == "moved":
-        return _as_sdk(301, {"Code": "PermanentRedirect"}, operation)
-    if failure.said == "authority":
-        # rustls minds, OpenSSL does not.
-        return UnfitError(f"{what}: a server's certificate may not be an authority's as well")
-    if failure.said == "no etag":
-        return UnavailableError(f"{what}: the answer is not an S3 server's")
-    if failure.said == "wrong range":
-        return UnavailableError(f"{what}: the answer holds another range ({failure.text})")
-    # The whole object where a range was asked for, a body in chunks, a range "of *"; or the text
-    # of a release that words the above differently.
-    return _no_answer(failure, what) or AskAgainError(
-        f"{what}: {failure.text or 'obstore failed without a reason'}"
-    )
-
-
-def _as_sdk(status: int, error: Mapping[str, str], operation: str) -> sdk.ClientError:
-    """What botocore makes of such an answer."""
-    response = {
-        # botocore's way with a page that is not XML, or none.
-        "Error": {"Code": str(status), "Message": "", **error},
-        "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": {}},
-    }
-    return sdk.ClientError(response, operation)
-
-
-def _no_answer(
-    failure: ObstoreFailure, what: str, setting: str = "endpoint_url"
-) -> S3ECError | None:
-    """Why no server answered; None where it is something else."""
-    if failure.said in ("not trusted", "authority"):
-        return _not_trusted(what, failure.debug, setting)
-    if failure.said == "timeout":
-        return UnavailableError(f"{what}: timed out")
-    if failure.said not in _NO_ANSWERS:
-        return None
-    kind = BrokenConnectionError if failure.said == "broken" else UnavailableError
-    why = f" ({failure.reason})" if failure.reason else ""
-    return kind(f"{what}: {_NO_ANSWERS[failure.said]}{why}")
-
-
-def from_url(failure: ObstoreFailure, what: str) -> S3ECError:
-    """An error of obstore about what a ``url`` names.
-
-    Args:
-        what: Begins every message.
-    """
-    if failure.by_class == "absent" or failure.errno in _ABSENT:
-        return AbsentError(f"{what}: there is no such thing; correct `url`", code="NotFound")
-    if failure.by_class == "taken":
-        return ConflictError(f"{what}: it is there already")
-    if failure.status == 416 or failure.said == "start too large":
-        return WrongRangeError(f"{what}: the object ends before that range")
-    if failure.by_class == "denied" or failure.status in (401, 403):
-        status = f" ({failure.status})" if failure.status else ""
-        return AccessError(
-            f"{what}: refused{status}; allow these credentials to read, list and create objects "
-            "here",
-            code=str(failure.status or "PermissionDenied"),
-            is_general=failure.status == 401,
-        )
-    if failure.errno is not None:
-        name = errno.errorcode.get(failure.errno, str(failure.errno))
-        said = f"{what}: {name} ({failure.text})"
-        if failure.errno in _FULL:
-            return NoSpaceError(f"{what}: the disk is full ({name}); free some of it")
-        if failure.errno not in _REFUSED:
-            return UnavailableError(said)
-        return AccessError(
-            f"{said}; give this user the right to do that", code=name, is_general=False
-        )
-    if failure.status is not None:
-        if _is_later(failure.status):
-            return UnavailableError(
-                f"{what}: {failure.status}",
-                status=failure.status,
-                is_throttle=failure.status in _THROTTLES,
-            )
-        return AccessError(f"{what}: {failure.status}; correct `url`", code=str(failure.status))
-    if (error := _no_answer(failure, what, "url")) is not None:
-        return error
-    if failure.by_class == "unsupported":
-        return AccessError(
-            f"{what}: {failure.text}; obstore cannot do that", code="NotSupported", is_general=False
-        )
-    return UnavailableError(f"{what}: {failure.text or 'obstore failed without a reason'}")

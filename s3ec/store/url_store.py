@@ -2,31 +2,33 @@
 """A corpus outside S3: a bucket of Google or Azure, or a folder, all of it through obstore.
 
 Credentials are what obstore finds by itself: GOOGLE_ and AZURE_ variables, files of the clouds'
-own tools, an instance's identity. In a folder no symbolic link is followed. Checked with obstore
-0.12.
+own tools, an instance's identity. The type of an error tells what it means, and where it does not,
+a look does: at the object's size, at the folder's disk. In a folder no symbolic link is followed.
+Checked with obstore 0.12.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import errno
 import os
 import re
 import stat
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import obstore
-from obstore.exceptions import BaseError, GenericError
+from obstore import exceptions as obs
 from obstore.store import AzureStore, GCSStore, LocalStore
 
-from s3ec.errors import AccessError, ConfigError, S3ECError, UnavailableError
+from s3ec.errors import AccessError, ConfigError, ConflictError, S3ECError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
 from s3ec.store.base import (
     Blob,
+    NoSpaceError,
     ObjectInfo,
     UnorderedListingError,
     check_batch,
@@ -37,13 +39,65 @@ from s3ec.store.base import (
 )
 from s3ec.store.concurrency import Extend, RequestSlots, page_begun, read_body
 from s3ec.store.network import certificates
-from s3ec.store.obstore_errors import failure_of, plain_errors
 from s3ec.store.obstore_runtime import held
-from s3ec.store.s3 import ObstoreReply, http_options
-from s3ec.store.s3_errors import AbsentError, WrongRangeError
+from s3ec.store.s3 import OBSTORE_ERRORS, ObstoreReply, http_options, is_panic
+from s3ec.store.s3_errors import one_line
 
 # obstore's names for what it is still writing.
 _UNFINISHED = re.compile(r"#\d+$")
+
+
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG})
+
+
+class AbsentError(AccessError):
+    """There is no such object; where none was asked for, no such bucket."""
+
+
+class UntoldError(UnavailableError):
+    """Obstore failed, and the type of its error tells no more."""
+
+
+@contextlib.contextmanager
+def plain_errors(what: str) -> Iterator[None]:
+    """Let no error of obstore out of this block.
+
+    Args:
+        what: Begins every message, such as ``GET gs://bucket/name``.
+
+    Raises:
+        AbsentError, ConflictError, UnavailableError, AccessError: By the type of the error.
+    """
+    try:
+        yield
+    except TimeoutError as exc:  # a deadline of ours
+        raise UnavailableError(f"{what}: timed out") from exc
+    except OBSTORE_ERRORS as exc:
+        # Not `from exc`: its text is scrubbed for the message, and not in a traceback.
+        raise _meaning(exc, what) from None
+    except BaseException as exc:
+        if not is_panic(exc):
+            raise
+        raise UnavailableError(f"{what}: obstore failed inside") from exc
+
+
+def _meaning(exc: Exception, what: str) -> S3ECError:
+    if isinstance(exc, FileNotFoundError):
+        return AbsentError(f"{what}: there is no such thing; correct `url`", code="NotFound")
+    if isinstance(exc, (obs.AlreadyExistsError, obs.PreconditionError)):
+        return ConflictError(f"{what}: it is there already")
+    if isinstance(exc, (obs.PermissionDeniedError, obs.UnauthenticatedError)):
+        return AccessError(
+            f"{what}: refused; allow these credentials to read, list and create objects here",
+            code="PermissionDenied",
+            is_general=isinstance(exc, obs.UnauthenticatedError),
+        )
+    said = one_line(str(exc).partition("\n")[0]) or "obstore failed without a reason"
+    if isinstance(exc, (ValueError, NotImplementedError, obs.NotSupportedError)):
+        return AccessError(
+            f"{what}: {said}; obstore cannot do that", code="NotSupported", is_general=False
+        )
+    return UntoldError(f"{what}: {said}")
 
 
 class RealFolder:
@@ -60,7 +114,9 @@ class RealFolder:
         """Refuse a name that leads over a link or to no file, or that obstore keeps for itself.
 
         Raises:
-            AccessError: It is one.
+            AccessError: It is one, or the file system refuses it.
+            AbsentError: A file stands where it has a folder.
+            UnavailableError: The disk failed.
         """
         if _UNFINISHED.search(key):
             raise AccessError(
@@ -72,9 +128,26 @@ class RealFolder:
             raise AccessError(
                 "symbolic links are not followed", code="SymbolicLink", is_general=False
             )
-        mode = _mode(self._root / key)
-        if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        try:
+            mode = (self._root / key).lstat().st_mode
+        except FileNotFoundError:
+            return
+        except NotADirectoryError as exc:
+            raise AbsentError("a file is in the way", code="ENOTDIR", is_general=False) from exc
+        except OSError as exc:
+            raise _of_the_disk(exc) from exc
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise AccessError("it is no file", code="NoFile", is_general=False)
+
+    def why_not_written(self, nbytes: int) -> S3ECError | None:
+        """What kept obstore from writing so many bytes; None where that cannot be seen."""
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(self._root)
+            if disk.f_bavail * disk.f_frsize < nbytes:
+                return NoSpaceError("the disk is full; free some of it")
+            if not os.access(self._root, os.W_OK):
+                return _of_the_disk(OSError(errno.EACCES, os.strerror(errno.EACCES)))
+        return None
 
     def real(self, keys: Iterable[str]) -> set[str]:
         """Those of some names that lead over no link."""
@@ -108,6 +181,13 @@ class RealFolder:
             elif seen[path]:
                 return True
         return False
+
+
+def _of_the_disk(exc: OSError) -> S3ECError:
+    name = errno.errorcode.get(exc.errno or 0, str(exc.errno))
+    if exc.errno not in _REFUSED:
+        return UnavailableError(f"{name} ({exc.strerror})")
+    return AccessError(f"{name}; give this user the right to do that", code=name, is_general=False)
 
 
 def _is_link(path: Path) -> bool:
@@ -155,6 +235,7 @@ class UrlStore:
             self._folder, inside = RealFolder(Path(inside)), ""
         self._root = f"{inside}/" if inside else ""
         self._slots = RequestSlots(settings)
+        self._silence_s = settings.read_timeout_s
         # A folder may appear later, so a missing one is an error of each request.
         self._client: Any = None if self._folder else cloud_client(settings)
 
@@ -180,8 +261,11 @@ class UrlStore:
                 return await read_body(reply, length, what, extend)
         except AbsentError:
             return None
-        except WrongRangeError:  # the object ends before `start`
-            return b""
+        except UntoldError:
+            info = await self.head(name)
+            if info is not None and start >= info.nbytes:
+                return b""
+            raise
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         key = self._key(name)
@@ -189,14 +273,22 @@ class UrlStore:
         what = self._what("PUT", key)
         # A folder keeps no attributes.
         about = None if self._folder else {"Content-Type": content_type_of(key)}
-        async with self._slot(what) as (client, extend):
-            extend(sum(piece.nbytes for piece in pieces))
-            await self._require(key, what)
-            await held(
-                obstore.put_async(
-                    client, key, pieces, attributes=about, mode="create", use_multipart=False
+        nbytes = sum(piece.nbytes for piece in pieces)
+        try:
+            async with self._slot(what) as (client, extend):
+                extend(nbytes)
+                await self._require(key, what)
+                await held(
+                    obstore.put_async(
+                        client, key, pieces, attributes=about, mode="create", use_multipart=False
+                    )
                 )
-            )
+        except UntoldError:
+            if self._folder is not None:
+                found = await asyncio.to_thread(self._folder.why_not_written, nbytes)
+                if found is not None:
+                    raise found from None
+            raise
 
     async def head(self, name: str) -> ObjectInfo | None:
         key = self._key(name)
@@ -234,6 +326,7 @@ class UrlStore:
             except UnavailableError as exc:
                 if self._folder is not None:
                     raise UnorderedListingError(str(exc)) from exc
+                await self._check_rights(exc)
                 raise
             page_begun(len(found))
             for entry in found:
@@ -243,14 +336,18 @@ class UrlStore:
         check_folder_name(prefix)
         above = self._root + prefix
         what = self._what("LIST", above)
-        async with self._slot(what) as (client, extend):
-            extend(_PAGE_BYTES)
-            listed = await held(
-                obstore.list_with_delimiter_async(client, above.rstrip("/") or None)
-            )
-            folders = [str(folder) for folder in listed["common_prefixes"]]
-            if self._folder is not None:
-                folders = await asyncio.to_thread(self._folder.with_files, folders)
+        try:
+            async with self._slot(what) as (client, extend):
+                extend(_PAGE_BYTES)
+                listed = await held(
+                    obstore.list_with_delimiter_async(client, above.rstrip("/") or None)
+                )
+        except UntoldError as exc:
+            await self._check_rights(exc)
+            raise
+        folders = [str(folder) for folder in listed["common_prefixes"]]
+        if self._folder is not None:
+            folders = await asyncio.to_thread(self._folder.with_files, folders)
         return tuple(f"{folder.removeprefix(above)}/" for folder in folders)
 
     async def delete(self, name: str) -> None:
@@ -321,19 +418,29 @@ class UrlStore:
     def _open_folder(self) -> LocalStore:
         try:
             return LocalStore(self._corpus.prefix)
-        except GenericError as exc:
+        except obs.BaseError as exc:
             raise AccessError(
                 f"{self._corpus}: no such folder; make it, or correct `url`", code="NoSuchFolder"
             ) from exc
+
+    async def _check_rights(self, exc: UnavailableError) -> None:
+        """After a listing that failed: ask for an object, whose refusal has a type.
+
+        Raises:
+            AccessError: These credentials are refused.
+        """
+        if isinstance(exc, UntoldError) and self._folder is None:
+            with contextlib.suppress(UnavailableError):
+                await self.head(".s3ec")
+            exc.args = (f"{exc}; if that stays, correct `url`",)
 
     async def _require(self, key: str, what: str) -> None:
         if self._folder is not None:
             try:
                 await asyncio.to_thread(self._folder.require, key)
-            except AccessError as exc:
-                raise AccessError(
-                    f"{what}: {exc}", code=exc.code, is_general=exc.is_general
-                ) from exc
+            except (AccessError, UnavailableError) as exc:
+                exc.args = (f"{what}: {exc}",)
+                raise
 
     async def _get_object(
         self, client: Any, key: str, what: str, wanted: tuple[int, int] | None = None
@@ -341,8 +448,7 @@ class UrlStore:
         await self._require(key, what)
         part: Any = {} if wanted is None else {"range": wanted}
         result = await held(obstore.get_async(client, key, options=part))
-        errors = functools.partial(plain_errors, what)
-        return ObstoreReply(result, errors, is_part=wanted is not None)
+        return ObstoreReply(result, self._silence_s, is_part=wanted is not None)
 
 
 def cloud_client(settings: Settings) -> GCSStore | AzureStore:
@@ -356,7 +462,7 @@ def cloud_client(settings: Settings) -> GCSStore | AzureStore:
         if corpus.scheme == "gs":
             return GCSStore(corpus.bucket, **common)
         return AzureStore(corpus.bucket, **common)
-    except (BaseError, ValueError) as exc:
+    except (obs.BaseError, ValueError) as exc:
         hint = "; set AZURE_STORAGE_ACCOUNT_NAME" if corpus.scheme == "az" else ""
-        reason = failure_of(exc).text
+        reason = one_line(str(exc).partition("\n")[0])
         raise ConfigError(f"`url` = `{corpus}`: {reason}{hint}", field="url") from exc

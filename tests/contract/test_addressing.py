@@ -8,19 +8,21 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from s3ec.config import load_settings
-from s3ec.dev.rigs.proxy import FaultProxy, Rule
+from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
-from s3ec.errors import AccessError, ConflictError
+from s3ec.errors import AccessError, ConfigError, ConflictError
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.s3 import ObstoreStore
-from s3ec.testing.server import LocalS3
-from tests.contract.conftest import BUCKET, DOMAIN, Transport
+from s3ec.testing.server import LocalS3, MotoServer
+from tests.contract.conftest import BUCKET, DOMAIN, Configure, Transport
+from tests.contract.test_server_identity import all_go
 from tests.support.disks import run_or_skip
 
 IN_PATH = rf"^http://{re.escape(DOMAIN)}/"
@@ -98,6 +100,106 @@ async def test_store_that_knows_only_the_other_style_is_a_bucket_that_is_not_the
         await store.get("aa/x", max_bytes=10)
     assert caught.value.is_general
     assert refused.fired == len(proxy.requests) == 1
+
+
+class Below:
+    """A server whose names begin below a path, as of some clouds."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    async def apply(self, exchange: Exchange) -> None:
+        target = exchange.request.target
+        if not target.startswith(f"{self.path}/"):
+            await NO_SUCH_BUCKET.apply(exchange)
+            return
+        exchange.request = replace(exchange.request, target=target.removeprefix(self.path))
+        await exchange.send(await exchange.forward())
+
+
+@pytest.mark.parametrize("path", ["/NAMESPACE", "/n/tenant.a/"])
+async def test_an_endpoint_with_a_path_serves_its_buckets_below_it(
+    path: str, on_moto: Configure, moto_server: MotoServer, transport: Transport
+) -> None:
+    # moto, since it minds no signature: that is of the whole path.
+    with FaultProxy(moto_server.endpoint_url) as proxy:
+        rule = proxy.add(Rule(Below(path.rstrip("/"))))
+        store = transport(on_moto(endpoint_url=proxy.url + path, prefix=f"below{path}"))
+        await all_go(store, "a")
+        assert await store.delete_many(["a", "b"]) == {}
+        await store.close()
+        assert rule.fired == len(proxy.requests)
+
+
+def test_a_path_of_an_endpoint_needs_path_style_and_is_not_the_bucket() -> None:
+    for changes in (
+        {"endpoint_url": "https://host/n", "addressing_style": "virtual"},
+        {"endpoint_url": "https://s3.amazonaws.com/n"},
+        {"endpoint_url": f"https://host/n/{BUCKET}"},
+    ):
+        with pytest.raises(ConfigError, match="`endpoint_url` has a path"):
+            load_settings({"bucket": BUCKET, **changes})
+
+
+SEVERAL = """
+import asyncio, json, socket, sys
+from s3ec.config import load_settings
+from s3ec.counters import Counters
+from s3ec.dev.rigs.proxy import FaultProxy
+from s3ec.store import botocore_s3, s3
+from s3ec.store.endpoint import Endpoint
+from s3ec.store.open import resilient
+
+async def use(kind, settings):
+    endpoint, counters = Endpoint.of(settings), Counters()
+    store = resilient(kind(settings), endpoint, counters, hedge=False)
+    await store.put_if_absent("a", [b"body"])
+    gets = (store.get("a", max_bytes=10) for _ in range(16))
+    assert await asyncio.gather(*gets) == [b"body"] * 16
+    assert await store.head("a") is not None
+    await store.delete("a")
+    await store.close()
+    assert not endpoint.breaker.is_open
+    assert counters.get("breaker.opened") == counters.get("store.retries") == 0
+
+with FaultProxy(sys.argv[2]) as proxy, socket.socket() as nobody:
+    nobody.bind(("127.0.0.2", proxy.port))
+    if sys.argv[3] == "silent":
+        nobody.listen(0)
+        full = [socket.socket() for _ in range(4)]  # the queue of those that nobody accepts
+        for client in full:
+            client.setblocking(False)
+            client.connect_ex(nobody.getsockname())
+    place = {"endpoint_url": f"http://several.test:{proxy.port}", "allow_http": True}
+    kind = {one.__name__: one for one in (s3.ObstoreStore, botocore_s3.BotocoreStore)}
+    settings = load_settings({**json.loads(sys.argv[1]), **place}).settings
+    asyncio.run(use(kind[sys.argv[4]], settings))
+"""
+
+
+@pytest.mark.parametrize("other", ["silent", "refusing"])
+def test_one_of_several_addresses_that_does_not_answer_costs_one_connect(
+    other: str,
+    local_s3: LocalS3,
+    on_seaweed: Configure,
+    transport: Transport,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.2 several.test\n127.0.0.1 localhost several.test\n")
+    there = ("unshare", "-m", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"')
+    run_or_skip(*there, str(tmp_path / "hosts"), "true")
+    given = {
+        "bucket": on_seaweed().bucket,
+        "prefix": f"several-{other}-{transport.__name__}",
+        "region": "us-east-1",
+        "connect_timeout_s": 0.5,
+        "defer_timeout_s": 60,  # a busy machine is not what this is about
+        "read_timeout_s": 60,
+    }
+    words = (json.dumps(given), local_s3.endpoint_url, other, transport.__name__)
+    command = (*there, str(tmp_path / "hosts"), sys.executable, "-c", SEVERAL, *words)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 OBSTORE = """

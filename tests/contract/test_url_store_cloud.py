@@ -78,7 +78,7 @@ async def store(make_store: MakeStore) -> AsyncIterator[UrlStore]:
     [
         (403, "AccessDenied", AccessError, "allow these credentials"),
         (401, "Unauthorized", AccessError, "allow these credentials"),
-        (400, "Malformed", AccessError, "400; correct `url`"),
+        (400, "Malformed", UnavailableError, "400"),
         (429, "SlowDown", UnavailableError, "429"),
         (500, "InternalError", UnavailableError, "500"),
         (503, "SlowDown", UnavailableError, "503"),
@@ -102,12 +102,12 @@ async def test_refusals_of_a_cloud_are_errors_by_what_the_caller_does_next(
     assert await store.get("a", max_bytes=AMPLE) == bytes(300_000)
 
 
-async def test_listing_of_a_bucket_that_is_not_there_is_an_access_error(
+async def test_listing_of_a_bucket_that_is_not_there_names_the_url(
     store: UrlStore, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(faults.s3_error(404, "NoSuchBucket")))
     for call in (lambda: store.list_folders(""), lambda: anext(store.list(""))):
-        with pytest.raises(AccessError, match="correct `url`"):
+        with pytest.raises(UnavailableError, match=r"404.*correct `url`"):
             await call()
 
 

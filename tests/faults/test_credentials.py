@@ -6,16 +6,20 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from s3ec.config import load_settings
 from s3ec.corpus import Corpus
-from s3ec.dev.rigs.proxy import Exchange, Reply, Rule
+from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Reply, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.prefetch import FetchOutcome
 from s3ec.store import credentials
+from s3ec.store.base import Store
+from s3ec.store.concurrency import in_parallel
 from s3ec.testing.server import Identity, LocalS3
 from tests.faults.embeddings import key_at
 from tests.faults.engine import Engine, warnings_of
@@ -72,6 +76,62 @@ def test_a_credentials_file_that_is_rotated_is_read_again_and_said_once(
     assert 2 <= len(refused) < 20  # no storm
     assert local_s3.secret_key not in caplog.text
     assert NOBODY.secret_key not in caplog.text
+
+
+class Expired:
+    """A server for which keys have expired: as AWS says it, and to a HEAD without a body."""
+
+    def __init__(self, who: Identity) -> None:
+        self.who = who
+        self.refused = 0
+
+    async def apply(self, exchange: Exchange) -> None:
+        if self.who.access_key not in exchange.request.headers["authorization"]:
+            await exchange.send(await exchange.forward())
+            return
+        self.refused += 1
+        await s3_error(400, "ExpiredToken").apply(exchange)
+
+
+@pytest.mark.parametrize("kind", ["obstore", "botocore", "aioboto3"])
+def test_keys_that_rotate_in_the_midst_of_a_command_cost_it_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = Identity("old"), Identity("new")
+    keys = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    write_keys(keys, old)
+    if kind == "botocore":
+        monkeypatch.setitem(sys.modules, "obstore.store", None)
+    asked = "auto" if kind == "botocore" else kind
+    settings = {"region": "us-east-1", "transport": asked, "cache_dir": str(tmp_path / "cache")}
+    with (
+        LocalS3(tmp_path / "server", identities=[old, new]) as server,
+        FaultProxy(server.endpoint_url) as proxy,
+    ):
+        bucket = server.create_bucket("rotating")
+        fault = Expired(old)
+
+        async def work(store: Store) -> None:
+            async def all_of_it() -> None:
+                names = [f"{fault.refused}/{number}" for number in range(16)]
+                await in_parallel(names, lambda name: store.put_if_absent(name, [b"x"]))
+                bodies = await in_parallel(names, lambda name: store.get(name, max_bytes=1))
+                assert bodies == [b"x"] * 16
+                assert all(await in_parallel(names, store.head))
+                assert len([info async for info in store.list("")]) >= 16
+                assert await store.delete_many(names) == {}
+
+            await all_of_it()
+            write_keys(keys, new)  # whoever rotates them has written the new ones already
+            proxy.add(Rule(fault))
+            await all_of_it()
+
+        place = {**settings, "bucket": bucket, "endpoint_url": proxy.url}
+        with Corpus(load_settings(place).settings, attempts=1) as corpus:
+            corpus.run(work)
+    assert 1 <= fault.refused <= 17
 
 
 def test_leave_to_write_that_is_revoked_keeps_the_reads_and_loses_no_save(

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from s3ec.cli.app import app
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
-from s3ec.dev.rigs.proxy_faults import ForgetCondition
+from s3ec.dev.rigs.proxy_faults import ForgetCondition, s3_error
 from s3ec.prefetch import FetchOutcome
 from s3ec.settings import Settings
 from s3ec.store.open import ConditionalPut, open_store, probe_conditional_put
@@ -86,6 +86,39 @@ def test_server_without_conditions_is_named_not_compacted_on_and_serves_right_by
     checks = {check["name"]: check for check in json.loads(report)["checks"]}
     assert checks["conditional_put"]["verdict"] == "warn"
     assert "overwrites" in checks["conditional_put"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(501, "NotImplemented"), (400, "NotImplemented"), (400, "InvalidArgument")],
+)
+def test_server_that_refuses_conditions_gets_every_entry_and_the_doctor_says_so(
+    careless: Site,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    code: str,
+) -> None:
+    careless.proxy.clear(Rule(s3_error(status, code), method="PUT", header="if-none-match"))
+    with Engine.at(careless, tmp_path / "a") as one, Engine.at(careless, tmp_path / "b") as other:
+        one.save_and_wait(1)
+        other.save_and_wait(1)
+        one.save_and_wait(2)
+        assert caplog.text.count("the server refuses If-None-Match") == 2  # a process each
+        assert (one.count("save.items"), other.count("save.existed")) == (2, 1)
+        assert careless.body(key_at(1).name) == body_at(1)
+        assert careless.body(key_at(2).name) == body_at(2)
+    for name, value in careless.settings().items():
+        monkeypatch.setenv(f"S3EC_{name.upper()}", value)
+    result = CliRunner().invoke(app, ["manifest", "compact"])
+    assert result.exit_code == 2, result.output
+    assert "refuses If-None-Match" in result.output
+    monkeypatch.setitem(sys.modules, "vllm", None)  # whose start is not what this is about
+    report = CliRunner().invoke(app, ["doctor", "--json", "--timeout", "100"]).stdout
+    checks = {check["name"]: check for check in json.loads(report)["checks"]}
+    assert checks["conditional_put"]["verdict"] == "warn"
+    assert "refuses `If-None-Match: *`" in checks["conditional_put"]["found"]
 
 
 def test_record_of_an_earlier_producer_is_not_overwritten(careless: Site, tmp_path: Path) -> None:

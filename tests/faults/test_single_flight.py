@@ -125,7 +125,8 @@ def test_fetch_that_fails_is_tried_by_the_next_that_waits(
     site: Site, herd: Herd, gate: Gate
 ) -> None:
     (number,) = stock(site, 1)
-    site.proxy.add(Rule(RefusedLater(gate), method="GET", target=OBJECTS, times=1))
+    # Twice, since botocore is asked for the server's words.
+    site.proxy.add(Rule(RefusedLater(gate), method="GET", target=OBJECTS, times=2))
     failing = start(herd, site, [number])
     assert gate.reached.wait(_DEADLINE_S)
     other = start(herd, site, [number])

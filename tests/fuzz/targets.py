@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from botocore.exceptions import ClientError
+
 from s3ec import codec
 from s3ec.config import CONFIG_FILE_VARIABLE, load_settings
 from s3ec.corpus.catalog_file import decode_part, encode_part, to_rows
@@ -39,8 +41,7 @@ from s3ec.middleware.client_ids import BodyError, rewrite
 from s3ec.modality import parse_record
 from s3ec.safetensors_file import seal
 from s3ec.settings import check_endpoint, check_prefix, parse_url
-from s3ec.store.obstore_errors import failure_of
-from s3ec.store.s3_errors import from_obstore, from_url
+from s3ec.store.s3_errors import error_of
 from s3ec.tenant import Tenant, check_reference
 from s3ec.tier.news import make_record, parse_records
 from s3ec.tier.records import RecordLayout
@@ -366,10 +367,14 @@ def request_body(data: bytes) -> None:
 
 
 def error_text(data: bytes) -> None:
-    """What a client library says of a reply, which holds text of a server's."""
-    failure = failure_of(Exception(data.decode("utf-8", "replace")))
-    for error in (from_obstore(failure, "GET", "GetObject"), from_url(failure, "GET")):
-        require(isinstance(error, Exception), "no error")
+    """What a server says in a refusal."""
+    text = data.decode("utf-8", "replace")
+    response = {
+        "Error": {"Code": text, "Message": text, "Region": text, "ServerTime": text},
+        "ResponseMetadata": {"HTTPStatusCode": 403, "HTTPHeaders": {"retry-after": text}},
+    }
+    said = str(error_of(ClientError(response, "GetObject"), "GET", ""))
+    require(said.isprintable() and len(said) < 1000, "not a short line")
 
 
 def catalog_part(data: bytes) -> None:

@@ -61,6 +61,12 @@ class Exchange:
         self._upstream = upstream
         self._body: bytes | None = None
 
+    @property
+    def client(self) -> tuple[str, int]:
+        """Address and port of the client's end of the connection."""
+        address, port, *_ = self._writer.get_extra_info("peername")
+        return address, port
+
     async def read_body(self) -> bytes:
         """The request's body; read on the first call, which is when the client may send it."""
         if self._body is None:

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from s3ec.cli.output import Failure
-from s3ec.config import load_settings
-from s3ec.corpus import Corpus as Opened
 from s3ec.errors import (
     AccessError,
     AmbiguousError,
@@ -23,7 +21,6 @@ from s3ec.errors import (
     TierError,
     UnavailableError,
 )
-from s3ec.store.base import Store
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash
 
@@ -120,18 +117,6 @@ def test_a_proxy_that_refuses_the_connection_is_not_called_the_server(
         "through the proxy http://127.0.0.1:1: [Errno 111] Connection refused; start" in out.stderr
     )
     assert "SECRET" not in out.stderr
-
-
-def test_query_of_a_request_is_not_repeated(corpus: Corpus) -> None:
-    async def time_out(_store: Store) -> None:
-        raise UnavailableError('Connect timeout on endpoint URL: "http://h:1/b?list-type=2&a=b"')
-
-    with (
-        pytest.raises(UnavailableError) as caught,
-        Opened(load_settings().settings, attempts=1) as opened,
-    ):
-        opened.run(time_out)
-    assert '"http://h:1/b"; correct `endpoint_url`, or open the way' in str(caught.value)
 
 
 def test_not_found_and_ambiguous_say_so(cli: Cli, corpus: Corpus) -> None:

@@ -94,13 +94,13 @@ async def test_a_request_that_fails_as_a_whole_raises_and_one_after_an_answer_do
 async def test_a_whole_failure_is_repeated_within_the_budget(bucket: Asked) -> None:
     faults = FaultStore(bucket, Script([Fault(op="delete_many", error=UnavailableError, times=1)]))
     spent = Endpoint(8)
-    spent.retries = Budget(0.0, at_most=1.0, at_first=0.0)
+    spent.budget = Budget(0.0, at_most=1.0, at_first=0.0)
     with pytest.raises(UnavailableError):
         await retrying(faults, spent).delete_many(NAMES)
     assert await retrying(faults).delete_many(NAMES) == {}
 
 
-async def test_names_that_are_throttled_slow_the_endpoint_down(bucket: Asked) -> None:
+async def test_names_that_are_throttled_count_for_the_endpoint(bucket: Asked) -> None:
     def throttled(message: str) -> UnavailableError:
         return UnavailableError(message, status=503, is_throttle=True, retry_after_s=2.0)
 
@@ -108,11 +108,10 @@ async def test_names_that_are_throttled_slow_the_endpoint_down(bucket: Asked) ->
     endpoint = Endpoint(8, BreakerOptions(threshold=2))
     store = BreakerStore(FaultStore(bucket, Script([fault])), endpoint, Counters())
     assert list(await store.delete_many(NAMES)) == ["b"]
-    assert endpoint.concurrency.withheld == 4
     assert not endpoint.breaker.is_open
     assert list(await store.delete_many(NAMES)) == ["b"]
     assert endpoint.breaker.is_open
-    assert endpoint.concurrency.used == 0
+    assert endpoint.places.used == 0
 
 
 # -- ranges of one object ------------------------------------------------------------------------

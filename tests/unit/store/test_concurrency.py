@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds on requests: some at a time, ended by the first error; bodies of unknown length."""
+"""Requests side by side: some at a time, ended by the first error."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import asyncio
 
 import pytest
 
-from s3ec.errors import CorruptEntryError, UnavailableError
-from s3ec.store.concurrency import PIECE_BYTES, Pieces, in_parallel
+from s3ec.errors import UnavailableError
+from s3ec.store.concurrency import in_parallel
 
 
 async def test_results_come_in_the_order_of_the_items() -> None:
@@ -51,25 +51,3 @@ async def test_the_first_error_ends_the_others_and_comes_as_it_is() -> None:
     with pytest.raises(UnavailableError, match="the bucket"):
         await in_parallel(range(9), call, width=4)
     assert sorted(ended) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "grants"), [(100, 0), (PIECE_BYTES - 1, 0), (3 * PIECE_BYTES, 3)]
-)
-def test_bytes_of_a_body_of_unknown_length_that_trickle_get_no_time_of_their_own(
-    nbytes: int, grants: int
-) -> None:
-    granted: list[int] = []
-    pieces = Pieces(2**20, "GET x", granted.append)
-    for at in range(0, nbytes, 512):
-        pieces.add(b"x" * min(512, nbytes - at))
-    assert pieces.whole() == b"x" * nbytes
-    assert granted == [PIECE_BYTES] * grants
-
-
-def test_a_body_of_unknown_length_is_refused_once_it_is_too_long() -> None:
-    pieces = Pieces(10, "GET x", lambda _: None)
-    pieces.add(b"x" * 10)
-    with pytest.raises(CorruptEntryError, match="more than 10 bytes") as caught:
-        pieces.add(b"x")
-    assert caught.value.reason == "size"

@@ -79,69 +79,44 @@ async def chain() -> AsyncIterator[Chain]:
 
 
 async def test_refused_credentials_are_looked_for_once_however_many_ask(chain: Chain) -> None:
-    assert await chain.name_used() == "first"
-    chain.now_s += 10
-    chain.name = "second"
-    for _ in range(8):
-        chain.credentials.refused("ExpiredToken", chain.now_s)
-    assert await asyncio.gather(*(chain.name_used() for _ in range(8))) == ["second"] * 8
+    refused = await chain.credentials.get_frozen_credentials()
+    chain.name = "second"  # a moment after the first look, and found all the same
+    asked = (chain.credentials.others(refused, "ExpiredToken") for _ in range(8))
+    assert [one.access_key for one in await asyncio.gather(*asked)] == ["second"] * 8
+    assert await chain.name_used() == "second"
     assert chain.walks == 2
 
 
-async def test_refusal_of_a_request_from_before_the_change_says_nothing_new(chain: Chain) -> None:
-    assert await chain.name_used() == "first"
-    chain.credentials.refused("ExpiredToken", chain.now_s - 1)
+async def test_refusal_of_a_request_from_before_the_change_costs_no_look(chain: Chain) -> None:
+    refused = await chain.credentials.get_frozen_credentials()
     chain.name = "second"
-    chain.now_s += 10
-    assert await chain.name_used() == "first"
+    assert await chain.credentials.others(refused, "ExpiredToken") is not None
+    late = await chain.credentials.others(refused, "ExpiredToken")
+    assert late.access_key == "second"
+    assert chain.walks == 2
 
 
 async def test_refused_without_others_is_used_on_and_looked_for_seldom_and_said_once(
     chain: Chain, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert await chain.name_used() == "first"
+    refused = await chain.credentials.get_frozen_credentials()
     for _ in range(20):
         chain.now_s += 1
-        chain.credentials.refused("InvalidAccessKeyId", chain.now_s)
+        assert await chain.credentials.others(refused, "InvalidAccessKeyId") is None
         assert await chain.name_used() == "first"
     assert 3 <= chain.walks <= 6
     assert caplog.text.count("there are no others yet") == 1
+    chain.name = "second"
+    chain.now_s += 5
+    assert (await chain.credentials.others(refused, "InvalidAccessKeyId")).access_key == "second"
+    assert caplog.text.count("others are used now") == 1
 
 
-async def test_a_refusal_by_mistake_is_forgotten_once_a_later_request_is_taken(
-    chain: Chain,
-) -> None:
-    assert await chain.name_used() == "first"
-    chain.now_s += 10
-    asked_before_s = chain.now_s - 1
-    chain.credentials.refused("InvalidAccessKeyId", chain.now_s)
-    chain.credentials.accepted(asked_before_s)  # says nothing about the time after the refusal
-    assert await chain.name_used() == "first"
-    assert chain.walks == 2
-    chain.now_s += 1
-    chain.credentials.accepted(chain.now_s)
-    for _ in range(5):
-        chain.now_s += 10
-        assert await chain.name_used() == "first"
-    assert chain.walks == 2
-
-
-async def test_a_look_that_has_ended_is_an_answer_though_another_has_begun(chain: Chain) -> None:
-    assert await chain.name_used() == "first"
-
-    def slowly() -> Any:
-        chain.now_s += 10
-        return chain.find()
-
-    chain.credentials._find = slowly
-    chain.now_s += 10
-    chain.credentials.refused("ExpiredToken", chain.now_s)
-
-    async def twice() -> list[str]:
-        return [await chain.name_used(), await chain.name_used()]
-
-    assert await asyncio.gather(twice(), chain.name_used()) == [["first", "first"], "first"]
-    assert chain.walks == 3
+async def test_a_look_that_hangs_leaves_the_refusal_as_it_is(chain: Chain) -> None:
+    refused = await chain.credentials.get_frozen_credentials()
+    chain.credentials.patience_s = 0.05
+    chain.gate.clear()
+    assert await chain.credentials.others(refused, "ExpiredToken") is None
 
 
 async def test_a_source_in_vain_is_remembered_for_a_while(chain: Chain) -> None:

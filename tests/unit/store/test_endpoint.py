@@ -24,12 +24,12 @@ from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.concurrency import page_begun
 from s3ec.store.endpoint import (
-    AdaptiveConcurrency,
     Breaker,
     BreakerOpenError,
     BreakerOptions,
     BreakerStore,
     Endpoint,
+    Places,
     Ticket,
 )
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
@@ -95,8 +95,8 @@ def open_by_hand(breaker: Breaker) -> None:
         breaker.failed(admitted(breaker), UnavailableError(""))
 
 
-def admitted(breaker: Breaker, *, is_read: bool = False) -> Ticket:
-    ticket = breaker.admit(is_read=is_read)
+def admitted(breaker: Breaker) -> Ticket:
+    ticket = breaker.admit()
     assert ticket is not None
     return ticket
 
@@ -261,79 +261,47 @@ def end_by_hand(breaker: Breaker, ticket: Ticket, end: BaseException) -> None:
 
 @pytest.mark.parametrize("end", PROBE_ENDS.values(), ids=PROBE_ENDS)
 @pytest.mark.parametrize("is_slow", [False, True], ids=["in time", "late"])
-@pytest.mark.parametrize("rests", ["reads", "everything"])
 def test_a_probe_that_ended_in_any_way_lets_a_later_one_out(
-    breaker: Breaker, clock: Clock, rests: str, is_slow: bool, end: BaseException
+    breaker: Breaker, clock: Clock, is_slow: bool, end: BaseException
 ) -> None:
-    if rests == "everything":
-        open_by_hand(breaker)
-    for _ in range(6 if rests == "reads" else 0):
-        breaker.failed(admitted(breaker, is_read=True), forbidden("x"))
+    open_by_hand(breaker)
     assert breaker.is_open
     clock.now_s += 1
-    probe = admitted(breaker, is_read=True)
-    assert breaker.admit(is_read=True) is None
+    probe = admitted(breaker)
+    assert breaker.admit() is None
     if is_slow:
         clock.now_s += 1.5
         breaker.silent(probe)
     end_by_hand(breaker, probe, end)
     clock.now_s += 100  # longer than any pause
-    breaker.succeeded(admitted(breaker, is_read=True))
+    breaker.succeeded(admitted(breaker))
     assert not breaker.is_open
 
 
 # -- places for requests -------------------------------------------------------------------------
 
 
-def throttled(message: str) -> UnavailableError:
-    return UnavailableError(message, status=503, is_throttle=True)
-
-
-async def test_throttling_halves_the_places_and_answers_give_them_back(
-    inner: FaultStore, script: Script, counters: Counters
-) -> None:
-    script.faults = [Fault(error=throttled, times=2)]
-    endpoint = Endpoint(8)
-    store = BreakerStore(inner, endpoint, counters)
-    for withheld in (4, 6):
-        with pytest.raises(UnavailableError):
-            await store.head("a")
-        assert counters.get("pace.withheld") == endpoint.concurrency.withheld == withheld
-    assert counters.get("pace.slowed") == 2
-    for _ in range(40):
-        await store.head("a")
-    assert counters.get("pace.withheld") == endpoint.concurrency.withheld == 0
-    assert endpoint.concurrency.used == 0
-
-
-async def test_requests_that_were_out_together_count_once() -> None:
-    concurrency = AdaptiveConcurrency(16)
-    since = [await concurrency.take() for _ in range(3)]
-    assert [concurrency.slow_down(one) for one in since] == [8, 0, 0]
-    assert concurrency.withheld == 8
-
-
 async def test_reads_go_before_uploads_that_came_earlier_and_not_before_all_of_them() -> None:
-    concurrency = AdaptiveConcurrency(1)
-    await concurrency.take()
+    places = Places(1)
+    await places.take()
     order: list[str] = []
 
     async def ask(name: str, *, is_read: bool) -> None:
-        await concurrency.take(is_read=is_read)
+        await places.take(is_read=is_read)
         order.append(name)
-        concurrency.give_back()
+        places.give_back()
 
     asked = [asyncio.create_task(ask(f"upload {n}", is_read=False)) for n in range(3)]
     asked += [asyncio.create_task(ask(f"read {n}", is_read=True)) for n in range(5)]
     await asyncio.sleep(0)
-    concurrency.give_back()
+    places.give_back()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*asked)
     assert order == [
         *("read 0", "read 1", "read 2", "upload 0"),
         *("read 3", "read 4", "upload 1", "upload 2"),
     ]
-    assert concurrency.used == 0
+    assert places.used == 0
 
 
 async def test_a_read_through_the_guard_passes_uploads_that_wait() -> None:
@@ -362,10 +330,10 @@ async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() ->
     waiting = [asyncio.create_task(store.head("a")) for _ in range(5)]
     await asyncio.sleep(0)
     for _ in range(3):  # as requests of another thread's loop would
-        ticket = endpoint.breaker.admit(is_read=False)
+        ticket = endpoint.breaker.admit()
         assert ticket is not None
         if endpoint.breaker.failed(ticket, UnavailableError("x")):
-            endpoint.concurrency.wake_all()
+            endpoint.places.wake_all()
     async with asyncio.timeout(PATIENCE_S):
         for task in waiting:
             with pytest.raises(BreakerOpenError):
@@ -373,21 +341,7 @@ async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() ->
         gate.release()
         await stuck
     assert inner.calls["head"] == 0
-    assert endpoint.concurrency.used == 0
-
-
-async def test_a_conflict_is_an_answer_for_the_pace_too(inner: FaultStore) -> None:
-    """A producer that finds all of its entries there is answered by nothing else."""
-    endpoint = Endpoint(8)
-    store = BreakerStore(inner, endpoint, Counters())
-    await store.put_if_absent("a", [b""])
-    endpoint.concurrency.slow_down(await endpoint.concurrency.take())
-    endpoint.concurrency.give_back()
-    assert endpoint.concurrency.withheld == 4
-    for _ in range(60):
-        with pytest.raises(ConflictError):
-            await store.put_if_absent("a", [b""])
-    assert endpoint.concurrency.withheld == 0
+    assert endpoint.places.used == 0
 
 
 # -- listings --------------------------------------------------------------------------------------
@@ -416,16 +370,16 @@ async def test_entries_of_a_page_that_is_here_wait_for_no_place() -> None:
     endpoint = Endpoint(1)
     listing = await paged(endpoint, "abcd")
     await anext(listing)
-    await endpoint.concurrency.take()
+    await endpoint.places.take()
     async with asyncio.timeout(PATIENCE_S):
         await anext(listing)
     third = asyncio.ensure_future(anext(listing))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not third.done()  # another page is another request
-    endpoint.concurrency.give_back()
+    endpoint.places.give_back()
     await third
-    await endpoint.concurrency.take()
+    await endpoint.places.take()
     async with asyncio.timeout(PATIENCE_S):
         assert [info.name async for info in listing] == ["a"]
 
@@ -477,29 +431,13 @@ def test_silence_while_others_are_answered_is_one_failure_among_others(
     breaker: Breaker, clock: Clock
 ) -> None:
     for number in range(3):
-        slow = admitted(breaker, is_read=True)
+        slow = admitted(breaker)
         clock.now_s += 0.5
-        breaker.began(admitted(breaker))
+        breaker.began()
         clock.now_s += 0.6
         assert breaker.silent(slow) == (number == 2)
         breaker.abandoned(slow)
     assert breaker.is_open
-
-
-@pytest.mark.parametrize(
-    ("took_s", "late_s"), [([0.5] * 4, 4.0), ([0.01] * 44 + [5.0] * 20, 1.0)], ids=["all", "some"]
-)
-def test_what_late_is_follows_a_store_that_is_always_slow_and_no_few_late_answers(
-    clock: Clock, took_s: list[float], late_s: float
-) -> None:
-    breaker = Endpoint(100, clock=clock).breaker
-    assert breaker.slow_s == 1.0
-    for seconds in took_s:
-        ticket = admitted(breaker, is_read=True)
-        clock.now_s += seconds
-        breaker.began(ticket)
-        breaker.succeeded(ticket)
-    assert breaker.slow_s == late_s
 
 
 def forbidden(message: str) -> AccessError:
@@ -521,34 +459,27 @@ async def test_refusals_of_single_keys_do_not_open_it_while_other_reads_succeed(
     assert not breaker.is_open
 
 
-async def test_nothing_but_refused_reads_is_a_rest_from_reads_alone(
-    store: BreakerStore, inner: FaultStore, breaker: Breaker, script: Script, clock: Clock
+@every_operation
+async def test_refusals_of_single_requests_open_nothing(
+    store: BreakerStore, breaker: Breaker, script: Script, operation: str
 ) -> None:
-    fault = Fault(op="get|head", error=forbidden)
-    script.faults = [fault]
-    for _ in range(6):
-        with pytest.raises(AccessError):
-            await store.get("a", max_bytes=10)
-    assert breaker.is_open
-    with pytest.raises(UnavailableError, match="breaker is open"):
-        await store.head("a")
-    await store.put_if_absent("b", [b"b"])
-    assert await names(store) == ["b"]
-    assert breaker.is_open
-    clock.now_s += 1
-    script.faults = []
-    await store.get("a", max_bytes=10)
-    assert not breaker.is_open
-
-
-async def test_writes_that_are_refused_do_not_stop_reads(
-    store: BreakerStore, breaker: Breaker, script: Script
-) -> None:
-    script.faults = [Fault(op="put_if_absent|delete", error=forbidden)]
+    script.faults = [Fault(op=operation, error=forbidden)]
     for _ in range(20):
         with pytest.raises(AccessError):
-            await store.put_if_absent("b", [b"b"])
+            await OPERATIONS[operation](store)
     assert not breaker.is_open
+
+
+async def test_a_server_that_asks_for_less_is_counted(
+    store: BreakerStore, script: Script, counters: Counters
+) -> None:
+    script.faults = [
+        Fault(error=lambda m: UnavailableError(m, status=503, is_throttle=True), times=2)
+    ]
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            await store.head("a")
+    assert counters.get("pace.slowed") == 2
 
 
 async def test_it_stays_open_for_as_long_as_the_server_asks(
@@ -613,7 +544,7 @@ async def test_a_listing_that_is_left_early_is_an_answer_and_closes_its_request(
     assert not breaker.is_open
     await listing.aclose()  # type: ignore[attr-defined]
     assert pages.closed == 1
-    assert breaker.admit(is_read=False)
+    assert breaker.admit()
 
 
 @pytest.mark.parametrize("error", [UnavailableError("x"), AccessError("x"), KeyError("x")])
@@ -629,7 +560,7 @@ async def test_a_probe_that_fails_while_listing_makes_room_for_the_next(
         await names(store)
     assert pages.closed == 1
     clock.now_s += 100
-    assert breaker.admit(is_read=False)
+    assert breaker.admit()
 
 
 async def test_a_listing_ends_when_the_breaker_opens_meanwhile(endpoint: Endpoint) -> None:
@@ -762,58 +693,50 @@ BreakerMachine.TestCase.settings = hypothesis_settings(
 TestBreakerMachine = BreakerMachine.TestCase
 
 
-class PaceMachine(RuleBasedStateMachine):
-    """Requests that come, wait, are cancelled, are throttled and end, in any order."""
+class PlacesMachine(RuleBasedStateMachine):
+    """Requests that come, wait, are cancelled and end, in any order."""
 
     @initialize(places=st.integers(1, 5))
     def begin(self, places: int) -> None:
         self.loop = asyncio.new_event_loop()
-        self.places = places
-        self.concurrency = AdaptiveConcurrency(places)
-        self.holders: list[int] = []
-        self.waiters: list[asyncio.Task[int]] = []
+        self.most = places
+        self.places = Places(places)
+        self.held = 0
+        self.waiters: list[asyncio.Task[None]] = []
 
     def turn(self) -> None:
         for _ in range(3):
             self.loop.run_until_complete(asyncio.sleep(0))
         for task in [task for task in self.waiters if task.done()]:
             self.waiters.remove(task)
-            if not task.cancelled():
-                self.holders.append(task.result())
+            self.held += not task.cancelled()
 
     @rule(is_read=st.booleans())
     def come(self, is_read: bool) -> None:
-        self.waiters.append(self.loop.create_task(self.concurrency.take(is_read=is_read)))
+        self.waiters.append(self.loop.create_task(self.places.take(is_read=is_read)))
         self.turn()
 
-    @precondition(lambda self: self.holders)
-    @rule(how=st.sampled_from(["answered", "throttled", "cancelled"]))
-    def end(self, how: str) -> None:
-        since = self.holders.pop(0)
-        if how == "answered":
-            self.concurrency.speed_up()
-        elif how == "throttled":
-            self.concurrency.slow_down(since)
-        self.concurrency.give_back()
+    @precondition(lambda self: self.held)
+    @rule()
+    def end(self) -> None:
+        self.held -= 1
+        self.places.give_back()
         self.turn()
 
     @precondition(lambda self: self.waiters)
     @rule(granted_meanwhile=st.booleans())
     def cancel(self, granted_meanwhile: bool) -> None:
-        if granted_meanwhile and self.holders:
-            self.holders.pop(0)
-            self.concurrency.give_back()
+        if granted_meanwhile and self.held:
+            self.held -= 1
+            self.places.give_back()
         self.waiters[0].cancel()
         self.turn()
 
     @invariant()
     def nothing_leaks(self) -> None:
-        if hasattr(self, "concurrency"):
-            assert self.concurrency.used == len(self.holders)
-            allowed = self.places - self.concurrency.withheld
-            assert 1 <= allowed <= self.places
-            # After a cut those that were out already may be more.
-            assert not self.waiters or len(self.holders) >= allowed
+        if hasattr(self, "places"):
+            assert self.places.used == self.held <= self.most
+            assert not self.waiters or self.held == self.most
 
     def teardown(self) -> None:
         if hasattr(self, "loop"):
@@ -823,7 +746,7 @@ class PaceMachine(RuleBasedStateMachine):
             self.loop.close()
 
 
-PaceMachine.TestCase.settings = hypothesis_settings(
+PlacesMachine.TestCase.settings = hypothesis_settings(
     max_examples=30, stateful_step_count=30, deadline=None
 )
-TestPaceMachine = PaceMachine.TestCase
+TestPlacesMachine = PlacesMachine.TestCase

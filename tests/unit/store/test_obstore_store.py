@@ -7,18 +7,20 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from obstore.exceptions import GenericError
 
 from s3ec.config import load_settings
 from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Reply, Rule
 from s3ec.errors import ConflictError, CorruptEntryError, S3ECError, UnavailableError
-from s3ec.store import obstore_errors, s3
+from s3ec.store import s3
 from s3ec.store.open import open_store
 from s3ec.store.s3 import ObstoreStore
-from s3ec.store.s3_errors import ObstoreFailure
 from tests.unit.store.conftest import SECRET, Configure
 
 # Every test signs.
@@ -107,31 +109,57 @@ async def test_objects_of_obstore_do_not_show_the_credentials_and_are_let_go_of(
     assert sys.getrefcount(client) < holders
 
 
-async def test_words_of_another_release_cost_a_second_request_and_change_no_answer(
+async def test_what_obstore_cannot_read_is_left_to_the_sdk_for_a_minute_with_one_warning(
     configure: Configure,
     proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    genuine = obstore_errors.failure_of
-
-    def in_other_words(exc: Exception) -> ObstoreFailure:
-        return genuine(Exception(str(exc).replace("status:", "answer:")))
-
-    monkeypatch.setattr(obstore_errors, "failure_of", in_other_words)
-    store = ObstoreStore(configure(prefix="drift"))
+    later_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s)
+    monkeypatch.setattr(s3, "time", clock)
+    store = ObstoreStore(configure(prefix="unread"))
     await store.put_if_absent("x", [b"x"])
-    with pytest.raises(ConflictError):
-        await store.put_if_absent("x", [b"y"])
+    proxy.clear(Rule(faults.Chunked(), method="GET"))  # of no length that anybody told
+    for tries in (2, 1):  # the first failure may have been its connection's
+        for _ in range(3):
+            assert await store.get("x", max_bytes=1) == b"x"
+        assert senders(proxy) == ["obstore", "sdk"] * tries + ["sdk"] * (3 - tries)
+        proxy.requests.clear()
+        later_s += 61
+    assert caplog.text.count("obstore fails at reads, and botocore does not") == 1
+    proxy.clear()
     assert await store.get("x", max_bytes=1) == b"x"
-    assert await store.get("absent", max_bytes=1) is None
-    assert await store.get_range("x", 5, 1) == b""
-    pair = ["obstore", "sdk"]
-    assert senders(proxy) == ["obstore", *pair, "obstore", *pair, *pair]
-    assert caplog.text.count("cannot read a reply") == 1
-    proxy.add(Rule(faults.s3_error(503, "SlowDown")))
-    with pytest.raises(UnavailableError, match="503"):
-        await store.get("x", max_bytes=1)
+    await store.put_if_absent("y", [b"y"])
+    assert senders(proxy) == ["obstore"] * 2
+    await store.close()
+
+
+async def test_a_race_of_writers_is_no_conflict_and_a_name_that_is_taken_is_one(
+    configure: Configure, proxy: FaultProxy
+) -> None:
+    store = ObstoreStore(configure(prefix="taken"))
+    proxy.clear(Rule(faults.s3_error(409, "ConditionalRequestConflict"), method="PUT", times=1))
+    with pytest.raises(UnavailableError, match="409"):  # the other one may fail yet
+        await store.put_if_absent("x", [b"x"])
+    await store.put_if_absent("x", [b"x"])
+    with pytest.raises(ConflictError, match="412"):
+        await store.put_if_absent("x", [b"y"])
+    assert senders(proxy) == ["obstore"] * 3
+    await store.close()
+
+
+async def test_a_certificate_that_obstore_cannot_read_leaves_all_to_the_sdk(
+    configure: Configure, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise GenericError("no")
+
+    monkeypatch.setattr(s3, "S3Store", refuse)
+    store = ObstoreStore(configure(prefix="unmade"))
+    await store.put_if_absent("x", [b"x"])
+    assert await store.get("x", max_bytes=1) == b"x"
+    assert set(senders(proxy)) == {"sdk"}
     await store.close()
 
 
@@ -243,7 +271,7 @@ async def test_child_forked_after_obstore_started_reads_through_the_sdk_with_a_w
 def test_fault_of_ours_is_not_taken_for_a_missing_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "s3ec.store.obstore_errors", None)
+    monkeypatch.setitem(sys.modules, "s3ec.store.obstore_runtime", None)
     monkeypatch.delitem(sys.modules, "s3ec.store.s3")
-    with pytest.raises(ImportError, match="obstore_errors"):
+    with pytest.raises(ImportError, match="obstore_runtime"):
         open_store(load_settings({"bucket": "bucket", "transport": "obstore"}).settings)

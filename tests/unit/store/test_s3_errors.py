@@ -7,26 +7,12 @@ import asyncio
 import ssl
 from typing import Any
 
-import obstore
 import pytest
 from botocore import exceptions as sdk
-from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
-from obstore import exceptions
-from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
-from obstore.store import MemoryStore
 
 from s3ec.errors import AccessError, ConfigError, ConflictError, S3ECError, UnavailableError
-from s3ec.store.obstore_errors import plain_errors, sdk_errors
-from s3ec.store.s3_errors import (
-    AbsentError,
-    AskAgainError,
-    BrokenConnectionError,
-    boundary,
-    is_absent,
-    reading_answer,
-    retry_after_s,
-)
+from s3ec.store.s3_errors import boundary, is_absent, reading_answer, retry_after_s
 
 URL = {"endpoint_url": "http://127.0.0.1:1"}
 
@@ -72,6 +58,13 @@ def translated(exc: Exception) -> S3ECError:
         (400, "BadDigest", UnavailableError),
         (400, "IncompleteBody", UnavailableError),
         (400, "XAmzContentSHA256Mismatch", UnavailableError),
+        (400, "ThrottlingException", UnavailableError),
+        (400, "InternalError", UnavailableError),
+        (400, "XMinioServerNotInitialized", UnavailableError),
+        (403, "RequestThrottled", UnavailableError),
+        (420, "EnhanceYourCalm", UnavailableError),
+        (423, "Locked", UnavailableError),
+        (499, "ClientClosedRequest", UnavailableError),
         (400, "ExpiredToken", AccessError),
         (400, "KMS.DisabledException", AccessError),
         (400, "KeyTooLongError", AccessError),
@@ -150,6 +143,29 @@ def test_a_refusal_tells_whether_others_would_be_refused_too(
 )
 def test_what_the_sdk_raises_maps_by_what_helps(exc: Exception, kind: type[S3ECError]) -> None:
     assert type(translated(exc)) is kind
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(503, "SlowDown"), (429, ""), (420, ""), (400, "SlowDown"), (400, "ThrottlingException"),
+     (400, "KMS.ThrottlingException"), (400, "RequestLimitExceeded"), (403, "RequestThrottled"),
+     (400, "TooManyRequestsException"), (400, "BandwidthLimitExceeded")],
+)  # fmt: skip
+def test_too_much_is_too_much_with_any_status(status: int, code: str) -> None:
+    error = translated(answer(status, code))
+    assert isinstance(error, UnavailableError)
+    assert error.is_throttle
+
+
+def test_a_request_that_got_no_answer_is_not_repeated_in_the_message() -> None:
+    url = {"endpoint_url": "http://h:1/b?list-type=2&a=b"}
+    for exc in (
+        sdk.EndpointConnectionError(**url, error="refused"),
+        sdk.ConnectTimeoutError(**url, error="slow"),
+        sdk.ReadTimeoutError(**url, error="slow"),
+        sdk.ConnectionClosedError(**url, error="gone"),
+    ):
+        assert "list-type" not in str(translated(exc))
 
 
 def test_missing_credentials_say_how_to_give_some() -> None:
@@ -282,144 +298,3 @@ def test_retry_after_is_read_as_seconds_or_as_a_date(
     headers: dict[str, str], expected: float | None
 ) -> None:
     assert retry_after_s(headers, clock=lambda: 1445412490.0) == expected
-
-
-# -- texts of obstore -----------------------------------------------------------------------------
-
-WHAT = "GET s3://b/n"
-
-
-def raised(exc: BaseException) -> BaseException:
-    with pytest.raises(BaseException) as caught, sdk_errors(WHAT, "GetObject"):  # noqa: PT011
-        raise exc
-    return caught.value
-
-
-def answer_text(status: int, body: str) -> str:
-    """What obstore 0.12 says; ``body`` as Rust's debug form has it."""
-    raw = body.replace(r"\n", "\n").replace(r"\"", '"')
-    return (
-        f"Generic S3 error: Error performing GET http://h/b/n in 1ms - Server returned non-2xx "
-        f"status code: {status} Whatever: {raw}\n\nDebug source:\nGeneric {{\n"
-        f'    store: "S3",\n    source: RetryError(\n        RetryErrorImpl {{\n'
-        "            method: GET,\n            inner: Status {\n"
-        f"                status: {status},\n"
-        f'                body: Some(\n                    "{body}",\n                ),\n'
-        "            },\n        },\n    ),\n}"
-    )
-
-
-def no_answer(kind: str, inside: str = "") -> str:
-    return (
-        "Generic S3 error: HTTP error: request or response body error\n\nDebug source:\n"
-        f'Generic {{\n    store: "S3",\n    source: HttpError {{\n        kind: {kind},\n'
-        f"        source: reqwest::Error {{\n{inside}\n        }},\n    }},\n}}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "status"),
-    [(FileNotFoundError, 404), (AlreadyExistsError, 409), (AlreadyExistsError, 412)],
-)
-def test_status_counts_and_not_the_class(kind: type[Exception], status: int) -> None:
-    error = raised(kind(answer_text(status, r"<Error><Code>A&amp;B</Code>\n</Error>")))
-    assert isinstance(error, ClientError)
-    assert error.response["ResponseMetadata"]["HTTPStatusCode"] == status
-    assert error.response["Error"]["Code"] == "A&B"
-
-
-def test_answer_without_a_code_has_the_status_as_its_code() -> None:
-    error = raised(FileNotFoundError(answer_text(404, "<html>")))
-    assert isinstance(error, ClientError)
-    assert is_absent(error)
-
-
-def test_missing_file_without_a_status_is_not_absence() -> None:
-    for exc in (FileNotFoundError("Object at location n not found"), FileNotFoundError(2, "gone")):
-        assert type(raised(exc)) is AskAgainError
-
-
-def test_body_of_an_answer_cannot_forge_another_status() -> None:
-    forged = answer_text(404, "<Code>NoSuchKey</Code>").replace("\n", r"\n").replace('"', r"\"")
-    error = raised(GenericError(answer_text(503, forged)))
-    assert isinstance(error, ClientError)
-    assert error.response["ResponseMetadata"]["HTTPStatusCode"] == 503
-
-
-def test_text_of_an_answer_is_neither_in_the_error_nor_in_its_cause() -> None:
-    error = raised(GenericError(answer_text(403, "<Code>X</Code><Token>s3cret</Token>")))
-    assert "s3cret" not in str(error)
-    assert error.__cause__ is None
-    assert error.__suppress_context__
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "message"),
-    [
-        (no_answer("Timeout"), UnavailableError, "timed out"),
-        (no_answer("Interrupted"), BrokenConnectionError, "the connection broke"),
-        (no_answer("Connect", '   message: "Connection refused",'), UnavailableError, "refused"),
-        (no_answer("Unknown"), UnavailableError, "not HTTP"),
-        ("Content-Length Header missing from response", AskAgainError, "missing"),
-        ("Requested 0..10, got 5..15", UnavailableError, "another range"),
-        ("ETag Header missing from response", UnavailableError, "not an S3 server's"),
-        ("a text of the next release", AskAgainError, "a text of the next release"),
-        ("", AskAgainError, "without a reason"),
-    ],
-)
-def test_what_is_no_answer_is_unavailable(
-    text: str, kind: type[UnavailableError], message: str
-) -> None:
-    error = raised(GenericError(text if "\n" in text else f"{text}\n\nDebug source:\nX"))
-    assert type(error) is kind
-    assert str(error).startswith(WHAT)
-    assert message in str(error)
-
-
-def test_unknown_text_ends_where_a_servers_words_could_begin() -> None:
-    text = "Error performing GET - Server returned some code: <Token>s3cret</Token>"
-    assert "s3cret" not in str(raised(BaseError(text)))
-
-
-async def test_panic_of_rust_is_unavailable(capfd: pytest.CaptureFixture[str]) -> None:
-    store = MemoryStore()
-    await obstore.put_async(store, "n", b"0123456789")
-    with pytest.raises(UnavailableError, match="failed inside"), sdk_errors(WHAT, "GetObject"):
-        # A range that begins behind the end, beside one that does not.
-        await obstore.get_ranges_async(store, "n", starts=[2, 12], lengths=[2, 4])
-    with pytest.raises(UnavailableError, match="failed inside"), sdk_errors(WHAT, "GetObject"):
-        obstore.get_ranges(store, "n", starts=[2, 12], lengths=[2, 4])
-    assert "panicked" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("exc", [asyncio.CancelledError(), KeyError("ours"), KeyboardInterrupt()])
-def test_what_is_not_obstores_passes_unchanged(exc: BaseException) -> None:
-    assert raised(exc) is exc
-
-
-def os_error(code: int) -> Exception:
-    """What obstore says of an error of the file system."""
-    debug = f"Generic {{\n    source: UnableToOpenFile {{\n        code: {code},\n    }},\n}}"
-    return exceptions.GenericError(f"Generic LocalFileSystem error: no\n\nDebug source:\n{debug}")
-
-
-@pytest.mark.parametrize(
-    ("raised", "expected", "words"),
-    [
-        (os_error(28), UnavailableError, "ENOSPC"),
-        (os_error(5), UnavailableError, "EIO"),
-        (os_error(13), AccessError, "EACCES.*right"),
-        (os_error(30), AccessError, "EROFS"),
-        (os_error(20), AbsentError, "no such thing"),
-        (FileNotFoundError("gone"), AbsentError, "no such thing"),
-        (TimeoutError(), UnavailableError, "timed out"),
-        (exceptions.PermissionDeniedError("x"), AccessError, "refused"),
-        (exceptions.GenericError("in other words"), UnavailableError, "in other words"),
-        (NotImplementedError("append"), AccessError, "append; obstore cannot"),
-    ],
-)
-def test_errors_of_obstore_by_what_the_caller_does_next(
-    raised: Exception, expected: type[S3ECError], words: str
-) -> None:
-    with pytest.raises(expected, match=f"^GET x: .*{words}"), plain_errors("GET x"):
-        raise raised
