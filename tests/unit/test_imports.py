@@ -28,7 +28,7 @@ LAYERS = [
     {"safetensors_file"},
     {"codec"},
     {"tier", "modality"},
-    {"index"},
+    {"index", "index2"},
     {"fetch", "namespaces", "encode_costs"},
     {"prefetch"},
     {"node"},

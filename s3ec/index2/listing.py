@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The authoritative listing of ``objects/``, in parallel by prefix."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+
+from s3ec.counters import Report, unreported
+from s3ec.errors import UnavailableError
+from s3ec.identity import Key, Layout, digest_of_name, is_object_name
+from s3ec.index2.snapshot import Rows
+from s3ec.store.base import ObjectInfo, Store, UnorderedListingError
+from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
+
+BATCH = 1000
+"""Objects that are handed on at a time: one page of a listing."""
+FEW = 4096
+"""So many are listed one page after the other: requests for each of 256 folders cost more."""
+# In a row: a hundred thousand requests are sent, and some will fail.
+ATTEMPTS = 4
+PAUSE_S = 1.0
+"""Before the second attempt; before each further one it is so much longer."""
+_FAN_OUT = re.compile(r"[0-9a-f]{2}/")
+
+
+async def list_side_by_side(
+    store: Store,
+    first: str | None,
+    prefixes: Callable[[], Awaitable[Iterable[str]]],
+    *,
+    width: int = REQUESTS_AT_A_TIME,
+    few: int | None = None,
+) -> AsyncGenerator[list[ObjectInfo], None]:
+    """List objects, some at a time, in no order. To be closed.
+
+    What is found first comes after one request. Where there are more than FEW objects, the others
+    are listed by several requests at a time.
+
+    Args:
+        first: The prefix of all of them, which is listed page after page, up to FEW objects. None
+            to skip that.
+        prefixes: Finds prefixes that hold all of them; asked where there are more than FEW.
+        width: Prefixes that are listed at a time. Each waits until what it found is taken.
+        few: In place of FEW, for who is slower than a listing page after page.
+
+    Raises:
+        UnavailableError: The store does not answer now; part of the listing is missing.
+        AccessError: Listing is refused.
+    """
+    found: asyncio.Queue[list[ObjectInfo]] = asyncio.Queue(1)
+    known: set[str] = set()  # what was listed before the prefixes
+    is_all = False  # that is all there is
+    most = FEW if few is None else few
+
+    async def hand_on(infos: AsyncIterator[ObjectInfo]) -> None:
+        batch: list[ObjectInfo] = []
+        async for info in infos:
+            batch.append(info)
+            if len(batch) == BATCH:
+                await found.put(batch)
+                batch = []
+        if batch:
+            await found.put(batch)
+
+    async def first_ones(prefix: str) -> AsyncIterator[ObjectInfo]:
+        nonlocal is_all
+        async for info in listed(store, prefix):
+            if len(known) == most:
+                return
+            known.add(info.name)
+            yield info
+        is_all = True
+
+    async def read(prefix: str) -> None:
+        await hand_on(info async for info in listed(store, prefix) if info.name not in known)
+
+    async def read_all() -> None:
+        if first is not None:
+            await hand_on(first_ones(first))
+        if not is_all:
+            await in_parallel(await prefixes(), read, width=width)
+
+    reading = asyncio.create_task(read_all(), name="s3ec-list")
+    taking: asyncio.Task[list[ObjectInfo]] | None = None
+    try:
+        while not reading.done() or not found.empty():
+            taking = asyncio.create_task(found.get(), name="s3ec-list-take")
+            await asyncio.wait((taking, reading), return_when=asyncio.FIRST_COMPLETED)
+            if taking.done():
+                yield taking.result()
+            else:
+                taking.cancel()
+        await reading
+    finally:
+        for task in filter(None, (reading, taking)):
+            task.cancel()
+        await asyncio.gather(*filter(None, (reading, taking)), return_exceptions=True)
+
+
+async def list_objects(
+    store: Store,
+    layout: Layout,
+    *,
+    report: Report = unreported,
+    expected: int | None = None,
+    few: int | None = None,
+) -> AsyncGenerator[list[ObjectInfo], None]:
+    """List every entry. Objects that are empty or have no name of ours are left out.
+
+    Costs, order and errors as list_side_by_side; to be closed like it.
+
+    Args:
+        report: Told how many were taken.
+        expected: How many there may be, for ``report``.
+        few: As for list_side_by_side.
+    """
+    objects, count = layout.objects, 0
+    listing = list_side_by_side(store, objects, lambda: leaf_folders(store, objects), few=few)
+    async with aclosing(listing) as batches:
+        async for infos in batches:
+            entries = [
+                info
+                for info in infos
+                if info.nbytes > 0 and is_object_name(info.name.removeprefix(objects))
+            ]
+            if entries:
+                yield entries
+                count += len(entries)
+                most = None if expected is None else max(expected, count)
+                report("listing objects", count, most)
+
+
+async def at_most(store: Store, prefix: str, most: int) -> list[ObjectInfo] | None:
+    """All objects below a prefix; None if there are more than ``most``. Raises what listed does."""
+    found: list[ObjectInfo] = []
+    async with aclosing(listed(store, prefix)) as listing:
+        async for info in listing:
+            if len(found) == most:
+                return None
+            found.append(info)
+    return found
+
+
+async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
+    """A listing that goes on where it broke off, if the server lists in the order of names.
+
+    Raises:
+        UnavailableError: The store does not answer now, or broke off a listing without order.
+        AccessError: It refuses.
+    """
+    last, in_order, failures = "", True, 0
+    while True:
+        try:
+            async for info in store.list(prefix, start_after=last):
+                in_order = in_order and info.name > last
+                last, failures = info.name, 0
+                yield info
+            return
+        except UnavailableError as exc:
+            failures += 1
+            if last and isinstance(exc, UnorderedListingError):
+                in_order = False
+            if failures == ATTEMPTS or not in_order:
+                raise
+            await asyncio.sleep(PAUSE_S * failures)
+
+
+async def leaf_folders(store: Store, objects: str) -> list[str]:
+    """The folders that hold objects, by the first two digits of a hash, also those of adapters."""
+    top = await store.list_folders(objects)
+    adapters = [folder for folder in top if not _FAN_OUT.fullmatch(folder)]
+
+    nested = await in_parallel(adapters, lambda folder: list_folders(store, objects + folder))
+    direct = [objects + folder for folder in top if _FAN_OUT.fullmatch(folder)]
+    return [*direct, *(prefix for prefixes in nested for prefix in prefixes)]
+
+
+async def list_folders(store: Store, prefix: str) -> list[str]:
+    """The prefixes of the folders directly below another one."""
+    return [prefix + folder for folder in await store.list_folders(prefix)]
+
+
+def key_of_object(layout: Layout, name: str) -> Key:
+    """Key of a listed object. Its identifier is empty: a name does not tell it."""
+    below = name.removeprefix(layout.objects)
+    return Key("", below, digest_of_name(below))
+
+
+def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
+    """What a listing says of entries: digest and size; about 3 us each."""
+    names = [info.name.removeprefix(layout.objects) for info in infos]
+    return Rows.of([digest_of_name(name) for name in names], [info.nbytes for info in infos])
