@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec rm``, ``gc`` and ``ns rm``: delete from the bucket, and tell every reader."""
+"""``s3ec rm``, ``gc`` and ``ns rm``: delete from the bucket."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from s3ec.payoff import STORES, StorePreset
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus, Deletion
     from s3ec.corpus.collect import Collection
-    from s3ec.index.delete import Contents
+    from s3ec.namespaces import Contents
     from s3ec.store.base import Store
 
 
@@ -76,11 +76,12 @@ def rm(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete entries from the bucket, and tell every reader by the index.
+    """Delete entries from the bucket, and the catalogue's rows of them.
 
-    The catalogue's rows of them go too. Without --yes, nothing is deleted unless you agree at a
-    terminal. A node that has a copy on its disk serves it until it is evicted. Exit status 1 where
-    one was not there; the others are deleted all the same.
+    Without --yes, nothing is deleted unless you agree at a terminal. Engines of this node are told;
+    others find out when they ask for it, and those that only encode by `s3ec manifest rebuild`. A
+    node that has a copy on its disk serves it until it is evicted. Exit status 1 where one was not
+    there; the others are deleted all the same.
     """
     with source.corpus() as corpus:
         for text in identifiers:
@@ -287,8 +288,12 @@ def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> C
 
         async def work(store: Store) -> Contents:
             from s3ec.identity import Layout, is_namespace_name
-            from s3ec.index.delete import remove_namespace, survey
-            from s3ec.namespaces import list_namespaces, require_ours
+            from s3ec.namespaces import (
+                list_namespaces,
+                remove_namespace,
+                require_ours,
+                survey,
+            )
 
             if not is_namespace_name(namespace):
                 raise ConfigError(

@@ -260,7 +260,7 @@ class Parts:
         self._log_line.start()
         node.follow_the_bucket()
         if role.producer:
-            node.compact_the_index()
+            node.maintain_the_index()
         costs = node.encode_costs(self._encoder())
         policy = _policy_of(role, settings, costs)
         self.scheduler = SchedulerHalf(

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from cachetools import LRUCache
 
@@ -28,9 +27,8 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
 from s3ec.fetch import Sources
 from s3ec.identity import Key, Namespace
-from s3ec.index.announce import ANNOUNCE_S, Announcer
-from s3ec.index.reader import ManifestIndex
-from s3ec.index.rows import EntryInfo
+from s3ec.index2.deltas import Announcer
+from s3ec.index2.reader import ManifestIndex
 from s3ec.modality import SETTLED_S, Record
 from s3ec.runtime import Backoff, LoopThread, contained
 from s3ec.spans import Work, note
@@ -40,8 +38,6 @@ from s3ec.tier import Loaded, Spool, Spooled
 
 log = logging.getLogger(__name__)
 
-# After a write that took longer the bucket is asked when it was.
-_SLOW_WRITE_S = 2.0
 # One part in so many of `cache_bytes` may be spooled only for want of an announcement: a quarter
 # of the spool's share. Where announcements fail for long, saves go on with the rest.
 KEPT_SHARE = 16
@@ -184,7 +180,7 @@ class Upload:
         spooled: What the spool holds of it, to be removed in the end; None where it has nothing.
         adopted: A dead process left it.
         began_s: When its copy off the device began, monotonic; None where that is not known.
-        written: None until the bucket has answered.
+        answer: The bucket's; None until it came.
     """
 
     digest: bytes
@@ -194,26 +190,7 @@ class Upload:
     spooled: Spooled | None = None
     adopted: bool = False
     began_s: float | None = None
-    written: _Written | None = None
-
-
-class _Written(NamedTuple):
-    """What the bucket made of an upload, and since when it has it at the earliest."""
-
-    answer: Answer
-    since: _Since
-
-
-class _Since(NamedTuple):
-    """From when on an object was there.
-
-    Attributes:
-        at_s: By this machine's clock, seconds since the epoch; 0 where only ``known_s`` counts.
-        known_s: Time of the latest row that was known then, by the bucket's clock.
-    """
-
-    at_s: float
-    known_s: int
+    answer: Answer | None = None
 
 
 class Uploader:
@@ -226,14 +203,13 @@ class Uploader:
     =========  =========  ====================================================================
     (new)      waiting    ``submit``, or it was adopted from a dead process
     waiting    active     its turn has come, and it has a place
-    active     pausing    the bucket, or the disk, did not do its part; the place is kept, also
-                          where the bucket has it and did not say since when
+    active     pausing    the bucket, or the disk, did not do its part; the place is kept
     pausing    active     the pause is over
     any        given up   ``stop``; what is spooled stays for the next process
     active     given up   it is refused for good, or a bad object has its name, or its file is
                           bad, gone or unreadable
     active     written    the bucket has it; ``ended`` is told, and the place is free
-    written    announced  a delta with its row is confirmed, or the index had the row before
+    written    announced  a delta with its row is confirmed, or the index held the row before
     =========  =========  ====================================================================
 
     What is in memory only comes first, then fresh saves, then adopted ones, which never take more
@@ -291,14 +267,12 @@ class Uploader:
         self._ended = ended
         self._announced = announced
         self._pauses = pauses or Pauses()
-        self._clock = clock
         self._announcer = Announcer(
             sources.store,
             sources.layout,
             counters,
-            known_time_s=index.known_time_s,
-            clock=clock,
-            batch_s=ANNOUNCE_S,
+            writers=lambda: index.writers,
+            newest=lambda: index.newest,
         )
         self.unannounced = 0
         # The rest is the fetches': requests wait for those, and uploads may hang for long.
@@ -442,7 +416,7 @@ class Uploader:
 
     def _end_span(self, work: Work | None, upload: Upload) -> None:
         """Tell tracing of a save, where there is any."""
-        answer = None if upload.written is None else upload.written.answer
+        answer = upload.answer
         refused = answer in (None, Answer.REFUSED, Answer.BLOCKED)
         outcome = "given_up" if answer is None else answer.name.lower()
         with contained(self._counters, "span of a save"):
@@ -502,23 +476,19 @@ class Uploader:
         header, pieces = content
         if upload.key is None:  # a queued upload with pieces has one
             raise ValueError("an upload without a key")
-        if upload.written is None:
-            # Before the request: who deletes the object while the answer is on its way does it
-            # later, also where this process has heard of that by then.
-            since = _Since(self._clock(), self._index.known_time_s(upload.key))
-            answer = await self._objects.write(upload.key, header, pieces)
-            upload.written = _Written(answer, since)
+        if upload.answer is None:
+            upload.answer = await self._objects.write(upload.key, header, pieces)
             if upload.adopted:
                 self._counters.add("spool.replayed")
-        written, is_kept = upload.written, False
-        if written.answer in (Answer.STORED, Answer.EXISTED):
+        is_kept = False
+        if upload.answer in (Answer.STORED, Answer.EXISTED):
             nbytes = sum(memoryview(piece).nbytes for piece in pieces)
-            is_kept = await self._announce(upload, upload.key, written, header, nbytes)
+            is_kept = self._announce(upload, upload.key, nbytes)
         spooled = upload.spooled
         # A later save may have replaced the file. Then the disk, which may hang, is not waited for.
         if spooled is not None and not is_kept and self._spool.holds(spooled):
             await self._leave_spool([spooled])
-        return header if written.answer is Answer.STORED else None
+        return header if upload.answer is Answer.STORED else None
 
     async def _read(self, upload: Upload) -> tuple[Header, Sequence[bytes | memoryview]] | None:
         """What is spooled, and its key; None where it cannot be had any more."""
@@ -532,31 +502,6 @@ class Uploader:
         # Of an adopted one vLLM's name may not be known; it is of one's own.
         upload.key = upload.key or loaded.key
         return loaded.header, [loaded.blob]
-
-    async def _since_when(self, upload: Upload, key: Key, asked: _Since) -> _Since:
-        """When an object that is there was stored: it may be gone, or be so soon.
-
-        Args:
-            upload: It was found there, or put there.
-            key: Of the object.
-            asked: When it was asked for.
-
-        Raises:
-            UnavailableError: It is gone, so it is to be stored; or the bucket does not answer, and
-                only this is to be asked again.
-        """
-        name = self._sources.layout.object(key)
-        try:
-            info = await self._sources.store.head(name)
-        except AccessError as exc:  # one who may write but not read
-            log.debug("no look at what was there: %s", exc)
-            return asked
-        if info is None:
-            upload.written = None
-            raise UnavailableError(f"{name} was there, and was deleted while it was saved")
-        if not info.modified_s:
-            return asked
-        return _Since(0.0, max(int(info.modified_s) - 1, asked.known_s))
 
     def _load(self, upload: Upload) -> Loaded | None:
         """Read an embedding back from the disk; blocking.
@@ -593,38 +538,21 @@ class Uploader:
 
     # -- the loop's thread: from the bucket into the index ------------------------------------
 
-    async def _announce(
-        self, upload: Upload, key: Key, written: _Written, header: Header, nbytes: int
-    ) -> bool:
+    def _announce(self, upload: Upload, key: Key, nbytes: int) -> bool:
         """Have one announced that is in the bucket, without waiting for that.
 
         Args:
-            written: What was done. Where this upload did not put it there, it is somebody's of the
-                same name: of the same shape, but perhaps of other last digits.
-            nbytes: Of the whole object.
+            nbytes: Of the whole object; another one of the same name has as many but for some
+                digits.
 
         Returns:
             Whether the spool keeps it until the announcement is confirmed.
-
-        Raises:
-            UnavailableError: As ``_since_when``.
         """
         index = self._index
-        since = written.since
-        mine = written.answer is Answer.STORED
-        if mine:
-            # It waited, for its place or for the server: it may have been deleted before it came.
-            is_doubtful = self._clock() - since.at_s > _SLOW_WRITE_S
-        else:
-            is_doubtful = not index.is_announced(key)
-        if is_doubtful:
-            since = await self._since_when(upload, key, since)
+        mine = upload.answer is Answer.STORED
         # It may have been found bad since the bucket answered.
         if not mine and (index.is_announced(key) or index.is_bad(key)):
             return False
-        shape = header.shape
-        checksum = int(header.checksum[:8], 16) if mine else 0
-        facts = EntryInfo(nbytes, shape.rows, shape.width, shape.dtype, checksum)
         kept = upload.spooled
         if kept is not None and not self._spool.holds(kept):  # a later save has taken its place
             kept = None
@@ -633,12 +561,11 @@ class Uploader:
         kept_bytes = nbytes if kept is not None else 0
         self.unannounced += 1
         self._kept_bytes += kept_bytes
-        done = partial(self._answered, kept, kept_bytes)
-        self._announcer.add(key, facts, done, at_s=since.at_s, known_s=since.known_s)
+        self._announcer.add(key, nbytes, partial(self._answered, kept, kept_bytes))
         if mine:
             # Not where it was there before: an entry that this process holds for gone or bad may
             # be the very one, and would be fetched in vain at every request.
-            index.add(key, facts)
+            index.add(key, nbytes)
         if self._kept_bytes > self._kept_limit_bytes // 2:
             self._announcer.send_soon()
         return kept is not None
@@ -671,7 +598,7 @@ class Uploader:
         An entry leaves when one of these is true, and not before:
 
         - its announcement is confirmed,
-        - the index has a row of the object that was there already,
+        - the index holds a row of the object that was there already,
         - it may never be stored, or a bad object has its name,
         - it is in the bucket, and too much is kept for want of an announcement; a process that is
           killed before this one's leaves it to `s3ec manifest rebuild`,

@@ -25,9 +25,9 @@ from s3ec.corpus.reading import without_secrets
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout, Namespace, naming_of
-from s3ec.index.cache import IndexCache
-from s3ec.index.follower import FollowOptions
-from s3ec.index.reader import ManifestIndex
+from s3ec.index2.child import in_process
+from s3ec.index2.local import NodeFolder
+from s3ec.index2.reader import ManifestIndex
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import with_conditional_put
@@ -121,7 +121,7 @@ class Ledger:
     """
 
     def __init__(self, corpus: Corpus, namespace: Namespace) -> None:
-        """Open this node's files of the index; no request goes out.
+        """Open this node's tier; no request goes out.
 
         Raises:
             ConfigError: ``cache_dir`` cannot be used, or the tenant's secret cannot be read.
@@ -142,7 +142,6 @@ class Ledger:
             min_free_bytes=int(settings.min_free_bytes),
             counters=counters,
         )
-        self._options = FollowOptions(mode="exact", cache_bytes=int(settings.cache_bytes))
         self._counters = counters
         self._index: ManifestIndex | None = None
 
@@ -163,12 +162,15 @@ class Ledger:
         self._corpus.run(self._open)
 
     async def _open(self, store: Store) -> None:
-        cache = IndexCache(store, self._layout, self._tier.open_index(), _in_thread, self._counters)
-        index = self._index = ManifestIndex(cache, options=self._options)
-        await index.refresh()
-        while not index.loaded:
-            await asyncio.sleep(_LOOK_S)
-            await index.refresh()
+        index = self._index = ManifestIndex(
+            *(store, self._layout),
+            NodeFolder(self._tier.index_folder, need_room=self._tier.need_room),
+            jobs=in_process(store),
+            disk=_in_thread,
+            counters=self._counters,
+            refresh_s=_LOOK_S,
+        )
+        await index.refresh(now=True)
         if self.has_catalogue:
             table = await read_table(store, self._layout)
             self.catalogue = await asyncio.to_thread(CatalogIndex.from_table, table)
@@ -179,12 +181,17 @@ class Ledger:
 
     def holds(self, key: Key) -> bool:
         """Whether a writer has said that the bucket confirmed this one."""
-        return self._index is not None and self._index.holds(key)
+        return self._index is not None and self._index.maybe_contains(key)
 
     def holds_identifier(self, identifier: str) -> bool:
         """As holds; False for what is never stored."""
         key = self.key(identifier)
         return key is not None and self.holds(key)
+
+    def mark_missing(self, key: Key) -> None:
+        """The bucket does not hold what the index names; the node's engines are told."""
+        if self._index is not None:
+            self._index.mark_missing(key, absent=True)
 
     async def refresh(self) -> None:
         """Hear what writers have said since.
@@ -202,10 +209,10 @@ class Ledger:
             UnavailableError, AccessError: The bucket does not answer.
             CorruptEntryError: It is not what it should be.
         """
-        facts = self._index.facts(key) if self._index is not None else None
+        nbytes = self._index.nbytes(key) if self._index is not None else None
         entry: CorpusEntry | None = None
-        if facts is not None and facts.nbytes:
-            entry = CorpusEntry(self._layout.namespace, key.name, facts.nbytes, 0.0)
+        if nbytes:
+            entry = CorpusEntry(self._layout.namespace, key.name, nbytes, 0.0)
             try:
                 entry = await read_header(store, entry)
             except CorruptEntryError:  # its size may be another than the index says
@@ -313,6 +320,7 @@ class Confirmations:
         self._is_idle = True
         self._problem = ""
         self._has_failed = False
+        self._said_gone = False
         self._moved_s = time.monotonic()
         self.encoded = self.catalogued = self.replaced = self.stored_bytes = 0
         self._thread = threading.Thread(target=self._run, name="s3ec-confirm", daemon=True)
@@ -476,13 +484,24 @@ class Confirmations:
 
         async def read(each: _Unconfirmed) -> CatalogRow | str | None:
             try:
-                return await self._ledger.describe(store, each.identifier, each.key)
+                row = await self._ledger.describe(store, each.identifier, each.key)
             except CorruptEntryError as exc:  # it blocks its key, and is to keep no other back
                 return f"{exc}; `s3ec verify --deep --repair` deletes it, then run the job again"
+            if row is None:  # it was deleted, or is stored a moment from now
+                self._ledger.mark_missing(each.key)
+            return row
 
-        facts = await in_parallel(told, read)
+        rows = await in_parallel(told, read)
+        gone = rows.count(None)
+        if gone and not self._said_gone:
+            self._said_gone = True
+            log.warning(
+                "the index names %d embeddings that the bucket does not hold, and engines do not "
+                "store those again until `s3ec manifest rebuild`, or the next listing",
+                gone,
+            )
         return [
-            (each.key.digest, row) for each, row in zip(told, facts, strict=True) if row is not None
+            (each.key.digest, row) for each, row in zip(told, rows, strict=True) if row is not None
         ]
 
     def _write(self) -> None:

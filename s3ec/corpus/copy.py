@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from s3ec import codec
 from s3ec.corpus.corpus import ATTEMPTS
-from s3ec.corpus.entries import CorpusEntry, read_entry, read_header, scan
+from s3ec.corpus.entries import CorpusEntry, find_objects, read_entry, read_header, scan
 from s3ec.corpus.selection import CopyOptions, Transferred, Wanted
 from s3ec.counters import Counters, unreported
 from s3ec.errors import (
@@ -45,13 +44,10 @@ from s3ec.identity import (
     digest_of_name,
     make_key,
 )
-from s3ec.index.announce import BATCH_ITEMS, Announcer
-from s3ec.index.base_writer import in_temporary_folder
-from s3ec.index.delete import FLUSH_S, find_objects
-from s3ec.index.listing import FEW, list_objects
-from s3ec.index.manifest import indexed_entries
-from s3ec.index.merged_rows import DELTAS, LastModifiedIndex
-from s3ec.index.rows import EntryInfo
+from s3ec.index2.deltas import Announcer
+from s3ec.index2.listing import BATCH, FEW, list_objects
+from s3ec.index2.maker import newest_rows, open_merged
+from s3ec.index2.snapshot import Segment
 from s3ec.modality import ModalityRecords, Record
 from s3ec.namespaces import differences
 from s3ec.safetensors_file import plain_json
@@ -72,6 +68,8 @@ INFLIGHT_BYTES = 256 * 2**20
 # Each was tried five times by then. So many in a row are an outage, and no bad entries.
 _OUTAGE = 32
 _SHOWN_DIFFERENCES = 5
+# An announcement takes no longer where the bucket answers at all.
+_FLUSH_S = 60.0
 
 
 # -- where from ------------------------------------------------------------------------------------
@@ -148,7 +146,7 @@ class NamespaceOrigin:
     async def count(self) -> int | None:
         if self._wanted.names is not None:
             return len(self._wanted.names)
-        return await indexed_entries(self._store, self._layout) if self._wanted.is_all else None
+        return await newest_rows(self._store, self._layout) if self._wanted.is_all else None
 
     async def batches(self) -> AsyncGenerator[Sequence[CorpusEntry], None]:
         async with aclosing(self._listed()) as listing:
@@ -175,8 +173,8 @@ class NamespaceOrigin:
             for info in found.values()
             if info is not None
         ]
-        for start in range(0, len(every), BATCH_ITEMS):
-            yield every[start : start + BATCH_ITEMS]
+        for start in range(0, len(every), BATCH):
+            yield every[start : start + BATCH]
 
     async def read(self, entry: CorpusEntry) -> Content | None:
         embedding = await read_entry(self._store, entry, unreported, header_first=False)
@@ -331,12 +329,11 @@ class NamespaceTarget:
     async def settle(self, entries: Mapping[CorpusEntry, codec.Header | None]) -> int:
         if self._readers is None:
             raise RuntimeError("the target is not open")
-        told = {
-            Key("", entry.name, digest_of_name(entry.name)): _facts(
-                header, self._nbytes.get(digest_of_name(entry.name), entry.nbytes)
-            )
-            for entry, header in entries.items()
-        }
+        told = {}
+        for entry, header in entries.items():
+            digest = digest_of_name(entry.name)
+            nbytes = self._nbytes.get(digest, entry.nbytes)
+            told[Key("", entry.name, digest)] = (header.total_bytes if header else 0) or nbytes
         return await self._readers.tell(told)
 
 
@@ -347,48 +344,38 @@ def _bad_there() -> CorruptEntryError:
     )
 
 
-def _facts(header: codec.Header | None, nbytes: int) -> EntryInfo:
-    """What the index is to say of an entry."""
-    if header is None:
-        return EntryInfo(nbytes)
-    shape = header.shape
-    return EntryInfo(
-        nbytes=header.total_bytes or nbytes,
-        rows=shape.rows,
-        width=shape.width,
-        dtype=shape.dtype,
-        checksum=int(header.checksum[:8], 16),
-    )
-
-
 class _Readers:
     """Tells the readers of a namespace of entries that they do not know; see ``_telling``."""
 
-    def __init__(self, index: LastModifiedIndex, announcer: Announcer) -> None:
+    def __init__(self, index: Segment, announcer: Announcer) -> None:
         self._index = index
         self._announcer = announcer
 
-    async def tell(self, entries: Mapping[Key, EntryInfo]) -> int:
+    async def tell(self, entries: Mapping[Key, int]) -> int:
         """Announce those that the index does not hold; returns how many.
+
+        Args:
+            entries: With the sizes of their objects.
 
         Raises:
             UnavailableError: The store took no announcement for a minute.
         """
-        await self._index.prepare(entries)
-        news = {key: facts for key, facts in entries.items() if self._index.facts(key) is None}
         confirmed: list[bool] = []
-        for key, facts in news.items():
-            self._announcer.add(key, facts, confirmed.append)
+        news = 0
+        for key, nbytes in entries.items():
+            if self._index.find(key.digest_hi, key.digest_lo) < 0:
+                news += 1
+                self._announcer.add(key, nbytes, confirmed.append)
         try:
-            async with asyncio.timeout(FLUSH_S):
+            async with asyncio.timeout(_FLUSH_S):
                 await self._announcer.flush()
         except TimeoutError:
             self._announcer.close()
         if not all(confirmed):
             raise UnavailableError(
-                f"{len(news)} entries are stored, and readers could not be told; run it again"
+                f"{news} entries are stored, and readers could not be told; run it again"
             )
-        return len(news)
+        return news
 
 
 @asynccontextmanager
@@ -399,17 +386,8 @@ async def _telling(store: Store, layout: Layout) -> AsyncIterator[_Readers]:
         UnavailableError, AccessError: The store does not answer, or refuses.
         TierError: The folder for temporary files is full.
     """
-    async with in_temporary_folder(None, DELTAS) as folder:
-        index = LastModifiedIndex(store, layout, folder)
-        await index.open()
-        announcer = Announcer(
-            store,
-            layout,
-            Counters(),
-            known_time_s=index,
-            batch_s=math.inf,  # each batch ends with a flush
-            batch_items=BATCH_ITEMS,
-        )
+    async with open_merged(store, layout) as index:
+        announcer = Announcer(store, layout, Counters())
         try:
             yield _Readers(index, announcer)
         finally:

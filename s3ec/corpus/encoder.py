@@ -316,8 +316,7 @@ class VllmEncoder:
                 ec_connector="S3ECConnector",
                 ec_connector_module_path="s3ec.connector",
                 ec_role="ec_producer",
-                # Only exact columns say for sure that the bucket has a picture.
-                ec_connector_extra_config={**extra, "index": "exact"},
+                ec_connector_extra_config=extra,
             ),
         }
 

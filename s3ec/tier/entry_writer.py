@@ -7,13 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from s3ec.codec import Header, Verifier
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
-from s3ec.store.base import Store, whole_parts
 from s3ec.tier.entries import Entries
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import Folders, TempFile, is_full, open_entry, use_time_ns
@@ -150,14 +149,12 @@ class EntryWriter:
         *,
         check: Callable[[bytes | memoryview], object],
         commit: Callable[[TempFile], T],
-        wait_s: float | None = None,
     ) -> Incoming[T]:
         """A file that comes in parts.
 
         Args:
             name: What it is, for messages.
             nbytes: What it will have in the end.
-            wait_s: How long to wait for who evicts, where there is no room; see ``need_room``.
             check: Sees the parts in their order. May raise CorruptEntryError.
             commit: Judges the whole file, and gives it its name.
 
@@ -165,16 +162,11 @@ class EntryWriter:
             TierError: There will be no room, or the disk refused.
         """
         try:
-            self._evictor.need_room(nbytes, wait_s=wait_s)
+            self._evictor.need_room(nbytes)
             file = self._with_room(nbytes, self._folders.new_file)
         except OSError as exc:
             raise TierError(f"cannot receive {name}: {exc}") from exc
         return Incoming(name, nbytes, file, check, commit, self._with_room)
-
-    def place(self, file: TempFile, path: str, parents: Sequence[str]) -> None:
-        """Name a file that is no entry, and count it; see ``Folders.place``."""
-        self._folders.place(file, path, parents)
-        self._evictor.account(file.nbytes)
 
     def _with_room(self, nbytes: int, write: Callable[[], T]) -> T:
         """Write something of this size; once more after an eviction, where the disk is full."""
@@ -403,24 +395,3 @@ class Disk(Protocol):
         *args: object,
         undo: Callable[[T], object] | None = None,
     ) -> Awaitable[T]: ...
-
-
-async def download(
-    store: Store, name: str, incoming: Incoming[T], *, disk: Disk, at_a_time: int
-) -> None:
-    """Bring an object into a file, range by range; the caller commits or discards.
-
-    Args:
-        name: In the store.
-        disk: Runs what blocks.
-        at_a_time: As in ``parts_as_they_come``.
-
-    Raises:
-        TierError: The disk refused.
-        VanishedError, CorruptEntryError, UnavailableError, AccessError: As for whole_parts.
-    """
-    coming = whole_parts(store, name, incoming.nbytes, at_a_time=at_a_time)
-    async with aclosing(coming) as parts:
-        async for at, part in parts:
-            await disk(incoming.put, [(at, part)])
-            del part  # so that only whole_parts decides how many are in memory

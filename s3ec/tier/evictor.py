@@ -52,8 +52,8 @@ _REMOVALS_PER_PAUSE = 64
 # So far may clocks differ.
 _SKEW_NS = 300 * 10**9
 _BEFORE_ALL_NS = 1 << 65
-# Processes touch their index every 10 minutes. One of a machine that slept for longer than this
-# downloads its files again, and keeps what it has mapped.
+# Who reads the index touches its folder at each refresh that the bucket answers. After a longer
+# silence than this the files may be downloaded again; what is mapped stays.
 _INDEX_UNUSED_NS = 7 * 86_400 * 10**9
 
 # Eviction goes on down to this share of the budget, so that it is not needed at every publish.

@@ -14,14 +14,10 @@ from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
 from s3ec.tier.process_folder import LOCK_NAME, is_process_folder_name
 
-_INDEX_NAME = re.compile(r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}")
-
-
-def is_index_name(name: str) -> bool:
-    """Whether a file of the index may lie under this name."""
-    return _INDEX_NAME.fullmatch(name) is not None
-
-
+# As ``index2.local`` names them; its temporary files are swept by the index itself.
+_INDEX_NAME = re.compile(
+    r"[0-9A-Z]{26}-[0-9A-Z]{26}\.(?:rows|filter)|overlay|missing|lock-[a-z]+|[0-9a-f]{16}\.tmp"
+)
 _ENTRY_FILE = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX))
 
 
@@ -227,8 +223,8 @@ def _count_index(above: str, scan: TierScan) -> None:
             scan.foreign.append(namespace.path)
             continue
         files = []
-        for item in _below(namespace.path, _LEVELS, scan):
-            if is_index_name(item.path[len(namespace.path) + 1 :]):
+        for item in _items(namespace.path, scan):
+            if _INDEX_NAME.fullmatch(item.name):
                 _count(item, scan.index)
                 files.append(item.path)
             else:

@@ -22,12 +22,15 @@ from s3ec.tier.entries import Entries
 from s3ec.tier.entry_writer import EntryWriter
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import DiskErrors, Folders, is_full, make_folder
-from s3ec.tier.index_files import IndexFiles
 from s3ec.tier.ledger import Ledger
 from s3ec.tier.mounts import require_local
 from s3ec.tier.news import NewsReader, NewsWriter
 from s3ec.tier.residents import Residents, allowed_residents
 from s3ec.tier.spool import Spool
+
+# So long a file of the index waits for who evicts: a walk over a million entries takes about half a
+# minute.
+_ROOM_WAIT_S = 30.0
 
 
 class Tier:
@@ -180,14 +183,22 @@ class Tier:
         self.evictor.after_evicting(residents.close_evicted)
         return residents
 
-    def open_index(self) -> IndexFiles:
-        """Where this namespace's files of the index lie on this node.
+    @property
+    def index_folder(self) -> Path:
+        """Where this node's files of the namespace's index lie, which are no entries."""
+        return self.folders.index / self._namespace
+
+    def need_room(self, nbytes: int) -> None:
+        """Make room for a file that is no entry, and count it; blocking.
 
         Raises:
-            TierError: The tier is closed.
+            TierError: There will be no room, or the disk refused.
         """
-        self._require_open()
-        return IndexFiles(self.folders, self._namespace, self.writer, self.claims)
+        try:
+            self.evictor.need_room(nbytes, wait_s=_ROOM_WAIT_S)
+        except OSError as exc:
+            raise TierError(f"no room for {nbytes} bytes: {exc}") from exc
+        self.evictor.account(nbytes)
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -6,20 +6,20 @@ from __future__ import annotations
 import re
 
 import pytest
-
-from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.index.delete import (
     delete_chosen,
     delete_entries,
     remove_namespace,
 )
 from s3ec.index.rebuild import verify
+from tests.unit.index.basics import LAYOUT, key_of
+from tests.unit.index.manifests import put_object
+
+from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import Configure
-from tests.unit.index.basics import LAYOUT, key_of
-from tests.unit.index.manifests import put_object
 
 ENTRIES = 1010  # a request takes 1000
 KEYS = [key_of(("deletion", number)) for number in range(ENTRIES)]

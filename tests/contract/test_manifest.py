@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import pytest
-
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.compaction import compact
 from s3ec.index.manifest import take_snapshot
 from s3ec.index.rebuild import rebuild, verify
 from s3ec.index.rows import EntryInfo
+from tests.unit.index.basics import LAYOUT, key_of
+from tests.unit.index.manifests import put_delta, put_object, ulid_of, view
+
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.s3 import ObstoreStore
 from tests.contract.conftest import Configure, Transport
-from tests.unit.index.basics import LAYOUT, key_of
-from tests.unit.index.manifests import put_delta, put_object, ulid_of, view
 
 PAGE = 1000
 

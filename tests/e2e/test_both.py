@@ -15,14 +15,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from s3ec.index.rows import merge
+from s3ec.index.segment import parse_segment
 
 from s3ec import codec
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, V2_RUNNER
 from s3ec.identity import Layout, digest_of_name, is_namespace_name, make_key
-from s3ec.index.rows import merge
-from s3ec.index.segment import parse_segment
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     BOTH,

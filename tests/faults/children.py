@@ -29,13 +29,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-import s3ec.node
-from s3ec.errors import S3ECError, TierError, UnavailableError
-from s3ec.identity import Key
 from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.compaction import compact
 from s3ec.index.delete import delete_entries
+
+import s3ec.node
+from s3ec.errors import S3ECError, TierError, UnavailableError
+from s3ec.identity import Key
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Limits
 from tests.faults.embeddings import LAYOUT, ROWS, body_at, identifier_at, key_at

@@ -18,6 +18,7 @@ from s3ec.index.manifest import Ulids
 from s3ec.index.rebuild import Verified, rebuild, verify
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment
+
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchResult
 from s3ec.settings import Settings

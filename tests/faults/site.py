@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from s3ec.index.segment import parse_segment
+
 from s3ec.counters import Counters
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Stall, StallUpload
 from s3ec.identity import digest_of_name
-from s3ec.index.segment import parse_segment
 from s3ec.testing.server import LocalS3
 from s3ec.tier import Tier
 from tests.faults.embeddings import LAYOUT, NAMESPACE, RECORD, body_at, key_at, spooled_below

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from s3ec.index.missing import NEGATIVE_TTL_S
+from s3ec.index.reader import ManifestIndex
 
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.dev.rigs.proxy import FaultProxy
-from s3ec.index.missing import NEGATIVE_TTL_S
-from s3ec.index.reader import ManifestIndex
 from s3ec.node import Node
 from s3ec.testing.server import LocalS3
 from tests.faults.embeddings import ROWS, identifier_at, key_at

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from s3ec.index.rows import EntryInfo
 
 from s3ec.dev.rigs.proxy import Exchange, Fault, Rule
 from s3ec.dev.rigs.proxy_faults import Cut, Endless, Flip, Replace, html_page
-from s3ec.index.rows import EntryInfo
 from s3ec.prefetch import FetchOutcome
 from tests.faults.embeddings import (
     LAYOUT,

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from s3ec.dev.rigs.proxy import FaultProxy
-from s3ec.identity import Namespace
 from s3ec.index import bloom, cache, follower, manifest
 from s3ec.index.rows import EntryInfo, Rows
 from s3ec.index.segment import encode_segment
+
+from s3ec.dev.rigs.proxy import FaultProxy
+from s3ec.identity import Namespace
 from s3ec.prefetch import FetchOutcome
 from s3ec.safetensors_file import encode_columns
 from s3ec.testing.server import LocalS3

@@ -11,10 +11,10 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-
-from s3ec.identity import Key, Layout, digest_of_name
 from s3ec.index import listing, segment
 from s3ec.index.listing import list_digests, read_listing
+
+from s3ec.identity import Key, Layout, digest_of_name
 from s3ec.runtime import LoopThread
 from s3ec.settings import Settings
 from s3ec.store.base import Store

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from s3ec.index.delete import delete_entries
 
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
-from s3ec.index.delete import delete_entries
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3

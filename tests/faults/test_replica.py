@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from s3ec.index import follower, manifest, reader
 
 from s3ec import modality
-from s3ec.index import follower, manifest, reader
 from s3ec.node import Node
 from s3ec.testing.server import LocalS3
 from tests.faults.embeddings import LAYOUT, key_at

@@ -19,13 +19,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from s3ec.index.missing import BAD_OBJECT_TTL_S
+from s3ec.index.rows import EntryInfo
 
 from s3ec import codec
 from s3ec.connector import saves
 from s3ec.connector.messages import Save
 from s3ec.identity import Key
-from s3ec.index.missing import BAD_OBJECT_TTL_S
-from s3ec.index.rows import EntryInfo
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock

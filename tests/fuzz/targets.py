@@ -16,6 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from s3ec.index.bloom import Bloom
+from s3ec.index.manifest import parse_head
+from s3ec.index.segment import Segment, parse_segment
+
 from s3ec import codec
 from s3ec.config import CONFIG_FILE_VARIABLE, load_settings
 from s3ec.corpus.catalog_file import decode_part, encode_part, to_rows
@@ -32,9 +36,6 @@ from s3ec.identity import (
     make_key,
     modality_name,
 )
-from s3ec.index.bloom import Bloom
-from s3ec.index.manifest import parse_head
-from s3ec.index.segment import Segment, parse_segment
 from s3ec.middleware.client_ids import BodyError, rewrite
 from s3ec.modality import parse_record
 from s3ec.safetensors_file import seal

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from s3ec.index import compaction
+from s3ec.index.base_writer import temporary_folder
+from tests.unit.index.basics import NAMESPACE, key_of
+from tests.unit.index.corpus import Corpus, rows_of
 
 from s3ec.config import load_settings
 from s3ec.errors import UnavailableError
 from s3ec.identity import Layout, Namespace
-from s3ec.index import compaction
-from s3ec.index.base_writer import temporary_folder
 from s3ec.node import Node, destination_of, refresh_pause_s
 from s3ec.store.endpoint import Breaker
 from s3ec.testing.memory_store import MemoryStore
@@ -24,8 +26,6 @@ from s3ec.tier.inspection import Inspection
 from tests.support.file_calls import open_below
 from tests.support.on_disk import audit_of, running_total
 from tests.support.waiting import eventually
-from tests.unit.index.basics import NAMESPACE, key_of
-from tests.unit.index.corpus import Corpus, rows_of
 from tests.unit.tier.cases import (
     DESTINATION,
     child,

@@ -17,16 +17,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from s3ec.index.base import Index
+from s3ec.index.cache import IndexCache
+from s3ec.index.reader import ManifestIndex
+from s3ec.index.rows import EntryInfo
+from tests.unit.index.basics import key_of
+from tests.unit.index.fake import FakeIndex
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout
-from s3ec.index.base import Index
-from s3ec.index.cache import IndexCache
-from s3ec.index.reader import ManifestIndex
-from s3ec.index.rows import EntryInfo
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import (
     FetchOutcome,
@@ -46,8 +48,6 @@ from tests.support.file_calls import file_calls_of
 from tests.support.finite import FINITE
 from tests.support.on_disk import audit_of, evict, usage_of
 from tests.support.waiting import eventually
-from tests.unit.index.basics import key_of
-from tests.unit.index.fake import FakeIndex
 
 NAMESPACE = "gemma-0123456789abcdef"
 LAYOUT = Layout(NAMESPACE)

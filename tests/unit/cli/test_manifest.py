@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from s3ec.index.rows import EntryInfo
+from tests.unit.index.manifests import delta_bytes, ulid_of
 
 from s3ec.identity import Layout, make_key
-from s3ec.index.rows import EntryInfo
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash
-from tests.unit.index.manifests import delta_bytes, ulid_of
 
 
 def announce(corpus: Corpus, namespace: str, number: int, *identifiers: str) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from s3ec.index.manifest import Ulids
+from s3ec.index.rows import EntryInfo, Rows, Tombstone
+from s3ec.index.segment import encode_segment, parse_segment
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
@@ -17,9 +20,6 @@ from s3ec.connector import uploads
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key
-from s3ec.index.manifest import Ulids
-from s3ec.index.rows import EntryInfo, Rows, Tombstone
-from s3ec.index.segment import encode_segment, parse_segment
 from s3ec.modality import SETTLED_S
 from s3ec.testing.fault_store import Fault, Gate
 from tests.support.clock import Clock

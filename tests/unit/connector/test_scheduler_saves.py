@@ -7,10 +7,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from s3ec.index.missing import BAD_OBJECT_TTL_S
+from tests.unit.index.corpus import Corpus, Reader, rows_of
 
 from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
 from s3ec.connector.messages import Save, WorkerReport
-from s3ec.index.missing import BAD_OBJECT_TTL_S
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import (
     World,
@@ -20,7 +21,6 @@ from tests.unit.connector.scheduling import (
     key_of,
     request,
 )
-from tests.unit.index.corpus import Corpus, Reader, rows_of
 
 
 def test_what_is_encoded_and_not_stored_is_saved_with_its_placeholder() -> None:

@@ -9,6 +9,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
 import pytest
+from s3ec.index.base_writer import BuildOptions
+from s3ec.index.compaction import compact
+from s3ec.index.rows import EntryInfo
+from tests.unit.index.manifests import put_delta, view
 
 from s3ec.corpus import deep_check
 from s3ec.corpus.audit import Audit, audit
@@ -24,16 +28,12 @@ from s3ec.errors import (
     UnavailableError,
 )
 from s3ec.identity import Layout, Namespace, make_key
-from s3ec.index.base_writer import BuildOptions
-from s3ec.index.compaction import compact
-from s3ec.index.rows import EntryInfo
 from s3ec.store import base
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.waiting import reached
 from tests.unit.cli.corpus import MODEL, content_hash, entry_bytes
-from tests.unit.index.manifests import put_delta, view
 
 NAMESPACE = Namespace.from_descriptor(MODEL)
 LAYOUT = Layout(NAMESPACE.name)

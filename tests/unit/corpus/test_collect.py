@@ -7,19 +7,19 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
+from s3ec.index import listing
+from tests.unit.index.basics import LAYOUT
 
 from s3ec.corpus.catalog import append_rows, read_table
 from s3ec.corpus.collect import Choice, Rules, choose, collect, collect_garbage
 from s3ec.errors import ConfigError, UnavailableError
 from s3ec.identity import make_key
-from s3ec.index import listing
 from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.waiting import reached
 from tests.unit.cli.corpus import content_hash
 from tests.unit.corpus.test_audit import rows_for
-from tests.unit.index.basics import LAYOUT
 
 IDS = [content_hash(f"page {number}") for number in range(8)]
 LORA = [f"my-lora:{content_hash(f'page {number}')}" for number in range(2)]

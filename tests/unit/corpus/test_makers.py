@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from tests.unit.index.basics import LAYOUT
 
 from s3ec.corpus.catalog import append_rows, read_table
 from s3ec.corpus.collect import Collection, Rules, collect_garbage
@@ -16,7 +17,6 @@ from s3ec.testing.fault_store import FaultStore
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.cli.corpus import content_hash, entry_bytes
 from tests.unit.corpus.test_audit import row_of
-from tests.unit.index.basics import LAYOUT
 
 NOW_S = 1_700_000_000.0
 HOUR_S = 3600.0

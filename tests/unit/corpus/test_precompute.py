@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from s3ec.index.manifest import Ulids
+from s3ec.index.rows import EntryInfo
+from tests.unit.index.manifests import delta_bytes
 
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus
@@ -27,8 +30,6 @@ from s3ec.corpus.sources import SourceItem, open_source
 from s3ec.decoding import has_transparent_colour
 from s3ec.errors import AccessError, ConfigError, SourceError
 from s3ec.identity import Layout, Namespace, make_key
-from s3ec.index.manifest import Ulids
-from s3ec.index.rows import EntryInfo
 from s3ec.store.base import Store
 from s3ec.tenant import Tenant
 from s3ec.testing.fault_store import Fault, FaultStore, Script
@@ -36,7 +37,6 @@ from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.support.pdfs import make_pdf
 from tests.support.waiting import eventually
 from tests.unit.cli.corpus import MODEL, entry_bytes
-from tests.unit.index.manifests import delta_bytes
 from tests.versions.odd_pictures import ODD
 
 NAMESPACE = Namespace.from_descriptor(MODEL)

@@ -187,9 +187,10 @@ def adopt(root: Path) -> None:
 def fork(root: Path) -> None:
     """Fork a node's process while a thread has locked all there is; the child ends in order."""
     # Not above: most of these processes need none of it.
+    from s3ec.index.base_writer import temporary_folder
+
     from s3ec.config import load_settings
     from s3ec.identity import Namespace
-    from s3ec.index.base_writer import temporary_folder
     from s3ec.node import Node
     from s3ec.store import endpoint
 
