@@ -65,7 +65,20 @@ def time_s(ulid: str) -> float:
 
 def first_ulid(at_s: float) -> str:
     """The smallest name of a millisecond: names made then or later are not below it."""
-    return _spell(min(max(int(at_s * 1000), 0), _MAX_MS), 0)
+    return _spell(min(max(int(at_s * 1000), 0), _MAX_MS) << _RANDOM_BITS)
+
+
+def number_of(ulid: str) -> int:
+    """A name as a number of 128 bits."""
+    value = 0
+    for digit in ulid:
+        value = value << 5 | _VALUE[digit]
+    return value
+
+
+def ulid_of(number: int) -> str:
+    """The name that number_of makes this of."""
+    return _spell(number)
 
 
 def window_start_s(ulid: str) -> int:
@@ -113,15 +126,41 @@ class SnapshotName:
         return cls(match[2], match[1])
 
 
+async def list_snapshots(store: Store, layout: Layout) -> list[tuple[SnapshotName, ObjectInfo]]:
+    """All snapshots, the newest first. Names that no server's clock made are left out.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    prefix = snapshots_prefix(layout)
+    found = []
+    async for info in store.list(prefix):
+        name = SnapshotName.parse(info.name.removeprefix(prefix))
+        if name is not None and not is_ahead(max(name.ulid, name.listed), info):
+            found.append((name, info))
+    return sorted(found, key=lambda each: each[0], reverse=True)
+
+
 class Names:
     """Makes ULIDs of one writer. Each is greater than the one before, whatever the clock does.
 
     Not thread-safe. The first half of a name's random bits is the writer's own, so that readers
     can count writers.
+
+    Attributes:
+        writer: That half.
     """
 
-    def __init__(self, *, random_bits: Callable[[int], int] = secrets.randbits) -> None:
-        self._writer = random_bits(_WRITER_BITS) << (_RANDOM_BITS - _WRITER_BITS)
+    def __init__(
+        self, *, of: Names | None = None, random_bits: Callable[[int], int] = secrets.randbits
+    ) -> None:
+        """Set up.
+
+        Args:
+            of: The same writer's before its clock was set; those may have been ahead.
+        """
+        self.writer: int = of.writer if of else random_bits(_WRITER_BITS)
         self._random_bits = random_bits
         self._ms = -1
         self._low = 0
@@ -142,7 +181,7 @@ class Names:
         if self._low >> (_RANDOM_BITS - _WRITER_BITS):
             ms, self._low = ms + 1, 0
         self._ms = ms
-        return _spell(ms, self._writer | self._low)
+        return _spell(ms << _RANDOM_BITS | self.writer << (_RANDOM_BITS - _WRITER_BITS) | self._low)
 
 
 class ServerClock:
@@ -192,6 +231,5 @@ class ServerClock:
         self._ahead_s = (date_s or self._wall_clock()) - self._clock()
 
 
-def _spell(ms: int, random: int) -> str:
-    value = ms << _RANDOM_BITS | random
+def _spell(value: int) -> str:
     return "".join(_DIGITS[value >> shift & 31] for shift in range(125, -1, -5))

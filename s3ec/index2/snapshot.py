@@ -12,23 +12,23 @@ More rows than fit into memory are spilled to files by leading bits, and merged 
 
 from __future__ import annotations
 
+import mmap
 import os
+import tempfile
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from s3ec import safetensors_file
-from s3ec.errors import CorruptEntryError
+from s3ec.errors import CorruptEntryError, TierError
 from s3ec.safetensors_file import FileHeader
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array: TypeAlias = npt.NDArray[Any]
+Array: TypeAlias = npt.NDArray[Any]
 
 KIND = "rows-2"
 MAX_ROWS = 2**27
@@ -294,6 +294,16 @@ class Segment:
             stop = int(np.searchsorted(self.rows.hi, np.uint64((number + 1) << width)))
         return self.rows.select(slice(start, stop))
 
+    def blob(self) -> memoryview:
+        """The bytes of its file; empty for rows of memory."""
+        return memoryview(b"") if self._blob is None else self._blob
+
+    def forget_pages(self) -> None:
+        """Give the mapped pages back to the system: what is read once does not stay in memory."""
+        whole = self._blob.obj if self._blob is not None else None
+        if isinstance(whole, mmap.mmap):
+            whole.madvise(mmap.MADV_DONTNEED)
+
     def check(self) -> None:
         """Read everything: checksum, order and fences.
 
@@ -336,3 +346,177 @@ def checked_columns(
     if places["fences"].count != (1 << slot_bits(entries)) + 1:
         raise CorruptEntryError(f"{name}: fences do not fit", reason="shape")
     return {column: place.of(whole) for column, place in places.items()}
+
+
+# -- more rows than fit into memory ----------------------------------------------------------------
+
+_RUN_ROWS = 2**19  # in memory before they are written: 20 bytes each, three times while sorted
+_PART_SHIFT = 64 - (PARTS.bit_length() - 1)
+
+
+class Spill:
+    """Collects rows of any order and number, and gives them back part by part.
+
+    They lie in a file without a name, which ends with the process. Blocking.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Opens the file.
+
+        Args:
+            folder: Where; None for the system's place.
+
+        Raises:
+            TierError: The disk refused.
+        """
+        self._file = anonymous_file(folder)
+        self._waiting: list[Rows] = []
+        self._waiting_rows = 0
+        self._runs: list[tuple[int, Array]] = []  # first row in the file, first row of each part
+        self._rows = 0
+
+    def add(self, rows: Rows) -> None:
+        """Take some rows; later ones win.
+
+        Raises:
+            TierError: The disk did not take them.
+        """
+        self._waiting.append(rows)
+        self._waiting_rows += len(rows)
+        if self._waiting_rows >= _RUN_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. Raises as add."""
+        if not self._waiting_rows:
+            return
+        rows = merge(self._waiting)
+        self._waiting, self._waiting_rows = [], 0
+        table = np.empty(len(rows), _ROW)
+        table["hi"], table["lo"], table["nbytes"] = rows.hi, rows.lo, rows.nbytes
+        starts = np.arange(PARTS, dtype="<u8") << np.uint64(_PART_SHIFT)
+        bounds = np.append(np.searchsorted(rows.hi, starts), len(rows))
+        try:
+            self._file.seek(self._rows * _ROW.itemsize)
+            self._file.write(table.data.cast("B"))
+            self._file.flush()
+        except OSError as exc:
+            raise TierError(f"cannot write a temporary file: {exc}") from exc
+        self._runs.append((self._rows, bounds))
+        self._rows += len(rows)
+
+    def part(self, number: int) -> list[Rows]:
+        """What was added of one part, in the order in which it came; for ``merge``.
+
+        Raises:
+            TierError: The disk refused.
+        """
+        self.flush()
+        found = []
+        for first, bounds in self._runs:
+            count = int(bounds[number + 1] - bounds[number])
+            if count:
+                offset = (first + int(bounds[number])) * _ROW.itemsize
+                table = read_array(self._file, _ROW, count, offset)
+                found.append(
+                    Rows(*(np.ascontiguousarray(table[name]) for name in ("hi", "lo", "nbytes")))
+                )
+        return found
+
+    def close(self) -> None:
+        """Free the disk."""
+        self._file.close()
+
+
+def anonymous_file(folder: Path | None) -> BinaryIO:
+    """A file without a name. Raises TierError where the disk refuses."""
+    try:
+        return tempfile.TemporaryFile(dir=folder)
+    except OSError as exc:
+        raise TierError(f"cannot make a temporary file: {exc}") from exc
+
+
+def read_array(file: BinaryIO, kind: Any, count: int, offset: int) -> Array:
+    """Some items of a file, from an offset in bytes; TierError where it ends early."""
+    kind = np.dtype(kind)
+    body = os.pread(file.fileno(), count * kind.itemsize, offset)
+    if len(body) != count * kind.itemsize:
+        raise TierError("a temporary file is shorter than what was written to it")
+    return np.frombuffer(body, kind)
+
+
+def write_rows(
+    file: BinaryIO,
+    namespace: str,
+    parts: Iterable[Rows],
+    folder: Path | None,
+    write_filter: Callable[[int, Iterable[tuple[Array, Array]]], None],
+) -> int:
+    """Write a whole file of rows that come part by part, each sorted, and one behind the other.
+
+    The disk holds everything twice meanwhile; memory a part.
+
+    Args:
+        file: Empty.
+        parts: By rising digests.
+        folder: For temporary files.
+        write_filter: Gets the number of rows, and first and second halves of them in chunks.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        CorruptEntryError: There are too many.
+        TierError: The disk refused.
+    """
+    kinds = dict(list(_COLUMNS.items())[:3])
+    columns = {name: anonymous_file(folder) for name in kinds}
+    try:
+        count = 0
+        for rows in parts:
+            for name, values in zip(columns, (rows.hi, rows.lo, rows.nbytes), strict=True):
+                columns[name].write(np.ascontiguousarray(values, kinds[name]).data)
+            count += len(rows)
+        if count > MAX_ROWS:
+            raise CorruptEntryError(f"{count} rows are over the limit", reason="size")
+        for column in columns.values():
+            column.flush()
+
+        def chunks(name: str) -> Iterator[Array]:
+            kind = np.dtype(kinds[name])
+            for start in range(0, count, CHUNK_ROWS):
+                some = min(CHUNK_ROWS, count - start)
+                yield read_array(columns[name], kind, some, start * kind.itemsize)
+
+        bits = slot_bits(count)
+        counted = np.zeros((1 << bits) + 1, "<u4")
+        for hi in chunks("digest_hi"):
+            slots = (hi >> np.uint64(64 - bits)).astype(np.intp) if bits else np.zeros(len(hi), int)
+            first = int(slots[0])
+            found = np.bincount(slots - first)
+            counted[first + 1 : first + 1 + len(found)] += found.astype("<u4")
+        fences = np.cumsum(counted, dtype="<u4")
+        running, tensors, at = safetensors_file.running_checksum(), {}, 0
+        for name, kind in _COLUMNS.items():
+            items = len(fences) if name == "fences" else count
+            nbytes = items * np.dtype(kind).itemsize
+            spelling = "U64" if kind == "<u8" else "U32"
+            tensors[name] = {"dtype": spelling, "shape": [items], "data_offsets": [at, at + nbytes]}
+            at += nbytes
+            for piece in chunks(name) if name in columns else [fences]:
+                running.update(piece.data)
+        metadata = {"s3ec": KIND, "namespace": namespace, "entries": str(count)}
+        metadata["xxh3"] = running.hexdigest()
+        file.write(safetensors_file.encode_header(metadata, tensors))
+        for name in columns:
+            for piece in chunks(name):
+                file.write(piece.data)
+        file.write(fences.data)
+        file.flush()
+        write_filter(count, zip(chunks("digest_hi"), chunks("digest_lo"), strict=True))
+        return count
+    except OSError as exc:
+        raise TierError(f"cannot write a temporary file: {exc}") from exc
+    finally:
+        for column in columns.values():
+            column.close()

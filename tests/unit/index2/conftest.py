@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket with a clock of its own, and readers that are closed at the end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.index2.corpus import Corpus, Reader
+
+
+@pytest.fixture
+def corpus() -> Corpus:
+    return Corpus()
+
+
+@pytest.fixture
+async def make_reader(corpus: Corpus, tmp_path: Path) -> AsyncIterator[Callable[..., Reader]]:
+    """Make readers of one bucket, by default all on one folder."""
+    made: list[Reader] = []
+
+    def make(folder: str = "node", **options: Any) -> Reader:
+        made.append(Reader(corpus, tmp_path / folder, **options))
+        return made[-1]
+
+    yield make
+    for reader in made:
+        await reader.close()
+
+
+@pytest.fixture
+def reader(make_reader: Callable[..., Reader]) -> Reader:
+    return make_reader()

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reader finds, by its snapshot, deltas, and what its own process did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from s3ec.errors import UnavailableError
+from s3ec.index2.names import NEVER, deltas_prefix, snapshots_prefix
+from s3ec.index2.reader import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S, SNAPSHOTS_EVERY
+from s3ec.testing.fault_store import Fault
+from tests.unit.index2.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
+
+MakeReader = Callable[..., Reader]
+
+
+async def test_a_new_reader_finds_nothing(reader: Reader) -> None:
+    assert reader.holds("a") == []
+    assert not reader.index.loaded
+    assert reader.index.nbytes(key_of("a")) is None
+    assert reader.index.answered_s() is None
+
+
+async def test_an_empty_bucket_is_loaded(reader: Reader) -> None:
+    await reader.refresh()
+    assert reader.index.loaded
+    assert reader.holds("a") == []
+
+
+async def test_rows_of_snapshot_and_deltas_are_found(corpus: Corpus, reader: Reader) -> None:
+    corpus.snapshot(*range(1000))
+    corpus.delta("a", "b", nbytes=7)
+    await reader.refresh()
+    assert reader.holds(*range(1000)) == list(range(1000))
+    assert reader.holds("a", "b", "c", 1001) == ["a", "b"]
+    assert reader.index.nbytes(key_of("a")) == 7
+    assert reader.index.nbytes(key_of(5)) == 5
+    assert reader.index.nbytes(key_of("c")) is None
+    assert reader.index.counts()[:4] == (1, 2, 2, 1000)
+
+
+async def test_news_is_found_by_the_next_refresh(corpus: Corpus, reader: Reader) -> None:
+    await reader.refresh()
+    corpus.delta("a")
+    reader.pass_time(REFRESH_S)
+    await reader.refresh(now=False)
+    assert reader.holds("a") == ["a"]
+
+
+async def test_a_look_costs_one_list_and_a_get_for_each_new_delta(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.snapshot(1)
+    corpus.delta("a")
+    await reader.refresh()
+    await reader.refresh(now=False)
+    before = dict(reader.store.calls)
+    for number in range(SNAPSHOTS_EVERY - 3):
+        corpus.delta(f"x{number}")
+        reader.pass_time(REFRESH_S)
+        await reader.refresh(now=False)
+    calls = reader.store.calls
+    assert calls["list"] - before["list"] == SNAPSHOTS_EVERY - 3
+    assert calls["get"] - before["get"] == SNAPSHOTS_EVERY - 3
+
+
+async def test_the_greatest_listed_counts_before_the_ulid(corpus: Corpus, reader: Reader) -> None:
+    old, listed = corpus.ulid(ago_s=3000), corpus.ulid(ago_s=2000)
+    corpus.snapshot("a", "deleted", listed=old, ulid=corpus.ulid(ago_s=100))
+    corpus.snapshot("a", ulid=listed)
+    await reader.refresh()
+    assert reader.holds("a", "deleted") == ["a"]
+    assert reader.index.counts().snapshot.listed == listed
+
+
+async def test_a_listing_that_ends_late_replaces_the_unions_made_meanwhile(
+    corpus: Corpus, reader: Reader
+) -> None:
+    begun = corpus.ulid()
+    reader.pass_time(500)
+    corpus.delta("meanwhile")
+    corpus.snapshot("gone", listed=NEVER)
+    reader.pass_time(500)
+    await reader.refresh()
+    assert reader.holds("gone", "meanwhile") == ["gone", "meanwhile"]
+    corpus.snapshot("a", ulid=begun)
+    await reader.refresh()
+    assert reader.holds("a", "gone", "meanwhile") == ["a", "meanwhile"]
+
+
+async def test_deltas_of_fifteen_minutes_before_a_snapshot_count(
+    corpus: Corpus, reader: Reader
+) -> None:
+    name = corpus.snapshot("a")
+    corpus.delta("within", ago_s=890)
+    corpus.delta("before", ago_s=910)
+    await reader.refresh()
+    assert reader.holds("a", "within", "before") == ["a", "within"]
+    assert name.ulid == reader.index.counts().snapshot.ulid
+
+
+async def test_rows_of_old_deltas_go_with_a_new_snapshot(corpus: Corpus, reader: Reader) -> None:
+    corpus.delta("deleted")
+    await reader.refresh()
+    assert reader.holds("deleted") == ["deleted"]
+    reader.pass_time(1000)
+    corpus.snapshot("a")
+    corpus.delta("b")
+    await reader.refresh()
+    assert reader.holds("a", "b", "deleted") == ["a", "b"]
+    assert len(reader.index.counts()) == 5
+
+
+async def test_new_snapshots_are_looked_for_at_every_thirtieth_look(
+    corpus: Corpus, reader: Reader
+) -> None:
+    await reader.refresh()
+    corpus.snapshot("a")
+    looks = 1
+    while reader.holds("a") == [] and looks < 100:
+        reader.pass_time(REFRESH_S)
+        await reader.refresh(now=False)
+        if reader.index._fetch is not None:
+            await reader.index._fetch
+        looks += 1
+    assert looks == SNAPSHOTS_EVERY + 2  # the download ends, and the next refresh opens it
+
+
+@pytest.mark.parametrize("ahead_s", [100.0, 3.2e7])
+async def test_names_that_no_server_made_are_left_out(
+    corpus: Corpus, reader: Reader, ahead_s: float
+) -> None:
+    corpus.snapshot("a", ulid=corpus.ulid(ago_s=60))
+    corpus.snapshot("snapshot", ulid=corpus.ulid(ago_s=-ahead_s))
+    corpus.delta("delta", ago_s=-ahead_s)
+    await reader.refresh()
+    assert reader.holds("a", "snapshot", "delta") == ["a"]
+    assert reader.index.newest < corpus.ulid(ago_s=-1)
+
+
+async def test_what_this_process_stored_is_found_at_once(reader: Reader) -> None:
+    reader.index.add(key_of("a"), 9)
+    assert reader.holds("a", "b") == ["a"]
+    assert reader.index.nbytes(key_of("a")) == 9
+    assert not reader.index.is_announced(key_of("a"))
+
+
+async def test_what_a_delta_tells_is_announced(corpus: Corpus, reader: Reader) -> None:
+    reader.index.add(key_of("a"), 9)
+    corpus.delta("a", nbytes=8)
+    await reader.refresh()
+    assert reader.index.is_announced(key_of("a"))
+    assert reader.index.nbytes(key_of("a")) == 8
+
+
+async def test_a_missing_key_is_denied_for_a_minute(corpus: Corpus, reader: Reader) -> None:
+    corpus.snapshot("a", "b")
+    await reader.refresh()
+    reader.index.mark_missing(key_of("a"), absent=True)
+    assert reader.holds("a", "b") == ["b"]
+    assert reader.index.nbytes(key_of("a")) is None
+    assert not reader.index.is_announced(key_of("a"))
+    assert reader.counters.get("index.vanished") == 1
+    reader.pass_time(NEGATIVE_TTL_S - 1)
+    assert reader.holds("a") == []
+    reader.pass_time(1)
+    assert reader.holds("a") == ["a"]
+
+
+async def test_a_missing_key_is_believed_when_a_delta_names_it(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.delta("a", "b")
+    await reader.refresh()
+    reader.index.mark_missing(key_of("a"), absent=True)
+    reader.index.mark_missing(key_of("b"), absent=True)
+    reader.pass_time(2)
+    corpus.delta("a")
+    await reader.refresh()
+    assert reader.holds("a", "b") == ["a"]
+
+
+async def test_a_missing_key_is_believed_when_it_is_stored_here(reader: Reader) -> None:
+    reader.index.mark_missing(key_of("a"))
+    reader.index.add(key_of("a"))
+    assert reader.holds("a") == ["a"]
+
+
+async def test_a_bad_key_is_denied_for_an_hour_whatever_a_delta_says(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.delta("a")
+    await reader.refresh()
+    reader.index.mark_bad(key_of("a"))
+    reader.pass_time(5)
+    corpus.delta("a")
+    await reader.refresh()
+    assert reader.holds("a") == []
+    assert reader.index.is_bad(key_of("a"))
+    reader.pass_time(BAD_OBJECT_TTL_S)
+    assert reader.holds("a") == ["a"]
+
+
+async def test_one_fetch_in_a_hundred_that_finds_nothing_asks_for_a_listing(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.snapshot(*range(100))
+    await reader.refresh()
+    for _ in range(3000):
+        reader.index.mark_present(key_of(99))
+    for number in range(30):
+        reader.index.mark_missing(key_of(number), absent=True)
+    assert not reader.index.wants_listing
+    for number in range(30, 40):
+        reader.index.mark_missing(key_of(number), absent=True)
+    assert reader.index.wants_listing
+    corpus.snapshot(*range(40, 100))
+    await reader.refresh()
+    assert not reader.index.wants_listing
+
+
+async def test_many_keys_of_this_process_are_all_found(corpus: Corpus, reader: Reader) -> None:
+    for number in range(2000):
+        reader.index.add(key_of(number))
+    assert len(reader.holds(*range(2000))) == 2000
+    await reader.refresh()
+    assert len(reader.holds(*range(2000))) == 2000
+    for number in range(1000):
+        reader.index.mark_missing(key_of(number))
+    assert len(reader.holds(*range(2000))) == 1000
+
+
+async def test_an_outage_keeps_what_is_known(corpus: Corpus, reader: Reader) -> None:
+    corpus.snapshot("a")
+    await reader.refresh()
+    fault = reader.fault(Fault(op="list", error=UnavailableError))
+    reader.pass_time(REFRESH_S)
+    with pytest.raises(UnavailableError):
+        await reader.refresh()
+    assert reader.holds("a") == ["a"]
+    age_s = reader.index.answered_s()
+    assert age_s is not None
+    assert age_s >= REFRESH_S
+    fault.times = fault.struck
+    await reader.refresh()
+    assert reader.index.answered_s() == 0
+
+
+async def test_one_delta_that_cannot_be_had_keeps_back_no_other(
+    corpus: Corpus, reader: Reader
+) -> None:
+    ulid = corpus.delta("a")
+    corpus.delta("b")
+    fault = reader.fault(Fault(op="get", name=ulid, error=UnavailableError, times=1))
+    with pytest.raises(UnavailableError):
+        await reader.refresh()
+    assert reader.holds("a", "b") == ["b"]
+    assert fault.struck == 1
+    await reader.refresh()
+    assert reader.holds("a", "b") == ["a", "b"]
+
+
+async def test_writers_are_counted_by_their_names(corpus: Corpus, reader: Reader) -> None:
+    assert reader.index.writers == 1
+    for number in range(5):
+        corpus.delta(number, ago_s=number + 1.0)
+    corpus.delta("old", ago_s=1200)
+    await reader.refresh()
+    assert reader.index.writers == 5
+
+
+async def test_foreign_files_below_the_manifest_do_not_stop_a_reader(
+    corpus: Corpus, reader: Reader
+) -> None:
+    for name in ("README", "delta/", "delta/x", "snapshot/x", "claim/x"):
+        corpus.put(f"{LAYOUT.manifest}v2/{name}", b"hello")
+    corpus.put(f"{LAYOUT.manifest}head/000000000001.json", b"{}")
+    corpus.put(snapshots_prefix(LAYOUT) + "a" * 53, b"hello")
+    corpus.put(deltas_prefix(LAYOUT) + corpus.ulid() + ".safetensors", b"hello")
+    corpus.delta("a")
+    await reader.refresh()
+    assert reader.holds("a") == ["a"]
+    assert reader.counters.get("index.refused") == 0
