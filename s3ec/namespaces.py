@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The namespaces of a bucket: which there are, what is in one, which is meant, why two differ."""
+"""The namespaces of a bucket: which there are, which one is meant, and why two of them differ."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from s3ec.counters import Report, unreported
-from s3ec.errors import (
-    AmbiguousError,
-    ConfigError,
-    ConflictError,
-    CorruptEntryError,
-    NotFoundError,
-)
+from s3ec.errors import AmbiguousError, ConfigError, CorruptEntryError, NotFoundError
 from s3ec.identity import (
     DESCRIPTOR_BYTES,
     FORMAT_VERSION,
@@ -26,9 +18,8 @@ from s3ec.identity import (
     is_object_name,
 )
 from s3ec.safetensors_file import plain_json
-from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
+from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
-from s3ec.store.open import probe_name
 
 _SHOWN_CHOICES = 20
 _ABSENT = "(not there)"
@@ -145,190 +136,6 @@ async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool)
         entries=None if sizes is None else len(sizes),
         nbytes=None if sizes is None else sum(sizes),
     )
-
-
-# -- a whole one ----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Contents:
-    """What a namespace holds.
-
-    Attributes:
-        entries: Objects below ``objects/``.
-        entry_nbytes: Their size.
-        index_files: Objects of the index.
-        index_nbytes: Their size.
-        records: ``namespace.json`` and what is below ``modality/`` and ``catalog/``.
-        others: Objects that s3ec did not put there.
-        nbytes: Size of everything.
-        stored_s: When an entry or a record was last written, by the server's clock; 0 where it
-            does not say.
-    """
-
-    entries: int = 0
-    entry_nbytes: int = 0
-    index_files: int = 0
-    index_nbytes: int = 0
-    records: int = 0
-    others: int = 0
-    nbytes: int = 0
-    stored_s: float = 0.0
-
-    @property
-    def objects(self) -> int:
-        """How many objects there are in all."""
-        return self.entries + self.index_files + self.records + self.others
-
-    def idle_s(self, now_s: float) -> float | None:
-        """Seconds since something was stored, None where the store does not say."""
-        return now_s - self.stored_s if self.stored_s else None
-
-    def add(self, layout: Layout, info: ObjectInfo) -> None:
-        """Count one object.
-
-        The index is no sign of life: snapshots are written there by whoever reads and writes.
-        """
-        self.nbytes += info.nbytes
-        if info.name.startswith(layout.manifest):
-            self.index_files += 1
-            self.index_nbytes += info.nbytes
-            return
-        self.stored_s = max(self.stored_s, info.modified_s)
-        if info.name.startswith(layout.objects):
-            self.entries += 1
-            self.entry_nbytes += info.nbytes
-        elif info.name == layout.descriptor or info.name.startswith(
-            (layout.modalities, layout.catalog)
-        ):
-            self.records += 1
-        else:
-            self.others += 1
-
-
-async def survey(store: Store, layout: Layout, *, report: Report = unreported) -> Contents:
-    """Count what is in a namespace; if that is much, by listing 16 of its folders at a time.
-
-    Args:
-        report: Told how many objects were counted.
-
-    Raises:
-        UnavailableError: The store does not answer now.
-        AccessError: It refuses.
-    """
-    from s3ec.index2.listing import list_folders, list_side_by_side
-    from s3ec.index2.maker import newest_rows
-
-    contents = Contents()
-    expected: int | None = None
-
-    async def prefixes() -> list[str]:
-        nonlocal expected
-        expected = await newest_rows(store, layout)
-        folders = await list_folders(store, layout.everything)
-        others = [folder for folder in folders if folder != layout.objects]
-        return [*others, *await list_folders(store, layout.objects)]
-
-    listing = list_side_by_side(store, layout.everything, prefixes)
-    has_descriptor = False
-    async with aclosing(listing) as batches:
-        async for infos in batches:
-            for info in infos:
-                has_descriptor = has_descriptor or info.name == layout.descriptor
-                # What lies in none of the folders does not count, however it is listed.
-                above = info.name.rpartition("/")[0] + "/"
-                if info.name == layout.descriptor or above not in (
-                    layout.everything,
-                    layout.objects,
-                ):
-                    contents.add(layout, info)
-            report("listing objects", contents.objects, expected)
-    # It lies in none of the folders, so a namespace that is read by folders leaves it out.
-    if not has_descriptor and (descriptor := await store.head(layout.descriptor)) is not None:
-        contents.add(layout, descriptor)
-    return contents
-
-
-async def remove_namespace(
-    store: Store, layout: Layout, idle_s: float, *, report: Report = unreported
-) -> Contents:
-    """Delete everything in a namespace, 1000 objects a request.
-
-    Args:
-        idle_s: Refuse where something was stored so short a time ago; 0 to ask for nothing.
-        report: Told how many objects are gone.
-
-    Returns:
-        What was there.
-
-    Raises:
-        ConflictError: Somebody stored something just now, or while it was removed; in the first
-            case nothing was deleted.
-        UnavailableError: The store does not answer now. Some is deleted; calling again goes on.
-        AccessError: It refuses.
-    """
-    from s3ec.index2.listing import FEW, list_folders, listed
-
-    # Before it is listed, which may take longer than `idle_s`: what comes meanwhile is not seen.
-    now_s = await server_time(store) if idle_s else 0.0
-    contents = await survey(store, layout, report=report)
-    age_s = now_s - contents.stored_s
-    if idle_s and contents.stored_s and age_s < idle_s:
-        raise ConflictError(
-            f"something was stored in {layout.namespace} {max(age_s, 0):.0f} s ago, so an engine "
-            "may be writing there; stop it and wait, or give a lower `--idle`"
-        )
-    waiting: list[str] = []  # until they fill a request
-    done = 0
-
-    async def remove(prefix: str) -> None:
-        async for info in listed(store, prefix):
-            if info.name != layout.descriptor:
-                waiting.append(info.name)
-            if len(waiting) >= DELETE_AT_A_TIME:
-                await delete()
-
-    async def delete() -> None:
-        nonlocal done
-        names = waiting[:DELETE_AT_A_TIME]
-        del waiting[:DELETE_AT_A_TIME]
-        for error in (await store.delete_many(names)).values():
-            raise error
-        done += len(names)
-        report("deleting", done, max(done, contents.objects))
-
-    if contents.entries > FEW:  # side by side, then what is left
-        await in_parallel(await list_folders(store, layout.objects), remove)
-        await delete()
-    for prefix in (layout.objects, layout.manifest, layout.everything):
-        await remove(prefix)
-        await delete()
-    left = [info.name async for info in listed(store, layout.everything)]
-    if left not in ([], [layout.descriptor]):
-        raise ConflictError(
-            f"something was stored in {layout.namespace} while it was removed, such as {left[0]}; "
-            "stop the engines that write there, and call it again"
-        )
-    await store.delete(layout.descriptor)
-    return contents
-
-
-async def server_time(store: Store) -> float:
-    """The server's clock, from a throwaway object; 0 where it does not say.
-
-    Raises:
-        AccessError: This identity may not write or delete.
-        UnavailableError: The store does not answer now.
-    """
-    name = probe_name()
-    await store.delete(name)  # whoever may not delete leaves nothing behind
-    try:
-        with suppress(ConflictError):  # our own first attempt, whose reply was lost
-            await store.put_if_absent(name, [b"s3ec asked what time it is here; can be deleted\n"])
-        info = await store.head(name)
-    finally:
-        await store.delete(name)
-    return info.modified_s if info else 0.0
 
 
 # -- which one is meant ---------------------------------------------------------------------------

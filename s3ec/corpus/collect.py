@@ -23,7 +23,7 @@ from s3ec.index2.delete import delete_chosen
 from s3ec.index2.listing import list_objects
 from s3ec.index2.local import NodeFolder
 from s3ec.index2.maker import newest_rows
-from s3ec.namespaces import server_time
+from s3ec.index2.names import ServerClock
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.tenant import Tenant
 
@@ -288,7 +288,7 @@ async def collect_garbage(
         ConfigError, UnavailableError, AccessError, TierError: As choose and collect.
     """
     # The times of objects are the server's: a clock of ours that is ahead would make them old.
-    now_s = clock() if dry_run else await server_time(store)
+    now_s = clock() if dry_run else await _server_time_s(store, layout)
     rules.check()
     choice = Choice(rules, layout, now_s)
     if dry_run or rules.max_bytes is not None or rules.made_by is not None:
@@ -308,6 +308,12 @@ async def collect_garbage(
     )
     dropped, problem = await drop_deleted_rows(store, layout, names, tenant)
     return _collection(done, done=True, dropped_rows=dropped, problem=problem)
+
+
+async def _server_time_s(store: Store, layout: Layout) -> float:
+    server = ServerClock()
+    await server.ask(store, layout)
+    return server.now_s()
 
 
 def _collection(

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from s3ec import codec
 from s3ec.corpus.corpus import ATTEMPTS
-from s3ec.corpus.entries import CorpusEntry, find_objects, read_entry, read_header, scan
+from s3ec.corpus.entries import CorpusEntry, read_entry, read_header, scan
 from s3ec.corpus.selection import CopyOptions, Transferred, Wanted
 from s3ec.counters import Counters, unreported
 from s3ec.errors import (
@@ -44,6 +44,7 @@ from s3ec.identity import (
     digest_of_name,
     make_key,
 )
+from s3ec.index2.delete import find_objects
 from s3ec.index2.deltas import Announcer
 from s3ec.index2.listing import BATCH, FEW, list_objects
 from s3ec.index2.maker import newest_rows, open_merged

@@ -36,7 +36,6 @@ from s3ec.corpus.entries import (
     CorpusEntry,
     Embedding,
     find_entry,
-    find_objects,
     read_entry,
     read_header,
     scan,
@@ -497,7 +496,7 @@ class Corpus:
 
         async def work(store: Store, layout: Layout) -> Deletion:
             from s3ec.corpus.collect import drop_deleted_rows
-            from s3ec.index2.delete import delete_entries
+            from s3ec.index2.delete import delete_entries, find_objects
 
             found = await find_objects(store, layout, keys.values(), report=report)
             by_text = {text: found[key] for text, key in keys.items()}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -12,11 +11,10 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from s3ec import codec
-from s3ec.counters import Report, unreported
+from s3ec.counters import Report
 from s3ec.errors import AmbiguousError, CorruptEntryError
 from s3ec.identity import (
     OBJECT_SUFFIX,
-    Key,
     Layout,
     digest_of_name,
     is_content_hash,
@@ -32,7 +30,7 @@ from s3ec.store.base import (
     VanishedError,
     get_in_parts,
 )
-from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
+from s3ec.store.concurrency import REQUESTS_AT_A_TIME
 from s3ec.tenant import Tenant
 
 if TYPE_CHECKING:
@@ -49,8 +47,6 @@ _HASH_BEGIN = re.compile(r"(?:[tx]-)?([0-9a-f]{2})[0-9a-f]*")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}/")
 _SHOWN_MATCHES = 5
 _PARTS_AT_A_TIME = 4
-# From so many entries on, one listing of all objects is tried first.
-_MANY = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,38 +263,6 @@ async def find_entry(
             return CorpusEntry(namespace, key.name, info.nbytes, info.modified_s)
     shape = _HASH_PREFIX.fullmatch(wanted)
     return None if shape is None else await _find_by_prefix(store, namespace, wanted, shape)
-
-
-async def find_objects(
-    store: Store, layout: Layout, keys: Iterable[Key], *, report: Report = unreported
-) -> dict[Key, ObjectInfo | None]:
-    """The object of each of some entries; None for one that is not there.
-
-    A request for each, 16 at a time; where many are asked for and few are there, one listing.
-
-    Args:
-        report: Told how many were looked for.
-
-    Raises:
-        UnavailableError: The store does not answer now.
-        AccessError: It refuses.
-    """
-    from s3ec.index2.listing import FEW, at_most
-
-    wanted = list(dict.fromkeys(keys))
-    if len(wanted) > _MANY:
-        few = await at_most(store, layout.objects, FEW)
-        if few is not None:
-            there = {info.name: info for info in few}
-            return {key: there.get(layout.object(key)) for key in wanted}
-    looked = itertools.count(1)
-
-    async def find(key: Key) -> ObjectInfo | None:
-        info = await store.head(layout.object(key))
-        report("looking", next(looked), len(wanted))
-        return info
-
-    return dict(zip(wanted, await in_parallel(wanted, find), strict=True))
 
 
 async def _find_by_prefix(
