@@ -169,7 +169,9 @@ class Node:
         if (settings.url or "").startswith("file:"):
             self._fresh_s = -math.inf
         self.records = ModalityRecords(self.store, self.layout)
-        self._index_folder = NodeFolder(self.tier.index_folder, need_room=self.tier.need_room)
+        self._index_folder = NodeFolder.of(
+            self.tier.folders, namespace.name, need_room=self.tier.need_room
+        )
         self._index_jobs = in_process(self.store) if store else in_child(settings)
         self.index = ManifestIndex(
             *(self.store, self.layout, self._index_folder),

@@ -164,7 +164,9 @@ class Ledger:
     async def _open(self, store: Store) -> None:
         index = self._index = ManifestIndex(
             *(store, self._layout),
-            NodeFolder(self._tier.index_folder, need_room=self._tier.need_room),
+            NodeFolder.of(
+                self._tier.folders, self._layout.namespace, need_room=self._tier.need_room
+            ),
             jobs=in_process(store),
             disk=_in_thread,
             counters=self._counters,

@@ -1008,7 +1008,7 @@ class Corpus:
         from s3ec.index2.local import NodeFolder
 
         root = Path(os.path.realpath(self.settings.cache_dir))
-        return NodeFolder(Folders(root).index / layout.namespace)
+        return NodeFolder.of(Folders(root), layout.namespace)
 
     @property
     def tenant(self) -> Tenant | None:

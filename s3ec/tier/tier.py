@@ -183,11 +183,6 @@ class Tier:
         self.evictor.after_evicting(residents.close_evicted)
         return residents
 
-    @property
-    def index_folder(self) -> Path:
-        """Where this node's files of the namespace's index lie, which are no entries."""
-        return self.folders.index / self._namespace
-
     def need_room(self, nbytes: int) -> None:
         """Make room for a file that is no entry, and count it; blocking.
 

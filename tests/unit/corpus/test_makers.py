@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.unit.index.basics import LAYOUT
 
 from s3ec.corpus.catalog import append_rows, read_table
 from s3ec.corpus.collect import Collection, Rules, collect_garbage
@@ -15,6 +14,7 @@ from s3ec.errors import ConfigError
 from s3ec.identity import make_key
 from s3ec.testing.fault_store import FaultStore
 from s3ec.testing.memory_store import MemoryStore
+from tests.support.indexes import LAYOUT
 from tests.unit.cli.corpus import content_hash, entry_bytes
 from tests.unit.corpus.test_audit import row_of
 

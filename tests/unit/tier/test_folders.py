@@ -30,6 +30,7 @@ from tests.unit.tier.cases import (
     even,
     file_of,
     fill,
+    index_of,
     key_at,
     new_tier,
     opened,
@@ -43,7 +44,6 @@ from tests.unit.tier.cases import (
 )
 
 KEY = key_at(1)  # with a LoRA folder
-_INDEX_FILE = "base/000000000001-0123456789abcdef/00-ff.safetensors"
 
 
 def test_missing_root_is_made_with_its_parents(make_tier: MakeTier, root: Path) -> None:
@@ -172,9 +172,11 @@ def _everything(tier: Tier, spool: Spool) -> int:
         lambda: spool.load(key_at(6).digest),
         lambda: unspool(spool, key_at(6)),
         spool.adopt,
-        lambda: tier.open_index().read(_INDEX_FILE, max_bytes=100),
-        lambda: tier.open_index().remove(_INDEX_FILE),
-        lambda: tier.open_index().write("delta/0.safetensors", bytes(10)),
+        lambda: index_of(tier).find("overlay"),
+        lambda: index_of(tier).write("overlay", [bytes(10)]),
+        lambda: index_of(tier).touch("overlay"),
+        lambda: index_of(tier).add_missing([bytes(16)]),
+        lambda: index_of(tier).release(index_of(tier).try_claim("make") or os.dup(0)),
     ]
     refused = 0
     for call in calls:
@@ -220,8 +222,7 @@ def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_m
     for number in (4, 5, 7):
         publish(tier, number)
     held = opened(tier, key_at(7))
-    files = tier.open_index()
-    files.write(_INDEX_FILE, bytes(10))
+    index_of(tier).write("overlay", [bytes(10)])
     inner = {
         "own spool": spool_folders(root)[0],
         "adapter's": file_of(root, key_at(4)).parents[1],
