@@ -27,7 +27,7 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
 from s3ec.fetch import Sources
 from s3ec.identity import Key, Namespace
-from s3ec.index2.deltas import Announcer
+from s3ec.index2.deltas import PAUSE_S, Announcer
 from s3ec.index2.reader import ManifestIndex
 from s3ec.modality import SETTLED_S, Record
 from s3ec.runtime import Backoff, LoopThread, contained
@@ -273,6 +273,7 @@ class Uploader:
             counters,
             writers=lambda: index.writers,
             newest=lambda: index.newest,
+            pause_s=PAUSE_S,
         )
         self.unannounced = 0
         # The rest is the fetches': requests wait for those, and uploads may hang for long.
@@ -550,8 +551,7 @@ class Uploader:
         """
         index = self._index
         mine = upload.answer is Answer.STORED
-        # It may have been found bad since the bucket answered.
-        if not mine and (index.is_announced(key) or index.is_bad(key)):
+        if not mine and index.is_announced(key):
             return False
         kept = upload.spooled
         if kept is not None and not self._spool.holds(kept):  # a later save has taken its place

@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from s3ec.index.base import Index
-from tests.unit.index.fake import FakeIndex
-
 from s3ec.codec import Header, Shape
 from s3ec.connector.adapters import Adapters
 from s3ec.connector.messages import StepPlan, WorkerReport
@@ -22,9 +19,11 @@ from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.dev.rigs.virtual_tier import VirtualEntry
 from s3ec.identity import Key, KeyPolicy, Layout, ModalityScopes
+from s3ec.index2.reader import Index
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock
+from tests.support.fake_index import FakeIndex
 from tests.unit.tier.cases import key_of
 
 LAYOUT = Layout("gemma-0123456789abcdef")
