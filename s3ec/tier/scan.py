@@ -14,7 +14,10 @@ from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
 from s3ec.tier.process_folder import LOCK_NAME, is_process_folder_name
 
-_INDEX_NAME = re.compile(r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}")
+_INDEX_NAME = re.compile(
+    r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}"
+    r"|[0-9A-Z]{26}-[0-9A-Z]{26}\.(?:rows|filter)|overlay|missing|lock-[a-z]+|[0-9a-f]{16}\.tmp"
+)
 
 
 def is_index_name(name: str) -> bool:
