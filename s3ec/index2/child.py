@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Literal, TypeAlias
 
 from s3ec.counters import Counters
@@ -31,6 +33,11 @@ LISTING_EVERY_S = 86400.0
 """Of a fleet that writes one engine lists the objects so often."""
 _RAISED = {each.__name__: each for each in (UnavailableError, AccessError, TierError)}
 _NICE = 19
+# A child finds its modules where its parent does, and not in the folder where it was started.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.stdin.readline()); "
+    f"from {__name__} import main; main()"
+)
 # What a child says in the end, and what it may say before: warnings of libraries.
 _SAID_CHARACTERS = 2000
 
@@ -72,11 +79,11 @@ def in_child(settings: Settings) -> Jobs:
     async def run(job: Job) -> str:
         # Settings go through a pipe, since everybody may read a command line.
         order = json.dumps({"job": asdict(job), "settings": settings.model_dump(mode="json")})
-        child = await asyncio.to_thread(_start)
+        running = _Running()
         try:
-            status, out, err = await asyncio.to_thread(_talk, child, order)
+            status, out, err = await asyncio.to_thread(running.run, order)
         finally:
-            child.kill()  # where this was cancelled
+            running.stop()  # where this was cancelled
         try:
             answer = json.loads(out)
         except ValueError:
@@ -117,35 +124,53 @@ async def _work(job: Job, store: Store) -> str:
     return "" if made is None else str(made.name)
 
 
-def _start() -> subprocess.Popen[str]:
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    except OSError as exc:
-        raise UnavailableError(f"cannot start a child process: {exc}") from exc
+class _Running:
+    """One child. ``run`` blocks until it has ended; ``stop`` ends it from another thread."""
 
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._child: subprocess.Popen[str] | None = None
 
-def _talk(child: subprocess.Popen[str], order: str) -> tuple[int, str, str]:
-    """Give a child its order and wait for its end; its input stays open as long as we live."""
-    errors: list[str] = []
-    with child:
-        if child.stdin is None or child.stdout is None or child.stderr is None:
-            raise RuntimeError("a child without pipes")
-        listener = threading.Thread(target=lambda: errors.append(child.stderr.read()), daemon=True)  # type: ignore[union-attr]
-        listener.start()
-        try:
-            child.stdin.write(order + "\n")
-            child.stdin.flush()
-        except OSError:
-            pass  # it says why, or ends without a word
-        said = child.stdout.read()
-        listener.join()
-        return child.wait(), said, "".join(errors)
+    def stop(self) -> None:
+        """Kill the child, also one that is just being started; fine after its end."""
+        self._stopped.set()
+        if self._child is not None:
+            self._child.kill()
+
+    def run(self, order: str) -> tuple[int, str, str]:
+        """Give a child its order; returns its exit status, and what it wrote.
+
+        Its input stays open as long as this process lives: its end tells the child to end.
+
+        Raises:
+            UnavailableError: It cannot be started.
+        """
+        with ExitStack() as files:
+            said, errors = (files.enter_context(TemporaryFile("w+")) for _ in range(2))
+            try:
+                child = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _PROGRAM],
+                    stdin=subprocess.PIPE,
+                    stdout=said,
+                    stderr=errors,
+                    text=True,
+                )
+            except OSError as exc:
+                raise UnavailableError(f"cannot start a child process: {exc}") from exc
+            self._child = child
+            if self._stopped.is_set():
+                child.kill()
+            with suppress(OSError):  # it says why, or ends without a word
+                if child.stdin is not None:
+                    child.stdin.write(f"{json.dumps(sys.path)}\n{order}\n")
+                    child.stdin.flush()
+            status = child.wait()
+            with suppress(OSError):
+                if child.stdin is not None:
+                    child.stdin.close()
+            said.seek(0)
+            errors.seek(0)
+            return status, said.read(), errors.read()
 
 
 # -- in the child ----------------------------------------------------------------------------------
@@ -186,7 +211,3 @@ async def _open_and_work(order: dict[str, dict[str, object]]) -> str:
         return await _work(job, store)
     finally:
         await store.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -100,6 +100,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 60.0, 1800.0
 _RESTS_S = {"union": UNION_EVERY_S, "listing": LISTING_SOON_EVERY_S}
 _DELTAS_AT_A_TIME = 256
 _DOWNLOAD_PARTS = 2
+_FRESH_NAMES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,13 +318,16 @@ async def clear(store: Store, layout: Layout, clock: ServerClock) -> int:
         # Twice, since whoever reads an older snapshot reads deltas before its name, too.
         prefix, last_s = deltas_prefix(layout), time_s(readable[-1].listed) - 2 * MARGIN_S
         last = first_ulid(last_s)
+        fresh = 0
         async with aclosing(_listed(store, prefix)) as deltas:
             async for info in deltas:
                 ulid = info.name.removeprefix(prefix)
-                if ulid >= last:
-                    break
-                if is_ulid(ulid):
+                if is_ulid(ulid) and ulid < last:
                     old.append(info.name)
+                    continue
+                fresh += 1
+                if fresh > _FRESH_NAMES:  # the rest as well, unless the server lists in no order
+                    break
     stale_s = clock.now_s() - 2 * LISTING_STALE_S
     claims = store.list(claims_prefix(layout))
     old += [info.name async for info in claims if 0 < info.modified_s < stale_s]
