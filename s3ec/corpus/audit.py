@@ -103,10 +103,12 @@ async def audit(
     """
     # First the catalogue, then the listing: a row comes after its entry.
     rows = await _CatalogRows.read(store, layout, tenant) if catalog else None
-    look = rows.look if isinstance(rows, _CatalogRows) else None
     if deep:
         store = _ListedOnce(store, layout.objects)
-    found = Audit(await verify(store, layout, look=look, report=report))
+    if isinstance(rows, _CatalogRows):
+        found = Audit(await verify(store, layout, look=rows.look, report=report))
+    else:
+        found = Audit(await verify(store, layout, report=report))
     if rows is not None:
         found.catalog = rows.result() if isinstance(rows, _CatalogRows) else rows
     if deep:

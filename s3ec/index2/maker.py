@@ -138,6 +138,11 @@ class Verified:
     snapshot: SnapshotName
     refused: dict[str, str]
 
+    @property
+    def agrees(self) -> bool:
+        """True if index and listing say the same, and all of the index can be read."""
+        return not (self.gone or self.unannounced or self.refused)
+
 
 # -- reading a snapshot ----------------------------------------------------------------------------
 
@@ -607,9 +612,18 @@ async def open_merged(
 
 
 async def verify(
-    store: Store, layout: Layout, *, folder: Path | None = None, report: Report = unreported
+    store: Store,
+    layout: Layout,
+    *,
+    look: Callable[[Rows], object] = lambda _: None,
+    folder: Path | None = None,
+    report: Report = unreported,
 ) -> Verified:
-    """Compare snapshot and deltas with a listing; writes nothing. Raises as rebuild."""
+    """Compare snapshot and deltas with a listing; writes nothing. Raises as rebuild.
+
+    Args:
+        look: Given the listed rows part by part, sorted; in another thread.
+    """
     with closing(Spill(folder)) as listed, closing(Spill(folder)) as young:
         # The index first: what is announced while objects are listed is no row without an object.
         async with _merged(store, layout, folder) as (name, base, spill, refused):
@@ -622,6 +636,7 @@ async def verify(
             entries = rows = gone = unannounced = 0
             for number, known in enumerate(_parts(spill, base)):
                 there, new_rows = merge(listed.part(number)), merge(young.part(number))
+                await asyncio.to_thread(look, there)
                 entries, rows = entries + len(there), rows + len(known)
                 gone += len(without(known, there))
                 unannounced += len(without(without(there, known), new_rows))
