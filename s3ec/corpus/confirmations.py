@@ -170,7 +170,7 @@ class Ledger:
             jobs=in_process(store),
             disk=_in_thread,
             counters=self._counters,
-            refresh_s=_LOOK_S,
+            refresh_s=0.0,  # each look asks the bucket
         )
         await index.refresh(now=True)
         if self.has_catalogue:

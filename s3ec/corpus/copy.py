@@ -330,12 +330,16 @@ class NamespaceTarget:
     async def settle(self, entries: Mapping[CorpusEntry, codec.Header | None]) -> int:
         if self._readers is None:
             raise RuntimeError("the target is not open")
-        told = {}
+        stored: dict[Key, int] = {}
+        present: dict[Key, int] = {}
         for entry, header in entries.items():
             digest = digest_of_name(entry.name)
-            nbytes = self._nbytes.get(digest, entry.nbytes)
-            told[Key("", entry.name, digest)] = (header.total_bytes if header else 0) or nbytes
-        return await self._readers.tell(told)
+            key = Key("", entry.name, digest)
+            if header is None:
+                present[key] = self._nbytes.get(digest, entry.nbytes)
+            else:
+                stored[key] = header.total_bytes or entry.nbytes
+        return await self._readers.tell(stored, present)
 
 
 def _bad_there() -> CorruptEntryError:
@@ -352,21 +356,24 @@ class _Readers:
         self._index = index
         self._announcer = announcer
 
-    async def tell(self, entries: Mapping[Key, int]) -> int:
-        """Announce those that the index does not hold; returns how many.
+    async def tell(self, stored: dict[Key, int], present: dict[Key, int]) -> int:
+        """Announce entries with the sizes of their objects; returns how many.
 
         Args:
-            entries: With the sizes of their objects.
+            stored: Stored a moment ago. Announced whatever the index holds: a listing that began
+                before may not have seen them.
+            present: There before. Those that the index holds are left out.
 
         Raises:
             UnavailableError: The store took no announcement for a minute.
         """
+        find = self._index.find
+        news = stored | {
+            key: nbytes for key, nbytes in present.items() if find(key.digest_hi, key.digest_lo) < 0
+        }
         confirmed: list[bool] = []
-        news = 0
-        for key, nbytes in entries.items():
-            if self._index.find(key.digest_hi, key.digest_lo) < 0:
-                news += 1
-                self._announcer.add(key, nbytes, confirmed.append)
+        for key, nbytes in news.items():
+            self._announcer.add(key, nbytes, confirmed.append)
         try:
             async with asyncio.timeout(_FLUSH_S):
                 await self._announcer.flush()
@@ -374,9 +381,9 @@ class _Readers:
             self._announcer.close()
         if not all(confirmed):
             raise UnavailableError(
-                f"{news} entries are stored, and readers could not be told; run it again"
+                f"{len(news)} entries are stored, and readers could not be told; run it again"
             )
-        return news
+        return len(news)
 
 
 @asynccontextmanager

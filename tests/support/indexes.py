@@ -13,6 +13,7 @@ from s3ec.index2.maker import open_merged
 from s3ec.index2.names import Names, deltas_prefix
 from s3ec.index2.snapshot import Segment
 from s3ec.store.base import Store
+from s3ec.testing.memory_store import MemoryStore
 
 NAMESPACE = "gemma-0123456789abcdef"
 LAYOUT = Layout(NAMESPACE)
@@ -45,6 +46,17 @@ async def announce(
     name = delta_name(layout)
     sizes = dict.fromkeys((key.digest for key in keys), nbytes)
     await store.put_if_absent(name, [delta_bytes(sizes, layout)])
+    return name
+
+
+def put_delta(
+    memory: MemoryStore, layout: Layout, keys: Iterable[Key], *, at_s: float, nbytes: int = 9
+) -> str:
+    """Announce keys as a writer of that moment; answers the delta's name."""
+    name = deltas_prefix(layout) + Names().next(at_s)
+    sizes = dict.fromkeys((key.digest for key in keys), nbytes)
+    memory.bucket.objects[name] = delta_bytes(sizes, layout)
+    memory.bucket.modified_s[name] = at_s
     return name
 
 
