@@ -131,7 +131,7 @@ def test_repaired_entry_is_stored_by_the_next_save_and_found_by_all(
         evict(producer.node.tier, key_at(1))
         for engine in (producer, reader):
             engine.refresh()
-            assert not engine.node.index.holds(key_at(1))
+            assert not engine.node.index.maybe_contains(key_at(1))
         stocked.proxy.requests.clear()
 
         producer.save_and_wait(1)
@@ -140,7 +140,7 @@ def test_repaired_entry_is_stored_by_the_next_save_and_found_by_all(
         assert stocked.body(key_at(1).name) == body_at(1)
         for engine in (producer, reader, stranger):
             engine.refresh()
-            assert engine.node.index.holds(key_at(1))
+            assert engine.node.index.maybe_contains(key_at(1))
             evict(engine.node.tier, key_at(1))
             fetched = engine.fetch(1)
             assert (fetched.outcome, fetched.source) == (FetchOutcome.READY, "bucket")
