@@ -292,7 +292,7 @@ class Node:
                     await self.index.refresh()
                     complained = False
                     await self._know_records()
-                except (UnavailableError, AccessError, CorruptEntryError) as exc:
+                except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
                     if not complained:
                         log.warning("cannot read the index, trying again later: %s", exc)
                     complained = True

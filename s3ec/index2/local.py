@@ -140,6 +140,8 @@ class NodeFolder:
                 file.flush()
                 if synced:
                     os.fsync(file.fileno())
+            with suppress(OSError):  # a folder in its place, which no file can replace
+                os.rmdir(self.path / name)
             temp.rename(self.path / name)
         except OSError as exc:
             raise TierError(f"cannot write {self.path / name}: {exc}") from exc

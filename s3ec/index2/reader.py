@@ -470,10 +470,13 @@ class ManifestIndex:
             if not (now or must):
                 return
             self._tried_s = self._clock()
+            refused = len(self._refused)
             await self._ask(now=now)
-            while now and (self._fetch is not None or self._fetched is not None):
+            # A download may have failed already: then its predecessor is tried.
+            while now and (self._fetch or self._fetched or len(self._refused) > refused):
+                refused = len(self._refused)
                 if self._fetch is not None:
-                    with suppress(CorruptEntryError):  # then its predecessor is tried
+                    with suppress(CorruptEntryError):
                         await self._fetch
                 await self._ask(now=True)
 
@@ -659,7 +662,7 @@ class ManifestIndex:
 
     async def _bring(self, name: SnapshotName, info: ObjectInfo) -> None:
         path = self._folder.rows_path(name)
-        if not await self._disk(path.exists):
+        if not await self._disk(path.is_file):
             job = Job("fetch", self._layout.namespace, str(self._folder.path), str(name))
             try:
                 await self._disk(self._folder.need_room, info.nbytes)
