@@ -509,9 +509,9 @@ async def make_union(store: Store, layout: Layout, node: NodeFolder) -> Made | N
     await asyncio.to_thread(node.make)
     clock = ServerClock()
     await clock.ask(store, layout)
-    ulid = Names().next(clock.now_s())
+    begun_s = clock.now_s()
     base, segment = await _newest_here(store, layout, node)
-    if time_s(ulid) - time_s(base.ulid) < UNION_EVERY_S:
+    if begun_s - time_s(base.ulid) < UNION_EVERY_S:
         return None
     deltas = await list_deltas(store, layout, base)
     fresh = [info.nbytes for name, info in deltas.items() if name >= base.ulid]
@@ -521,7 +521,8 @@ async def make_union(store: Store, layout: Layout, node: NodeFolder) -> Made | N
         return None
     with closing(Spill(node.path)) as spill:
         await _read_all(store, layout, sorted(deltas), spill, {})
-        name = SnapshotName(base.listed, ulid)
+        # Dates have whole seconds, so what was made just before may have a later name.
+        name = SnapshotName(base.listed, Names().next(begun_s, at_least=base.ulid))
         place = _Place(node, node.path)
         return await _write(store, layout, clock, name, _parts(spill, segment), place)
 
@@ -536,15 +537,24 @@ async def _newest_here(
 ) -> tuple[SnapshotName, Segment | None]:
     """The newest snapshot that can be read, brought to this node; none where there is none."""
     for name, _ in await list_snapshots(store, layout):
+        path = node.rows_path(name)
+        with suppress(OSError, CorruptEntryError):
+            # All of it: what this disk has damaged must not become a part of the next one.
+            return name, await asyncio.to_thread(_checked, path, layout)
         try:
-            if not node.rows_path(name).exists():
-                await fetch_snapshot(store, layout, node, name)
-            return name, Segment.open(node.rows_path(name), layout.namespace)
+            await fetch_snapshot(store, layout, node, name)
+            return name, Segment.open(path, layout.namespace)
         except CorruptEntryError as exc:
             log.warning("a snapshot of the index cannot be used: %s", exc)
         except OSError as exc:
-            raise TierError(f"cannot read {node.rows_path(name)}: {exc}") from exc
+            raise TierError(f"cannot read {path}: {exc}") from exc
     return SnapshotName(), None
+
+
+def _checked(path: Path, layout: Layout) -> Segment:
+    segment = Segment.open(path, layout.namespace)
+    segment.check()
+    return segment
 
 
 async def _claim(

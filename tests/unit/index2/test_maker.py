@@ -110,6 +110,20 @@ async def test_the_node_that_made_a_snapshot_does_not_download_it(
     assert reader.counters.get("index.downloads") == 1  # the delta, which counts beside it
 
 
+async def test_what_this_disk_damaged_does_not_become_a_part_of_a_union(
+    corpus: Corpus, node: NodeFolder
+) -> None:
+    base = corpus.snapshot("a", ulid=corpus.ulid(ago_s=2000))
+    corpus.delta("b")
+    await maker.fetch_snapshot(corpus.store, LAYOUT, node, base)
+    body = bytearray(node.rows_path(base).read_bytes())
+    body[-20] ^= 1
+    node.rows_path(base).write_bytes(body)
+    made = await make_union(corpus.store, LAYOUT, node)
+    assert made is not None
+    assert holds(snapshot_of(corpus, made.name), "a", "b") == ["a", "b"]
+
+
 async def test_a_union_is_made_at_most_every_ten_minutes(corpus: Corpus, node: NodeFolder) -> None:
     corpus.delta("a")
     assert await make_union(corpus.store, LAYOUT, node) is not None
