@@ -20,7 +20,6 @@ from s3ec.index2.maker import (
     make_listing,
     make_union,
     newest_rows,
-    open_merged,
     rebuild,
     verify,
 )
@@ -33,7 +32,7 @@ from s3ec.index2.names import (
     list_snapshots,
     snapshots_prefix,
 )
-from s3ec.index2.snapshot import Segment
+from s3ec.index2.snapshot import Rows, Segment
 from s3ec.store.base import ObjectInfo, UnorderedListingError
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -421,7 +420,8 @@ async def test_verify_counts_rows_without_objects_and_objects_without_rows(
     corpus.put(deltas_prefix(LAYOUT) + ulid, b"x")
     before = dict(corpus.objects)
     found = await verify(corpus.store, LAYOUT)
-    assert (found.entries, found.rows, found.gone, found.unannounced) == (3, 4, 2, 1)
+    assert (found.objects, found.entries, found.extra, found.missing) == (3, 4, 2, 1)
+    assert not found.index_agrees
     assert list(found.refused) == [deltas_prefix(LAYOUT) + ulid]
     assert corpus.objects == before
 
@@ -431,9 +431,13 @@ async def test_verify_lets_young_objects_pass(
 ) -> None:
     corpus.save("a")
     monkeypatch.setattr(maker.time, "time", corpus.clock)
-    assert (await verify(corpus.store, LAYOUT)).unannounced == 0
+    looked: list[Rows] = []
+    found = await verify(corpus.store, LAYOUT, look=looked.append)
+    assert (found.missing, found.unannounced, found.index_agrees) == (0, 1, True)
+    assert sum(map(len, looked)) == 1
     corpus.clock.now_s += 601
-    assert (await verify(corpus.store, LAYOUT)).unannounced == 1
+    found = await verify(corpus.store, LAYOUT)
+    assert (found.missing, found.unannounced, found.index_agrees) == (1, 0, False)
 
 
 async def test_verify_names_snapshots_that_cannot_be_used(corpus: Corpus) -> None:
@@ -456,14 +460,6 @@ async def test_the_newest_rows_are_counted_by_the_header_alone(corpus: Corpus) -
     store = FaultStore(corpus.store)
     assert await newest_rows(store, LAYOUT) == 10
     assert store.calls == {"list": 1, "get_range": 2}
-
-
-async def test_snapshot_and_deltas_are_opened_as_one(corpus: Corpus) -> None:
-    corpus.snapshot(*range(100))
-    corpus.delta("a", 5)
-    async with open_merged(corpus.store, LAYOUT) as segment:
-        assert len(segment) == 101
-        assert holds(segment, *range(100), "a", "b") == [*range(100), "a"]
 
 
 async def test_snapshots_are_listed_the_newest_first(corpus: Corpus) -> None:
