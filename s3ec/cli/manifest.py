@@ -50,7 +50,7 @@ def register(app: App) -> None:
     group.command(
         "verify",
         ("s3ec manifest verify", "exit status 1 where it differs from the bucket"),
-        ("s3ec manifest verify --json | jq .gone_count", "for machines"),
+        ("s3ec manifest verify --json | jq .extra_count", "for machines"),
     )(with_namespace(verify))
     group.command(
         "rebuild",
@@ -165,9 +165,10 @@ def index_document(found: Verified) -> dict[str, Any]:
     """How index and listing compare, for ``--json``."""
     return {
         "snapshot": str(found.snapshot),
-        "entry_count": found.rows,
-        "object_count": found.entries,
-        "gone_count": found.gone,
+        "entry_count": found.entries,
+        "object_count": found.objects,
+        "missing_count": found.missing,
+        "extra_count": found.extra,
         "unannounced_count": found.unannounced,
         "refused": found.refused,
     }
@@ -177,13 +178,14 @@ def print_verified(found: Verified) -> None:
     """How index and listing compare, for people."""
     facts(
         [
-            ("entries", f"{found.rows} in the index"),
-            ("objects", f"{found.entries} in the bucket"),
-            ("gone", f"{found.gone} entries have no object"),
-            ("unannounced", f"{found.unannounced} objects are not in the index"),
+            ("entries", f"{found.entries} in the index"),
+            ("objects", f"{found.objects} in the bucket"),
+            ("missing", f"{found.missing} objects are not in the index"),
+            ("extra", f"{found.extra} entries have no object"),
+            ("unannounced", f"{found.unannounced} young objects are not in the index yet"),
         ]
     )
     for name, problem in found.refused.items():
         print_note(f"unusable: {safe(name)}: {safe(problem)}")
-    if not found.agrees:
+    if not found.index_agrees:
         print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")

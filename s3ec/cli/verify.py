@@ -120,7 +120,7 @@ def _repairable(found: Audit) -> str:
     wanted = []
     if found.deep is not None and found.deep.bad:
         wanted.append(f"delete {many(len(found.deep.bad), 'corrupt object')}")
-    if not found.index.agrees:
+    if not found.index.index_agrees:
         wanted.append("rebuild the index")
     if found.catalog is not None and found.catalog.gone:
         wanted.append(f"drop {many(found.catalog.gone, 'row')} of the catalogue")

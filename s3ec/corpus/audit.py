@@ -70,7 +70,9 @@ class Audit:
     def agrees(self) -> bool:
         """Whether there is nothing to complain about."""
         catalog_agrees = self.catalog is None or not (self.catalog.gone or self.catalog.problem)
-        return self.index.agrees and catalog_agrees and (self.deep is None or self.deep.agrees)
+        return (
+            self.index.index_agrees and catalog_agrees and (self.deep is None or self.deep.agrees)
+        )
 
 
 async def audit(
@@ -113,7 +115,7 @@ async def audit(
         found.catalog = rows.result() if isinstance(rows, _CatalogRows) else rows
     if deep:
         found.deep = await check_objects(
-            store, layout, state, expected=found.index.entries, report=report
+            store, layout, state, expected=found.index.objects, report=report
         )
     return found
 

@@ -595,8 +595,7 @@ class Corpus:
             report: Told how far it is.
 
         Returns:
-            How many objects the index lacks and how many it names that are gone (``index``); what
-            the catalogue has that is gone (``catalog``); what is corrupt or could not be read
+            What the index lacks and what it only believes (``index``); what the catalogue has that is gone (``catalog``); what is corrupt or could not be read
             (``deep``). ``agrees`` where there is nothing of that.
 
         Raises:

@@ -79,7 +79,7 @@ async def repair(
     done = Repair()
     if found.deep is not None and found.deep.bad:
         await _delete_corrupt(store, layout, found.deep.bad, done, node, report)
-    if done.deleted or not found.index.agrees:
+    if done.deleted or not found.index.index_agrees:
         done.snapshot = str((await rebuild(store, layout, report=report)).name)
     if found.catalog is not None and found.catalog.gone_identifiers:
         from s3ec.corpus.catalog import drop_rows

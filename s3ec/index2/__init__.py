@@ -47,6 +47,5 @@ unions when deltas pile up and one listing a day in the fleet.
 with a listing. ``delete.delete_chosen`` (gc) lists, deletes and writes what is left as a snapshot.
 ``delete.delete_entries`` (rm, verify --repair) deletes 1,000 objects a request and tells the
 node's engines. ``delete.survey`` and ``delete.remove_namespace`` are for ``ns``.
-``maker.newest_rows`` says how many rows the newest snapshot has (one LIST). ``maker.open_merged``
-gives snapshot and deltas as one sorted ``snapshot.Segment``.
+``maker.newest_rows`` says how many rows the newest snapshot has (a LIST and a GET).
 """

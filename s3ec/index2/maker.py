@@ -23,7 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import ExitStack, aclosing, asynccontextmanager, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -118,30 +118,32 @@ class Made:
     removed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verified:
     """An index compared with a listing.
 
     Attributes:
-        entries: Objects that the listing found.
-        rows: Rows of snapshot and deltas.
-        gone: Rows without an object: each costs a node a 404.
-        unannounced: Objects without a row that are older than ten minutes: no reader finds them.
         snapshot: The newest one that can be read; the default for none.
+        entries: Rows of snapshot and deltas.
+        objects: Objects that the listing found.
+        missing: Objects without a row; encoded again until the next listing.
+        extra: Rows without an object; each costs a node a 404.
+        unannounced: Objects of the last ten minutes without a row yet: not missing.
         refused: Objects of the index that cannot be used: name to what is wrong.
     """
 
-    entries: int
-    rows: int
-    gone: int
-    unannounced: int
-    snapshot: SnapshotName
-    refused: dict[str, str]
+    snapshot: SnapshotName = field(default_factory=SnapshotName)
+    entries: int = 0
+    objects: int = 0
+    missing: int = 0
+    extra: int = 0
+    unannounced: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
 
     @property
-    def agrees(self) -> bool:
-        """True if index and listing say the same, and all of the index can be read."""
-        return not (self.gone or self.unannounced or self.refused)
+    def index_agrees(self) -> bool:
+        """True if nothing is missing, extra or refused."""
+        return not (self.missing or self.extra or self.refused)
 
 
 # -- reading a snapshot ----------------------------------------------------------------------------
@@ -514,9 +516,9 @@ async def make_union(store: Store, layout: Layout, node: NodeFolder) -> Made | N
     await asyncio.to_thread(node.make)
     clock = ServerClock()
     await clock.ask(store, layout)
-    ulid = Names().next(clock.now_s())
+    begun_s = clock.now_s()
     base, segment = await _newest_here(store, layout, node)
-    if time_s(ulid) - time_s(base.ulid) < UNION_EVERY_S:
+    if begun_s - time_s(base.ulid) < UNION_EVERY_S:
         return None
     deltas = await list_deltas(store, layout, base)
     fresh = [info.nbytes for name, info in deltas.items() if name >= base.ulid]
@@ -526,7 +528,8 @@ async def make_union(store: Store, layout: Layout, node: NodeFolder) -> Made | N
         return None
     with closing(Spill(node.path)) as spill:
         await _read_all(store, layout, sorted(deltas), spill, {})
-        name = SnapshotName(base.listed, ulid)
+        # Dates have whole seconds, so what was made just before may have a later name.
+        name = SnapshotName(base.listed, Names().next(begun_s, at_least=base.ulid))
         place = _Place(node, node.path)
         return await _write(store, layout, clock, name, _parts(spill, segment), place)
 
@@ -541,15 +544,24 @@ async def _newest_here(
 ) -> tuple[SnapshotName, Segment | None]:
     """The newest snapshot that can be read, brought to this node; none where there is none."""
     for name, _ in await list_snapshots(store, layout):
+        path = node.rows_path(name)
+        with suppress(OSError, CorruptEntryError):
+            # All of it: what this disk has damaged must not become a part of the next one.
+            return name, await asyncio.to_thread(_checked, path, layout)
         try:
-            if not node.rows_path(name).exists():
-                await fetch_snapshot(store, layout, node, name)
-            return name, Segment.open(node.rows_path(name), layout.namespace)
+            await fetch_snapshot(store, layout, node, name)
+            return name, Segment.open(path, layout.namespace)
         except CorruptEntryError as exc:
             log.warning("a snapshot of the index cannot be used: %s", exc)
         except OSError as exc:
-            raise TierError(f"cannot read {node.rows_path(name)}: {exc}") from exc
+            raise TierError(f"cannot read {path}: {exc}") from exc
     return SnapshotName(), None
+
+
+def _checked(path: Path, layout: Layout) -> Segment:
+    segment = Segment.open(path, layout.namespace)
+    segment.check()
+    return segment
 
 
 async def _claim(
@@ -599,48 +611,41 @@ async def _merged(
         yield newest, segment, spill, refused
 
 
-@asynccontextmanager
-async def open_merged(
-    store: Store, layout: Layout, *, folder: Path | None = None
-) -> AsyncIterator[Segment]:
-    """Snapshot and deltas as one sorted segment in a temporary file. Raises as rebuild."""
-    async with _merged(store, layout, folder) as (name, base, spill, _):
-        with ExitStack() as files:
-            write = _Place(None, folder).write
-            segment, _ = await asyncio.to_thread(write, layout, name, _parts(spill, base), files)
-            yield segment
-
-
 async def verify(
     store: Store,
     layout: Layout,
     *,
-    look: Callable[[Rows], object] = lambda _: None,
     folder: Path | None = None,
     report: Report = unreported,
+    look: Callable[[Rows], None] | None = None,
 ) -> Verified:
     """Compare snapshot and deltas with a listing; writes nothing. Raises as rebuild.
 
     Args:
-        look: Given the listed rows part by part, sorted; in another thread.
+        look: Gets what the listing found, part by part, sorted.
     """
     with closing(Spill(folder)) as listed, closing(Spill(folder)) as young:
         # The index first: what is announced while objects are listed is no row without an object.
         async with _merged(store, layout, folder) as (name, base, spill, refused):
+            found = Verified(name, refused=refused)
             young_s = time.time() - YOUNG_S
             async with aclosing(list_objects(store, layout, report=report)) as batches:
                 async for infos in batches:
                     await asyncio.to_thread(_spill_listed, layout, infos, listed)
                     new = [info for info in infos if info.modified_s > young_s]
                     await asyncio.to_thread(_spill_listed, layout, new, young)
-            entries = rows = gone = unannounced = 0
             for number, known in enumerate(_parts(spill, base)):
-                there, new_rows = merge(listed.part(number)), merge(young.part(number))
-                await asyncio.to_thread(look, there)
-                entries, rows = entries + len(there), rows + len(known)
-                gone += len(without(known, there))
-                unannounced += len(without(without(there, known), new_rows))
-            return Verified(entries, rows, gone, unannounced, name, refused)
+                there = merge(listed.part(number))
+                unknown = without(there, known)
+                missing = without(unknown, merge(young.part(number)))
+                found.entries += len(known)
+                found.objects += len(there)
+                found.extra += len(without(known, there))
+                found.missing += len(missing)
+                found.unannounced += len(unknown) - len(missing)
+                if look is not None:
+                    look(there)
+            return found
 
 
 def _spill_listed(layout: Layout, infos: Sequence[ObjectInfo], spill: Spill) -> None:

@@ -41,8 +41,8 @@ async def test_an_index_lives_below_any_prefix(
         assert await view(store) == dict.fromkeys((key_of(n).digest for n in (1, 2, 3)), 100)
         assert (await rebuild(store, LAYOUT)).rows == 3
         found = await verify(store, LAYOUT)
-        assert found.agrees
-        assert (found.entries, found.rows) == (3, 3)
+        assert found.index_agrees
+        assert (found.objects, found.entries) == (3, 3)
         names = [info.name async for info in store.list(LAYOUT.manifest)]
         assert names
         assert all(name.startswith(index_prefix(LAYOUT)) for name in names)

@@ -124,8 +124,8 @@ class Place:
     def assert_agrees(self, entries: int) -> None:
         """The index says what the bucket holds."""
         found = run_verify(self.node)
-        assert found.agrees, found
-        assert (found.entries, found.rows) == (entries, entries)
+        assert found.index_agrees, found
+        assert (found.objects, found.entries) == (entries, entries)
 
 
 @pytest.fixture
@@ -195,8 +195,8 @@ def test_requests_beside_writers_gc_and_makers_lose_nothing(
         refresh(late)
         assert serve(late, [0, *range(100, 270)]) == asked | {0}
     found = run_verify(place.node)
-    assert (found.unannounced, found.refused) == (0, {})
-    assert found.gone <= len(goes)
+    assert (found.missing, found.unannounced, found.refused) == (0, 0, {})
+    assert found.extra <= len(goes)
     # A listing that begins 15 minutes later knows what is gone, for sure.
     monkeypatch.setattr(names, "MARGIN_S", -60)
     left = {n for n in goes if LAYOUT.object(key_at(n)) in place.bucket.names(LAYOUT.objects)}
@@ -252,7 +252,7 @@ def test_gc_killed_before_its_snapshot_costs_one_request_for_each_entry_and_heal
     with frozen as pid:
         place.herd.kill(pid)
     assert place.newest() == before
-    assert run_verify(place.node).gone == 1
+    assert run_verify(place.node).extra == 1
     refresh(place.node)
     assert serve(place.node, range(4)) == {0, 2, 3}
     for _ in range(3):
@@ -288,7 +288,7 @@ def test_announcement_that_comes_after_its_entry_was_deleted_costs_one_request_a
         place.node.loop.run(_delete(place.node, 1), DEADLINE_S)
         run_rebuild(place.node)
     assert place.herd.hear(pid, "left") == "left 0"
-    assert run_verify(place.node).gone == 1
+    assert run_verify(place.node).extra == 1
     refresh(place.node)
     assert place.node.index.maybe_contains(key_at(1))
     assert {one.outcome for one in fetch(place.node, [1]).values()} == {FetchOutcome.ABSENT}

@@ -138,7 +138,7 @@ def test_shuffled_replication_with_holes_gives_misses_and_then_everything(
                 patiently(node)
                 assert serve(node, ASKED) == there | {10}
                 found = run_verify(node)
-                assert (found.gone, found.unannounced, found.refused) == (1, 0, {})
+                assert (found.extra, found.missing, found.refused) == (1, 0, {})
 
 
 def test_manifest_ahead_of_its_objects_is_a_miss_for_the_negative_ttl_and_heals(

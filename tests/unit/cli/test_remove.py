@@ -51,7 +51,7 @@ def test_rm_deletes_by_identifier_and_the_next_listing_leaves_it_out(
     assert found["bytes"] > 0
     assert labels(cli) == {content_hash("b"), f"x-{content_hash('page 2')}"}
     found = cli.json("manifest", "verify", code=1)
-    assert (found["gone_count"], found["unannounced_count"]) == (2, 0)
+    assert (found["extra_count"], found["missing_count"]) == (2, 0)
     assert cli.json("manifest", "rebuild")["entry_count"] == 2
     assert cli.json("manifest", "verify")["ok"]
 

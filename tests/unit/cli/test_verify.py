@@ -37,7 +37,7 @@ def damage(corpus: Corpus, namespace: str, identifier: str) -> str:
 
 def test_sound_corpus_is_said_to_agree(cli: Cli, corpus: Corpus, namespace: str) -> None:
     found = cli.json("verify", "--deep")
-    assert (found["namespace"], found["ok"], found["gone_count"]) == (namespace, True, 0)
+    assert (found["namespace"], found["ok"], found["missing_count"]) == (namespace, True, 0)
     deep = found["deep"]
     assert (deep["object_count"], deep["corrupt_count"], deep["unread_count"]) == (3, 0, 0)
     assert "deep" not in cli.json("verify")
@@ -96,7 +96,7 @@ def test_state_is_kept_and_its_result_mended_without_reading_again(
 def test_index_that_differs_is_rebuilt(cli: Cli, corpus: Corpus, namespace: str) -> None:
     corpus.client.delete_object(Bucket=corpus.bucket, Key=object_of(namespace, "page 1"))
     found = cli.json("verify", code=1)
-    assert (found["gone_count"], found["ok"]) == (1, False)
+    assert (found["extra_count"], found["ok"]) == (1, False)
     result = cli("verify", "--repair", "--yes")
     assert "index rebuilt" in result.stdout
     assert cli.json("verify")["ok"]

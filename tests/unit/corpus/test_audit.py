@@ -508,7 +508,7 @@ async def test_index_that_differs_is_rebuilt(memory: MemoryStore) -> None:
     memory.bucket.modified_s[object_of("stored by other means")] = 1.0
     found = await look(memory)
     index = found.index
-    assert (index.unannounced, index.gone, deep_of(found).agrees) == (1, 1, True)
+    assert (index.missing, index.extra, deep_of(found).agrees) == (1, 1, True)
     done = await mend(memory, found)
     assert done.snapshot
     assert (await look(memory)).agrees

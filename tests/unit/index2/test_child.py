@@ -147,3 +147,52 @@ def test_a_child_ends_with_its_parent_and_is_of_low_priority(
         assert int(running.stdout.readline()) >= os.nice(0)
         running.stdin.close()
         assert running.wait(60) == 1
+
+
+async def test_a_child_that_is_killed_while_it_writes_leaves_no_snapshot(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither here nor in the bucket; whoever works next is not held up by what it left."""
+    marker = tmp_path / "writing"
+    hang = (
+        "import asyncio, pathlib\n"
+        "from s3ec.store.url_store import UrlStore\n"
+        "put = UrlStore.put_if_absent\n"
+        "async def hang(self, name, body):\n"
+        "    if '/snapshot/' in name:\n"
+        f"        pathlib.Path({str(marker)!r}).touch()\n"
+        "        await asyncio.sleep(3600)\n"
+        "    await put(self, name, body)\n"
+        "UrlStore.put_if_absent = hang\n"
+    )
+    setup, _, start = child._PROGRAM.partition("; from ")
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "_PROGRAM", f"{setup}\n{hang}\nfrom {start}")
+        task = asyncio.create_task(in_child(settings)(job(tmp_path)))
+        await until(marker.exists)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    node = NodeFolder(tmp_path / "node")
+    await until(lambda: not _children_in(tmp_path))
+    assert all(path.suffix == ".tmp" for path in node.path.iterdir())
+    store = open_store(settings)
+    assert (await rebuild(store, LAYOUT, node=node)).rows == 20
+    await store.close()
+    for path in node.path.glob("*.tmp"):
+        os.utime(path, (0, 0))
+    node.remove_older(SnapshotName())
+    assert sorted(path.suffix for path in node.path.iterdir()) == [".filter", ".rows"]
+
+
+def _children_in(folder: Path) -> list[str]:
+    """Processes that still have a file of this folder open."""
+    found = []
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            target = os.readlink(fd)
+        except OSError:
+            continue
+        if target.startswith(str(folder / "node")) and fd.parts[2] != str(os.getpid()):
+            found.append(str(fd))
+    return found

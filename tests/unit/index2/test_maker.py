@@ -20,7 +20,6 @@ from s3ec.index2.maker import (
     make_listing,
     make_union,
     newest_rows,
-    open_merged,
     rebuild,
     verify,
 )
@@ -33,7 +32,7 @@ from s3ec.index2.names import (
     list_snapshots,
     snapshots_prefix,
 )
-from s3ec.index2.snapshot import Segment
+from s3ec.index2.snapshot import Rows, Segment
 from s3ec.store.base import ObjectInfo, UnorderedListingError
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -108,6 +107,20 @@ async def test_the_node_that_made_a_snapshot_does_not_download_it(
     assert reader.index.counts().snapshot == made.name
     assert reader.holds("a", "b") == ["a"]
     assert reader.counters.get("index.downloads") == 1  # the delta, which counts beside it
+
+
+async def test_what_this_disk_damaged_does_not_become_a_part_of_a_union(
+    corpus: Corpus, node: NodeFolder
+) -> None:
+    base = corpus.snapshot("a", ulid=corpus.ulid(ago_s=2000))
+    corpus.delta("b")
+    await maker.fetch_snapshot(corpus.store, LAYOUT, node, base)
+    body = bytearray(node.rows_path(base).read_bytes())
+    body[-20] ^= 1
+    node.rows_path(base).write_bytes(body)
+    made = await make_union(corpus.store, LAYOUT, node)
+    assert made is not None
+    assert holds(snapshot_of(corpus, made.name), "a", "b") == ["a", "b"]
 
 
 async def test_a_union_is_made_at_most_every_ten_minutes(corpus: Corpus, node: NodeFolder) -> None:
@@ -407,7 +420,8 @@ async def test_verify_counts_rows_without_objects_and_objects_without_rows(
     corpus.put(deltas_prefix(LAYOUT) + ulid, b"x")
     before = dict(corpus.objects)
     found = await verify(corpus.store, LAYOUT)
-    assert (found.entries, found.rows, found.gone, found.unannounced) == (3, 4, 2, 1)
+    assert (found.objects, found.entries, found.extra, found.missing) == (3, 4, 2, 1)
+    assert not found.index_agrees
     assert list(found.refused) == [deltas_prefix(LAYOUT) + ulid]
     assert corpus.objects == before
 
@@ -417,9 +431,13 @@ async def test_verify_lets_young_objects_pass(
 ) -> None:
     corpus.save("a")
     monkeypatch.setattr(maker.time, "time", corpus.clock)
-    assert (await verify(corpus.store, LAYOUT)).unannounced == 0
+    looked: list[Rows] = []
+    found = await verify(corpus.store, LAYOUT, look=looked.append)
+    assert (found.missing, found.unannounced, found.index_agrees) == (0, 1, True)
+    assert sum(map(len, looked)) == 1
     corpus.clock.now_s += 601
-    assert (await verify(corpus.store, LAYOUT)).unannounced == 1
+    found = await verify(corpus.store, LAYOUT)
+    assert (found.missing, found.unannounced, found.index_agrees) == (1, 0, False)
 
 
 async def test_verify_names_snapshots_that_cannot_be_used(corpus: Corpus) -> None:
@@ -442,14 +460,6 @@ async def test_the_newest_rows_are_counted_by_the_header_alone(corpus: Corpus) -
     store = FaultStore(corpus.store)
     assert await newest_rows(store, LAYOUT) == 10
     assert store.calls == {"list": 1, "get_range": 2}
-
-
-async def test_snapshot_and_deltas_are_opened_as_one(corpus: Corpus) -> None:
-    corpus.snapshot(*range(100))
-    corpus.delta("a", 5)
-    async with open_merged(corpus.store, LAYOUT) as segment:
-        assert len(segment) == 101
-        assert holds(segment, *range(100), "a", "b") == [*range(100), "a"]
 
 
 async def test_snapshots_are_listed_the_newest_first(corpus: Corpus) -> None:

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from s3ec.errors import UnavailableError
+from s3ec.errors import AccessError, UnavailableError
 from s3ec.index2.names import NEVER, deltas_prefix, snapshots_prefix
 from s3ec.index2.reader import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S, SNAPSHOTS_EVERY
 from s3ec.testing.fault_store import Fault
+from s3ec.testing.memory_store import MemoryStore
 from tests.unit.index2.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
 
 MakeReader = Callable[..., Reader]
@@ -269,6 +271,38 @@ async def test_writers_are_counted_by_their_names(corpus: Corpus, reader: Reader
     corpus.delta("old", ago_s=1200)
     await reader.refresh()
     assert reader.index.writers == 5
+
+
+@pytest.mark.parametrize("how", ["refused", "ignored"])
+async def test_a_server_without_start_after_is_read_all_the_same(
+    corpus: Corpus, reader: Reader, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """S3's directory buckets refuse it; others list from the start whatever is asked."""
+    whole = type(corpus.store).list
+
+    def list_(store: MemoryStore, prefix: str, *, start_after: str = "") -> Any:
+        if start_after and how == "refused":
+            raise AccessError("no start-after here", code="NotImplemented", is_general=False)
+        return whole(store, prefix)
+
+    monkeypatch.setattr(MemoryStore, "list", list_)
+    corpus.snapshot("a")
+    corpus.delta("b")
+    corpus.delta("old", ago_s=1000)
+    await reader.refresh()
+    assert reader.holds("a", "b", "old") == ["a", "b"]
+
+
+async def test_a_server_that_refuses_every_listing_is_an_error(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.snapshot("a")
+    await reader.refresh()
+    refused = AccessError("no", is_general=False)
+    reader.fault(Fault(op="list", error=lambda _: refused))
+    with pytest.raises(AccessError):
+        await reader.refresh()
+    assert reader.holds("a") == ["a"]
 
 
 async def test_foreign_files_below_the_manifest_do_not_stop_a_reader(
