@@ -107,10 +107,8 @@ async def audit(
     rows = await _CatalogRows.read(store, layout, tenant) if catalog else None
     if deep:
         store = _ListedOnce(store, layout.objects)
-    if isinstance(rows, _CatalogRows):
-        found = Audit(await verify(store, layout, look=rows.look, report=report))
-    else:
-        found = Audit(await verify(store, layout, report=report))
+    look = rows.look if isinstance(rows, _CatalogRows) else None
+    found = Audit(await verify(store, layout, look=look, report=report))
     if rows is not None:
         found.catalog = rows.result() if isinstance(rows, _CatalogRows) else rows
     if deep:

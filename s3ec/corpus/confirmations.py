@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from s3ec.corpus.catalog import append_rows, check_row, read_table
 from s3ec.corpus.catalog_file import STAMP, CatalogRow
@@ -28,6 +28,7 @@ from s3ec.identity import Key, Layout, Namespace, naming_of
 from s3ec.index2.child import in_process
 from s3ec.index2.local import NodeFolder
 from s3ec.index2.reader import ManifestIndex
+from s3ec.runtime import await_in_thread
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import with_conditional_put
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from s3ec.corpus.corpus import Corpus
     from s3ec.corpus.sources import SourceItem
 
-T = TypeVar("T")
 Counted = Literal["encoded", "catalogued", "renewed"]
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Ledger:
                 self._tier.folders, self._layout.namespace, need_room=self._tier.need_room
             ),
             jobs=in_process(store),
-            disk=_in_thread,
+            disk=await_in_thread,
             counters=self._counters,
             refresh_s=0.0,  # each look asks the bucket
         )
@@ -259,18 +259,6 @@ class Ledger:
         if self._writable is None:
             self._writable = await with_conditional_put(store)
         await append_rows(self._writable, self._layout, rows)
-
-
-async def _in_thread(
-    function: Callable[..., T], *args: object, undo: Callable[[T], object] | None = None
-) -> T:
-    call = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        return await asyncio.shield(call)
-    except asyncio.CancelledError:
-        if undo is not None:
-            call.add_done_callback(lambda done: done.exception() or undo(done.result()))
-        raise
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -21,6 +22,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from s3ec import codec
@@ -44,13 +46,16 @@ from s3ec.identity import (
     digest_of_name,
     make_key,
 )
+from s3ec.index2.child import in_process
 from s3ec.index2.delete import find_objects
 from s3ec.index2.deltas import Announcer
 from s3ec.index2.listing import BATCH, FEW, list_objects
-from s3ec.index2.maker import newest_rows, open_merged
-from s3ec.index2.snapshot import Segment
+from s3ec.index2.local import NodeFolder
+from s3ec.index2.maker import newest_rows
+from s3ec.index2.reader import ManifestIndex
 from s3ec.modality import ModalityRecords, Record
 from s3ec.namespaces import differences
+from s3ec.runtime import await_in_thread
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import NoSpaceError, ObjectInfo, Store
 from s3ec.store.concurrency import Pace, in_parallel
@@ -352,7 +357,7 @@ def _bad_there() -> CorruptEntryError:
 class _Readers:
     """Tells the readers of a namespace of entries that they do not know; see ``_telling``."""
 
-    def __init__(self, index: Segment, announcer: Announcer) -> None:
+    def __init__(self, index: ManifestIndex, announcer: Announcer) -> None:
         self._index = index
         self._announcer = announcer
 
@@ -367,10 +372,8 @@ class _Readers:
         Raises:
             UnavailableError: The store took no announcement for a minute.
         """
-        find = self._index.find
-        news = stored | {
-            key: nbytes for key, nbytes in present.items() if find(key.digest_hi, key.digest_lo) < 0
-        }
+        known = self._index.is_announced
+        news = stored | {key: nbytes for key, nbytes in present.items() if not known(key)}
         confirmed: list[bool] = []
         for key, nbytes in news.items():
             self._announcer.add(key, nbytes, confirmed.append)
@@ -394,12 +397,20 @@ async def _telling(store: Store, layout: Layout) -> AsyncIterator[_Readers]:
         UnavailableError, AccessError: The store does not answer, or refuses.
         TierError: The folder for temporary files is full.
     """
-    async with open_merged(store, layout) as index:
+    with tempfile.TemporaryDirectory() as folder:
+        index = ManifestIndex(
+            *(store, layout, NodeFolder(Path(folder))),
+            jobs=in_process(store),
+            disk=await_in_thread,
+            counters=Counters(),
+        )
         announcer = Announcer(store, layout, Counters())
         try:
+            await index.refresh(now=True)
             yield _Readers(index, announcer)
         finally:
             announcer.close()
+            await index.close()
 
 
 class ServerCopies:

@@ -595,8 +595,9 @@ class Corpus:
             report: Told how far it is.
 
         Returns:
-            What the index lacks and what it only believes (``index``); what the catalogue has that is gone (``catalog``); what is corrupt or could not be read
-            (``deep``). ``agrees`` where there is nothing of that.
+            What the index lacks and what it only believes (``index``); what the catalogue has that
+            is gone (``catalog``); what is corrupt or could not be read (``deep``). ``agrees`` where
+            there is nothing of that.
 
         Raises:
             ConfigError: ``state`` is that of another corpus, or in use.

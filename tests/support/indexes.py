@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterable, Mapping
 
 from s3ec.identity import Key, Layout, make_key
-from s3ec.index2.deltas import encode_delta
-from s3ec.index2.maker import open_merged
-from s3ec.index2.names import Names, deltas_prefix
-from s3ec.index2.snapshot import Segment
+from s3ec.index2.deltas import encode_delta, list_deltas, read_deltas
+from s3ec.index2.names import Names, SnapshotName, deltas_prefix, list_snapshots
+from s3ec.index2.snapshot import Rows, Segment, merge
 from s3ec.store.base import Store
 from s3ec.testing.memory_store import MemoryStore
 
@@ -62,8 +61,15 @@ def put_delta(
 
 async def view(store: Store, layout: Layout = LAYOUT) -> dict[bytes, int]:
     """What a reader that starts now holds: digests and sizes."""
-    async with open_merged(store, layout) as segment:
-        return sizes_in(segment)
+    name, parts = SnapshotName(), []
+    if snapshots := await list_snapshots(store, layout):
+        name, info = snapshots[0]
+        body = await store.get(info.name, max_bytes=2**40)
+        assert body is not None
+        parts.append(Segment.parse(body, layout.namespace).rows)
+    found = await read_deltas(store, layout, await list_deltas(store, layout, name))
+    parts += [rows for rows in found.values() if isinstance(rows, Rows)]
+    return sizes_in(Segment.of(merge(parts)))
 
 
 def sizes_in(segment: Segment) -> dict[bytes, int]:

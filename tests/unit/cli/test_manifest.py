@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
 from s3ec.identity import Layout, make_key
 from s3ec.index2 import maker
-from s3ec.index2.names import snapshots_prefix
+from s3ec.index2.names import Names, SnapshotName, snapshots_prefix
 from tests.support.indexes import delta_bytes, delta_name
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash
@@ -99,10 +100,10 @@ def test_of_several_namespaces_one_must_be_named(cli: Cli, corpus: Corpus) -> No
 def test_a_damaged_file_is_named_and_a_rebuild_goes_on_without_it(
     cli: Cli, corpus: Corpus, namespace: str, kind: str
 ) -> None:
-    announce(corpus, namespace, content_hash("a"), ago_s=3600)
-    made = cli.json("manifest", "rebuild")["snapshot"]
-    layout = Layout(namespace)
-    name = snapshots_prefix(layout) + made if kind == "snapshot" else delta_name(layout)
+    announce(corpus, namespace, content_hash("a"), ago_s=100)
+    layout, ulid = Layout(namespace), Names().next(time.time() - 100)
+    snapshot = f"{snapshots_prefix(layout)}{SnapshotName(ulid, ulid)}"
+    name = snapshot if kind == "snapshot" else delta_name(layout)
     corpus.put(name, b"{}")
     found = cli.json("manifest", "verify", code=1)
     assert (list(found["refused"]), found["entry_count"]) == ([name], 1)
