@@ -140,10 +140,10 @@ class _Denied:
             del self.until_s[next(iter(self.until_s))]
 
     def sweep_locked(self) -> None:
-        """Drop the keys whose time is over."""
+        """Drop the oldest keys whose time is over."""
         now = self._clock()
-        for digest in [digest for digest, until_s in self.until_s.items() if until_s <= now]:
-            del self.until_s[digest]
+        while self.until_s and self.until_s[oldest := next(iter(self.until_s))] <= now:
+            del self.until_s[oldest]
 
 
 class _View(NamedTuple):
@@ -465,9 +465,7 @@ class ManifestIndex:
         if self._refreshing is None:
             self._refreshing = asyncio.Lock()
         async with self._refreshing:
-            await self._disk(self._take_over)
-            must = await self._disk(self._must_ask)
-            if not (now or must):
+            if not (await self._disk(self._take_over) or now):
                 return
             self._tried_s = self._clock()
             await self._ask(now=now)
@@ -500,8 +498,12 @@ class ManifestIndex:
         patience_s = due_s if self._claim is not None else _TAKE_OVER * self._refresh_s
         return self._folder.clock() - self._asked_s >= patience_s
 
-    def _take_over(self) -> None:
-        """Open what another process of this node has written, and tell it what was gone."""
+    def _take_over(self) -> bool:
+        """Open what another process of this node has written, and tell it what was gone.
+
+        Returns:
+            Whether it is this process's turn to ask the bucket.
+        """
         gone, self._gone = self._gone, []
         if gone:
             self._folder.add_missing(gone)
@@ -521,6 +523,7 @@ class ManifestIndex:
         *place, news = self._folder.read_missing(*self._missing_place)
         self._missing_place = (place[0], place[1])
         self._sweep(news)
+        return self._must_ask()
 
     def _open(self, file: FileId) -> None:
         path = self._folder.path / OVERLAY
@@ -553,10 +556,10 @@ class ManifestIndex:
         old = self._view
         view = _View(overlay, snapshot, blocks, old.marks)
         # The lock is taken for moments only: hooks wait for it.
-        told = [digest for digest, (key, _) in list(self._stored.items()) if view.holds(key)]
+        told = [digest for digest, (key, _) in self._stored.copy().items() if view.holds(key)]
         named = [
             digest
-            for digest in list(self._missing.until_s)
+            for digest in self._missing.until_s.copy()
             if overlay.named(*split_digest(digest)) > old.overlay.named(*split_digest(digest))
         ]
         with self._lock:
@@ -572,7 +575,7 @@ class ManifestIndex:
         """Replace the view, with marks for what this process knows now."""
         with self._lock:
             self._marked = []
-        known = [*self._stored, *self._missing.until_s, *self._bad.until_s]
+        known = [*self._stored.copy(), *self._missing.until_s.copy(), *self._bad.until_s.copy()]
         marks = _no_marks(len(known))
         mask = len(marks) - 1
         for digest in known:
@@ -589,10 +592,11 @@ class ManifestIndex:
         with self._lock:
             for digest, at_s in news:
                 age_s = now_s - at_s
-                if 0 <= age_s < NEGATIVE_TTL_S and not self._missing.holds(digest):
+                # Our own marks come back as well, and what was stored here since counts more.
+                is_known = digest in self._stored or self._missing.holds(digest)
+                if 0 <= age_s < NEGATIVE_TTL_S and not is_known:
                     self._mark_locked(split_digest(digest)[0])
                     self._missing.add_locked(digest, age_s)
-                    self._stored.pop(digest, None)
             self._missing.sweep_locked()
             self._bad.sweep_locked()
             marked = len(self._marked)

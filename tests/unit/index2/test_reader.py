@@ -124,8 +124,6 @@ async def test_new_snapshots_are_looked_for_at_every_thirtieth_look(
     while reader.holds("a") == [] and looks < 100:
         reader.pass_time(REFRESH_S)
         await reader.refresh(now=False)
-        if reader.index._fetch is not None:
-            await reader.index._fetch
         looks += 1
     assert looks == SNAPSHOTS_EVERY + 2  # the download ends, and the next refresh opens it
 
