@@ -283,7 +283,7 @@ async def remove_namespace(
     # Before it is listed, which may take longer than `idle_s`: what comes meanwhile is not seen.
     clock = ServerClock()
     if idle_s:
-        await clock.ask(store, layout)
+        await store.delete(await clock.ask(store, layout))
     contents = await survey(store, layout, report=report)
     age_s = clock.now_s() - contents.stored_s
     if idle_s and contents.stored_s and age_s < idle_s:

@@ -150,7 +150,7 @@ class Overlay:
         named_s: When the newest delta was named that has a row; uint32 seconds, shape (rows,).
         marks: A bit for each value of the low bits of digests' first halves; most digests that
             are not here find a 0. A power of two of bytes.
-        read: ULIDs of the deltas, those too that held nothing of use.
+        read: ULIDs of the deltas.
     """
 
     snapshot: SnapshotName
@@ -179,12 +179,7 @@ class Overlay:
         return -1 if row < 0 else int(self.named_s[row])
 
     def encode_with(
-        self,
-        snapshot: SnapshotName,
-        deltas: Mapping[str, Rows],
-        unusable: Iterable[str],
-        *,
-        ns: str,
+        self, snapshot: SnapshotName, deltas: Mapping[str, Rows], namespace: str
     ) -> list[bytes | memoryview]:
         """The pieces of the file of the next overlay; 20 ms for 100,000 rows.
 
@@ -193,12 +188,11 @@ class Overlay:
         Args:
             snapshot: The next overlay's.
             deltas: ULID to rows; none that is here already.
-            unusable: ULIDs of deltas that are not to be read again.
-            ns: Namespace.
+            namespace: Of all of them.
         """
         start_s = window_start_s(snapshot.ulid)
         first = first_ulid(start_s)
-        read = sorted(u for u in {*self.read, *deltas, *unusable} if u >= first)
+        read = sorted(u for u in {*self.read, *deltas} if u >= first)
         stay = self.named_s >= start_s
         parts, named = [self.segment.rows.select(stay)], [self.named_s[stay]]
         for ulid, rows in deltas.items():
@@ -216,7 +210,12 @@ class Overlay:
             "fences": fences_of(rows.hi, slot_bits(len(rows))),
             "marks": _marks(rows.hi),
         }
-        metadata = {"s3ec": KIND, "namespace": ns, "entries": str(len(rows)), "of": str(snapshot)}
+        metadata = {
+            "s3ec": KIND,
+            "namespace": namespace,
+            "entries": str(len(rows)),
+            "of": str(snapshot),
+        }
         return safetensors_file.encode_columns(metadata, columns)
 
     @classmethod

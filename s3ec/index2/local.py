@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 
 from s3ec.errors import TierError
 from s3ec.index2.names import SnapshotName
-from s3ec.tier.files import make_folder, require_own_folder
+from s3ec.tier.files import Folders, make_folder, require_own_folders
 
 OVERLAY = "overlay"
 MISSING = "missing"
@@ -62,6 +62,7 @@ class NodeFolder:
         self,
         path: Path,
         *,
+        above: Sequence[str] = (),
         need_room: Callable[[int], None] = no_bound,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -69,24 +70,32 @@ class NodeFolder:
 
         Args:
             path: Made where it is missing, for this user only.
+            above: Folders that it lies in; each must be ours at each use.
             need_room: The tier's. A child process has none: its parent asks before it starts.
             clock: Seconds since the epoch; times of files are compared with it.
         """
         self.path = path
         self.need_room = need_room
         self.clock = clock
+        self._folders = (*above, str(path))
+
+    @classmethod
+    def of(
+        cls, folders: Folders, namespace: str, *, need_room: Callable[[int], None] = no_bound
+    ) -> NodeFolder:
+        """The one of a namespace in the node's tier."""
+        above = (*folders.above, str(folders.index))
+        return cls(folders.index / namespace, above=above, need_room=need_room)
 
     def make(self) -> None:
-        """Make the folder where it is missing.
+        """Make the folder, and those above it, where they are missing.
 
         Raises:
             TierError: The disk refused, or the folder is not ours.
         """
         try:
-            if not self.path.exists():
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                make_folder(self.path)
-            require_own_folder(self.path)
+            for folder in self._folders:
+                make_folder(folder, given=True)
         except OSError as exc:
             raise TierError(f"cannot make {self.path}: {exc}") from exc
 
@@ -105,7 +114,7 @@ class NodeFolder:
             TierError: The folder is not ours.
         """
         try:
-            require_own_folder(self.path)
+            require_own_folders(self._folders)
             found = os.lstat(self.path / name)
         except OSError:
             return None
@@ -131,6 +140,8 @@ class NodeFolder:
                 file.flush()
                 if synced:
                     os.fsync(file.fileno())
+            with suppress(OSError):  # a folder in its place, which no file can replace
+                os.rmdir(self.path / name)
             temp.rename(self.path / name)
         except OSError as exc:
             raise TierError(f"cannot write {self.path / name}: {exc}") from exc
@@ -205,7 +216,7 @@ class NodeFolder:
         now_s = self.clock()
         body = b"".join(_MISSING.pack(digest, now_s) for digest in digests)
         with suppress(OSError, TierError):
-            require_own_folder(self.path)
+            require_own_folders(self._folders)
             path = self.path / MISSING
             with suppress(FileNotFoundError):
                 if os.lstat(path).st_size > _MISSING_BYTES:
@@ -227,7 +238,7 @@ class NodeFolder:
             Inode and offset for the next call, and digests with the time at which each was gone.
         """
         try:
-            require_own_folder(self.path)
+            require_own_folders(self._folders)
             fd = os.open(self.path / MISSING, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (OSError, TierError):
             return 0, 0, []

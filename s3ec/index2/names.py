@@ -215,8 +215,11 @@ class ServerClock:
         """Seconds since the epoch, by the server's clock as far as it is known."""
         return self._wall_clock() if self._ahead_s is None else self._clock() + self._ahead_s
 
-    async def ask(self, store: Store, layout: Layout) -> None:
+    async def ask(self, store: Store, layout: Layout) -> str:
         """Ask the server by a small object that makers clear away later: a PUT and a HEAD.
+
+        Returns:
+            Name of that object.
 
         Raises:
             AccessError: This identity may not write or read below ``manifest/``.
@@ -229,6 +232,7 @@ class ServerClock:
         # The object's date is a moment before the answer: a name by this clock is never ahead.
         date_s = info.modified_s if info else 0.0
         self._ahead_s = (date_s or self._wall_clock()) - self._clock()
+        return name
 
 
 def _spell(value: int) -> str:

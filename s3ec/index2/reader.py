@@ -308,6 +308,7 @@ class ManifestIndex:
         self._fetch: asyncio.Task[None] | None = None
         self._fetched: SnapshotName | None = None  # lies here, and is not open yet
         self._refused: set[str] = set()  # names of files that cannot be used
+        self._unusable: set[str] = set()  # deltas that were damaged when they were read
         self._missing_place = (0, 0)
         # Held by writers of the dictionaries and the marks, never by lookups.
         self._lock = threading.Lock()
@@ -468,10 +469,13 @@ class ManifestIndex:
             if not (await self._disk(self._take_over) or now):
                 return
             self._tried_s = self._clock()
+            refused = len(self._refused)
             await self._ask(now=now)
-            while now and (self._fetch is not None or self._fetched is not None):
+            # A download may have failed already: then its predecessor is tried.
+            while now and (self._fetch or self._fetched or len(self._refused) > refused):
+                refused = len(self._refused)
                 if self._fetch is not None:
-                    with suppress(CorruptEntryError):  # then its predecessor is tried
+                    with suppress(CorruptEntryError):
                         await self._fetch
                 await self._ask(now=True)
 
@@ -622,25 +626,26 @@ class ManifestIndex:
         """Look for a new snapshot where that is due, then for new deltas."""
         is_newest = False
         if self._fetch is None and (now or self._looks % SNAPSHOTS_EVERY == 0):
+            self._unusable.clear()  # what was damaged on its way is good the next time
             is_newest = await self._look_for_snapshots()
         self._looks += 1
         overlay, fetched = self._view.overlay, self._fetched
         name = max(overlay.snapshot, fetched or SnapshotName())
         found = await list_deltas(self._store, self._layout, name)
-        answers = await read_deltas(self._store, self._layout, found.keys() - overlay.read)
+        new = found.keys() - overlay.read - self._unusable
+        answers = await read_deltas(self._store, self._layout, new)
         rows: dict[str, Rows] = {}
-        unusable: list[str] = []
         failed: list[S3ECError] = []
         for ulid, answer in answers.items():
             if isinstance(answer, Rows):
                 rows[ulid] = answer
                 self._counters.add("index.downloads")
             elif isinstance(answer, CorruptEntryError):
-                unusable.append(ulid)
+                self._unusable.add(ulid)
                 self._refuse(deltas_prefix(self._layout) + ulid, answer)
             elif answer is not None:
                 failed.append(answer)
-        await self._disk(self._write, overlay, name, rows, unusable)
+        await self._disk(self._write, overlay, name, rows)
         if self._fetched == fetched:
             self._fetched = None
         self._loaded = self._loaded or is_newest or name != SnapshotName()
@@ -663,7 +668,7 @@ class ManifestIndex:
 
     async def _bring(self, name: SnapshotName, info: ObjectInfo) -> None:
         path = self._folder.rows_path(name)
-        if not await self._disk(path.exists):
+        if not await self._disk(path.is_file):
             job = Job("fetch", self._layout.namespace, str(self._folder.path), str(name))
             try:
                 await self._disk(self._folder.need_room, info.nbytes)
@@ -689,17 +694,15 @@ class ManifestIndex:
             self._complained = True
             log.warning("a snapshot of the index cannot be had now: %s", exc)
 
-    def _write(
-        self, overlay: Overlay, name: SnapshotName, rows: dict[str, Rows], unusable: list[str]
-    ) -> None:
+    def _write(self, overlay: Overlay, name: SnapshotName, rows: dict[str, Rows]) -> None:
         """Write what was heard for the node, and open it."""
-        if not rows and not unusable and name == overlay.snapshot and self._file is not None:
+        if not rows and name == overlay.snapshot and self._file is not None:
             self._folder.touch(OVERLAY)
             found = self._folder.find(OVERLAY)
             if found is not None and found.inode == self._file.inode:
                 self._file, self._asked_s = found, found.modified_s
                 return
-        pieces = overlay.encode_with(name, rows, unusable, ns=self._layout.namespace)
+        pieces = overlay.encode_with(name, rows, self._layout.namespace)
         self._folder.write(OVERLAY, pieces)
         self._folder.touch(OVERLAY)
         written = self._folder.find(OVERLAY)

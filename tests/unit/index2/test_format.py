@@ -141,7 +141,7 @@ def test_every_flipped_byte_of_a_delta_is_found() -> None:
 def test_every_flipped_byte_of_an_overlay_is_found() -> None:
     ulid = Names().next(START_S)
     pieces = Overlay.empty(SnapshotName()).encode_with(
-        SnapshotName(), {ulid: merge([rows_for(range(9))])}, [], ns=NAMESPACE
+        SnapshotName(), {ulid: merge([rows_for(range(9))])}, NAMESPACE
     )
     blob = b"".join(pieces)
     assert len(Overlay.parse(blob, NAMESPACE).segment) == 9

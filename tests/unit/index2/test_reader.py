@@ -262,6 +262,27 @@ async def test_one_delta_that_cannot_be_had_keeps_back_no_other(
     assert reader.holds("a", "b") == ["a", "b"]
 
 
+async def test_a_delta_that_was_damaged_on_its_way_is_read_again_later(
+    corpus: Corpus, reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    ulid = corpus.delta("a")
+    corpus.delta("b")
+    fault = reader.fault(Fault(op="get", name=ulid, change=lambda _: b"<html>"))
+    await reader.refresh()
+    struck = fault.struck
+    for _ in range(3):
+        reader.pass_time(REFRESH_S)
+        await reader.refresh(now=False)
+    assert reader.holds("a", "b") == ["b"]
+    assert fault.struck == struck
+    await reader.refresh()
+    assert fault.struck > struck
+    assert caplog.text.count(ulid) == 1
+    fault.times = fault.struck
+    await reader.refresh()
+    assert reader.holds("a", "b") == ["a", "b"]
+
+
 async def test_writers_are_counted_by_their_names(corpus: Corpus, reader: Reader) -> None:
     assert reader.index.writers == 1
     for number in range(5):
