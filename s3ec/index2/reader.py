@@ -26,12 +26,10 @@ from s3ec.index2.child import Job, Jobs
 from s3ec.index2.deltas import Overlay, list_deltas, read_deltas
 from s3ec.index2.local import OVERLAY, FileId, NodeFolder
 from s3ec.index2.names import (
-    MARGIN_S,
+    NEVER,
     SnapshotName,
     deltas_prefix,
     list_snapshots,
-    time_s,
-    writer_of,
 )
 from s3ec.index2.snapshot import Rows, Segment
 from s3ec.store.base import ObjectInfo, Store
@@ -308,6 +306,9 @@ class ManifestIndex:
         self._fetch: asyncio.Task[None] | None = None
         self._fetched: SnapshotName | None = None  # lies here, and is not open yet
         self._refused: set[str] = set()  # names of files that cannot be used
+        # All deltas of this snapshot that came in time were read. By this process: where another
+        # one asked in between, the next look for a snapshot finds what that one has missed.
+        self._complete: SnapshotName | None = None
         self._unusable: set[str] = set()  # deltas that were damaged when they were read
         self._missing_place = (0, 0)
         # Held by writers of the dictionaries and the marks, never by lookups.
@@ -359,16 +360,12 @@ class ManifestIndex:
     @property
     def writers(self) -> int:
         """Writers of the fleet that announced something in the last 15 minutes; at least 1."""
-        read = self._view.overlay.read
-        if not read:
-            return 1
-        since_s = time_s(max(read)) - MARGIN_S
-        return len({writer_of(ulid) for ulid in read if time_s(ulid) >= since_s})
+        return max(1, self._view.overlay.writers)
 
     @property
     def newest(self) -> str:
         """The newest name of a delta or snapshot that was accepted; names.NEVER for none."""
-        return max((self._view.name.ulid, *self._view.overlay.read))
+        return max((self._view.name.ulid, *self._view.overlay.read[-1:]))
 
     @property
     def wants_listing(self) -> bool:
@@ -627,12 +624,15 @@ class ManifestIndex:
         is_newest = False
         if self._fetch is None and (now or self._looks % SNAPSHOTS_EVERY == 0):
             self._unusable.clear()  # what was damaged on its way is good the next time
+            self._complete = None
             is_newest = await self._look_for_snapshots()
         self._looks += 1
         overlay, fetched = self._view.overlay, self._fetched
         name = max(overlay.snapshot, fetched or SnapshotName())
-        found = await list_deltas(self._store, self._layout, name)
-        new = found.keys() - overlay.read - self._unusable
+        # All that count, beside looks for a snapshot; else those that may have come since.
+        newest = max(overlay.read, default=NEVER) if name == self._complete else NEVER
+        found = await list_deltas(self._store, self._layout, name, newest)
+        new = found.keys() - set(overlay.read) - self._unusable
         answers = await read_deltas(self._store, self._layout, new)
         rows: dict[str, Rows] = {}
         failed: list[S3ECError] = []
@@ -646,6 +646,7 @@ class ManifestIndex:
             elif answer is not None:
                 failed.append(answer)
         await self._disk(self._write, overlay, name, rows)
+        self._complete = None if failed else name
         if self._fetched == fetched:
             self._fetched = None
         self._loaded = self._loaded or is_newest or name != SnapshotName()

@@ -103,6 +103,39 @@ async def test_deltas_of_fifteen_minutes_before_a_snapshot_count(
     assert name.ulid == reader.index.counts().snapshot.ulid
 
 
+async def test_what_lands_within_fifteen_minutes_is_found_by_the_next_look_and_later_by_a_whole_one(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.snapshot("a", ulid=corpus.ulid(ago_s=10_000))
+    corpus.delta("b")
+    await reader.refresh()
+    listed = len(reader.store.log)
+    corpus.delta("in time", ago_s=890)
+    corpus.delta("late", ago_s=2000)
+    reader.pass_time(REFRESH_S)
+    await reader.refresh(now=False)
+    assert reader.holds("a", "b", "in time", "late") == ["a", "b", "in time"]
+    assert [op for op, _ in reader.store.log[listed:]] == ["list", "get"]
+    await reader.refresh()
+    assert reader.holds("late") == ["late"]
+
+
+async def test_a_delta_that_could_not_be_had_is_asked_for_however_old_it_grows(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.snapshot("a", ulid=corpus.ulid(ago_s=10_000))
+    ulid = corpus.delta("b")
+    fault = reader.fault(Fault(op="get", name=ulid, error=UnavailableError))
+    for _ in range(3):
+        corpus.delta("c")
+        with pytest.raises(UnavailableError):
+            await reader.refresh(now=False)
+        reader.pass_time(1000)
+    fault.times = fault.struck
+    await reader.refresh(now=False)
+    assert reader.holds("b", "c") == ["b", "c"]
+
+
 async def test_rows_of_old_deltas_go_with_a_new_snapshot(corpus: Corpus, reader: Reader) -> None:
     corpus.delta("deleted")
     await reader.refresh()
