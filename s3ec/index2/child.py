@@ -146,8 +146,8 @@ class _Running:
             UnavailableError: It cannot be started.
         """
         with ExitStack() as files:
-            said, errors = (files.enter_context(TemporaryFile("w+")) for _ in range(2))
             try:
+                said, errors = (files.enter_context(TemporaryFile("w+")) for _ in range(2))
                 child = subprocess.Popen(
                     [sys.executable, "-P", "-c", _PROGRAM],
                     stdin=subprocess.PIPE,

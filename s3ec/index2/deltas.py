@@ -7,9 +7,11 @@ import asyncio
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -19,6 +21,8 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout, is_ulid
 from s3ec.index2.names import (
+    AHEAD_S,
+    MARGIN_S,
     NEVER,
     Names,
     ServerClock,
@@ -26,10 +30,9 @@ from s3ec.index2.names import (
     deltas_prefix,
     first_ulid,
     is_ahead,
-    number_of,
     time_s,
-    ulid_of,
     window_start_s,
+    writer_of,
 )
 from s3ec.index2.snapshot import (
     CHUNK_ROWS,
@@ -67,18 +70,23 @@ _DENIED_PAUSE_S = 60.0
 
 
 async def list_deltas(
-    store: Store, layout: Layout, snapshot: SnapshotName
+    store: Store, layout: Layout, snapshot: SnapshotName, newest: str = NEVER
 ) -> dict[str, ObjectInfo]:
     """The deltas that count for a snapshot, by ULID; one LIST for each thousand.
 
     Names that are no ULID, or that no server's clock made, are left out.
+
+    Args:
+        newest: The newest one that is known, where all others were looked for: what was named
+            more than 15 minutes before it, and has not come by now, is late.
 
     Raises:
         UnavailableError: The store does not answer now.
         AccessError: It refuses.
     """
     prefix = deltas_prefix(layout)
-    first = first_ulid(window_start_s(snapshot.ulid))
+    since_s = max(window_start_s(snapshot.ulid), time_s(newest) - MARGIN_S - AHEAD_S)
+    first = first_ulid(since_s)
     found: dict[str, ObjectInfo] = {}
 
     async def collect(start_after: str) -> None:
@@ -133,11 +141,10 @@ def parse_delta(body: bytes | memoryview, layout: Layout, name: str) -> Rows:
 
 KIND = "overlay-2"
 _COLUMNS = {
-    **dict.fromkeys(("digest_hi", "digest_lo", "read_hi", "read_lo"), "<u8"),
+    **dict.fromkeys(("digest_hi", "digest_lo"), "<u8"),
     **dict.fromkeys(("nbytes", "named_s", "fences"), "<u4"),
-    "marks": "u1",
+    **dict.fromkeys(("marks", "read"), "u1"),
 }
-_HALF = 2**64 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,28 +157,44 @@ class Overlay:
         named_s: When the newest delta was named that has a row; uint32 seconds, shape (rows,).
         marks: A bit for each value of the low bits of digests' first halves; most digests that
             are not here find a 0. A power of two of bytes.
-        read: ULIDs of the deltas, those too that held nothing of use.
+        ulids: Of the deltas, in rising order, one behind the other.
     """
 
     snapshot: SnapshotName
     segment: Segment
     named_s: Array
     marks: memoryview
-    read: frozenset[str]
-    fresh_rows: int = field(init=False)
-    fresh_deltas: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        since_s = int(time_s(self.snapshot.ulid))
-        object.__setattr__(self, "fresh_rows", int(np.count_nonzero(self.named_s >= since_s)))
-        count = sum(ulid >= self.snapshot.ulid for ulid in self.read)
-        object.__setattr__(self, "fresh_deltas", count)
+    ulids: str
 
     @classmethod
     def empty(cls, snapshot: SnapshotName) -> Overlay:
         """That of a snapshot of which no delta was read."""
         rows = Rows.of([], [])
-        return cls(snapshot, Segment.of(rows), np.empty(0, "<u4"), memoryview(b"\0"), frozenset())
+        return cls(snapshot, Segment.of(rows), np.empty(0, "<u4"), memoryview(b"\0"), "")
+
+    @cached_property
+    def read(self) -> list[str]:
+        """ULIDs of the deltas, in rising order."""
+        width = len(NEVER)
+        return [self.ulids[at : at + width] for at in range(0, len(self.ulids), width)]
+
+    @cached_property
+    def fresh_rows(self) -> int:
+        """Rows that the snapshot does not hold for certain."""
+        return int(np.count_nonzero(self.named_s >= int(time_s(self.snapshot.ulid))))
+
+    @property
+    def fresh_deltas(self) -> int:
+        """Deltas of these."""
+        return len(self.read) - bisect_left(self.read, self.snapshot.ulid)
+
+    @property
+    def writers(self) -> int:
+        """Writers of the deltas of the last 15 minutes."""
+        if not self.read:
+            return 0
+        first = first_ulid(time_s(self.read[-1]) - MARGIN_S)
+        return len({writer_of(ulid) for ulid in self.read[bisect_left(self.read, first) :]})
 
     def named(self, hi: int, lo: int) -> int:
         """When the newest delta was named that has this digest, in seconds; -1 for none."""
@@ -179,12 +202,7 @@ class Overlay:
         return -1 if row < 0 else int(self.named_s[row])
 
     def encode_with(
-        self,
-        snapshot: SnapshotName,
-        deltas: Mapping[str, Rows],
-        unusable: Iterable[str],
-        *,
-        ns: str,
+        self, snapshot: SnapshotName, deltas: Mapping[str, Rows], namespace: str
     ) -> list[bytes | memoryview]:
         """The pieces of the file of the next overlay; 20 ms for 100,000 rows.
 
@@ -193,30 +211,32 @@ class Overlay:
         Args:
             snapshot: The next overlay's.
             deltas: ULID to rows; none that is here already.
-            unusable: ULIDs of deltas that are not to be read again.
-            ns: Namespace.
+            namespace: Of all of them.
         """
         start_s = window_start_s(snapshot.ulid)
         first = first_ulid(start_s)
-        read = sorted(u for u in {*self.read, *deltas, *unusable} if u >= first)
+        read = sorted(ulid for ulid in {*self.read, *deltas} if ulid >= first)
         stay = self.named_s >= start_s
         parts, named = [self.segment.rows.select(stay)], [self.named_s[stay]]
         for ulid, rows in deltas.items():
             parts.append(rows)
             named.append(np.full(len(rows), int(time_s(ulid)), "<u4"))
         rows, named_s = _newest(concat(parts), np.concatenate(named))
-        numbers = [number_of(ulid) for ulid in read]
         columns = {
             "digest_hi": rows.hi,
             "digest_lo": rows.lo,
-            "read_hi": np.array([number >> 64 for number in numbers], "<u8"),
-            "read_lo": np.array([number & _HALF for number in numbers], "<u8"),
             "nbytes": rows.nbytes,
             "named_s": named_s,
             "fences": fences_of(rows.hi, slot_bits(len(rows))),
             "marks": _marks(rows.hi),
+            "read": np.frombuffer("".join(read).encode(), "u1"),
         }
-        metadata = {"s3ec": KIND, "namespace": ns, "entries": str(len(rows)), "of": str(snapshot)}
+        metadata = {
+            "s3ec": KIND,
+            "namespace": namespace,
+            "entries": str(len(rows)),
+            "of": str(snapshot),
+        }
         return safetensors_file.encode_columns(metadata, columns)
 
     @classmethod
@@ -231,23 +251,22 @@ class Overlay:
         front.check_data(whole, name)
         found = checked_columns(front, whole, _COLUMNS, name)
         snapshot = SnapshotName.parse(front.metadata.get("of", ""))
-        marks = found["marks"]
+        marks, ulids = found["marks"], found["read"].tobytes().decode("ascii", "replace")
         if (
             snapshot is None
             or len(found["named_s"]) != len(found["digest_hi"])
-            or len(found["read_hi"]) != len(found["read_lo"])
+            or len(ulids) % len(NEVER)
             or len(marks) < 1
             or len(marks) & (len(marks) - 1)
         ):
             raise CorruptEntryError("overlay: columns do not fit", reason="shape")
         rows = Rows(found["digest_hi"], found["digest_lo"], found["nbytes"])
-        read = zip(found["read_hi"].tolist(), found["read_lo"].tolist(), strict=True)
         return cls(
             snapshot,
             Segment(rows, found["fences"], name=name, blob=whole),
             found["named_s"],
             marks.data,
-            frozenset(ulid_of(hi << 64 | lo) for hi, lo in read),
+            ulids,
         )
 
 

@@ -31,11 +31,6 @@ _RANDOM_BITS, _WRITER_BITS = 80, 40
 _SNAPSHOT = re.compile(r"([0-7][0-9A-Z]{25})-([0-7][0-9A-Z]{25})")
 
 
-def index_prefix(layout: Layout) -> str:
-    """Prefix of all objects of the index, with its trailing slash."""
-    return f"{layout.manifest}v2/"
-
-
 def deltas_prefix(layout: Layout) -> str:
     """Prefix of all deltas."""
     return f"{layout.manifest}v2/delta/"
@@ -66,19 +61,6 @@ def time_s(ulid: str) -> float:
 def first_ulid(at_s: float) -> str:
     """The smallest name of a millisecond: names made then or later are not below it."""
     return _spell(min(max(int(at_s * 1000), 0), _MAX_MS) << _RANDOM_BITS)
-
-
-def number_of(ulid: str) -> int:
-    """A name as a number of 128 bits."""
-    value = 0
-    for digit in ulid:
-        value = value << 5 | _VALUE[digit]
-    return value
-
-
-def ulid_of(number: int) -> str:
-    """The name that number_of makes this of."""
-    return _spell(number)
 
 
 def window_start_s(ulid: str) -> int:

@@ -26,12 +26,10 @@ from s3ec.index2.child import Job, Jobs
 from s3ec.index2.deltas import Overlay, list_deltas, read_deltas
 from s3ec.index2.local import OVERLAY, FileId, NodeFolder
 from s3ec.index2.names import (
-    MARGIN_S,
+    NEVER,
     SnapshotName,
     deltas_prefix,
     list_snapshots,
-    time_s,
-    writer_of,
 )
 from s3ec.index2.snapshot import Rows, Segment
 from s3ec.store.base import ObjectInfo, Store
@@ -140,10 +138,10 @@ class _Denied:
             del self.until_s[next(iter(self.until_s))]
 
     def sweep_locked(self) -> None:
-        """Drop the keys whose time is over."""
+        """Drop the oldest keys whose time is over."""
         now = self._clock()
-        for digest in [digest for digest, until_s in self.until_s.items() if until_s <= now]:
-            del self.until_s[digest]
+        while self.until_s and self.until_s[oldest := next(iter(self.until_s))] <= now:
+            del self.until_s[oldest]
 
 
 class _View(NamedTuple):
@@ -308,6 +306,10 @@ class ManifestIndex:
         self._fetch: asyncio.Task[None] | None = None
         self._fetched: SnapshotName | None = None  # lies here, and is not open yet
         self._refused: set[str] = set()  # names of files that cannot be used
+        # All deltas of this snapshot that came in time were read. By this process: where another
+        # one asked in between, the next look for a snapshot finds what that one has missed.
+        self._complete: SnapshotName | None = None
+        self._unusable: set[str] = set()  # deltas that were damaged when they were read
         self._missing_place = (0, 0)
         # Held by writers of the dictionaries and the marks, never by lookups.
         self._lock = threading.Lock()
@@ -358,16 +360,12 @@ class ManifestIndex:
     @property
     def writers(self) -> int:
         """Writers of the fleet that announced something in the last 15 minutes; at least 1."""
-        read = self._view.overlay.read
-        if not read:
-            return 1
-        since_s = time_s(max(read)) - MARGIN_S
-        return len({writer_of(ulid) for ulid in read if time_s(ulid) >= since_s})
+        return max(1, self._view.overlay.writers)
 
     @property
     def newest(self) -> str:
         """The newest name of a delta or snapshot that was accepted; names.NEVER for none."""
-        return max((self._view.name.ulid, *self._view.overlay.read))
+        return max((self._view.name.ulid, *self._view.overlay.read[-1:]))
 
     @property
     def wants_listing(self) -> bool:
@@ -465,9 +463,7 @@ class ManifestIndex:
         if self._refreshing is None:
             self._refreshing = asyncio.Lock()
         async with self._refreshing:
-            await self._disk(self._take_over)
-            must = await self._disk(self._must_ask)
-            if not (now or must):
+            if not (await self._disk(self._take_over) or now):
                 return
             self._tried_s = self._clock()
             refused = len(self._refused)
@@ -503,8 +499,12 @@ class ManifestIndex:
         patience_s = due_s if self._claim is not None else _TAKE_OVER * self._refresh_s
         return self._folder.clock() - self._asked_s >= patience_s
 
-    def _take_over(self) -> None:
-        """Open what another process of this node has written, and tell it what was gone."""
+    def _take_over(self) -> bool:
+        """Open what another process of this node has written, and tell it what was gone.
+
+        Returns:
+            Whether it is this process's turn to ask the bucket.
+        """
         gone, self._gone = self._gone, []
         if gone:
             self._folder.add_missing(gone)
@@ -524,6 +524,7 @@ class ManifestIndex:
         *place, news = self._folder.read_missing(*self._missing_place)
         self._missing_place = (place[0], place[1])
         self._sweep(news)
+        return self._must_ask()
 
     def _open(self, file: FileId) -> None:
         path = self._folder.path / OVERLAY
@@ -556,10 +557,10 @@ class ManifestIndex:
         old = self._view
         view = _View(overlay, snapshot, blocks, old.marks)
         # The lock is taken for moments only: hooks wait for it.
-        told = [digest for digest, (key, _) in list(self._stored.items()) if view.holds(key)]
+        told = [digest for digest, (key, _) in self._stored.copy().items() if view.holds(key)]
         named = [
             digest
-            for digest in list(self._missing.until_s)
+            for digest in self._missing.until_s.copy()
             if overlay.named(*split_digest(digest)) > old.overlay.named(*split_digest(digest))
         ]
         with self._lock:
@@ -575,7 +576,7 @@ class ManifestIndex:
         """Replace the view, with marks for what this process knows now."""
         with self._lock:
             self._marked = []
-        known = [*self._stored, *self._missing.until_s, *self._bad.until_s]
+        known = [*self._stored.copy(), *self._missing.until_s.copy(), *self._bad.until_s.copy()]
         marks = _no_marks(len(known))
         mask = len(marks) - 1
         for digest in known:
@@ -592,10 +593,11 @@ class ManifestIndex:
         with self._lock:
             for digest, at_s in news:
                 age_s = now_s - at_s
-                if 0 <= age_s < NEGATIVE_TTL_S and not self._missing.holds(digest):
+                # Our own marks come back as well, and what was stored here since counts more.
+                is_known = digest in self._stored or self._missing.holds(digest)
+                if 0 <= age_s < NEGATIVE_TTL_S and not is_known:
                     self._mark_locked(split_digest(digest)[0])
                     self._missing.add_locked(digest, age_s)
-                    self._stored.pop(digest, None)
             self._missing.sweep_locked()
             self._bad.sweep_locked()
             marked = len(self._marked)
@@ -621,25 +623,30 @@ class ManifestIndex:
         """Look for a new snapshot where that is due, then for new deltas."""
         is_newest = False
         if self._fetch is None and (now or self._looks % SNAPSHOTS_EVERY == 0):
+            self._unusable.clear()  # what was damaged on its way is good the next time
+            self._complete = None
             is_newest = await self._look_for_snapshots()
         self._looks += 1
         overlay, fetched = self._view.overlay, self._fetched
         name = max(overlay.snapshot, fetched or SnapshotName())
-        found = await list_deltas(self._store, self._layout, name)
-        answers = await read_deltas(self._store, self._layout, found.keys() - overlay.read)
+        # All that count, beside looks for a snapshot; else those that may have come since.
+        newest = max(overlay.read, default=NEVER) if name == self._complete else NEVER
+        found = await list_deltas(self._store, self._layout, name, newest)
+        new = found.keys() - set(overlay.read) - self._unusable
+        answers = await read_deltas(self._store, self._layout, new)
         rows: dict[str, Rows] = {}
-        unusable: list[str] = []
         failed: list[S3ECError] = []
         for ulid, answer in answers.items():
             if isinstance(answer, Rows):
                 rows[ulid] = answer
                 self._counters.add("index.downloads")
             elif isinstance(answer, CorruptEntryError):
-                unusable.append(ulid)
+                self._unusable.add(ulid)
                 self._refuse(deltas_prefix(self._layout) + ulid, answer)
             elif answer is not None:
                 failed.append(answer)
-        await self._disk(self._write, overlay, name, rows, unusable)
+        await self._disk(self._write, overlay, name, rows)
+        self._complete = None if failed else name
         if self._fetched == fetched:
             self._fetched = None
         self._loaded = self._loaded or is_newest or name != SnapshotName()
@@ -688,17 +695,15 @@ class ManifestIndex:
             self._complained = True
             log.warning("a snapshot of the index cannot be had now: %s", exc)
 
-    def _write(
-        self, overlay: Overlay, name: SnapshotName, rows: dict[str, Rows], unusable: list[str]
-    ) -> None:
+    def _write(self, overlay: Overlay, name: SnapshotName, rows: dict[str, Rows]) -> None:
         """Write what was heard for the node, and open it."""
-        if not rows and not unusable and name == overlay.snapshot and self._file is not None:
+        if not rows and name == overlay.snapshot and self._file is not None:
             self._folder.touch(OVERLAY)
             found = self._folder.find(OVERLAY)
             if found is not None and found.inode == self._file.inode:
                 self._file, self._asked_s = found, found.modified_s
                 return
-        pieces = overlay.encode_with(name, rows, unusable, ns=self._layout.namespace)
+        pieces = overlay.encode_with(name, rows, self._layout.namespace)
         self._folder.write(OVERLAY, pieces)
         self._folder.touch(OVERLAY)
         written = self._folder.find(OVERLAY)

@@ -136,7 +136,10 @@ class Reader:
         self.corpus.clock.now_s += seconds
 
     async def refresh(self, *, now: bool = True) -> None:
+        """A refresh, and the end of the download that it may have begun."""
         await self.index.refresh(now=now)
+        if (fetch := self.index._fetch) is not None:
+            await fetch
 
     def holds(self, *texts: object) -> list[object]:
         """Those that a lookup finds."""

@@ -103,6 +103,39 @@ async def test_deltas_of_fifteen_minutes_before_a_snapshot_count(
     assert name.ulid == reader.index.counts().snapshot.ulid
 
 
+async def test_what_lands_within_fifteen_minutes_is_found_by_the_next_look_and_later_by_a_whole_one(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.snapshot("a", ulid=corpus.ulid(ago_s=10_000))
+    corpus.delta("b")
+    await reader.refresh()
+    listed = len(reader.store.log)
+    corpus.delta("in time", ago_s=890)
+    corpus.delta("late", ago_s=2000)
+    reader.pass_time(REFRESH_S)
+    await reader.refresh(now=False)
+    assert reader.holds("a", "b", "in time", "late") == ["a", "b", "in time"]
+    assert [op for op, _ in reader.store.log[listed:]] == ["list", "get"]
+    await reader.refresh()
+    assert reader.holds("late") == ["late"]
+
+
+async def test_a_delta_that_could_not_be_had_is_asked_for_however_old_it_grows(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.snapshot("a", ulid=corpus.ulid(ago_s=10_000))
+    ulid = corpus.delta("b")
+    fault = reader.fault(Fault(op="get", name=ulid, error=UnavailableError))
+    for _ in range(3):
+        corpus.delta("c")
+        with pytest.raises(UnavailableError):
+            await reader.refresh(now=False)
+        reader.pass_time(1000)
+    fault.times = fault.struck
+    await reader.refresh(now=False)
+    assert reader.holds("b", "c") == ["b", "c"]
+
+
 async def test_rows_of_old_deltas_go_with_a_new_snapshot(corpus: Corpus, reader: Reader) -> None:
     corpus.delta("deleted")
     await reader.refresh()
@@ -124,8 +157,6 @@ async def test_new_snapshots_are_looked_for_at_every_thirtieth_look(
     while reader.holds("a") == [] and looks < 100:
         reader.pass_time(REFRESH_S)
         await reader.refresh(now=False)
-        if reader.index._fetch is not None:
-            await reader.index._fetch
         looks += 1
     assert looks == SNAPSHOTS_EVERY + 2  # the download ends, and the next refresh opens it
 
@@ -260,6 +291,27 @@ async def test_one_delta_that_cannot_be_had_keeps_back_no_other(
         await reader.refresh()
     assert reader.holds("a", "b") == ["b"]
     assert fault.struck == 1
+    await reader.refresh()
+    assert reader.holds("a", "b") == ["a", "b"]
+
+
+async def test_a_delta_that_was_damaged_on_its_way_is_read_again_later(
+    corpus: Corpus, reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    ulid = corpus.delta("a")
+    corpus.delta("b")
+    fault = reader.fault(Fault(op="get", name=ulid, change=lambda _: b"<html>"))
+    await reader.refresh()
+    struck = fault.struck
+    for _ in range(3):
+        reader.pass_time(REFRESH_S)
+        await reader.refresh(now=False)
+    assert reader.holds("a", "b") == ["b"]
+    assert fault.struck == struck
+    await reader.refresh()
+    assert fault.struck > struck
+    assert caplog.text.count(ulid) == 1
+    fault.times = fault.struck
     await reader.refresh()
     assert reader.holds("a", "b") == ["a", "b"]
 

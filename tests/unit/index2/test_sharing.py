@@ -111,6 +111,17 @@ async def test_what_one_process_found_gone_is_denied_by_all(
     assert [reader.holds("a", "b") for reader in readers] == [["a", "b"]] * 3
 
 
+async def test_what_this_process_stored_again_is_not_denied_by_its_own_mark(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    reader = make_reader()
+    await poll([reader], REFRESH_S)
+    reader.index.mark_missing(key_of("a"), absent=True)
+    reader.index.add(key_of("a"))
+    await poll([reader], REFRESH_S)
+    assert reader.holds("a") == ["a"]
+
+
 async def test_what_a_command_deleted_is_denied_by_all(
     corpus: Corpus, make_reader: MakeReader
 ) -> None:
