@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,6 @@ from s3ec.index2.names import (
     writer_of,
 )
 from s3ec.index2.snapshot import (
-    CHUNK_ROWS,
     Array,
     Rows,
     Segment,
@@ -140,6 +140,7 @@ def parse_delta(body: bytes | memoryview, layout: Layout, name: str) -> Rows:
 # -- a node's overlay ------------------------------------------------------------------------------
 
 KIND = "overlay-2"
+_FEW_ROWS = 2**14  # at a time, where numpy lets no other thread run: half a millisecond
 _COLUMNS = {
     **dict.fromkeys(("digest_hi", "digest_lo"), "<u8"),
     **dict.fromkeys(("nbytes", "named_s", "fences"), "<u4"),
@@ -216,7 +217,9 @@ class Overlay:
         start_s = window_start_s(snapshot.ulid)
         first = first_ulid(start_s)
         read = sorted(ulid for ulid in {*self.read, *deltas} if ulid >= first)
-        stay = self.named_s >= start_s
+        stay: Any = self.named_s >= start_s
+        if stay.all():
+            stay = slice(None)
         parts, named = [self.segment.rows.select(stay)], [self.named_s[stay]]
         for ulid, rows in deltas.items():
             parts.append(rows)
@@ -275,9 +278,11 @@ def _newest(rows: Rows, named_s: Array) -> tuple[Rows, Array]:
     if not len(rows):
         return rows, named_s
     order = sorted_order(rows.hi, rows.lo)
-    rows, named_s = rows.select(order), named_s[order]
+    rows, named_s = rows.select(order), named_s.take(order)
     begins = np.ones(len(rows), np.bool_)
     begins[1:] = (rows.hi[1:] != rows.hi[:-1]) | (rows.lo[1:] != rows.lo[:-1])
+    if begins.all():
+        return rows, named_s
     starts = np.flatnonzero(begins)
     last = np.append(starts[1:], len(rows)) - 1
     return rows.select(last), np.maximum.reduceat(named_s, starts)
@@ -287,8 +292,8 @@ def _marks(hi: Array) -> Array:
     """16 to 32 bits a digest; one in 20 that is not there finds a 1."""
     bits = 8 << (2 * len(hi)).bit_length()
     found = np.zeros(bits, np.bool_)
-    for start in range(0, len(hi), CHUNK_ROWS):
-        found[hi[start : start + CHUNK_ROWS] & np.uint64(bits - 1)] = True
+    for start in range(0, len(hi), _FEW_ROWS):
+        found[hi[start : start + _FEW_ROWS] & np.uint64(bits - 1)] = True
     return np.packbits(found, bitorder="little")
 
 

@@ -183,14 +183,19 @@ class World:
     def refresh(self) -> str:
         """One look; says which promise is broken, if any."""
         is_due = self.refreshes % LOOK_EVERY == 0 and self.rules.looks_again
+        mine = self.mine
         if not self.refreshes or is_due:
             newest = max(self.snapshots, key=self.age)
             if self.age(newest) > self.age(self.mine):
                 self.mine = newest
                 start = newest.ulid - MARGIN
                 self.read = {name: key for name, key in self.read.items() if name[0] >= start}
+        # Between looks for snapshots only those deltas are listed that may have come since.
+        is_whole = not self.refreshes or is_due or mine != self.mine
+        since = 0 if is_whole else max(self.read, default=(0, 0))[0] - MARGIN
         self.refreshes += 1
-        self.read.update(self.counted(self.mine.ulid))
+        found = self.counted(self.mine.ulid)
+        self.read.update({name: key for name, key in found.items() if name[0] >= since})
         seen = self.seen()
         began = max(
             (b for b, at in self.landed if at <= self.refreshes - LOOK_EVERY - 1), default=0
