@@ -23,7 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import ExitStack, aclosing, asynccontextmanager, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -118,30 +118,32 @@ class Made:
     removed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verified:
     """An index compared with a listing.
 
     Attributes:
-        entries: Objects that the listing found.
-        rows: Rows of snapshot and deltas.
-        gone: Rows without an object: each costs a node a 404.
-        unannounced: Objects without a row that are older than ten minutes: no reader finds them.
         snapshot: The newest one that can be read; the default for none.
+        entries: Rows of snapshot and deltas.
+        objects: Objects that the listing found.
+        missing: Objects without a row; encoded again until the next listing.
+        extra: Rows without an object; each costs a node a 404.
+        unannounced: Objects of the last ten minutes without a row yet: not missing.
         refused: Objects of the index that cannot be used: name to what is wrong.
     """
 
-    entries: int
-    rows: int
-    gone: int
-    unannounced: int
-    snapshot: SnapshotName
-    refused: dict[str, str]
+    snapshot: SnapshotName = field(default_factory=SnapshotName)
+    entries: int = 0
+    objects: int = 0
+    missing: int = 0
+    extra: int = 0
+    unannounced: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
 
     @property
-    def agrees(self) -> bool:
-        """True if index and listing say the same, and all of the index can be read."""
-        return not (self.gone or self.unannounced or self.refused)
+    def index_agrees(self) -> bool:
+        """True if nothing is missing, extra or refused."""
+        return not (self.missing or self.extra or self.refused)
 
 
 # -- reading a snapshot ----------------------------------------------------------------------------
@@ -613,32 +615,37 @@ async def verify(
     store: Store,
     layout: Layout,
     *,
-    look: Callable[[Rows], object] = lambda _: None,
     folder: Path | None = None,
     report: Report = unreported,
+    look: Callable[[Rows], None] | None = None,
 ) -> Verified:
     """Compare snapshot and deltas with a listing; writes nothing. Raises as rebuild.
 
     Args:
-        look: Given the listed rows part by part, sorted; in another thread.
+        look: Gets what the listing found, part by part, sorted; in another thread.
     """
     with closing(Spill(folder)) as listed, closing(Spill(folder)) as young:
         # The index first: what is announced while objects are listed is no row without an object.
         async with _merged(store, layout, folder) as (name, base, spill, refused):
+            found = Verified(name, refused=refused)
             young_s = time.time() - YOUNG_S
             async with aclosing(list_objects(store, layout, report=report)) as batches:
                 async for infos in batches:
                     await asyncio.to_thread(_spill_listed, layout, infos, listed)
                     new = [info for info in infos if info.modified_s > young_s]
                     await asyncio.to_thread(_spill_listed, layout, new, young)
-            entries = rows = gone = unannounced = 0
             for number, known in enumerate(_parts(spill, base)):
-                there, new_rows = merge(listed.part(number)), merge(young.part(number))
-                await asyncio.to_thread(look, there)
-                entries, rows = entries + len(there), rows + len(known)
-                gone += len(without(known, there))
-                unannounced += len(without(without(there, known), new_rows))
-            return Verified(entries, rows, gone, unannounced, name, refused)
+                there = merge(listed.part(number))
+                unknown = without(there, known)
+                missing = without(unknown, merge(young.part(number)))
+                found.entries += len(known)
+                found.objects += len(there)
+                found.extra += len(without(known, there))
+                found.missing += len(missing)
+                found.unannounced += len(unknown) - len(missing)
+                if look is not None:
+                    await asyncio.to_thread(look, there)
+            return found
 
 
 def _spill_listed(layout: Layout, infos: Sequence[ObjectInfo], spill: Spill) -> None:

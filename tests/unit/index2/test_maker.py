@@ -420,8 +420,8 @@ async def test_verify_counts_rows_without_objects_and_objects_without_rows(
     corpus.put(deltas_prefix(LAYOUT) + ulid, b"x")
     before = dict(corpus.objects)
     found = await verify(corpus.store, LAYOUT)
-    assert (found.entries, found.rows, found.gone, found.unannounced) == (3, 4, 2, 1)
-    assert not found.agrees
+    assert (found.objects, found.entries, found.extra, found.missing) == (3, 4, 2, 1)
+    assert not found.index_agrees
     assert list(found.refused) == [deltas_prefix(LAYOUT) + ulid]
     assert corpus.objects == before
 
@@ -433,11 +433,11 @@ async def test_verify_lets_young_objects_pass(
     monkeypatch.setattr(maker.time, "time", corpus.clock)
     looked: list[Rows] = []
     found = await verify(corpus.store, LAYOUT, look=looked.append)
-    assert (found.unannounced, found.agrees) == (0, True)
+    assert (found.missing, found.unannounced, found.index_agrees) == (0, 1, True)
     assert sum(map(len, looked)) == 1
     corpus.clock.now_s += 601
     found = await verify(corpus.store, LAYOUT)
-    assert (found.unannounced, found.agrees) == (1, False)
+    assert (found.missing, found.unannounced, found.index_agrees) == (1, 0, False)
 
 
 async def test_verify_names_snapshots_that_cannot_be_used(corpus: Corpus) -> None:
