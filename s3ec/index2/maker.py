@@ -688,10 +688,12 @@ class Maintainer:
         backoff = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         while True:
             await self._pause(LOOK_EVERY_S * jitter.uniform(0.9, 1.1))
-            job = self.due()
-            if job is None:
+            if self.due() is None:
                 continue
             await self._pause(jitter.uniform(0, _SPREAD_S))
+            job = self.due()  # another node may have been faster
+            if job is None:
+                continue
             with contained(self._counters, "a snapshot of the index of %s", self._layout.namespace):
                 try:
                     await self.make(job)
