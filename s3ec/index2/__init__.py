@@ -27,7 +27,8 @@ stored, ``flush()``, ``close()``. It tells a 412 as well, unless ``ManifestIndex
 
 **A reader** is a ``reader.ManifestIndex``. ``Node`` makes one per process::
 
-    index = ManifestIndex(store, layout, NodeFolder(path), jobs=in_child(settings), ...)
+    folder = NodeFolder.of(tier.folders, namespace, need_room=...)
+    index = ManifestIndex(store, layout, folder, jobs=in_child(settings), ...)
     await index.refresh()        # again every ``index.poll_s``; asks the bucket only where no
                                  # process of the node did within ``refresh_s``
     index.maybe_contains(key)    # any thread, no lock, no I/O, about a microsecond
@@ -40,8 +41,8 @@ stored, ``flush()``, ``close()``. It tells a 412 as well, unless ``ManifestIndex
 ``in_child(settings)`` runs downloads and makers in a fresh interpreter of low priority;
 ``in_process(store)`` runs them here (commands, tests with a bucket in memory).
 
-**Whoever writes may maintain**: ``maker.Maintainer(index, jobs, counters).run_forever()`` makes
-unions when deltas pile up and one listing a day in the fleet.
+**Whoever writes may maintain**: ``maker.Maintainer(...).run_forever()`` has a child make unions
+when deltas pile up, and one listing a day in the fleet.
 
 **Commands**: ``maker.rebuild`` lists and writes a snapshot. ``maker.verify`` compares the index
 with a listing. ``delete.delete_chosen`` (gc) lists, deletes and writes what is left as a snapshot.

@@ -71,7 +71,7 @@ from s3ec.index2.snapshot import (
     without,
     write_rows,
 )
-from s3ec.runtime import Backoff, contained, jitter
+from s3ec.runtime import contained, jitter
 from s3ec.store.base import (
     DELETE_AT_A_TIME,
     PART_BYTES,
@@ -96,7 +96,7 @@ YOUNG_S = 600.0
 """An object that is no older may still have to be announced."""
 LOOK_EVERY_S = 10.0
 _SPREAD_S = 30.0  # waited for at random: writers of other nodes see the same at the same time
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 60.0, 1800.0
+# After one was begun, whatever came of it: so long its claim is worth something, too.
 _RESTS_S = {"union": UNION_EVERY_S, "listing": LISTING_SOON_EVERY_S}
 _DELTAS_AT_A_TIME = 256
 _DOWNLOAD_PARTS = 2
@@ -659,7 +659,8 @@ class Maintainer:
     """Has snapshots made by a child when they are due; for a process that may write.
 
     A union is due by ``is_union_due``, a listing once a day, or once an hour where fetches find
-    nothing. Of a node one process is at it, and of a fleet one node, by claims.
+    nothing. Of a node one process is at it, and of a fleet one node, by claims. After a failure the
+    next one rests as after a success.
 
     Counters: ``index.unions``, ``index.listings`` and ``index.make_failed``.
     """
@@ -692,21 +693,19 @@ class Maintainer:
 
     async def run_forever(self) -> None:
         """Look every ten seconds whether a snapshot is due, until cancelled."""
-        backoff = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         while True:
             await self._pause(LOOK_EVERY_S * jitter.uniform(0.9, 1.1))
-            job = self.due()
-            if job is None:
+            if self.due() is None:
                 continue
             await self._pause(jitter.uniform(0, _SPREAD_S))
+            job = self.due()  # another node may have been faster
+            if job is None:
+                continue
             with contained(self._counters, "a snapshot of the index of %s", self._layout.namespace):
                 try:
                     await self.make(job)
-                    backoff.reset()
-                    continue
                 except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
                     self._note(exc)
-            await self._pause(backoff.next_s())
 
     def due(self) -> Job | None:
         """What is due, as far as this process knows; no I/O."""

@@ -46,6 +46,7 @@ SNAPSHOTS_EVERY = 30
 MAX_DENIED = 100_000
 MAX_STORED = 1_000_000
 """Keys that this process stored and that no delta has told yet."""
+_RETRY_REFRESHES = 3  # before a download that failed is tried again
 _TAKE_OVER = 3  # refreshes without the process that asks the bucket for this node
 # Keys that may be stored or denied before the next refresh without making other lookups slower.
 _ROOM = 256
@@ -689,7 +690,9 @@ class ManifestIndex:
         self._fetch = None
         if task.cancelled() or (exc := task.exception()) is None:
             return
-        self._looks = 0  # the next refresh looks again
+        # Of one that is refused the predecessor is tried at once; another try takes a process.
+        is_refused = isinstance(exc, CorruptEntryError) and exc.reason != "disk"
+        self._looks = 0 if is_refused else -_RETRY_REFRESHES
         self._counters.add("index.fetch_failed")
         if not self._complained and not isinstance(exc, CorruptEntryError):
             self._complained = True

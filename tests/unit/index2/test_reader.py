@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -159,6 +160,26 @@ async def test_new_snapshots_are_looked_for_at_every_thirtieth_look(
         await reader.refresh(now=False)
         looks += 1
     assert looks == SNAPSHOTS_EVERY + 2  # the download ends, and the next refresh opens it
+
+
+async def test_a_download_that_fails_is_tried_again_after_three_refreshes(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.snapshot("a")
+    corpus.delta("b")
+    fault = reader.fault(Fault(op="get_range", error=UnavailableError))
+    for _ in range(9):
+        with suppress(UnavailableError):
+            await reader.refresh(now=False)
+        assert not reader.index.loaded
+        reader.pass_time(REFRESH_S)
+    assert fault.struck == 3
+    assert reader.holds("a", "b") == ["b"]
+    assert reader.counters.get("index.fetch_failed") == 3
+    fault.times = fault.struck
+    await reader.refresh()
+    assert reader.holds("a", "b") == ["a", "b"]
+    assert reader.index.loaded
 
 
 @pytest.mark.parametrize("ahead_s", [100.0, 3.2e7])
