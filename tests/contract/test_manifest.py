@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 
 from s3ec.index2.maker import rebuild, verify
-from s3ec.index2.names import index_prefix
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.s3 import ObstoreStore
 from tests.contract.conftest import Configure, Transport
@@ -45,7 +44,7 @@ async def test_an_index_lives_below_any_prefix(
         assert (found.objects, found.entries) == (3, 3)
         names = [info.name async for info in store.list(LAYOUT.manifest)]
         assert names
-        assert all(name.startswith(index_prefix(LAYOUT)) for name in names)
+        assert all(name.startswith(f"{LAYOUT.manifest}v2/") for name in names)
     finally:
         await _empty(store)
 

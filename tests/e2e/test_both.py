@@ -22,7 +22,7 @@ from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, V2_RUNNER
 from s3ec.identity import Layout, digest_of_name, is_namespace_name, make_key
 from s3ec.index2.deltas import parse_delta
-from s3ec.index2.names import deltas_prefix, index_prefix
+from s3ec.index2.names import deltas_prefix
 from s3ec.index2.snapshot import Segment, merge
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
@@ -233,7 +233,7 @@ def test_the_bucket_holds_a_verifiable_object_per_picture_after_the_engines_end(
     layout = Layout(namespace)
     entries = {name for name in names if name.startswith(layout.objects)}
     assert len(entries) == BOTH
-    index = {name for name in names if name.startswith(index_prefix(layout))}
+    index = {name for name in names if name.startswith(layout.manifest)}
     assert names - entries - index == {layout.descriptor, layout.modality("image")}
     deltas = {name for name in index if name.startswith(deltas_prefix(layout))}
     announced = merge(
