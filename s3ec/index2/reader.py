@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import mmap
 import threading
 import time
 from bisect import bisect_left
@@ -548,7 +549,9 @@ class ManifestIndex:
             empty = _first_view()
             return empty.snapshot, empty.blocks
         segment = Segment.open(self._folder.rows_path(name), self._layout.namespace)
-        blocks = memoryview(safetensors_file.map_file(self._folder.filter_path(name)))
+        mapped = safetensors_file.map_file(self._folder.filter_path(name))
+        mapped.madvise(mmap.MADV_WILLNEED)
+        blocks = memoryview(mapped)
         if len(blocks) != blocks_for(len(segment)) * BLOCK_BYTES:
             raise CorruptEntryError(f"{name}: filter of another size", reason="length")
         return segment, blocks

@@ -215,7 +215,7 @@ class Segment:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], namespace: str) -> Segment:
-        """Map a file that was checked before; reads its header.
+        """Map a file that was checked before; reads its header, and asks for what lookups read.
 
         Raises:
             CorruptEntryError: Not a file of this namespace and size.
@@ -223,9 +223,10 @@ class Segment:
         """
         whole = safetensors_file.map_file(path)
         segment = cls.parse(memoryview(whole), namespace, name=Path(path).name)
-        front = segment._front
-        if front is not None:
-            safetensors_file.advise(whole, [])
+        if segment._front is not None:
+            # A lookup reads these, and must not wait for the disk.
+            lookup = ("digest_hi", "digest_lo", "fences")
+            safetensors_file.advise(whole, [segment._front.places[column] for column in lookup])
         return segment
 
     @classmethod
