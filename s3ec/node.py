@@ -290,7 +290,10 @@ class Node:
                     if self.breaker.is_open:
                         await self._probe()
                     await self.index.refresh()
-                    complained = False
+                    answered_s = self.index.answered_s()
+                    # Not by a poll that asks nothing, which never fails.
+                    if answered_s is not None and answered_s < self.index.poll_s:
+                        complained = False
                     await self._know_records()
                 except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
                     if not complained:
