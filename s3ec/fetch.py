@@ -17,7 +17,7 @@ from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import Key, Layout
-from s3ec.index2.reader import BAD_OBJECT_TTL_S, Index
+from s3ec.index.reader import BAD_OBJECT_TTL_S, Index
 from s3ec.modality import ModalityRecords, Record
 from s3ec.runtime import LoopThread
 from s3ec.spans import Spans

@@ -356,7 +356,7 @@ class Layout:
 
     @property
     def manifest(self) -> str:
-        """Prefix of the index, whose names ``s3ec.index2.names`` has."""
+        """Prefix of the index, whose names ``s3ec.index.names`` has."""
         return f"{self.namespace}/manifest/"
 
 

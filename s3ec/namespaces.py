@@ -117,7 +117,7 @@ async def require_ours(store: Store, namespace: str) -> None:
 
 async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool) -> NamespaceInfo:
     """Add what three more requests tell, and with ``count`` a listing of all objects."""
-    from s3ec.index2.maker import newest_rows
+    from s3ec.index.maker import newest_rows
 
     layout = Layout(found.name)
     info = await store.head(layout.descriptor)

@@ -21,10 +21,10 @@ from s3ec.counters import Counters
 from s3ec.encode_costs import CostFile, EncodeCosts
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import DESCRIPTOR_BYTES, KeyPolicy, Layout, Namespace, canonical_json, naming_of
-from s3ec.index2.child import in_child, in_process
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.maker import Maintainer
-from s3ec.index2.reader import ManifestIndex
+from s3ec.index.child import in_child, in_process
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import Maintainer
+from s3ec.index.reader import ManifestIndex
 from s3ec.modality import ModalityRecords, Record
 from s3ec.prefetch import Limits, Prefetcher, Sources
 from s3ec.runtime import DiskWatch, LoopThread, call_within, contained, jitter

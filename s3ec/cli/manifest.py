@@ -27,7 +27,7 @@ from s3ec.cli.output import (
 
 if TYPE_CHECKING:
     from s3ec.identity import Layout
-    from s3ec.index2.maker import Made, Verified
+    from s3ec.index.maker import Made, Verified
     from s3ec.store.base import Store
 
 
@@ -67,9 +67,9 @@ def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = 
     """
 
     async def look(store: Store, layout: Layout) -> dict[str, Any]:
-        from s3ec.index2.deltas import list_deltas
-        from s3ec.index2.maker import newest_rows
-        from s3ec.index2.names import NEVER, SnapshotName, list_snapshots, time_s
+        from s3ec.index.deltas import list_deltas
+        from s3ec.index.maker import newest_rows
+        from s3ec.index.names import NEVER, SnapshotName, list_snapshots, time_s
 
         snapshots = await list_snapshots(store, layout)
         newest = snapshots[0][0] if snapshots else SnapshotName()
@@ -130,7 +130,7 @@ def rebuild(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption
     with counting("listing objects") as report, source.corpus() as corpus:
 
         async def work(store: Store, layout: Layout) -> Made:
-            from s3ec.index2.maker import rebuild as make
+            from s3ec.index.maker import rebuild as make
 
             return await make(store, layout, report=report)
 

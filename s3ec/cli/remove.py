@@ -41,7 +41,7 @@ from s3ec.payoff import STORES, StorePreset
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus, Deletion
     from s3ec.corpus.collect import Collection
-    from s3ec.index2.delete import Contents
+    from s3ec.index.delete import Contents
     from s3ec.store.base import Store
 
 
@@ -288,7 +288,7 @@ def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> C
 
         async def work(store: Store) -> Contents:
             from s3ec.identity import Layout, is_namespace_name
-            from s3ec.index2.delete import remove_namespace, survey
+            from s3ec.index.delete import remove_namespace, survey
             from s3ec.namespaces import list_namespaces, require_ours
 
             if not is_namespace_name(namespace):

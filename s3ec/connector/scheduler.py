@@ -47,7 +47,7 @@ from s3ec.connector.waiting import Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes
-from s3ec.index2.reader import Index
+from s3ec.index.reader import Index
 from s3ec.prefetch import Priority
 from s3ec.tier import LocalKeys
 

@@ -27,8 +27,8 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
 from s3ec.fetch import Sources
 from s3ec.identity import Key, Namespace
-from s3ec.index2.deltas import PAUSE_S, Announcer
-from s3ec.index2.reader import ManifestIndex
+from s3ec.index.deltas import PAUSE_S, Announcer
+from s3ec.index.reader import ManifestIndex
 from s3ec.modality import SETTLED_S, Record
 from s3ec.runtime import Backoff, LoopThread, contained
 from s3ec.spans import Work, note

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says whether index, listing, objects and catalogue of a namespace agree; changes nothing.
 
-The index is compared with a listing by ``index2.maker``, the catalogue with the same listing, and
+The index is compared with a listing by ``index.maker``, the catalogue with the same listing, and
 what the objects hold with what they should by ``deep_check``.
 """
 
@@ -19,9 +19,9 @@ from s3ec.corpus.deep_check import AuditState, DeepCheck, check_objects
 from s3ec.counters import Report, unreported
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import Layout, make_key
-from s3ec.index2.listing import FEW
-from s3ec.index2.maker import Verified, verify
-from s3ec.index2.snapshot import Rows, is_in
+from s3ec.index.listing import FEW
+from s3ec.index.maker import Verified, verify
+from s3ec.index.snapshot import Rows, is_in
 from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.tenant import Tenant
 

@@ -49,8 +49,8 @@ from s3ec.errors import (
     UnavailableError,
 )
 from s3ec.identity import Layout, make_key
-from s3ec.index2.listing import listed
-from s3ec.index2.names import Names, time_s
+from s3ec.index.listing import listed
+from s3ec.index.names import Names, time_s
 from s3ec.namespaces import read_namespaces
 from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store, VanishedError, get_in_parts
 from s3ec.store.concurrency import in_parallel

@@ -19,11 +19,11 @@ from s3ec.corpus.makers import MadeBy, names_made_by, open_makers
 from s3ec.counters import Report, unreported
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
-from s3ec.index2.delete import delete_chosen
-from s3ec.index2.listing import list_objects
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.maker import newest_rows
-from s3ec.index2.names import ServerClock
+from s3ec.index.delete import delete_chosen
+from s3ec.index.listing import list_objects
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import newest_rows
+from s3ec.index.names import ServerClock
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.tenant import Tenant
 

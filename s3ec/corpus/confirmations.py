@@ -25,9 +25,9 @@ from s3ec.corpus.reading import without_secrets
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout, Namespace, naming_of
-from s3ec.index2.child import in_process
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.reader import ManifestIndex
+from s3ec.index.child import in_process
+from s3ec.index.local import NodeFolder
+from s3ec.index.reader import ManifestIndex
 from s3ec.runtime import await_in_thread
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel

@@ -46,13 +46,13 @@ from s3ec.identity import (
     digest_of_name,
     make_key,
 )
-from s3ec.index2.child import in_process
-from s3ec.index2.delete import find_objects
-from s3ec.index2.deltas import Announcer
-from s3ec.index2.listing import BATCH, FEW, list_objects
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.maker import newest_rows
-from s3ec.index2.reader import ManifestIndex
+from s3ec.index.child import in_process
+from s3ec.index.delete import find_objects
+from s3ec.index.deltas import Announcer
+from s3ec.index.listing import BATCH, FEW, list_objects
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import newest_rows
+from s3ec.index.reader import ManifestIndex
 from s3ec.modality import ModalityRecords, Record
 from s3ec.namespaces import differences
 from s3ec.runtime import await_in_thread

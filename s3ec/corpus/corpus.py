@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from s3ec.corpus.ray_encoder import RayOptions
     from s3ec.corpus.reading import ReadOptions
     from s3ec.corpus.repair import Repair
-    from s3ec.index2.local import NodeFolder
+    from s3ec.index.local import NodeFolder
     from s3ec.settings import Settings
 
 T = TypeVar("T")
@@ -496,7 +496,7 @@ class Corpus:
 
         async def work(store: Store, layout: Layout) -> Deletion:
             from s3ec.corpus.collect import drop_deleted_rows
-            from s3ec.index2.delete import delete_entries, find_objects
+            from s3ec.index.delete import delete_entries, find_objects
 
             found = await find_objects(store, layout, keys.values(), report=report)
             by_text = {text: found[key] for text, key in keys.items()}
@@ -1005,7 +1005,7 @@ class Corpus:
 
     def _index_folder(self, layout: Layout) -> NodeFolder:
         """This node's files of the index, by which its engines hear of deletions."""
-        from s3ec.index2.local import NodeFolder
+        from s3ec.index.local import NodeFolder
 
         root = Path(os.path.realpath(self.settings.cache_dir))
         return NodeFolder.of(Folders(root), layout.namespace)

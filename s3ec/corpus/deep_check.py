@@ -34,7 +34,7 @@ from s3ec.errors import (
     UnavailableError,
 )
 from s3ec.identity import Layout, is_object_name
-from s3ec.index2.listing import FEW, at_most, leaf_folders, listed
+from s3ec.index.listing import FEW, at_most, leaf_folders, listed
 from s3ec.namespaces import read_namespaces
 from s3ec.store.base import PART_BYTES, ObjectInfo, Store, VanishedError, whole_parts
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel

@@ -176,7 +176,7 @@ async def scan(
         adapter: Only those in the folder of this adapter.
         width: Folders that are listed at a time. Each waits until what it found is taken.
     """
-    from s3ec.index2.listing import list_side_by_side
+    from s3ec.index.listing import list_side_by_side
 
     layout = Layout(namespace)
     above, narrow = _place(starts_with, adapter)

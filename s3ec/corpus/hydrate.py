@@ -196,7 +196,7 @@ def wanted_by_name(name: str, nbytes: int = 0) -> Wanted:
 
 async def everything(store: Store, layout: Layout) -> AsyncGenerator[Wanted, None]:
     """All entries of a namespace as a listing shows them, in no order. To be closed."""
-    from s3ec.index2.listing import list_objects
+    from s3ec.index.listing import list_objects
 
     async with aclosing(list_objects(store, layout)) as batches:
         async for infos in batches:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from s3ec.corpus.deep_check import BadObject, check_object
 from s3ec.counters import Report, unreported
 from s3ec.identity import Key, Layout, is_object_name
-from s3ec.index2.delete import delete_entries
-from s3ec.index2.listing import key_of_object
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.maker import rebuild
+from s3ec.index.delete import delete_entries
+from s3ec.index.listing import key_of_object
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import rebuild
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.tenant import Tenant

@@ -40,10 +40,10 @@ from s3ec.corpus.selection import CopyOptions, Transferred, Wanted
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, ConflictError, CorruptEntryError, UnavailableError
 from s3ec.identity import OBJECT_SUFFIX, Layout, canonical_json, make_key
-from s3ec.index2.deltas import list_deltas
-from s3ec.index2.listing import BATCH, listed
-from s3ec.index2.maker import rebuild
-from s3ec.index2.names import SnapshotName, list_snapshots
+from s3ec.index.deltas import list_deltas
+from s3ec.index.listing import BATCH, listed
+from s3ec.index.maker import rebuild
+from s3ec.index.names import SnapshotName, list_snapshots
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import NoSpaceError, Store, Wrapper
 from s3ec.store.open import PROBE_PREFIX, open_store

@@ -14,7 +14,7 @@ from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
 from s3ec.tier.process_folder import LOCK_NAME, is_process_folder_name
 
-# As ``index2.local`` names them; its temporary files are swept by the index itself.
+# As ``index.local`` names them; its temporary files are swept by the index itself.
 _INDEX_NAME = re.compile(
     r"[0-9A-Z]{26}-[0-9A-Z]{26}\.(?:rows|filter)|overlay|missing|lock-[a-z]+|[0-9a-f]{16}\.tmp"
 )

@@ -16,7 +16,7 @@ from s3ec.corpus import Corpus
 from s3ec.corpus.catalog import Catalog, merge_parts
 from s3ec.corpus.catalog_file import COLUMNS, PART
 from s3ec.identity import Layout
-from s3ec.index2.delete import remove_namespace, survey
+from s3ec.index.delete import remove_namespace, survey
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import BUCKET, Configure
 from tests.support.catalogues import row

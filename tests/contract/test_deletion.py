@@ -8,8 +8,8 @@ import re
 import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy
-from s3ec.index2.delete import delete_chosen, delete_entries, remove_namespace
-from s3ec.index2.maker import verify
+from s3ec.index.delete import delete_chosen, delete_entries, remove_namespace
+from s3ec.index.maker import verify
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import LocalS3

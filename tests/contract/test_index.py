@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.index2.child import Job, in_child, in_process
-from s3ec.index2.delete import delete_chosen, delete_entries
-from s3ec.index2.deltas import Announcer, encode_delta
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.maker import make_listing, make_union, rebuild, verify
-from s3ec.index2.names import Names, ServerClock, deltas_prefix
-from s3ec.index2.reader import ManifestIndex
+from s3ec.index.child import Job, in_child, in_process
+from s3ec.index.delete import delete_chosen, delete_entries
+from s3ec.index.deltas import Announcer, encode_delta
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import make_listing, make_union, rebuild, verify
+from s3ec.index.names import Names, ServerClock, deltas_prefix
+from s3ec.index.reader import ManifestIndex
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.s3 import ObstoreStore
 from tests.contract.conftest import Configure, Transport
-from tests.unit.index2.corpus import LAYOUT, NAMESPACE, in_thread, key_of, keys_of
+from tests.unit.index.corpus import LAYOUT, NAMESPACE, in_thread, key_of, keys_of
 
 PAGE = 1000
 
@@ -58,8 +58,8 @@ async def test_an_index_lives_below_any_prefix(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("s3ec.index2.maker.is_union_due", lambda *_: True)
-    monkeypatch.setattr("s3ec.index2.maker.UNION_EVERY_S", -10.0)
+    monkeypatch.setattr("s3ec.index.maker.is_union_due", lambda *_: True)
+    monkeypatch.setattr("s3ec.index.maker.UNION_EVERY_S", -10.0)
     name = f"{prefix}/{transport.__name__}" if prefix else ""
     store = transport(on_seaweed(prefix=name))
     index = reader(store, tmp_path / "reader")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from s3ec.index2.maker import rebuild, verify
+from s3ec.index.maker import rebuild, verify
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.s3 import ObstoreStore
 from tests.contract.conftest import Configure, Transport

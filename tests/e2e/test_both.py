@@ -21,9 +21,9 @@ from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, V2_RUNNER
 from s3ec.identity import Layout, digest_of_name, is_namespace_name, make_key
-from s3ec.index2.deltas import parse_delta
-from s3ec.index2.names import deltas_prefix
-from s3ec.index2.snapshot import Segment, merge
+from s3ec.index.deltas import parse_delta
+from s3ec.index.names import deltas_prefix
+from s3ec.index.snapshot import Segment, merge
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     BOTH,

@@ -31,10 +31,10 @@ from typing import Any, Literal
 
 import s3ec.node
 from s3ec.errors import S3ECError, TierError
-from s3ec.index2 import maker
-from s3ec.index2.delete import delete_chosen
-from s3ec.index2.deltas import Announcer
-from s3ec.index2.local import NodeFolder
+from s3ec.index import maker
+from s3ec.index.delete import delete_chosen
+from s3ec.index.deltas import Announcer
+from s3ec.index.local import NodeFolder
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Limits
 from tests.faults.embeddings import (

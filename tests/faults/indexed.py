@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from s3ec.index2 import maker
-from s3ec.index2.child import Job, in_process
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.maker import Made, Verified
-from s3ec.index2.names import ServerClock
+from s3ec.index import maker
+from s3ec.index.child import Job, in_process
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import Made, Verified
+from s3ec.index.names import ServerClock
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchResult
 from s3ec.settings import Settings

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from s3ec import codec
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.names import NEVER, SnapshotName
+from s3ec.index.local import NodeFolder
+from s3ec.index.names import NEVER, SnapshotName
 from s3ec.tier import Spool, Tier, evictor
 from s3ec.tier.files import touch
 from tests.support.on_disk import Asleep, audit_of, evict, make_room

@@ -12,9 +12,9 @@ from s3ec.counters import Counters
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Stall, StallUpload
 from s3ec.identity import digest_of_name
-from s3ec.index2.deltas import parse_delta
-from s3ec.index2.names import deltas_prefix
-from s3ec.index2.snapshot import Segment
+from s3ec.index.deltas import parse_delta
+from s3ec.index.names import deltas_prefix
+from s3ec.index.snapshot import Segment
 from s3ec.testing.server import LocalS3
 from s3ec.tier import Tier
 from tests.faults.embeddings import LAYOUT, NAMESPACE, RECORD, body_at, key_at, spooled_below

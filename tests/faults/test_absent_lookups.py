@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy
-from s3ec.index2.reader import ManifestIndex
+from s3ec.index.reader import ManifestIndex
 from s3ec.testing.server import LocalS3
 from tests.faults.embeddings import key_at
 from tests.faults.indexed import Bucket, noding, refresh, run_rebuild, run_union

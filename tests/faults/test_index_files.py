@@ -15,10 +15,10 @@ import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.identity import Namespace
-from s3ec.index2 import deltas
-from s3ec.index2.local import OVERLAY
-from s3ec.index2.names import SnapshotName, snapshots_prefix
-from s3ec.index2.snapshot import Rows, encode
+from s3ec.index import deltas
+from s3ec.index.local import OVERLAY
+from s3ec.index.names import SnapshotName, snapshots_prefix
+from s3ec.index.snapshot import Rows, encode
 from s3ec.prefetch import FetchOutcome
 from s3ec.safetensors_file import encode_columns
 from s3ec.testing.server import LocalS3

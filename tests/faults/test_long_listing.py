@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from s3ec.identity import Layout, digest_of_name
-from s3ec.index2 import listing, snapshot
-from s3ec.index2.listing import list_objects, rows_of
-from s3ec.index2.snapshot import PARTS, Segment, Spill, merge
+from s3ec.index import listing, snapshot
+from s3ec.index.listing import list_objects, rows_of
+from s3ec.index.snapshot import PARTS, Segment, Spill, merge
 from s3ec.runtime import LoopThread
 from s3ec.settings import Settings
 from s3ec.store.base import Store

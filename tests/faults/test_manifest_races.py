@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
-from s3ec.index2 import names
-from s3ec.index2.delete import delete_entries
-from s3ec.index2.maker import list_snapshots
-from s3ec.index2.names import SnapshotName
+from s3ec.index import names
+from s3ec.index.delete import delete_entries
+from s3ec.index.maker import list_snapshots
+from s3ec.index.names import SnapshotName
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from s3ec import modality
-from s3ec.index2 import reader
+from s3ec.index import reader
 from s3ec.node import Node
 from s3ec.testing.server import LocalS3
 from tests.faults.embeddings import LAYOUT, key_at

@@ -24,7 +24,7 @@ from s3ec import codec
 from s3ec.connector import saves
 from s3ec.connector.messages import Save
 from s3ec.identity import Key
-from s3ec.index2.reader import BAD_OBJECT_TTL_S
+from s3ec.index.reader import BAD_OBJECT_TTL_S
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock

@@ -32,9 +32,9 @@ from s3ec.identity import (
     make_key,
     modality_name,
 )
-from s3ec.index2.deltas import Overlay, parse_delta
-from s3ec.index2.names import SnapshotName
-from s3ec.index2.snapshot import Segment, encode, is_sorted
+from s3ec.index.deltas import Overlay, parse_delta
+from s3ec.index.names import SnapshotName
+from s3ec.index.snapshot import Segment, encode, is_sorted
 from s3ec.middleware.client_ids import BodyError, rewrite
 from s3ec.modality import parse_record
 from s3ec.safetensors_file import seal

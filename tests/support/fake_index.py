@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from s3ec.counters import Counters
 from s3ec.identity import Key
-from s3ec.index2.reader import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S
+from s3ec.index.reader import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S
 
 
 class FakeIndex:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable, Mapping
 
 from s3ec.identity import Key, Layout, make_key
-from s3ec.index2.deltas import encode_delta, list_deltas, read_deltas
-from s3ec.index2.names import Names, SnapshotName, deltas_prefix, list_snapshots
-from s3ec.index2.snapshot import Rows, Segment, merge
+from s3ec.index.deltas import encode_delta, list_deltas, read_deltas
+from s3ec.index.names import Names, SnapshotName, deltas_prefix, list_snapshots
+from s3ec.index.snapshot import Rows, Segment, merge
 from s3ec.store.base import Store
 from s3ec.testing.memory_store import MemoryStore
 

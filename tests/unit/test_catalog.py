@@ -38,7 +38,7 @@ from s3ec.corpus.catalog_file import (
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError, TierError
 from s3ec.identity import Layout, Namespace
-from s3ec.index2.delete import remove_namespace, survey
+from s3ec.index.delete import remove_namespace, survey
 from s3ec.store.base import Store
 from s3ec.store.retry import RetryStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script, flip

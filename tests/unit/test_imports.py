@@ -28,7 +28,7 @@ LAYERS = [
     {"safetensors_file"},
     {"codec"},
     {"tier", "modality"},
-    {"index2"},
+    {"index"},
     {"fetch", "namespaces", "encode_costs"},
     {"prefetch"},
     {"node"},
@@ -231,8 +231,8 @@ def test_everything_but_the_engine_side_works_without_torch_and_vllm() -> None:
         "s3ec",
         "s3ec.store.open",
         "s3ec.tier.tier",
-        "s3ec.index2.listing",
-        "s3ec.index2.reader",
+        "s3ec.index.listing",
+        "s3ec.index.reader",
         "s3ec.prefetch",
         "s3ec.node",
         "s3ec.cli",
@@ -253,7 +253,7 @@ def test_everything_but_the_engine_side_works_without_torch_and_vllm() -> None:
 
 @pytest.mark.slow
 def test_every_module_of_the_command_line_works_without_torch_and_vllm() -> None:
-    packages = ("cli", "store", "tier", "index2", "doctor")
+    packages = ("cli", "store", "tier", "index", "doctor")
     names = [
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
         for package in packages

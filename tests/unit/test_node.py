@@ -12,10 +12,10 @@ import pytest
 from s3ec.config import load_settings
 from s3ec.errors import UnavailableError
 from s3ec.identity import Layout, Namespace
-from s3ec.index2 import maker
-from s3ec.index2.deltas import encode_delta
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.names import deltas_prefix
+from s3ec.index import maker
+from s3ec.index.deltas import encode_delta
+from s3ec.index.local import NodeFolder
+from s3ec.index.names import deltas_prefix
 from s3ec.node import Node, destination_of, refresh_pause_s
 from s3ec.store.endpoint import Breaker
 from s3ec.testing.memory_store import MemoryStore
@@ -26,7 +26,7 @@ from s3ec.tier.inspection import Inspection
 from tests.support.file_calls import open_below
 from tests.support.on_disk import audit_of, running_total
 from tests.support.waiting import eventually
-from tests.unit.index2.corpus import NAMESPACE, Corpus, key_of
+from tests.unit.index.corpus import NAMESPACE, Corpus, key_of
 from tests.unit.tier.cases import (
     DESTINATION,
     child,

@@ -23,9 +23,9 @@ from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout
-from s3ec.index2.child import in_process
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.reader import Index, ManifestIndex
+from s3ec.index.child import in_process
+from s3ec.index.local import NodeFolder
+from s3ec.index.reader import Index, ManifestIndex
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import (
     FetchOutcome,

@@ -143,8 +143,8 @@ def _round(engine: EngineProcess, asked: Iterator[Prompt]) -> RequestTimes:
 def _announce(client: Any, namespace: str, names: Sequence[str]) -> None:
     """Write an index that holds all of these; there are no objects."""
     from s3ec.identity import Layout, canonical_json, make_key
-    from s3ec.index2.deltas import encode_delta
-    from s3ec.index2.names import Names, deltas_prefix
+    from s3ec.index.deltas import encode_delta
+    from s3ec.index.names import Names, deltas_prefix
 
     layout = Layout(namespace)
     digests = [key.digest for key in map(make_key, names) if key is not None]

@@ -28,10 +28,10 @@ from s3ec.dev.bench.corpus import Corpus, key_of
 from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE, Keys, Made, load, rows_of
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.identity import Key, Namespace
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.maker import make_union
-from s3ec.index2.names import Names, deltas_prefix
-from s3ec.index2.snapshot import PARTS, Rows, concat, encode
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import make_union
+from s3ec.index.names import Names, deltas_prefix
+from s3ec.index.snapshot import PARTS, Rows, concat, encode
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.base import PART_BYTES

@@ -24,7 +24,7 @@ from s3ec.dev.bench.children import Child, anonymous_bytes
 from s3ec.dev.bench.context import CannotMeasureError, Context
 from s3ec.dev.bench.index_made import Keys, Made, check_answers, keys_of, load, reader
 from s3ec.dev.bench.measure import memory_folder
-from s3ec.index2.bloom import maybe
+from s3ec.index.bloom import maybe
 
 if TYPE_CHECKING:
     from s3ec.identity import Key

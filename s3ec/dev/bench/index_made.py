@@ -19,10 +19,10 @@ import numpy as np
 
 from s3ec.config import load_settings
 from s3ec.identity import Key, Layout, Namespace
-from s3ec.index2.bloom import write_bloom
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.names import Names, SnapshotName, snapshots_prefix
-from s3ec.index2.snapshot import PARTS, Rows, Segment, merge, write_rows
+from s3ec.index.bloom import write_bloom
+from s3ec.index.local import NodeFolder
+from s3ec.index.names import Names, SnapshotName, snapshots_prefix
+from s3ec.index.snapshot import PARTS, Rows, Segment, merge, write_rows
 from s3ec.node import Node
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 

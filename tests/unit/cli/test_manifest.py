@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from s3ec.identity import Layout, make_key
-from s3ec.index2 import maker
-from s3ec.index2.names import Names, SnapshotName, snapshots_prefix
+from s3ec.index import maker
+from s3ec.index.names import Names, SnapshotName, snapshots_prefix
 from tests.support.indexes import delta_bytes, delta_name
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.index2.local import NodeFolder
+from s3ec.index.local import NodeFolder
 from s3ec.tier import Tier
 from tests.support.clock import Clock
 from tests.support.damage import other_version

@@ -19,7 +19,7 @@ from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.dev.rigs.virtual_tier import VirtualEntry
 from s3ec.identity import Key, KeyPolicy, Layout, ModalityScopes
-from s3ec.index2.reader import Index
+from s3ec.index.reader import Index
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock

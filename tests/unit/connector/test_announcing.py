@@ -17,9 +17,9 @@ from s3ec.connector import uploads
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key
-from s3ec.index2.deltas import parse_delta
-from s3ec.index2.names import deltas_prefix
-from s3ec.index2.snapshot import Segment
+from s3ec.index.deltas import parse_delta
+from s3ec.index.names import deltas_prefix
+from s3ec.index.snapshot import Segment
 from s3ec.modality import SETTLED_S
 from s3ec.testing.fault_store import Fault, Gate
 from tests.support.clock import Clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
 from s3ec.connector.messages import Save, WorkerReport
-from s3ec.index2.reader import BAD_OBJECT_TTL_S
+from s3ec.index.reader import BAD_OBJECT_TTL_S
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import (
     World,

@@ -12,8 +12,8 @@ from s3ec.corpus.catalog import append_rows, read_table
 from s3ec.corpus.collect import Choice, Rules, choose, collect, collect_garbage
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import make_key
-from s3ec.index2 import listing
-from s3ec.index2.local import NodeFolder
+from s3ec.index import listing
+from s3ec.index.local import NodeFolder
 from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore

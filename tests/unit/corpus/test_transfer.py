@@ -20,7 +20,7 @@ from s3ec.config import load_settings
 from s3ec.corpus import CopyOptions, Corpus, Selection
 from s3ec.errors import AccessError, ConfigError, ConflictError, NotFoundError, UnavailableError
 from s3ec.identity import Layout, Namespace
-from s3ec.index2.names import SnapshotName
+from s3ec.index.names import SnapshotName
 from s3ec.store.base import NoSpaceError
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore

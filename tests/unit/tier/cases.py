@@ -20,7 +20,7 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.identity import Key, make_key
-from s3ec.index2.local import NodeFolder
+from s3ec.index.local import NodeFolder
 from s3ec.tier import OpenEntry, Spool, Tier, files
 from tests.support.clock import Clock
 from tests.support.finite import FINITE

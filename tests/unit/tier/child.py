@@ -21,7 +21,7 @@ from typing import Any
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.index2.local import NodeFolder
+from s3ec.index.local import NodeFolder
 from s3ec.tier import Claim, LocalKeys, evictor
 from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import DiskErrors, Folders, TempFile, try_lock

@@ -11,8 +11,8 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.index2.local import OVERLAY, NodeFolder
-from s3ec.index2.names import SnapshotName
+from s3ec.index.local import OVERLAY, NodeFolder
+from s3ec.index.names import SnapshotName
 from s3ec.tier import Tier
 from tests.support.on_disk import audit_of, make_room, running_total, usage_of
 from tests.unit.tier.cases import (

@@ -21,7 +21,7 @@ from s3ec import safetensors_file
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout, is_ulid
-from s3ec.index2.names import (
+from s3ec.index.names import (
     AHEAD_S,
     MARGIN_S,
     NEVER,
@@ -35,7 +35,7 @@ from s3ec.index2.names import (
     window_start_s,
     writer_of,
 )
-from s3ec.index2.snapshot import (
+from s3ec.index.snapshot import (
     Array,
     Rows,
     Segment,

@@ -29,16 +29,16 @@ from hypothesis.stateful import (
 )
 
 from s3ec.counters import Counters
-from s3ec.index2 import listing, maker
-from s3ec.index2.delete import delete_chosen
-from s3ec.index2.deltas import Announcer, encode_delta
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.maker import Made, make_union, rebuild
-from s3ec.index2.names import MARGIN_S, Names, ServerClock, deltas_prefix, time_s
+from s3ec.index import listing, maker
+from s3ec.index.delete import delete_chosen
+from s3ec.index.deltas import Announcer, encode_delta
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import Made, make_union, rebuild
+from s3ec.index.names import MARGIN_S, Names, ServerClock, deltas_prefix, time_s
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from tests.support.clock import Clock
 from tests.support.waiting import until
-from tests.unit.index2.corpus import LAYOUT, NAMESPACE, REFRESH_S, Corpus, Reader, key_of
+from tests.unit.index.corpus import LAYOUT, NAMESPACE, REFRESH_S, Corpus, Reader, key_of
 
 KEYS = st.integers(0, 3)
 MAKERS = st.integers(0, 1)

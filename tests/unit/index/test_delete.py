@@ -9,13 +9,13 @@ import pytest
 
 from s3ec.errors import AccessError, ConflictError, UnavailableError
 from s3ec.identity import Layout
-from s3ec.index2 import delete as module
-from s3ec.index2.delete import delete_chosen, delete_entries, find_objects, remove_namespace, survey
-from s3ec.index2.names import snapshots_prefix
-from s3ec.index2.snapshot import Segment
+from s3ec.index import delete as module
+from s3ec.index.delete import delete_chosen, delete_entries, find_objects, remove_namespace, survey
+from s3ec.index.names import snapshots_prefix
+from s3ec.index.snapshot import Segment
 from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Script
-from tests.unit.index2.corpus import LAYOUT, NAMESPACE, Corpus, Reader, key_of, keys_of
+from tests.unit.index.corpus import LAYOUT, NAMESPACE, Corpus, Reader, key_of, keys_of
 
 MakeReader = Callable[..., Reader]
 
@@ -117,7 +117,7 @@ async def test_what_is_stored_again_while_a_gc_runs_is_found(
 async def test_a_gc_that_fails_writes_no_snapshot(
     corpus: Corpus, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("s3ec.index2.listing.PAUSE_S", 0.0)
+    monkeypatch.setattr("s3ec.index.listing.PAUSE_S", 0.0)
     corpus.save(*range(10))
     script = Script([Fault(op=op, name="objects|snapshot", error=UnavailableError)])
     with pytest.raises(UnavailableError):
@@ -129,7 +129,7 @@ async def test_many_objects_are_chosen_round_by_round(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DELETE_AT_A_TIME", 3)
-    monkeypatch.setattr("s3ec.index2.listing.BATCH", 10)
+    monkeypatch.setattr("s3ec.index.listing.BATCH", 10)
     corpus.save(*range(100))
     made = await delete_chosen(corpus.store, LAYOUT, odd)
     assert made.rows == 50

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.index2 import snapshot as snapshot_module
-from s3ec.index2.bloom import BLOCK_BYTES, blocks_for, maybe, write_bloom
-from s3ec.index2.deltas import Overlay, parse_delta
-from s3ec.index2.names import Names, SnapshotName, first_ulid, time_s
-from s3ec.index2.snapshot import (
+from s3ec.index import snapshot as snapshot_module
+from s3ec.index.bloom import BLOCK_BYTES, blocks_for, maybe, write_bloom
+from s3ec.index.deltas import Overlay, parse_delta
+from s3ec.index.names import Names, SnapshotName, first_ulid, time_s
+from s3ec.index.snapshot import (
     PARTS,
     Rows,
     Segment,
@@ -28,7 +28,7 @@ from s3ec.index2.snapshot import (
     write_rows,
 )
 from tests.support.clock import START_S
-from tests.unit.index2.corpus import LAYOUT, NAMESPACE, rows_for
+from tests.unit.index.corpus import LAYOUT, NAMESPACE, rows_for
 
 # First halves that collide, and such at the ends of the range, beside any others.
 HALVES = st.one_of(st.integers(0, 3), st.integers(2**64 - 3, 2**64 - 1), st.integers(0, 2**64 - 1))

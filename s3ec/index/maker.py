@@ -39,12 +39,12 @@ from s3ec.errors import (
     UnavailableError,
 )
 from s3ec.identity import Key, Layout, is_ulid
-from s3ec.index2.bloom import write_bloom
-from s3ec.index2.child import LISTING_EVERY_S, Job, Jobs
-from s3ec.index2.deltas import list_deltas, read_deltas
-from s3ec.index2.listing import list_objects, rows_of
-from s3ec.index2.local import FILTER, ROWS, NodeFolder
-from s3ec.index2.names import (
+from s3ec.index.bloom import write_bloom
+from s3ec.index.child import LISTING_EVERY_S, Job, Jobs
+from s3ec.index.deltas import list_deltas, read_deltas
+from s3ec.index.listing import list_objects, rows_of
+from s3ec.index.local import FILTER, ROWS, NodeFolder
+from s3ec.index.names import (
     MARGIN_S,
     NEVER,
     Names,
@@ -57,8 +57,8 @@ from s3ec.index2.names import (
     snapshots_prefix,
     time_s,
 )
-from s3ec.index2.reader import ManifestIndex
-from s3ec.index2.snapshot import (
+from s3ec.index.reader import ManifestIndex
+from s3ec.index.snapshot import (
     KIND,
     MAX_BYTES,
     PARTS,

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from s3ec.counters import Counters
 from s3ec.identity import Key, Layout, make_key
-from s3ec.index2.child import in_process
-from s3ec.index2.deltas import encode_delta
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.names import Names, SnapshotName, deltas_prefix, snapshots_prefix
-from s3ec.index2.reader import ManifestIndex
-from s3ec.index2.snapshot import Rows, encode, merge
+from s3ec.index.child import in_process
+from s3ec.index.deltas import encode_delta
+from s3ec.index.local import NodeFolder
+from s3ec.index.names import Names, SnapshotName, deltas_prefix, snapshots_prefix
+from s3ec.index.reader import ManifestIndex
+from s3ec.index.snapshot import Rows, encode, merge
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock

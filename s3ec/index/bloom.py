@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from s3ec.index2.snapshot import Array
+from s3ec.index.snapshot import Array
 
 BLOCK_BITS = 512
 BLOCK_BYTES = BLOCK_BITS // 8

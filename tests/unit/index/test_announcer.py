@@ -11,13 +11,13 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import split_digest
-from s3ec.index2 import deltas
-from s3ec.index2.deltas import Announcer, parse_delta
-from s3ec.index2.names import Names, ServerClock, deltas_prefix, time_s, writer_of
+from s3ec.index import deltas
+from s3ec.index.deltas import Announcer, parse_delta
+from s3ec.index.names import Names, ServerClock, deltas_prefix, time_s, writer_of
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from tests.support.clock import START_S, Clock
 from tests.support.waiting import reached, until
-from tests.unit.index2.corpus import LAYOUT, Corpus, key_of
+from tests.unit.index.corpus import LAYOUT, Corpus, key_of
 
 _NEVER_S = 3600.0
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from s3ec.errors import TierError
-from s3ec.index2.names import SnapshotName
+from s3ec.index.names import SnapshotName
 from s3ec.tier.files import Folders, make_folder, require_own_folders
 
 OVERLAY = "overlay"

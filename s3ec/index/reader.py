@@ -22,17 +22,17 @@ from s3ec.errors import (
     TierError,
 )
 from s3ec.identity import Key, Layout, split_digest
-from s3ec.index2.bloom import BLOCK_BYTES, blocks_for
-from s3ec.index2.child import Job, Jobs
-from s3ec.index2.deltas import Overlay, list_deltas, read_deltas
-from s3ec.index2.local import OVERLAY, FileId, NodeFolder
-from s3ec.index2.names import (
+from s3ec.index.bloom import BLOCK_BYTES, blocks_for
+from s3ec.index.child import Job, Jobs
+from s3ec.index.deltas import Overlay, list_deltas, read_deltas
+from s3ec.index.local import OVERLAY, FileId, NodeFolder
+from s3ec.index.names import (
     NEVER,
     SnapshotName,
     deltas_prefix,
     list_snapshots,
 )
-from s3ec.index2.snapshot import Rows, Segment
+from s3ec.index.snapshot import Rows, Segment
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.tier.entry_writer import Disk
 

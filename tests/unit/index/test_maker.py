@@ -11,10 +11,10 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
-from s3ec.index2 import listing, maker
-from s3ec.index2.child import Job, in_process
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.maker import (
+from s3ec.index import listing, maker
+from s3ec.index.child import Job, in_process
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import (
     Maintainer,
     listing_snapshot,
     make_listing,
@@ -23,7 +23,7 @@ from s3ec.index2.maker import (
     rebuild,
     verify,
 )
-from s3ec.index2.names import (
+from s3ec.index.names import (
     MARGIN_S,
     NEVER,
     SnapshotName,
@@ -32,11 +32,11 @@ from s3ec.index2.names import (
     list_snapshots,
     snapshots_prefix,
 )
-from s3ec.index2.snapshot import Rows, Segment
+from s3ec.index.snapshot import Rows, Segment
 from s3ec.store.base import ObjectInfo, UnorderedListingError
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index2.corpus import LAYOUT, NAMESPACE, Corpus, Reader, key_of
+from tests.unit.index.corpus import LAYOUT, NAMESPACE, Corpus, Reader, key_of
 
 MakeReader = Callable[..., Reader]
 DAY_S = 86400.0

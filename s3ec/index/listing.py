@@ -11,7 +11,7 @@ from contextlib import aclosing
 from s3ec.counters import Report, unreported
 from s3ec.errors import UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name, is_object_name
-from s3ec.index2.snapshot import Rows
+from s3ec.index.snapshot import Rows
 from s3ec.store.base import ObjectInfo, Store, UnorderedListingError
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
 

@@ -106,9 +106,9 @@ def in_process(store: Store) -> Jobs:
 
 
 async def _work(job: Job, store: Store) -> str:
-    from s3ec.index2 import maker
-    from s3ec.index2.local import NodeFolder
-    from s3ec.index2.names import SnapshotName
+    from s3ec.index import maker
+    from s3ec.index.local import NodeFolder
+    from s3ec.index.names import SnapshotName
 
     layout, node = Layout(job.namespace), NodeFolder(Path(job.folder))
     if job.kind == "fetch":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.index2.corpus import Corpus, Reader
+from tests.unit.index.corpus import Corpus, Reader
 
 
 @pytest.fixture

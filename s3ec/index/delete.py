@@ -18,8 +18,8 @@ from pathlib import Path
 from s3ec.counters import Report, unreported
 from s3ec.errors import ConflictError, S3ECError
 from s3ec.identity import Key, Layout
-from s3ec.index2 import listing as listing_module
-from s3ec.index2.listing import (
+from s3ec.index import listing as listing_module
+from s3ec.index.listing import (
     FEW,
     at_most,
     key_of_object,
@@ -28,9 +28,9 @@ from s3ec.index2.listing import (
     list_side_by_side,
     listed,
 )
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.maker import Made, listing_snapshot, newest_rows
-from s3ec.index2.names import ServerClock
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import Made, listing_snapshot, newest_rows
+from s3ec.index.names import ServerClock
 from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
 from s3ec.store.concurrency import in_parallel
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from s3ec.errors import AccessError, UnavailableError
-from s3ec.index2.names import NEVER, deltas_prefix, snapshots_prefix
-from s3ec.index2.reader import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S, SNAPSHOTS_EVERY
+from s3ec.index.names import NEVER, deltas_prefix, snapshots_prefix
+from s3ec.index.reader import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S, SNAPSHOTS_EVERY
 from s3ec.testing.fault_store import Fault
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index2.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
+from tests.unit.index.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
 
 MakeReader = Callable[..., Reader]
 

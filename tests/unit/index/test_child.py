@@ -16,16 +16,16 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError, UnavailableError
-from s3ec.index2 import child
-from s3ec.index2.child import Job, in_child
-from s3ec.index2.local import NodeFolder
-from s3ec.index2.maker import Made, rebuild
-from s3ec.index2.names import SnapshotName, snapshots_prefix
-from s3ec.index2.reader import ManifestIndex
+from s3ec.index import child
+from s3ec.index.child import Job, in_child
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import Made, rebuild
+from s3ec.index.names import SnapshotName, snapshots_prefix
+from s3ec.index.reader import ManifestIndex
 from s3ec.settings import Settings
 from s3ec.store.open import open_store
 from tests.support.waiting import until
-from tests.unit.index2.corpus import LAYOUT, NAMESPACE, in_thread, key_of
+from tests.unit.index.corpus import LAYOUT, NAMESPACE, in_thread, key_of
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_child_ends_with_its_parent_and_is_of_low_priority(
     """Its input is closed by the kernel when the parent is gone."""
     order = {"job": asdict(job(tmp_path)), "settings": settings.model_dump(mode="json")}
     program = (
-        "import asyncio, os, sys; from s3ec.index2 import child\n"
+        "import asyncio, os, sys; from s3ec.index import child\n"
         "async def wait(order):\n"
         "    print(os.nice(0), flush=True)\n"
         "    await asyncio.sleep(3600)\n"

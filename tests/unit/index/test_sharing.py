@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from s3ec.errors import TierError, UnavailableError
-from s3ec.index2.local import OVERLAY
-from s3ec.index2.names import snapshots_prefix
+from s3ec.index.local import OVERLAY
+from s3ec.index.names import snapshots_prefix
 from s3ec.testing.fault_store import Fault
-from tests.unit.index2.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
+from tests.unit.index.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
 
 MakeReader = Callable[..., Reader]
 
