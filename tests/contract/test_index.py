@@ -77,8 +77,8 @@ async def test_an_index_lives_below_any_prefix(
         assert made is not None
         assert (made.rows, made.name.listed) == (3, first.name.listed)
         found = await verify(store, LAYOUT)
-        assert (found.entries, found.rows, found.snapshot) == (3, 3, made.name)
-        assert found.agrees
+        assert (found.objects, found.entries, found.snapshot) == (3, 3, made.name)
+        assert found.index_agrees
         await delete_entries(store, LAYOUT, keys_of(1), node=NodeFolder(tmp_path / "reader"))
         await index.refresh(now=True)
         assert held(index, 1, 2, 3) == [2, 3]
