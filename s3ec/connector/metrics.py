@@ -80,6 +80,10 @@ PLAIN = {
         "vllm:s3ec_index_failures",
         "Refreshes of the index that failed.",
     ),
+    "index.fetch_failed": (
+        "vllm:s3ec_index_fetch_failures",
+        "Snapshots of the index that could not be downloaded. It is tried again.",
+    ),
     "index.unions": (
         "vllm:s3ec_index_unions",
         "Snapshots of the index that this engine made of what writers announced.",

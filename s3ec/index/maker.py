@@ -740,7 +740,8 @@ class Maintainer:
         finally:
             self._folder.release(claim)
         if made:
-            self._counters.add(f"index.{job.kind}s")
+            kind = "index.unions" if job.kind == "union" else "index.listings"
+            self._counters.add(kind)
             log.info("index of %s: snapshot %s was made", self._layout.namespace, made)
 
     def _note(self, exc: S3ECError) -> None:
