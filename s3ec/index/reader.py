@@ -311,6 +311,7 @@ class ManifestIndex:
         # All deltas of this snapshot that came in time were read. By this process: where another
         # one asked in between, the next look for a snapshot finds what that one has missed.
         self._complete: SnapshotName | None = None
+        self._not_given: list[str] = []  # deltas that the bucket lists and did not give
         self._unusable: set[str] = set()  # deltas that were damaged when they were read
         self._missing_place = (0, 0)
         # Held by writers of the dictionaries and the marks, never by lookups.
@@ -637,9 +638,12 @@ class ManifestIndex:
         newest = max(overlay.read, default=NEVER) if name == self._complete else NEVER
         found = await list_deltas(self._store, self._layout, name, newest)
         new = found.keys() - set(overlay.read) - self._unusable
-        answers = await read_deltas(self._store, self._layout, new)
+        # Of those that the bucket did not give, one shows whether it does now: many refusals in a
+        # row would keep the breaker open.
+        again = [ulid for ulid in self._not_given if ulid in new]
+        answers = await read_deltas(self._store, self._layout, new - set(again[1:]))
         rows: dict[str, Rows] = {}
-        failed: list[S3ECError] = []
+        failed: dict[str, S3ECError] = {}
         for ulid, answer in answers.items():
             if isinstance(answer, Rows):
                 rows[ulid] = answer
@@ -648,14 +652,17 @@ class ManifestIndex:
                 self._unusable.add(ulid)
                 self._refuse(deltas_prefix(self._layout) + ulid, answer)
             elif answer is not None:
-                failed.append(answer)
+                failed[ulid] = answer
         await self._disk(self._write, overlay, name, rows)
-        self._complete = None if failed else name
+        self._complete = None if failed or again[1:] else name
+        if again and again[0] not in failed:
+            again = []  # they may be had now: the next refresh asks for all
+        self._not_given = [*again[1:], *failed]
         if self._fetched == fetched:
             self._fetched = None
         self._loaded = self._loaded or is_newest or name != SnapshotName()
         # Last: one delta that the bucket lists and cannot read must not keep back the others.
-        for exc in failed:
+        for exc in failed.values():
             raise exc
 
     async def _look_for_snapshots(self) -> bool:

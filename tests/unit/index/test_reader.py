@@ -390,3 +390,29 @@ async def test_foreign_files_below_the_manifest_do_not_stop_a_reader(
     await reader.refresh()
     assert reader.holds("a") == ["a"]
     assert reader.counters.get("index.refused") == 0
+
+
+async def test_of_deltas_that_are_refused_one_is_asked_for_again_at_each_refresh(
+    corpus: Corpus, reader: Reader
+) -> None:
+    """Such as archived ones. Many refusals in a row would keep the breaker open."""
+    refused = [corpus.delta(f"refused {number}") for number in range(10)]
+    corpus.delta("a")
+
+    def denied(message: str) -> AccessError:
+        return AccessError(message, is_general=False)
+
+    faults = [reader.fault(Fault(op="get", name=ulid, error=denied)) for ulid in refused]
+    for asked in (10, 11, 12):
+        with pytest.raises(AccessError):
+            await reader.refresh()
+        assert sum(fault.struck for fault in faults) == asked
+        assert reader.holds("a") == ["a"]
+    assert max(fault.struck for fault in faults) == 2  # each in its turn
+    corpus.delta("b")
+    reader.script.faults.clear()
+    await reader.refresh()
+    assert reader.holds("a", "b") == ["a", "b"]
+    await reader.refresh()
+    texts = [f"refused {number}" for number in range(10)]
+    assert reader.holds(*texts) == texts
