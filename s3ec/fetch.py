@@ -17,9 +17,7 @@ from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import Key, Layout
-from s3ec.index.base import Index
-from s3ec.index.missing import BAD_OBJECT_TTL_S
-from s3ec.index.rows import EntryInfo
+from s3ec.index.reader import BAD_OBJECT_TTL_S, Index
 from s3ec.modality import ModalityRecords, Record
 from s3ec.runtime import LoopThread
 from s3ec.spans import Spans
@@ -208,9 +206,6 @@ class Fetcher:
                 self._counters.add("mismatch.no_record")
                 return FetchResult(want, FetchOutcome.ABSENT)
             expected = Shape(want.rows, record.width, record.dtype)
-            facts = self._index.facts(key)
-            if facts is not None and facts.contradicts(expected):
-                return self._mismatch(want, "index", facts)
             return await self._download(want, expected, deadline)
         finally:
             self._loop.disk_soon(self._claims.release, found)
@@ -249,24 +244,20 @@ class Fetcher:
             return FetchResult(want, FetchOutcome.READY, entry, "tier")
         return self._mismatch(want, misfit, entry.header)
 
-    def _mismatch(self, want: FetchRequest, field: str, found: Header | EntryInfo) -> FetchResult:
+    def _mismatch(self, want: FetchRequest, field: str, found: Header) -> FetchResult:
         """Count what differs; a request cannot use the entry, others may.
 
         Args:
-            field: What differs; ``index`` where the index says so.
-            found: What is known of the entry.
+            field: What differs.
+            found: The entry's header.
         """
-        told = field in ("rows", "width", "dtype", "index")
+        told = field in ("rows", "width", "dtype")
         if told and not self._counters.get(f"mismatch.{field}"):
-            shape = found if isinstance(found, EntryInfo) else found.shape
             log.warning(
-                "an entry of %s does not fit a request by its %s (it has %s rows of width %s, %s); "
+                "an entry of %s does not fit a request by its %s (it has %d rows of width %d, %s); "
                 "it counts as a miss (logged once per kind)",
-                self._layout.namespace,
-                field,
-                shape.rows or "?",
-                shape.width or "?",
-                shape.dtype or "?",
+                *(self._layout.namespace, field),
+                *(found.shape.rows, found.shape.width, found.shape.dtype),
             )
         self._counters.add(f"mismatch.{field}")
         return FetchResult(want, FetchOutcome.MISMATCH)
@@ -292,12 +283,13 @@ class Fetcher:
     ) -> FetchResult:
         """Fetch the object, once more if it is bad; no part_bytes: as a whole."""
         key = want.key
-        facts = self._index.facts(key)
+        # Whether the index tells of an object of this size.
+        fits = expected.nbytes < (self._index.nbytes(key) or 0) <= _most_bytes(expected)
         for attempt in (1, 2):
             try:
-                answer = await self._attempt(want, expected, part_bytes, facts)
+                answer = await self._attempt(want, expected, part_bytes, at_once=fits)
             except CorruptEntryError as exc:
-                if exc.reason == "size" and not (facts and facts.confirms(expected)):
+                if exc.reason == "size" and not fits:
                     # Of no use to this request, whose rows a client may have made up; it
                     # may be what the next one needs.
                     self._counters.add("mismatch.size")
@@ -309,6 +301,7 @@ class Fetcher:
                     # Of what it never held an index need not be told. It may come at any moment.
                     self._index.mark_missing(key, absent=True)
                 return FetchResult(want, FetchOutcome.ABSENT)
+            self._index.mark_present(key)
             return answer
         return FetchResult(want, FetchOutcome.CORRUPT)
 
@@ -330,9 +323,12 @@ class Fetcher:
         )
 
     async def _attempt(
-        self, want: FetchRequest, expected: Shape, part_bytes: int | None, facts: EntryInfo | None
+        self, want: FetchRequest, expected: Shape, part_bytes: int | None, *, at_once: bool
     ) -> FetchResult | None:
         """Fetch the object; None if it is absent.
+
+        Args:
+            at_once: Ask for all ranges of a large one at once, see _receive_parts.
 
         Raises:
             CorruptEntryError: It is bad.
@@ -340,9 +336,8 @@ class Fetcher:
         name = self._layout.object(want.key)
         if part_bytes is None:
             return await self._receive(want, expected, name)
-        known = facts is not None and facts.confirms(expected)
         ranges = _ranges(expected, part_bytes)
-        return await self._receive_parts(want, expected, name, ranges, at_once=known)
+        return await self._receive_parts(want, expected, name, ranges, at_once=at_once)
 
     async def _receive(self, want: FetchRequest, expected: Shape, name: str) -> FetchResult | None:
         body = await self._store.get(name, max_bytes=_most_bytes(expected))

@@ -52,8 +52,6 @@ _TENANT_NAME = re.compile(
 _REQUEST_SCOPED = re.compile(r"(?:.+:)?renderer-?\d+-mm-\d+-[A-Za-z0-9_]+-\d+", re.DOTALL)
 # Crockford's base 32 in upper case; the first character carries three bits only.
 _ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
-_VERSION = re.compile(r"[0-9]{12}")
-_RUN = re.compile(r"([0-9]{12})-([0-9a-f]{16})")
 _NAMESPACE = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}-[0-9a-f]{16}")
 
 #: A digest as its two halves, big-endian: (hi, lo). The fastest way there is (0.15 us).
@@ -349,8 +347,10 @@ class Layout:
 
     def catalog_part_of(self, name: str) -> str | None:
         """The ULID of a catalogue part's name; None for any other name."""
-        stem = _between(name, self.catalog, PARQUET_SUFFIX)
-        return stem if stem is not None and is_ulid(stem) else None
+        if not (name.startswith(self.catalog) and name.endswith(PARQUET_SUFFIX)):
+            return None
+        stem = name.removeprefix(self.catalog).removesuffix(PARQUET_SUFFIX)
+        return stem if is_ulid(stem) else None
 
     @property
     def everything(self) -> str:
@@ -359,69 +359,8 @@ class Layout:
 
     @property
     def manifest(self) -> str:
-        """Prefix of the index: ``base/``, ``delta/`` and ``head/``, which list in this order."""
+        """Prefix of the index, whose names ``s3ec.index.names`` has."""
         return f"{self.namespace}/manifest/"
-
-    @property
-    def bases(self) -> str:
-        """Prefix of all base runs, committed or not."""
-        return f"{self.manifest}base/"
-
-    @property
-    def deltas(self) -> str:
-        """Prefix of all deltas."""
-        return f"{self.manifest}delta/"
-
-    @property
-    def heads(self) -> str:
-        """Prefix of all heads."""
-        return f"{self.manifest}head/"
-
-    def delta(self, ulid: str) -> str:
-        """One segment that a writer appended."""
-        return f"{self.deltas}{ulid}{OBJECT_SUFFIX}"
-
-    def head(self, version: int) -> str:
-        """The commit of one base, JSON."""
-        return f"{self.heads}{version:012}.json"
-
-    def run(self, version: int, run: str) -> str:
-        """Prefix of what one compaction wrote, with its trailing slash.
-
-        Args:
-            run: 16 hex digits of the compaction's own, so that racers share no names.
-        """
-        return f"{self.bases}{version:012}-{run}/"
-
-    def shard(self, version: int, run: str, first: int, last: int) -> str:
-        """Segment of the digests whose leading byte is in ``first..last``."""
-        return f"{self.run(version, run)}{first:02x}-{last:02x}{OBJECT_SUFFIX}"
-
-    def bloom(self, version: int, run: str, first: int, last: int) -> str:
-        """Bloom filter of one shard."""
-        return f"{self.run(version, run)}{first:02x}-{last:02x}.bloom{OBJECT_SUFFIX}"
-
-    def delta_of(self, name: str) -> str | None:
-        """The ULID of a delta's name; None for any other name."""
-        stem = _between(name, self.deltas, OBJECT_SUFFIX)
-        return stem if stem is not None and is_ulid(stem) else None
-
-    def version_of(self, name: str) -> int | None:
-        """The version that a head's name commits; None for any other name."""
-        stem = _between(name, self.heads, ".json")
-        return int(stem) if stem is not None and _VERSION.fullmatch(stem) and int(stem) else None
-
-    def run_of(self, name: str) -> tuple[int, str] | None:
-        """Version and run of an object below ``base/``; None for any other name."""
-        folder = _between(name, self.bases, "")
-        match = None if folder is None else _RUN.fullmatch(folder.partition("/")[0])
-        return None if match is None else (int(match[1]), match[2])
-
-
-def _between(name: str, front: str, end: str) -> str | None:
-    if not (name.startswith(front) and name.endswith(end)):
-        return None
-    return name[len(front) : len(name) - len(end)]
 
 
 def is_ulid(text: str) -> bool:

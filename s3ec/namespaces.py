@@ -35,8 +35,8 @@ class NamespaceInfo:
         name: Its folder.
         descriptor: Content of ``namespace.json``, empty where that is absent or unusable.
         stored_s: When that was written, seconds since the epoch; 0 where it is not known.
-        indexed: Entries in the newest base of the index; None where there is no usable one, or it
-            was not looked at. What was stored since is not in it.
+        indexed: Rows of the newest snapshot of the index; None where there is none, or it was not
+            looked at. What was stored since is not in it.
         entries: Objects of entries; None where they were not counted.
         nbytes: Their size together; None likewise.
     """
@@ -117,7 +117,7 @@ async def require_ours(store: Store, namespace: str) -> None:
 
 async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool) -> NamespaceInfo:
     """Add what three more requests tell, and with ``count`` a listing of all objects."""
-    from s3ec.index.manifest import indexed_entries
+    from s3ec.index.maker import newest_rows
 
     layout = Layout(found.name)
     info = await store.head(layout.descriptor)
@@ -132,7 +132,7 @@ async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool)
     return replace(
         found,
         stored_s=info.modified_s if info else 0.0,
-        indexed=await indexed_entries(store, layout),
+        indexed=await newest_rows(store, layout),
         entries=None if sizes is None else len(sizes),
         nbytes=None if sizes is None else sum(sizes),
     )

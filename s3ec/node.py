@@ -8,7 +8,6 @@ import hashlib
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,9 +21,9 @@ from s3ec.counters import Counters
 from s3ec.encode_costs import CostFile, EncodeCosts
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import DESCRIPTOR_BYTES, KeyPolicy, Layout, Namespace, canonical_json, naming_of
-from s3ec.index.cache import IndexCache
-from s3ec.index.compaction import Backlog, ElectedCompactor
-from s3ec.index.follower import FollowOptions
+from s3ec.index.child import in_child, in_process
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import Maintainer
 from s3ec.index.reader import ManifestIndex
 from s3ec.modality import ModalityRecords, Record
 from s3ec.prefetch import Limits, Prefetcher, Sources
@@ -164,15 +163,20 @@ class Node:
         self.local = LocalKeys()
         self._news = self.tier.follow_news(self.local.add_all)
         self.residents = self.tier.open_residents(self._may_grant)
-        self._answered_s: float | None = None
         self._fresh_s = _FRESH_REFRESHES * settings.index_refresh_s + _FRESH_S
         if (settings.url or "").startswith("file:"):
             self._fresh_s = -math.inf
         self.records = ModalityRecords(self.store, self.layout)
-        self._index_files = files = self.tier.open_index()
+        self._index_folder = NodeFolder.of(
+            self.tier.folders, namespace.name, need_room=self.tier.need_room
+        )
+        self._index_jobs = in_process(self.store) if store else in_child(settings)
         self.index = ManifestIndex(
-            IndexCache(self.store, self.layout, files, self.loop.disk_long, self.counters),
-            options=FollowOptions(mode=settings.index, cache_bytes=int(settings.cache_bytes)),
+            *(self.store, self.layout, self._index_folder),
+            jobs=self._index_jobs,
+            disk=self.loop.disk_long,
+            counters=self.counters,
+            refresh_s=settings.index_refresh_s,
         )
         self.sources = Sources(
             self.store,
@@ -197,7 +201,7 @@ class Node:
         return self.process != runtime.process_number
 
     def follow_the_bucket(self) -> None:
-        """Start reading the index, now and every ``index_refresh_s``; returns at once."""
+        """Start reading the index, again whenever it is due; returns at once."""
         self._following.append(self.loop.submit(self._refresh_forever()))
         self._following.append(self.loop.submit(self._follow_the_folder()))
         self._following.append(self.loop.submit(self._watch_tier_bytes()))
@@ -239,16 +243,12 @@ class Node:
                     self._tier_bytes = await self.loop.disk(self.tier.evictor.used_bytes)
             await asyncio.sleep(_TIER_BYTES_EVERY_S)
 
-    def compact_the_index(self) -> None:
-        """Start merging what writers announce when it piles up; for who follows and may write."""
-        compactor = ElectedCompactor(
-            self.store,
-            self.layout,
-            backlog=lambda: Backlog(*self.index.counts()),
-            files=self.tier.open_index(),
-            counters=self.counters,
+    def maintain_the_index(self) -> None:
+        """Start making snapshots of the index when they are due; for who follows and may write."""
+        maintainer = Maintainer(
+            *(self.index, self.layout, self._index_folder, self._index_jobs, self.counters)
         )
-        self.loop.submit(compactor.run_forever())
+        self._following.append(self.loop.submit(maintainer.run_forever()))
 
     def encode_costs(self, device: str) -> EncodeCosts:
         """What encoding costs here, by all that was learned; the same object each time.
@@ -288,15 +288,17 @@ class Node:
                     if self.breaker.is_open:
                         await self._probe()
                     await self.index.refresh()
-                    complained = False
-                    self._answered_s = time.monotonic()
+                    answered_s = self.index.answered_s()
+                    # Not by a poll that asks nothing, which never fails.
+                    if answered_s is not None and answered_s < self.index.poll_s:
+                        complained = False
                     await self._know_records()
-                except (UnavailableError, AccessError, CorruptEntryError) as exc:
+                except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
                     if not complained:
                         log.warning("cannot read the index, trying again later: %s", exc)
                     complained = True
                     self.counters.add("index.refresh_failed")
-            pause_s = refresh_pause_s(self.settings.index_refresh_s, self.breaker)
+            pause_s = refresh_pause_s(self.index.poll_s, self.breaker)
             await asyncio.sleep(pause_s * jitter.uniform(0.9, 1.1))
 
     async def _know_records(self) -> None:
@@ -309,10 +311,11 @@ class Node:
         """Whether an entry that was verified before may be granted at once; memory only.
 
         Should it have rotted since, its load needs the bucket's copy. So the bucket must have
-        answered lately: this process's last refresh. Never where a folder stands for the bucket,
-        which may lie on the disk that rots.
+        answered lately: a refresh of this node. Never where a folder stands for the bucket, which
+        may lie on the disk that rots.
         """
-        if self._answered_s is None or time.monotonic() - self._answered_s > self._fresh_s:
+        answered_s = self.index.answered_s()
+        if answered_s is None or answered_s > self._fresh_s:
             return False
         record = self.records.known(header.modality)
         return record is not None and record == Record(header.shape.width, header.shape.dtype)
@@ -336,8 +339,6 @@ class Node:
             await asyncio.sleep(_RESCAN_S)
 
     def _walk_the_folder(self) -> None:
-        # Here and not in a refresh, which ends early for as long as the bucket is silent.
-        self._index_files.touch()
         self.local.replace(self.tier.entries.names())
         self.residents.start()
 

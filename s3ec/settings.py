@@ -267,13 +267,7 @@ class Settings(BaseModel):
         "5% more requests.",
     )
     index_refresh_s: float = Field(
-        10.0, ge=0.1, le=86400, description="Pause between two looks for news in the bucket."
-    )
-    index: Literal["exact", "bloom", "auto"] = Field(
-        "auto",
-        description="What a reader keeps of the manifest: `exact` all its columns (42 bytes a key, "
-        "mapped from disk), `bloom` its filters, which say yes to a few keys that are not there; "
-        "`auto` takes `bloom` where the columns are over 1/8 of `cache_bytes`.",
+        10.0, ge=0.1, le=86400, description="How often a node asks the bucket for news of writers."
     )
     verify: Literal["always", "download"] = Field(
         "always",

@@ -230,7 +230,7 @@ def _save(tracer: Tracer, half: Half, request: Any, tensors: dict[str, Any], buc
 
     def announced() -> int:
         with bucket.lock:
-            return sum("/manifest/delta/" in key for key in bucket.objects)
+            return sum("/manifest/v2/delta/" in key for key in bucket.objects)
 
     if half.schedule(request) != (True, False):
         raise RuntimeError("what nobody has stored yet should be encoded")

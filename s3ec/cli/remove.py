@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec rm``, ``gc`` and ``ns rm``: delete from the bucket, and tell every reader."""
+"""``s3ec rm``, ``gc`` and ``ns rm``: delete from the bucket."""
 
 from __future__ import annotations
 
@@ -76,11 +76,12 @@ def rm(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete entries from the bucket, and tell every reader by the index.
+    """Delete entries from the bucket, and the catalogue's rows of them.
 
-    The catalogue's rows of them go too. Without --yes, nothing is deleted unless you agree at a
-    terminal. A node that has a copy on its disk serves it until it is evicted. Exit status 1 where
-    one was not there; the others are deleted all the same.
+    Without --yes, nothing is deleted unless you agree at a terminal. Engines of this node are told;
+    others find out when they ask for it, and those that only encode by `s3ec manifest rebuild`. A
+    node that has a copy on its disk serves it until it is evicted. Exit status 1 where one was not
+    there; the others are deleted all the same.
     """
     with source.corpus() as corpus:
         for text in identifiers:

@@ -69,7 +69,7 @@ def verify(
         typer.Option(
             "--repair",
             help="Mend what was found: delete corrupt objects, so that producers store them again, "
-            "make a wrong index anew, drop rows of the catalogue without an entry. A complete "
+            "rebuild a wrong index, drop rows of the catalogue without an entry. A complete "
             "--state is not read again.",
         ),
     ] = False,
@@ -120,8 +120,8 @@ def _repairable(found: Audit) -> str:
     wanted = []
     if found.deep is not None and found.deep.bad:
         wanted.append(f"delete {many(len(found.deep.bad), 'corrupt object')}")
-    if not found.index_agrees:
-        wanted.append("make the index anew")
+    if not found.index.index_agrees:
+        wanted.append("rebuild the index")
     if found.catalog is not None and found.catalog.gone:
         wanted.append(f"drop {many(found.catalog.gone, 'row')} of the catalogue")
     return ", ".join(wanted)
@@ -136,7 +136,7 @@ def _is_mended(found: Audit, done: Repair) -> bool:
 
 
 def _print(found: Audit) -> None:
-    print_verified(found)
+    print_verified(found.index)
     catalog, deep = found.catalog, found.deep
     if catalog is not None and catalog.problem:
         print_note(f"the catalogue cannot be read: {safe(catalog.problem, limit=2000)}")
@@ -176,8 +176,8 @@ def _print_repair(done: Repair) -> None:
     mended = []
     if done.deleted:
         mended.append(f"{many(done.deleted, 'corrupt object')} deleted")
-    if done.version is not None:
-        mended.append(f"index made anew as base {done.version}")
+    if done.snapshot:
+        mended.append("index rebuilt")
     if done.dropped:
         mended.append(f"{many(done.dropped, 'row')} of the catalogue dropped")
     echo("; ".join(mended) or "nothing was mended")
@@ -187,7 +187,7 @@ def _print_repair(done: Repair) -> None:
 
 def _document(found: Audit) -> dict[str, Any]:
     catalog, deep = found.catalog, found.deep
-    document = index_document(found)
+    document = index_document(found.index)
     if catalog is not None:
         document["catalog"] = {
             "row_count": catalog.rows,
@@ -222,6 +222,6 @@ def _repair_document(done: Repair) -> dict[str, Any]:
     return {
         "deleted": done.deleted,
         "spared_count": done.spared,
-        "version": done.version,
+        "snapshot": done.snapshot or None,
         "dropped_row_count": done.dropped,
     }

@@ -53,7 +53,7 @@ PLAIN = {
     ),
     "announce_dropped": (
         "vllm:s3ec_announce_dropped",
-        "Stored embeddings that the index does not know until it is rebuilt.",
+        "Stored embeddings that the index does not hold until the next listing.",
     ),
     "tier.evicted": ("vllm:s3ec_evictions", "Entries that this process evicted from the tier."),
     "tier.evicted_bytes": ("vllm:s3ec_evicted_bytes", "Bytes that this process evicted."),
@@ -80,19 +80,26 @@ PLAIN = {
         "vllm:s3ec_index_failures",
         "Refreshes of the index that failed.",
     ),
-    "compact.bases": ("vllm:s3ec_index_compactions", "Bases of the index that this engine made."),
-    "compact.failed": (
-        "vllm:s3ec_index_compaction_failures",
-        "Compactions of the index that failed and will be tried again.",
+    "index.fetch_failed": (
+        "vllm:s3ec_index_fetch_failures",
+        "Snapshots of the index that could not be downloaded. It is tried again.",
+    ),
+    "index.unions": (
+        "vllm:s3ec_index_unions",
+        "Snapshots of the index that this engine made of what writers announced.",
+    ),
+    "index.listings": (
+        "vllm:s3ec_index_listings",
+        "Snapshots of the index that this engine made by listing the bucket.",
+    ),
+    "index.make_failed": (
+        "vllm:s3ec_index_make_failures",
+        "Snapshots of the index that could not be made. It is tried again.",
     ),
     "index.refused": ("vllm:s3ec_index_refused", "Files of the index that could not be used."),
     "index.vanished": (
         "vllm:s3ec_index_vanished",
         "Embeddings that the index holds and the bucket lacks.",
-    ),
-    "index.rebuild_wanted": (
-        "vllm:s3ec_index_rebuild_wanted",
-        "Times that so many vanished that the index should be rebuilt.",
     ),
     "refused_identifiers": (
         "vllm:s3ec_refused_identifiers",
@@ -143,18 +150,12 @@ GAUGES = {
     ),
     "level.index_entries": (
         "vllm:s3ec_index_entries",
-        "Rows of the index that this engine knows; a deletion counts, too, until it is merged.",
+        "Rows of the index: of its snapshot and of what writers announced since.",
         "max",
     ),
     "level.index_age_seconds": (
         "vllm:s3ec_index_age_seconds",
-        "Time since the index was refreshed last, or since the start.",
-        "max",
-    ),
-    "level.index_lag_seconds": (
-        "vllm:s3ec_index_lag_seconds",
-        "From the storing of an embedding to the moment when this engine heard of it: of the "
-        "newest one that was announced. Absent before the first. It has the bucket's clock in it.",
+        "Time since the bucket last answered a refresh of this node. Absent before the first.",
         "max",
     ),
     "level.tier_bytes": (
@@ -228,7 +229,6 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "dtype": "The entry has another data type than the namespace's record.",
             "modality": "The entry is of another modality than the request's item.",
             "placeholder": "A request without pixels claims another size than the entry has.",
-            "index": "The index knows other rows, width or data type, so nothing was fetched.",
             "size": "The object is larger than the request's embedding can be.",
             "no_record": "The namespace has no record of width and data type yet.",
             "namespace": "Also counted as corrupt for that reason.",
@@ -335,11 +335,8 @@ HISTOGRAMS: dict[str, tuple[str, str, str, dict[str, str]]] = {
 # Of interest to a debugger only: counted, and not on /metrics.
 NOT_EXPORTED = {
     "fetch_parked": "Fetches that waited for another process of the node.",
-    "index.bases": "Bases of the index that were opened.",
-    "index.downloads": "Files of the index that were downloaded.",
-    "index.forgotten": "Keys that were taken for absent for a while.",
-    "index.not_kept": "Files of the index that this node's disk did not take.",
-    "index.vanished_base": "Bases that were deleted while they were downloaded.",
+    "index.downloads": "Deltas and snapshots of the index that were downloaded.",
+    "index.missing": "Times that a key was denied for a while, since it was not to be had.",
     "skip.": "Chat requests that SkipPictures saw; it has a metric of its own.",
 }
 

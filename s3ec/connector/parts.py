@@ -257,7 +257,7 @@ class Parts:
         self.figures.start()
         node.follow_the_bucket()
         if role.producer:
-            node.compact_the_index()
+            node.maintain_the_index()
         costs = node.encode_costs(self._encoder())
         policy = _policy_of(role, settings, costs)
         self.scheduler = SchedulerHalf(

@@ -21,7 +21,7 @@ from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key
-from s3ec.index.base import Index
+from s3ec.index.reader import Index
 
 # A generation: 1 MiB. At 16 bits for each key, of which 4 are set, it takes 1 in 400 for one that
 # it holds, which is stored a little early.
@@ -162,7 +162,7 @@ class SaveOrders:
 
     def order(self, key: Key, feature: Any) -> Save | None:
         """What to save of a feature that is about to be encoded; None where that is done."""
-        if feature.identifier in self.ordered_s or self._index.holds(key):
+        if feature.identifier in self.ordered_s or self._index.maybe_contains(key):
             return None
         rows = feature.mm_position.get_num_embeds()
         if self._worth is not None and not self._worth.is_worth(key, feature.modality, rows):

@@ -44,7 +44,7 @@ from s3ec.connector.waiting import Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes
-from s3ec.index.base import Index
+from s3ec.index.reader import Index
 from s3ec.prefetch import Prefetcher, Priority
 from s3ec.runtime import DiskWatch
 from s3ec.store.endpoint import Breaker
@@ -353,7 +353,7 @@ class SchedulerHalf:
 
     def _is_stored(self, key: Key) -> bool:
         """Whether the corpus holds it, as far as can be told without waiting for the disk."""
-        return not self._disk.hangs and self._index.holds(key)
+        return not self._disk.hangs and self._index.maybe_contains(key)
 
     def _store_again(self, request: Any, features: Iterable[Any]) -> None:
         """Have stored what the device holds of these features and the corpus does not.

@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from s3ec.codec import Header
 from s3ec.errors import AccessError, ConflictError, TierError, UnavailableError
 from s3ec.identity import Key
-from s3ec.index.announce import ANNOUNCE_S, Announcer
-from s3ec.index.rows import EntryInfo
+from s3ec.index.deltas import PAUSE_S, Announcer
 from s3ec.modality import SETTLED_S, Record
 from s3ec.node import Node
 from s3ec.runtime import Backoff, contained
@@ -42,27 +41,10 @@ LONGEST_PAUSE_S = 15.0
 ADOPT_EVERY_S = 60.0
 # A disk thread unlinks so many in one call, so that others are not held up.
 REMOVED_AT_ONCE = 64
-# After a write that took longer the bucket is asked when it was.
-_SLOW_WRITE_S = 2.0
 
 Answer = Literal["stored", "existed", "refused", "bad_object"]
 """What the bucket made of an embedding. Refused: it may never be stored. Bad object: one that this
 process knows to be bad has its name."""
-
-
-class _Since(NamedTuple):
-    """From when on an object was there.
-
-    Attributes:
-        at_s: By this machine's clock, seconds since the epoch; 0 where only ``known_s`` counts.
-        known_s: Time of the latest row that was known then, by the bucket's clock.
-    """
-
-    at_s: float
-    known_s: int
-
-
-_UNKNOWN = _Since(0.0, 0)
 
 
 @dataclass(slots=True)
@@ -78,7 +60,6 @@ class Upload:
         adopted: A dead process left it.
         began_s: When its copy off the device began, monotonic; None where that is not known.
         answer: The bucket's; None until it has answered.
-        since: When the object was there at the latest, once the bucket has answered.
     """
 
     digest: bytes
@@ -89,7 +70,6 @@ class Upload:
     adopted: bool = False
     began_s: float | None = None
     answer: Answer | None = None
-    since: _Since = _UNKNOWN
 
 
 class Uploader:
@@ -103,13 +83,13 @@ class Uploader:
     (new)      waiting    ``submit`` of what is spooled, or it was adopted from a dead process
     (new)      active     ``submit`` of what is in memory only
     waiting    active     its turn has come
-    active     pausing    the bucket did not do its part, or has it and did not say since when
+    active     pausing    the bucket did not do its part
     pausing    active     the pause is over
     any        given up   ``stop``; what is spooled stays for the next process
     active     given up   it is refused for good, or a bad object has its name, or its file is
                           bad or gone; or it is unreadable, and left to the next process
     active     written    the bucket has it; ``ended`` is told
-    written    announced  a delta with its row is confirmed, or the index had the row before
+    written    announced  a delta with its row is confirmed, or the index held the row before
     =========  =========  ====================================================================
 
     Fresh saves come before adopted ones, which are never more than a quarter of those that are
@@ -160,9 +140,9 @@ class Uploader:
             node.store,
             node.layout,
             node.counters,
-            known_time_s=node.index.known_time_s,
-            clock=clock,
-            batch_s=ANNOUNCE_S,
+            writers=lambda: node.index.writers,
+            newest=lambda: node.index.newest,
+            pause_s=PAUSE_S,
         )
         self.unannounced = 0
         # The rest is the fetches': requests wait for those, and uploads may hang for long.
@@ -349,15 +329,12 @@ class Uploader:
         is_kept = False
         async with self._requests:
             if upload.answer is None:
-                # Before the request: who deletes the object while the answer is on its way does it
-                # later, also where this process has heard of that by then.
-                upload.since = _Since(self._clock(), self._index.known_time_s(key))
                 upload.answer = await self._write(key, header, pieces)
                 if upload.adopted:
                     self._counters.add("spool.replayed")
-            if upload.answer in ("stored", "existed"):
-                nbytes = sum(memoryview(piece).nbytes for piece in pieces)
-                is_kept = await self._announce(upload, key, header, nbytes)
+        if upload.answer in ("stored", "existed"):
+            nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+            is_kept = self._announce(upload, key, nbytes)
         spooled = upload.spooled
         # A later save may have replaced the file. Then the disk, which may hang, is not waited for.
         if spooled is not None and not is_kept and self._spool.holds(spooled):
@@ -428,7 +405,7 @@ class Uploader:
 
     # -- the loop's thread: from the bucket into the index ------------------------------------
 
-    async def _announce(self, upload: Upload, key: Key, header: Header, nbytes: int) -> bool:
+    def _announce(self, upload: Upload, key: Key, nbytes: int) -> bool:
         """Have one announced that is in the bucket, without waiting for that.
 
         Where this upload did not put it there, it is somebody's of the same name: of the same
@@ -439,55 +416,21 @@ class Uploader:
 
         Returns:
             Whether the spool keeps it until the announcement is confirmed.
-
-        Raises:
-            UnavailableError: As ``_since_when``.
         """
-        index, since, mine = self._index, upload.since, upload.answer == "stored"
-        if mine:
-            # It waited, for its place or for the server: it may have been deleted before it came.
-            is_doubtful = self._clock() - since.at_s > _SLOW_WRITE_S
-        else:
-            is_doubtful = not index.is_announced(key)
-        if is_doubtful:
-            since = await self._since_when(upload, key)
+        index, mine = self._index, upload.answer == "stored"
         # It may have been found bad since the bucket answered.
         if not mine and (index.is_announced(key) or index.is_bad(key)):
             return False
-        shape = header.shape
-        checksum = int(header.checksum[:8], 16) if mine else 0
-        facts = EntryInfo(nbytes, shape.rows, shape.width, shape.dtype, checksum)
         kept = upload.spooled
         if kept is not None and not self._spool.holds(kept):  # a later save has taken its place
             kept = None
         self.unannounced += 1
-        done = partial(self._answered, kept)
-        self._announcer.add(key, facts, done, at_s=since.at_s, known_s=since.known_s)
+        self._announcer.add(key, nbytes, partial(self._answered, kept))
         if mine:
             # Not where it was there before: an entry that this process holds for gone or bad may
             # be the very one, and would be fetched in vain at every request.
-            index.add(key, facts)
+            index.add(key, nbytes)
         return kept is not None
-
-    async def _since_when(self, upload: Upload, key: Key) -> _Since:
-        """When an object that is there was stored: it may be gone, or be so soon.
-
-        Raises:
-            UnavailableError: It is gone, so it is to be stored; or the bucket does not answer, and
-                only this is to be asked again.
-        """
-        name, asked = self._sources.layout.object(key), upload.since
-        try:
-            info = await self._sources.store.head(name)
-        except AccessError as exc:  # one who may write but not read
-            log.debug("no look at what was there: %s", exc)
-            return asked
-        if info is None:
-            upload.answer = None
-            raise UnavailableError(f"{name} was there, and was deleted while it was saved")
-        if not info.modified_s:
-            return asked
-        return _Since(0.0, max(int(info.modified_s) - 1, asked.known_s))
 
     def _answered(self, kept: Spooled | None, confirmed: bool) -> None:
         """The announcement is in the bucket, or was given up as the loop ends."""
@@ -513,7 +456,7 @@ class Uploader:
         An entry leaves when one of these is true, and not before:
 
         - its announcement is confirmed,
-        - the index has a row of the object that was there already,
+        - the index holds a row of the object that was there already,
         - it may never be stored, or a bad object has its name,
         - a later save has taken its place; then nothing is removed.
         """

@@ -1,30 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says whether index, listing, objects and catalogue of a namespace agree; changes nothing.
 
-The index is compared with a listing by ``s3ec.index.rebuild``, the catalogue with the same listing,
-and what the objects hold with what they should by ``deep_check``.
+The index is compared with a listing by ``index.maker``, the catalogue with the same listing, and
+what the objects hold with what they should by ``deep_check``.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from s3ec.corpus.deep_check import AuditState, DeepCheck, check_objects
-from s3ec.errors import (
-    ConfigError,
-    CorruptEntryError,
-)
+from s3ec.counters import Report, unreported
+from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import Layout, make_key
-from s3ec.index.base_writer import BuildOptions
 from s3ec.index.listing import FEW
-from s3ec.index.rebuild import Verified, verify
-from s3ec.index.rows import Rows, find_in
+from s3ec.index.maker import Verified, verify
+from s3ec.index.snapshot import Rows, is_in
 from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.tenant import Tenant
 
@@ -56,14 +53,16 @@ class CatalogCheck:
 
 
 @dataclass(slots=True)
-class Audit(Verified):
-    """What an audit found; the attributes of ``Verified`` are about the index.
+class Audit:
+    """What an audit found.
 
     Attributes:
+        index: How the index compares with the listing.
         catalog: None where there is none, or it was not looked at.
         deep: None where no object was read.
     """
 
+    index: Verified
     catalog: CatalogCheck | None = None
     deep: DeepCheck | None = None
 
@@ -71,18 +70,20 @@ class Audit(Verified):
     def agrees(self) -> bool:
         """Whether there is nothing to complain about."""
         catalog_agrees = self.catalog is None or not (self.catalog.gone or self.catalog.problem)
-        return self.index_agrees and catalog_agrees and (self.deep is None or self.deep.agrees)
+        return (
+            self.index.index_agrees and catalog_agrees and (self.deep is None or self.deep.agrees)
+        )
 
 
 async def audit(
     store: Store,
     layout: Layout,
-    options: BuildOptions,
     *,
     tenant: Tenant | None = None,
     catalog: bool = True,
     deep: bool = False,
     state: AuditState | None = None,
+    report: Report = unreported,
 ) -> Audit:
     """Compare index, listing and catalogue of a namespace, and read every object with ``deep``.
 
@@ -92,29 +93,27 @@ async def audit(
     8 MiB.
 
     Args:
-        options: Those of a base, for their report and their folder.
         tenant: Whose secret is in the names.
         catalog: Look at the catalogue, if there is one.
         state: Where a deep check goes on; None to begin and to keep nothing.
+        report: Told how far it is.
 
     Raises:
         UnavailableError, AccessError: The store does not answer now, or refuses; ``state`` knows
             how far it came.
-        CorruptEntryError: The base of the index is unusable.
         TierError: The folder for temporary files is full, or the state cannot be written.
     """
     # First the catalogue, then the listing: a row comes after its entry.
     rows = await _CatalogRows.read(store, layout, tenant) if catalog else None
-    looks = [rows.look] if isinstance(rows, _CatalogRows) else []
     if deep:
         store = _ListedOnce(store, layout.objects)
-    compared = await verify(store, layout, options, look=looks[0] if looks else None)
-    found = Audit(**{one.name: getattr(compared, one.name) for one in fields(Verified)})
+    look = rows.look if isinstance(rows, _CatalogRows) else None
+    found = Audit(await verify(store, layout, look=look, report=report))
     if rows is not None:
         found.catalog = rows.result() if isinstance(rows, _CatalogRows) else rows
     if deep:
         found.deep = await check_objects(
-            store, layout, state, expected=found.objects, report=options.report
+            store, layout, state, expected=found.index.objects, report=report
         )
     return found
 
@@ -160,12 +159,9 @@ class _CatalogRows:
         # What can have no object is gone in any case.
         self._keyed = {key.digest: name for name, key in keys.items() if key is not None}
         self._unkeyed = [name for name, key in keys.items() if key is None]
-        halves = np.frombuffer(b"".join(sorted(self._keyed)), ">u8").reshape(-1, 2)
-        zeros = np.zeros(len(halves), np.uint64)
-        self._rows = Rows.of_digests(
-            halves[:, 0], halves[:, 1], nbytes=zeros, time_s=zeros.astype(np.uint32)
-        )
-        self._there: npt.NDArray[np.bool_] = np.zeros(len(halves), np.bool_)
+        self._digests = sorted(self._keyed)
+        self._rows = Rows.of(self._digests, [0] * len(self._digests))
+        self._there: npt.NDArray[np.bool_] = np.zeros(len(self._digests), np.bool_)
         self._unlisted = 0
 
     @classmethod
@@ -183,17 +179,21 @@ class _CatalogRows:
             return CatalogCheck(problem=str(exc))
 
     def look(self, there: Rows) -> None:
-        """Note the entries of one range of the listing."""
-        at, found = find_in(there, self._rows)
-        self._there[at[found]] = True
-        self._unlisted += int((~found).sum())
+        """Note the entries of one range of the listing, which are sorted."""
+        if not len(there):
+            return
+        first = int(np.searchsorted(self._rows.hi, there.hi[0]))
+        stop = int(np.searchsorted(self._rows.hi, there.hi[-1], side="right"))
+        found = is_in(self._rows.select(slice(first, stop)), there)
+        self._there[first:stop] |= found
+        self._unlisted += len(there) - int(found.sum())
 
     def result(self) -> CatalogCheck:
         """What came out, when all ranges were looked at."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        absent = [self._rows.digest(int(row)) for row in np.flatnonzero(~self._there)]
+        absent = [self._digests[row] for row in np.flatnonzero(~self._there)]
         gone = {self._keyed[digest] for digest in absent} | set(self._unkeyed)
         wanted = pa.array(sorted(gone), pa.string())
         column = self._table.column("identifier").cast(pa.string())

@@ -50,7 +50,7 @@ from s3ec.errors import (
 )
 from s3ec.identity import Layout, make_key
 from s3ec.index.listing import listed
-from s3ec.index.manifest import Ulids, time_ms
+from s3ec.index.names import Names, time_s
 from s3ec.namespaces import read_namespaces
 from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store, VanishedError, get_in_parts
 from s3ec.store.concurrency import in_parallel
@@ -389,9 +389,9 @@ async def _put_part(store: Store, layout: Layout, ulid: str, table: pa.Table) ->
 def _next_name(parts: Iterable[str]) -> str:
     """A name later than all that are there, also if their writers' clocks are ahead of ours."""
     last = max(parts, default="")
-    least_s = (time_ms(last) + 1.5) / 1000 if last else 0.0
+    least_s = time_s(last) + 0.0015 if last else 0.0
     # Each its own, since a maker of names is for one thread.
-    return Ulids().next(max(time.time(), least_s))
+    return Names().next(max(time.time(), least_s))
 
 
 async def merge_parts(store: Store, layout: Layout, *, fewest: int = _FEWEST_MERGED) -> int:

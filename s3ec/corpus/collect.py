@@ -19,10 +19,11 @@ from s3ec.corpus.makers import MadeBy, names_made_by, open_makers
 from s3ec.counters import Report, unreported
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
-from s3ec.index.base_writer import server_time
 from s3ec.index.delete import delete_chosen
 from s3ec.index.listing import list_objects
-from s3ec.index.manifest import indexed_entries
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import newest_rows
+from s3ec.index.names import ServerClock
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.tenant import Tenant
 
@@ -153,7 +154,7 @@ async def choose(
         names = await _made_by(store, choice, rules.made_by, tenant, headers, report)
         choice = Choice(rules, layout, now_s, names=names)
     found: list[tuple[Rank, int]] = []
-    expected = await indexed_entries(store, layout)
+    expected = await newest_rows(store, layout)
     listing = list_objects(store, layout, report=report, expected=expected)
     async with aclosing(listing) as batches:
         async for infos in batches:
@@ -208,16 +209,17 @@ async def collect(
     choice: Choice,
     *,
     deleted: Callable[[Sequence[Key]], None] = lambda _: None,
+    node: NodeFolder | None = None,
     report: Report = unreported,
 ) -> Choice:
     """Delete what ``choose`` has chosen, as a listing of now shows it.
 
-    What was stored or deleted since is left alone. Tombstones go first and last, see
-    ``index.delete.Deleter``.
+    What was stored or deleted since is left alone. What is left becomes a snapshot of the index.
 
     Args:
         choice: By choose.
         deleted: Told of entries that are gone.
+        node: This node's files of the index, so that its engines are told.
         report: Told how many objects were looked at.
 
     Returns:
@@ -225,11 +227,11 @@ async def collect(
 
     Raises:
         UnavailableError, AccessError: The store does not answer now, or refuses; some may be
-            deleted and announced.
+            deleted, and no snapshot is written.
         TierError: The folder for temporary files is full.
     """
     done = replace(choice, objects=0, nbytes=0, left_objects=0, left_bytes=0)
-    await delete_chosen(store, layout, done, deleted=deleted, report=report)
+    await delete_chosen(store, layout, done, deleted=deleted, node=node, report=report)
     return done
 
 
@@ -265,6 +267,7 @@ async def collect_garbage(
     *,
     tenant: Tenant | None,
     dry_run: bool,
+    node: NodeFolder | None = None,
     headers: Callable[[int], object] = lambda count: None,
     report: Report = unreported,
     clock: Callable[[], float] = time.time,
@@ -272,10 +275,11 @@ async def collect_garbage(
     """Choose and delete, or only count.
 
     Args:
-        store: The bucket; to delete, one that was asked about conditional writes.
+        store: The bucket.
         rules: What goes.
         tenant: Whose secret is in the names.
         dry_run: Only say what would go.
+        node: As for collect.
         headers: As for choose.
         report: Told how many objects were looked at.
         clock: Seconds since the epoch; for a dry run, which writes nothing to ask the server.
@@ -284,7 +288,7 @@ async def collect_garbage(
         ConfigError, UnavailableError, AccessError, TierError: As choose and collect.
     """
     # The times of objects are the server's: a clock of ours that is ahead would make them old.
-    now_s = clock() if dry_run else await server_time(store)
+    now_s = clock() if dry_run else await _server_time_s(store, layout)
     rules.check()
     choice = Choice(rules, layout, now_s)
     if dry_run or rules.max_bytes is not None or rules.made_by is not None:
@@ -299,10 +303,17 @@ async def collect_garbage(
         layout,
         choice,
         deleted=lambda keys: names.update(key.name for key in keys),
+        node=node,
         report=report,
     )
     dropped, problem = await drop_deleted_rows(store, layout, names, tenant)
     return _collection(done, done=True, dropped_rows=dropped, problem=problem)
+
+
+async def _server_time_s(store: Store, layout: Layout) -> float:
+    server = ServerClock()
+    await server.ask(store, layout)
+    return server.now_s()
 
 
 def _collection(

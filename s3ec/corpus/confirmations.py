@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from s3ec.corpus.catalog import append_rows, check_row, read_table
 from s3ec.corpus.catalog_file import STAMP, CatalogRow
@@ -25,9 +25,10 @@ from s3ec.corpus.reading import without_secrets
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout, Namespace, naming_of
-from s3ec.index.cache import IndexCache
-from s3ec.index.follower import FollowOptions
+from s3ec.index.child import in_process
+from s3ec.index.local import NodeFolder
 from s3ec.index.reader import ManifestIndex
+from s3ec.runtime import await_in_thread
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import with_conditional_put
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from s3ec.corpus.corpus import Corpus
     from s3ec.corpus.sources import SourceItem
 
-T = TypeVar("T")
 Counted = Literal["encoded", "catalogued", "renewed"]
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Ledger:
     """
 
     def __init__(self, corpus: Corpus, namespace: Namespace) -> None:
-        """Open this node's files of the index; no request goes out.
+        """Open this node's tier; no request goes out.
 
         Raises:
             ConfigError: ``cache_dir`` cannot be used, or the tenant's secret cannot be read.
@@ -142,7 +142,6 @@ class Ledger:
             min_free_bytes=int(settings.min_free_bytes),
             counters=counters,
         )
-        self._options = FollowOptions(mode="exact", cache_bytes=int(settings.cache_bytes))
         self._counters = counters
         self._index: ManifestIndex | None = None
 
@@ -163,12 +162,17 @@ class Ledger:
         self._corpus.run(self._open)
 
     async def _open(self, store: Store) -> None:
-        cache = IndexCache(store, self._layout, self._tier.open_index(), _in_thread, self._counters)
-        index = self._index = ManifestIndex(cache, options=self._options)
-        await index.refresh()
-        while not index.loaded:
-            await asyncio.sleep(_LOOK_S)
-            await index.refresh()
+        index = self._index = ManifestIndex(
+            *(store, self._layout),
+            NodeFolder.of(
+                self._tier.folders, self._layout.namespace, need_room=self._tier.need_room
+            ),
+            jobs=in_process(store),
+            disk=await_in_thread,
+            counters=self._counters,
+            refresh_s=0.0,  # each look asks the bucket
+        )
+        await index.refresh(now=True)
         if self.has_catalogue:
             table = await read_table(store, self._layout)
             self.catalogue = await asyncio.to_thread(CatalogIndex.from_table, table)
@@ -179,12 +183,17 @@ class Ledger:
 
     def holds(self, key: Key) -> bool:
         """Whether a writer has said that the bucket confirmed this one."""
-        return self._index is not None and self._index.holds(key)
+        return self._index is not None and self._index.maybe_contains(key)
 
     def holds_identifier(self, identifier: str) -> bool:
         """As holds; False for what is never stored."""
         key = self.key(identifier)
         return key is not None and self.holds(key)
+
+    def mark_missing(self, key: Key) -> None:
+        """The bucket does not hold what the index names; the node's engines are told."""
+        if self._index is not None:
+            self._index.mark_missing(key, absent=True)
 
     async def refresh(self) -> None:
         """Hear what writers have said since.
@@ -202,10 +211,10 @@ class Ledger:
             UnavailableError, AccessError: The bucket does not answer.
             CorruptEntryError: It is not what it should be.
         """
-        facts = self._index.facts(key) if self._index is not None else None
+        nbytes = self._index.nbytes(key) if self._index is not None else None
         entry: CorpusEntry | None = None
-        if facts is not None and facts.nbytes:
-            entry = CorpusEntry(self._layout.namespace, key.name, facts.nbytes, 0.0)
+        if nbytes:
+            entry = CorpusEntry(self._layout.namespace, key.name, nbytes, 0.0)
             try:
                 entry = await read_header(store, entry)
             except CorruptEntryError:  # its size may be another than the index says
@@ -250,18 +259,6 @@ class Ledger:
         if self._writable is None:
             self._writable = await with_conditional_put(store)
         await append_rows(self._writable, self._layout, rows)
-
-
-async def _in_thread(
-    function: Callable[..., T], *args: object, undo: Callable[[T], object] | None = None
-) -> T:
-    call = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        return await asyncio.shield(call)
-    except asyncio.CancelledError:
-        if undo is not None:
-            call.add_done_callback(lambda done: done.exception() or undo(done.result()))
-        raise
 
 
 @dataclass(slots=True)
@@ -313,6 +310,7 @@ class Confirmations:
         self._is_idle = True
         self._problem = ""
         self._has_failed = False
+        self._said_gone = False
         self._moved_s = time.monotonic()
         self.encoded = self.catalogued = self.replaced = self.stored_bytes = 0
         self._thread = threading.Thread(target=self._run, name="s3ec-confirm", daemon=True)
@@ -476,13 +474,24 @@ class Confirmations:
 
         async def read(each: _Unconfirmed) -> CatalogRow | str | None:
             try:
-                return await self._ledger.describe(store, each.identifier, each.key)
+                row = await self._ledger.describe(store, each.identifier, each.key)
             except CorruptEntryError as exc:  # it blocks its key, and is to keep no other back
                 return f"{exc}; `s3ec verify --deep --repair` deletes it, then run the job again"
+            if row is None:  # it was deleted, or is stored a moment from now
+                self._ledger.mark_missing(each.key)
+            return row
 
-        facts = await in_parallel(told, read)
+        rows = await in_parallel(told, read)
+        gone = rows.count(None)
+        if gone and not self._said_gone:
+            self._said_gone = True
+            log.warning(
+                "the index names %d embeddings that the bucket does not hold, and engines do not "
+                "store those again until `s3ec manifest rebuild`, or the next listing",
+                gone,
+            )
         return [
-            (each.key.digest, row) for each, row in zip(told, facts, strict=True) if row is not None
+            (each.key.digest, row) for each, row in zip(told, rows, strict=True) if row is not None
         ]
 
     def _write(self) -> None:

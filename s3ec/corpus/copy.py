@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
+import tempfile
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -22,6 +22,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from s3ec import codec
@@ -45,15 +46,16 @@ from s3ec.identity import (
     digest_of_name,
     make_key,
 )
-from s3ec.index.announce import BATCH_ITEMS, Announcer
-from s3ec.index.base_writer import in_temporary_folder
-from s3ec.index.delete import FLUSH_S, find_objects
-from s3ec.index.listing import FEW, list_objects
-from s3ec.index.manifest import indexed_entries
-from s3ec.index.merged_rows import DELTAS, LastModifiedIndex
-from s3ec.index.rows import EntryInfo
+from s3ec.index.child import in_process
+from s3ec.index.delete import find_objects
+from s3ec.index.deltas import Announcer
+from s3ec.index.listing import BATCH, FEW, list_objects
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import newest_rows
+from s3ec.index.reader import ManifestIndex
 from s3ec.modality import ModalityRecords, Record
 from s3ec.namespaces import differences
+from s3ec.runtime import await_in_thread
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import NoSpaceError, ObjectInfo, Store
 from s3ec.store.concurrency import Pace, in_parallel
@@ -72,6 +74,8 @@ INFLIGHT_BYTES = 256 * 2**20
 # Each was tried five times by then. So many in a row are an outage, and no bad entries.
 _OUTAGE = 32
 _SHOWN_DIFFERENCES = 5
+# An announcement takes no longer where the bucket answers at all.
+_FLUSH_S = 60.0
 
 
 # -- where from ------------------------------------------------------------------------------------
@@ -148,7 +152,7 @@ class NamespaceOrigin:
     async def count(self) -> int | None:
         if self._wanted.names is not None:
             return len(self._wanted.names)
-        return await indexed_entries(self._store, self._layout) if self._wanted.is_all else None
+        return await newest_rows(self._store, self._layout) if self._wanted.is_all else None
 
     async def batches(self) -> AsyncGenerator[Sequence[CorpusEntry], None]:
         async with aclosing(self._listed()) as listing:
@@ -175,8 +179,8 @@ class NamespaceOrigin:
             for info in found.values()
             if info is not None
         ]
-        for start in range(0, len(every), BATCH_ITEMS):
-            yield every[start : start + BATCH_ITEMS]
+        for start in range(0, len(every), BATCH):
+            yield every[start : start + BATCH]
 
     async def read(self, entry: CorpusEntry) -> Content | None:
         embedding = await read_entry(self._store, entry, unreported, header_first=False)
@@ -331,13 +335,16 @@ class NamespaceTarget:
     async def settle(self, entries: Mapping[CorpusEntry, codec.Header | None]) -> int:
         if self._readers is None:
             raise RuntimeError("the target is not open")
-        told = {
-            Key("", entry.name, digest_of_name(entry.name)): _facts(
-                header, self._nbytes.get(digest_of_name(entry.name), entry.nbytes)
-            )
-            for entry, header in entries.items()
-        }
-        return await self._readers.tell(told)
+        stored: dict[Key, int] = {}
+        present: dict[Key, int] = {}
+        for entry, header in entries.items():
+            digest = digest_of_name(entry.name)
+            key = Key("", entry.name, digest)
+            if header is None:
+                present[key] = self._nbytes.get(digest, entry.nbytes)
+            else:
+                stored[key] = header.total_bytes or entry.nbytes
+        return await self._readers.tell(stored, present)
 
 
 def _bad_there() -> CorruptEntryError:
@@ -347,40 +354,31 @@ def _bad_there() -> CorruptEntryError:
     )
 
 
-def _facts(header: codec.Header | None, nbytes: int) -> EntryInfo:
-    """What the index is to say of an entry."""
-    if header is None:
-        return EntryInfo(nbytes)
-    shape = header.shape
-    return EntryInfo(
-        nbytes=header.total_bytes or nbytes,
-        rows=shape.rows,
-        width=shape.width,
-        dtype=shape.dtype,
-        checksum=int(header.checksum[:8], 16),
-    )
-
-
 class _Readers:
     """Tells the readers of a namespace of entries that they do not know; see ``_telling``."""
 
-    def __init__(self, index: LastModifiedIndex, announcer: Announcer) -> None:
+    def __init__(self, index: ManifestIndex, announcer: Announcer) -> None:
         self._index = index
         self._announcer = announcer
 
-    async def tell(self, entries: Mapping[Key, EntryInfo]) -> int:
-        """Announce those that the index does not hold; returns how many.
+    async def tell(self, stored: dict[Key, int], present: dict[Key, int]) -> int:
+        """Announce entries with the sizes of their objects; returns how many.
+
+        Args:
+            stored: Stored a moment ago. Announced whatever the index holds: a listing that began
+                before may not have seen them.
+            present: There before. Those that the index holds are left out.
 
         Raises:
             UnavailableError: The store took no announcement for a minute.
         """
-        await self._index.prepare(entries)
-        news = {key: facts for key, facts in entries.items() if self._index.facts(key) is None}
+        known = self._index.is_announced
+        news = stored | {key: nbytes for key, nbytes in present.items() if not known(key)}
         confirmed: list[bool] = []
-        for key, facts in news.items():
-            self._announcer.add(key, facts, confirmed.append)
+        for key, nbytes in news.items():
+            self._announcer.add(key, nbytes, confirmed.append)
         try:
-            async with asyncio.timeout(FLUSH_S):
+            async with asyncio.timeout(_FLUSH_S):
                 await self._announcer.flush()
         except TimeoutError:
             self._announcer.close()
@@ -399,21 +397,20 @@ async def _telling(store: Store, layout: Layout) -> AsyncIterator[_Readers]:
         UnavailableError, AccessError: The store does not answer, or refuses.
         TierError: The folder for temporary files is full.
     """
-    async with in_temporary_folder(None, DELTAS) as folder:
-        index = LastModifiedIndex(store, layout, folder)
-        await index.open()
-        announcer = Announcer(
-            store,
-            layout,
-            Counters(),
-            known_time_s=index,
-            batch_s=math.inf,  # each batch ends with a flush
-            batch_items=BATCH_ITEMS,
+    with tempfile.TemporaryDirectory() as folder:
+        index = ManifestIndex(
+            *(store, layout, NodeFolder(Path(folder))),
+            jobs=in_process(store),
+            disk=await_in_thread,
+            counters=Counters(),
         )
+        announcer = Announcer(store, layout, Counters())
         try:
+            await index.refresh(now=True)
             yield _Readers(index, announcer)
         finally:
             announcer.close()
+            await index.close()
 
 
 class ServerCopies:

@@ -70,10 +70,11 @@ from s3ec.store.base import (
     Store,
 )
 from s3ec.store.concurrency import in_parallel
-from s3ec.store.open import open_store, require_conditional_put, with_conditional_put
+from s3ec.store.open import open_store, with_conditional_put
 from s3ec.store.retry import RetryStore
 from s3ec.store.unreachable import in_plain_words
 from s3ec.tenant import Tenant
+from s3ec.tier.files import Folders
 
 if TYPE_CHECKING:
     from s3ec.corpus.audit import Audit
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from s3ec.corpus.ray_encoder import RayOptions
     from s3ec.corpus.reading import ReadOptions
     from s3ec.corpus.repair import Repair
+    from s3ec.index.local import NodeFolder
     from s3ec.settings import Settings
 
 T = TypeVar("T")
@@ -454,14 +456,13 @@ class Corpus:
         dry_run: bool = False,
         report: Report = unreported,
     ) -> Deletion:
-        """Delete entries, and tell every reader by the index.
+        """Delete entries.
 
-        The index says so before the objects go, and once more behind. What is absent is announced
-        too, since the index may hold it. Rows of the catalogue go with them. A node that has a copy
-        on its disk serves it until it is evicted. Costs a look for each entry, 16 at a time, one
-        request for each 1000 objects, and two announcements for each 2500. The first deletion also
-        tries a conditional write, with four small requests. Where there is a catalogue, it is read
-        and written.
+        This node's engines are told. Others find out when they ask for it. Those that only encode
+        do not ask: they store it again after the next listing, such as ``s3ec manifest rebuild``.
+        Rows of the catalogue go with them. A node that has a copy on its disk serves it until it is
+        evicted. Costs a look for each entry, 16 at a time, and one request for each 1000 objects.
+        Where there is a catalogue, it is read and written.
 
         Args:
             identifiers: In full, as vLLM spells them; or entries, all of one namespace, which need
@@ -476,9 +477,7 @@ class Corpus:
         Raises:
             ConfigError: An identifier under which nothing is stored, no name of an entry, or
                 entries of another namespace; nothing was deleted.
-            UnavailableError, AccessError: Some may be left. What is gone was announced, unless the
-                message says otherwise.
-            TierError: The folder for temporary files is full: 42 bytes for each entry of the index.
+            UnavailableError, AccessError: Some may be left.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         given = (identifiers,) if isinstance(identifiers, str | CorpusEntry) else (*identifiers,)
@@ -502,7 +501,8 @@ class Corpus:
             by_text = {text: found[key] for text, key in keys.items()}
             if dry_run:
                 return Deletion(layout.namespace, by_text, done=False)
-            await delete_entries(store, layout, found, report=report)
+            node = self._index_folder(layout)
+            await delete_entries(store, layout, found, node=node, report=report)
             names = {key.name for key in keys.values()}
             dropped, problem = await drop_deleted_rows(store, layout, names, self.tenant)
             return Deletion(layout.namespace, by_text, True, dropped, problem)
@@ -522,7 +522,7 @@ class Corpus:
         headers: Callable[[int], object] = lambda count: None,
         report: Report = unreported,
     ) -> Collection:
-        """Delete entries that are old, too many or badly made, and tell every reader by the index.
+        """Delete entries that are old, too many or badly made; what is left becomes the index.
 
         Rules that are given together narrow: an entry goes where all agree. Costs a listing of
         everything, another one with ``max_bytes`` and one with ``made_by``, and what delete costs
@@ -560,6 +560,7 @@ class Corpus:
                 rules,
                 tenant=self.tenant,
                 dry_run=dry_run,
+                node=self._index_folder(layout),
                 headers=headers,
                 report=report,
             )
@@ -593,19 +594,17 @@ class Corpus:
             report: Told how far it is.
 
         Returns:
-            What the index lacks (``missing``), only believes (``extra``) or has with another size
-            (``differing``), with examples; what the catalogue has that is gone (``catalog``); what
-            is corrupt or could not be read (``deep``). ``agrees`` where there is nothing of that.
+            What the index lacks and what it only believes (``index``); what the catalogue has that
+            is gone (``catalog``); what is corrupt or could not be read (``deep``). ``agrees`` where
+            there is nothing of that.
 
         Raises:
             ConfigError: ``state`` is that of another corpus, or in use.
-            CorruptEntryError: The index is unusable; the message names the file.
             TierError: The folder for temporary files, or that of ``state``, cannot be written.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         from s3ec.corpus.audit import audit
         from s3ec.corpus.deep_check import AuditState
-        from s3ec.index.base_writer import BuildOptions
 
         name = self.choose(namespace, model=model)
         opened: AuditState | None = None
@@ -622,11 +621,11 @@ class Corpus:
             return await audit(
                 store,
                 layout,
-                BuildOptions(report=report),
                 tenant=self.tenant,
                 catalog=catalog,
                 deep=deep,
                 state=opened,
+                report=report,
             )
 
         try:
@@ -646,28 +645,25 @@ class Corpus:
         """Mend what verify found.
 
         Corrupt objects are read again and deleted where they still are, so that producers store
-        them again. Where the index differs it is made anew from a listing. Rows of the catalogue
-        whose entry is gone are dropped. What could not be read is left alone.
+        them again. After that, or where the index differs, it is rebuilt from a listing. Rows of
+        the catalogue whose entry is gone are dropped. What could not be read is left alone.
 
         Args:
             found: By verify, of the same namespace.
             report: Told how far it is.
 
         Raises:
-            ConfigError: The server ignores conditional writes, so no index can be made.
             UnavailableError, AccessError: Some may be mended; it can be done again.
             TierError: The folder for temporary files is full.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         from s3ec.corpus.repair import repair
-        from s3ec.index.base_writer import BuildOptions
 
         async def work(store: Store, layout: Layout) -> Repair:
-            options = BuildOptions(report=report)
-            return await repair(store, layout, found, options, tenant=self.tenant)
+            node = self._index_folder(layout)
+            return await repair(store, layout, found, tenant=self.tenant, node=node, report=report)
 
-        differs = not found.index_agrees
-        return self.within(work, namespace, model=model, write=True, compacts=differs)
+        return self.within(work, namespace, model=model, write=True)
 
     # -- catalogue -----------------------------------------------------------------------------
 
@@ -980,7 +976,6 @@ class Corpus:
         *,
         model: str | None = None,
         write: bool = False,
-        compacts: bool = False,
         dry_run: bool = False,
     ) -> T:
         """As run, on one namespace.
@@ -988,27 +983,31 @@ class Corpus:
         Args:
             write: It is changed: refuse one that a newer s3ec made, and find out first whether the
                 server honours conditional writes.
-            compacts: As ``write``, and refuse a server that does not.
             dry_run: It is only said what would change. The server is not asked, and writes nothing.
 
         Raises:
-            ConfigError: See ``write`` and ``compacts``.
+            ConfigError: See ``write``.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         layout = Layout(self.choose(namespace, model=model))
 
         async def call(store: Store) -> T:
-            if write or compacts:
+            if write:
                 await require_ours(store, layout.namespace)
             if dry_run:
                 return await work(store, layout)
-            if compacts:
-                await require_conditional_put(store)
             if write and self._writable is None:
                 self._writable = await with_conditional_put(store)
             return await work(self._writable if write and self._writable else store, layout)
 
         return self.run(call)
+
+    def _index_folder(self, layout: Layout) -> NodeFolder:
+        """This node's files of the index, by which its engines hear of deletions."""
+        from s3ec.index.local import NodeFolder
+
+        root = Path(os.path.realpath(self.settings.cache_dir))
+        return NodeFolder.of(Folders(root), layout.namespace)
 
     @property
     def tenant(self) -> Tenant | None:

@@ -316,9 +316,8 @@ class VllmEncoder:
                 ec_connector="S3ECConnector",
                 ec_connector_module_path="s3ec.connector",
                 ec_role="ec_producer",
-                # Only exact columns say for sure that the bucket has a picture. A job is to be
-                # complete, so it waits for a store that is slow.
-                ec_connector_extra_config={"save_overflow": "block", **extra, "index": "exact"},
+                # A job is to be complete, so it waits for a store that is slow.
+                ec_connector_extra_config={"save_overflow": "block", **extra},
             ),
         }
 

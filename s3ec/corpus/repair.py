@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mends what an audit found, with the owners of each kind of thing.
 
-- A corrupt object is read again. If it still comes whole and bad it is deleted at once, and its
-  entry is announced as deleted, so that producers store it again.
-- Where index and listing differ the index is made anew from a listing. What it lacked is in it
-  then, and what it only believed is not.
+- A corrupt object is read again. If it still comes whole and bad it is deleted at once.
+- Where index and listing differ, or an object was deleted, the index is rebuilt from a listing. So
+  producers store again what was deleted.
 - The object of a row of the catalogue is looked for again. If it is gone the row is dropped.
 
 What could not be read is never deleted: a store that fails makes nothing corrupt. Nor is an object
@@ -19,11 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from s3ec.corpus.deep_check import BadObject, check_object
+from s3ec.counters import Report, unreported
 from s3ec.identity import Key, Layout, is_object_name
-from s3ec.index.base_writer import BuildOptions
-from s3ec.index.delete import deleting
+from s3ec.index.delete import delete_entries
 from s3ec.index.listing import key_of_object
-from s3ec.index.rebuild import rebuild
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import rebuild
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.tenant import Tenant
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from s3ec.corpus.audit import Audit
 
 
-# Each costs two announcements, and its objects one request.
+# Between the look at an object and its deletion somebody may store it again.
 _AT_A_TIME = 256
 
 
@@ -44,13 +44,13 @@ class Repair:
         deleted: Corrupt objects.
         spared: Of those that were found corrupt: good, gone or unreadable when they were read
             again, or no entries of the namespace.
-        version: Of the new base of the index; None where the old one was right.
+        snapshot: Name of the new snapshot of the index; empty where the old one was right.
         dropped: Rows of the catalogue.
     """
 
     deleted: int = 0
     spared: int = 0
-    version: int | None = None
+    snapshot: str = ""
     dropped: int = 0
 
 
@@ -58,17 +58,19 @@ async def repair(
     store: Store,
     layout: Layout,
     found: Audit,
-    options: BuildOptions,
     *,
     tenant: Tenant | None = None,
+    node: NodeFolder | None = None,
+    report: Report = unreported,
 ) -> Repair:
     """Mend what ``audit`` found. What is broken off can be done again.
 
     Args:
-        store: The bucket; one that honours conditional writes.
+        store: The bucket.
         found: By audit.
-        options: For a new base of the index.
         tenant: Whose secret is in the names.
+        node: This node's files of the index, so that its engines are told what was deleted.
+        report: Told how far it is.
 
     Raises:
         UnavailableError, AccessError: The store does not answer now, or refuses; some is mended.
@@ -76,9 +78,9 @@ async def repair(
     """
     done = Repair()
     if found.deep is not None and found.deep.bad:
-        await _delete_corrupt(store, layout, found.deep.bad, done, options)
-    if not found.index_agrees:
-        done.version = (await rebuild(store, layout, options)).head.version
+        await _delete_corrupt(store, layout, found.deep.bad, done, node, report)
+    if done.deleted or not found.index.index_agrees:
+        done.snapshot = str((await rebuild(store, layout, report=report)).name)
     if found.catalog is not None and found.catalog.gone_identifiers:
         from s3ec.corpus.catalog import drop_rows
 
@@ -88,13 +90,14 @@ async def repair(
 
 
 async def _delete_corrupt(
-    store: Store, layout: Layout, bad: list[BadObject], done: Repair, options: BuildOptions
+    store: Store,
+    layout: Layout,
+    bad: list[BadObject],
+    done: Repair,
+    node: NodeFolder | None,
+    report: Report,
 ) -> None:
-    """Delete the objects that are still corrupt, and announce their entries as deleted.
-
-    Some at a time: between the look at one and its deletion somebody may store it anew.
-    """
-
+    """Delete the objects that are still corrupt, some at a time."""
     names = list(dict.fromkeys(one.name for one in bad))
 
     async def look(name: str) -> Key | None:
@@ -105,11 +108,10 @@ async def _delete_corrupt(
         kind = "gone" if info is None else (await check_object(store, layout, info)).kind
         return key_of_object(layout, name) if kind == "corrupt" else None
 
-    async with deleting(store, layout) as deleter:
-        for start in range(0, len(names), _AT_A_TIME):
-            some = names[start : start + _AT_A_TIME]
-            corrupt = [key for key in await in_parallel(some, look) if key is not None]
-            await deleter.delete(corrupt)
-            done.deleted += len(corrupt)
-            done.spared += len(some) - len(corrupt)
-            options.report("mending", start + len(some), len(names))
+    for start in range(0, len(names), _AT_A_TIME):
+        some = names[start : start + _AT_A_TIME]
+        corrupt = [key for key in await in_parallel(some, look) if key is not None]
+        await delete_entries(store, layout, corrupt, node=node)
+        done.deleted += len(corrupt)
+        done.spared += len(some) - len(corrupt)
+        report("mending", start + len(some), len(names))

@@ -40,11 +40,10 @@ from s3ec.corpus.selection import CopyOptions, Transferred, Wanted
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, ConflictError, CorruptEntryError, UnavailableError
 from s3ec.identity import OBJECT_SUFFIX, Layout, canonical_json, make_key
-from s3ec.index.announce import BATCH_ITEMS
-from s3ec.index.base_writer import BuildOptions
-from s3ec.index.listing import listed
-from s3ec.index.manifest import newest_head, take_snapshot
-from s3ec.index.rebuild import rebuild
+from s3ec.index.deltas import list_deltas
+from s3ec.index.listing import BATCH, listed
+from s3ec.index.maker import rebuild
+from s3ec.index.names import SnapshotName, list_snapshots
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import NoSpaceError, Store, Wrapper
 from s3ec.store.open import PROBE_PREFIX, open_store
@@ -250,9 +249,10 @@ async def export(
             return result
         places = Places(store, layout, target, layout)
         result = await copy_namespace(places, wanted, options)
-        snapshot = await take_snapshot(target, layout)
-        if snapshot.unmerged(await newest_head(target, layout, snapshot)):
-            await rebuild(target, layout, BuildOptions(report=options.report))
+        snapshots = await list_snapshots(target, layout)
+        newest = snapshots[0][0] if snapshots else SnapshotName()
+        if any(ulid >= newest.ulid for ulid in await list_deltas(target, layout, newest)):
+            await rebuild(target, layout, report=options.report)
         return result
 
 
@@ -379,7 +379,7 @@ class ExampleOrigin:
                 self._hashes[key.name] = match[1]
                 name, namespace = key.name, self._layout.namespace
                 batch.append(CorpusEntry(namespace, name, info.nbytes, info.modified_s))
-            if len(batch) == BATCH_ITEMS:
+            if len(batch) == BATCH:
                 yield batch
                 batch = []
         yield batch

@@ -300,8 +300,8 @@ def conditional_put(context: CheckContext) -> Outcome:
         if is_ignored
         else "the server refuses `If-None-Match: *`, and accepts a PUT without it",
         "s3ec looks before it writes here, one request more per save; two writers at one moment "
-        "still write the same bytes. The index is never compacted, so engines start slower the "
-        "more was stored. A server with conditional writes does without",
+        "still write the same bytes, and two engines may make the same snapshot of the index. A "
+        "server with conditional writes does without",
         cell="ignored" if is_ignored else "unsupported",
     )
 

@@ -1,2 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the corpus holds, answered from memory."""
+"""Which keys the corpus holds, answered from memory: a set that only grows, and listings.
+
+**In the bucket**, below ``NAMESPACE/manifest/v2/``::
+
+    delta/ULID            rows that one writer stored, named when its upload began
+    snapshot/ULID-LISTED  all rows, sorted; ULID: when its making began; LISTED: when the listing
+                          began that it descends from
+    claim/...             who makes a snapshot; an empty object with a date
+
+A row is a digest and a size. Nothing says "deleted": truth comes by listing. The newest snapshot
+is the one with the greatest (LISTED, ULID). A reader holds that one and the deltas whose name is
+not older than its ULID less 15 minutes. All names are made by the server's clock. ``docs/index.md``
+has the rules.
+
+**On the node's disk**, in the tier's folder of the namespace (``local.NodeFolder``)::
+
+    ULID-LISTED.rows      a snapshot, downloaded or made here; mapped by all engines of the node
+    ULID-LISTED.filter    its bloom filter, made by the child that downloaded or made it
+    overlay               rows of all deltas since, sorted, replaced as a whole by each refresh
+                          that brings news; its mtime says when the bucket was last asked
+    missing               digests that a GET or a deletion of this node found gone, appended
+    lock                  byte locks: one process at a time asks the bucket, or runs a child
+
+**A writer announces** through ``deltas.Announcer``: ``add(key, nbytes, done)`` after the object is
+stored, ``flush()``, ``close()``. It tells a 412 as well, unless ``ManifestIndex.is_announced``.
+
+**A reader** is a ``reader.ManifestIndex``. ``Node`` makes one per process::
+
+    folder = NodeFolder.of(tier.folders, namespace, need_room=...)
+    index = ManifestIndex(store, layout, folder, jobs=in_child(settings), ...)
+    await index.refresh()        # again every ``index.poll_s``; asks the bucket only where no
+                                 # process of the node did within ``refresh_s``
+    index.maybe_contains(key)    # any thread, no lock, no I/O, about a microsecond
+    index.nbytes(key)            # size, 0 if unknown, None where the key is not held
+    index.add(key, nbytes)       # this process stored it
+    index.mark_missing(key, absent=True)   # a GET got a 404; told to the node's other engines
+    index.mark_present(key)      # a GET found it (counted: more than 1% 404s ask for a listing)
+    index.mark_bad(key), index.is_bad(key)
+
+``in_child(settings)`` runs downloads and makers in a fresh interpreter of low priority;
+``in_process(store)`` runs them here (commands, tests with a bucket in memory).
+
+**Whoever writes may maintain**: ``maker.Maintainer(...).run_forever()`` has a child make unions
+when deltas pile up, and one listing a day in the fleet.
+
+**Commands**: ``maker.rebuild`` lists and writes a snapshot. ``maker.verify`` compares the index
+with a listing. ``delete.delete_chosen`` (gc) lists, deletes and writes what is left as a snapshot.
+``delete.delete_entries`` (rm, verify --repair) deletes 1,000 objects a request and tells the
+node's engines. ``delete.survey`` and ``delete.remove_namespace`` are for ``ns``.
+``maker.newest_rows`` says how many rows the newest snapshot has (a LIST and a GET).
+"""

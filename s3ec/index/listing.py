@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The authoritative listing of ``objects/``: in parallel by prefix, or as a set of digests."""
+"""The authoritative listing of ``objects/``, in parallel by prefix."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
-from pathlib import Path
-
-import numpy as np
 
 from s3ec.counters import Report, unreported
 from s3ec.errors import UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name, is_object_name
-from s3ec.index.rows import Rows
-from s3ec.index.segment import SortedRuns
+from s3ec.index.snapshot import Rows
 from s3ec.store.base import ObjectInfo, Store, UnorderedListingError
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
 
@@ -28,7 +24,6 @@ ATTEMPTS = 4
 PAUSE_S = 1.0
 """Before the second attempt; before each further one it is so much longer."""
 _FAN_OUT = re.compile(r"[0-9a-f]{2}/")
-_MAX_TIME_S = 2**32 - 1
 
 
 async def list_side_by_side(
@@ -194,57 +189,7 @@ def key_of_object(layout: Layout, name: str) -> Key:
     return Key("", below, digest_of_name(below))
 
 
-async def read_listing(
-    store: Store,
-    layout: Layout,
-    folder: Path,
-    *,
-    report: Report = unreported,
-    expected: int | None = None,
-) -> SortedRuns:
-    """List every entry and keep digests, sizes and times.
-
-    Args:
-        folder: For files, see SortedRuns.
-        report, expected: As for list_objects.
-
-    Raises:
-        UnavailableError, AccessError: As list_objects.
-        TierError: The folder is full.
-    """
-    listed = SortedRuns(folder, layout.namespace)
-    listing = list_objects(store, layout, report=report, expected=expected)
-    async with aclosing(listing) as batches:
-        async for infos in batches:
-            rows = await asyncio.to_thread(rows_of, layout, infos)
-            await asyncio.to_thread(listed.add, rows)
-    return listed
-
-
 def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
-    """What a listing says of entries: digest, size and time; about 3 us each."""
-    digests = b"".join(digest_of_name(info.name.removeprefix(layout.objects)) for info in infos)
-    halves = np.frombuffer(digests, ">u8").reshape(-1, 2)
-    times = [min(max(int(info.modified_s), 0), _MAX_TIME_S) for info in infos]
-    return Rows.of_digests(
-        halves[:, 0],
-        halves[:, 1],
-        nbytes=np.array([info.nbytes for info in infos], np.uint64),
-        time_s=np.array(times, np.uint32),
-    )
-
-
-async def list_digests(store: Store, layout: Layout, found: set[bytes]) -> None:
-    """Add the digest of every entry to a set. A listing that breaks off is continued.
-
-    Args:
-        found: About 100 bytes of memory for each; holds what was seen also where this fails.
-
-    Raises:
-        UnavailableError: Part of the listing failed.
-        AccessError: Listing is refused.
-    """
-    async for info in listed(store, layout.objects):
-        name = info.name.removeprefix(layout.objects)
-        if info.nbytes > 0 and is_object_name(name):
-            found.add(digest_of_name(name))
+    """What a listing says of entries: digest and size; about 3 us each."""
+    names = [info.name.removeprefix(layout.objects) for info in infos]
+    return Rows.of([digest_of_name(name) for name in names], [info.nbytes for info in infos])

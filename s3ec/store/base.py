@@ -328,7 +328,7 @@ class NoSpaceError(UnavailableError):
 
 
 class VanishedError(Exception):
-    """An object is gone from the bucket: deleted, or replaced by a newer base of the index."""
+    """An object is gone from the bucket: deleted, or replaced by a newer snapshot of the index."""
 
 
 async def whole_parts(

@@ -166,38 +166,12 @@ async def with_conditional_put(store: Store) -> Store:
     Costs what probe_conditional_put costs, and raises what it raises; once for each store,
     unless it could not be told.
     """
-    answer = await _conditional_put(store)
-    return HeadBeforePut(store) if answer in _NOT_HONOURED else store
-
-
-async def require_conditional_put(store: Store) -> None:
-    """Refuse a server on which two writers of one name can both believe that they were first.
-
-    Costs what probe_conditional_put costs, and raises what it raises; once for each store,
-    unless it could not be told.
-
-    Raises:
-        ConfigError: The server ignores or refuses ``If-None-Match: *``.
-    """
-    answer = await _conditional_put(store)
-    if answer in _NOT_HONOURED:
-        does = "ignores" if answer is ConditionalPut.IGNORED else "refuses"
-        raise ConfigError(
-            f"this server {does} If-None-Match, so two compactions at once could both commit, and "
-            "entries would be lost from the index: it is never compacted here, and readers list "
-            "the objects; a server with conditional writes does without that",
-            field="endpoint_url",
-        )
-
-
-async def _conditional_put(store: Store) -> ConditionalPut:
-    """As probe_conditional_put. What a server did stays true for its store."""
     answer = _answers.get(store)
     if answer is None:
         answer = await probe_conditional_put(store)
         if answer is not ConditionalPut.UNKNOWN:  # the rights of this identity may change
             _answers[store] = answer
-    return answer
+    return HeadBeforePut(store) if answer in _NOT_HONOURED else store
 
 
 async def _write_twice(store: Store, name: str) -> ConditionalPut:

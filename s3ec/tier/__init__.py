@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from s3ec.tier.claims import Claim
     from s3ec.tier.entries import LocalKeys
     from s3ec.tier.entry_writer import Incoming
-    from s3ec.tier.index_files import IndexFile, IndexFiles
     from s3ec.tier.open_entry import OpenEntry
     from s3ec.tier.residents import Residents
     from s3ec.tier.spool import Loaded, Spool, Spooled
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Claim",
     "Incoming",
-    "IndexFile",
-    "IndexFiles",
     "Loaded",
     "LocalKeys",
     "OpenEntry",
@@ -35,8 +32,6 @@ __all__ = [
 _MODULES = {
     "Claim": "claims",
     "Incoming": "entry_writer",
-    "IndexFile": "index_files",
-    "IndexFiles": "index_files",
     "Loaded": "spool",
     "LocalKeys": "entries",
     "OpenEntry": "open_entry",

@@ -7,13 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from s3ec.codec import Header, Verifier
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
-from s3ec.store.base import Store, whole_parts
 from s3ec.tier.entries import Entries
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import Folders, TempFile, is_full, open_entry, use_time_ns
@@ -354,24 +353,3 @@ class Disk(Protocol):
         *args: object,
         undo: Callable[[T], object] | None = None,
     ) -> Awaitable[T]: ...
-
-
-async def download(
-    store: Store, name: str, incoming: Incoming[T], *, disk: Disk, at_a_time: int
-) -> None:
-    """Bring an object into a file, range by range; the caller commits or discards.
-
-    Args:
-        name: In the store.
-        disk: Runs what blocks.
-        at_a_time: As in ``parts_as_they_come``.
-
-    Raises:
-        TierError: The disk refused.
-        VanishedError, CorruptEntryError, UnavailableError, AccessError: As for whole_parts.
-    """
-    coming = whole_parts(store, name, incoming.nbytes, at_a_time=at_a_time)
-    async with aclosing(coming) as parts:
-        async for at, part in parts:
-            await disk(incoming.put, [(at, part)])
-            del part  # so that only whole_parts decides how many are in memory

@@ -13,14 +13,10 @@ from dataclasses import dataclass, field
 from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
 
-_INDEX_NAME = re.compile(r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}")
-
-
-def is_index_name(name: str) -> bool:
-    """Whether a file of the index may lie under this name."""
-    return _INDEX_NAME.fullmatch(name) is not None
-
-
+# As ``index.local`` names them; its temporary files are swept by the index itself.
+_INDEX_NAME = re.compile(
+    r"[0-9A-Z]{26}-[0-9A-Z]{26}\.(?:rows|filter)|overlay|missing|lock-[a-z]+|[0-9a-f]{16}\.tmp"
+)
 _SPOOL_FILE = re.compile(
     r"(.+)--([0-9a-f]{16})--([0-9a-f]{16})-[0-9]{1,10}--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX)
 )
@@ -218,8 +214,8 @@ def scan_tier(folders: Folders, pause: Callable[[], None] = no_pause) -> TierSca
                 pause()
     for namespace in _namespaces(str(folders.index), scan):
         files, nbytes = [], 0
-        for item in _below(namespace.path, _LEVELS, scan):
-            found = _look(item, is_index_name(item.path[len(namespace.path) + 1 :]), scan)
+        for item in _items(namespace.path, scan):
+            found = _look(item, _INDEX_NAME.fullmatch(item.name) is not None, scan)
             if found is not None:
                 files.append(item.path)
                 nbytes += found.st_size

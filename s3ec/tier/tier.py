@@ -22,7 +22,6 @@ from s3ec.tier.entries import Entries
 from s3ec.tier.entry_writer import EntryWriter
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import DiskErrors, Folders, is_full, make_folder
-from s3ec.tier.index_files import IndexFiles
 from s3ec.tier.ledger import Ledger
 from s3ec.tier.mounts import require_local
 from s3ec.tier.news import NewsReader, NewsWriter
@@ -173,14 +172,17 @@ class Tier:
         self.evictor.after_evicting(residents.close_evicted)
         return residents
 
-    def open_index(self) -> IndexFiles:
-        """Where this namespace's files of the index lie on this node.
+    def need_room(self, nbytes: int) -> None:
+        """Make room for a file that is no entry, and count it; blocking.
 
         Raises:
-            TierError: The tier is closed.
+            TierError: There will be no room, or the disk refused.
         """
-        self._require_open()
-        return IndexFiles(self.folders, self._namespace, self.writer, self.claims)
+        try:
+            self.evictor.need_room(nbytes)
+        except OSError as exc:
+            raise TierError(f"no room for {nbytes} bytes: {exc}") from exc
+        self.evictor.account(nbytes)
 
     def _require_open(self) -> None:
         if self._is_closed:

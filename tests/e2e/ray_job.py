@@ -215,9 +215,6 @@ def _find_victim(
 ) -> tuple[int, frozenset[str]]:
     """A process that has announced something of what it has encoded, and not all of it.
 
-    The index is opened before the gate. While it has no base it lists the objects when it is
-    opened, and a listing has what is stored and not announced.
-
     Returns:
         Its number, and what was announced, by all processes.
     """

@@ -21,8 +21,9 @@ from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, V2_RUNNER
 from s3ec.identity import Layout, digest_of_name, is_namespace_name, make_key
-from s3ec.index.rows import merge
-from s3ec.index.segment import parse_segment
+from s3ec.index.deltas import parse_delta
+from s3ec.index.names import deltas_prefix
+from s3ec.index.snapshot import Segment, merge
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     BOTH,
@@ -46,6 +47,7 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
+from tests.support.indexes import sizes_in
 from tests.support.on_disk import audit_of, found_in
 
 _PURPOSES = [f"both-{number}" for number in range(BOTH)]
@@ -231,14 +233,13 @@ def test_the_bucket_holds_a_verifiable_object_per_picture_after_the_engines_end(
     layout = Layout(namespace)
     entries = {name for name in names if name.startswith(layout.objects)}
     assert len(entries) == BOTH
-    deltas = {name for name in names if layout.delta_of(name) is not None}
-    assert names - entries - deltas == {layout.descriptor, layout.modality("image")}
+    index = {name for name in names if name.startswith(layout.manifest)}
+    assert names - entries - index == {layout.descriptor, layout.modality("image")}
+    deltas = {name for name in index if name.startswith(deltas_prefix(layout))}
     announced = merge(
-        [parse_segment(run.objects[f"{_PREFIX}/{name}"], namespace) for name in deltas],
-        keep_tombstones=True,
+        [parse_delta(run.objects[f"{_PREFIX}/{name}"], layout, name) for name in deltas]
     )
-    known = {announced.digest(row): announced.facts(row).nbytes for row in range(len(announced))}
-    assert known == {
+    assert sizes_in(Segment.of(announced)) == {
         digest_of_name(name.removeprefix(layout.objects)): len(run.objects[f"{_PREFIX}/{name}"])
         for name in entries
     }

@@ -104,7 +104,7 @@ def _with_s3ec(
         until_index_is_read(engine, len(first) + 1)
         stored = objects()
         (lost,) = stored - others
-        _delete(lost, bucket, server)
+        _delete(lost, bucket, server, workdir / "live-tier")
         asked = 0
 
         def is_stored_again() -> bool:
@@ -132,13 +132,13 @@ def _with_s3ec(
     return _Seen(before, after, seen, stored, objects(), engine.log)
 
 
-def _delete(key: str, bucket: str, server: LocalS3) -> None:
-    """As people do it."""
+def _delete(key: str, bucket: str, server: LocalS3, cache_dir: Path) -> None:
+    """As people do it, on the engine's node."""
     identifier = key.rpartition("/")[2].partition(".")[0]
     place = ["--bucket", bucket, "--endpoint-url", server.endpoint_url]
     subprocess.run(
         [sys.executable, "-m", "s3ec", "rm", identifier, "--yes", *place],
-        env={**os.environ, **server.env()},
+        env={**os.environ, **server.env(), "S3EC_CACHE_DIR": str(cache_dir)},
         check=True,
         capture_output=True,
         timeout=120,

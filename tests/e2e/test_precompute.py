@@ -88,7 +88,7 @@ class Place:
 
     def deltas(self) -> set[str]:
         found = keys(self.server.client(), self.bucket)
-        return {key for key in found if "/manifest/delta/" in key}
+        return {key for key in found if "/manifest/v2/delta/" in key}
 
     def corpus(self) -> Corpus:
         return Corpus.open(self.settings)
@@ -195,7 +195,7 @@ def test_a_job_that_was_stopped_and_then_killed_goes_on_with_what_was_not_confir
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait(DEADLINE_S)
         with place.corpus() as corpus:
-            announced = corpus.verify().entries
+            announced = corpus.verify().index.entries
             catalogued = {row.identifier for row in corpus.catalog().rows()}
             assert all(corpus.find(identifier) is not None for identifier in catalogued)
         assert announced > first["encoded_count"] == len(catalogued)

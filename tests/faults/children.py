@@ -30,17 +30,23 @@ from types import FrameType
 from typing import Any, Literal
 
 import s3ec.node
-from s3ec.errors import S3ECError, TierError, UnavailableError
-from s3ec.identity import Key
-from s3ec.index.announce import Announcer
-from s3ec.index.base_writer import BuildOptions
-from s3ec.index.compaction import compact
-from s3ec.index.delete import delete_entries
+from s3ec.errors import S3ECError, TierError
+from s3ec.index import maker
+from s3ec.index.delete import delete_chosen
+from s3ec.index.deltas import Announcer
+from s3ec.index.local import NodeFolder
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Limits, Priority
-from tests.faults.embeddings import LAYOUT, ROWS, body_at, identifier_at, key_at
+from tests.faults.embeddings import (
+    LAYOUT,
+    NAMESPACE,
+    ROWS,
+    body_at,
+    identifier_at,
+    key_at,
+)
 from tests.faults.engine import Engine
-from tests.faults.indexed import facts_of
+from tests.faults.indexed import unions_at_once
 from tests.faults.seccomp import refuse_hard_links
 from tests.support.on_disk import evict
 from tests.support.waiting import DEADLINE_S, eventually
@@ -557,52 +563,56 @@ def _end_early(node: Node, settings: dict[str, str], number: int) -> None:
 
 
 def tell(*, settings: dict[str, str], first: int, count: int) -> None:
-    """Store some entries and announce them a few at a time; delete each fifth again."""
+    """Store some entries and announce them a few at a time; say which are confirmed."""
     node = Engine(settings).node
 
-    async def store(announcer: Announcer, numbers: range) -> None:
-        for number in numbers:
-            await node.store.put_if_absent(LAYOUT.object(key_at(number)), [body_at(number)])
-            announcer.add(key_at(number), facts_of(number, 0), lambda _: None)
-        await announcer.flush()
-
-    async def remove(key: Key) -> None:
-        # Bases are replaced many times a second here, so one may go while it is read.
-        while True:
-            try:
-                return await delete_entries(node.store, LAYOUT, [key])
-            except UnavailableError:
-                await asyncio.sleep(0.01)
-
     async def work() -> None:
-        announcer = Announcer(node.store, LAYOUT, node.counters, batch_s=0.01)
+        announcer = Announcer(node.store, LAYOUT, node.counters, pause_s=0.01)
         for start in range(first, first + count, 5):
-            await store(announcer, range(start, start + 5))
-            await remove(key_at(start))
+            for number in range(start, start + 5):
+                body = body_at(number)
+                await node.store.put_if_absent(LAYOUT.object(key_at(number)), [body])
+                announcer.add(key_at(number), len(body), lambda _: None)
+            await announcer.flush()
+            say(f"told {start}")
         announcer.close()
 
     node.loop.run(work(), DEADLINE_S)
     node.close(5)
-    say("told")
+    say("done")
 
 
-def squeeze(*, settings: dict[str, str], grace_s: float, stop: str = "") -> None:
-    """Compact; over and over until a file appears, where one is named."""
+def squeeze(
+    *,
+    settings: dict[str, str],
+    kind: Literal["union", "listing", "gc"],
+    stop: str = "",
+    goes: list[int] | None = None,
+) -> None:
+    """Make a snapshot; over and over until a file appears, where one is named.
+
+    Args:
+        goes: Numbers that ``gc`` deletes.
+    """
     node = Engine(settings).node
+    folder = NodeFolder.of(node.tier.folders, NAMESPACE.name)
+    names = {LAYOUT.object(key_at(number)) for number in goes or ()}
     say("up")
     while True:
         over = not stop or Path(stop).exists()
-        try:
-            coroutine = compact(node.store, LAYOUT, BuildOptions(grace_s=grace_s))
-            made = node.loop.run(coroutine, DEADLINE_S)
-            if made is None:
-                say("beaten")
-            elif made.merged:
-                say(f"made {made.head.version} {made.head.run}")
-            if made is not None and made.corrupt:
-                say(f"bad deltas {dict(made.corrupt)}")
-        except S3ECError as exc:
-            say(f"gave up: {exc}")
+        with unions_at_once():
+            work = {
+                "union": lambda: maker.make_union(node.store, LAYOUT, folder),
+                "listing": lambda: maker.rebuild(node.store, LAYOUT),
+                "gc": lambda: delete_chosen(
+                    node.store, LAYOUT, lambda infos: [i for i in infos if i.name in names]
+                ),
+            }[kind]
+            try:
+                made = node.loop.run(work(), DEADLINE_S)
+                say(f"made {made.name}" if made is not None else "nothing")
+            except S3ECError as exc:
+                say(f"gave up: {exc}")
         if over:
             break
         time.sleep(0.01)

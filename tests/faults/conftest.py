@@ -18,7 +18,7 @@ from tests.faults.site import Site
 def announced_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test of this process waits for a fuller batch of announcements; children do."""
     try:
-        monkeypatch.setattr("s3ec.connector.uploads.ANNOUNCE_S", 0.05)
+        monkeypatch.setattr("s3ec.connector.uploads.PAUSE_S", 0.05)
     except ImportError:
         return  # no torch here
 

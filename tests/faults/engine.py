@@ -118,7 +118,7 @@ class Engine:
 
     def refresh(self) -> None:
         """One look at the index."""
-        self.node.loop.run(self.node.index.refresh(), PATIENCE_S)
+        self.node.loop.run(self.node.index.refresh(now=True), PATIENCE_S)
 
     # -- fetches ---------------------------------------------------------------------------------
 

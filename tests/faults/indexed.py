@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-from s3ec.index.base_writer import BuildOptions, BuildResult
-from s3ec.index.compaction import compact
-from s3ec.index.follower import FollowOptions
-from s3ec.index.manifest import Ulids
-from s3ec.index.rebuild import Verified, rebuild, verify
-from s3ec.index.rows import EntryInfo, Rows, Tombstone
-from s3ec.index.segment import encode_segment
+from s3ec.index import maker
+from s3ec.index.child import Job, in_process
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import Made, Verified
+from s3ec.index.names import ServerClock
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchResult
 from s3ec.settings import Settings
@@ -27,12 +22,11 @@ from tests.faults.embeddings import (
     LAYOUT,
     NAMESPACE,
     RECORD,
-    ROWS,
-    WIDTH,
     body_at,
     key_at,
 )
 from tests.faults.engine import grant, read_all
+from tests.support.indexes import delta_bytes, delta_name
 from tests.support.on_disk import audit_of
 from tests.support.on_disk import evict as evict_copy
 from tests.support.waiting import eventually
@@ -101,29 +95,24 @@ class Bucket:
         for number in numbers:
             self.put(LAYOUT.object(key_at(number)), body_at(number))
 
-    def announce(self, *numbers: int, deleted: bool = False, time_s: int | None = None) -> str:
-        """One delta of these entries, as a writer of this moment writes it; answers its name."""
-        now_s = time.time()
-        at_s = int(now_s) if time_s is None else time_s
-        told: list[tuple[bytes, EntryInfo | Tombstone]] = [
-            (key_at(n).digest, Tombstone(at_s) if deleted else facts_of(n, at_s)) for n in numbers
-        ]
-        rows = Rows.from_facts(told).sorted_unique()
-        name = LAYOUT.delta(Ulids().next(now_s))
-        self.put(name, b"".join(encode_segment(rows, NAMESPACE.name)))
+    def announce(self, *numbers: int, ago_s: float = 0.0, nbytes: int = ENTRY_BYTES) -> str:
+        """One delta of these entries, as a writer of then wrote it; answers its name."""
+        name = delta_name(LAYOUT, ago_s=ago_s)
+        self.put(name, delta_bytes({key_at(n).digest: nbytes for n in numbers}, LAYOUT))
         return name
-
-
-def facts_of(number: int, time_s: int) -> EntryInfo:
-    return EntryInfo(ENTRY_BYTES, ROWS, WIDTH, "bfloat16", time_s=time_s)
 
 
 @contextmanager
 def noding(settings: dict[str, str], *, audit: bool = True) -> Iterator[Node]:
-    """A node that looks at the bucket when it is told to."""
-    # A refresh waits for what it has begun, also on a busy machine.
-    with mock.patch("s3ec.node.FollowOptions", partial(FollowOptions, patience_s=60.0)):
-        node = Node(Settings.model_validate(settings), NAMESPACE)
+    """A node that looks at the bucket when it is told to, and downloads by itself."""
+    made: list[Node] = []
+
+    async def here(job: Job) -> str:
+        return await in_process(made[0].store)(job)
+
+    with mock.patch("s3ec.node.in_child", return_value=here):
+        made.append(Node(Settings.model_validate(settings), NAMESPACE))
+    node = made[0]
     try:
         yield node
         assert node.counters.get("internal_errors") == 0
@@ -134,7 +123,7 @@ def noding(settings: dict[str, str], *, audit: bool = True) -> Iterator[Node]:
 
 def refresh(node: Node, times: int = 1) -> None:
     for _ in range(times):
-        node.loop.run(node.index.refresh(), _TIMEOUT_S)
+        node.loop.run(node.index.refresh(now=True), _TIMEOUT_S)
 
 
 def fetch(node: Node, numbers: Iterable[int]) -> dict[int, FetchResult]:
@@ -172,17 +161,31 @@ def evict(node: Node, numbers: Iterable[int]) -> None:
         node.local.discard(key_at(number))
 
 
-def run_compact(node: Node, **options: Any) -> BuildResult | None:
-    return node.loop.run(compact(node.store, LAYOUT, BuildOptions(**options)), _TIMEOUT_S)
+@contextmanager
+def unions_at_once() -> Iterator[None]:
+    """Any delta makes a union due."""
+    with mock.patch.multiple(maker, UNION_ROWS=0, UNION_SHARE=0.0, UNION_EVERY_S=-60.0):
+        yield
 
 
-def run_rebuild(node: Node, **options: Any) -> BuildResult:
-    return node.loop.run(rebuild(node.store, LAYOUT, BuildOptions(**options)), _TIMEOUT_S)
+def run_union(node: Node) -> Made | None:
+    folder = NodeFolder.of(node.tier.folders, NAMESPACE.name)
+    with unions_at_once():
+        return node.loop.run(maker.make_union(node.store, LAYOUT, folder), _TIMEOUT_S)
 
 
-def run_verify(node: Node, **options: Any) -> Verified:
-    """Objects of this moment count as missing too: the clock is an hour ahead."""
-    ahead: Callable[[], float] = lambda: time.time() + 3600  # noqa: E731
-    return node.loop.run(
-        verify(node.store, LAYOUT, BuildOptions(clock=ahead, **options)), _TIMEOUT_S
-    )
+def run_rebuild(node: Node, *, ago_s: float = 0.0) -> Made:
+    """A listing, named as if it had begun so long ago: the server's clock has whole seconds."""
+
+    class Clock(ServerClock):
+        def now_s(self) -> float:
+            return super().now_s() - ago_s
+
+    with mock.patch.object(maker, "ServerClock", Clock):
+        return node.loop.run(maker.rebuild(node.store, LAYOUT), _TIMEOUT_S)
+
+
+def run_verify(node: Node) -> Verified:
+    """Objects of this moment count as unannounced, too."""
+    with mock.patch.object(maker, "YOUNG_S", -3600.0):
+        return node.loop.run(maker.verify(node.store, LAYOUT), _TIMEOUT_S)

@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from s3ec import codec
+from s3ec.index.local import NodeFolder
+from s3ec.index.names import NEVER, SnapshotName
 from s3ec.tier import Spool, Tier, evictor
 from s3ec.tier.files import touch
 from tests.support.on_disk import Asleep, audit_of, evict, make_room
@@ -30,7 +32,6 @@ CALLS = (
     *("open", "writev", "pwrite", "link", "unlink", "replace", "mkdir"),
     *("rmdir", "utime", "chmod", "fchmod"),
 )
-_INDEX_FILE = "base/000000000001-0123456789abcdef/00-ff.safetensors"
 # What the first eviction of a process sweeps.
 _SWEPT = "was left by a writer that died"
 _LARGE_ROWS = 1200  # 75 KB: two parts
@@ -135,10 +136,11 @@ def live(root: Path, bucket: Path) -> None:
     tier.writer.publish(key_at(5), [ENTRIES[5]])  # replaces what is open
     tier.entries.drop_bad(key_at(6), "checksum")
     evict(tier, key_at(7))
-    files = tier.open_index()
-    files.write(_INDEX_FILE, bytes(100))
+    files = NodeFolder.of(tier.folders, NAMESPACE, need_room=tier.need_room)
+    for snapshot in (SnapshotName(NEVER, NEVER), SnapshotName(NEVER, f"{1:026}")):
+        files.write(f"{snapshot}.rows", [bytes(100)])
     make_room(tier, 1 << 20, budget_bytes=1 << 20)
-    files.remove(_INDEX_FILE)
+    files.remove_older(snapshot)
     if held is not None:
         expect("open", read(held, key_at(5)) == ENTRIES[5], "evicted")
     tier.close()

@@ -12,10 +12,13 @@ from s3ec.counters import Counters
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Stall, StallUpload
 from s3ec.identity import digest_of_name
-from s3ec.index.segment import parse_segment
+from s3ec.index.deltas import parse_delta
+from s3ec.index.names import deltas_prefix
+from s3ec.index.snapshot import Segment
 from s3ec.testing.server import LocalS3
 from s3ec.tier import Tier
 from tests.faults.embeddings import LAYOUT, NAMESPACE, RECORD, body_at, key_at, spooled_below
+from tests.support.indexes import delta_bytes, delta_name, sizes_in
 from tests.support.on_disk import audit_of, found_in
 
 OBJECTS = f"/{LAYOUT.objects}"
@@ -83,7 +86,7 @@ class Site:
     def stall_announcements(self, *, reached: bool) -> None:
         """No delta gets through, or it does and its reply does not."""
         fault = Stall() if reached else StallUpload()
-        self.proxy.add(Rule(fault, method="PUT", target=f"/{LAYOUT.deltas}"))
+        self.proxy.add(Rule(fault, method="PUT", target=f"/{deltas_prefix(LAYOUT)}"))
 
     def let_through(self) -> None:
         self.proxy.clear(Rule(self.created))
@@ -123,11 +126,17 @@ class Site:
 
     def announced(self) -> set[bytes]:
         """Digests that the bucket's deltas tell of."""
-        found = set()
-        for name in self.names(LAYOUT.deltas):
-            rows = parse_segment(self._get(name), NAMESPACE.name)
-            found |= {rows.digest(row) for row in range(len(rows)) if not rows.deleted[row]}
+        found: set[bytes] = set()
+        for name in self.names(deltas_prefix(LAYOUT)):
+            rows = parse_delta(self._get(name), LAYOUT, name)
+            found |= sizes_in(Segment.of(rows)).keys()
         return found
+
+    def announce(self, *numbers: int) -> None:
+        """One delta of these numbers' objects, as a writer of now."""
+        sizes = {key_at(number).digest: len(body_at(number)) for number in numbers}
+        body = delta_bytes(sizes, LAYOUT)
+        self.client.put_object(Bucket=self.bucket, Key=delta_name(LAYOUT), Body=body)
 
     def body(self, name: str) -> bytes:
         """One object as the bucket holds it."""

@@ -6,88 +6,23 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.vllm_config import Role
 from s3ec.dev.rigs.proxy import FaultProxy
-from s3ec.index.missing import NEGATIVE_TTL_S
 from s3ec.index.reader import ManifestIndex
-from s3ec.node import Node
 from s3ec.testing.server import LocalS3
-from tests.faults.embeddings import ROWS, identifier_at, key_at
-from tests.faults.indexed import Bucket, noding, refresh, run_compact, run_rebuild
+from tests.faults.embeddings import key_at
+from tests.faults.indexed import Bucket, noding, refresh, run_rebuild, run_union
+from tests.faults.lookups import Lookups
 from tests.support.clock import Clock
-from tests.support.waiting import eventually
 
 _MINUTES = 10
 _STOCKED = range(4)
 _ANNOUNCED = range(1000, 4000)  # a filter of few keys is never wrong
 _FIRST_ABSENT = 10_000
-
-
-class Lookups:
-    """A scheduler that is asked for one picture by each of its requests."""
-
-    def __init__(self, node: Node, clock: Clock) -> None:
-        role = Role(
-            producer=True,
-            consumer=True,
-            window_tokens=2048,
-            ranks=1,
-            steps_in_flight=1,
-            defer_timeout_s=1e9,
-        )
-        self.half = SchedulerHalf(
-            role,
-            index=node.index,
-            local=node.local,
-            prefetcher=node.prefetcher,
-            residents=node.residents,
-            store=node.breaker,
-            disk=node.loop.watch,
-            needs_embedding=lambda _: False,
-            placeholder_of=lambda _: {},
-            counters=node.counters,
-            clock=clock,
-        )
-        self.fetched: Counter[int] = Counter()
-
-    def ask(self, numbers: Iterable[int]) -> None:
-        """One lookup each; those that are worth a fetch wait until it has ended."""
-        waiting = [n for n in numbers if not self._ensure(n)]
-        self.fetched.update(waiting)
-        self._step()
-        for number in waiting:
-            eventually(lambda number=number: self._asked_again(number))  # type: ignore[misc]
-            self.half.request_finished(SimpleNamespace(request_id=f"r{number}"))
-        self._step()
-
-    def _ensure(self, number: int) -> bool:
-        position = SimpleNamespace(offset=0, length=ROWS, get_num_embeds=lambda: ROWS)
-        feature = SimpleNamespace(
-            identifier=identifier_at(number), modality="image", data={}, mm_position=position
-        )
-        request: Any = SimpleNamespace(
-            request_id=f"r{number}", mm_features=[feature], num_prompt_tokens=ROWS
-        )
-        return self.half.ensure_cache_available(request, 0)
-
-    def _asked_again(self, number: int) -> bool:
-        """In a pass of its own, as vLLM asks."""
-        goes_on = self._ensure(number)
-        if not goes_on:
-            self._step()
-        return goes_on
-
-    def _step(self) -> None:
-        self.half.build_connector_meta((), scheduled_tokens=1)
 
 
 @pytest.fixture
@@ -107,9 +42,9 @@ def fill(local_s3: LocalS3, name: str, proxy: FaultProxy, folder: Path) -> Bucke
     bucket = Bucket(local_s3, name, "corpus", proxy.url)
     bucket.stock(*_STOCKED)
     with noding(bucket.settings(folder / "maker")) as node:
-        run_rebuild(node)
+        run_rebuild(node, ago_s=10)
         bucket.announce(*_ANNOUNCED)
-        assert run_compact(node) is not None
+        assert run_union(node) is not None
     return bucket
 
 
@@ -119,18 +54,13 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def asked_for_objects(proxy: FaultProxy) -> Counter[str]:
-    targets = (request.target for request in proxy.requests if "/objects/" in request.target)
-    return Counter(target.rpartition("/")[2].partition("?")[0] for target in targets)
-
-
 def test_lookups_of_what_nobody_stored_cost_no_request_and_no_memory(
     local_s3: LocalS3, s3_bucket: str, proxy: FaultProxy, tmp_path: Path, clock: Clock
 ) -> None:
     """Each picture another one, as from clients that send what they please."""
     bucket = fill(local_s3, s3_bucket, proxy, tmp_path)
     rounds, each = 120, 1000
-    with noding(bucket.settings(tmp_path / "cache", index="exact")) as node:
+    with noding(bucket.settings(tmp_path / "cache")) as node:
         refresh(node)
         proxy.requests.clear()
         lookups = Lookups(node, clock)
@@ -153,30 +83,3 @@ def test_lookups_of_what_nobody_stored_cost_no_request_and_no_memory(
 
 def _absent(count: int) -> tuple[int, int]:
     return _FIRST_ABSENT, _FIRST_ABSENT + count
-
-
-def test_what_a_filter_is_wrong_about_costs_one_request_for_each_negative_ttl(
-    local_s3: LocalS3, s3_bucket: str, proxy: FaultProxy, tmp_path: Path, clock: Clock
-) -> None:
-    """Some pictures over and over again, as where a document is asked about by many."""
-    bucket = fill(local_s3, s3_bucket, proxy, tmp_path)
-    rounds, popular, others = 40, 300, 100
-    with noding(bucket.settings(tmp_path / "cache", index="bloom", hedge="false")) as node:
-        refresh(node)
-        proxy.requests.clear()
-        lookups = Lookups(node, clock)
-        for number in range(rounds):
-            first = _FIRST_ABSENT + popular + number * others
-            lookups.ask(range(*_absent(popular)))
-            lookups.ask(range(first, first + others))
-            refresh(node)
-            clock.now_s += _MINUTES * 60 / rounds
-        assert lookups.fetched  # the fault
-        gets = asked_for_objects(proxy)
-        ttls = _MINUTES * 60 / NEGATIVE_TTL_S
-        assert max(gets.values()) <= ttls
-        again = {n: count for n, count in lookups.fetched.items() if n < _FIRST_ABSENT + popular}
-        assert all(gets[key_at(n).name.rpartition("/")[2]] >= ttls / 2 for n in again)
-        assert sum(gets.values()) == node.counters.get("fetch.absent")
-        assert node.counters.get("index.vanished") == node.counters.get("fetch.absent")
-        assert len(gets) < 0.06 * (popular + rounds * others)

@@ -64,6 +64,7 @@ def test_a_consumer_with_get_and_list_reads_and_its_saves_wait_in_the_spool(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     site.stock(0, 1)
+    site.announce(0, 1)
     become(CONSUMER, guarded, monkeypatch)
     with Engine(site.settings()) as engine:
         engine.follow()

@@ -88,7 +88,7 @@ def test_what_a_sick_server_gives_is_not_deleted(stocked: Site) -> None:
 def test_gc_beside_an_engine_that_saves_the_same_gives_no_wrong_bytes_and_heals(
     stocked: Site, tmp_path: Path
 ) -> None:
-    """The engine hears of the deletion, and finds the object a moment before it goes."""
+    """The engine finds the object a moment before it goes."""
     settings = stocked.settings()
     stocked.client.put_object(
         Bucket=stocked.bucket, Key=LAYOUT.descriptor, Body=NAMESPACE.to_json()
@@ -102,7 +102,7 @@ def test_gc_beside_an_engine_that_saves_the_same_gives_no_wrong_bytes_and_heals(
             other.save_and_wait(number)
         other.announce()
         engine.refresh()
-        assert engine.node.index.holds(key_at(1))
+        assert engine.node.index.maybe_contains(key_at(1))
         held = stocked.proxy.add(Rule(Stall(), method="POST", target="delete", times=1))
         done: list[object] = []
         job = threading.Thread(
@@ -110,8 +110,6 @@ def test_gc_beside_an_engine_that_saves_the_same_gives_no_wrong_bytes_and_heals(
         )
         job.start()
         eventually(lambda: held.fired == 1)
-        engine.refresh()
-        assert not engine.node.index.holds(key_at(1))  # nobody asks for what is going
         engine.save_and_wait(1)
         engine.announce()
         stocked.proxy.remove(held)

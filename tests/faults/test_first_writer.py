@@ -28,7 +28,7 @@ WRITES = {"PUT", "POST", "DELETE", "PATCH"}
 def serving(site: Site, folder: str) -> Iterator[Engine]:
     with Engine.at(site, site.cache_dir / folder, index_refresh_s="0.1") as engine:
         engine.node.follow_the_bucket()
-        engine.node.compact_the_index()
+        engine.node.maintain_the_index()
         yield engine
 
 

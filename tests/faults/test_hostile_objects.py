@@ -15,12 +15,9 @@ from hypothesis import strategies as st
 
 from s3ec.dev.rigs.proxy import Exchange, Fault, Rule
 from s3ec.dev.rigs.proxy_faults import Cut, Endless, Flip, Replace, html_page
-from s3ec.index.rows import EntryInfo
 from s3ec.prefetch import FetchOutcome
 from tests.faults.embeddings import (
     LAYOUT,
-    ROWS,
-    WIDTH,
     body_at,
     key_at,
 )
@@ -209,8 +206,7 @@ def test_range_that_is_something_else_is_fetched_again_or_a_miss_and_nothing_sta
         for number, (what, fault) in enumerate(RANGES.items()):
             stocked.put(number, body_at(number))
             if known:
-                facts = EntryInfo(ENTRY_BYTES, ROWS, WIDTH, DTYPE)
-                engine.node.index.add(key_at(number), facts)
+                engine.node.index.add(key_at(number), ENTRY_BYTES)
             rule = stocked.proxy.add(
                 Rule(fault(), method="GET", target=key_at(number).name, skip=1, times=1)
             )
@@ -230,8 +226,7 @@ def test_large_object_that_stays_bad_in_one_range_is_a_miss_and_not_asked_for_ag
         for number in range(2):
             bad = [flipped(body_at(number), 8 * (ENTRY_BYTES - 3)), body_at(number) + bytes(64)]
             stocked.put(number, bad[number])
-            facts = EntryInfo(ENTRY_BYTES, ROWS, WIDTH, DTYPE)
-            engine.node.index.add(key_at(number), facts)
+            engine.node.index.add(key_at(number), ENTRY_BYTES)
             assert engine.fetch(number).outcome is FetchOutcome.CORRUPT
             asked = asks_for(stocked, number)
             assert engine.fetch(number).outcome is FetchOutcome.CORRUPT

@@ -7,20 +7,24 @@ all that is above them are the real ones.
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
+from contextlib import aclosing, closing
 from pathlib import Path
 
 import pytest
 
-from s3ec.identity import Key, Layout, digest_of_name
-from s3ec.index import listing, segment
-from s3ec.index.listing import list_digests, read_listing
+from s3ec.identity import Layout, digest_of_name
+from s3ec.index import listing, snapshot
+from s3ec.index.listing import list_objects, rows_of
+from s3ec.index.snapshot import PARTS, Segment, Spill, merge
 from s3ec.runtime import LoopThread
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.open import open_store
 from tests.faults.embeddings import NAMESPACE
 from tests.faults.pages import Pages
+from tests.support.indexes import sizes_in
 
 LAYOUT = Layout(NAMESPACE.name)
 _TIMEOUT_S = 300.0
@@ -47,8 +51,10 @@ def store_of(pages: Pages, cache_dir: Path) -> Store:
     )
 
 
-def key_of(name: str) -> Key:
-    return Key("", name, digest_of_name(name))
+async def listed_into(store: Store, spill: Spill, *, few: int | None = None) -> None:
+    async with aclosing(list_objects(store, LAYOUT, few=few)) as batches:
+        async for infos in batches:
+            await asyncio.to_thread(spill.add, rows_of(LAYOUT, infos))
 
 
 def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_left_out(
@@ -58,8 +64,10 @@ def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_left_out(
     with Pages(f"corpus/{LAYOUT.objects}", 8_000, breaks=3) as pages:
         store = store_of(pages, tmp_path)
         try:
-            found: set[bytes] = set()
-            loop.run(list_digests(store, LAYOUT, found), _TIMEOUT_S)
+            with closing(Spill(tmp_path)) as spill:
+                loop.run(listed_into(store, spill, few=100_000), _TIMEOUT_S)
+                parts = [Segment.of(merge(spill.part(number))) for number in range(PARTS)]
+                found = {digest for part in parts for digest in sizes_in(part)}
         finally:
             loop.run(store.close(), _TIMEOUT_S)
             loop.stop(_TIMEOUT_S)
@@ -70,11 +78,11 @@ def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_left_out(
         assert found == {digest_of_name(pages.name(number)) for number in range(pages.entries)}
 
 
-def test_memory_of_a_listing_for_a_base_does_not_grow_with_the_bucket(
+def test_memory_of_a_listing_for_a_snapshot_does_not_grow_with_the_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond twice what is kept of each row in files; a row in memory takes several times that."""
-    monkeypatch.setattr(segment, "ROWS_PER_RUN", 2048)
+    """Beyond 84 bytes an object; its name and its row in memory take several times that."""
+    monkeypatch.setattr(snapshot, "_RUN_ROWS", 2048)
     monkeypatch.setattr(listing, "BATCH", 512)
     monkeypatch.setattr(listing, "FEW", 100)
     # What other threads allocate meanwhile counts too, so the smallest of several.
@@ -89,17 +97,20 @@ def peak_of_listing(folder: Path, entries: int) -> int:
     """Bytes that were allocated at the most. One page is under way at a time, whatever the load."""
     folder.mkdir()
     loop = LoopThread("listing")
-    with Pages(f"corpus/{LAYOUT.objects}", entries, folders=1, breaks=5) as pages:
+    with (
+        closing(Spill(folder)) as spill,
+        Pages(f"corpus/{LAYOUT.objects}", entries, folders=1, breaks=5) as pages,
+    ):
         store = store_of(pages, folder)
         try:
             loop.run(store.list_folders(LAYOUT.objects), _TIMEOUT_S)  # imports, connections
             tracemalloc.start()
-            listed = loop.run(read_listing(store, LAYOUT, folder), _TIMEOUT_S)
+            loop.run(listed_into(store, spill), _TIMEOUT_S)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
             loop.run(store.close(), _TIMEOUT_S)
             loop.stop(_TIMEOUT_S)
         assert pages.broken
-        assert sum(len(rows) for rows in listed.between(0, 255)) == entries
+        assert sum(len(merge(spill.part(number))) for number in range(PARTS)) == entries
     return peak

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that write one index at once, some of them stopped and resumed: nothing is lost.
+"""Processes that write one index at once, some of them stopped, resumed or killed.
 
-A process is stopped (SIGSTOP) before it hears of a request that the server has carried out, for as
-long as others need to do their worst: the graces that would protect it are set to nothing.
+Nothing that was confirmed is lost. A process is stopped (SIGSTOP) before it hears of a request that
+the server has carried out, or before the server gets it, for as long as others need to do their
+worst.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
+from s3ec.index import names
 from s3ec.index.delete import delete_entries
+from s3ec.index.maker import list_snapshots
+from s3ec.index.names import SnapshotName
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3
@@ -27,20 +31,19 @@ from tests.faults.embeddings import LAYOUT, key_at, spooled_below
 from tests.faults.herd import Herd
 from tests.faults.indexed import (
     Bucket,
+    evict,
     fetch,
     noding,
     refresh,
-    run_compact,
     run_rebuild,
+    run_union,
     run_verify,
     serve,
 )
+from tests.faults.lookups import Lookups
 from tests.support.waiting import DEADLINE_S, eventually
 
 pytest.importorskip("torch")
-
-# What is superseded is deleted at once, whatever the second that the server's clock stands in.
-_NOW_S = -3.0
 
 
 @dataclass
@@ -110,22 +113,19 @@ class Place:
         freeze.of(pid)
         assert rule.fired == 1
         yield pid
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # it was killed
+            os.kill(pid, signal.SIGCONT)
         self.proxy.release()
 
-    def runs(self) -> set[tuple[int, str]]:
-        found = (LAYOUT.run_of(name) for name in self.bucket.names(LAYOUT.bases))
-        return {run for run in found if run is not None}
-
-    def versions(self) -> list[int]:
-        found = (LAYOUT.version_of(name) for name in self.bucket.names(LAYOUT.heads))
-        return [version for version in found if version is not None]
+    def newest(self) -> SnapshotName:
+        found = self.node.loop.run(list_snapshots(self.node.store, LAYOUT), DEADLINE_S)
+        return found[0][0]
 
     def assert_agrees(self, entries: int) -> None:
-        """The index says what the bucket holds, and no file of nobody's is left."""
+        """The index says what the bucket holds."""
         found = run_verify(self.node)
-        assert found.agrees, found
-        assert (found.entries, found.objects) == (entries, entries)
+        assert found.index_agrees, found
+        assert (found.objects, found.entries) == (entries, entries)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def place(
         FaultProxy(local_s3.endpoint_url) as proxy,
         noding(bucket.settings(tmp_path / "quick")) as node,
     ):
-        run_rebuild(node)
+        run_rebuild(node, ago_s=10)
         yield Place(bucket, proxy, herd, tmp_path, node)
         assert herd.complaints() == []
 
@@ -148,107 +148,119 @@ def told(place: Place, *numbers: int) -> None:
     place.bucket.announce(*numbers)
 
 
-def test_processes_that_announce_and_compact_at_once_lose_nothing(place: Place) -> None:
+def test_requests_beside_writers_gc_and_makers_lose_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fifth entry goes. Of the others a scheduler is granted all that were confirmed."""
     stop = place.folder / "stop"
-    settings = place.bucket.settings(place.folder / "own")
 
     def own(name: str) -> dict[str, str]:
-        return {**settings, "cache_dir": str(place.folder / name)}
+        return place.bucket.settings(place.folder / name)
 
-    # As on nodes of different patience: some delete what is old at once.
-    compactors = [
-        place.herd.start("squeeze", settings=own(f"c{n}"), grace_s=grace_s, stop=str(stop))
-        for n, grace_s in enumerate([_NOW_S, 2.0, 3600.0])
+    firsts = (100, 200)
+    goes = [n for first in firsts for n in range(first, first + 60, 5)]
+    makers = [
+        place.herd.start("squeeze", settings=own(kind), kind=kind, stop=str(stop), goes=goes)
+        for kind in ("union", "listing", "gc")
     ]
+    for pid in makers:
+        place.herd.hear(pid, "up")
     writers = [
-        place.herd.start("tell", settings=own(f"w{n}"), first=100 * n + 100, count=10)
-        for n in range(3)
+        place.herd.start("tell", settings=own(f"w{first}"), first=first, count=60)
+        for first in firsts
     ]
-    for pid in writers:
-        place.herd.hear(pid, "told")
-    said, more = place.herd.said, itertools.count(900)
+    lookups, said = Lookups(place.node, time.monotonic), place.herd.said
+    asked: set[int] = set()
 
-    def have_raced() -> bool:
-        """They have not just taken turns; as long as that is so they get more to do."""
-        if any(words.startswith(("beaten", "gave up")) for _, words in list(said)):
-            return True
-        told(place, next(more))
-        return False
+    def all_told() -> bool:
+        over = {who for who, words in list(said) if words == "done"} >= set(writers)
+        starts = [int(words.split()[1]) for _, words in list(said) if words.startswith("told")]
+        kept = {n for start in starts for n in range(start, start + 5)} - set(goes)
+        refresh(place.node)
+        lost = {n for n in kept if not place.node.index.maybe_contains(key_at(n))}
+        assert lost == set()
+        lookups.ask(sorted(kept - asked))
+        asked.update(kept)
+        return over
 
-    eventually(have_raced)
+    eventually(all_told)
+    assert lookups.granted == asked
+    assert len(asked) == 96
     stop.touch()
-    for pid in compactors:
+    for pid in makers:
         place.herd.hear(pid, "done")
-    winners = [words.split()[1:] for _, words in said if words.startswith("made")]
-    assert len({version for version, _ in winners}) == len(winners) >= 2
-    left = {0} | {n for w in range(3) for n in range(100 * w + 100, 100 * w + 110) if n % 5}
-    left |= set(range(900, next(more)))
-    place.assert_agrees(len(left))
-    run_compact(place.node, grace_s=_NOW_S)
-    refresh(place.node)
-    assert serve(place.node, [*range(320), *range(900, max(left) + 2)]) == left
+    made = {who for who, words in said if words.startswith("made")}
+    assert made == set(makers)
+    with noding(own("late")) as late:
+        refresh(late)
+        assert serve(late, [0, *range(100, 270)]) == asked | {0}
+    found = run_verify(place.node)
+    assert (found.missing, found.unannounced, found.refused) == (0, 0, {})
+    assert found.extra <= len(goes)
+    # A listing that begins 15 minutes later knows what is gone, for sure.
+    monkeypatch.setattr(names, "MARGIN_S", -60)
+    left = {n for n in goes if LAYOUT.object(key_at(n)) in place.bucket.names(LAYOUT.objects)}
+    run_rebuild(place.node)
+    place.assert_agrees(len(asked | left) + 1)
 
 
-def test_compactor_stopped_before_its_commit_is_beaten_and_cleans_up(place: Place) -> None:
-    told(place, 1, 2)
-    with place.frozen("squeeze", "PUT", "bloom", settings=place.slow(), grace_s=_NOW_S) as pid:
-        assert len(place.runs()) == 2
-        told(place, 3)
-        assert run_compact(place.node) is not None
-    assert place.herd.hear(pid, "beaten")
-    place.herd.hear(pid, "done")
-    assert place.versions() == [1, 2]
-    assert {version for version, _ in place.runs()} == {1, 2}
-    place.assert_agrees(4)
-
-
-def test_compactor_stopped_until_its_version_is_forgotten_leaves_no_older_base_in_use(
-    place: Place,
-) -> None:
-    told(place, 1, 2)
-    with place.frozen("squeeze", "PUT", "bloom", settings=place.slow(), grace_s=3600.0) as pid:
-        for number in (3, 4, 5):
-            told(place, number)
-            assert run_compact(place.node, grace_s=_NOW_S) is not None
-        assert place.versions() == [4]  # the name of its head is free again
-    assert place.herd.hear(pid, "beaten")
-    place.herd.hear(pid, "done")
-    refresh(place.node)
-    assert serve(place.node, range(7)) == set(range(6))
-    run_compact(place.node, grace_s=_NOW_S)
-    assert place.versions() == [4]
-    assert {version for version, _ in place.runs()} == {4}
-    place.assert_agrees(6)
-
-
-def test_compactor_stopped_after_its_look_writes_nothing_that_is_older_than_what_is_there(
-    place: Place,
-) -> None:
-    told(place, 1, 2)
-    target = f"prefix=corpus%2F{LAYOUT.manifest.replace('/', '%2F')}"
-    with place.frozen("squeeze", "GET", target, settings=place.slow(), grace_s=3600.0) as pid:
-        told(place, 3)
-        place.node.loop.run(_delete(place.node, 1), DEADLINE_S)
-        assert run_compact(place.node, grace_s=_NOW_S) is not None
-        assert place.bucket.names(LAYOUT.deltas) == []  # what it has listed is gone
-    place.herd.hear(pid, "done")
-    assert [words for who, words in place.herd.said if who == pid and "made" in words] == []
-    place.assert_agrees(3)
-
-
-def test_rebuild_of_another_while_a_compactor_is_stopped_at_its_commit_wins(place: Place) -> None:
-    """The head reaches the server when the process goes on."""
+def test_union_stopped_until_a_listing_is_newer_takes_nothing_away(place: Place) -> None:
     told(place, 1, 2)
     frozen = place.frozen(
-        "squeeze", "PUT", "/head/", reached=False, settings=place.slow(), grace_s=3600.0
+        "squeeze", "PUT", "/snapshot/", reached=False, settings=place.slow(), kind="union"
     )
     with frozen as pid:
         place.bucket.stock(3)  # nobody announces it
-        run_rebuild(place.node)
-    assert place.herd.hear(pid, "beaten")
+        listing = run_rebuild(place.node).name
+        told(place, 4)
     place.herd.hear(pid, "done")
-    assert place.versions() == [1, 2]
+    assert place.newest() == listing
+    refresh(place.node)
+    assert serve(place.node, range(6)) == set(range(5))
+    place.assert_agrees(5)
+
+
+def test_listing_stopped_while_others_announce_and_merge_hides_nothing_when_it_lands(
+    place: Place,
+) -> None:
+    """It began before their objects were there, and is the newest in the end."""
+    frozen = place.frozen(
+        "squeeze", "PUT", "/snapshot/", reached=False, settings=place.slow(), kind="listing"
+    )
+    with frozen as pid:
+        told(place, 1, 2)
+        assert run_union(place.node) is not None
+        told(place, 3)
+        refresh(place.node)
+        assert serve(place.node, range(5)) == set(range(4))
+    place.herd.hear(pid, "done")
+    refresh(place.node)
+    assert str(place.newest()) == place.herd.hear(pid, "made").split()[1]
+    assert place.node.index.counts().snapshot == place.newest()
+    evict(place.node, range(4))
+    assert serve(place.node, range(5)) == set(range(4))
     place.assert_agrees(4)
+
+
+def test_gc_killed_before_its_snapshot_costs_one_request_for_each_entry_and_heals(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(place, 1, 2, 3)
+    refresh(place.node)
+    before = place.newest()
+    frozen = place.frozen("squeeze", "POST", "delete", settings=place.slow(), kind="gc", goes=[1])
+    with frozen as pid:
+        place.herd.kill(pid)
+    assert place.newest() == before
+    assert run_verify(place.node).extra == 1
+    refresh(place.node)
+    assert serve(place.node, range(4)) == {0, 2, 3}
+    for _ in range(3):
+        assert serve(place.node, [1]) == set()
+    assert place.node.counters.get("fetch.absent") == 1
+    monkeypatch.setattr(names, "MARGIN_S", -60)
+    run_rebuild(place.node)
+    place.assert_agrees(3)
 
 
 async def _delete(node: Node, number: int) -> None:
@@ -258,9 +270,8 @@ async def _delete(node: Node, number: int) -> None:
 def test_writer_stopped_between_its_delta_and_its_spool_finds_both_settled(place: Place) -> None:
     with place.frozen("keep", "PUT", "/delta/", settings=place.slow(), numbers=[1, 2, 3]) as pid:
         assert len(spooled_below(place.folder / "slow")) == 3
-        assert run_compact(place.node, grace_s=_NOW_S) is not None
-        assert run_compact(place.node, grace_s=_NOW_S) is not None
-        assert place.bucket.names(LAYOUT.deltas) == []
+        assert run_union(place.node) is not None
+        run_rebuild(place.node)
     assert place.herd.hear(pid, "left") == "left 0"
     assert spooled_below(place.folder / "slow") == set()
     place.assert_agrees(4)
@@ -271,13 +282,11 @@ def test_writer_stopped_between_its_delta_and_its_spool_finds_both_settled(place
 def test_announcement_that_comes_after_its_entry_was_deleted_costs_one_request_and_heals(
     place: Place,
 ) -> None:
-    """Its tombstone is merged by then, so nothing says any more that it is late."""
     with place.frozen(
         "keep", "PUT", "/delta/", reached=False, settings=place.slow(), numbers=[1]
     ) as pid:
         place.node.loop.run(_delete(place.node, 1), DEADLINE_S)
-        assert run_compact(place.node, grace_s=_NOW_S) is not None
-        assert place.bucket.names(LAYOUT.deltas) == []
+        run_rebuild(place.node)
     assert place.herd.hear(pid, "left") == "left 0"
     assert run_verify(place.node).extra == 1
     refresh(place.node)
@@ -291,5 +300,6 @@ def test_announcement_that_comes_after_its_entry_was_deleted_costs_one_request_a
     again = place.herd.start("keep", settings=place.slow("again"), numbers=[1])
     assert place.herd.hear(again, "left") == "left 0"
     place.assert_agrees(2)
-    refresh(place.node)
-    assert serve(place.node, [1]) == {1}
+    with noding(place.bucket.settings(place.folder / "late")) as late:
+        refresh(late)
+        assert serve(late, [1]) == {1}

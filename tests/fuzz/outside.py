@@ -24,8 +24,7 @@ from s3ec import codec
 from s3ec.connector import saves
 from s3ec.connector.messages import Save
 from s3ec.identity import Key
-from s3ec.index.missing import BAD_OBJECT_TTL_S
-from s3ec.index.rows import EntryInfo
+from s3ec.index.reader import BAD_OBJECT_TTL_S
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock
@@ -104,32 +103,32 @@ class EntryFiles:
 
 
 class PlayedIndex:
-    """Knows a key for sure, or perhaps as a filter does, or not at all."""
+    """Holds keys, for some of which there is no object, and denies some for a while."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._sure: dict[bytes, bool] = {}
+        self._held: set[bytes] = set()
         self._hidden_until: dict[bytes, float] = {}
         self._bad_until: dict[bytes, float] = {}
 
-    def learn(self, key: Key, *, sure: bool) -> None:
-        """Another engine's news, or a filter's chance."""
-        self._sure[key.digest] = sure or self._sure.get(key.digest, False)
+    def learn(self, key: Key) -> None:
+        """Another engine's news."""
+        self._held.add(key.digest)
 
     def maybe_contains(self, key: Key) -> bool:
         hidden = self._clock() < self._hidden_until.get(key.digest, 0.0)
-        return key.digest in self._sure and not hidden
+        return key.digest in self._held and not hidden
 
-    def holds(self, key: Key) -> bool:
-        return self.maybe_contains(key) and self._sure[key.digest]
+    def nbytes(self, key: Key) -> int | None:
+        return 0 if self.maybe_contains(key) else None
 
-    def facts(self, key: Key) -> EntryInfo | None:
-        return None
-
-    def add(self, key: Key, facts: EntryInfo | None = None) -> None:
-        self._sure[key.digest] = True
+    def add(self, key: Key, nbytes: int = 0) -> None:
+        self._held.add(key.digest)
         self._hidden_until.pop(key.digest, None)
         self._bad_until.pop(key.digest, None)
+
+    def mark_present(self, key: Key) -> None:
+        pass
 
     def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         self._hidden_until[key.digest] = self._clock() + _HIDDEN_S

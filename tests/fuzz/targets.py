@@ -34,9 +34,9 @@ from s3ec.identity import (
     make_key,
     modality_name,
 )
-from s3ec.index.bloom import Bloom
-from s3ec.index.manifest import parse_head
-from s3ec.index.segment import Segment, parse_segment
+from s3ec.index.deltas import Overlay, parse_delta
+from s3ec.index.names import SnapshotName
+from s3ec.index.snapshot import Segment, encode, is_sorted
 from s3ec.middleware.client_ids import BodyError, rewrite
 from s3ec.modality import parse_record
 from s3ec.safetensors_file import seal
@@ -45,7 +45,7 @@ from s3ec.store.s3_errors import error_of
 from s3ec.tenant import Tenant, check_reference
 from s3ec.tier.news import make_record, parse_records
 from s3ec.tier.records import RecordLayout
-from s3ec.tier.scan import SpoolFileName, is_index_name
+from s3ec.tier.scan import SpoolFileName
 
 NAMESPACE = "gemma-0123456789abcdef"
 TENANT = Tenant(b"0123456789abcdef")
@@ -135,46 +135,44 @@ def _front(content: object) -> bytes:
 
 
 def segment(data: bytes) -> None:
-    """A delta, or a shard of a base: looked up also where nobody checked its columns."""
+    """A delta or a snapshot: looked up also where nobody checked its columns."""
     try:
         found = Segment.parse(data, NAMESPACE)
     except CorruptEntryError:
-        found = None
-    if found is not None:
-        for hi in _ENDS:
-            for lo in _ENDS:
-                row = found.find(hi, lo)
-                require(-1 <= row < len(found), "a row that is not there")
-        try:
-            found.check()
-        except CorruptEntryError:
-            found = None
+        return
+    _look_up(found)
     try:
-        rows = parse_segment(data, NAMESPACE)
+        rows = parse_delta(data, LAYOUT, "delta")
     except CorruptEntryError:
         return
-    require(found is not None, "accepted by one reader alone")
-    require(bool(rows.is_sorted()), "not sorted")
+    require(is_sorted(rows.hi, rows.lo), "not sorted")
     for row in range(min(len(rows), 4)):
-        digest = rows.digest(row)
-        rows.facts(row)
-        hi, lo = int.from_bytes(digest[:8]), int.from_bytes(digest[8:])
-        require(found is None or found.find(hi, lo) == row, "a row that is not found")
+        require(found.find(int(rows.hi[row]), int(rows.lo[row])) == row, "a row that is not found")
+        found.nbytes(row)
+    again = Segment.parse(b"".join(encode(rows, NAMESPACE)), NAMESPACE)
+    require(len(again) == len(found), "not written as it was read")
 
 
-def bloom(data: bytes) -> None:
-    """A filter: any bits are a filter, so it answers."""
-    try:
-        found = Bloom.parse(data, NAMESPACE)
-    except CorruptEntryError:
-        return
+def _look_up(found: Segment) -> None:
     for hi in _ENDS:
         for lo in _ENDS:
-            require(found.maybe(hi, lo) in (True, False), "neither yes nor no")
+            row = found.find(hi, lo)
+            require(-1 <= row < len(found), "a row that is not there")
+
+
+def overlay(data: bytes) -> None:
+    """A node's rows of all deltas, which any process of the node has written last."""
     try:
-        found.check()
+        found = Overlay.parse(data, NAMESPACE)
     except CorruptEntryError:
         return
+    _look_up(found.segment)
+    for hi in _ENDS:
+        for lo in _ENDS:
+            found.named(hi, lo)
+    pieces = found.encode_with(found.snapshot, {}, (), ns=NAMESPACE)
+    again = Overlay.parse(b"".join(pieces), NAMESPACE)
+    require(again.read <= found.read, "not written as it was read")
 
 
 def forged_segment(data: bytes) -> None:
@@ -184,11 +182,11 @@ def forged_segment(data: bytes) -> None:
         segment(forged)
 
 
-def forged_bloom(data: bytes) -> None:
+def forged_overlay(data: bytes) -> None:
     """The same with checksums that fit."""
     forged = _forge_sealed(data)
     if forged is not None:
-        bloom(forged)
+        overlay(forged)
 
 
 def _forge_sealed(data: bytes) -> bytes | None:
@@ -206,19 +204,6 @@ def _forge_sealed(data: bytes) -> bytes | None:
         return None
 
 
-def head(data: bytes) -> None:
-    """The commit of a base."""
-    try:
-        found = parse_head(data)
-    except CorruptEntryError:
-        return
-    require(parse_head(found.to_json()) == found, "not written as it was read")
-    for shard in found.shards:
-        for name in (found.segment_name(LAYOUT, shard), found.bloom_name(LAYOUT, shard)):
-            require(_SAFE.fullmatch(name) is not None and ".." not in name, "an unsafe name")
-            require(LAYOUT.run_of(name) == (found.version, found.run), "another run's name")
-
-
 def record(data: bytes) -> None:
     """What a modality's record says of width and dtype."""
     found = parse_record(data)
@@ -232,7 +217,7 @@ def record(data: bytes) -> None:
 def names(data: bytes) -> None:
     """What a listing, a folder or a client calls something."""
     text = os.fsdecode(data)
-    for known in (is_object_name, is_namespace_name, is_index_name):
+    for known in (is_object_name, is_namespace_name):
         if known(text):
             parts = text.split("/")
             require(text.isascii() and not {"", ".", ".."} & set(parts), f"unsafe: {known}")
@@ -243,11 +228,8 @@ def names(data: bytes) -> None:
         first = f"{spooled.namespace}--{spooled.destination}--{spooled.owner}-"
         last = f"--{spooled.digest.hex()}{OBJECT_SUFFIX}"
         require(text.startswith(first) and text.endswith(last), "another spool name")
-    for inner in (text, f"{LAYOUT.deltas}{text}", f"{LAYOUT.heads}{text}", f"{LAYOUT.bases}{text}"):
-        delta, version, run = LAYOUT.delta_of(inner), LAYOUT.version_of(inner), LAYOUT.run_of(inner)
-        require(delta is None or LAYOUT.delta(delta) == inner, "another delta")
-        require(version is None or LAYOUT.head(version) == inner, "another head")
-        require(run is None or inner.startswith(LAYOUT.run(*run)[:-1]), "another run")
+    snapshot = SnapshotName.parse(text)
+    require(snapshot is None or str(snapshot) == text, "another snapshot")
 
 
 def identifiers(data: bytes) -> None:
@@ -397,7 +379,7 @@ def decode_part_again(table: Any) -> Any:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
-        *(entry, forged_entry, segment, forged_segment, bloom, forged_bloom, head, record),
+        *(entry, forged_entry, segment, forged_segment, overlay, forged_overlay, record),
         catalog_part,
         *(
             names,

@@ -373,7 +373,7 @@ class Run:
                     self._appear(s3ec, picture, lora)
 
     def _appear(self, s3ec: S3EC, picture: Picture, lora: LoRARequest | None) -> None:
-        """Another engine has stored it; this one's index may know, for sure or perhaps."""
+        """Another engine has stored it; this one's index may hold it."""
         rnd = self._rnd
         place = PlaceholderRange(0, picture.rows)
         both = picture.modality == "both"
@@ -386,9 +386,8 @@ class Run:
             stored = Stored(place.get_num_embeds(), FIRST_WEIGHTS, modality)
             s3ec.outside.upload(identifier, stored)
             key = key_of(identifier)
-            known = rnd.random()
-            if known < self.habits.announced:
-                s3ec.outside.index.learn(key, sure=known < 0.6)
+            if rnd.random() < self.habits.announced:
+                s3ec.outside.index.learn(key)
             if rnd.random() < 0.3:
                 s3ec.outside.publish(identifier, s3ec.outside.bucket[identifier])
                 if rnd.random() < 0.9:

@@ -12,8 +12,10 @@ import pytest
 from s3ec.config import load_settings
 from s3ec.errors import UnavailableError
 from s3ec.identity import Layout, Namespace
-from s3ec.index import compaction
-from s3ec.index.base_writer import temporary_folder
+from s3ec.index import maker
+from s3ec.index.deltas import encode_delta
+from s3ec.index.local import NodeFolder
+from s3ec.index.names import deltas_prefix
 from s3ec.node import Node, destination_of, refresh_pause_s
 from s3ec.store.endpoint import Breaker
 from s3ec.testing.memory_store import MemoryStore
@@ -24,8 +26,7 @@ from s3ec.tier.inspection import Inspection
 from tests.support.file_calls import open_below
 from tests.support.on_disk import audit_of, running_total
 from tests.support.waiting import eventually
-from tests.unit.index.basics import NAMESPACE, key_of
-from tests.unit.index.corpus import Corpus, rows_of
+from tests.unit.index.corpus import NAMESPACE, Corpus, key_of
 from tests.unit.tier.cases import (
     DESTINATION,
     child,
@@ -82,7 +83,7 @@ def make_node(corpus: Corpus, tmp_path: Path) -> Iterator[Callable[..., Node]]:
         place = {} if "url" in changes else {"bucket": "corpus"}
         given = {**place, "cache_dir": str(tmp_path), "index_refresh_s": 0.1}
         settings = load_settings(given | changes).settings
-        store = MemoryStore(corpus.memory.bucket)
+        store = MemoryStore(corpus.store.bucket, clock=corpus.clock)
         nodes.append(Node(settings, Namespace(namespace, {}), store=store))
         return nodes[-1]
 
@@ -92,17 +93,18 @@ def make_node(corpus: Corpus, tmp_path: Path) -> Iterator[Callable[..., Node]]:
         assert node.counters.get("internal_errors") == 0
 
 
-def test_a_node_follows_bases_and_deltas(corpus: Corpus, make_node: Callable[..., Node]) -> None:
-    corpus.base(1, rows_of("a"))
+def test_a_node_follows_snapshots_and_deltas(
+    corpus: Corpus, make_node: Callable[..., Node]
+) -> None:
+    corpus.snapshot("a")
     node = make_node()
     node.follow_the_bucket()
-    eventually(lambda: node.index.loaded)
-    assert node.index.maybe_contains(key_of("a"))
+    eventually(lambda: node.index.maybe_contains(key_of("a")))
     corpus.delta("b")
     eventually(lambda: node.index.maybe_contains(key_of("b")))
-    corpus.base(2, rows_of("a", "b", "c"))
+    corpus.snapshot("a", "b", "c")
     eventually(lambda: node.index.maybe_contains(key_of("c")))
-    assert node.index.holds(key_of("a"))
+    assert node.index.maybe_contains(key_of("a"))
 
 
 def test_a_node_does_not_spin_while_a_probe_of_its_breaker_is_out() -> None:
@@ -113,12 +115,16 @@ def test_a_node_does_not_spin_while_a_probe_of_its_breaker_is_out() -> None:
     assert 0.5 < refresh_pause_s(10, breaker) < 1
 
 
-def test_a_node_lists_what_has_no_manifest(corpus: Corpus, make_node: Callable[..., Node]) -> None:
-    corpus.store("a")
+def test_a_node_that_may_write_lists_what_has_no_index(
+    corpus: Corpus, make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_often(monkeypatch)
+    corpus.save("a")
     node = make_node()
     node.follow_the_bucket()
-    eventually(lambda: node.index.loaded)
-    assert node.index.maybe_contains(key_of("a"))
+    node.maintain_the_index()
+    eventually(lambda: node.index.maybe_contains(key_of("a")))
+    assert node.counters.get("index.listings") == 1
 
 
 def test_a_node_knows_at_once_what_another_process_of_it_puts_on_its_disk(
@@ -146,30 +152,20 @@ def test_a_node_knows_at_once_what_another_process_of_it_puts_on_its_disk(
 def test_a_node_that_follows_says_that_its_index_is_in_use(
     make_node: Callable[..., Node], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "v1" / "index" / NAMESPACE
     node = make_node()
-    node.tier.open_index().write("delta/01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors", b"rows")
-    os.utime(folder, (1, 1))
-    node.follow_the_bucket()
-    eventually(lambda: folder.stat().st_mtime > 1)
-
-
-@pytest.mark.parametrize("changes", [{"index": "bloom"}, {"index": "auto", "cache_bytes": "12KiB"}])
-def test_a_node_reads_filters_where_the_settings_say_so(
-    corpus: Corpus, make_node: Callable[..., Node], changes: dict[str, str]
-) -> None:
-    corpus.base(1, rows_of(*range(100)))
-    node = make_node(**changes)
+    folder = tmp_path / "v1" / "index" / NAMESPACE
     node.follow_the_bucket()
     eventually(lambda: node.index.loaded)
-    assert node.index.maybe_contains(key_of(1))
-    assert not node.index.holds(key_of(1))
+    os.utime(folder, (1, 1))
+    eventually(lambda: folder.stat().st_mtime > 1)
 
 
 def test_a_node_that_ends_in_the_middle_of_a_refresh_leaves_no_file_half(
     corpus: Corpus, make_node: Callable[..., Node]
 ) -> None:
-    corpus.base(1, rows_of(*range(1000)), shards=64)
+    corpus.snapshot(*range(1000))
+    for number in range(64):
+        corpus.delta(1000 + number)
     node = make_node()
     node.follow_the_bucket()
     eventually(lambda: node.counters.get("index.downloads") > 0)
@@ -177,24 +173,30 @@ def test_a_node_that_ends_in_the_middle_of_a_refresh_leaves_no_file_half(
     again = make_node()
     assert audit_of(again.tier) == []
     again.follow_the_bucket()
-    eventually(lambda: again.index.loaded)
-    assert all(again.index.maybe_contains(key_of(number)) for number in range(1000))
+    every = [key_of(number) for number in range(1064)]
+    eventually(lambda: all(map(again.index.maybe_contains, every)))
 
 
-def test_a_node_compacts_what_piles_up(
+def make_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK_EVERY_S", "_SPREAD_S"):
+        monkeypatch.setattr(maker, name, 0.01)
+
+
+def test_a_node_makes_a_union_of_what_piles_up(
     corpus: Corpus, make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LOOK_EVERY_S", "SPREAD_S"):
-        monkeypatch.setattr(compaction, name, 0.01)
-    corpus.store(*range(compaction.MAX_DELTAS + 1))
-    for number in range(compaction.MAX_DELTAS + 1):
-        corpus.delta(number)
+    make_often(monkeypatch)
+    corpus.snapshot("a", ulid=corpus.ulid(ago_s=maker.UNION_EVERY_S + 1))
+    for first in (0, 1):
+        digests = [bytes([first]) + number.to_bytes(15, "big") for number in range(40_000)]
+        body = b"".join(encode_delta(digests, [9] * len(digests), NAMESPACE))
+        corpus.put(deltas_prefix(Layout(NAMESPACE)) + corpus.ulid(), body)
     node = make_node()
     node.follow_the_bucket()
-    node.compact_the_index()
-    eventually(lambda: node.index.counts() == (0, 0, compaction.MAX_DELTAS + 1))
-    assert all(node.index.holds(key_of(number)) for number in range(compaction.MAX_DELTAS + 1))
-    eventually(lambda: node.counters.get("compact.bases") == 1)
+    node.maintain_the_index()
+    eventually(lambda: node.index.counts().snapshot_rows == 80_001)
+    eventually(lambda: node.counters.get("index.unions") == 1)
+    assert node.index.maybe_contains(key_of("a"))
 
 
 def test_a_node_whose_loop_cannot_be_stopped_gives_its_tier_back_all_the_same(
@@ -262,10 +264,9 @@ def test_nothing_is_granted_at_once_while_the_bucket_is_silent(
     before = node.counters.get("index.refresh_failed")
     eventually(lambda: node.counters.get("index.refresh_failed") > before)
     assert is_granted(node)  # it has answered lately
-    now = time.monotonic
     with monkeypatch.context() as patch:
         # Four refreshes of 0.1 s and 10 s; what was verified is believed for longer.
-        patch.setattr("s3ec.node.time.monotonic", lambda: now() + 11)
+        patch.setattr(node.index, "answered_s", lambda: 11)
         assert not is_granted(node)
     monkeypatch.undo()
     eventually(lambda: is_granted(node))
@@ -336,7 +337,9 @@ def test_a_forked_child_keeps_no_lock_of_its_dead_parent(tmp_path: Path) -> None
         with evict_lock(Folders(root)) as alone:
             assert alone
         assert running_total(tier) > 0
-        with temporary_folder(tmp_path) as work:
-            assert set(tmp_path.iterdir()) == {root, work}
+        node = NodeFolder.of(tier.folders, CHILDS_NAMESPACE)
+        made = node.try_claim("make")
+        assert made is not None
+        node.release(made)
         parent.say()
         tier.close()

@@ -23,10 +23,9 @@ from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout
-from s3ec.index.base import Index
-from s3ec.index.cache import IndexCache
-from s3ec.index.reader import ManifestIndex
-from s3ec.index.rows import EntryInfo
+from s3ec.index.child import in_process
+from s3ec.index.local import NodeFolder
+from s3ec.index.reader import Index, ManifestIndex
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import (
     FetchOutcome,
@@ -42,12 +41,12 @@ from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip,
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Claim, LocalKeys, OpenEntry, Tier
 from tests.support.clock import Clock
+from tests.support.fake_index import FakeIndex
 from tests.support.file_calls import file_calls_of
 from tests.support.finite import FINITE
+from tests.support.indexes import key_of
 from tests.support.on_disk import audit_of, evict, usage_of
 from tests.support.waiting import eventually
-from tests.unit.index.basics import key_of
-from tests.unit.index.fake import FakeIndex
 
 NAMESPACE = "gemma-0123456789abcdef"
 LAYOUT = Layout(NAMESPACE)
@@ -158,11 +157,14 @@ class Bench:
         return self.prefetcher
 
     def read_the_manifest(self, **options: Any) -> ManifestIndex:
-        """Have another index, which knows what entries are like; answers it."""
-        cache = IndexCache(
-            self.store, LAYOUT, self.tier.open_index(), self.loop.disk, self.counters
+        """Have the real index in place of the fake one; answers it."""
+        self.index = ManifestIndex(
+            *(self.store, LAYOUT, NodeFolder.of(self.tier.folders, NAMESPACE)),
+            jobs=in_process(self.store),
+            disk=self.loop.disk,
+            counters=self.counters,
+            **options,
         )
-        self.index = ManifestIndex(cache, **options)
         self.make()
         return self.index
 
@@ -339,6 +341,7 @@ def test_absent_is_forgotten(bench: Bench) -> None:
     bench.index.add(key_of("a"))
     assert bench.one().outcome is FetchOutcome.ABSENT
     assert not bench.index.maybe_contains(key_of("a"))
+    assert bench.counters.get("index.present") == 0
     assert bench.store.fetched == [LAYOUT.object(key_of("a"))]
     assert not bench.prefetcher.has_news
 
@@ -346,14 +349,14 @@ def test_absent_is_forgotten(bench: Bench) -> None:
 def test_what_the_index_never_held_is_no_less_to_be_had_after_a_404(bench: Bench) -> None:
     """Who asks for it all the same expects it at any moment."""
     assert bench.one().outcome is FetchOutcome.ABSENT
-    assert bench.counters.get("index.forgotten") == 0
+    assert bench.counters.get("index.missing") == 0
 
     def denied(message: str) -> Exception:
         return AccessError(message, is_general=False)
 
     bench.script.faults = [Fault(op="get", name=OBJECTS, error=denied)]
     assert bench.one().outcome is FetchOutcome.ABSENT  # so S3 says it to who may not list
-    assert bench.counters.get("index.forgotten") == 0
+    assert bench.counters.get("index.missing") == 0
     bench.script.faults = []
     bench.bucket[LAYOUT.object(key_of("a"))] = entry(key_of("a"))
     assert bench.one().outcome is FetchOutcome.READY
@@ -454,7 +457,6 @@ def test_a_bad_object_is_a_miss_for_an_hour_in_this_process(
         bench.now_s += 1199
         assert bench.one().outcome is FetchOutcome.CORRUPT
         assert not bench.index.maybe_contains(key)
-        assert not bench.index.holds(key)
     assert bench.store.fetched == [name] * 2
     assert bench.counters.get("bad_objects") == 1
     assert caplog.text.count(f"object {name} is bad (") == 1
@@ -509,29 +511,6 @@ def test_an_entry_of_another_shape_is_a_mismatch(
     assert bench.counters.get(f"mismatch.{counter}") == 1
     assert bench.index.maybe_contains(key_of("a"))  # somebody else may need just this
     assert usage_of(bench.tier).entries == 0
-
-
-@pytest.mark.parametrize("known", [{"rows": 3}, {"width": 31}, {"dtype": "float16"}])
-def test_what_the_index_knows_to_be_of_another_shape_is_not_asked_for(
-    bench: Bench, known: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    index = bench.read_the_manifest()
-    bench.bucket[LAYOUT.object(key_of("a"))] = entry(key_of("a"))
-    index.add(key_of("a"), EntryInfo(**known))
-    assert bench.one().outcome is FetchOutcome.MISMATCH
-    assert bench.one().outcome is FetchOutcome.MISMATCH
-    assert bench.counters.get("mismatch.index") == 2
-    assert caplog.text.count("does not fit a request by its index") == 1
-    assert bench.store.fetched == []
-    assert index.maybe_contains(key_of("a"))  # somebody else may need just this
-
-
-def test_what_the_index_knows_to_fit_or_does_not_know_is_fetched(bench: Bench) -> None:
-    index = bench.read_the_manifest()
-    for text, facts in (("a", EntryInfo(rows=ROWS, width=WIDTH, dtype="bfloat16")), ("b", None)):
-        bench.bucket[LAYOUT.object(key_of(text))] = entry(key_of(text))
-        index.add(key_of(text), facts)
-        assert bench.one(text).outcome is FetchOutcome.READY
 
 
 def test_absent_counts_as_vanished_where_the_index_held_it(bench: Bench) -> None:
@@ -954,8 +933,8 @@ def test_a_large_object_beside_another_one_comes_in_larger_parts(in_parts: Bench
 
 
 def test_ranges_of_what_the_index_knows_to_fit_are_asked_for_at_once(in_parts: Bench) -> None:
-    facts = EntryInfo(rows=LARGE_ROWS, width=WIDTH, dtype="bfloat16")
-    in_parts.read_the_manifest().add(key_of("a"), facts)
+    nbytes = len(entry(key_of("a"), rows=LARGE_ROWS))
+    in_parts.read_the_manifest().add(key_of("a"), nbytes)
     in_parts.make()
     gate = in_parts.held_up([want("a", rows=LARGE_ROWS)], op="get_range", name=OBJECTS)
     in_parts.fence()
@@ -967,8 +946,8 @@ def test_ranges_of_what_the_index_knows_to_fit_are_asked_for_at_once(in_parts: B
 
 @pytest.mark.parametrize("late", range(PARTS_AT_A_TIME))
 def test_a_range_that_comes_last_of_all_changes_nothing(in_parts: Bench, late: int) -> None:
-    facts = EntryInfo(rows=LARGE_ROWS, width=WIDTH, dtype="bfloat16")
-    in_parts.read_the_manifest().add(key_of("a"), facts)
+    nbytes = len(entry(key_of("a"), rows=LARGE_ROWS))
+    in_parts.read_the_manifest().add(key_of("a"), nbytes)
     in_parts.make()
     gate = in_parts.hold(op="get_range", name=OBJECTS)
     in_parts.script.faults[0].skip, in_parts.script.faults[0].times = late, 1

@@ -69,7 +69,7 @@ ENTRIES: dict[str, Entry] = {
     "load": Entry("Into the encoder cache, verified, beside os.preadv and ECExampleConnector.", 60),
     "save": Entry("Inside save_caches, beside tensor.clone() and ECExampleConnector.", 60),
     "index": Entry(
-        "The index: lookups, memory, opening, compaction, and how soon a save is found.", 240
+        "The index: lookups, memory, opening, a union, and how soon a save is found.", 240
     ),
     "evict": Entry(
         "What was granted, read a second later while two processes turn the tier over.",

@@ -143,18 +143,16 @@ def _round(engine: EngineProcess, asked: Iterator[Prompt]) -> RequestTimes:
 def _announce(client: Any, namespace: str, names: Sequence[str]) -> None:
     """Write an index that holds all of these; there are no objects."""
     from s3ec.identity import Layout, canonical_json, make_key
-    from s3ec.index.manifest import Ulids
-    from s3ec.index.rows import EntryInfo, Rows
-    from s3ec.index.segment import encode_segment
+    from s3ec.index.deltas import encode_delta
+    from s3ec.index.names import Names, deltas_prefix
 
-    layout, now_s = Layout(namespace), time.time()
-    facts = EntryInfo(nbytes=9000, rows=64, width=64, dtype="bfloat16", time_s=int(now_s))
-    keys = [key for key in map(make_key, names) if key is not None]
-    rows = Rows.from_facts([(key.digest, facts) for key in keys]).sorted_unique()
+    layout = Layout(namespace)
+    digests = [key.digest for key in map(make_key, names) if key is not None]
     record = canonical_json({"width": 64, "dtype": "bfloat16"}).encode()
     client.put_object(Bucket=_BUCKET, Key=layout.modality("image"), Body=record)
-    body = b"".join(encode_segment(rows, namespace))
-    client.put_object(Bucket=_BUCKET, Key=layout.delta(Ulids().next(now_s)), Body=body)
+    body = b"".join(encode_delta(digests, [9000] * len(digests), namespace))
+    name = deltas_prefix(layout) + Names().next(time.time())
+    client.put_object(Bucket=_BUCKET, Key=name, Body=body)
 
 
 def _die(engine: EngineProcess, proxy: FaultProxy, asked: Iterator[Prompt]) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from s3ec import codec
 from s3ec.dev.bench.context import CannotMeasureError
 from s3ec.dev.bench.corpus import Corpus
-from s3ec.index.rows import EntryInfo
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
 from s3ec.store.open import choose_transport
@@ -48,10 +47,8 @@ class Fetcher:
         settings = corpus.settings(cache_dir, transport).model_copy(update=patient)
         self.node = Node(settings, corpus.namespace, name=f"s3ec-bench-{transport}")
         self._entries: list[OpenEntry] = []
-        shape = corpus.shape
-        facts = EntryInfo(corpus.entry_bytes, shape.rows, shape.width, shape.dtype)
         for key in corpus.keys:  # as a reader of the bucket's index knows them
-            self.node.index.add(key, facts)
+            self.node.index.add(key, corpus.entry_bytes)
 
     def fetch(self) -> None:
         """Bring every entry, verified, to the tier and open it.

@@ -48,7 +48,7 @@ def run(context: Context) -> None:
     from s3ec.corpus import Corpus
     from s3ec.dev.bench.corpus import filled
     from s3ec.identity import Layout
-    from s3ec.index.rebuild import rebuild
+    from s3ec.index.maker import rebuild
 
     count = _OBJECTS_QUICK if context.quick else _OBJECTS
     source = random.Random(20_261_124)

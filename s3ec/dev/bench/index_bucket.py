@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index in a bucket of a real server: cold starts, idle refreshes, a compaction, news."""
+"""The index in a bucket of a real server: cold starts, idle refreshes, a union, news."""
 
 from __future__ import annotations
 
@@ -25,16 +25,13 @@ from s3ec.dev.bench import measure
 from s3ec.dev.bench.children import Child, anonymous_bytes_of, most_resident_bytes, wait_for_end
 from s3ec.dev.bench.context import Context
 from s3ec.dev.bench.corpus import Corpus, key_of
-from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE, Keys, Made, load
-from s3ec.dev.rigs.index_corpus import IndexCorpus
+from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE, Keys, Made, load, rows_of
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.identity import Key, Namespace
-from s3ec.index import cache
-from s3ec.index.base_writer import BuildOptions
-from s3ec.index.compaction import compact
-from s3ec.index.manifest import Ulids
-from s3ec.index.rows import Rows
-from s3ec.index.segment import encode_segment
+from s3ec.index.local import NodeFolder
+from s3ec.index.maker import make_union
+from s3ec.index.names import Names, deltas_prefix
+from s3ec.index.snapshot import PARTS, Rows, concat, encode
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.base import PART_BYTES
@@ -47,29 +44,23 @@ if TYPE_CHECKING:
 
 
 ROUNDS = 3
-_REFRESHES = 32  # one in thirty lists more than the others
+_REFRESHES, _REFRESHES_QUICK = 32, 4  # one in thirty lists more than the others
+_REFRESH_S = 1.0
+_ENGINES = 4
 _UPLOADS = 4
 _TIMEOUT_S = 300.0
 COLD, IDLE = "index.cold_ratio_to_raw", "index.idle_lists_per_refresh"
 
 
 def upload(server: LocalS3, corpus: Corpus, made: Made) -> None:
-    """Put a base into the bucket, its head last."""
-    client = server.client()
-
-    def put(name: str) -> None:
-        with (made.folder / name).open("rb") as file:
-            client.put_object(Bucket=corpus.bucket, Key=name, Body=file)
-
-    *files, head = made.names
-    with ThreadPoolExecutor(_UPLOADS) as pool:
-        list(pool.map(put, files))
-    put(head)
+    """Put a snapshot into the bucket."""
+    with made.folder.rows_path(made.name).open("rb") as file:
+        server.client().upload_fileobj(file, corpus.bucket, made.object_name)
 
 
 def settings_of(corpus: Corpus, cache_dir: Path) -> Settings:
-    """Settings of a reader that wants rows, all else by default."""
-    return corpus.settings(cache_dir, "auto").model_copy(update={"index": "exact"})
+    """Settings of a reader, all by default."""
+    return corpus.settings(cache_dir, "auto")
 
 
 @contextmanager
@@ -115,10 +106,10 @@ def head_times(corpus: Corpus, cache_dir: Path) -> Iterator[Callable[[bool, int]
 def measure_cold(context: Context, corpus: Corpus, made: Made) -> None:
     """Report the ratio of a reader's start on an empty node to raw downloads of the same bytes."""
     folder = context.scratch / "cold"
-    hit = Keys(made.base()).hits(1)[0]
+    hit = Keys(made.segment()).hits(1)[0]
     raw, to_files, ours = "raw GETs into memory", "raw GETs into files", "a reader's cold start"
     cases = {
-        ours: lambda: _cold_s(corpus, folder, hit),
+        ours: lambda: _cold_s(corpus, made, folder, hit),
         raw: lambda: _raw_s(corpus, made, folder, None),
         to_files: lambda: _raw_s(corpus, made, folder, folder / "raw"),
     }
@@ -135,7 +126,7 @@ def measure_cold(context: Context, corpus: Corpus, made: Made) -> None:
             "cases": {to_files: statistics.median(measure.ratios(kept[to_files], kept[raw]))},
             "seconds": measure.medians(kept),
             "entries": made.entries,
-            "bytes": made.head.nbytes,
+            "bytes": made.nbytes,
             "transport": choose_transport(settings_of(corpus, folder)).name,
             "in_flight": _IN_FLIGHT,
             "denominator": raw,
@@ -144,20 +135,20 @@ def measure_cold(context: Context, corpus: Corpus, made: Made) -> None:
     )
 
 
-def _cold_s(corpus: Corpus, folder: Path, hit: Key) -> float:
+def _cold_s(corpus: Corpus, made: Made, folder: Path, hit: Key) -> float:
     started = time.perf_counter()
     with node_of(corpus, folder / "node") as node:
-        load(node)
+        load(node, made)
         found = node.index.maybe_contains(hit)
         seconds = time.perf_counter() - started
     shutil.rmtree(folder)
     if not found:
-        raise RuntimeError("a key of the base was not found")
+        raise RuntimeError("a key of the snapshot was not found")
     return seconds
 
 
-# What a reader has under way at most.
-_IN_FLIGHT = cache.FILES * cache.PARTS
+# Ranges under way.
+_IN_FLIGHT = 16
 
 
 def _raw_s(corpus: Corpus, made: Made, scratch: Path, folder: Path | None) -> float:
@@ -178,20 +169,17 @@ def _raw_s(corpus: Corpus, made: Made, scratch: Path, folder: Path | None) -> fl
 async def _get_all(settings: Settings, made: Made, folder: Path | None) -> None:
     store = open_store(settings)
     part = PART_BYTES
-    parts = iter(
-        (name, start, min(part, nbytes - start))
-        for name, nbytes in made.exact_files()
-        for start in range(0, nbytes, part)
-    )
+    name, nbytes = made.object_name, made.nbytes
+    starts = iter(range(0, nbytes, part))
 
     async def some() -> None:
-        for name, start, length in parts:
+        for start in starts:
+            length = min(part, nbytes - start)
             body = await store.get_range(name, start, length)
             if body is None or len(body) != length:
                 raise RuntimeError(f"{name} is not whole")
             if folder is not None:
-                path = folder / f"{name.rpartition('/')[2]}-{start}"
-                await asyncio.to_thread(path.write_bytes, body)
+                await asyncio.to_thread((folder / str(start)).write_bytes, body)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -221,28 +209,38 @@ class _Counting:
 
 
 def measure_idle(context: Context, corpus: Corpus, made: Made, *, deltas: int) -> None:
-    """Report what refreshes ask for where nothing is new, counted in front of the server."""
-    context.say(f"{_REFRESHES} refreshes of an idle index")
+    """Report what four engines of a node ask for where nothing is new.
+
+    Counted in front of the server.
+    """
+    refreshes = _REFRESHES_QUICK if context.quick else _REFRESHES
+    context.say(f"{refreshes} refreshes of an idle index")
     counting = _Counting()
-    with FaultProxy(corpus.endpoint_url) as proxy:
+    with ExitStack() as stack:
+        proxy = stack.enter_context(FaultProxy(corpus.endpoint_url))
         proxy.add(Rule(counting))
-        with node_of(replace(corpus, endpoint_url=proxy.url), made.cache_dir) as node:
-            load(node)
-            counting.requests.clear()
-            counting.nbytes = 0
-            for _ in range(_REFRESHES):
-                node.loop.run(node.index.refresh(), timeout_s=_TIMEOUT_S)
-            every_s = node.settings.index_refresh_s
-    per_hour = 3600 / every_s / _REFRESHES
+        settings = settings_of(replace(corpus, endpoint_url=proxy.url), made.cache_dir)
+        often = settings.model_copy(update={"index_refresh_s": _REFRESH_S})
+        for number in range(_ENGINES):
+            node = Node(often, NAMESPACE, name=f"s3ec-bench-{number}")
+            stack.callback(node.close, 10)
+            load(node, made)
+            node.follow_the_bucket()
+        counting.requests.clear()
+        counting.nbytes = 0
+        started = time.monotonic()
+        time.sleep(refreshes * _REFRESH_S)
+        refreshes_due = (time.monotonic() - started) / _REFRESH_S
+    per_hour = 3600 / settings.index_refresh_s / refreshes_due
     context.report(
         IDLE,
-        counting.requests["LIST"] / _REFRESHES,
-        samples=_REFRESHES,
+        counting.requests["LIST"] / refreshes_due,
+        samples=refreshes,
         detail={
+            "engines": _ENGINES,
             "requests": dict(counting.requests),
             "requests_per_hour": counting.requests.total() * per_hour,
             "body_bytes_per_hour": counting.nbytes * per_hour,
-            "index_refresh_s": every_s,
             "entries": made.entries,
             "deltas": deltas,
             "note": "counted in front of the server; per hour at the default pause",
@@ -250,56 +248,54 @@ def measure_idle(context: Context, corpus: Corpus, made: Made, *, deltas: int) -
     )
 
 
-# Those that an idle index has, and those that come later.
-DELTAS, DELTAS_QUICK = (100, 900), (10, 40)
 _DELTA_ROWS = 1000
+# Fewer are not merged.
+_LEAST_ROWS = 70_000
 _LOOK_MEMORY_S = 0.005
-_COMPACTION_TIMEOUT_S = 1800.0
-PEAK, SECONDS = "compact.peak_mib", "compact.seconds"
+_UNION_TIMEOUT_S = 1800.0
+PEAK, SECONDS = "union.peak_mib", "union.seconds"
 
 
-def upload_deltas(server: LocalS3, corpus: Corpus, count: int, *, seed: int) -> None:
-    """Put deltas of a thousand new keys each into the bucket.
+def deltas_for(made: Made) -> int:
+    """How many make a union due: an eighth of the snapshot's rows, and some more."""
+    return max(_LEAST_ROWS, made.entries * 13 // 100) // _DELTA_ROWS
 
-    Args:
-        count: How many.
-        seed: Of their keys.
-    """
+
+def upload_deltas(server: LocalS3, corpus: Corpus, count: int) -> None:
+    """Put deltas of a thousand new keys each into the bucket."""
     client = server.client()
-    names = Ulids()
+    names = Names()
 
     def put(name: str, rows: Rows) -> None:
-        body = b"".join(encode_segment(rows, NAMESPACE.name))
-        client.put_object(Bucket=corpus.bucket, Key=LAYOUT.delta(name), Body=body)
+        body = b"".join(encode(rows, NAMESPACE.name))
+        client.put_object(Bucket=corpus.bucket, Key=deltas_prefix(LAYOUT) + name, Body=body)
 
     with ThreadPoolExecutor(_UPLOADS) as pool:
         named = [names.next(time.time()) for _ in range(count)]
-        list(pool.map(put, named, _deltas(count, seed)))
+        list(pool.map(put, named, _deltas(count)))
 
 
-def _deltas(count: int, seed: int) -> Iterator[Rows]:
+def _deltas(count: int) -> Iterator[Rows]:
     """Keys of another corpus, dealt out at random."""
-    every = next(IndexCorpus(count * _DELTA_ROWS, seed=seed).all_rows())  # fewer than fill a shard
-    order = np.random.default_rng(seed).permutation(len(every))
+    every = concat([rows_of(count * _DELTA_ROWS, part, seed=1) for part in range(PARTS)])
+    order = np.random.default_rng(1).permutation(len(every))
     for some in np.array_split(order, count):
         yield every.select(np.sort(some))
 
 
-def measure_compaction(context: Context, corpus: Corpus, made: Made, deltas: int) -> None:
-    """Report time and peak memory of one compaction.
+def measure_union(context: Context, corpus: Corpus, made: Made, deltas: int) -> None:
+    """Report time and peak memory of one union.
 
     The peak is of all anonymous memory of the process, the interpreter's included, looked at from
     outside every 5 ms. Files that it maps are the page cache's.
     """
-    context.say(f"compaction of {made.entries} keys and {deltas} deltas")
-    folder = context.scratch / "compaction"
-    folder.mkdir()
-    with Child(_compact, corpus, folder) as child:
+    context.say(f"union of {made.entries} keys and {deltas} deltas")
+    with Child(_union, corpus, made) as child:
         child.answer()  # that it is ready
         before = peak = anonymous_bytes_of(child.pid)
         child.tell("go")
         looks = 0
-        deadline = time.monotonic() + _COMPACTION_TIMEOUT_S
+        deadline = time.monotonic() + _UNION_TIMEOUT_S
         while not child.has_answer and time.monotonic() < deadline:
             peak = max(peak, anonymous_bytes_of(child.pid))
             looks += 1
@@ -320,27 +316,28 @@ def measure_compaction(context: Context, corpus: Corpus, made: Made, deltas: int
     context.report(SECONDS, done["seconds"], samples=1, detail=about)
 
 
-def _compact(pipe: Connection, corpus: Corpus, folder: Path) -> None:
+def _union(pipe: Connection, corpus: Corpus, made: Made) -> None:
     """A child's whole life."""
     with corpus.environment():
-        asyncio.run(_compact_once(pipe, corpus, folder))
+        asyncio.run(_make_union(pipe, corpus, made))
 
 
-async def _compact_once(pipe: Connection, corpus: Corpus, folder: Path) -> None:
-    store = RetryStore(open_store(settings_of(corpus, folder)), Counters())
+async def _make_union(pipe: Connection, corpus: Corpus, made: Made) -> None:
+    settings = settings_of(corpus, made.cache_dir)
+    store = RetryStore(open_store(settings), Counters())
     try:
         gc.collect()
         pipe.send("ready")
         pipe.recv()
         started = time.perf_counter()
-        made = await compact(store, LAYOUT, BuildOptions(folder=folder))
+        union = await make_union(store, LAYOUT, NodeFolder(made.folder.path))
         seconds = time.perf_counter() - started
-        if made is None:
-            raise RuntimeError("nobody else compacts, and it was beaten")
+        if union is None:
+            raise RuntimeError("nobody else makes a union, and none was due")
         pipe.send(
             {
                 "seconds": seconds,
-                "entries": made.head.entries,
+                "entries": union.rows,
                 "most_resident_bytes": most_resident_bytes(),
             }
         )
@@ -357,7 +354,7 @@ _LOOK_S = 0.005
 _VISIBLE_TIMEOUT_S = 120.0
 _READY_S = 60.0
 _SAVE_ROWS, _WIDTH = 16, 64
-# Nobody's but this row's, so that no base is there yet: as on a corpus's first day.
+# Nobody's but this row's, so that no snapshot is there yet: as on a corpus's first day.
 _VISIBLE_NAMESPACE = Namespace.from_descriptor({"model": "s3ec/bench-visible"})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups, and the memory and the time of a reader whose base is on this node's disk.
+"""Lookups, and the memory and the time of a reader whose snapshot is on this node's disk.
 
 Lookups of ours at two sizes, of vLLM's ECExampleConnector and by HEAD come in turn. Each one is of
 a key that was not asked for before, so its cache lines are cold. Each is timed by itself, and the
@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from s3ec.dev.bench import measure
 from s3ec.dev.bench.children import Child, anonymous_bytes
 from s3ec.dev.bench.context import CannotMeasureError, Context
-from s3ec.dev.bench.index_made import Keys, Made, Mode, check_answers, keys_of, load, reader
+from s3ec.dev.bench.index_made import Keys, Made, check_answers, keys_of, load, reader
 from s3ec.dev.bench.measure import memory_folder
+from s3ec.index.bloom import maybe
 
 if TYPE_CHECKING:
     from s3ec.identity import Key
@@ -83,14 +84,14 @@ def measure_lookups(
 
     Args:
         context: Where they go.
-        readers: Label to a base and an open reader of it; the smaller one first.
+        readers: Label to a snapshot and an open reader of it; the smaller one first.
         heads: Microseconds of so many HEADs, of an object that is there or of none; None where
             there is no server.
     """
     some = keys_of([number.to_bytes(16, "big") for number in range(_KEYS)])
     cases: dict[str, Round] = {NOTHING: lambda: time_lookups(_nothing, some)}
     for label, (made, node) in readers.items():
-        keys = Keys(made.base())
+        keys = Keys(made.segment())
         cases[f"{HIT}, {label}"] = _ours(node, keys.hits, expected=True)
         cases[f"{MISS}, {label}"] = _ours(node, keys.misses, expected=False)
     if heads is not None:
@@ -248,7 +249,6 @@ def measure_opening(context: Context, made: Made, largest: Made) -> None:
     context.say("opening in fresh processes")
     several = _several(context, made)
     of_largest = several if largest is made else _several(context, largest)
-    filters = _opened(largest, "bloom", _digests(largest))
     opened = [one["open_ms"] for one in several]
     context.report(
         OPEN,
@@ -257,17 +257,14 @@ def measure_opening(context: Context, made: Made, largest: Made) -> None:
         detail={
             "spread": measure.spread(opened),
             "entries": made.entries,
-            "files": len(made.head.shards),
             "largest": {
                 "entries": largest.entries,
-                "files": len(largest.head.shards),
                 "ms": statistics.median(one["open_ms"] for one in of_largest),
-                "by_filters_ms": filters["open_ms"],
             },
             "note": "refresh to first hit in a fresh process; bucket in memory, page cache warm",
         },
     )
-    if filters["bytes"] is None:
+    if of_largest[0]["bytes"] is None:
         context.cannot(PRIVATE, "this kernel has no /proc/self/smaps_rollup")
         return
     grown = [one["bytes"] / largest.entries for one in of_largest]
@@ -279,7 +276,6 @@ def measure_opening(context: Context, made: Made, largest: Made) -> None:
             "spread": measure.spread(grown),
             "entries": largest.entries,
             "bytes": statistics.median(one["bytes"] for one in of_largest),
-            "by_filters_bytes": filters["bytes"],
             "note": f"anonymous memory after opening and {2 * _KEYS_OPENED} lookups, less before",
         },
     )
@@ -287,31 +283,34 @@ def measure_opening(context: Context, made: Made, largest: Made) -> None:
 
 def _several(context: Context, made: Made) -> list[dict[str, Any]]:
     digests = _digests(made)
-    return [_opened(made, "exact", digests) for _ in range(context.rounds(OPENINGS))]
+    return [_opened(made, digests) for _ in range(context.rounds(OPENINGS))]
 
 
 def _digests(made: Made) -> list[bytes]:
     """Of hits, and of as many misses."""
-    keys = Keys(made.base())
+    keys = Keys(made.segment())
     return [key.digest for key in (*keys.hits(_KEYS_OPENED), *keys.misses(_KEYS_OPENED))]
 
 
 def measure_filters(context: Context, made: Made) -> None:
-    """Report the filters' size, and how often they take a key for one of the corpus."""
+    """Report the filter's size, and how often it takes a key for one of the corpus."""
     context.say("filters")
     count = _MISSES_QUICK if context.quick else _MISSES
-    keys = Keys(made.base(), seed=1)
+    keys = Keys(made.segment(), seed=1)
+    blocks = memoryview(made.folder.filter_path(made.name).read_bytes())
+
+    def contains(key: Key) -> bool:
+        return maybe(blocks, key.digest_hi, key.digest_lo)
+
+    check_answers(contains, keys.hits(_MISSES_AT_A_TIME), expected=True)
     wrong = 0
-    with reader(made, "bloom") as node:
-        contains = node.index.maybe_contains
-        check_answers(contains, keys.hits(_MISSES_AT_A_TIME), expected=True)
-        for _ in range(count // _MISSES_AT_A_TIME):
-            wrong += sum(map(contains, keys.misses(_MISSES_AT_A_TIME)))
+    for _ in range(count // _MISSES_AT_A_TIME):
+        wrong += sum(map(contains, keys.misses(_MISSES_AT_A_TIME)))
     context.report(
         BLOOM_BYTES,
-        made.head.bloom_nbytes / made.entries,
+        made.filter_nbytes / made.entries,
         samples=made.entries,
-        detail={"entries": made.entries, "bytes": made.head.bloom_nbytes, "note": "blocked bloom"},
+        detail={"entries": made.entries, "bytes": made.filter_nbytes, "note": "blocked bloom"},
     )
     context.report(
         BLOOM_FPR,
@@ -321,29 +320,29 @@ def measure_filters(context: Context, made: Made) -> None:
     )
 
 
-def _opened(made: Made, mode: Mode, digests: Sequence[bytes]) -> dict[str, Any]:
-    with Child(_open, made, mode, digests) as child:
+def _opened(made: Made, digests: Sequence[bytes]) -> dict[str, Any]:
+    with Child(_open, made, digests) as child:
         answer: dict[str, Any] = child.answer()
         return answer
 
 
-def _open(pipe: Connection, made: Made, mode: Mode, digests: Sequence[bytes]) -> None:
+def _open(pipe: Connection, made: Made, digests: Sequence[bytes]) -> None:
     """A child's whole life."""
     keys = keys_of(digests)
     hits = keys[: len(keys) // 2]
-    with reader(made, mode, follow=False) as node:
-        contains = node.index.maybe_contains
+    with reader(made, follow=False) as node:
         # The threads are there in an engine, whatever the index.
         node.loop.run(asyncio.sleep(0), timeout_s=30)
         node.loop.run(node.loop.disk(time.sleep, 0), timeout_s=30)
         gc.collect()
         before = _anonymous()
         started = time.perf_counter()
-        load(node)
+        load(node, made)
+        contains = node.index.maybe_contains
         found = contains(hits[0])
         opened_s = time.perf_counter() - started
         if not found:
-            raise RuntimeError("a key of the base was not found")
+            raise RuntimeError("a key of the snapshot was not found")
         check_answers(contains, hits, expected=True)
         for key in keys:
             contains(key)

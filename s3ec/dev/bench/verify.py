@@ -35,7 +35,7 @@ def run(context: Context) -> None:
     from s3ec.dev.bench import raw_loops
     from s3ec.dev.bench.corpus import filled
     from s3ec.identity import Layout
-    from s3ec.index.rebuild import rebuild
+    from s3ec.index.maker import rebuild
 
     count = _OBJECTS_QUICK if context.quick else _OBJECTS
     with contextlib.ExitStack() as stack:

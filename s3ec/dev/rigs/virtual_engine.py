@@ -179,8 +179,6 @@ class PlayedIndex:
         """Whether the bucket holds it."""
         return key.digest in self.stored
 
-    holds = maybe_contains
-
     def is_bad(self, key: Key) -> bool:
         """Nothing is."""
         return False

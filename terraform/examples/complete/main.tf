@@ -97,10 +97,7 @@ module "corpus" {
   kms_key_arn = local.key_arn
   access_log  = { bucket = module.logs.access_log_bucket, prefix = "corpus/" }
 
-  lifecycle_rules = {
-    expire_days              = var.expire_days
-    intelligent_tiering_days = 30
-  }
+  lifecycle_rules = { intelligent_tiering_days = 30 }
 
   network_access = {
     vpc_endpoint_ids = [module.network.vpc_endpoint_id]

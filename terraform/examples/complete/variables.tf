@@ -17,12 +17,6 @@ variable "prefix" {
   default     = "corpus/"
 }
 
-variable "expire_days" {
-  description = "Days after which an embedding goes, counted from when it was stored; null: never."
-  type        = number
-  default     = null
-}
-
 variable "log_days" {
   description = "Days that access logs are kept."
   type        = number

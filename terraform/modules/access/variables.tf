@@ -11,7 +11,7 @@ variable "name" {
 }
 
 variable "role" {
-  description = "`consumer` reads. `producer` reads and adds, and deletes nothing. `maintainer` also deletes, for `s3ec rm`, `gc` and `manifest compact`; give it to people and jobs, not to engines."
+  description = "`consumer` reads. `producer` reads and adds, and deletes nothing. `maintainer` also deletes, for `s3ec rm`, `gc` and `manifest rebuild`; give it to people and jobs, not to engines."
   type        = string
 
   validation {

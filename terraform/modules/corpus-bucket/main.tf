@@ -221,6 +221,13 @@ resource "aws_s3_bucket_lifecycle_configuration" "this" {
     }
   }
 
+  lifecycle {
+    precondition {
+      condition     = try(var.lifecycle_rules.expire_days, null) == null || !var.write_once
+      error_message = "`expire_days` would delete the manifest of a corpus, too. Delete what is old by `s3ec gc --older-than`; for a bucket of logs set `write_once = false`."
+    }
+  }
+
   # Without versions there is nothing noncurrent to expire.
   depends_on = [aws_s3_bucket_versioning.this]
 }

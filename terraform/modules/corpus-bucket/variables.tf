@@ -41,8 +41,8 @@ variable "write_once" {
 variable "lifecycle_rules" {
   description = <<-EOT
     What S3 removes or moves by itself; null leaves the bucket without a lifecycle configuration.
-    `expire_days` (unset: never) counts from an object's creation, not from its last use, and covers
-    the manifest below `prefix` too: readers notice within a minute and list the bucket instead.
+    `expire_days` (unset: never) is for a bucket of logs, with `write_once` off: in a corpus it would
+    delete the manifest too. There `s3ec gc --older-than` deletes what is old.
     `abort_uploads_days`: incomplete multipart uploads. `noncurrent_days`: versions that were deleted
     or replaced. `intelligent_tiering_days` (unset: never): move to INTELLIGENT_TIERING.
   EOT

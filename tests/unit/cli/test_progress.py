@@ -50,7 +50,7 @@ def test_progress_goes_to_stderr_and_json_stays_alone(
     cli: Cli, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr("s3ec.cli.output.EVERY_S", 0.0)
-    announce(corpus, corpus.namespace(MODEL), 1, "page 1", "page 2")
+    announce(corpus, corpus.namespace(MODEL), "page 1", "page 2")
     result = cli(*command.split(), "--json")
     assert result.stdout.count("\n") == 1
     assert result.stdout.startswith("{")

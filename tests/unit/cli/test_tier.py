@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
+from s3ec.index.local import NodeFolder
 from s3ec.tier import Tier
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, running_total
@@ -96,8 +97,7 @@ def test_tier_shows_size_ages_what_is_open_and_spool(cli: Cli, engine: Tier, roo
 
 
 def test_tier_shows_the_files_of_the_index(cli: Cli, engine: Tier) -> None:
-    name = "delta/01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors"
-    engine.open_index().write(name, bytes(2048))
+    NodeFolder.of(engine.folders, NAMESPACE).write("overlay", [bytes(2048)])
     found = cli.json("tier")
     assert found["index"] == {"file_count": 1, "bytes": 2048}
     assert found["bytes"] == 10 * SIZE + 2048

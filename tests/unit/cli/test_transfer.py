@@ -127,7 +127,7 @@ def test_cp_between_places_and_namespaces(
     found = cli.json(*words, code=2)["error"]
     assert (found["field"], "--same-encoder" in found["message"]) == ("same_encoder", True)
     assert cli.json(*words, "--same-encoder")["copied"] == 4
-    assert here.corpus.verify(other).objects == 4
+    assert here.corpus.verify(other).index.objects == 4
 
 
 def test_cp_refuses_what_is_no_place(cli: Cli, here: Filled, tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.dev.rigs.virtual_tier import VirtualEntry
 from s3ec.identity import KeyPolicy, Layout, ModalityScopes
-from s3ec.index.base import Index
+from s3ec.index.reader import Index
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
 from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock
+from tests.support.fake_index import FakeIndex
 from tests.support.half_audit import leftovers_of
-from tests.unit.index.fake import FakeIndex
 from tests.unit.tier.cases import key_of
 
 LAYOUT = Layout("gemma-0123456789abcdef")

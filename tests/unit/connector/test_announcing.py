@@ -17,12 +17,13 @@ from s3ec.connector import uploads
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key
-from s3ec.index.manifest import Ulids
-from s3ec.index.rows import EntryInfo, Rows, Tombstone
-from s3ec.index.segment import encode_segment, parse_segment
+from s3ec.index.deltas import parse_delta
+from s3ec.index.names import deltas_prefix
+from s3ec.index.snapshot import Segment
 from s3ec.modality import SETTLED_S
 from s3ec.testing.fault_store import Fault, Gate
 from tests.support.clock import Clock
+from tests.support.indexes import delta_name, sizes_in
 from tests.support.on_disk import audit_of
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.connector.processes import Process
@@ -30,13 +31,13 @@ from tests.unit.tier.cases import key_of
 
 _NEVER_S = 3600.0
 ROWS, WIDTH = 4, 8
-DELTA = "manifest/delta/"
+DELTA = "manifest/v2/delta/"
 
 
 @pytest.fixture(autouse=True)
 def _only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """No delta goes out because time has passed."""
-    monkeypatch.setattr(uploads, "ANNOUNCE_S", _NEVER_S)
+    monkeypatch.setattr(uploads, "PAUSE_S", _NEVER_S)
 
 
 def key_at(number: int) -> Key:
@@ -100,26 +101,19 @@ class Rig(Process):
         self.uploader.flush()
         eventually(lambda: self.uploader.unannounced == 0)
 
-    def delete(self, number: int) -> str:
-        """Announce a deletion of now; the delta's name."""
-        layout, now_s = self.node.layout, self.clock()
-        rows = Rows.from_facts([(key_at(number).digest, Tombstone(int(now_s)))])
-        name = layout.delta(Ulids().next(now_s))
-        self.bucket.objects[name] = b"".join(map(bytes, encode_segment(rows, layout.namespace)))
-        self.bucket.modified_s[name] = now_s
-        return name
-
-    def told(self) -> dict[bytes, EntryInfo]:
-        """What the deltas say, each key once."""
-        told: dict[bytes, EntryInfo] = {}
+    def told(self) -> dict[bytes, int]:
+        """Digests and sizes that the deltas say, each key once."""
+        told: dict[bytes, int] = {}
         layout = self.node.layout
         for name, blob in list(self.bucket.objects.items()):
-            if layout.delta_of(name) is not None:
-                rows = parse_segment(blob, layout.namespace)
-                for row in range(len(rows)):
-                    assert rows.digest(row) not in told
-                    told[rows.digest(row)] = rows.facts(row)
+            if name.startswith(deltas_prefix(layout)):
+                sizes = sizes_in(Segment.of(parse_delta(blob, layout, name)))
+                assert not sizes.keys() & told.keys()
+                told |= sizes
         return told
+
+    def refresh(self) -> None:
+        self.node.loop.run(self.node.index.refresh(now=True), DEADLINE_S)
 
     def close(self) -> None:
         self.uploader.stop()
@@ -185,133 +179,8 @@ def test_announcement_says_what_was_stored(rig: Rig) -> None:
     rig.save(1)
     rig.flush()
     blob = rig.bucket.objects[rig.node.layout.object(key_at(1))]
-    header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=key_at(1).identifier)
-    (facts,) = rig.told().values()
-    assert abs(facts.time_s - time.time()) < 3600
-    assert facts == EntryInfo(
-        len(blob), ROWS, WIDTH, "bfloat16", int(header.checksum[:8], 16), facts.time_s
-    )
-
-
-def gated(folder: Path, clock: Clock, writing: Gate, looking: Gate) -> Rig:
-    """A process whose writes, and looks at what was written, wait for these."""
-    return Rig(
-        folder,
-        Fault(op="put_if_absent", name="/objects/", gate=writing),
-        Fault(op="head", name="/objects/", gate=looking),
-        clock=clock,
-    )
-
-
-@pytest.mark.parametrize("is_deleted_first", [False, True])
-def test_of_a_slow_write_and_a_deletion_the_later_one_counts(
-    tmp_path: Path, is_deleted_first: bool
-) -> None:
-    """Its answer may be on its way for long, and so may the request."""
-    clock, writing, looking = Clock(), Gate(), Gate()
-    rig = gated(tmp_path, clock, writing, looking)
-    asked_s, name = int(clock.now_s), rig.node.layout.object(key_at(1))
-    rig.begin_to_save(1)
-    assert writing.reached.wait(DEADLINE_S)
-    clock.now_s += 100
-    deletion = rig.delete(1)
-    rig.node.loop.run(rig.node.index.refresh(), DEADLINE_S)
-    clock.now_s += 5
-    writing.release()
-    assert looking.reached.wait(DEADLINE_S)
-    if not is_deleted_first:
-        rig.bucket.modified_s[name] = asked_s
-    looking.release()
-    eventually(lambda: key_at(1).identifier in rig.ended)
-    rig.flush()
-    del rig.bucket.objects[deletion]
-    told_s = rig.told()[key_at(1).digest].time_s
-    assert told_s > asked_s + 100 if is_deleted_first else told_s <= asked_s
-    rig.close()
-
-
-def test_slow_write_whose_object_was_deleted_meanwhile_is_repeated(tmp_path: Path) -> None:
-    clock, writing, looking = Clock(), Gate(), Gate()
-    rig = gated(tmp_path, clock, writing, looking)
-    name = rig.node.layout.object(key_at(1))
-    rig.begin_to_save(1)
-    assert writing.reached.wait(DEADLINE_S)
-    clock.now_s += 100
-    writing.release()
-    assert looking.reached.wait(DEADLINE_S)
-    del rig.bucket.objects[name]
-    looking.release()
-    eventually(lambda: key_at(1).identifier in rig.ended)
-    assert name in rig.bucket.objects
-    rig.close()
-
-
-def test_slow_write_is_not_sent_again_where_nobody_says_when_it_was(tmp_path: Path) -> None:
-    clock, writing = Clock(), Gate()
-    rig = Rig(
-        tmp_path,
-        Fault(op="put_if_absent", name="/objects/", gate=writing, times=1),
-        Fault(op="head", name="/objects/", error=UnavailableError, times=3),
-        clock=clock,
-    )
-    again = Fault(op="put_if_absent", name="/objects/")
-    rig.faults.append(again)
-    rig.begin_to_save(1)
-    assert writing.reached.wait(DEADLINE_S)
-    clock.now_s += 3
-    writing.release()
-    eventually(lambda: key_at(1).identifier in rig.ended)
-    assert again.struck == 0
-    assert rig.ended == {key_at(1).identifier: True}
-    assert rig.node.index.maybe_contains(key_at(1))
-    rig.close()
-
-
-def test_announcement_is_dated_before_the_object_was_sent(tmp_path: Path) -> None:
-    """Whoever deletes it while the answer is on its way does so later."""
-    clock, gate = Clock(), Gate()
-    rig = Rig(tmp_path, Fault(op="put_if_absent", name="/objects/", gate=gate), clock=clock)
-    asked_s = int(clock.now_s)
-    rig.begin_to_save(1)
-    assert gate.reached.wait(DEADLINE_S)
-    clock.now_s += 2
-    gate.release()
-    eventually(lambda: key_at(1).identifier in rig.ended)
-    rig.flush()
-    assert rig.told()[key_at(1).digest].time_s == asked_s
-    rig.close()
-
-
-def test_object_that_was_there_is_announced_with_its_own_time(tmp_path: Path) -> None:
-    """So it does not come back for readers when a deletion is under way."""
-    clock = Clock()
-    rig = Rig(tmp_path, clock=clock)
-    stored_s = int(clock.now_s)
-    rig.bucket.objects[rig.node.layout.object(key_at(1))] = b"entry"
-    rig.bucket.modified_s[rig.node.layout.object(key_at(1))] = clock.now_s
-    clock.now_s += 100
-    rig.save(1)
-    rig.flush()
-    assert rig.counted("save.existed") == 1
-    assert rig.told()[key_at(1).digest].time_s == stored_s
-    rig.close()
-
-
-def test_object_that_was_there_and_is_gone_is_stored(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    name = rig.node.layout.object(key_at(1))
-    gate = Gate()
-    rig.faults.append(Fault(op="head", name="/objects/", gate=gate, times=1))
-    rig.bucket.objects[name] = b"entry"
-    rig.bucket.modified_s[name] = time.time()
-    rig.begin_to_save(1)
-    assert gate.reached.wait(DEADLINE_S)
-    del rig.bucket.objects[name]
-    gate.release()
-    eventually(lambda: key_at(1).identifier in rig.ended)
-    assert rig.ended == {key_at(1).identifier: True}
-    assert name in rig.bucket.objects
-    rig.close()
+    assert rig.told() == {key_at(1).digest: len(blob)}
+    assert rig.node.index.nbytes(key_at(1)) == len(blob)
 
 
 def test_object_that_was_there_and_may_not_be_read_is_announced(tmp_path: Path) -> None:
@@ -332,7 +201,7 @@ def test_what_the_disk_refused_is_announced_all_the_same(rig: Rig) -> None:
     assert rig.told().keys() == digests(1)
 
 
-def test_object_that_was_there_is_announced_without_a_checksum_of_ours(
+def test_object_that_was_there_is_announced_and_not_believed_before(
     rig: Rig, tmp_path: Path
 ) -> None:
     """Whoever stored it may have ended before its announcement."""
@@ -344,32 +213,30 @@ def test_object_that_was_there_is_announced_without_a_checksum_of_ours(
     assert rig.counted("save.existed") == 1
     assert not rig.node.index.maybe_contains(key_at(1))  # it may be what was found bad
     rig.flush()
-    (facts,) = rig.told().values()
-    assert (facts.rows, facts.width, facts.dtype, facts.checksum) == (ROWS, WIDTH, "bfloat16", 0)
+    assert rig.told().keys() == digests(1)
     assert rig.spooled() == 0
 
 
 def test_another_process_finds_what_was_announced(rig: Rig, tmp_path: Path) -> None:
     other = Rig(tmp_path / "other", shared=rig.bucket)
-    other.node.loop.run(other.node.index.refresh(), DEADLINE_S)
+    other.refresh()
     rig.save(1, 2)
     rig.flush()
-    other.node.loop.run(other.node.index.refresh(), DEADLINE_S)
-    assert [other.node.index.holds(key_at(number)) for number in (1, 2, 3)] == [True, True, False]
-    assert other.node.index.facts(key_at(1)) == rig.told()[key_at(1).digest]
+    other.refresh()
+    held = [other.node.index.maybe_contains(key_at(number)) for number in (1, 2, 3)]
+    assert held == [True, True, False]
+    assert other.node.index.nbytes(key_at(1)) == rig.told()[key_at(1).digest]
     other.close()
 
 
 def test_object_that_the_index_holds_already_is_not_announced_again(
     rig: Rig, tmp_path: Path
 ) -> None:
-    """Also where it was found bad: told anew, every reader would believe in it again."""
     other = Rig(tmp_path / "other", shared=rig.bucket)
     other.save(1)
     other.flush()
     other.close()
-    rig.node.loop.run(rig.node.index.refresh(), DEADLINE_S)
-    rig.node.index.mark_missing(key_at(1))
+    rig.refresh()
     rig.save(1)
     assert rig.counted("save.existed") == 1
     assert rig.uploader.unannounced == 0
@@ -390,29 +257,29 @@ def test_key_whose_first_announcement_is_under_way_stays_in_the_spool(rig: Rig) 
     assert rig.spooled() == 0
 
 
-def test_what_was_deleted_and_saved_again_is_told_later_than_its_deletion(
+def test_what_was_deleted_and_saved_again_is_believed_by_who_found_it_gone(
     rig: Rig, tmp_path: Path
 ) -> None:
+    other = Rig(tmp_path / "other", shared=rig.bucket)
     rig.save(1)
     rig.flush()
-    ahead_s = int(time.time()) + 1000
-    tombstone = Rows.from_facts([(key_at(1).digest, Tombstone(ahead_s))])
-    layout = rig.node.layout
-    body = b"".join(map(bytes, encode_segment(tombstone, layout.namespace)))
-    del rig.bucket.objects[layout.object(key_at(1))]
-    del rig.bucket.modified_s[layout.object(key_at(1))]
-    rig.bucket.objects[layout.delta(Ulids().next(time.time() + 1))] = body
-    rig.node.loop.run(rig.node.index.refresh(), DEADLINE_S)
-    assert not rig.node.index.maybe_contains(key_at(1))
-
+    first = rig.told()
+    [delta] = [name for name in rig.bucket.objects if DELTA in name]
+    earlier = delta_name(rig.node.layout, ago_s=10)
+    rig.bucket.objects[earlier] = rig.bucket.objects.pop(delta)
+    for reader in (rig, other):
+        reader.refresh()
+        reader.node.index.mark_missing(key_at(1), absent=True)
+        assert not reader.node.index.maybe_contains(key_at(1))
+    del rig.bucket.objects[earlier]
+    del rig.bucket.objects[rig.node.layout.object(key_at(1))]
     rig.ended.clear()
     rig.save(1)
+    assert rig.node.index.maybe_contains(key_at(1))
     rig.flush()
-    other = Rig(tmp_path / "other", shared=rig.bucket)
-    other.node.loop.run(other.node.index.refresh(), DEADLINE_S)
-    facts = other.node.index.facts(key_at(1))
-    assert facts is not None
-    assert facts.time_s == ahead_s + 1
+    assert rig.told() == first
+    other.refresh()
+    assert other.node.index.maybe_contains(key_at(1))
     other.close()
 
 

@@ -341,7 +341,7 @@ def test_while_the_disk_hangs_no_hook_of_a_pure_producer_or_a_report_asks_the_in
     def touch(*_: object) -> bool:
         raise AssertionError("a page of a mapped file")
 
-    monkeypatch.setattr(world.index, "holds", touch)
+    monkeypatch.setattr(world.index, "maybe_contains", touch)
     monkeypatch.setattr(world.index, "add", touch)
     world.disk.hangs = True
     assert world.ask(request("r", feature("a")))

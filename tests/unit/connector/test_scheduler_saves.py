@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-
-import pytest
-
 from s3ec.connector.item_tracker import LEASE_S
 from s3ec.connector.messages import Save, WorkerReport
-from s3ec.index.missing import BAD_OBJECT_TTL_S
+from s3ec.index.reader import BAD_OBJECT_TTL_S
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import (
     World,
@@ -20,7 +15,6 @@ from tests.unit.connector.scheduling import (
     key_of,
     request,
 )
-from tests.unit.index.corpus import Corpus, Reader, rows_of
 
 
 def test_what_is_encoded_and_not_stored_is_saved_with_its_placeholder() -> None:
@@ -92,22 +86,6 @@ def test_a_pure_producer_skips_what_the_index_holds_and_saves_the_rest() -> None
     assert plan.loads == []
     assert list(plan.saves) == [identifier_of("b")]
     assert (world.counters.get("hits"), world.counters.get("misses")) == (1, 1)
-
-
-@pytest.mark.parametrize(("mode", "skips"), [("exact", True), ("bloom", False)])
-def test_a_pure_producer_skips_nothing_that_only_a_filter_says(
-    tmp_path: Path, mode: str, skips: bool
-) -> None:
-    """What a filter says by chance would never be stored."""
-    corpus = Corpus()
-    corpus.base(1, rows_of(key_of(identifier_of("a"))))
-    reader = Reader(corpus, tmp_path, mode=mode)
-    asyncio.run(reader.refresh())
-    world = World(producer=True, consumer=False, index=reader.index)
-    assert world.index.maybe_contains(key_of(identifier_of("a")))
-    assert world.schedule(request("r", feature("a"))) == [skips]
-    assert list(world.step().saves) == ([] if skips else [identifier_of("a")])
-    reader.tier.close()
 
 
 def orders_end(world: World) -> None:

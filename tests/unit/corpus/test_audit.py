@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
@@ -24,16 +25,13 @@ from s3ec.errors import (
     UnavailableError,
 )
 from s3ec.identity import Layout, Namespace, make_key
-from s3ec.index.base_writer import BuildOptions
-from s3ec.index.compaction import compact
-from s3ec.index.rows import EntryInfo
 from s3ec.store import base
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip
 from s3ec.testing.memory_store import MemoryStore
+from tests.support.indexes import put_delta, view
 from tests.support.waiting import reached
 from tests.unit.cli.corpus import MODEL, content_hash, entry_bytes
-from tests.unit.index.manifests import put_delta, view
 
 NAMESPACE = Namespace.from_descriptor(MODEL)
 LAYOUT = Layout(NAMESPACE.name)
@@ -55,14 +53,10 @@ def put(memory: MemoryStore, identifier: str, body: bytes | None = None) -> str:
     return name
 
 
-async def announce(memory: MemoryStore, number: int, *identifiers: str) -> None:
-    rows = {}
-    for identifier in identifiers:
-        key = make_key(identifier)
-        assert key is not None
-        nbytes = len(memory.bucket.objects.get(object_of(identifier), b""))
-        rows[key] = EntryInfo(nbytes, time_s=1)
-    await put_delta(memory, number, rows, LAYOUT)
+def announce(memory: MemoryStore, *identifiers: str) -> None:
+    """Announced so long ago that a listing of now knows better."""
+    keys = [key for key in map(make_key, identifiers) if key is not None]
+    put_delta(memory, LAYOUT, keys, at_s=time.time() - 3600)
 
 
 def flipped(identifier: str) -> bytes:
@@ -78,16 +72,16 @@ async def memory() -> MemoryStore:
     await store.put_if_absent(LAYOUT.descriptor, [NAMESPACE.to_json()])
     for identifier in (*IDS, LORA):
         put(store, identifier)
-    await announce(store, 1, *IDS, LORA)
+    announce(store, *IDS, LORA)
     return store
 
 
 async def look(store: Store, *, deep: bool = True, state: AuditState | None = None) -> Audit:
-    return await audit(store, LAYOUT, BuildOptions(), deep=deep, state=state)
+    return await audit(store, LAYOUT, deep=deep, state=state)
 
 
 async def mend(store: Store, found: Audit) -> Repair:
-    return await repair(store, LAYOUT, found, BuildOptions())
+    return await repair(store, LAYOUT, found)
 
 
 def deep_of(found: Audit) -> DeepCheck:
@@ -182,7 +176,7 @@ async def test_object_that_cannot_be_read_is_not_corrupt_and_never_deleted(
     assert (deep.corrupt, deep.unread, deep.objects) == (0, 1, 20)
     assert not found.agrees
     done = await mend(store, found)
-    assert (done.deleted, done.version, done.dropped) == (0, None, 0)
+    assert (done.deleted, done.snapshot, done.dropped) == (0, "", 0)
     assert name in memory.bucket.objects
 
 
@@ -375,7 +369,7 @@ async def test_corrupt_object_is_deleted_and_producers_may_store_it_again(
     memory: MemoryStore,
 ) -> None:
     name = put(memory, IDS[0], flipped(IDS[0]))
-    await announce(memory, 2, IDS[0])
+    announce(memory, IDS[0])
     key = make_key(IDS[0])
     assert key is not None
     done = await mend(memory, await look(memory))
@@ -500,23 +494,23 @@ async def test_of_a_namespace_of_a_newer_release_no_entry_is_read(memory: Memory
     assert (deep.newer, deep.objects, deep.corrupt) == (22, 0, 0)
 
 
-async def test_unusable_announcement_is_mended_by_a_new_index(memory: MemoryStore) -> None:
-    memory.bucket.objects[LAYOUT.delta("0" * 25 + "9")] = b"no delta"
+async def test_unusable_announcement_is_mended_by_a_rebuild(memory: MemoryStore) -> None:
+    memory.bucket.objects[put_delta(memory, LAYOUT, [], at_s=time.time() - 3600)] = b"no delta"
     found = await look(memory)
-    assert (len(found.corrupt), found.agrees) == (1, False)
+    assert (len(found.index.refused), found.agrees) == (1, False)
     await mend(memory, found)
     assert (await look(memory)).agrees
 
 
-async def test_index_that_differs_is_made_anew(memory: MemoryStore) -> None:
-    await compact(memory, LAYOUT)
+async def test_index_that_differs_is_rebuilt(memory: MemoryStore) -> None:
     await memory.delete(object_of(IDS[0]))
     put(memory, "stored by other means")
     memory.bucket.modified_s[object_of("stored by other means")] = 1.0
     found = await look(memory)
-    assert (found.missing, found.extra, deep_of(found).agrees) == (1, 1, True)
+    index = found.index
+    assert (index.missing, index.extra, deep_of(found).agrees) == (1, 1, True)
     done = await mend(memory, found)
-    assert done.version == 2
+    assert done.snapshot
     assert (await look(memory)).agrees
     assert len(await view(memory, LAYOUT)) == 21
 

@@ -3,23 +3,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import pytest
 
 from s3ec.corpus.catalog import append_rows, read_table
 from s3ec.corpus.collect import Choice, Rules, choose, collect, collect_garbage
-from s3ec.errors import ConfigError, UnavailableError
+from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import make_key
 from s3ec.index import listing
+from s3ec.index.local import NodeFolder
 from s3ec.store.base import ObjectInfo, Store, Wrapper
-from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
+from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
-from tests.support.waiting import reached
+from tests.support.indexes import LAYOUT, put_delta, view
 from tests.unit.cli.corpus import content_hash
 from tests.unit.corpus.test_audit import rows_for
-from tests.unit.index.basics import LAYOUT
 
 IDS = [content_hash(f"page {number}") for number in range(8)]
 LORA = [f"my-lora:{content_hash(f'page {number}')}" for number in range(2)]
@@ -229,14 +229,25 @@ async def test_entry_that_a_producer_stored_again_is_deleted_only_as_what_was_li
     assert left(memory) == names_of(*IDS[:5], IDS[6])
 
 
-async def test_readers_hear_of_it_before_the_first_object_goes(memory: MemoryStore) -> None:
-    gate = Gate()
-    store = FaultStore(memory, Script([Fault("delete_many", gate=gate)]))
-    choice = await choose(store, LAYOUT, Rules(older_than_s=0.0), NOW_S)
-    task = asyncio.create_task(collect(store, LAYOUT, choice))
-    await reached(gate)
-    assert [name for name in memory.bucket.objects if name.startswith(LAYOUT.deltas)]
+async def test_what_is_left_becomes_the_index(memory: MemoryStore, tmp_path: Path) -> None:
+    keys = [key for key in map(make_key, IDS) if key is not None]
+    put_delta(memory, LAYOUT, keys, at_s=NOW_S - HOUR_S)
+    node = NodeFolder(tmp_path / "index")
+    node.make()
+    choice = await choose(memory, LAYOUT, Rules(older_than_s=5.5 * HOUR_S), NOW_S)
+    await collect(memory, LAYOUT, choice, node=node)
+    assert set(await view(memory)) == {key.digest for key in keys[:5]}
+    told = {digest for digest, _ in node.read_missing(0, 0)[2]}
+    gone = [*keys[5:], *(key for key in map(make_key, LORA) if key is not None)]
+    assert told == {key.digest for key in gone}
+
+
+async def test_a_deletion_that_is_refused_leaves_the_index_as_it_was(memory: MemoryStore) -> None:
+    keys = [key for key in map(make_key, IDS) if key is not None]
+    put_delta(memory, LAYOUT, keys, at_s=NOW_S - HOUR_S)
+    store = FaultStore(memory, Script([Fault("delete_many", error=AccessError)]))
+    choice = await choose(store, LAYOUT, Rules(older_than_s=5.5 * HOUR_S), NOW_S)
+    with pytest.raises(AccessError):
+        await collect(store, LAYOUT, choice)
+    assert set(await view(memory)) == {key.digest for key in keys}
     assert len(left(memory)) == 10
-    gate.release()
-    await task
-    assert left(memory) == set()

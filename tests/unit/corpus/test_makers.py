@@ -14,9 +14,9 @@ from s3ec.errors import ConfigError
 from s3ec.identity import make_key
 from s3ec.testing.fault_store import FaultStore
 from s3ec.testing.memory_store import MemoryStore
+from tests.support.indexes import LAYOUT
 from tests.unit.cli.corpus import content_hash, entry_bytes
 from tests.unit.corpus.test_audit import row_of
-from tests.unit.index.basics import LAYOUT
 
 NOW_S = 1_700_000_000.0
 HOUR_S = 3600.0

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,16 +26,14 @@ from s3ec.corpus.sources import SourceItem, open_source
 from s3ec.decoding import has_transparent_colour
 from s3ec.errors import AccessError, ConfigError, SourceError
 from s3ec.identity import Layout, Namespace, make_key
-from s3ec.index.manifest import Ulids
-from s3ec.index.rows import EntryInfo
 from s3ec.store.base import Store
 from s3ec.tenant import Tenant
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from tests.support.indexes import delta_bytes, delta_name
 from tests.support.pdfs import make_pdf
 from tests.support.waiting import eventually
 from tests.unit.cli.corpus import MODEL, entry_bytes
-from tests.unit.index.manifests import delta_bytes
 from tests.versions.odd_pictures import ODD
 
 NAMESPACE = Namespace.from_descriptor(MODEL)
@@ -118,9 +115,6 @@ class FakeEncoder:
         self.is_closed = True
 
 
-_ULIDS = Ulids()
-
-
 def save(corpus: Corpus, identifier: str, tenant: Tenant | None = None) -> None:
     """What an engine does: the object, then its announcement."""
     key = make_key(identifier, tenant)
@@ -128,9 +122,7 @@ def save(corpus: Corpus, identifier: str, tenant: Tenant | None = None) -> None:
     body = entry_bytes(key.stored, NAMESPACE.name, made_by=MADE_BY)
     put(corpus, LAYOUT.descriptor, NAMESPACE.to_json())
     put(corpus, LAYOUT.object(key), body)
-    facts = EntryInfo(len(body), 4, 8, "bfloat16", time_s=int(time.time()))
-    delta = delta_bytes([(key.digest, facts)], LAYOUT)
-    put(corpus, LAYOUT.delta(_ULIDS.next(time.time())), delta)
+    put(corpus, delta_name(LAYOUT), delta_bytes({key.digest: len(body)}, LAYOUT))
 
 
 def put(corpus: Corpus, name: str, body: bytes) -> None:

@@ -4,171 +4,151 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
+import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from s3ec.counters import Counters
-from s3ec.identity import Key
-from s3ec.index.bloom import build_bloom
-from s3ec.index.cache import IndexCache
-from s3ec.index.follower import FollowOptions
-from s3ec.index.manifest import BaseFile, BaseManifest, Shard, Ulids
+from s3ec.identity import Key, Layout, make_key
+from s3ec.index.child import in_process
+from s3ec.index.deltas import encode_delta
+from s3ec.index.local import NodeFolder
+from s3ec.index.names import Names, SnapshotName, deltas_prefix, snapshots_prefix
 from s3ec.index.reader import ManifestIndex
-from s3ec.index.rows import EntryInfo, Rows, Tombstone
-from s3ec.index.segment import encode_segment
-from s3ec.testing.fault_store import FaultStore, Script
+from s3ec.index.snapshot import Rows, encode, merge
+from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier import Tier
-from tests.support.clock import START_S, Clock
-from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
+from tests.support.clock import Clock
 
 T = TypeVar("T")
 
-HOUR_S = 3600.0
+NAMESPACE = "gemma-0123456789abcdef"
+LAYOUT = Layout(NAMESPACE)
+REFRESH_S = 10.0
 
 
-def rows_of(*items: object, time_s: float = START_S) -> Rows:
-    """Rows of texts, keys, (key, EntryInfo) or (key, Tombstone)."""
-    told: list[tuple[bytes, EntryInfo | Tombstone]] = []
-    for item in items:
-        if isinstance(item, tuple):
-            told.append((_as_key(item[0]).digest, item[1]))
-        else:
-            told.append((_as_key(item).digest, EntryInfo(time_s=int(time_s))))
-    return Rows.from_facts(told).sorted_unique()
+def key_of(text: object) -> Key:
+    key = make_key(hashlib.sha256(str(text).encode()).hexdigest())
+    assert key is not None
+    return key
 
 
-def _as_key(item: object) -> Key:
-    return item if isinstance(item, Key) else key_of(item)
+def keys_of(*texts: object) -> list[Key]:
+    return [key_of(text) for text in texts]
 
 
 async def in_thread(
     function: Callable[..., T], *args: object, undo: Callable[[T], object] | None = None
 ) -> T:
-    made = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        return await asyncio.shield(made)
-    except asyncio.CancelledError:
-        if undo is not None:
-            made.add_done_callback(lambda done: undo(done.result()))
-        raise
+    return await asyncio.to_thread(function, *args)
 
 
-@dataclass
 class Corpus:
-    """The bucket's side: what writers and compactions have left there."""
+    """The bucket's side: what writers and makers have left there, by one clock."""
 
-    clock: Clock = field(default_factory=Clock)
-    memory: MemoryStore = field(default_factory=MemoryStore)
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.store = MemoryStore(clock=self.clock)
+        self.names = Names()
 
     @property
     def objects(self) -> dict[str, bytes]:
-        return self.memory.bucket.objects
+        return self.store.bucket.objects
 
-    def put(self, name: str, body: bytes) -> None:
+    def put(self, name: str, body: bytes, *, modified_s: float | None = None) -> None:
         self.objects[name] = body
-        self.memory.bucket.modified_s[name] = self.clock.now_s
+        dated_s = self.clock.now_s if modified_s is None else modified_s
+        self.store.bucket.modified_s[name] = dated_s
 
     def delete(self, *names: str) -> None:
         for name in names:
             del self.objects[name]
-            del self.memory.bucket.modified_s[name]
+            del self.store.bucket.modified_s[name]
 
-    def store(self, *items: object) -> None:
+    def save(self, *texts: object) -> None:
         """Objects themselves."""
-        for item in items:
-            self.put(LAYOUT.object(_as_key(item)), b"entry")
+        for key in keys_of(*texts):
+            self.put(LAYOUT.object(key), b"entry")
 
-    def delta(self, *items: object, ahead_s: float = 0.0, time_s: float | None = None) -> str:
-        """Announce keys; answers the ULID.
+    def drop(self, *texts: object) -> None:
+        self.delete(*(LAYOUT.object(key) for key in keys_of(*texts)))
 
-        Args:
-            ahead_s: How far the writer's clock is ahead of the bucket's.
-        """
-        writer_s = self.clock.now_s + ahead_s
-        rows = rows_of(*items, time_s=writer_s if time_s is None else time_s)
-        ulid = Ulids().next(writer_s)
-        self.put(LAYOUT.delta(ulid), b"".join(encode_segment(rows, NAMESPACE)))
+    def ulid(self, ago_s: float = 0.0) -> str:
+        """A name by the server's clock, so long ago; by another writer if it is not now."""
+        names = Names() if ago_s else self.names
+        return names.next(self.clock.now_s - ago_s)
+
+    def delta(self, *texts: object, ago_s: float = 0.0, nbytes: int = 5) -> str:
+        """Announce keys under a name that is so old; answers the ULID."""
+        digests = [key.digest for key in keys_of(*texts)]
+        ulid = self.ulid(ago_s)
+        body = b"".join(encode_delta(digests, [nbytes] * len(digests), NAMESPACE))
+        self.put(deltas_prefix(LAYOUT) + ulid, body)
         return ulid
 
-    def base(
-        self, version: int, rows: Rows, *, merged: Iterable[str] = (), shards: int = 2
-    ) -> BaseManifest:
-        """Commit a base of so many shards; answers its head."""
-        run = secrets.token_hex(8)
-        made = []
-        for number in range(shards):
-            first, last = 256 // shards * number, 256 // shards * (number + 1) - 1
-            part = rows.between(first, last)
-            segment = encode_segment(part, NAMESPACE)
-            bloom = build_bloom(part.digest_hi, part.digest_lo, NAMESPACE)
-            made.append(Shard(first, last, len(part), BaseFile.of(segment), BaseFile.of(bloom)))
-            self.put(LAYOUT.shard(version, run, first, last), b"".join(segment))
-            self.put(LAYOUT.bloom(version, run, first, last), b"".join(bloom))
-        head = BaseManifest(
-            version, run, int(self.clock.now_s), len(rows), tuple(made), frozenset(merged)
-        )
-        self.put(LAYOUT.head(version), head.to_json())
-        return head
+    def snapshot(self, *texts: object, listed: str | None = None, ulid: str = "") -> SnapshotName:
+        """A snapshot with rows for some keys; a listing unless ``listed`` is given."""
+        ulid = ulid or self.ulid()
+        name = SnapshotName(ulid if listed is None else listed, ulid)
+        rows = merge([rows_for(texts)])
+        self.put(snapshots_prefix(LAYOUT) + str(name), b"".join(encode(rows, NAMESPACE)))
+        return name
 
-    def drop_base(self, head: BaseManifest) -> None:
-        """What a later compaction does after the grace period."""
-        names = [name for name in self.objects if LAYOUT.run_of(name) == (head.version, head.run)]
-        self.delete(LAYOUT.head(head.version), *names)
+    def index_names(self, kind: str) -> list[str]:
+        """Names below ``manifest/v2/KIND/``, sorted."""
+        prefix = f"{LAYOUT.manifest}v2/{kind}/"
+        return sorted(n.removeprefix(prefix) for n in self.objects if n.startswith(prefix))
+
+
+def rows_for(texts: Iterable[object], nbytes: int = 5) -> Rows:
+    digests = [key.digest for key in keys_of(*texts)]
+    return Rows.of(digests, [nbytes] * len(digests))
 
 
 class Reader:
-    """One reader: an index over a tier of its own or a shared one."""
+    """One process of a node: an index over a folder that others may share."""
 
     def __init__(
-        self,
-        corpus: Corpus,
-        folder: Path,
-        *,
-        script: Script | None = None,
-        budget_bytes: int = 1 << 30,
-        file_clock: Callable[[], float] = time.time,
-        **options: Any,
+        self, corpus: Corpus, folder: Path, *, script: Script | None = None, **options: Any
     ) -> None:
+        self.corpus = corpus
         self.clock = Clock(0.0)
         self.counters = Counters()
         self.script = script or Script()
-        self.store = FaultStore(corpus.memory, self.script)
-        self.tier = Tier(
-            folder, NAMESPACE, budget_bytes=budget_bytes, min_free_bytes=0, counters=self.counters
-        )
-        self.files = self.tier.open_index()
-        self.cache = IndexCache(
-            self.store, LAYOUT, self.files, in_thread, self.counters, clock=file_clock
-        )
+        self.store = FaultStore(corpus.store, self.script)
+        self.folder = NodeFolder(folder, clock=corpus.clock)
         self.index = ManifestIndex(
-            self.cache,
-            options=FollowOptions(**{"patience_s": 30.0, "cache_bytes": budget_bytes} | options),
+            self.store,
+            LAYOUT,
+            self.folder,
+            jobs=options.pop("jobs", in_process(self.store)),
+            disk=in_thread,
+            counters=self.counters,
+            refresh_s=REFRESH_S,
             clock=self.clock,
-            wall_clock=corpus.clock,
+            **options,
         )
 
-    async def refresh(self) -> None:
-        await self.index.refresh()
+    def pass_time(self, seconds: float) -> None:
+        """Also for the bucket, and for all other readers of it."""
+        self.clock.now_s += seconds
+        self.corpus.clock.now_s += seconds
 
-    async def calls(self) -> dict[str, int]:
-        """What one refresh asks the bucket for."""
-        self.store.calls.clear()
-        self.store.log.clear()
-        await self.index.refresh()
-        return dict(self.store.calls)
+    async def refresh(self, *, now: bool = True) -> None:
+        """A refresh, and the end of the download that it may have begun."""
+        await self.index.refresh(now=now)
+        if (fetch := self.index._fetch) is not None:
+            await fetch
 
-    def finds(self, *items: object) -> list[bool]:
-        return [self.index.maybe_contains(_as_key(item)) for item in items]
+    def holds(self, *texts: object) -> list[object]:
+        """Those that a lookup finds."""
+        return [text for text in texts if self.index.maybe_contains(key_of(text))]
 
-    def here(self) -> set[str]:
-        """Names of the index's files on this node."""
-        return {file.name for file in self.files.walk()}
+    def fault(self, fault: Fault) -> Fault:
+        """Have this go wrong; what was added last goes first."""
+        self.script.faults.insert(0, fault)
+        return fault
 
     async def close(self) -> None:
         await self.index.close()
-        self.tier.close()

@@ -20,7 +20,6 @@ from s3ec.store.open import (
     choose_transport,
     open_store,
     probe_conditional_put,
-    require_conditional_put,
     with_conditional_put,
 )
 from s3ec.store.s3 import ObstoreStore
@@ -113,16 +112,13 @@ async def test_a_store_is_probed_once_for_all_who_ask() -> None:
     assert probed == 4
     for _ in range(2):
         assert await with_conditional_put(store) is store
-        await require_conditional_put(store)
     assert store.calls.total() == probed
 
 
 async def test_a_server_that_ignores_conditions_is_probed_once() -> None:
     store = FaultStore(OverwritingStore())
     for _ in range(2):
-        with pytest.raises(ConfigError, match="If-None-Match"):
-            await require_conditional_put(store)
-    assert isinstance(await with_conditional_put(store), HeadBeforePut)
+        assert isinstance(await with_conditional_put(store), HeadBeforePut)
     assert store.calls["put_if_absent"] == 2
 
 
@@ -131,9 +127,8 @@ async def test_an_identity_without_rights_is_probed_again() -> None:
     store = FaultStore(
         OverwritingStore(), Script([Fault("put_if_absent", error=AccessError, times=1)])
     )
-    await require_conditional_put(store)
-    with pytest.raises(ConfigError):
-        await require_conditional_put(store)
+    assert await with_conditional_put(store) is store
+    assert isinstance(await with_conditional_put(store), HeadBeforePut)
 
 
 async def test_head_before_put_keeps_the_first_writer_where_the_server_does_not_and_warns_once(

@@ -20,6 +20,7 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.identity import Key, make_key
+from s3ec.index.local import NodeFolder
 from s3ec.tier import OpenEntry, Spool, Tier, files
 from tests.support.clock import Clock
 from tests.support.finite import FINITE
@@ -65,6 +66,11 @@ def entry(
 
 SIZE = len(entry(key_of("0" * 64)))
 """Of the entry of every content hash."""
+
+
+def index_of(tier: Tier, namespace: str = NAMESPACE) -> NodeFolder:
+    """This node's files of a namespace's index."""
+    return NodeFolder.of(tier.folders, namespace, need_room=tier.need_room)
 
 
 def read(held: OpenEntry, key: Key) -> bytes:

@@ -21,6 +21,7 @@ from typing import Any
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
+from s3ec.index.local import NodeFolder
 from s3ec.tier import Claim, LocalKeys, evictor
 from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import DiskErrors, Folders, TempFile, try_lock
@@ -189,7 +190,6 @@ def fork(root: Path) -> None:
     # Not above: most of these processes need none of it.
     from s3ec.config import load_settings
     from s3ec.identity import Namespace
-    from s3ec.index.base_writer import temporary_folder
     from s3ec.node import Node
     from s3ec.store import endpoint
 
@@ -202,7 +202,10 @@ def fork(root: Path) -> None:
     ours, theirs = socket.socketpair()
     reader, _ = node.loop.run(_connect(ours), DEADLINE_S)
     locked = _all_locked(node, Node._locks, endpoint._sharing)
-    with temporary_folder(root.parent) as work, locked:
+    index = NodeFolder.of(node.tier.folders, NAMESPACE)
+    making = index.try_claim("make")
+    assert making is not None
+    with locked:
         pid = os.fork()
         if pid == 0:
             signal.alarm(240)
@@ -216,6 +219,7 @@ def fork(root: Path) -> None:
             assert mine.pid == os.getpid()
             assert mine.fd != held.fd
             assert own.tier.claims.is_taken(key_at(1).digest)
+            assert index.try_claim("make") is None
             del held
             own.tier.claims.release(claim)
             assert own.loop.run(_pid(), DEADLINE_S) == os.getpid()
@@ -227,7 +231,8 @@ def fork(root: Path) -> None:
             assert read(mine, key) == entry(key)
             sys.exit()
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert work.exists()
+    assert index.try_claim("make") is None
+    index.release(making)
     assert read(held, key) == entry(key)
     assert node.tier.claims.is_taken(key_at(1).digest)
     theirs.send(b"here")
@@ -328,8 +333,6 @@ def fork_and_tell(root: Path, number: int) -> None:
 
 def orphan(root: Path) -> None:
     """Hold all that can be held, fork a child that does nothing, and be killed."""
-    from s3ec.index.base_writer import temporary_folder
-
     tier = new_tier(root)
     publish(tier, 0, spool=tier.open_spool(DESTINATION))
     publish(tier, 2)
@@ -338,7 +341,8 @@ def orphan(root: Path) -> None:
     assert isinstance(claim, Claim)
     folders = Folders(root)
     temp = TempFile(str(folders.incoming))
-    with temporary_folder(root.parent), evict_lock(folders) as alone:
+    assert NodeFolder.of(tier.folders, NAMESPACE).try_claim("make") is not None
+    with evict_lock(folders) as alone:
         assert alone
         assert try_lock(folders.open_own(folders.usage))
         if os.fork() == 0:

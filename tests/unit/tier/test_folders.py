@@ -42,7 +42,6 @@ from tests.unit.tier.cases import (
 )
 
 KEY = key_at(1)  # with a LoRA folder
-_INDEX_FILE = "base/000000000001-0123456789abcdef/00-ff.safetensors"
 
 
 def test_missing_root_is_made_with_its_parents(make_tier: MakeTier, root: Path) -> None:

@@ -172,6 +172,7 @@ run "lifecycle_follows_its_days" {
 
   variables {
     prefix          = "team-a/"
+    write_once      = false
     lifecycle_rules = { expire_days = 90, intelligent_tiering_days = 0, noncurrent_days = 1 }
     access_log      = { bucket = "logs" }
   }
@@ -192,6 +193,16 @@ run "lifecycle_follows_its_days" {
     condition     = aws_s3_bucket_logging.this[0].target_bucket == "logs"
     error_message = "no access log"
   }
+}
+
+run "no_rule_deletes_the_manifest_of_a_corpus" {
+  command = plan
+
+  variables {
+    lifecycle_rules = { expire_days = 90 }
+  }
+
+  expect_failures = [aws_s3_bucket_lifecycle_configuration.this]
 }
 
 run "no_lifecycle_when_null" {

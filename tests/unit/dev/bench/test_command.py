@@ -43,7 +43,7 @@ ROWS = {
     "index": [
         *("lookup_p50_us", "lookup_ratio_to_example", "lookup_ratio_to_head", "growth_1e6_to_max"),
         *("private_bytes_per_key", "/bloom.bytes_per_key", "/bloom.fpr", "open_ms"),
-        *("cold_ratio_to_raw", "/compact.peak_mib", "/compact.seconds", "visible_p99_s"),
+        *("cold_ratio_to_raw", "/union.peak_mib", "/union.seconds", "visible_p99_s"),
         "idle_lists_per_refresh",
     ],
     "evict": ["lost", "wrong", "refused", "budgets_per_s", "loads"],

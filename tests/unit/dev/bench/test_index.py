@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The made-up bases of ``bench index``, their readers and its child processes."""
+"""The made-up snapshots of ``bench index`` and their readers."""
 
 from __future__ import annotations
 
-from typing import get_args
+from pathlib import Path
 
-import pytest
-
-from s3ec.dev.bench.index_made import Keys, Made, Mode, make, reader
+from s3ec.dev.bench.index_made import Keys, make, reader
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return make(tmp_path_factory.mktemp("index"), 20_000)
-
-
-@pytest.mark.parametrize("mode", get_args(Mode))
-def test_reader_opens_the_files_that_are_here_and_downloads_none(made: Made, mode: Mode) -> None:
-    keys = Keys(made.base())
-    with reader(made, mode) as node:
+def test_reader_opens_the_files_that_are_here_and_downloads_none(tmp_path: Path) -> None:
+    made = make(tmp_path, 20_000)
+    keys = Keys(made.segment())
+    with reader(made) as node:
         assert all(map(node.index.maybe_contains, keys.hits(500)))
-        assert not all(map(node.index.maybe_contains, keys.misses(500)))
+        assert not any(map(node.index.maybe_contains, keys.misses(500)))
         assert node.counters.get("index.downloads") == 0
-        assert all(map(node.index.holds, keys.hits(10))) == (mode == "exact")
+        assert node.index.counts().snapshot_rows == made.entries == 20_000

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long work on the index in a process of its own: a fresh interpreter of low priority, no fork."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Literal, TypeAlias
+
+from s3ec.counters import Counters
+from s3ec.errors import (
+    AccessError,
+    ConfigError,
+    CorruptEntryError,
+    S3ECError,
+    TierError,
+    UnavailableError,
+)
+from s3ec.identity import Layout
+from s3ec.settings import Settings
+from s3ec.store.base import Store
+
+LISTING_EVERY_S = 86400.0
+"""Of a fleet that writes one engine lists the objects so often."""
+_RAISED = {each.__name__: each for each in (UnavailableError, AccessError, TierError)}
+_NICE = 19
+# A child finds its modules where its parent does, and not in the folder where it was started.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.stdin.readline()); "
+    f"from {__name__} import main; main()"
+)
+# What a child says in the end, and what it may say before: warnings of libraries.
+_SAID_CHARACTERS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to do.
+
+    Attributes:
+        kind: ``fetch`` downloads a snapshot and makes its filter; ``union`` and ``listing`` make a
+            snapshot, write it to the bucket, and leave it here with its filter.
+        namespace: Its name.
+        folder: The node's folder of the index.
+        snapshot: For ``fetch``: ``ULID-LISTED``.
+        older_s: For ``listing``: how old the last one must be.
+    """
+
+    kind: Literal["fetch", "union", "listing"]
+    namespace: str
+    folder: str
+    snapshot: str = ""
+    older_s: float = LISTING_EVERY_S
+
+
+Jobs: TypeAlias = Callable[[Job], Awaitable[str]]
+"""Runs a job; returns the name of the snapshot; empty where there was nothing to do.
+
+Raises UnavailableError, AccessError, CorruptEntryError or TierError as the work does.
+"""
+
+
+def in_child(settings: Settings) -> Jobs:
+    """Runs jobs in a child process, which ends with this one. The loop's thread stays free.
+
+    Args:
+        settings: With which the child opens the bucket.
+    """
+
+    async def run(job: Job) -> str:
+        # Settings go through a pipe, since everybody may read a command line.
+        order = json.dumps({"job": asdict(job), "settings": settings.model_dump(mode="json")})
+        running = _Running()
+        try:
+            status, out, err = await asyncio.to_thread(running.run, order)
+        finally:
+            running.stop()  # where this was cancelled
+        try:
+            answer = json.loads(out)
+        except ValueError:
+            raise UnavailableError(
+                f"a child process that was to {job.kind} ended with {status}: "
+                f"{err[-_SAID_CHARACTERS:]}"
+            ) from None
+        if "error" not in answer:
+            return str(answer["snapshot"])
+        if answer["error"] == CorruptEntryError.__name__:
+            raise CorruptEntryError(answer["message"], reason=answer["reason"])
+        raise _RAISED.get(answer["error"], UnavailableError)(answer["message"])
+
+    return run
+
+
+def in_process(store: Store) -> Jobs:
+    """Runs jobs here, for commands and for tests whose bucket no child can reach."""
+    return lambda job: _work(job, store)
+
+
+async def _work(job: Job, store: Store) -> str:
+    from s3ec.index import maker
+    from s3ec.index.local import NodeFolder
+    from s3ec.index.names import SnapshotName
+
+    layout, node = Layout(job.namespace), NodeFolder(Path(job.folder))
+    if job.kind == "fetch":
+        name = SnapshotName.parse(job.snapshot)
+        if name is None:
+            raise CorruptEntryError(f"{job.snapshot!r:.100} is no snapshot", reason="header")
+        await maker.fetch_snapshot(store, layout, node, name)
+        return str(name)
+    if job.kind == "union":
+        made = await maker.make_union(store, layout, node)
+    else:
+        made = await maker.make_listing(store, layout, node, older_s=job.older_s)
+    return "" if made is None else str(made.name)
+
+
+class _Running:
+    """One child. ``run`` blocks until it has ended; ``stop`` ends it from another thread."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._child: subprocess.Popen[str] | None = None
+
+    def stop(self) -> None:
+        """Kill the child, also one that is just being started; fine after its end."""
+        self._stopped.set()
+        if self._child is not None:
+            self._child.kill()
+
+    def run(self, order: str) -> tuple[int, str, str]:
+        """Give a child its order; returns its exit status, and what it wrote.
+
+        Its input stays open as long as this process lives: its end tells the child to end.
+
+        Raises:
+            UnavailableError: It cannot be started.
+        """
+        with ExitStack() as files:
+            try:
+                said, errors = (files.enter_context(TemporaryFile("w+")) for _ in range(2))
+                child = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _PROGRAM],
+                    stdin=subprocess.PIPE,
+                    stdout=said,
+                    stderr=errors,
+                    text=True,
+                )
+            except OSError as exc:
+                raise UnavailableError(f"cannot start a child process: {exc}") from exc
+            self._child = child
+            if self._stopped.is_set():
+                child.kill()
+            with suppress(OSError):  # it says why, or ends without a word
+                if child.stdin is not None:
+                    child.stdin.write(f"{json.dumps(sys.path)}\n{order}\n")
+                    child.stdin.flush()
+            status = child.wait()
+            with suppress(OSError):
+                if child.stdin is not None:
+                    child.stdin.close()
+            said.seek(0)
+            errors.seek(0)
+            return status, said.read(), errors.read()
+
+
+# -- in the child ----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Do what stands in the first line of the input, and say in one line what came of it."""
+    os.nice(_NICE)
+    order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        answer: dict[str, str] = {"snapshot": asyncio.run(_open_and_work(order))}
+    except S3ECError as exc:
+        answer = {"error": type(exc).__name__, "message": str(exc)}
+        answer["reason"] = getattr(exc, "reason", "")
+    sys.stdout.write(json.dumps(answer))
+    sys.stdout.flush()
+    os._exit(0)  # without a wait for the store's threads
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+async def _open_and_work(order: dict[str, dict[str, object]]) -> str:
+    from s3ec.store.endpoint import Endpoint
+    from s3ec.store.open import open_store, resilient
+
+    settings = Settings.model_validate(order["settings"])
+    job = Job(**order["job"])  # type: ignore[arg-type]
+    try:
+        opened = open_store(settings, patient=True)
+    except ConfigError as exc:
+        raise AccessError(str(exc)) from exc
+    store = resilient(opened, Endpoint.of(settings), Counters(), hedge=False)
+    try:
+        return await _work(job, store)
+    finally:
+        await store.close()

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index's files on this node: one folder for a namespace, shared by all processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from s3ec.errors import TierError
+from s3ec.index.names import SnapshotName
+from s3ec.tier.files import Folders, make_folder
+
+OVERLAY = "overlay"
+MISSING = "missing"
+ROWS, FILTER = ".rows", ".filter"
+_TEMP_LIFETIME_S = 3600.0
+_TEMP = re.compile(r"[0-9a-f]{16}\.tmp")
+# Digest, and when it was found gone: seconds since the epoch, by this machine's clock.
+_MISSING = struct.Struct("<16sd")
+_MISSING_BYTES = 65_536 * _MISSING.size
+
+
+class FileId(NamedTuple):
+    """Tells a file from the one that replaced it.
+
+    Attributes:
+        inode: Of the file.
+        nbytes: Size.
+        modified_s: Seconds since the epoch.
+    """
+
+    inode: int
+    nbytes: int
+    modified_s: float
+
+
+def no_bound(nbytes: int) -> None:
+    """Room for everything: for folders outside of the tier."""
+
+
+class NodeFolder:
+    """Files of the index in one folder. Blocking and thread-safe; touches nothing when it is made.
+
+    A file appears whole, by a rename, and is never changed afterwards: what is mapped stays good
+    when its name is replaced or removed. ``missing`` alone is appended to.
+
+    Attributes:
+        path: The folder.
+        need_room: Asks for so many bytes, and counts them; TierError where there are none.
+        clock: Seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        above: Sequence[str] = (),
+        need_room: Callable[[int], None] = no_bound,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Names a folder.
+
+        Args:
+            path: Made where it is missing, for this user only.
+            above: Folders that it lies in; each must be ours when it is made.
+            need_room: The tier's. A child process has none: its parent asks before it starts.
+            clock: Seconds since the epoch; times of files are compared with it.
+        """
+        self.path = path
+        self.need_room = need_room
+        self.clock = clock
+        self._folders = (*above, str(path))
+
+    @classmethod
+    def of(
+        cls, folders: Folders, namespace: str, *, need_room: Callable[[int], None] = no_bound
+    ) -> NodeFolder:
+        """The one of a namespace in the node's tier."""
+        above = (str(folders.root), str(folders.version), str(folders.index))
+        return cls(folders.index / namespace, above=above, need_room=need_room)
+
+    def make(self) -> None:
+        """Make the folder, and those above it, where they are missing.
+
+        Raises:
+            TierError: The disk refused, or the folder is not ours.
+        """
+        try:
+            for folder in self._folders:
+                make_folder(folder, given=True)
+        except OSError as exc:
+            raise TierError(f"cannot make {self.path}: {exc}") from exc
+
+    def rows_path(self, name: SnapshotName) -> Path:
+        """Where the rows of a snapshot lie."""
+        return self.path / f"{name}{ROWS}"
+
+    def filter_path(self, name: SnapshotName) -> Path:
+        """Where its filter lies; it is there before the rows are."""
+        return self.path / f"{name}{FILTER}"
+
+    def find(self, name: str) -> FileId | None:
+        """A file of this folder; None where it is absent."""
+        try:
+            found = os.lstat(self.path / name)
+        except OSError:
+            return None
+        return FileId(found.st_ino, found.st_size, found.st_mtime)
+
+    @contextmanager
+    def new_file(self, name: str, nbytes: int, *, synced: bool = True) -> Iterator[BinaryIO]:
+        """A file that gets its name when the block ends without an exception.
+
+        Args:
+            nbytes: What it will have at most.
+            synced: Wait until the device has it, so that a power cut leaves no file of zeros.
+
+        Raises:
+            TierError: There is no room, or the disk refused.
+        """
+        temp = self.path / f"{secrets.token_hex(8)}.tmp"
+        try:
+            self.make()
+            self.need_room(nbytes)
+            with open(os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "w+b") as file:
+                yield file
+                file.flush()
+                if synced:
+                    os.fsync(file.fileno())
+            with suppress(OSError):  # a folder in its place, which no file can replace
+                os.rmdir(self.path / name)
+            temp.rename(self.path / name)
+        except OSError as exc:
+            raise TierError(f"cannot write {self.path / name}: {exc}") from exc
+        finally:
+            with suppress(OSError):
+                temp.unlink(missing_ok=True)
+
+    def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+        """Write a whole file and name it; raises as new_file."""
+        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+        with self.new_file(name, nbytes, synced=False) as file:
+            file.writelines(pieces)
+
+    def touch(self, name: str) -> None:
+        """Set a file's time to now. Never raises."""
+        with suppress(OSError):
+            now_ns = int(self.clock() * 1e9)
+            os.utime(self.path / name, ns=(now_ns, now_ns))
+            os.utime(self.path)  # the tier looks at this: somebody uses the namespace here
+
+    def remove_older(self, name: SnapshotName) -> None:
+        """Remove the files of older snapshots, and what dead processes left. Never raises."""
+        with suppress(OSError):
+            for found in os.listdir(self.path):
+                parsed = SnapshotName.parse(found.partition(".")[0])
+                is_old = parsed is not None and parsed < name
+                with suppress(OSError):
+                    if _TEMP.fullmatch(found):
+                        age_s = time.time() - os.lstat(self.path / found).st_mtime
+                        is_old = age_s > _TEMP_LIFETIME_S
+                    if is_old:
+                        os.unlink(self.path / found)
+
+    # -- claims ------------------------------------------------------------------------------
+
+    def try_claim(self, task: str) -> int | None:
+        """Claim a task (``refresh``, ``make``) for this process; never waits.
+
+        Returns:
+            What ``release`` takes; None where another process has it. The kernel gives back what
+            a process that ended had.
+
+        Raises:
+            TierError: The disk refused.
+        """
+        fd = -1
+        try:
+            self.make()
+            flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(self.path / f"lock-{task}", flags, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except OSError as exc:
+            if fd >= 0:
+                os.close(fd)
+            raise TierError(f"cannot lock in {self.path}: {exc}") from exc
+
+    def release(self, claim: int) -> None:
+        """Give a claim back."""
+        os.close(claim)
+
+    # -- keys that were found gone -------------------------------------------------------------
+
+    def add_missing(self, digests: Sequence[bytes]) -> None:
+        """Tell the node's engines that the bucket does not hold these keys. Never raises.
+
+        A file that grew large begins again: what is in it is believed for a minute only.
+        """
+        now_s = self.clock()
+        body = b"".join(_MISSING.pack(digest, now_s) for digest in digests)
+        with suppress(OSError):
+            path = self.path / MISSING
+            with suppress(FileNotFoundError):
+                if os.lstat(path).st_size > _MISSING_BYTES:
+                    os.unlink(path)
+            flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(path, flags, 0o600)
+            try:
+                os.write(fd, body)  # one call: what several processes append is not mixed
+            finally:
+                os.close(fd)
+
+    def read_missing(self, inode: int, start: int) -> tuple[int, int, list[tuple[bytes, float]]]:
+        """What was appended since the last call.
+
+        Args:
+            inode, start: What the last call returned; zeros at first.
+
+        Returns:
+            Inode and offset for the next call, and digests with the time at which each was gone.
+        """
+        try:
+            fd = os.open(self.path / MISSING, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return 0, 0, []
+        with open(fd, "rb") as file:
+            about = os.fstat(fd)
+            if about.st_ino != inode or about.st_size < start:
+                start = 0
+            file.seek(start)
+            body = file.read(_MISSING_BYTES)
+        body = body[: len(body) // _MISSING.size * _MISSING.size]
+        return about.st_ino, start + len(body), list(_MISSING.iter_unpack(body))

@@ -1,0 +1,750 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes snapshots: unions of what is known, and listings of what is there.
+
+A union is the newest snapshot and the deltas since. A listing is what ``objects/`` holds. Each is
+named before its work begins, so that what is announced meanwhile is read beside it. Two at once
+are both right: claims only save work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import mmap
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from s3ec import safetensors_file
+from s3ec.counters import Counters, Report, unreported
+from s3ec.errors import (
+    AccessError,
+    ConflictError,
+    CorruptEntryError,
+    S3ECError,
+    TierError,
+    UnavailableError,
+)
+from s3ec.identity import Key, Layout, is_ulid
+from s3ec.index.bloom import write_bloom
+from s3ec.index.child import LISTING_EVERY_S, Job, Jobs
+from s3ec.index.deltas import list_deltas, read_deltas
+from s3ec.index.listing import list_objects, rows_of
+from s3ec.index.local import FILTER, ROWS, NodeFolder
+from s3ec.index.names import (
+    MARGIN_S,
+    NEVER,
+    Names,
+    ServerClock,
+    SnapshotName,
+    claims_prefix,
+    deltas_prefix,
+    first_ulid,
+    list_snapshots,
+    snapshots_prefix,
+    time_s,
+)
+from s3ec.index.reader import ManifestIndex
+from s3ec.index.snapshot import (
+    KIND,
+    MAX_BYTES,
+    PARTS,
+    Array,
+    Rows,
+    Segment,
+    Spill,
+    anonymous_file,
+    merge,
+    without,
+    write_rows,
+)
+from s3ec.runtime import contained, jitter
+from s3ec.store.base import (
+    DELETE_AT_A_TIME,
+    PART_BYTES,
+    ObjectInfo,
+    Store,
+    VanishedError,
+    whole_parts,
+)
+
+log = logging.getLogger(__name__)
+
+UNION_ROWS, UNION_SHARE = 65_536, 1 / 8
+"""A union is due where deltas hold more rows than both, the second as a share of the snapshot's."""
+UNION_DELTAS = 4096
+"""Or where there are more deltas than this."""
+UNION_EVERY_S = 600.0
+LISTING_SOON_EVERY_S = 3600.0
+"""Where fetches find nothing, objects are listed so often at most."""
+UNION_STALE_S, LISTING_STALE_S = 600.0, 7200.0
+"""A claim is worth nothing after this time, by the server's dates."""
+YOUNG_S = 600.0
+"""An object that is no older may still have to be announced."""
+LOOK_EVERY_S = 10.0
+_SPREAD_S = 30.0  # waited for at random: writers of other nodes see the same at the same time
+# After one was begun, whatever came of it: so long its claim is worth something, too.
+_RESTS_S = {"union": UNION_EVERY_S, "listing": LISTING_SOON_EVERY_S}
+_DELTAS_AT_A_TIME = 256
+_DOWNLOAD_PARTS = 2
+_FRESH_NAMES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A snapshot that was written.
+
+    Attributes:
+        name: Its name.
+        rows: Its rows.
+        removed: Old objects of the index that were deleted.
+    """
+
+    name: SnapshotName
+    rows: int
+    removed: int
+
+
+@dataclass(slots=True)
+class Verified:
+    """An index compared with a listing.
+
+    Attributes:
+        snapshot: The newest one that can be read; the default for none.
+        entries: Rows of snapshot and deltas.
+        objects: Objects that the listing found.
+        missing: Objects without a row; encoded again until the next listing.
+        extra: Rows without an object; each costs a node a 404.
+        unannounced: Objects of the last ten minutes without a row yet: not missing.
+        refused: Objects of the index that cannot be used: name to what is wrong.
+    """
+
+    snapshot: SnapshotName = field(default_factory=SnapshotName)
+    entries: int = 0
+    objects: int = 0
+    missing: int = 0
+    extra: int = 0
+    unannounced: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def index_agrees(self) -> bool:
+        """True if nothing is missing, extra or refused."""
+        return not (self.missing or self.extra or self.refused)
+
+
+# -- reading a snapshot ----------------------------------------------------------------------------
+
+
+async def fetch_snapshot(
+    store: Store, layout: Layout, node: NodeFolder, name: SnapshotName
+) -> None:
+    """Bring a snapshot to this node, check all of it, and make its filter.
+
+    Raises:
+        UnavailableError: The store does not answer now, or the snapshot was replaced.
+        AccessError: It refuses.
+        CorruptEntryError: The snapshot is damaged.
+        TierError: The disk refused.
+    """
+    info = await store.head(snapshots_prefix(layout) + str(name))
+    if info is None:
+        raise UnavailableError(f"snapshot {name} is gone")
+    with node.new_file(f"{name}{ROWS}", info.nbytes) as file:
+        segment = await _download(store, layout, info, file)
+        await asyncio.to_thread(_keep_filter, node, name, segment)
+
+
+def _keep_filter(node: NodeFolder, name: SnapshotName, segment: Segment) -> None:
+    with node.new_file(f"{name}{FILTER}", len(segment) * 2) as file:
+        parts = (segment.part(number) for number in range(PARTS))
+        write_bloom(file, len(segment), ((rows.hi, rows.lo) for rows in parts if len(rows)))
+
+
+async def _download(store: Store, layout: Layout, info: ObjectInfo, file: BinaryIO) -> Segment:
+    """Bring a snapshot into a file; every byte of it is checked. Raises as fetch_snapshot."""
+    if not 0 < info.nbytes <= MAX_BYTES:
+        raise CorruptEntryError(f"{info.name}: {info.nbytes} bytes", reason="size")
+    parts = whole_parts(store, info.name, info.nbytes, at_a_time=_DOWNLOAD_PARTS)
+    try:
+        async with aclosing(parts) as coming:
+            async for at, part in coming:
+                file.seek(at)
+                await asyncio.to_thread(file.write, part)
+        file.flush()
+    except VanishedError as exc:
+        raise UnavailableError(f"{info.name} is gone") from exc
+    except OSError as exc:
+        raise TierError(f"cannot write a file of the index: {exc}") from exc
+    segment = _mapped(file, layout, info.name)
+    await asyncio.to_thread(segment.check)
+    return segment
+
+
+def _mapped(file: BinaryIO, layout: Layout, name: str) -> Segment:
+    whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return Segment.parse(memoryview(whole), layout.namespace, name=name)
+
+
+async def rows_in(store: Store, layout: Layout, info: ObjectInfo) -> int:
+    """How many rows a snapshot says it has: one small GET.
+
+    Raises:
+        CorruptEntryError: It cannot be read, by its header and size.
+        UnavailableError, AccessError: The store did not answer.
+    """
+    front = await store.get_range(info.name, 0, 8 + safetensors_file.HEADER_LIMIT)
+    if front is None:
+        raise CorruptEntryError(f"{info.name} is gone", reason="length")
+    metadata, tensors, begin = safetensors_file.parse_header(front, KIND)
+    try:
+        end = max(int(tensor["data_offsets"][1]) for tensor in tensors.values())
+        rows = int(metadata["entries"])
+    except (KeyError, ValueError, TypeError, IndexError) as exc:
+        raise CorruptEntryError(f"{info.name}: {exc!r}", reason="header") from exc
+    if metadata.get("namespace") != layout.namespace or len(begin) + end != info.nbytes:
+        raise CorruptEntryError(f"{info.name}: of another size or namespace", reason="length")
+    return rows
+
+
+async def newest_rows(store: Store, layout: Layout) -> int | None:
+    """How many rows the newest readable snapshot has; None for none. A LIST and a GET.
+
+    Raises:
+        UnavailableError, AccessError: The store did not answer.
+    """
+    for _, info in await list_snapshots(store, layout):
+        with suppress(CorruptEntryError):
+            return await rows_in(store, layout, info)
+    return None
+
+
+# -- writing one -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a snapshot is written: for the node, or into files without names.
+
+    Attributes:
+        node: Keeps it, with its filter; None for neither.
+        folder: For temporary files; None for the system's place.
+    """
+
+    node: NodeFolder | None
+    folder: Path | None
+
+    def write(
+        self, layout: Layout, name: SnapshotName, parts: Iterable[Rows], files: ExitStack
+    ) -> tuple[Segment, int]:
+        """Write rows part by part; files are named or freed when ``files`` ends. Blocking."""
+        if self.node is None:
+            rows_file = files.enter_context(anonymous_file(self.folder))
+
+            def keep(count: int, chunks: Iterable[tuple[Array, Array]]) -> None:
+                """Nobody looks up in it."""
+        else:
+            node = self.node
+            rows_file = files.enter_context(node.new_file(f"{name}{ROWS}", 0))
+
+            def keep(count: int, chunks: Iterable[tuple[Array, Array]]) -> None:
+                filter_file = files.enter_context(node.new_file(f"{name}{FILTER}", 0))
+                write_bloom(filter_file, count, chunks)
+
+        count = write_rows(rows_file, layout.namespace, parts, self.folder, keep)
+        return _mapped(rows_file, layout, str(name)), count
+
+
+def _parts(spill: Spill, base: Segment | None = None) -> Iterator[Rows]:
+    """All rows of both, sorted, part by part; what was spilled wins."""
+    for number in range(PARTS):
+        rows = spill.part(number)
+        yield merge(rows if base is None else [base.part(number), *rows])
+        if base is not None:
+            base.forget_pages()
+
+
+async def _write(
+    store: Store,
+    layout: Layout,
+    clock: ServerClock,
+    name: SnapshotName,
+    parts: Iterable[Rows],
+    place: _Place,
+) -> Made:
+    """Write a snapshot here, then to the bucket, then clear away what it replaces."""
+    with ExitStack() as files:
+        segment, count = await asyncio.to_thread(place.write, layout, name, parts, files)
+        segment.forget_pages()
+        body = segment.blob()
+        pieces = [body[at : at + PART_BYTES] for at in range(0, len(body), PART_BYTES)]
+        with suppress(ConflictError):  # our own, its reply was lost
+            await store.put_if_absent(snapshots_prefix(layout) + str(name), pieces)
+        del pieces, body, segment
+    removed = 0
+    try:
+        removed = await clear(store, layout, clock)
+    except (UnavailableError, AccessError) as exc:
+        log.debug("old files of the index stay for now: %s", exc)
+    return Made(name, count, removed)
+
+
+async def clear(store: Store, layout: Layout, clock: ServerClock) -> int:
+    """Delete what no reader needs: two snapshots stay that can be read, and deltas since.
+
+    Returns:
+        How many objects were deleted.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    old: list[str] = []
+    readable: list[SnapshotName] = []
+    for name, info in await list_snapshots(store, layout):
+        if len(readable) == 2:
+            old.append(info.name)
+            continue
+        with suppress(CorruptEntryError):
+            await rows_in(store, layout, info)
+            readable.append(name)
+    if len(readable) == 2:
+        # Twice, since whoever reads an older snapshot reads deltas before its name, too.
+        prefix, last_s = deltas_prefix(layout), time_s(readable[-1].listed) - 2 * MARGIN_S
+        last = first_ulid(last_s)
+        fresh = 0
+        async with aclosing(_listed(store, prefix)) as deltas:
+            async for info in deltas:
+                ulid = info.name.removeprefix(prefix)
+                if is_ulid(ulid) and ulid < last:
+                    old.append(info.name)
+                    continue
+                fresh += 1
+                if fresh > _FRESH_NAMES:  # the rest as well, unless the server lists in no order
+                    break
+    stale_s = clock.now_s() - 2 * LISTING_STALE_S
+    claims = store.list(claims_prefix(layout))
+    old += [info.name async for info in claims if 0 < info.modified_s < stale_s]
+    for start in range(0, len(old), DELETE_AT_A_TIME):
+        for error in (await store.delete_many(old[start : start + DELETE_AT_A_TIME])).values():
+            raise error
+    return len(old)
+
+
+async def _listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
+    async for info in store.list(prefix):
+        yield info
+
+
+# -- listings --------------------------------------------------------------------------------------
+
+
+class ListingSnapshot:
+    """Collects a listing for a snapshot; made by ``listing_snapshot``. For one event loop.
+
+    Attributes:
+        name: Its name.
+    """
+
+    def __init__(
+        self, store: Store, layout: Layout, clock: ServerClock, place: _Place, spill: Spill
+    ) -> None:
+        """Use listing_snapshot."""
+        ulid = Names().next(clock.now_s())
+        self.name = SnapshotName(ulid, ulid)
+        self._store = store
+        self._layout = layout
+        self._clock = clock
+        self._place = place
+        self._spill = spill
+        self._deleted: list[bytes] = []
+        self._entries = 0
+
+    async def add(self, infos: Sequence[ObjectInfo]) -> None:
+        """These entries were listed; about 3 us each, in another thread."""
+        self._entries += len(infos)
+        await asyncio.to_thread(_spill_listed, self._layout, infos, self._spill)
+
+    def deleted(self, keys: Iterable[Key]) -> None:
+        """These entries were deleted since they were listed: they are left out."""
+        self._deleted += [key.digest for key in keys]
+
+    async def commit(self) -> Made:
+        """Write the snapshot, and delete what it has replaced. Call it after a whole listing only.
+
+        Raises:
+            UnavailableError: The store does not answer now, or the listing cannot be true.
+            AccessError: It refuses.
+            TierError: The folder for temporary files is full.
+        """
+        if not self._entries:
+            await _require_listing(self._store, self._layout)
+        gone = merge([Rows.of(self._deleted, [0] * len(self._deleted))])
+        parts = _parts(self._spill)
+        if len(gone):
+            parts = (without(rows, gone) for rows in parts)
+        return await _write(self._store, self._layout, self._clock, self.name, parts, self._place)
+
+
+async def _require_listing(store: Store, layout: Layout) -> None:
+    """Refuse a listing of nothing by a server that lists nothing at all.
+
+    Raises:
+        UnavailableError: It lists no object that is there, such as a proxy's page instead.
+    """
+    if await store.head(layout.descriptor) is None:
+        return
+    async for info in store.list(layout.descriptor):
+        if info.name == layout.descriptor:
+            return
+    raise UnavailableError(f"the server lists nothing, though {layout.descriptor} is there")
+
+
+@asynccontextmanager
+async def listing_snapshot(
+    store: Store, layout: Layout, *, folder: Path | None = None, node: NodeFolder | None = None
+) -> AsyncIterator[ListingSnapshot]:
+    """Begin a snapshot by listing: enter before the first request of the listing goes out.
+
+    Leaving without ``commit`` writes nothing.
+
+    Args:
+        folder: For temporary files, 62 bytes for each object; None for the system's place.
+        node: Keeps the snapshot on this node; None for the bucket only.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: This identity may not write.
+        TierError: The folder refused.
+    """
+    clock = ServerClock()
+    await clock.ask(store, layout)
+    with closing(Spill(folder)) as spill:
+        yield ListingSnapshot(store, layout, clock, _Place(node, folder), spill)
+
+
+async def rebuild(
+    store: Store,
+    layout: Layout,
+    *,
+    folder: Path | None = None,
+    node: NodeFolder | None = None,
+    report: Report = unreported,
+) -> Made:
+    """List all objects and write that as a snapshot; takes no claim.
+
+    Raises:
+        UnavailableError: The store does not answer now, or part of the listing is missing.
+        AccessError: It refuses.
+        TierError: The folder for temporary files is full.
+    """
+    async with listing_snapshot(store, layout, folder=folder, node=node) as snapshot:
+        expected = await newest_rows(store, layout)
+        listing = list_objects(store, layout, report=report, expected=expected)
+        async with aclosing(listing) as batches:
+            async for infos in batches:
+                await snapshot.add(infos)
+        return await snapshot.commit()
+
+
+async def make_listing(
+    store: Store, layout: Layout, node: NodeFolder, *, older_s: float = LISTING_EVERY_S
+) -> Made | None:
+    """List all objects and write that as a snapshot, where the last listing is so old.
+
+    Returns:
+        None where it is not, or where another writer is at it.
+
+    Raises:
+        UnavailableError, AccessError, TierError: As rebuild.
+    """
+    await asyncio.to_thread(node.make)
+    clock = ServerClock()
+    await clock.ask(store, layout)
+    listed = max((name.listed for name, _ in await list_snapshots(store, layout)), default=NEVER)
+    if clock.now_s() - time_s(listed) < older_s:
+        return None
+    if not await _claim(store, layout, clock, f"listing-{listed}", LISTING_STALE_S):
+        return None
+    return await rebuild(store, layout, folder=node.path, node=node)
+
+
+# -- unions ----------------------------------------------------------------------------------------
+
+
+async def _read_all(
+    store: Store, layout: Layout, ulids: Sequence[str], spill: Spill, refused: dict[str, str]
+) -> None:
+    """Spill the rows of some deltas; names of those that cannot be used go to ``refused``.
+
+    Raises:
+        UnavailableError, AccessError: One cannot be had now: without it a union were half.
+    """
+    left = iter(ulids)
+    while some := list(islice(left, _DELTAS_AT_A_TIME)):
+        for ulid, answer in (await read_deltas(store, layout, some)).items():
+            if isinstance(answer, Rows):
+                await asyncio.to_thread(spill.add, answer)
+            elif isinstance(answer, CorruptEntryError):
+                refused[deltas_prefix(layout) + ulid] = str(answer)
+            elif answer is not None:
+                raise answer
+
+
+async def make_union(store: Store, layout: Layout, node: NodeFolder) -> Made | None:
+    """Write the newest snapshot and the deltas since as one snapshot, where that is due.
+
+    Returns:
+        None where it is not due, or where another writer is at it.
+
+    Raises:
+        UnavailableError, AccessError, TierError: As rebuild.
+    """
+    await asyncio.to_thread(node.make)
+    clock = ServerClock()
+    await clock.ask(store, layout)
+    begun_s = clock.now_s()
+    base, segment = await _newest_here(store, layout, node)
+    if begun_s - time_s(base.ulid) < UNION_EVERY_S:
+        return None
+    deltas = await list_deltas(store, layout, base)
+    fresh = [info.nbytes for name, info in deltas.items() if name >= base.ulid]
+    if not is_union_due(len(fresh), sum(fresh) // 20, len(segment or ())):
+        return None
+    if not await _claim(store, layout, clock, f"union-{base}", UNION_STALE_S):
+        return None
+    with closing(Spill(node.path)) as spill:
+        await _read_all(store, layout, sorted(deltas), spill, {})
+        # Dates have whole seconds, so what was made just before may have a later name.
+        name = SnapshotName(base.listed, Names().next(begun_s, at_least=base.ulid))
+        place = _Place(node, node.path)
+        return await _write(store, layout, clock, name, _parts(spill, segment), place)
+
+
+def is_union_due(deltas: int, rows: int, snapshot_rows: int) -> bool:
+    """Whether so many deltas with so many rows should become a part of the snapshot."""
+    return deltas > UNION_DELTAS or rows > max(UNION_ROWS, UNION_SHARE * snapshot_rows)
+
+
+async def _newest_here(
+    store: Store, layout: Layout, node: NodeFolder
+) -> tuple[SnapshotName, Segment | None]:
+    """The newest snapshot that can be read, brought to this node; none where there is none."""
+    for name, _ in await list_snapshots(store, layout):
+        path = node.rows_path(name)
+        with suppress(OSError, CorruptEntryError):
+            # All of it: what this disk has damaged must not become a part of the next one.
+            return name, await asyncio.to_thread(_checked, path, layout)
+        try:
+            await fetch_snapshot(store, layout, node, name)
+            return name, Segment.open(path, layout.namespace)
+        except CorruptEntryError as exc:
+            log.warning("a snapshot of the index cannot be used: %s", exc)
+        except OSError as exc:
+            raise TierError(f"cannot read {path}: {exc}") from exc
+    return SnapshotName(), None
+
+
+def _checked(path: Path, layout: Layout) -> Segment:
+    segment = Segment.open(path, layout.namespace)
+    segment.check()
+    return segment
+
+
+async def _claim(
+    store: Store, layout: Layout, clock: ServerClock, task: str, stale_s: float
+) -> bool:
+    """Claim a task for this process; False where another one has it and may still be at it.
+
+    On a server without conditional writes two may have it: one works for nothing.
+    """
+    prefix = f"{claims_prefix(layout)}{task}-"
+    number, taken_s = 0, 0.0
+    async for info in store.list(prefix):
+        text = info.name.removeprefix(prefix)
+        if text.isascii() and text.isdigit() and len(text) < 9:
+            number = max(number, int(text) + 1)
+            taken_s = max(taken_s, info.modified_s)
+    if number and clock.now_s() - taken_s < stale_s:
+        return False
+    try:
+        await store.put_if_absent(f"{prefix}{number}", [b"s3ec is at it\n"])
+    except ConflictError:
+        return False
+    return True
+
+
+# -- what commands ask -----------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _merged(
+    store: Store, layout: Layout, folder: Path | None
+) -> AsyncIterator[tuple[SnapshotName, Segment | None, Spill, dict[str, str]]]:
+    """The newest snapshot that can be read, the rows of deltas, and what cannot be used."""
+    refused: dict[str, str] = {}
+    newest, segment = SnapshotName(), None
+    with ExitStack() as files:
+        for name, info in await list_snapshots(store, layout):
+            try:
+                file = files.enter_context(anonymous_file(folder))
+                segment, newest = await _download(store, layout, info, file), name
+                break
+            except CorruptEntryError as exc:
+                refused[info.name] = str(exc)
+        spill = files.enter_context(closing(Spill(folder)))
+        deltas = await list_deltas(store, layout, newest)
+        await _read_all(store, layout, sorted(deltas), spill, refused)
+        yield newest, segment, spill, refused
+
+
+async def verify(
+    store: Store,
+    layout: Layout,
+    *,
+    folder: Path | None = None,
+    report: Report = unreported,
+    look: Callable[[Rows], None] | None = None,
+) -> Verified:
+    """Compare snapshot and deltas with a listing; writes nothing. Raises as rebuild.
+
+    Args:
+        look: Gets what the listing found, part by part, sorted; in another thread.
+    """
+    with closing(Spill(folder)) as listed, closing(Spill(folder)) as young:
+        # The index first: what is announced while objects are listed is no row without an object.
+        async with _merged(store, layout, folder) as (name, base, spill, refused):
+            found = Verified(name, refused=refused)
+            young_s = time.time() - YOUNG_S
+            async with aclosing(list_objects(store, layout, report=report)) as batches:
+                async for infos in batches:
+                    await asyncio.to_thread(_spill_listed, layout, infos, listed)
+                    new = [info for info in infos if info.modified_s > young_s]
+                    await asyncio.to_thread(_spill_listed, layout, new, young)
+            for number, known in enumerate(_parts(spill, base)):
+                there = merge(listed.part(number))
+                unknown = without(there, known)
+                missing = without(unknown, merge(young.part(number)))
+                found.entries += len(known)
+                found.objects += len(there)
+                found.extra += len(without(known, there))
+                found.missing += len(missing)
+                found.unannounced += len(unknown) - len(missing)
+                if look is not None:
+                    await asyncio.to_thread(look, there)
+            return found
+
+
+def _spill_listed(layout: Layout, infos: Sequence[ObjectInfo], spill: Spill) -> None:
+    spill.add(rows_of(layout, infos))
+
+
+# -- who makes them --------------------------------------------------------------------------------
+
+
+class Maintainer:
+    """Has snapshots made by a child when they are due; for a process that may write.
+
+    A union is due by ``is_union_due``, a listing once a day, or once an hour where fetches find
+    nothing. Of a node one process is at it, and of a fleet one node, by claims. After a failure the
+    next one rests as after a success.
+
+    Counters: ``index.unions``, ``index.listings`` and ``index.make_failed``.
+    """
+
+    def __init__(
+        self,
+        index: ManifestIndex,
+        layout: Layout,
+        folder: NodeFolder,
+        jobs: Jobs,
+        counters: Counters,
+        *,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Nothing runs before ``run_forever``.
+
+        Args:
+            pause: Waits for so many seconds.
+            clock: Seconds since the epoch.
+        """
+        self._index = index
+        self._layout = layout
+        self._folder = folder
+        self._jobs = jobs
+        self._counters = counters
+        self._pause = pause
+        self._clock = clock
+        self._begun_s: dict[str, float] = {}  # by kind
+
+    async def run_forever(self) -> None:
+        """Look every ten seconds whether a snapshot is due, until cancelled."""
+        while True:
+            await self._pause(LOOK_EVERY_S * jitter.uniform(0.9, 1.1))
+            if self.due() is None:
+                continue
+            await self._pause(jitter.uniform(0, _SPREAD_S))
+            job = self.due()  # another node may have been faster
+            if job is None:
+                continue
+            with contained(self._counters, "a snapshot of the index of %s", self._layout.namespace):
+                try:
+                    await self.make(job)
+                except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
+                    self._note(exc)
+
+    def due(self) -> Job | None:
+        """What is due, as far as this process knows; no I/O."""
+        if not self._index.loaded:
+            return None
+        # A clock that is slow is told by the names of others; one that is fast by the child.
+        now_s, counts = max(self._clock(), time_s(self._index.newest)), self._index.counts()
+        listed_age_s = now_s - time_s(counts.snapshot.listed)
+        older_s = LISTING_SOON_EVERY_S if self._index.wants_listing else LISTING_EVERY_S
+        place = (self._layout.namespace, str(self._folder.path))
+        if listed_age_s >= older_s and self._may("listing", now_s):
+            return Job("listing", *place, older_s=older_s)
+        is_due = is_union_due(counts.fresh_deltas, counts.fresh_rows, counts.snapshot_rows)
+        if is_due and self._may("union", now_s):
+            return Job("union", *place)
+        return None
+
+    def _may(self, kind: str, now_s: float) -> bool:
+        return not 0 <= now_s - self._begun_s.get(kind, -math.inf) < _RESTS_S[kind]
+
+    async def make(self, job: Job) -> None:
+        """Run a job, unless another process of this node is at one."""
+        self._begun_s[job.kind] = max(self._clock(), time_s(self._index.newest))
+        claim = await asyncio.to_thread(self._folder.try_claim, "make")
+        if claim is None:
+            return
+        try:
+            counts = self._index.counts()
+            nbytes = 24 * (counts.snapshot_rows + counts.overlay_rows)
+            await asyncio.to_thread(self._folder.need_room, nbytes)
+            made = await self._jobs(job)
+        finally:
+            self._folder.release(claim)
+        if made:
+            kind = "index.unions" if job.kind == "union" else "index.listings"
+            self._counters.add(kind)
+            log.info("index of %s: snapshot %s was made", self._layout.namespace, made)
+
+    def _note(self, exc: S3ECError) -> None:
+        if not self._counters.get("index.make_failed"):
+            log.warning("a snapshot of the index cannot be made now and will be later: %s", exc)
+        self._counters.add("index.make_failed")

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of the index's objects: ULIDs by the server's clock, and which of them may be believed."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from s3ec.errors import ConflictError
+from s3ec.identity import Layout, is_ulid
+from s3ec.store.base import ObjectInfo, Store
+
+MARGIN_S = 900
+"""A delta that appears later than this after it was named is found by the next listing only."""
+AHEAD_S = 60.0
+"""A name that is so far ahead of its own object's date was not made by the server's clock."""
+CLOCK = "clock-"
+"""Objects with this name below claim/ were only written for their date."""
+NEVER = "0" * 26
+"""LISTED of a snapshot that descends from no listing, and ULID of no snapshot."""
+
+# Crockford's base 32: no I, L, O or U. In ASCII's order, so that names sort as their numbers do.
+_DIGITS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_VALUE = {digit: value for value, digit in enumerate(_DIGITS)}
+_MAX_MS = 2**48 - 1
+_RANDOM_BITS, _WRITER_BITS = 80, 40
+_SNAPSHOT = re.compile(r"([0-7][0-9A-Z]{25})-([0-7][0-9A-Z]{25})")
+
+
+def deltas_prefix(layout: Layout) -> str:
+    """Prefix of all deltas."""
+    return f"{layout.manifest}v2/delta/"
+
+
+def snapshots_prefix(layout: Layout) -> str:
+    """Prefix of all snapshots."""
+    return f"{layout.manifest}v2/snapshot/"
+
+
+def claims_prefix(layout: Layout) -> str:
+    """Prefix of all claims."""
+    return f"{layout.manifest}v2/claim/"
+
+
+def time_s(ulid: str) -> float:
+    """When a name was made; seconds since the epoch.
+
+    Args:
+        ulid: One for which identity.is_ulid holds.
+    """
+    value = 0
+    for digit in ulid[:10]:
+        value = value << 5 | _VALUE[digit]
+    return value / 1000
+
+
+def first_ulid(at_s: float) -> str:
+    """The smallest name of a millisecond: names made then or later are not below it."""
+    return _spell(min(max(int(at_s * 1000), 0), _MAX_MS) << _RANDOM_BITS)
+
+
+def window_start_s(ulid: str) -> int:
+    """From when on deltas count for a snapshot, whole seconds since the epoch.
+
+    Whole seconds, since an overlay keeps the time of a delta for each row in four bytes.
+    """
+    return max(0, int(time_s(ulid)) - MARGIN_S)
+
+
+def writer_of(ulid: str) -> str:
+    """The characters that all names of one writer share, and no two writers."""
+    return ulid[10:18]
+
+
+def is_ahead(ulid: str, info: ObjectInfo) -> bool:
+    """True if a name is later than its own object: no server's clock made it.
+
+    The object's date is the server's. A server that gives no dates is believed.
+    """
+    return bool(info.modified_s) and time_s(ulid) > info.modified_s + AHEAD_S
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SnapshotName:
+    """Of two snapshots the greater one is newer.
+
+    Attributes:
+        listed: ULID of the listing that it descends from; NEVER for none.
+        ulid: ULID of its making; the same for a listing.
+    """
+
+    listed: str = NEVER
+    ulid: str = NEVER
+
+    def __str__(self) -> str:
+        return f"{self.ulid}-{self.listed}"
+
+    @classmethod
+    def parse(cls, text: str) -> SnapshotName | None:
+        """The parts of ``ULID-LISTED``; None for any other text."""
+        match = _SNAPSHOT.fullmatch(text)
+        if match is None or not (is_ulid(match[1]) and is_ulid(match[2])):
+            return None
+        return cls(match[2], match[1])
+
+
+async def list_snapshots(store: Store, layout: Layout) -> list[tuple[SnapshotName, ObjectInfo]]:
+    """All snapshots, the newest first. Names that no server's clock made are left out.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    prefix = snapshots_prefix(layout)
+    found = []
+    async for info in store.list(prefix):
+        name = SnapshotName.parse(info.name.removeprefix(prefix))
+        if name is not None and not is_ahead(max(name.ulid, name.listed), info):
+            found.append((name, info))
+    return sorted(found, key=lambda each: each[0], reverse=True)
+
+
+class Names:
+    """Makes ULIDs of one writer. Each is greater than the one before, whatever the clock does.
+
+    Not thread-safe. The first half of a name's random bits is the writer's own, so that readers
+    can count writers.
+
+    Attributes:
+        writer: That half.
+    """
+
+    def __init__(
+        self, *, of: Names | None = None, random_bits: Callable[[int], int] = secrets.randbits
+    ) -> None:
+        """Set up.
+
+        Args:
+            of: The same writer's before its clock was set; those may have been ahead.
+        """
+        self.writer: int = of.writer if of else random_bits(_WRITER_BITS)
+        self._random_bits = random_bits
+        self._ms = -1
+        self._low = 0
+
+    def next(self, now_s: float, *, at_least: str = NEVER) -> str:
+        """A new name.
+
+        Args:
+            now_s: The server's time, seconds since the epoch.
+            at_least: The newest name that this writer has accepted; the new one is not older.
+        """
+        ms = min(max(int(now_s * 1000), round(time_s(at_least) * 1000) + 1, 0), _MAX_MS)
+        if ms <= self._ms:
+            ms = self._ms
+            self._low += 1
+        else:
+            self._low = self._random_bits(32)
+        if self._low >> (_RANDOM_BITS - _WRITER_BITS):
+            ms, self._low = ms + 1, 0
+        self._ms = ms
+        return _spell(ms << _RANDOM_BITS | self.writer << (_RANDOM_BITS - _WRITER_BITS) | self._low)
+
+
+class ServerClock:
+    """The server's time: asked once, then carried on by this machine's monotonic clock.
+
+    A wall clock that is wrong, or that jumps, changes nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            clock: Monotonic seconds.
+            wall_clock: Seconds since the epoch; used where the server gives no dates.
+        """
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._ahead_s: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """True if the server was asked."""
+        return self._ahead_s is not None
+
+    def now_s(self) -> float:
+        """Seconds since the epoch, by the server's clock as far as it is known."""
+        return self._wall_clock() if self._ahead_s is None else self._clock() + self._ahead_s
+
+    async def ask(self, store: Store, layout: Layout) -> str:
+        """Ask the server by a small object that makers clear away later: a PUT and a HEAD.
+
+        Returns:
+            Name of that object.
+
+        Raises:
+            AccessError: This identity may not write or read below ``manifest/``.
+            UnavailableError: The store does not answer now.
+        """
+        name = f"{claims_prefix(layout)}{CLOCK}{secrets.token_hex(8)}"
+        with suppress(ConflictError):  # our own first attempt, whose reply was lost
+            await store.put_if_absent(name, [b"s3ec asked what time it is here\n"])
+        info = await store.head(name)
+        # The object's date is a moment before the answer: a name by this clock is never ahead.
+        date_s = info.modified_s if info else 0.0
+        self._ahead_s = (date_s or self._wall_clock()) - self._clock()
+        return name
+
+
+def _spell(value: int) -> str:
+    return "".join(_DIGITS[value >> shift & 31] for shift in range(125, -1, -5))

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of a node share one folder: one asks the bucket, all know what it heard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from s3ec.errors import TierError, UnavailableError
+from s3ec.index.local import OVERLAY
+from s3ec.index.names import snapshots_prefix
+from s3ec.testing.fault_store import Fault
+from tests.unit.index.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
+
+MakeReader = Callable[..., Reader]
+
+
+async def poll(readers: list[Reader], seconds: float) -> None:
+    """Let time pass for a node, each of whose engines polls four times a refresh."""
+    step_s = REFRESH_S / 4
+    for _ in range(round(seconds / step_s)):
+        readers[0].corpus.clock.now_s += step_s
+        for reader in readers:
+            reader.clock.now_s += step_s
+            await reader.refresh(now=False)
+
+
+async def test_four_engines_ask_the_bucket_as_often_as_one(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    corpus.snapshot("a")
+    corpus.delta("b")
+    readers = [make_reader() for _ in range(4)]
+    await poll(readers, 2 * REFRESH_S)
+    before = sum(reader.store.calls["list"] for reader in readers)
+    refreshes = 90
+    await poll(readers, refreshes * REFRESH_S)
+    lists = sum(reader.store.calls["list"] for reader in readers) - before
+    assert lists <= 1.1 * refreshes
+    assert sum(reader.store.calls["get"] for reader in readers) == 1
+    assert sum(reader.store.calls["get_range"] for reader in readers) == 1
+    for reader in readers:
+        assert reader.holds("a", "b", "c") == ["a", "b"]
+        assert reader.index.loaded
+
+
+async def test_news_reaches_all_engines_within_one_refresh_and_a_poll(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    readers = [make_reader() for _ in range(3)]
+    await poll(readers, 2 * REFRESH_S)
+    for number in range(10):
+        corpus.delta(number)
+        await poll(readers, REFRESH_S)
+        assert [reader.holds(number) for reader in readers] == [[number]] * 3
+
+
+async def test_a_new_process_starts_with_what_the_node_knows(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    first = make_reader()
+    corpus.snapshot("a")
+    corpus.delta("b")
+    await first.refresh()
+    second = make_reader()
+    second.fault(Fault(error=UnavailableError))
+    await second.refresh(now=False)
+    assert second.holds("a", "b") == ["a", "b"]
+    assert second.index.loaded
+    assert not second.store.calls
+
+
+async def test_another_process_takes_over_when_the_first_one_ends(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    first, second = make_reader(), make_reader()
+    await poll([first, second], REFRESH_S)
+    await first.close()
+    corpus.delta("a")
+    await poll([second], REFRESH_S)
+    assert second.holds("a") == ["a"]
+
+
+async def test_another_process_asks_where_the_first_one_hangs_for_three_refreshes(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    first, second = make_reader(), make_reader()
+    await poll([first, second], REFRESH_S)
+    corpus.delta("a")
+    await poll([second], 2 * REFRESH_S)
+    assert second.holds("a") == []
+    await poll([second], 2 * REFRESH_S)
+    assert second.holds("a") == ["a"]
+    # The first one goes on from there.
+    corpus.delta("b")
+    await poll([first, second], 2 * REFRESH_S)
+    assert first.holds("a", "b") == ["a", "b"]
+
+
+async def test_what_one_process_found_gone_is_denied_by_all(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    corpus.snapshot("a", "b")
+    readers = [make_reader() for _ in range(3)]
+    await poll(readers, REFRESH_S)
+    readers[1].index.mark_missing(key_of("a"), absent=True)
+    await poll(readers, REFRESH_S)
+    assert [reader.holds("a", "b") for reader in readers] == [["b"]] * 3
+    await poll(readers, 60)
+    assert [reader.holds("a", "b") for reader in readers] == [["a", "b"]] * 3
+
+
+async def test_what_this_process_stored_again_is_not_denied_by_its_own_mark(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    reader = make_reader()
+    await poll([reader], REFRESH_S)
+    reader.index.mark_missing(key_of("a"), absent=True)
+    reader.index.add(key_of("a"))
+    await poll([reader], REFRESH_S)
+    assert reader.holds("a") == ["a"]
+
+
+async def test_what_a_command_deleted_is_denied_by_all(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    corpus.snapshot("a", "b")
+    readers = [make_reader() for _ in range(2)]
+    await poll(readers, REFRESH_S)
+    readers[0].folder.add_missing([key_of("a").digest])
+    await poll(readers, REFRESH_S / 4)
+    assert [reader.holds("a", "b") for reader in readers] == [["b"]] * 2
+
+
+async def test_a_file_of_missing_keys_that_grew_large_begins_again(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    reader, other = make_reader(), make_reader()
+    await poll([reader, other], REFRESH_S)
+    for start in range(0, 70_000, 10_000):
+        reader.folder.add_missing([key_of(n).digest for n in range(start, start + 10_000)])
+        await reader.refresh(now=False)
+    corpus.delta("a")
+    await poll([reader, other], 2 * REFRESH_S)
+    reader.folder.add_missing([key_of("a").digest])
+    await poll([reader, other], REFRESH_S / 4)
+    assert reader.holds("a") == other.holds("a") == []
+
+
+async def test_a_clock_that_is_set_back_a_year_stops_nobody(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    first, second = make_reader(), make_reader()
+    await poll([first, second], REFRESH_S)
+    corpus.clock.now_s -= 3.2e7
+    corpus.delta("a")
+    await poll([first, second], 2 * REFRESH_S)
+    assert first.holds("a") == second.holds("a") == ["a"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"\0" * 4096])
+async def test_a_damaged_overlay_is_made_again(
+    corpus: Corpus, make_reader: MakeReader, damage: bytes
+) -> None:
+    corpus.snapshot("a")
+    corpus.delta("b")
+    first = make_reader()
+    await first.refresh()
+    await first.close()
+    (first.folder.path / OVERLAY).write_bytes(damage)
+    second = make_reader()
+    await second.refresh()
+    assert second.holds("a", "b") == ["a", "b"]
+    assert second.counters.get("index.refused") == 1
+
+
+@pytest.mark.parametrize("suffix", [".rows", ".filter"])
+@pytest.mark.parametrize("damage", [None, b"", b"x" * 100])
+async def test_a_snapshot_that_this_disk_lost_is_brought_again(
+    corpus: Corpus, make_reader: MakeReader, suffix: str, damage: bytes | None
+) -> None:
+    name = corpus.snapshot(*range(100))
+    first = make_reader()
+    await first.refresh()
+    await first.close()
+    path = first.folder.path / f"{name}{suffix}"
+    path.unlink()
+    if damage is not None:
+        path.write_bytes(damage)
+    second = make_reader()
+    for _ in range(3):
+        await second.refresh()
+    assert second.holds(5, "x") == [5]
+
+
+async def test_a_snapshot_that_is_damaged_leaves_its_predecessor(
+    corpus: Corpus, make_reader: MakeReader, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus.snapshot("old", ulid=corpus.ulid(ago_s=300))
+    bad = corpus.snapshot("new")
+    body = bytearray(corpus.objects[snapshots_prefix(LAYOUT) + str(bad)])
+    body[-30] ^= 1
+    corpus.put(snapshots_prefix(LAYOUT) + str(bad), bytes(body))
+    reader = make_reader()
+    for _ in range(3):
+        await reader.refresh()
+    assert reader.holds("old", "new") == ["old"]
+    assert caplog.text.count(str(bad)) == 1
+    # A good one that comes later is taken.
+    corpus.snapshot("newer")
+    await reader.refresh()
+    assert reader.holds("newer") == ["newer"]
+
+
+async def test_files_of_older_snapshots_are_removed(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    reader = make_reader()
+    corpus.snapshot("a")
+    await reader.refresh()
+    corpus.clock.now_s += 100
+    second = corpus.snapshot("b")
+    await reader.refresh()
+    left = sorted(path.name for path in reader.folder.path.iterdir())
+    assert left == [f"{second}.filter", f"{second}.rows", "lock-refresh", OVERLAY]
+    assert reader.holds("a", "b") == ["b"]
+
+
+async def test_a_disk_that_refuses_is_an_error_and_what_is_known_stays(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    reader = make_reader()
+    corpus.snapshot("a")
+    await reader.refresh()
+
+    def no_room(nbytes: int) -> None:
+        raise TierError("no room")
+
+    reader.folder.need_room = no_room
+    corpus.delta("b")
+    with pytest.raises(TierError):
+        await reader.refresh()
+    assert reader.holds("a", "b") == ["a"]
+
+
+async def test_two_namespaces_do_not_read_each_other(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    """A file that somebody copied from another namespace is refused."""
+    name = corpus.snapshot("a")
+    key = snapshots_prefix(LAYOUT) + str(name)
+    corpus.put(key, corpus.objects[key].replace(b"gemma-0123", b"gemma-9123"))
+    reader = make_reader()
+    await reader.refresh()
+    assert reader.holds("a") == []
+    assert reader.counters.get("index.refused") == 1
