@@ -828,19 +828,30 @@ def test_adopted_uploads_that_never_end_are_left_at_the_end(tmp_path: Path) -> N
     assert audit_of(second.node.tier) == []
 
 
-def test_spooled_file_that_cannot_be_read_is_left_for_the_next_process(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_next_process(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(spool: Spool, digest: bytes) -> Any:
-        raise TierError("too many open files")
+    load, refusals = Spool.load, [2, 10**6]
 
-    monkeypatch.setattr(Spool, "load", refuse)
+    def refuse_some(spool: Spool, digest: bytes) -> Any:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise TierError("too many open files")
+        return load(spool, digest)
+
+    monkeypatch.setattr(Spool, "load", refuse_some)
+    rig.pause(first_s=0.001, longest_s=0.001)
     queue = rig.queue()
+    queue.put(HASHES[0], IMAGE, tensor())
+    eventually(lambda: rig.stored(HASHES[0]) is not None)
+    eventually(lambda: rig.spooled() == 0)
+    refusals.pop(0)
     queue.put(HASHES[1], IMAGE, tensor())
-    eventually(lambda: rig.counted("save_problem.unreadable") == 1)
-    assert queue.drain(DEADLINE_S) == 0
+    eventually(lambda: rig.counted("save_problem.unreadable") > 8)
+    assert queue.drain(0) == 1
     assert rig.stored(HASHES[1]) is None
     assert rig.spooled() == 1
+    assert caplog.text.count("too many open files") == 1
 
 
 @pytest.mark.parametrize("where", ["spool", "memory"])
