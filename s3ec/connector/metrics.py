@@ -270,7 +270,7 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "`s3ec_bad_objects`.",
             "shape": "The encoder's output was no tensor. Not stored.",
             "refused.adapter": "The LoRA adapter's files have changed. Not stored.",
-            "unreadable": "The spooled file cannot be read. It stays in the spool.",
+            "unreadable": "The spooled file cannot be read. It is tried again.",
             "vanished": "The spooled file is gone. Not stored.",
             "refused.identifier": "The identifier may not be shared. Not stored.",
             "refused.REASON": "The tensor cannot be stored, for a reason as of `s3ec_corrupt`.",

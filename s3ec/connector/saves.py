@@ -223,10 +223,10 @@ class SaveQueue:
             self._replace_writer_that_hangs()
             if not self._make_room_locked(nbytes) or self._stopping:
                 return False
-            self._pending[identifier] = nbytes
-            self._memory_bytes += nbytes
             if self._thread is None:
                 self._start_writer()
+            self._pending[identifier] = nbytes
+            self._memory_bytes += nbytes
         try:
             copy = self._staging(tensor.device).to_host(tensor)
         except BaseException:
@@ -270,13 +270,18 @@ class SaveQueue:
         self._dropped += 1
 
     def _start_writer(self) -> None:
-        self._thread = threading.Thread(target=self._write, name="s3ec-save", daemon=True)
-        self._thread.start()
+        before = self._thread, self._writes_to_disk
+        thread = threading.Thread(target=self._write, name="s3ec-save", daemon=True)
+        self._thread, self._writes_to_disk = thread, False
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many; the next save tries again
+            self._thread, self._writes_to_disk = before
+            raise
 
     def _replace_writer_that_hangs(self) -> None:
         """Have another go on, past the disk; the old one ends when the disk has answered it."""
         if self._writes_to_disk and self._node.loop.watch.hangs:
-            self._writes_to_disk = False
             self._start_writer()
             self._wakeups.put(True)
 
@@ -449,16 +454,13 @@ class SaveQueue:
             pieces = encode(header, tensor)
         except CorruptEntryError as exc:
             job.copy.release()
-            self._node.counters.add(f"save_problem.refused.{exc.reason}")
-            name = key.digest.hex() if key is not None else "?"
-            log.warning("embedding %s is not saved: %s", name, exc)
+            self._note(f"save_problem.refused.{exc.reason}", key, "is not saved", exc)
             return None
         try:
             spooled = self._publish(key, pieces)
         except TierError as exc:
             # The bucket's copy is the one that counts; go on to it.
-            self._node.counters.add("spool.refused")
-            log.warning("embedding %s is not on this node's disk: %s", key.digest.hex(), exc)
+            self._note("spool.refused", key, "is not on this node's disk", exc)
             job.copy.disown()
             # The spool may have taken it nevertheless, or hold an earlier save that this confirms.
             spooled = self._spool.held(key.digest)
@@ -472,6 +474,13 @@ class SaveQueue:
             self._node.local.add(key)
             self._changed.notify_all()
         return Upload(key.digest, nbytes, key, spooled=spooled, began_s=job.began_s)
+
+    def _note(self, counter: str, key: Key | None, what: str, exc: Exception) -> None:
+        """Count a refusal. Each save may meet it, so only the first one is a warning."""
+        level = logging.DEBUG if self._node.counters.get(counter) else logging.WARNING
+        self._node.counters.add(counter)
+        name = key.digest.hex() if key is not None else "?"
+        log.log(level, "embedding %s %s: %s (logged once)", name, what, exc)
 
     def _publish(self, key: Key, pieces: Sequence[bytes | memoryview]) -> Spooled | None:
         watch = self._node.loop.watch

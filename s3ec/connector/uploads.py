@@ -83,11 +83,11 @@ class Uploader:
     (new)      waiting    ``submit`` of what is spooled, or it was adopted from a dead process
     (new)      active     ``submit`` of what is in memory only
     waiting    active     its turn has come
-    active     pausing    the bucket did not do its part
+    active     pausing    the bucket did not do its part, or its file cannot be read
     pausing    active     the pause is over
     any        given up   ``stop``; what is spooled stays for the next process
     active     given up   it is refused for good, or a bad object has its name, or its file is
-                          bad or gone; or it is unreadable, and left to the next process
+                          bad or gone
     active     written    the bucket has it; ``ended`` is told
     written    announced  a delta with its row is confirmed, or the index held the row before
     =========  =========  ====================================================================
@@ -288,7 +288,7 @@ class Uploader:
         log.debug("stored digest=%s nbytes=%d seconds=%.6f", upload.digest.hex(), nbytes, seconds)
 
     async def _until_answered(self, upload: Upload, work: Work | None) -> Header | None:
-        """Retry until the bucket answers.
+        """Retry until the file can be read and the bucket answers.
 
         Between two attempts a spooled embedding is not in memory.
 
@@ -302,12 +302,9 @@ class Uploader:
                 note("attempts")
             try:
                 return await self._attempt(upload)
-            except TierError as exc:
-                self._counters.add("save_problem.unreadable")
-                log.error("embedding %s stays in the spool: %s", upload.digest.hex(), exc)
-                return None
-            except (UnavailableError, AccessError) as exc:
+            except (TierError, UnavailableError, AccessError) as exc:
                 kind = "denied" if isinstance(exc, AccessError) else "unavailable"
+                kind = "unreadable" if isinstance(exc, TierError) else kind
                 if self._counters.get(f"save_problem.{kind}") == 0:
                     log.warning("uploads are failing and will be tried again: %s", exc)
                 self._counters.add(f"save_problem.{kind}")

@@ -226,11 +226,12 @@ class Spool:
         """
         taken: list[Spooled] = []
         with self._locking:
-            for owner in self._others():
-                try:
-                    self._adopt_from(owner, taken)
-                except (OSError, TierError) as exc:
-                    self._failed("adopt", exc)
+            self._end_locks(keep=self._owner)
+        for owner in self._others():
+            try:
+                self._adopt_from(owner, taken)
+            except (OSError, TierError) as exc:
+                self._failed("adopt", exc)
         if taken:
             with self._lock:
                 ordered = sorted(self._held.items(), key=lambda item: item[1].since_s)
@@ -242,13 +243,7 @@ class Spool:
         """Leave what is held to the next process; never raises."""
         with self._locking:
             self._is_closed = True
-            left = [spooled.path for spooled in self._held.values()]
-            for owner, fd in self._locks.items():
-                if not any(f"--{owner}-" in path for path in left):
-                    self._unlink(self._lock_path(owner))
-                with suppress(OSError):
-                    os.close(fd)
-            self._locks.clear()
+            self._end_locks()
         with self._lock:
             self._held.clear()
             self._nbytes = 0
@@ -285,6 +280,18 @@ class Spool:
             if fd >= 0:
                 os.close(fd)
 
+    def _end_locks(self, *, keep: str = "") -> None:
+        """Give up the locks of owners of whom nothing is held; those of all once it is closed."""
+        at = len(f"{self._folder}/{self._place}")
+        owners = {spooled.path[at : at + 16] for spooled in list(self._held.values())}
+        for owner in self._locks.keys() - {keep}:
+            if owner not in owners:
+                self._unlink(self._lock_path(owner))
+            elif not self._is_closed:
+                continue
+            with suppress(OSError):
+                os.close(self._locks.pop(owner))
+
     def _others(self) -> set[str]:
         """Owners with files for this place, and of locks without files, but for those held."""
         try:
@@ -298,24 +305,25 @@ class Spool:
         ours = {owner for name, owner in owners.items() if name.startswith(self._place)}
         # A lock without files was left by one who held nothing when it died.
         alone = {owner_of_lock(name) for name in names} - {None, *owners.values()}
-        return {owner for owner in ours | alone if owner is not None} - self._locks.keys()
+        with self._locking:
+            return {owner for owner in ours | alone if owner is not None} - self._locks.keys()
 
     def _adopt_from(self, owner: str, taken: list[Spooled]) -> None:
         fd = self._take_lock(owner)
         if fd is None:  # it lives
             return
         try:
-            has_files = False
-            # Looked at once more: it may have added some before it died.
-            for name in os.listdir(self._folder):
-                parts = SpoolFileName.parse(name)
-                if parts is not None and parts.owner == owner:
-                    has_files = True
-                    self._take(f"{self._folder}/{name}", parts.digest, taken)
-            if has_files:
-                self._locks[owner], fd = fd, -1
-            else:
+            # Looked at once more: it may have added some before it died, and for another place.
+            names = [(name, SpoolFileName.parse(name)) for name in os.listdir(self._folder)]
+            left = [(name, parts) for name, parts in names if parts and parts.owner == owner]
+            ours = [(name, parts) for name, parts in left if name.startswith(self._place)]
+            for name, parts in ours:
+                self._take(f"{self._folder}/{name}", parts.digest, taken)
+            if not left:
                 os.unlink(self._lock_path(owner))
+            with self._locking:
+                if ours and not self._is_closed:
+                    self._locks[owner], fd = fd, -1
         finally:
             if fd >= 0:
                 os.close(fd)

@@ -142,21 +142,6 @@ def test_damaged_file_of_a_dead_process_is_deleted_by_the_one_that_adopts_it(
         machine.assert_in_order()
 
 
-def test_spool_file_deleted_by_somebody_is_uploaded_from_the_tier(tmp_path: Path) -> None:
-    corpus = Corpus()
-    gate = corpus.hold_saves()
-    with Machine(corpus, tmp_path / "cache", max_concurrency="1") as machine:
-        machine.save(0)
-        assert gate.reached.wait(60)
-        machine.save(1)
-        machine.wait_written(0, 1)
-        for path in spool_files(machine.cache_dir):
-            path.unlink()
-        gate.release()
-        machine.wait_confirmed(0, 1)
-        machine.assert_in_order()
-
-
 def test_bit_flipped_anywhere_in_the_tier_gives_the_right_bytes(tmp_path: Path) -> None:
     corpus = Corpus()
     corpus.stock(1)

@@ -493,6 +493,39 @@ def test_full_disk_does_not_keep_an_entry_from_the_bucket(tmp_path: Path) -> Non
     rig.close()
 
 
+def test_what_keeps_many_saves_from_the_disk_or_the_bucket_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(tmp_path, min_free_bytes=NO_ROOM)
+    queue = rig.queue()
+    for number, identifier in enumerate(HASHES[:4]):
+        queue.put(identifier, IMAGE, tensor(number))
+    for identifier in HASHES[4:8]:
+        queue.put(identifier, IMAGE, torch.full((4, 8), float("nan"), dtype=torch.bfloat16))
+    assert queue.drain(DEADLINE_S) == 0
+    assert rig.counted("spool.refused") == rig.counted("save_problem.refused.nonfinite") == 4
+    assert caplog.text.count("is not on this node's disk") == 1
+    assert caplog.text.count("holds NaN") == 1
+    rig.close()
+
+
+def test_save_that_gets_no_thread_gives_its_room_back_and_the_next_one_is_stored(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    queue = rig.queue(budget_bytes=64)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            queue.put(HASHES[0], IMAGE, tensor())
+    for identifier in HASHES[:2]:
+        assert queue.put(identifier, IMAGE, tensor())
+    assert queue.drain(DEADLINE_S) == 0
+    assert rig.stored(HASHES[0]) is not None
+
+
 def test_many_saves_are_all_stored_once(rig: Rig) -> None:
     queue = rig.queue(budget_bytes=300)
     for number, identifier in enumerate(HASHES):
@@ -795,19 +828,30 @@ def test_adopted_uploads_that_never_end_are_left_at_the_end(tmp_path: Path) -> N
     assert audit_of(second.node.tier) == []
 
 
-def test_spooled_file_that_cannot_be_read_is_left_for_the_next_process(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_next_process(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(spool: Spool, digest: bytes) -> Any:
-        raise TierError("too many open files")
+    load, refusals = Spool.load, [2, 10**6]
 
-    monkeypatch.setattr(Spool, "load", refuse)
+    def refuse_some(spool: Spool, digest: bytes) -> Any:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise TierError("too many open files")
+        return load(spool, digest)
+
+    monkeypatch.setattr(Spool, "load", refuse_some)
+    rig.pause(first_s=0.001, longest_s=0.001)
     queue = rig.queue()
+    queue.put(HASHES[0], IMAGE, tensor())
+    eventually(lambda: rig.stored(HASHES[0]) is not None)
+    eventually(lambda: rig.spooled() == 0)
+    refusals.pop(0)
     queue.put(HASHES[1], IMAGE, tensor())
-    eventually(lambda: rig.counted("save_problem.unreadable") == 1)
-    assert queue.drain(DEADLINE_S) == 0
+    eventually(lambda: rig.counted("save_problem.unreadable") > 8)
+    assert queue.drain(0) == 1
     assert rig.stored(HASHES[1]) is None
     assert rig.spooled() == 1
+    assert caplog.text.count("too many open files") == 1
 
 
 @pytest.mark.parametrize("where", ["spool", "memory"])

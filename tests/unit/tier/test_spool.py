@@ -696,6 +696,67 @@ def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
         assert spooled(spool, key_at(number)) == entry(key_at(number))
 
 
+def test_entry_of_another_bucket_that_comes_while_its_lock_is_swept_is_left_to_its_own(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner held nothing at the first look, saved one entry, and died before the second."""
+    folder = left_by_the_dead(root)
+    listdir, looks = os.listdir, []
+
+    def late(path: str) -> list[str]:
+        names = listdir(path)
+        if path == str(folder) and not looks:
+            looks.append(path)
+            left = folder / name_of(0).replace(f"--{DESTINATION}--", f"--{'f' * 16}--", 1)
+            left.touch(mode=0o600)
+            left.write_bytes(entry(KEY))
+        return names
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", late)
+        assert spool.adopt() == []
+    assert spool.held(KEY.digest) is None
+    assert spooled_below(root) == digests_of(0)
+    assert [one.digest for one in tier.open_spool("f" * 16).adopt()] == [KEY.digest]
+
+
+def test_lock_of_the_dead_goes_when_all_that_they_left_has_gone(
+    tier: Tier, spool: Spool, root: Path
+) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        left_by_the_dead(root, number, owner=f"{number:016x}")
+        assert len(spool.adopt()) == 1
+        unspool(spool, key_at(number))
+    assert spool.adopt() == []
+    assert locks_below(root) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_save_does_not_wait_for_an_adoption_that_reads(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tier, 0, spool=spool)
+    left_by_the_dead(root, 0)
+    load, reads, goes_on = Spool.load, threading.Event(), threading.Event()
+
+    def slow(spool: Spool, digest: bytes) -> Any:
+        reads.set()
+        assert goes_on.wait(DEADLINE_S)
+        return load(spool, digest)
+
+    monkeypatch.setattr(Spool, "load", slow)
+    with ThreadPoolExecutor(2) as pool:
+        adopted = pool.submit(spool.adopt)
+        try:
+            assert reads.wait(DEADLINE_S)
+            pool.submit(publish, tier, 1, spool=spool).result(DEADLINE_S)
+        finally:
+            goes_on.set()
+        assert adopted.result() == []
+    assert spooled_below(root) == digests_of(0, 1)
+
+
 @pytest.mark.slow
 def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_owners(
     make_tier: MakeTier, root: Path
