@@ -19,7 +19,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from s3ec import runtime
-from s3ec.connector.messages import StepPlan, TierId, WorkerReport
+from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.parts import Parts
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.worker import WorkerHalf, load_without_a_half
@@ -366,17 +366,11 @@ class S3ECConnector(ECConnectorBase):
         if plan is None:
             return
         if worker is not None:
-            if plan.tier is not None:
-                self._look_for_tier(worker, plan.tier)
             worker.start_load_caches(encoder_cache, plan)
         elif self.parts.worker is None:
             load_without_a_half(encoder_cache, plan)
         elif plan.loads:
             raise RuntimeError("s3ec loads nothing in a process that was forked from its worker")
-
-    @guarded()
-    def _look_for_tier(self, worker: WorkerHalf, tier: TierId) -> None:
-        worker.look_for_tier(tier)
 
     @guarded()
     def finish_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:

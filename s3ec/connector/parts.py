@@ -23,19 +23,18 @@ from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.shared_tier import SharedTier, tier_id
 from s3ec.connector.vllm_config import (
     FeatureReader,
     Role,
-    Topology,
     checkpoint_of,
     describe_once,
     encoder_weights,
     identifier_problem,
     live_weights_problem,
+    loading_ranks,
     model_problem,
+    ranks_problem,
     scopes_of,
-    topology_of,
     trust_problem,
     weights_at,
     without_pixels,
@@ -242,15 +241,16 @@ class Parts:
                 "(`trust_client_ids`); vllm:s3ec_refused_client_ids counts them"
             )
         features = self.features = self.features or FeatureReader(config.model_config)
-        topology = topology_of(config)
-        role = _role_of(config, topology, settings)
+        problem = ranks_problem(config)
+        role = _role_of(config, settings, can_load=problem is None)
         if role.consumer:
             possible = without_pixels(config, features, config.ec_transfer_config.ec_role)
             log.info("requests without pixels: %s", possible)
-        if topology.problem is not None and role.consumer:
+        if problem is not None and role.consumer:
             log.warning(
-                "nothing will be loaded: ranks may run on other nodes than the scheduler, and %s",
-                topology.problem,
+                "nothing will be loaded, since ranks may not see this node's `cache_dir`: %s. Have "
+                "all tensor-parallel ranks on one node, with --distributed-executor-backend mp",
+                problem,
             )
         live_weights.watch()
         self.figures = Figures(node)
@@ -271,7 +271,6 @@ class Parts:
             needs_embedding=features.needs_embedding,
             placeholder_of=features.placeholder,
             counters=node.counters,
-            shared_tier=_shared_tier_of(node, role, topology),
             naming=node.naming,
             scopes=scopes_of(config),
             adapters=self._adapters(node, features),
@@ -388,7 +387,7 @@ def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
     return True
 
 
-def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
+def _role_of(vllm_config: Any, settings: Settings, *, can_load: bool) -> Role:
     this = compat.release(compat.vllm_version())
     transfer = vllm_config.ec_transfer_config
     # Then nothing is stored that the device holds: nothing was encoded for it.
@@ -398,11 +397,11 @@ def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
         consumer=transfer.is_ec_consumer,
         # A drafter looks one token ahead; a few more cost nothing.
         window_tokens=vllm_config.scheduler_config.max_num_batched_tokens + 16,
-        ranks=topology.ranks,
+        ranks=loading_ranks(vllm_config),
         steps_in_flight=vllm_config.max_concurrent_batches,
         defer_timeout_s=0.0 if settings.wait == "never" else settings.defer_timeout_s,
         asked_every_pass=this is None or this >= (0, 30),
-        can_load=topology.problem is None,
+        can_load=can_load,
         stores_again=compat.installed_hooks()["start_save_caches"] and not saves_worth,
         forms=forms.forms_of(vllm_config.model_config),
     )
@@ -428,10 +427,3 @@ def _worth_of(
         )
         return None
     return SaveWorth(costs, node.counters, policy=policy)
-
-
-def _shared_tier_of(node: Node, role: Role, topology: Topology) -> SharedTier | None:
-    """What asks ranks that may not see this node's disk; None if there are none."""
-    if topology.beside_scheduler or not role.consumer or not role.can_load:
-        return None
-    return SharedTier(topology.ranks, tier_id(node.tier))

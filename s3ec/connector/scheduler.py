@@ -38,7 +38,6 @@ from s3ec.connector.lookups import (
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth, SeenKeys
-from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
 from s3ec.connector.waiting import Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
@@ -103,7 +102,6 @@ class SchedulerHalf:
         needs_embedding: Callable[[Any], bool],
         placeholder_of: Callable[[Any], dict[str, Any] | None],
         counters: Counters,
-        shared_tier: SharedTier | None = None,
         naming: KeyPolicy | None = None,
         scopes: ModalityScopes | None = None,
         adapters: Adapters | None = None,
@@ -119,7 +117,6 @@ class SchedulerHalf:
             residents: Entries of this node that can be granted at once.
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
             placeholder_of: Placeholder metadata of a feature; None where it cannot be seen.
-            shared_tier: Whether all ranks see this node's tier; None where they do for certain.
             naming: Which identifiers have keys, and which; None for the plain ones.
             scopes: What marks the names of a modality; None where nothing does.
             adapters: None where none touches the encoder.
@@ -142,7 +139,6 @@ class SchedulerHalf:
         self._needs_embedding = needs_embedding
         self._placeholder_of = placeholder_of
         self._counters = counters
-        self._shared_tier = shared_tier or SharedTier(0, None)
         self._clock = clock
         self._keys = KeyCache(naming or KeyPolicy(), counters)
         self._scopes = scopes or ModalityScopes()
@@ -154,7 +150,6 @@ class SchedulerHalf:
         self.waits = RequestWaits(
             self.tracker,
             role=role,
-            shared_tier=self._shared_tier,
             counters=counters,
             clock=clock,
             local=local,
@@ -471,8 +466,7 @@ class SchedulerHalf:
         key = self._keys.asked(identifier)
         if key is None:
             return None
-        is_closed = self._hung or self._down or self._shared_tier.asked is not None
-        if self._role.can_load and not is_closed:
+        if self._role.can_load and not self._hung and not self._down:
             entry = self._residents.get(key.digest, now)
             if entry is not None:
                 item = self.tracker.grant(key, entry, now)
@@ -659,7 +653,6 @@ class SchedulerHalf:
         plan = StepPlan()
         if scheduled_tokens:
             plan, self._plan = self._plan, plan
-        plan.tier = self._shared_tier.asked
         # What later steps load must stay.
         can_sweep = is_late and not self._plan.loads
         loads = [load.identifier for load in plan.loads]
@@ -700,8 +693,6 @@ class SchedulerHalf:
                 "the model's weights were replaced while this engine started: nothing is loaded or "
                 "saved from here on. Start it again"
             )
-        if self._shared_tier.on_report(report.sees_tier):
-            self._know_ranks(self._shared_tier.apart)
         for identifier in report.published:
             key = self._keys(identifier)
             if key is not None:
@@ -719,18 +710,6 @@ class SchedulerHalf:
             self._counters.add(name, amount)
         for one in report.encoded:
             self._costs.add(one.modality, one.rows, one.seconds, items=one.items)
-
-    def _know_ranks(self, apart: list[int]) -> None:
-        """Every rank has said whether it sees this node's tier; ``apart`` are those that do not."""
-        if not apart:
-            self.waits.look_at_all()
-        elif self.stop():
-            log.warning(
-                "ranks %s do not see the scheduler's `cache_dir`: they run on another node, or in "
-                "a container with another folder. Nothing is loaded or saved by this engine. Have "
-                "all tensor-parallel ranks on one node, with one folder",
-                ", ".join(map(str, apart)),
-            )
 
     def _sweep(self, now: float) -> None:
         """Drop what is too old to matter; at most once a second."""

@@ -16,9 +16,8 @@ import torch
 
 from s3ec.connector import compat
 from s3ec.connector.loads import Loader, read_data
-from s3ec.connector.messages import Encode, EncodeTime, Load, StepPlan, TierId, WorkerReport
+from s3ec.connector.messages import Encode, EncodeTime, Load, StepPlan, WorkerReport
 from s3ec.connector.saves import SaveQueue
-from s3ec.connector.shared_tier import sees_tier
 from s3ec.connector.staging import open_staging
 from s3ec.counters import Increments
 from s3ec.errors import CorruptEntryError
@@ -171,13 +170,6 @@ class WorkerHalf:
         self._sync_allowed = compat.sync_allowed()
         self._increments = Increments(node.counters)
         self._told_levels: Mapping[str, float] = node.levels
-        self._sees_tier: dict[int, bool] = {}  # for the next report
-
-    def look_for_tier(self, tier: TierId) -> None:
-        """Report whether this rank sees the scheduler's tier; some system calls."""
-        sees = sees_tier(tier, self._node.tier)
-        if sees is not None:
-            self._sees_tier = {self._rank(): sees}
 
     def start_load_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         """Bring every granted embedding into the encoder cache.
@@ -275,8 +267,8 @@ class WorkerHalf:
 
     def report(self) -> WorkerReport | None:
         """What happened since the last report; None if nothing did."""
-        report = WorkerReport(loaded=self._loaded, sees_tier=self._sees_tier)
-        self._loaded, self._sees_tier = {}, {}
+        report = WorkerReport(loaded=self._loaded)
+        self._loaded = {}
         if self._saves is not None:
             report.published, report.stored = self._saves.take_report()
         if self._measured:
