@@ -258,7 +258,7 @@ class Parts:
         node.follow_the_bucket()
         if role.producer:
             node.compact_the_index()
-        costs = node.encode_costs(self._encoder())
+        costs = node.encode_costs
         policy = _policy_of(role, settings, costs)
         self.scheduler = SchedulerHalf(
             role,
@@ -296,11 +296,6 @@ class Parts:
 
         return Adapters(read, longest_wait_s)
 
-    def _encoder(self) -> str:
-        """What encodes here, as far as it decides how long that takes."""
-        ranks = self._vllm_config.parallel_config.tensor_parallel_size
-        return f"{compat.device_name()} x{ranks}"
-
     def start_worker(self, node: Node) -> None:
         """Make the worker half on a node."""
         self.node = node
@@ -323,7 +318,6 @@ class Parts:
             saves=saves,
             device=compat.current_device,
             rank=compat.loading_rank,
-            encoder=self._encoder,
             drain_timeout_s=4.0 if transfer.is_ec_consumer else 30.0,
         )
 

@@ -143,7 +143,6 @@ class WorkerHalf:
         saves: SaveQueue | None,
         device: Callable[[], torch.device],
         rank: Callable[[], int],
-        encoder: Callable[[], str],
         drain_timeout_s: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -154,7 +153,6 @@ class WorkerHalf:
             saves: Where encoded tensors go; None for a pure consumer.
             device: The model's device, asked at the first load.
             rank: Number of this worker among those that load.
-            encoder: Names what encodes, for what is learned of it.
             drain_timeout_s: How long finish() waits for the bucket to confirm queued saves.
             clock: Seconds, for encoders that run in this thread.
         """
@@ -162,7 +160,6 @@ class WorkerHalf:
         self._saves = saves
         self._rank = rank
         self._drain_timeout_s = drain_timeout_s
-        self._encoder = encoder
         self._timer = EncodeTimer(device, clock=clock)
         self._measured: deque[EncodeTime] = deque(maxlen=_MOST_MEASURED)
         self._loader = Loader(node, lambda: open_staging(device()))
@@ -205,7 +202,7 @@ class WorkerHalf:
         self._timer.end()
         for one in self._timer.take():
             self._node.counters.add_all({"encode.seconds": one.seconds, "encode.rows": one.rows})
-            costs = self._node.encode_costs(self._encoder())
+            costs = self._node.encode_costs
             costs.add(one.modality, one.rows, one.seconds, items=one.items)
             # A scheduler half in this process has learned it with this.
             if self._node.users <= 1:

@@ -88,7 +88,6 @@ class Machine(Engine):
             saves=self.queue,
             device=lambda: torch.device("cpu"),
             rank=lambda: 0,
-            encoder=lambda: "cpu x1",
             drain_timeout_s=0.0,
         )
 

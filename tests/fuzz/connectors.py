@@ -358,7 +358,6 @@ class S3EC(NoConnector):
             node,
             saves=self.saves,
             device=lambda: torch.device("cpu"),
-            encoder=lambda: "cpu x1",
             rank=lambda: rank,
             drain_timeout_s=1,
         )

@@ -211,7 +211,7 @@ class _Engine:
         encoder = self._encoder_here()
         times, encoder.times = encoder.times, []
         node = self._core().scheduler.ec_connector.parts.node
-        return {"times": times, "learned": node.encode_costs("").document}
+        return {"times": times, "learned": node.encode_costs.document}
 
     def metrics(self) -> dict[str, float]:
         from prometheus_client import REGISTRY

@@ -37,7 +37,6 @@ class Rig(Process):
             saves=self,
             device=lambda: torch.device("cpu"),
             rank=lambda: self.rank,
-            encoder=lambda: "cpu x1",
             drain_timeout_s=1,
             **other,
         )
