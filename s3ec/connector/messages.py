@@ -133,7 +133,6 @@ class WorkerReport:
 
     Attributes:
         loaded: Step to the ranks that finished that step's loads.
-        published: Identifiers whose entries are on this node's disk now.
         stored: Identifiers that the bucket confirmed.
         counts: Counter increments.
         levels: Rank to what its gauges say now, where that was looked at anew.
@@ -142,7 +141,6 @@ class WorkerReport:
     """
 
     loaded: dict[int, set[int]] = field(default_factory=dict)
-    published: list[str] = field(default_factory=list)
     stored: list[str] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     levels: dict[int, Mapping[str, float]] = field(default_factory=dict)
@@ -155,7 +153,6 @@ class WorkerReport:
             self.loaded.setdefault(step, set()).update(ranks)
         self.has_other_weights |= other.has_other_weights
         self.levels.update(other.levels)
-        self.published += other.published
         self.stored += other.stored
         self.encoded += other.encoded
         for name, amount in other.counts.items():

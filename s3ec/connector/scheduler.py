@@ -693,11 +693,6 @@ class SchedulerHalf:
                 "the model's weights were replaced while this engine started: nothing is loaded or "
                 "saved from here on. Start it again"
             )
-        for identifier in report.published:
-            key = self._keys(identifier)
-            if key is not None:
-                self._local.add(key)
-                self.tracker.changed([identifier])
         # Adding looks into the index, which is mapped from the disk. What is not added is found
         # when it was announced.
         hangs = bool(report.stored) and self._disk.hangs

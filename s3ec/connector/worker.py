@@ -267,7 +267,7 @@ class WorkerHalf:
         report = WorkerReport(loaded=self._loaded)
         self._loaded = {}
         if self._saves is not None:
-            report.published, report.stored = self._saves.take_report()
+            report.stored = self._saves.take_stored()
         if self._measured:
             report.encoded = list(self._measured)
             self._measured.clear()

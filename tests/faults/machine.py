@@ -126,12 +126,10 @@ class Machine(Engine):
 
     def wait_written(self, *numbers: int) -> None:
         """Until the disk took them, or refused."""
-        left = {identifier_at(number) for number in numbers}
-        refused = len(left)
 
         def done() -> bool:
-            left.difference_update(self.queue.take_report()[0])
-            return len(left) + refused - len(numbers) <= self.node.counters.get("spool.refused")
+            in_memory = self.queue.levels()["level.save_queue_entries"]
+            return bool(in_memory <= self.node.counters.get("spool.refused"))
 
         eventually(done)
 

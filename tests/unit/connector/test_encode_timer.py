@@ -137,8 +137,8 @@ class Saves:
     def put(self, identifier: str, save: Save, one: Any, *, step: int) -> bool:
         return True
 
-    def take_report(self) -> tuple[list[str], list[str]]:
-        return [], []
+    def take_stored(self) -> list[str]:
+        return []
 
     def drain(self, timeout_s: float) -> int:
         return 0

@@ -47,8 +47,8 @@ class Rig(Process):
         self.saved.append((identifier, save, tensor))
         return True
 
-    def take_report(self) -> tuple[list[str], list[str]]:
-        return [], []
+    def take_stored(self) -> list[str]:
+        return []
 
     def drain(self, timeout_s: float) -> int:
         return 0
