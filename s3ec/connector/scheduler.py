@@ -42,7 +42,7 @@ from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
 from s3ec.connector.waiting import Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
-from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes
+from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes, without_key
 from s3ec.index.base import Index
 from s3ec.prefetch import Prefetcher, Priority
 from s3ec.runtime import DiskWatch
@@ -279,11 +279,10 @@ class SchedulerHalf:
             if adapter is not None:
                 name = adapter.name_of(name)
             name = self._scopes.name(name, feature.modality)
-            if form := self._role.forms.get(feature.modality):
+            if self._seen_forms is not None and feature.modality in self._role.forms:
                 is_crowded = feature.modality in crowd
-                name = form.among_others(name) if is_crowded else name
-                if self._seen_forms is not None:
-                    self._seen_forms.add(_form_token(identifier, is_crowded=is_crowded))
+                name = without_key(name) if is_crowded else name
+                self._seen_forms.add(_form_token(identifier, is_crowded=is_crowded))
             self._keys.rename(identifier, name)
         return True
 
