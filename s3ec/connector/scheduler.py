@@ -66,9 +66,9 @@ def named_by(request: Any) -> Collection[str]:
     return params if isinstance(params, dict) else ()
 
 
-def _form_token(identifier: str, *, is_crowded: bool) -> bytes:
-    """Stands for one form of an item in a sketch; 16 bytes."""
-    text = f"{int(is_crowded)}{identifier}".encode("utf-8", "surrogatepass")
+def _token(identifier: str) -> bytes:
+    """Stands for an item in a sketch; 16 bytes."""
+    text = identifier.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
@@ -167,9 +167,10 @@ class SchedulerHalf:
         # all requests asked for, as long as the item lives.
         self.rows_asked: dict[str, int] = {}
         self._bare: set[str] = set()  # of this request, while the disk hangs: without pixels
-        # Which items were asked for in which form. vLLM's own caches know one form of an item, and
-        # may give it to a prompt for the other (multimodal/cache/lru.py), so nothing is saved then.
-        self._seen_forms = SeenKeys() if role.forms else None
+        # Items that were asked for in another form than they have alone. vLLM's own caches know one
+        # form of an item, and may give it to a prompt for the other (multimodal/cache/lru.py), so
+        # nothing of these is saved.
+        self._crowded = SeenKeys() if role.forms else None
         self._named: Collection[str] = ()  # by the request being scheduled
         self.decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
@@ -279,10 +280,9 @@ class SchedulerHalf:
             if adapter is not None:
                 name = adapter.name_of(name)
             name = self._scopes.name(name, feature.modality)
-            if self._seen_forms is not None and feature.modality in self._role.forms:
-                is_crowded = feature.modality in crowd
-                name = without_key(name) if is_crowded else name
-                self._seen_forms.add(_form_token(identifier, is_crowded=is_crowded))
+            if self._crowded is not None and feature.modality in crowd:
+                name = without_key(name)
+                self._crowded.add(_token(identifier))
             self._keys.rename(identifier, name)
         return True
 
@@ -293,13 +293,6 @@ class SchedulerHalf:
             return ()
         counts = Counter(feature.modality for feature in request.mm_features)
         return [modality for modality, form in forms.items() if counts[modality] > form.most]
-
-    def _has_one_form(self, feature: Any) -> bool:
-        """Whether what is encoded for a feature certainly has the form that it was asked for."""
-        if self._seen_forms is None or feature.modality not in self._role.forms:
-            return True
-        tokens = [_form_token(feature.identifier, is_crowded=crowded) for crowded in (False, True)]
-        return not all(token in self._seen_forms for token in tokens)
 
     def _adapter_of(self, request: Any) -> Adapter | None:
         lora = getattr(request, "lora_request", None)
@@ -555,7 +548,8 @@ class SchedulerHalf:
         self._plan.encodes[identifier] = Encode(feature.modality, rows)
         if self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
-            if key is not None and self._has_one_form(feature):
+            has_one_form = self._crowded is None or _token(identifier) not in self._crowded
+            if key is not None and has_one_form:
                 self._save(identifier, self.save_orders.order(key, feature), request)
 
     def _granted(self, identifier: str, modality: str, rows: int) -> None:
