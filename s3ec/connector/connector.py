@@ -331,14 +331,6 @@ class S3ECConnector(ECConnectorBase):
         plan = self._plan()
         if plan is not None and plan.weights and plan.weights != self.parts.weights:
             self._agree_on_weights(plan.weights)
-        if plan is not None and plan.encodes:
-            self._encoder_begins(plan)
-
-    @guarded()
-    def _encoder_begins(self, plan: StepPlan) -> None:
-        worker = self._own_worker()
-        if worker is not None:
-            worker.encoder_begins(plan)
 
     @guarded()
     def _agree_on_weights(self, weights: str) -> None:

@@ -36,9 +36,9 @@ class EncodeTimer:
     """How long the encoder runs in a step. One thread: the model runner's.
 
     vLLM's runners call the worker half directly before the encoder runs: with
-    ``bind_connector_metadata``, then ``start_save_caches`` in a producer (0.30 and newer), then
-    ``start_load_caches`` in a consumer. They call it directly after it: with the first
-    ``save_caches`` of what was encoded, and with ``get_finished``. So it was in the sources of
+    ``start_save_caches`` in a producer (0.30 and newer), then ``start_load_caches`` in a consumer.
+    They call it directly after it: with the first ``save_caches`` of what was encoded, and with
+    ``get_finished``. A pure producer before 0.30 measures nothing. So it was in the sources of
     0.26.0 to 0.32.0, V1 runner and V2 (``v1/worker/ec_connector_model_runner_mixin.py``,
     ``v1/worker/gpu/ec_connector.py``).
 
@@ -183,11 +183,10 @@ class WorkerHalf:
             self._load(cache, plan)
         self.encoder_begins(plan, cache)
 
-    def encoder_begins(self, plan: StepPlan, cache: Container[str] = ()) -> None:
+    def encoder_begins(self, plan: StepPlan, cache: Container[str]) -> None:
         """The runner is about to call the encoder, unless it calls another hook first.
 
-        Which hook is the last one depends on role and release, so each says so and the last counts.
-        A producer in vLLM before 0.30 has none but the one that hands over the plan.
+        Which hook is the last one depends on the role, so each says so and the last counts.
 
         A step says nothing of what encoding costs if the cache holds what the scheduler has ordered
         (it evicted that and ordered it anew in one pass): the V2 runner does not encode it again.

@@ -121,7 +121,6 @@ _CALLS = {
     "ec_consumer, after 0.33": ("bind", "load", "encode", "finish_load", "finished"),
     "ec_both, before 0.30": ("bind", "load", "encode", "save", "finished"),
     "ec_both": ("bind", "start_save", "load", "encode", "save", "finished"),
-    "ec_producer, before 0.30": ("bind", "encode", "save", "finished"),
     "ec_producer": ("bind", "start_save", "encode", "save", "finished"),
     # What came as an embedding is saved before the encoder runs.
     "ec_both, with a picture that needs no encoder": (
