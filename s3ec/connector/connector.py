@@ -258,8 +258,8 @@ class S3ECConnector(ECConnectorBase):
         metadata = getattr(connector_output, "ec_connector_worker_meta", None)
         if scheduler is not None and isinstance(metadata, S3ECWorkerMetadata):
             scheduler.update_connector_output(metadata.report)
-            if metadata.report.levels and self.parts.figures is not None:
-                self.parts.figures.on_report(metadata.report.levels)
+            if metadata.report.levels and self.parts.metrics is not None:
+                self.parts.metrics.on_report(metadata.report.levels)
 
     def _take_unavailable(self) -> set[str]:
         """Those that no half has named."""
@@ -293,8 +293,8 @@ class S3ECConnector(ECConnectorBase):
     @guarded()
     def get_ec_connector_stats(self) -> Any:
         """Counts since the last call; the workers' come with their reports."""
-        figures = self.parts.figures
-        fresh = None if figures is None else figures.news()
+        metrics = self.parts.metrics
+        fresh = None if metrics is None else metrics.news()
         if not fresh:
             return None
         from s3ec.connector.stats import S3ECStats
@@ -304,7 +304,7 @@ class S3ECConnector(ECConnectorBase):
     @classmethod
     @guarded()
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """For vLLM's own line in the log: nothing, since ours would say the same (figures.py)."""
+        """For vLLM's own line in the log: nothing, since ours would say the same (metrics.py)."""
         from s3ec.connector.stats import S3ECStats
 
         return S3ECStats()

@@ -18,7 +18,7 @@ from typing import Any
 from s3ec.config import load_settings, set_up_logging
 from s3ec.connector import compat, forms, live_weights
 from s3ec.connector.adapters import Adapters
-from s3ec.connector.figures import Figures
+from s3ec.connector.metrics import EngineMetrics
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
@@ -72,7 +72,7 @@ class Parts:
         worker: The worker half; None in the scheduler's instance, and where ``node`` is.
         features: Tells what came without pixels; None in a worker, and for a model that takes
             none. It is there whether or not the half starts, and stays after the end.
-        figures: What this engine tells about itself; None where ``scheduler`` is.
+        metrics: What this engine tells about itself; None where ``scheduler`` is.
         weights: What the namespace says of the model's files; empty before it is known. Stays after
             the end.
         has_other_weights: This worker loaded other weights than those that the scheduler read.
@@ -88,7 +88,7 @@ class Parts:
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         self.features: FeatureReader | None = None
-        self.figures: Figures | None = None
+        self.metrics: EngineMetrics | None = None
         self.weights = ""
         self.has_other_weights = False
 
@@ -208,12 +208,12 @@ class Parts:
         early, self._early = self._early, None
         worker, self.worker = self.worker, None
         node, self.node = self.node, None
-        figures, self.figures = self.figures, None
+        metrics, self.metrics = self.metrics, None
         try:
             if worker is not None:
                 worker.finish()
-            if figures is not None and node is not None and not node.is_foreign:
-                figures.close()
+            if metrics is not None and node is not None and not node.is_foreign:
+                metrics.close()
         finally:
             if node is not None:
                 node.release(_SHUTDOWN_TIMEOUT_S)
@@ -253,8 +253,8 @@ class Parts:
                 problem,
             )
         live_weights.watch()
-        self.figures = Figures(node)
-        self.figures.start()
+        self.metrics = EngineMetrics(node)
+        self.metrics.start()
         node.follow_the_bucket()
         if role.producer:
             node.compact_the_index()

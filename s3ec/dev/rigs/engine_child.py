@@ -237,7 +237,7 @@ class _Engine:
         parts = getattr(core and core.scheduler.ec_connector, "parts", None)
         if parts is None:
             return {}
-        return _shown(parts.node.counters.snapshot() | parts.figures.levels())
+        return _shown(parts.node.counters.snapshot() | parts.metrics.levels())
 
     def shutdown(self) -> None:
         # In order and with time to finish saves; collecting the object would allow 5 seconds.
