@@ -90,12 +90,10 @@ def current_device() -> torch.device:
     return torch.device(current_platform.device_type, index)
 
 
-@functools.cache
 def device_name() -> str:
     """The name of what computes here, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
 
-    The kind alone where it has no name, or the driver does not tell. Asked for once: on CUDA vLLM
-    starts NVML for each answer and ends it again (0.32, platforms/cuda.py).
+    The kind alone where it has no name, or the driver does not tell.
     """
     from vllm.platforms import current_platform
 
