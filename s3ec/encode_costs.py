@@ -1,30 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What encoding costs on this machine: learned in the running engine, and kept for the next one.
+"""What encoding costs on this machine, learned in the running engine.
 
-The worker measures, see ``connector/worker.py``. Where scheduler and worker are one process
-they share one ``EncodeCosts``. Else the scheduler learns from the workers' reports, and, where vLLM
-drops those (before 0.30, pure producers, pipeline parallel), from the file that the worker's
-process writes a moment later::
-
-    CACHE_DIR/v1/costs/NAMESPACE.json    {"version": 1, "devices": {DEVICE: {"image:9": 0.0004}}}
-
-The figures are seconds per row, by modality and size class. A file is a hint: one that is damaged,
-foreign or absent is a cold start.
+The worker measures, see ``connector/worker.py``. Where scheduler and worker are one process they
+share one ``EncodeCosts``. Else the scheduler learns from the workers' reports.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from s3ec.counters import Counters
-from s3ec.errors import CorruptEntryError, TierError
-from s3ec.safetensors_file import plain_json
-from s3ec.tier.files import DiskErrors, Folders, read_small
 
 # Before anything was encoded: for one item, whatever its size.
 PRIOR_ENCODE_S = 0.05
@@ -40,7 +25,6 @@ _STALE_REQUESTS = 300
 _MOST_TIMES = 5.0
 # Modalities are few, and sizes are powers of two.
 _MOST_KINDS = 256
-_LONGEST_NAME = 64
 
 _Kind = tuple[str, int]
 
@@ -64,11 +48,9 @@ class EncodeCosts:
     but for single values. A sample may be lost where two come at once.
     """
 
-    def __init__(self, learned: Mapping[str, float] | None = None) -> None:
-        """Start with what an earlier engine has learned, as ``document`` gave it."""
-        self._row_s: dict[_Kind, float] = _parse(learned or {})
-        # Learned here, so that what others have learned counts for nothing.
-        self._own: set[_Kind] = set()
+    def __init__(self, known: Mapping[tuple[str, int], float] | None = None) -> None:
+        """Start with some costs: seconds per row, by modality and bits of the number of rows."""
+        self._row_s: dict[_Kind, float] = dict(known or {})
         # The first sample of a process holds compilation and lazy loading.
         self._seen: set[_Kind] = set()
         self._explored: dict[_Kind, int] = {}
@@ -87,8 +69,7 @@ class EncodeCosts:
         if kind not in self._seen:
             self._seen.add(kind)
             self._explored.pop(kind, None)  # all of those may have been in this one sample
-            if known is None or row_s > known:
-                return
+            return
         if known is None:
             if len(self._row_s) < _MOST_KINDS:
                 self._row_s = {**self._row_s, kind: row_s}
@@ -97,13 +78,6 @@ class EncodeCosts:
             row_s = min(row_s, _MOST_TIMES * known)
             self._row_s[kind] = known + weight * (row_s - known)
         self._stale.discard(kind)
-        self._own.add(kind)
-
-    def adopt(self, learned: Mapping[str, float]) -> None:
-        """Another process has learned this; it counts for what this one has not measured."""
-        others = _parse(learned).items()
-        fresh = {kind: row_s for kind, row_s in others if kind not in self._own}
-        self._row_s = {**self._row_s, **fresh}
 
     def known_s(self, modality: str, rows: int) -> float | None:
         """What one item of this size is expected to take; None where nothing like it was seen."""
@@ -156,120 +130,5 @@ class EncodeCosts:
 
     @property
     def document(self) -> dict[str, float]:
-        """For a file: seconds per row by ``modality:size class``."""
-        return _named(self._row_s)
-
-    @property
-    def own(self) -> dict[str, float]:
-        """Of that, what this process has measured."""
-        own = self._own
-        return _named({kind: row_s for kind, row_s in self._row_s.items() if kind in own})
-
-
-def _named(row_s: Mapping[_Kind, float]) -> dict[str, float]:
-    return {f"{modality}:{size}": seconds for (modality, size), seconds in row_s.items()}
-
-
-def _parse(learned: Mapping[str, Any]) -> dict[_Kind, float]:
-    """What of a document can be believed."""
-    found: dict[_Kind, float] = {}
-    for name, row_s in learned.items():
-        modality, _, size = name.rpartition(":")
-        is_kind = modality and len(modality) <= _LONGEST_NAME and size.isdigit() and len(size) <= 2
-        if is_kind and isinstance(row_s, float) and 0.0 < row_s < math.inf:
-            found[modality, int(size)] = row_s
-        if len(found) == _MOST_KINDS:
-            break
-    return found
-
-
-_VERSION = 1
-_FILE_LIMIT = 1 << 18
-_MOST_DEVICES = 16
-# What moved by less is not worth a write.
-_WORTH_WRITING = 1.05
-
-
-class CostFile:
-    """One namespace's file, for one device. Blocking; for one thread at a time. Never raises.
-
-    Several engines of a node may write it: each puts in what it has measured itself and leaves the
-    rest. Of two that write at once one may lose its figures until its next write.
-    """
-
-    def __init__(
-        self,
-        folders: Folders,
-        namespace: str,
-        device: str,
-        costs: EncodeCosts,
-        counters: Counters,
-    ) -> None:
-        """Nothing is read before ``exchange``.
-
-        Args:
-            folders: The tier's.
-            namespace: ``Namespace.name``.
-            device: Figures of other devices are of no use.
-            costs: What is kept, and what learns from the file.
-        """
-        self._folders = folders
-        self._path = f"{folders.costs}/{namespace}.json"
-        self._device = device[:_LONGEST_NAME]
-        self._costs = costs
-        self._refused = DiskErrors(folders.root, counters).record
-        self._seen: tuple[int, int] | None = None
-        self._written: dict[str, float] = {}
-
-    def exchange(self) -> None:
-        """Write what has moved here since the last call, and learn what others have written."""
-        try:
-            self._read_new()
-            self.write()
-        except (OSError, TierError) as exc:
-            self._refused("keep what encoding costs", exc)
-
-    def write(self) -> None:
-        """Write what has moved; nothing where nothing has.
-
-        Raises:
-            OSError, TierError: The disk refused.
-        """
-        own = self._costs.own
-        if not any(_has_moved(row_s, self._written.get(name)) for name, row_s in own.items()):
-            return
-        devices = self._read()
-        kept = {**devices.pop(self._device, {}), **own}
-        # The newest last: what is over goes at the front.
-        others = list(devices.items())[-(_MOST_DEVICES - 1) :]
-        document = {"version": _VERSION, "devices": {**dict(others), self._device: kept}}
-        self._folders.write_small(self._path, (json.dumps(document) + "\n").encode())
-        self._written = own
-
-    def _read_new(self) -> None:
-        try:
-            found = os.lstat(self._path)
-        except FileNotFoundError:
-            return
-        seen = (found.st_mtime_ns, found.st_ino)
-        if seen != self._seen:
-            self._seen = seen
-            self._costs.adopt(self._read().get(self._device, {}))
-
-    def _read(self) -> dict[str, dict[str, float]]:
-        """Device to its figures; empty for anything that is no such file of ours."""
-        try:
-            content = read_small(self._path, max_bytes=_FILE_LIMIT)
-            document: Any = plain_json(content.decode())
-        except (FileNotFoundError, CorruptEntryError, ValueError, RecursionError):
-            return {}
-        if not isinstance(document, dict) or document.get("version") != _VERSION:
-            return {}
-        devices = document.get("devices")
-        if not isinstance(devices, dict):
-            return {}
-        return {name: _named(_parse(one)) for name, one in devices.items() if isinstance(one, dict)}
-
-
-def _has_moved(row_s: float, written: float | None) -> bool:
-    return written is None or max(row_s, written) > _WORTH_WRITING * min(row_s, written)
+        """What was learned: seconds per row by ``modality:size class``."""
+        return {f"{modality}:{size}": row_s for (modality, size), row_s in self._row_s.items()}

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from s3ec import runtime
 from s3ec.codec import Header
 from s3ec.counters import Counters
-from s3ec.encode_costs import CostFile, EncodeCosts
+from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import DESCRIPTOR_BYTES, KeyPolicy, Layout, Namespace, canonical_json, naming_of
 from s3ec.index.child import in_child, in_process
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 # How often the set of entries on this node's disk is read again, since other processes evict. What
 # they put there is heard of at once.
 _RESCAN_S = 600.0
-# How often this process looks at the small files by which it talks with others.
-_EXCHANGE_EVERY_S = 1.0
 # How often the figures of the gauges are looked at anew, and how often the disk is asked for one.
 _LEVELS_EVERY_S = 1.0
 _TIER_BYTES_EVERY_S = 10.0
@@ -74,6 +72,7 @@ class Node:
         process: Which process of this line of forks made it, see ``runtime.process_number``. Hooks
             compare the two numbers themselves.
         users: Halves that share it.
+        encode_costs: What encoding costs here, by what was measured in this process or reported.
         levels: What the gauges say, by counter; replaced as a whole each second where anybody
             keeps them, see ``keep_levels``. For reading.
     """
@@ -144,8 +143,7 @@ class Node:
         self.levels: Mapping[str, float] = {}
         self._level_sources: list[Callable[[], Mapping[str, float]]] = []
         self._tier_bytes: int | None = None
-        self._encode_costs: EncodeCosts | None = None
-        self._cost_file: CostFile | None = None
+        self.encode_costs = EncodeCosts()
         self.settings = settings
         self.namespace = namespace
         self.naming = _naming(settings, namespace)
@@ -250,36 +248,6 @@ class Node:
         )
         self._following.append(self.loop.submit(maintainer.run_forever()))
 
-    def encode_costs(self, device: str) -> EncodeCosts:
-        """What encoding costs here, by all that was learned; the same object each time.
-
-        It is filled from the disk in the background, and what is added to it goes there.
-
-        Args:
-            device: Names what encodes; what was learned on another one does not count.
-        """
-        if self._encode_costs is not None:
-            return self._encode_costs
-        with self._sharing():
-            if self._encode_costs is None:
-                self._encode_costs = EncodeCosts()
-                self._cost_file = CostFile(
-                    self.tier.folders,
-                    self.namespace.name,
-                    device,
-                    self._encode_costs,
-                    self.counters,
-                )
-                self._following.append(self.loop.submit(self._exchange_forever(self._cost_file)))
-            return self._encode_costs
-
-    async def _exchange_forever(self, file: CostFile) -> None:
-        while True:
-            with contained(self.counters, "what encoding costs"):
-                if not self.loop.watch.hangs:
-                    await self.loop.disk(file.exchange)
-            await asyncio.sleep(_EXCHANGE_EVERY_S)
-
     async def _refresh_forever(self) -> None:
         complained = False
         while True:
@@ -367,8 +335,6 @@ class Node:
             self.loop.stop(timeout_s)
 
     async def _close(self) -> None:
-        if self._cost_file is not None and not self.loop.watch.hangs:
-            await self.loop.disk(self._cost_file.exchange)
         self.prefetcher.stop()
         await self.index.close()
         await self.store.close()

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -22,10 +21,9 @@ from s3ec.connector.metrics import (
     GAUGES,
     HISTOGRAMS,
     LABELLED,
-    LOOKUP_MEANINGS,
-    LOOKUPS,
     NOT_EXPORTED,
     PLAIN,
+    label_values,
 )
 from s3ec.payoff import GPUS, MODELS, STORES, ModelEstimate, Payoff, estimate
 from s3ec.settings import settings_table
@@ -46,40 +44,36 @@ def _table(headings: str, rows: Iterator[tuple[str, ...]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _prometheus(name: str, label: str = "") -> str:
-    return f"`{name}_total{{{label}}}`" if label else f"`{name}_total`"
+def _prometheus(name: str, labels: tuple[str, ...] = ()) -> str:
+    return f"`{name}{{{', '.join(labels)}}}`" if labels else f"`{name}`"
 
 
 def metrics_tables() -> str:
     """All metrics, the values of their labels, and what is counted and not exported."""
-    counters = ((_prometheus(name), text) for name, text in PLAIN.values())
+    counters = ((_prometheus(f"{name}_total"), text) for name, text in PLAIN.values())
     gauges = ((f"`{entry[0]}`", entry[1]) for entry in GAUGES.values())
     histograms = (
-        (f"`{name}{{{label}}}`" if label else f"`{name}`", text)
-        for name, text, label, _values in HISTOGRAMS.values()
+        (_prometheus(name, labels), text) for name, text, labels, _values in HISTOGRAMS.values()
     )
-    name, text, of_lookup, _cases = LOOKUPS
-    lookups = [(_prometheus(name, ", ".join(of_lookup)), text)]
-    labelled: Iterator[tuple[str, ...]] = (
-        (_prometheus(name, label), text) for name, text, label, _values in LABELLED.values()
+    labelled = (
+        (_prometheus(f"{name}_total", labels), text)
+        for name, text, labels, _values in LABELLED.values()
     )
     parts = ["### Counters\n\n" + _table("| metric | meaning |", counters)]
     parts.append("### Gauges\n\n" + _table("| metric | meaning |", gauges))
     parts.append("### Histograms\n\n" + _table("| metric | meaning |", histograms))
-    labelled = itertools.chain(lookups, labelled)
     parts.append("### Counters with a label\n\n" + _table("| metric | meaning |", labelled))
     parts.append("### Values of the labels\n")
-    cases = (
-        (*(f"`{one}`" for one in case.split()), text) for case, text in LOOKUP_MEANINGS.items()
-    )
-    parts.append(f"`{name}`:\n\n" + _table("| tier | outcome | meaning |", cases))
     with_label = [one for one in (*HISTOGRAMS.values(), *LABELLED.values()) if one[2]]
-    for label, of_label in groupby(with_label, key=lambda metric: metric[2]):
+    for labels, of_label in groupby(with_label, key=lambda metric: metric[2]):
         metrics = list(of_label)
-        rows = ((f"`{value}`", meaning) for value, meaning in metrics[0][3].items())
+        rows = (
+            (*(f"`{one}`" for one in label_values(labels, value)), meaning)
+            for value, meaning in metrics[0][3].items()
+        )
         named = ", ".join(f"`{name}`" for name, *_rest in metrics)
         of_these = textwrap.fill(f"{named}:", 100)
-        parts.append(f"{of_these}\n\n" + _table(f"| {label} | meaning |", rows))
+        parts.append(f"{of_these}\n\n" + _table(f"| {' | '.join(labels)} | meaning |", rows))
     hidden = ((f"`{name}`", meaning) for name, meaning in NOT_EXPORTED.items())
     parts.append("### Not exported\n\n" + _table("| counter | meaning |", hidden))
     return "\n".join(parts)

@@ -69,13 +69,6 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def passes_reports() -> bool:
-    """Whether what workers report reaches the scheduler: 0.30 and newer."""
-    this = release(vllm_version())
-    too_old = this is not None and this < (0, 30)
-    return installed_hooks()["build_connector_worker_meta"] and not too_old
-
-
 def summary() -> str:
     """One line for the log: version, and what the missing hooks cost."""
     missing = [name for name, there in installed_hooks().items() if not there]
@@ -97,12 +90,10 @@ def current_device() -> torch.device:
     return torch.device(current_platform.device_type, index)
 
 
-@functools.cache
 def device_name() -> str:
     """The name of what computes here, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
 
-    The kind alone where it has no name, or the driver does not tell. Asked for once: on CUDA vLLM
-    starts NVML for each answer and ends it again (0.32, platforms/cuda.py).
+    The kind alone where it has no name, or the driver does not tell.
     """
     from vllm.platforms import current_platform
 
@@ -146,13 +137,6 @@ def loading_rank() -> int:
         return rank
     size = int(parallel_state.get_tensor_model_parallel_world_size())
     return int(group().rank_in_group) * size + rank
-
-
-def ray_passes_reports() -> bool:
-    """Whether vLLM's executor for Ray is the one that merges the reports of all workers."""
-    import vllm.envs
-
-    return bool(getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False))
 
 
 def can_pin_memory() -> bool:

@@ -19,7 +19,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from s3ec import runtime
-from s3ec.connector.messages import StepPlan, TierId, WorkerReport
+from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.parts import Parts
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.worker import WorkerHalf, load_without_a_half
@@ -258,8 +258,8 @@ class S3ECConnector(ECConnectorBase):
         metadata = getattr(connector_output, "ec_connector_worker_meta", None)
         if scheduler is not None and isinstance(metadata, S3ECWorkerMetadata):
             scheduler.update_connector_output(metadata.report)
-            if metadata.report.levels and self.parts.figures is not None:
-                self.parts.figures.on_report(metadata.report.levels)
+            if metadata.report.levels and self.parts.metrics is not None:
+                self.parts.metrics.on_report(metadata.report.levels)
 
     def _take_unavailable(self) -> set[str]:
         """Those that no half has named."""
@@ -293,8 +293,8 @@ class S3ECConnector(ECConnectorBase):
     @guarded()
     def get_ec_connector_stats(self) -> Any:
         """Counts since the last call; the workers' come with their reports."""
-        figures = self.parts.figures
-        fresh = None if figures is None else figures.news()
+        metrics = self.parts.metrics
+        fresh = None if metrics is None else metrics.news()
         if not fresh:
             return None
         from s3ec.connector.stats import S3ECStats
@@ -304,7 +304,7 @@ class S3ECConnector(ECConnectorBase):
     @classmethod
     @guarded()
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """For vLLM's own line in the log: nothing, since ours would say the same (figures.py)."""
+        """For vLLM's own line in the log: nothing, since ours would say the same (metrics.py)."""
         from s3ec.connector.stats import S3ECStats
 
         return S3ECStats()
@@ -331,14 +331,6 @@ class S3ECConnector(ECConnectorBase):
         plan = self._plan()
         if plan is not None and plan.weights and plan.weights != self.parts.weights:
             self._agree_on_weights(plan.weights)
-        if plan is not None and plan.encodes:
-            self._encoder_begins(plan)
-
-    @guarded()
-    def _encoder_begins(self, plan: StepPlan) -> None:
-        worker = self._own_worker()
-        if worker is not None:
-            worker.encoder_begins(plan)
 
     @guarded()
     def _agree_on_weights(self, weights: str) -> None:
@@ -366,17 +358,11 @@ class S3ECConnector(ECConnectorBase):
         if plan is None:
             return
         if worker is not None:
-            if plan.tier is not None:
-                self._look_for_tier(worker, plan.tier)
             worker.start_load_caches(encoder_cache, plan)
         elif self.parts.worker is None:
             load_without_a_half(encoder_cache, plan)
         elif plan.loads:
             raise RuntimeError("s3ec loads nothing in a process that was forked from its worker")
-
-    @guarded()
-    def _look_for_tier(self, worker: WorkerHalf, tier: TierId) -> None:
-        worker.look_for_tier(tier)
 
     @guarded()
     def finish_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:

@@ -2,10 +2,10 @@
 """Models whose processor gives one picture other pixels when others are in its prompt.
 
 vLLM's identifier of a picture says nothing of the prompt, so two forms of it have one identifier.
-Here the second form has a name of its own. Where the form cannot be told it has none: such pictures
-are neither loaded nor saved. ``FORMS`` names the models, and ``tests/versions/test_forms.py`` fails
-for a processor of the installed vLLM that is not in it. From 0.33 on vLLM's identifiers of three of
-them name the form (``_get_mm_hashes``), and nothing is left to do here.
+What may have another form than it has alone is neither loaded nor saved. ``FORMS`` names the
+models, and ``tests/versions/test_forms.py`` fails for a processor of the installed vLLM that is not
+in it. From 0.33 on vLLM's identifiers of three of them name the form (``_get_mm_hashes``), and
+nothing is left to do here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from s3ec.identity import without_key
-
 log = logging.getLogger(__name__)
 
 # vLLM's processors override this method where its cache of processed items would be wrong for them.
@@ -24,7 +22,6 @@ HOOK = "_cached_apply_hf_processor"
 NAMED_BY = "_get_mm_hashes"
 _BASE = "BaseMultiModalProcessor"
 _MODALITIES = ("image", "video", "audio", "vision_chunk")
-_MARK = "among-others:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +31,14 @@ class Form:
     Attributes:
         most: Of its modality in one prompt, so that each has the form that it has alone.
         why: What the processor does.
-        is_known: Whether more of them in a prompt have one other form; else nobody knows theirs.
         modalities: Which items that is about.
         applies: Whether a model is one of these, by its Hugging Face configuration.
     """
 
     most: int
     why: str
-    is_known: bool = True
     modalities: tuple[str, ...] = ("image",)
     applies: Callable[[Any], bool] = lambda config: True
-
-    def among_others(self, identifier: str) -> str:
-        """The identifier of an item in its other form; what has no key if nobody knows that."""
-        if not self.is_known:
-            return without_key(identifier)
-        return f"{_MARK}{identifier.removeprefix(_MARK)}"
 
 
 def _has_dynamic_resolution(config: Any) -> bool:
@@ -69,7 +58,6 @@ FORMS: Mapping[str, Form] = {
     "NanoNemotronVLMultiModalProcessor": Form(
         0,
         "shrinks the pictures of a prompt until they fit together",
-        is_known=False,
         applies=_has_dynamic_resolution,
     ),
 }
@@ -83,7 +71,7 @@ ONE_FORM: Mapping[str, str] = {
     "CohereASRMultiModalProcessor": "adds noise, whatever else is in the prompt",
     "FunASRMultiModalProcessor": "adds noise, whatever else is in the prompt",
 }
-_UNKNOWN = Form(1, "may do so, as far as s3ec knows", is_known=False, modalities=_MODALITIES)
+_UNKNOWN = Form(1, "may do so, as far as s3ec knows", modalities=_MODALITIES)
 
 
 def form_of(processor: Any, config: Any) -> tuple[str, Form] | None:
@@ -126,19 +114,18 @@ def form_of_model(model_config: Any) -> tuple[str, Form] | None:
 def forms_of(model_config: Any) -> dict[str, Form]:
     """Modality to how the form of its items depends on the prompt; empty for most models.
 
-    Says so once, where items are neither loaded nor saved for it.
+    A line in the log says what is neither loaded nor saved for that.
     """
     found = form_of_model(model_config)
     if found is None:
         return {}
     name, form = found
-    if not form.is_known:
-        log.warning(
-            "vLLM's %s %s, under the same identifiers. It is encoded, and neither loaded nor "
-            "saved: each %s%s",
-            name,
-            form.why,
-            " or ".join(form.modalities),
-            f" of a prompt that has more than {form.most}" if form.most else "",
-        )
+    log.warning(
+        "vLLM's %s %s, under the same identifiers. It is encoded, and neither loaded nor saved: "
+        "each %s%s",
+        name,
+        form.why,
+        " or ".join(form.modalities),
+        f" of a prompt that has more than {form.most}" if form.most else "",
+    )
     return dict.fromkeys(form.modalities, form)

@@ -111,7 +111,6 @@ class ItemTracker:
     (none)    READY                            a resident is asked for, see ``grant``
     FETCHING  READY                            its entry has come
     FETCHING  FAILED                           nothing came, or it does not fit
-    FETCHING  unknown                          it came before all ranks have said what they see
     READY     unknown                          a step loads it, or nobody asked for LEASE_S
     FAILED    FETCHING                         somebody asks again, see ``fetch``
     FAILED    unknown                          RETRY_AFTER_S have passed
@@ -241,21 +240,13 @@ class ItemTracker:
 
     # -- what arrives ------------------------------------------------------------------------
 
-    def arrived(self, fetched: FetchResult, now: float, *, can_grant: bool) -> bool:
-        """The prefetcher has finished one fetch; whether an item has its entry by that.
-
-        Args:
-            can_grant: All ranks see this node's tier. Else what has come becomes unknown.
-        """
+    def arrived(self, fetched: FetchResult, now: float) -> bool:
+        """The prefetcher has finished one fetch; whether an item has its entry by that."""
         want, entry = fetched.want, fetched.entry
         item = self.items.get(want.key.identifier)
-        is_fetching = item is not None and item.state is FETCHING
-        if entry is not None and not (is_fetching and can_grant):
-            self._residents.release([entry])
-            if is_fetching:
-                self._remove(want.key.identifier)
-            return False
-        if item is None or not is_fetching:
+        if item is None or item.state is not FETCHING:
+            if entry is not None:
+                self._residents.release([entry])
             return False
         item.touched_s = now
         if entry is not None:

@@ -110,22 +110,6 @@ class EncodeTime:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class TierId:
-    """How a rank finds out whether it sees the scheduler's tier.
-
-    Attributes:
-        host: The running kernel; a folder shared by network is not this node's disk.
-        folder: Of the scheduler's tier.
-        device, inode: Of that folder.
-    """
-
-    host: str
-    folder: str
-    device: int
-    inode: int
-
-
 @dataclass(slots=True)
 class StepPlan:
     """The scheduler's orders for one engine step.
@@ -134,8 +118,6 @@ class StepPlan:
         weights: What the namespace says of the model's files, as canonical JSON; empty where the
             scheduler half did not start.
         encodes: By identifier.
-        tier: The scheduler's, which each loading rank is to look for; None where the answer is
-            known.
     """
 
     step: int = 0
@@ -143,7 +125,6 @@ class StepPlan:
     loads: list[Load] = field(default_factory=list)
     saves: dict[str, Save] = field(default_factory=dict)
     encodes: dict[str, Encode] = field(default_factory=dict)
-    tier: TierId | None = None
 
 
 @dataclass(slots=True)
@@ -152,32 +133,26 @@ class WorkerReport:
 
     Attributes:
         loaded: Step to the ranks that finished that step's loads.
-        published: Identifiers whose entries are on this node's disk now.
         stored: Identifiers that the bucket confirmed.
         counts: Counter increments.
         levels: Rank to what its gauges say now, where that was looked at anew.
         encoded: What rank 0 has measured.
-        sees_tier: Rank to whether it sees the scheduler's tier, where it was asked.
         has_other_weights: One of them loaded other weights than the scheduler's namespace names.
     """
 
     loaded: dict[int, set[int]] = field(default_factory=dict)
-    published: list[str] = field(default_factory=list)
     stored: list[str] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     levels: dict[int, Mapping[str, float]] = field(default_factory=dict)
     encoded: list[EncodeTime] = field(default_factory=list)
-    sees_tier: dict[int, bool] = field(default_factory=dict)
     has_other_weights: bool = False
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Add another rank's report to this one."""
         for step, ranks in other.loaded.items():
             self.loaded.setdefault(step, set()).update(ranks)
-        self.sees_tier.update(other.sees_tier)
         self.has_other_weights |= other.has_other_weights
         self.levels.update(other.levels)
-        self.published += other.published
         self.stored += other.stored
         self.encoded += other.encoded
         for name, amount in other.counts.items():

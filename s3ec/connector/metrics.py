@@ -1,170 +1,175 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every count of s3ec: its name on /metrics, its type and what it means.
+"""Every count of s3ec, its name on /metrics and its meaning; and what one engine has counted.
 
-Data only. ``stats.py`` makes vLLM's metrics of it, and ``make docs`` makes docs/metrics.md of it,
-without vLLM.
+``stats.py`` makes vLLM's metrics of the tables, and ``make docs`` makes docs/metrics.md of them.
+Nothing here needs vLLM.
 """
 
 from __future__ import annotations
 
-# counter of ours -> (Prometheus name without _total, help)
-PLAIN = {
-    "hits": ("vllm:s3ec_hits", "Encoder inputs answered from the cache instead of encoded."),
-    "misses": ("vllm:s3ec_misses", "Encoder inputs that were encoded."),
-    "deferred_requests": ("vllm:s3ec_deferred_requests", "Requests that waited for embeddings."),
-    "deferred_seconds": ("vllm:s3ec_deferred_seconds", "Time that requests were deferred."),
-    "defer_timeouts": ("vllm:s3ec_defer_timeouts", "Deferrals that ended without the embedding."),
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+from s3ec.counters import Increments
+from s3ec.node import Node
+from s3ec.runtime import contained
+
+log = logging.getLogger(__name__)
+
+LINE_EVERY_S = 60.0
+# What the line is about: nothing is said while all of these stay as they are.
+_OF_INTEREST = ("lookups.", "hits", "misses", "fetch_items.", "save.items", "save_problem.")
+
+_PREFIX = "vllm:s3ec_"
+# Name, help, labels, and what their values mean, with a dot between those of two labels.
+_Labelled = tuple[str, str, tuple[str, ...], dict[str, str]]
+
+# counter of ours -> (Prometheus name without prefix and _total, help)
+_PLAIN = {
+    "hits": ("hits", "Encoder inputs answered from the cache instead of encoded."),
+    "misses": ("misses", "Encoder inputs that were encoded."),
+    "deferred_requests": ("deferred_requests", "Requests that waited for embeddings."),
+    "deferred_seconds": ("deferred_seconds", "Time that requests were deferred."),
+    "defer_timeouts": ("defer_timeouts", "Deferrals that ended without the embedding."),
     "waits_declined": (
-        "vllm:s3ec_waits_declined",
+        "waits_declined",
         "Decisions to encode at once, because waiting was expected to cost more (`wait`).",
     ),
-    "encode.seconds": (
-        "vllm:s3ec_encode_seconds",
-        "Time that the encoder ran, as rank 0 measured it.",
-    ),
+    "encode.seconds": ("encode_seconds", "Time that the encoder ran, as rank 0 measured it."),
     "encode.saved_seconds": (
-        "vllm:s3ec_saved_encoder_seconds",
+        "saved_encoder_seconds",
         "Time that the encoder would have run for the hits, by what encoding has cost (nothing is "
         "counted before that is known).",
     ),
-    "encode.rows": ("vllm:s3ec_encoded_rows", "Rows of embeddings that it made in that time."),
-    "load.items": ("vllm:s3ec_loads", "Embeddings read into the encoder cache."),
-    "load.bytes": ("vllm:s3ec_load_bytes", "Bytes of embeddings read into the encoder cache."),
-    "load.seconds": ("vllm:s3ec_load_seconds", "Time spent inside start_load_caches."),
-    "load.failed": ("vllm:s3ec_load_failures", "Reads of granted files that failed."),
-    "load.rescued": (
-        "vllm:s3ec_load_rescues",
-        "Loads that the bucket served after such a failure.",
-    ),
-    "load.hung": ("vllm:s3ec_load_hangs", "Loads that the disk did not answer in time."),
-    "save.items": ("vllm:s3ec_saves", "Embeddings that the bucket confirmed."),
-    "save.bytes": ("vllm:s3ec_save_bytes", "Bytes of embeddings that the bucket confirmed."),
-    "save.seconds": ("vllm:s3ec_save_seconds", "Time uploads took, in sum."),
-    "save.queued": ("vllm:s3ec_saves_queued", "Embeddings that were taken into the save queue."),
-    "save.existed": ("vllm:s3ec_saves_existing", "Uploads that found the object stored already."),
-    "save.blocked": ("vllm:s3ec_save_blocked", "Times that a full save queue held the encoder up."),
-    "announced": (
-        "vllm:s3ec_announced",
-        "Stored embeddings that were announced in the index.",
-    ),
+    "encode.rows": ("encoded_rows", "Rows of embeddings that it made in that time."),
+    "load.items": ("loads", "Embeddings read into the encoder cache."),
+    "load.bytes": ("load_bytes", "Bytes of embeddings read into the encoder cache."),
+    "load.seconds": ("load_seconds", "Time spent inside start_load_caches."),
+    "load.failed": ("load_failures", "Reads of granted files that failed."),
+    "load.rescued": ("load_rescues", "Loads that the bucket served after such a failure."),
+    "load.hung": ("load_hangs", "Loads that the disk did not answer in time."),
+    "save.items": ("saves", "Embeddings that the bucket confirmed."),
+    "save.bytes": ("save_bytes", "Bytes of embeddings that the bucket confirmed."),
+    "save.seconds": ("save_seconds", "Time uploads took, in sum."),
+    "save.queued": ("saves_queued", "Embeddings that were taken into the save queue."),
+    "save.existed": ("saves_existing", "Uploads that found the object stored already."),
+    "save.blocked": ("save_blocked", "Times that a full save queue held the encoder up."),
+    "announced": ("announced", "Stored embeddings that were announced in the index."),
     "announce_failed": (
-        "vllm:s3ec_announce_failures",
+        "announce_failures",
         "Announcements in the index that failed. They are tried again.",
     ),
     "announce_dropped": (
-        "vllm:s3ec_announce_dropped",
+        "announce_dropped",
         "Stored embeddings that the index does not hold until the next listing.",
     ),
-    "tier.evicted": ("vllm:s3ec_evictions", "Entries that this process evicted from the tier."),
-    "tier.evicted_bytes": ("vllm:s3ec_evicted_bytes", "Bytes that this process evicted."),
+    "tier.evicted": ("evictions", "Entries that this process evicted from the tier."),
+    "tier.evicted_bytes": ("evicted_bytes", "Bytes that this process evicted."),
     "tier.never_read_bytes": (
-        "vllm:s3ec_never_read_bytes",
+        "never_read_bytes",
         "Bytes that this process evicted and that nobody on this node had asked for since they "
         "were saved, or brought by `s3ec hydrate`.",
     ),
-    "tier.bad_files": ("vllm:s3ec_bad_files", "Bad files of this node's tier, deleted."),
+    "tier.bad_files": ("bad_files", "Bad files of this node's tier, deleted."),
     "bad_objects": (
-        "vllm:s3ec_bad_objects",
+        "bad_objects",
         "Objects of the bucket that came bad twice; each is a miss for this process for an hour.",
     ),
-    "tier.errors": ("vllm:s3ec_tier_errors", "Times that the disk refused."),
-    "tier.hung": ("vllm:s3ec_tier_hangs", "Times that the disk was found not to answer."),
-    "store.retries": ("vllm:s3ec_store_retries", "Requests to the store that were repeated."),
+    "tier.errors": ("tier_errors", "Times that the disk refused."),
+    "tier.hung": ("tier_hangs", "Times that the disk was found not to answer."),
+    "store.retries": ("store_retries", "Requests to the store that were repeated."),
     "store.slow_starts": (
-        "vllm:s3ec_store_slow_starts",
+        "store_slow_starts",
         "Requests without an answer after a time that is long for this store.",
     ),
-    "hedge.sent": ("vllm:s3ec_hedges", "Late requests that were sent a second time."),
-    "pace.slowed": ("vllm:s3ec_slowdowns", "Times that the store asked for fewer requests."),
-    "index.refresh_failed": (
-        "vllm:s3ec_index_failures",
-        "Refreshes of the index that failed.",
-    ),
+    "hedge.sent": ("hedges", "Late requests that were sent a second time."),
+    "pace.slowed": ("slowdowns", "Times that the store asked for fewer requests."),
+    "index.refresh_failed": ("index_failures", "Refreshes of the index that failed."),
     "index.fetch_failed": (
-        "vllm:s3ec_index_fetch_failures",
+        "index_fetch_failures",
         "Snapshots of the index that could not be downloaded. It is tried again.",
     ),
     "index.unions": (
-        "vllm:s3ec_index_unions",
+        "index_unions",
         "Snapshots of the index that this engine made of what writers announced.",
     ),
     "index.listings": (
-        "vllm:s3ec_index_listings",
+        "index_listings",
         "Snapshots of the index that this engine made by listing the bucket.",
     ),
     "index.make_failed": (
-        "vllm:s3ec_index_make_failures",
+        "index_make_failures",
         "Snapshots of the index that could not be made. It is tried again.",
     ),
-    "index.refused": ("vllm:s3ec_index_refused", "Files of the index that could not be used."),
-    "index.vanished": (
-        "vllm:s3ec_index_vanished",
-        "Embeddings that the index holds and the bucket lacks.",
-    ),
+    "index.refused": ("index_refused", "Files of the index that could not be used."),
+    "index.vanished": ("index_vanished", "Embeddings that the index holds and the bucket lacks."),
     "refused_identifiers": (
-        "vllm:s3ec_refused_identifiers",
+        "refused_identifiers",
         "Lookups of identifiers that may not be shared (request-scoped, too long).",
     ),
     "ids.refused": (
-        "vllm:s3ec_refused_client_ids",
+        "refused_client_ids",
         "Lookups of identifiers that are no content hash, with trust_client_ids off.",
     ),
     "unavailable_requests": (
-        "vllm:s3ec_unavailable_requests",
+        "unavailable_requests",
         "Requests without pixels whose embedding could not be had.",
     ),
     "stopped_by_weights": (
-        "vllm:s3ec_stopped_by_weights",
+        "stopped_by_weights",
         "1 once nothing is loaded or saved any more, since the weights may have changed.",
     ),
     "breaker.opened": (
-        "vllm:s3ec_breaker_opened",
+        "breaker_opened",
         "Times that the breaker opened: the store is not asked for a while.",
     ),
-    "internal_errors": ("vllm:s3ec_internal_errors", "Errors inside s3ec that were contained."),
+    "internal_errors": ("internal_errors", "Errors inside s3ec that were contained."),
 }
 # figure of ours that is sent as it is -> (Prometheus name, help, how those of the scheduler's
 # process and of all ranks make one: their sum or the largest)
-GAUGES = {
+_GAUGES = {
     "level.spool_entries": (
-        "vllm:s3ec_spool_entries",
+        "spool_entries",
         "Embeddings on this node's disk that the bucket, or its index, has not confirmed: those of "
         "this engine's processes.",
         "sum",
     ),
     "level.spool_oldest_seconds": (
-        "vllm:s3ec_spool_oldest_seconds",
+        "spool_oldest_seconds",
         "How long the oldest of them has waited. Of what a dead process left, the time since its "
         "last use on this node.",
         "max",
     ),
     "level.save_queue_entries": (
-        "vllm:s3ec_save_queue_entries",
+        "save_queue_entries",
         "Embeddings in memory that are on no disk yet.",
         "sum",
     ),
     "level.breaker_open": (
-        "vllm:s3ec_breaker_open",
+        "breaker_open",
         "1 while the store is not asked, in any process of this engine, since it failed.",
         "max",
     ),
     "level.index_entries": (
-        "vllm:s3ec_index_entries",
+        "index_entries",
         "Rows of the index: of its snapshot and of what writers announced since.",
         "max",
     ),
     "level.index_age_seconds": (
-        "vllm:s3ec_index_age_seconds",
+        "index_age_seconds",
         "Time since the bucket last answered a refresh of this node. Absent before the first.",
         "max",
     ),
     "level.tier_bytes": (
-        "vllm:s3ec_tier_bytes",
+        "tier_bytes",
         "Bytes in `cache_dir`. All engines of a node say the same: do not add them up.",
         "max",
     ),
     "level.tier_budget_bytes": (
-        "vllm:s3ec_tier_budget_bytes",
+        "tier_budget_bytes",
         "What that is kept below (`cache_bytes`).",
         "max",
     ),
@@ -185,30 +190,15 @@ _REASONS = {
     "size": "It is larger than any sound entry can be.",
     "version": "It has a format that this release does not know.",
 }
-# prefix of counters -> (Prometheus name, help, label name, what the label's values mean)
-LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
-    "fetch_items.": (
-        "vllm:s3ec_fetches",
-        "Embeddings brought to this node.",
-        "source",
-        _SOURCES,
-    ),
-    "fetch_bytes.": (
-        "vllm:s3ec_fetch_bytes",
-        "Bytes brought to this node.",
-        "source",
-        _SOURCES,
-    ),
-    "fetch_seconds.": (
-        "vllm:s3ec_fetch_seconds",
-        "Time fetches took, in sum.",
-        "source",
-        _SOURCES,
-    ),
+# prefix of counters -> metric
+_LABELLED: dict[str, _Labelled] = {
+    "fetch_items.": ("fetches", "Embeddings brought to this node.", ("source",), _SOURCES),
+    "fetch_bytes.": ("fetch_bytes", "Bytes brought to this node.", ("source",), _SOURCES),
+    "fetch_seconds.": ("fetch_seconds", "Time fetches took, in sum.", ("source",), _SOURCES),
     "fetch.": (
-        "vllm:s3ec_fetch_outcomes",
+        "fetch_outcomes",
         "How fetches ended.",
-        "outcome",
+        ("outcome",),
         {
             "ready": "The embedding is on this node, verified and held open.",
             "absent": "Neither this node nor the bucket has it.",
@@ -218,11 +208,11 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "denied": "The bucket refused. The fetch is also counted as absent or unavailable.",
         },
     ),
-    "corrupt.": ("vllm:s3ec_corrupt", "Stored entries that were unusable.", "reason", _REASONS),
+    "corrupt.": ("corrupt", "Stored entries that were unusable.", ("reason",), _REASONS),
     "mismatch.": (
-        "vllm:s3ec_mismatches",
+        "mismatches",
         "Entries that did not fit the request.",
-        "field",
+        ("field",),
         {
             "rows": "The entry has other rows than the request has room for.",
             "width": "The entry has another width than the namespace's record.",
@@ -237,18 +227,18 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
         },
     ),
     "save_declined.": (
-        "vllm:s3ec_saves_declined",
+        "saves_declined",
         "Embeddings that were not stored because they are not worth it (`save` = worth).",
-        "reason",
+        ("reason",),
         {
             "first": "It was encoded for the first time, as far as this engine remembers.",
             "cheap": "To encode it takes less time than to bring it from the bucket.",
         },
     ),
     "spool.": (
-        "vllm:s3ec_spool",
+        "spool",
         "Embeddings that were taken over, uploaded late, left behind, or refused by the disk.",
-        "event",
+        ("event",),
         {
             "adopted": "Taken over from a process that ended.",
             "replayed": "Of those, the ones that the bucket has answered for.",
@@ -257,9 +247,9 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
         },
     ),
     "save_problem.": (
-        "vllm:s3ec_save_problems",
+        "save_problems",
         "Embeddings that were not stored, or not at the first try.",
-        "reason",
+        ("reason",),
         {
             "unavailable": "An upload failed and is tried again: the bucket gave no good answer.",
             "denied": "An upload failed and is tried again: the bucket refused.",
@@ -276,59 +266,51 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "refused.REASON": "The tensor cannot be stored, for a reason as of `s3ec_corrupt`.",
         },
     ),
+    "lookups.": (
+        "lookups",
+        "Where the encoder inputs of requests were found, once for each input that a step needed. "
+        "What one tier misses the next is asked for, so device misses are node hits and misses, "
+        "node misses are bucket hits and misses, and bucket misses were encoded (`s3ec_misses`).",
+        ("tier", "outcome"),
+        {
+            "device.hit": "vLLM's encoder cache held it when a step needed it, or got it in this "
+            "very step for another input.",
+            "device.miss": "The device did not hold it: `s3ec_hits` and `s3ec_misses` together.",
+            "node.hit": "It was granted from this node's disk. It had been used here before, or "
+            "saved.",
+            "node.miss": "This node's disk did not give it in time.",
+            "bucket.hit": "It was granted after a download, and nobody had loaded it since. In a "
+            "pure producer, which loads nothing and asks no disk: the corpus holds it.",
+            "bucket.miss": "The bucket did not give it in time: it is not there, not known to be "
+            "there, too slow, or not asked since it is down. So it was encoded.",
+        },
+    ),
 }
-# (Prometheus name, help, labels, counter of ours -> the labels' values)
-LOOKUPS = (
-    "vllm:s3ec_lookups",
-    "Where the encoder inputs of requests were found, once for each input that a step needed. What "
-    "one tier misses the next is asked for, so device misses are node hits and misses, node misses "
-    "are bucket hits and misses, and bucket misses were encoded (`s3ec_misses`).",
-    ("tier", "outcome"),
-    {
-        "lookups.device.hit": ("device", "hit"),
-        "lookups.device.miss": ("device", "miss"),
-        "lookups.node.hit": ("node", "hit"),
-        "lookups.node.miss": ("node", "miss"),
-        "lookups.bucket.hit": ("bucket", "hit"),
-        "lookups.bucket.miss": ("bucket", "miss"),
-    },
-)
-LOOKUP_MEANINGS = {
-    "device hit": "vLLM's encoder cache held it when a step needed it, or got it in this very step "
-    "for another input.",
-    "device miss": "The device did not hold it: `s3ec_hits` and `s3ec_misses` together.",
-    "node hit": "It was granted from this node's disk. It had been used here before, or saved.",
-    "node miss": "This node's disk did not give it in time.",
-    "bucket hit": "It was granted after a download, and nobody had loaded it since. In a pure "
-    "producer, which loads nothing and asks no disk: the corpus holds it.",
-    "bucket miss": "The bucket did not give it in time: it is not there, not known to be there, "
-    "too slow, or not asked since it is down. So it was encoded.",
-}
-# histogram of ours, up to the label's value -> (Prometheus name, help, label, what its values mean)
-HISTOGRAMS: dict[str, tuple[str, str, str, dict[str, str]]] = {
+# histogram of ours, up to the label's value -> metric
+_HISTOGRAMS: dict[str, _Labelled] = {
     "fetch_time.": (
-        "vllm:s3ec_fetch_time_seconds",
+        "fetch_time_seconds",
         "Time that one fetch took, from its start until the entry was open.",
-        "source",
+        ("source",),
         _SOURCES,
     ),
     "load_time": (
-        "vllm:s3ec_load_time_seconds",
+        "load_time_seconds",
         "Time that one rank's step spent bringing its embeddings into the encoder cache.",
-        "",
+        (),
         {},
     ),
     "save_time": (
-        "vllm:s3ec_save_time_seconds",
+        "save_time_seconds",
         "Time from the copy of an embedding off the device to the bucket's confirmation. Not of "
         "what the bucket had already, nor of what a dead process left.",
-        "",
+        (),
         {},
     ),
     "wait_time": (
-        "vllm:s3ec_wait_time_seconds",
+        "wait_time_seconds",
         "Time that a request was deferred, without the time in which vLLM did not ask for it.",
-        "",
+        (),
         {},
     ),
 }
@@ -339,6 +321,15 @@ NOT_EXPORTED = {
     "index.missing": "Times that a key was denied for a while, since it was not to be had.",
     "skip.": "Chat requests that SkipPictures saw; it has a metric of its own.",
 }
+PLAIN = {ours: (_PREFIX + name, text) for ours, (name, text) in _PLAIN.items()}
+GAUGES = {ours: (_PREFIX + name, text, how) for ours, (name, text, how) in _GAUGES.items()}
+LABELLED = {ours: (_PREFIX + one[0], *one[1:]) for ours, one in _LABELLED.items()}
+HISTOGRAMS = {ours: (_PREFIX + one[0], *one[1:]) for ours, one in _HISTOGRAMS.items()}
+
+
+def label_values(labels: tuple[str, ...], spelt: str) -> list[str]:
+    """What stands behind the prefix of a counter, as the values of the metric's labels."""
+    return spelt.split(".", len(labels) - 1) if labels else []
 
 
 def zeros() -> dict[str, float]:
@@ -349,7 +340,114 @@ def zeros() -> dict[str, float]:
     """
     return {
         prefix + value: 0.0
-        for prefix, (_name, _text, _label, meanings) in LABELLED.items()
+        for prefix, (_name, _text, _labels, meanings) in LABELLED.items()
         for value in meanings
         if not value.endswith(".REASON")  # stands for many
     }
+
+
+class EngineMetrics:
+    """Counts and gauges of one engine: its scheduler and all ranks.
+
+    Everything is in memory, in the process of the scheduler half. That half adds the counts of the
+    ranks to its own. Readers are vLLM's hook for stats (0.31 and newer) and the line in the log,
+    which every release has.
+    """
+
+    def __init__(self, node: Node) -> None:
+        """Nothing is told yet.
+
+        Args:
+            node: The scheduler half's.
+        """
+        self._node = node
+        self._unsent = Increments(node.counters)
+        self._unsaid = Increments(node.counters)
+        self._lock = threading.RLock()  # of the latter; a signal handler may close it, see Counters
+        self._line: Future[None] | None = None
+        self._ranks: dict[int, Mapping[str, float]] = {}
+        self._told = node.levels
+
+    def on_report(self, levels: Mapping[int, Mapping[str, float]]) -> None:
+        """Take what gauges of ranks in other processes say."""
+        self._ranks.update(levels)
+
+    def levels(self) -> dict[str, float]:
+        """What the gauges say of the whole engine."""
+        found = dict(self._node.levels)
+        for of_rank in self._ranks.copy().values():
+            for name, level in of_rank.items():
+                before = found.get(name)
+                if before is None:
+                    found[name] = level
+                elif GAUGES[name][2] == "sum":
+                    found[name] = before + level
+                else:
+                    found[name] = max(before, level)
+        return found
+
+    def news(self) -> dict[str, float]:
+        """What was counted since the last call, and about once a second what the gauges say.
+
+        Also where nothing has changed: a reader that has just started knows nothing.
+        """
+        news = self._unsent.take()
+        if self._node.levels is not self._told:
+            self._told = self._node.levels
+            news |= self.levels()
+        return news
+
+    def start(self) -> None:
+        """Write a line to the log each minute, and at the end; returns at once."""
+        self._line = self._node.loop.submit(self._tell_forever())
+
+    def close(self) -> None:
+        """Say what was not said yet. More than once is fine."""
+        if self._line is not None:
+            self._line.cancel()
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._lock:
+            line = line_of(self._unsaid.take())
+        if line is not None:
+            log.info("%s", line)
+
+    async def _tell_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LINE_EVERY_S)
+            with contained(self._node.counters, "the line in the log"):
+                self._tell()
+
+
+def line_of(counts: Mapping[str, float]) -> str | None:
+    """One line about what was counted in a while; None where nothing of interest was.
+
+    Args:
+        counts: Increments.
+    """
+    if not any(name.startswith(_OF_INTEREST) for name in counts):
+        return None
+
+    def get(name: str) -> float:
+        return counts.get(name, 0)
+
+    device, node, bucket = (get(f"lookups.{tier}.hit") for tier in ("device", "node", "bucket"))
+    said = [
+        f"{device + node + bucket:.0f} hits ({device:.0f} device, {node:.0f} node, "
+        f"{bucket:.0f} bucket)",
+        f"{get('misses'):.0f} encoded",
+    ]
+    if fetched := get("fetch_items.bucket"):
+        mean_ms = 1000 * get("fetch_seconds.bucket") / fetched
+        said.append(f"{get('fetch_bytes.bucket') / 1e6:.1f} MB fetched in {mean_ms:.1f} ms each")
+    if loads := get("load.items"):
+        said.append(f"{loads:.0f} loads in {1000 * get('load.seconds') / loads:.2f} ms each")
+    if saved := get("save.items"):
+        said.append(f"{saved:.0f} saved ({get('save.bytes') / 1e6:.1f} MB)")
+    if deferred := get("deferred_requests"):
+        said.append(f"{deferred:.0f} requests waited, {get('deferred_seconds'):.2f} s in all")
+    problems = sum(amount for name, amount in counts.items() if name.startswith("save_problem."))
+    if problems:
+        said.append(f"{problems:.0f} problems with saves")
+    return "s3ec: " + ", ".join(said)

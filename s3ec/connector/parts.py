@@ -18,24 +18,23 @@ from typing import Any
 from s3ec.config import load_settings, set_up_logging
 from s3ec.connector import compat, forms, live_weights
 from s3ec.connector.adapters import Adapters
-from s3ec.connector.figures import Figures
+from s3ec.connector.metrics import EngineMetrics
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.shared_tier import SharedTier, tier_id
 from s3ec.connector.vllm_config import (
     FeatureReader,
     Role,
-    Topology,
     checkpoint_of,
     describe_once,
     encoder_weights,
     identifier_problem,
     live_weights_problem,
+    loading_ranks,
     model_problem,
+    ranks_problem,
     scopes_of,
-    topology_of,
     trust_problem,
     weights_at,
     without_pixels,
@@ -73,7 +72,7 @@ class Parts:
         worker: The worker half; None in the scheduler's instance, and where ``node`` is.
         features: Tells what came without pixels; None in a worker, and for a model that takes
             none. It is there whether or not the half starts, and stays after the end.
-        figures: What this engine tells about itself; None where ``scheduler`` is.
+        metrics: What this engine tells about itself; None where ``scheduler`` is.
         weights: What the namespace says of the model's files; empty before it is known. Stays after
             the end.
         has_other_weights: This worker loaded other weights than those that the scheduler read.
@@ -89,7 +88,7 @@ class Parts:
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         self.features: FeatureReader | None = None
-        self.figures: Figures | None = None
+        self.metrics: EngineMetrics | None = None
         self.weights = ""
         self.has_other_weights = False
 
@@ -209,12 +208,12 @@ class Parts:
         early, self._early = self._early, None
         worker, self.worker = self.worker, None
         node, self.node = self.node, None
-        figures, self.figures = self.figures, None
+        metrics, self.metrics = self.metrics, None
         try:
             if worker is not None:
                 worker.finish()
-            if figures is not None and node is not None and not node.is_foreign:
-                figures.close()
+            if metrics is not None and node is not None and not node.is_foreign:
+                metrics.close()
         finally:
             if node is not None:
                 node.release(_SHUTDOWN_TIMEOUT_S)
@@ -242,23 +241,24 @@ class Parts:
                 "(`trust_client_ids`); vllm:s3ec_refused_client_ids counts them"
             )
         features = self.features = self.features or FeatureReader(config.model_config)
-        topology = topology_of(config)
-        role = _role_of(config, topology, settings)
+        problem = ranks_problem(config)
+        role = _role_of(config, settings, can_load=problem is None)
         if role.consumer:
             possible = without_pixels(config, features, config.ec_transfer_config.ec_role)
             log.info("requests without pixels: %s", possible)
-        if topology.problem is not None and role.consumer:
+        if problem is not None and role.consumer:
             log.warning(
-                "nothing will be loaded: ranks may run on other nodes than the scheduler, and %s",
-                topology.problem,
+                "nothing will be loaded, since ranks may not see this node's `cache_dir`: %s. Have "
+                "all tensor-parallel ranks on one node, with --distributed-executor-backend mp",
+                problem,
             )
         live_weights.watch()
-        self.figures = Figures(node)
-        self.figures.start()
+        self.metrics = EngineMetrics(node)
+        self.metrics.start()
         node.follow_the_bucket()
         if role.producer:
             node.maintain_the_index()
-        costs = node.encode_costs(self._encoder())
+        costs = node.encode_costs
         policy = _policy_of(role, settings, costs)
         self.scheduler = SchedulerHalf(
             role,
@@ -271,7 +271,6 @@ class Parts:
             needs_embedding=features.needs_embedding,
             placeholder_of=features.placeholder,
             counters=node.counters,
-            shared_tier=_shared_tier_of(node, role, topology),
             naming=node.naming,
             scopes=scopes_of(config),
             adapters=self._adapters(node, features),
@@ -297,11 +296,6 @@ class Parts:
 
         return Adapters(read, longest_wait_s)
 
-    def _encoder(self) -> str:
-        """What encodes here, as far as it decides how long that takes."""
-        ranks = self._vllm_config.parallel_config.tensor_parallel_size
-        return f"{compat.device_name()} x{ranks}"
-
     def start_worker(self, node: Node) -> None:
         """Make the worker half on a node."""
         self.node = node
@@ -324,7 +318,6 @@ class Parts:
             saves=saves,
             device=compat.current_device,
             rank=compat.loading_rank,
-            encoder=self._encoder,
             drain_timeout_s=4.0 if transfer.is_ec_consumer else 30.0,
         )
 
@@ -388,7 +381,7 @@ def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
     return True
 
 
-def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
+def _role_of(vllm_config: Any, settings: Settings, *, can_load: bool) -> Role:
     this = compat.release(compat.vllm_version())
     transfer = vllm_config.ec_transfer_config
     # Then nothing is stored that the device holds: nothing was encoded for it.
@@ -398,11 +391,11 @@ def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
         consumer=transfer.is_ec_consumer,
         # A drafter looks one token ahead; a few more cost nothing.
         window_tokens=vllm_config.scheduler_config.max_num_batched_tokens + 16,
-        ranks=topology.ranks,
+        ranks=loading_ranks(vllm_config),
         steps_in_flight=vllm_config.max_concurrent_batches,
         defer_timeout_s=0.0 if settings.wait == "never" else settings.defer_timeout_s,
         asked_every_pass=this is None or this >= (0, 30),
-        can_load=topology.problem is None,
+        can_load=can_load,
         stores_again=compat.installed_hooks()["start_save_caches"] and not saves_worth,
         forms=forms.forms_of(vllm_config.model_config),
     )
@@ -428,10 +421,3 @@ def _worth_of(
         )
         return None
     return SaveWorth(costs, node.counters, policy=policy)
-
-
-def _shared_tier_of(node: Node, role: Role, topology: Topology) -> SharedTier | None:
-    """What asks ranks that may not see this node's disk; None if there are none."""
-    if topology.beside_scheduler or not role.consumer or not role.can_load:
-        return None
-    return SharedTier(topology.ranks, tier_id(node.tier))

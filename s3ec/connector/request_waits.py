@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from s3ec.connector.item_tracker import FETCHING, Item, ItemTracker
-from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import Missing, Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
@@ -147,7 +146,6 @@ class RequestWaits:
         tracker: ItemTracker,
         *,
         role: Role,
-        shared_tier: SharedTier,
         counters: Counters,
         clock: Callable[[], float],
         local: Callable[[Key], bool],
@@ -159,7 +157,6 @@ class RequestWaits:
 
         Args:
             role: How long a request may wait.
-            shared_tier: Whether all ranks see this node's tier.
             local: Whether this node's disk is believed to hold a key.
             needs_embedding: Whether a feature came without pixels.
             times: Learns how long fetches take.
@@ -167,7 +164,6 @@ class RequestWaits:
         """
         self._tracker = tracker
         self._items = tracker.items
-        self._shared_tier = shared_tier
         self._counters = counters
         self._clock = clock
         self._local = local
@@ -302,9 +298,6 @@ class RequestWaits:
 
     def _trusted(self, pending: list[Any], now: float) -> list[Any]:
         """Those of the pending features whose source is worth a wait."""
-        # Not while nobody knows whether all ranks see this node's tier: nothing is granted then.
-        if self._shared_tier.asked is not None:
-            return []
         resting = [source for source, one in self._trust.items() if one.rests(now)]
         if not resting:
             return pending
@@ -415,8 +408,7 @@ class RequestWaits:
                 self._trust[fetched.source].came(max(fetched.seconds, queued_s))
                 self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
             had_failed = item is not None and item.failures > 0
-            can_grant = self._shared_tier.asked is None
-            if self._tracker.arrived(fetched, now, can_grant=can_grant) and item is not None:
+            if self._tracker.arrived(fetched, now) and item is not None:
                 if had_failed:
                     self._trust["promise"].came(0.0)
                 if item.promised:

@@ -133,7 +133,7 @@ class SaveQueue:
     the disk, and the next process that makes a SaveQueue for the same namespace and bucket goes
     on with it. What was queued or in memory is lost.
 
-    ``put`` and ``take_report`` belong to the hooks' thread. The writer's thread goes as far as
+    ``put`` and ``take_stored`` belong to the hooks' thread. The writer's thread goes as far as
     ``spooled``, the Uploader on the loop's thread does the rest, and tells by ``ended`` what the
     bucket answered.
 
@@ -178,7 +178,6 @@ class SaveQueue:
         # Identifier -> bytes in memory (0: in the spool), until stored or given up.
         self._pending: dict[str, int] = {}
         self._memory_bytes = 0
-        self._published: list[str] = []
         self._stored: list[str] = []
         self._stopping = False
         self._left: int | None = None  # by drain
@@ -301,14 +300,13 @@ class SaveQueue:
             or (spooled and spooled + nbytes > self._spool_bytes)
         )
 
-    def take_report(self) -> tuple[list[str], list[str]]:
-        """Identifiers published on this node, and stored in the bucket, since the last call."""
-        if not self._published and not self._stored:
-            return [], []
+    def take_stored(self) -> list[str]:
+        """Identifiers that the bucket has confirmed since the last call."""
+        if not self._stored:
+            return []
         with self._changed:
-            published, self._published = self._published, []
             stored, self._stored = self._stored, []
-        return published, stored
+        return stored
 
     def levels(self) -> dict[str, float]:
         """What waits here, for the gauges; no system call but for the clock."""
@@ -470,7 +468,6 @@ class SaveQueue:
         with self._changed:
             self._memory_bytes -= self._pending[job.identifier]
             self._pending[job.identifier] = 0
-            self._published.append(job.identifier)
             self._node.local.add(key)
             self._changed.notify_all()
         return Upload(key.digest, nbytes, key, spooled=spooled, began_s=job.began_s)

@@ -38,12 +38,11 @@ from s3ec.connector.lookups import (
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth, SeenKeys
-from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
 from s3ec.connector.waiting import Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
-from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes
+from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes, without_key
 from s3ec.index.reader import Index
 from s3ec.prefetch import Prefetcher, Priority
 from s3ec.runtime import DiskWatch
@@ -67,9 +66,9 @@ def named_by(request: Any) -> Collection[str]:
     return params if isinstance(params, dict) else ()
 
 
-def _form_token(identifier: str, *, is_crowded: bool) -> bytes:
-    """Stands for one form of an item in a sketch; 16 bytes."""
-    text = f"{int(is_crowded)}{identifier}".encode("utf-8", "surrogatepass")
+def _token(identifier: str) -> bytes:
+    """Stands for an item in a sketch; 16 bytes."""
+    text = identifier.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
@@ -103,7 +102,6 @@ class SchedulerHalf:
         needs_embedding: Callable[[Any], bool],
         placeholder_of: Callable[[Any], dict[str, Any] | None],
         counters: Counters,
-        shared_tier: SharedTier | None = None,
         naming: KeyPolicy | None = None,
         scopes: ModalityScopes | None = None,
         adapters: Adapters | None = None,
@@ -119,7 +117,6 @@ class SchedulerHalf:
             residents: Entries of this node that can be granted at once.
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
             placeholder_of: Placeholder metadata of a feature; None where it cannot be seen.
-            shared_tier: Whether all ranks see this node's tier; None where they do for certain.
             naming: Which identifiers have keys, and which; None for the plain ones.
             scopes: What marks the names of a modality; None where nothing does.
             adapters: None where none touches the encoder.
@@ -142,7 +139,6 @@ class SchedulerHalf:
         self._needs_embedding = needs_embedding
         self._placeholder_of = placeholder_of
         self._counters = counters
-        self._shared_tier = shared_tier or SharedTier(0, None)
         self._clock = clock
         self._keys = KeyCache(naming or KeyPolicy(), counters)
         self._scopes = scopes or ModalityScopes()
@@ -154,7 +150,6 @@ class SchedulerHalf:
         self.waits = RequestWaits(
             self.tracker,
             role=role,
-            shared_tier=self._shared_tier,
             counters=counters,
             clock=clock,
             local=local,
@@ -172,9 +167,10 @@ class SchedulerHalf:
         # all requests asked for, as long as the item lives.
         self.rows_asked: dict[str, int] = {}
         self._bare: set[str] = set()  # of this request, while the disk hangs: without pixels
-        # Which items were asked for in which form. vLLM's own caches know one form of an item, and
-        # may give it to a prompt for the other (multimodal/cache/lru.py), so nothing is saved then.
-        self._seen_forms = SeenKeys() if role.forms else None
+        # Items that were asked for in another form than they have alone. vLLM's own caches know one
+        # form of an item, and may give it to a prompt for the other (multimodal/cache/lru.py), so
+        # nothing of these is saved.
+        self._crowded = SeenKeys() if role.forms else None
         self._named: Collection[str] = ()  # by the request being scheduled
         self.decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
@@ -284,11 +280,9 @@ class SchedulerHalf:
             if adapter is not None:
                 name = adapter.name_of(name)
             name = self._scopes.name(name, feature.modality)
-            if form := self._role.forms.get(feature.modality):
-                is_crowded = feature.modality in crowd
-                name = form.among_others(name) if is_crowded else name
-                if self._seen_forms is not None:
-                    self._seen_forms.add(_form_token(identifier, is_crowded=is_crowded))
+            if self._crowded is not None and feature.modality in crowd:
+                name = without_key(name)
+                self._crowded.add(_token(identifier))
             self._keys.rename(identifier, name)
         return True
 
@@ -299,13 +293,6 @@ class SchedulerHalf:
             return ()
         counts = Counter(feature.modality for feature in request.mm_features)
         return [modality for modality, form in forms.items() if counts[modality] > form.most]
-
-    def _has_one_form(self, feature: Any) -> bool:
-        """Whether what is encoded for a feature certainly has the form that it was asked for."""
-        if self._seen_forms is None or feature.modality not in self._role.forms:
-            return True
-        tokens = [_form_token(feature.identifier, is_crowded=crowded) for crowded in (False, True)]
-        return not all(token in self._seen_forms for token in tokens)
 
     def _adapter_of(self, request: Any) -> Adapter | None:
         lora = getattr(request, "lora_request", None)
@@ -471,8 +458,7 @@ class SchedulerHalf:
         key = self._keys.asked(identifier)
         if key is None:
             return None
-        is_closed = self._hung or self._down or self._shared_tier.asked is not None
-        if self._role.can_load and not is_closed:
+        if self._role.can_load and not self._hung and not self._down:
             entry = self._residents.get(key.digest, now)
             if entry is not None:
                 item = self.tracker.grant(key, entry, now)
@@ -562,7 +548,8 @@ class SchedulerHalf:
         self._plan.encodes[identifier] = Encode(feature.modality, rows)
         if self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
-            if key is not None and self._has_one_form(feature):
+            has_one_form = self._crowded is None or _token(identifier) not in self._crowded
+            if key is not None and has_one_form:
                 self._save(identifier, self.save_orders.order(key, feature), request)
 
     def _granted(self, identifier: str, modality: str, rows: int) -> None:
@@ -659,7 +646,6 @@ class SchedulerHalf:
         plan = StepPlan()
         if scheduled_tokens:
             plan, self._plan = self._plan, plan
-        plan.tier = self._shared_tier.asked
         # What later steps load must stay.
         can_sweep = is_late and not self._plan.loads
         loads = [load.identifier for load in plan.loads]
@@ -700,13 +686,6 @@ class SchedulerHalf:
                 "the model's weights were replaced while this engine started: nothing is loaded or "
                 "saved from here on. Start it again"
             )
-        if self._shared_tier.on_report(report.sees_tier):
-            self._know_ranks(self._shared_tier.apart)
-        for identifier in report.published:
-            key = self._keys(identifier)
-            if key is not None:
-                self._local.add(key)
-                self.tracker.changed([identifier])
         # Adding looks into the index, which is mapped from the disk. What is not added is found
         # when it was announced.
         hangs = bool(report.stored) and self._disk.hangs
@@ -719,18 +698,6 @@ class SchedulerHalf:
             self._counters.add(name, amount)
         for one in report.encoded:
             self._costs.add(one.modality, one.rows, one.seconds, items=one.items)
-
-    def _know_ranks(self, apart: list[int]) -> None:
-        """Every rank has said whether it sees this node's tier; ``apart`` are those that do not."""
-        if not apart:
-            self.waits.look_at_all()
-        elif self.stop():
-            log.warning(
-                "ranks %s do not see the scheduler's `cache_dir`: they run on another node, or in "
-                "a container with another folder. Nothing is loaded or saved by this engine. Have "
-                "all tensor-parallel ranks on one node, with one folder",
-                ", ".join(map(str, apart)),
-            )
 
     def _sweep(self, now: float) -> None:
         """Drop what is too old to matter; at most once a second."""

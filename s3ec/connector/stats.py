@@ -11,7 +11,7 @@ from typing import Any
 from vllm.distributed.ec_transfer.ec_connector import metrics as vllm_metrics
 
 from s3ec.connector.connector import guarded
-from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LOOKUPS, PLAIN, zeros
+from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, PLAIN, label_values, zeros
 from s3ec.counters import TIME_BOUNDS_S, Observed, observed
 
 
@@ -75,27 +75,23 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             )
             for ours, (name, text, _) in GAUGES.items()
         }
-        name, text, of_tier, self._of_lookup = LOOKUPS
-        self._lookups = self._counter_cls(
-            name=name, documentation=text, labelnames=[*labelnames, *of_tier]
-        )
         self._histograms = {
             prefix: self._histogram_cls(
                 name=name,
                 documentation=text,
-                labelnames=[*labelnames, label] if label else labelnames,
+                labelnames=[*labelnames, *labels],
                 buckets=list(TIME_BOUNDS_S),
             )
-            for prefix, (name, text, label, _values) in HISTOGRAMS.items()
+            for prefix, (name, text, labels, _values) in HISTOGRAMS.items()
         }
         self._by_prefix = {
             prefix: self._counter_cls(
-                name=name, documentation=text, labelnames=[*labelnames, label]
+                name=name, documentation=text, labelnames=[*labelnames, *labels]
             )
-            for prefix, (name, text, label, _values) in LABELLED.items()
+            for prefix, (name, text, labels, _values) in LABELLED.items()
         }
         for engine_idx in per_engine_labelvalues:
-            self.observe(dict.fromkeys([*PLAIN, *self._of_lookup, *zeros()], 0), engine_idx)
+            self.observe(dict.fromkeys([*PLAIN, *zeros()], 0), engine_idx)
 
     @guarded(default=None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -121,12 +117,11 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             take = self._plain[name].labels(*values).inc
         elif name in self._gauges:
             take = self._gauges[name].labels(*values).set
-        elif name in self._of_lookup:
-            take = self._lookups.labels(*values, *self._of_lookup[name]).inc
         else:
             for prefix, counter in self._by_prefix.items():
                 if name.startswith(prefix):
-                    take = counter.labels(*values, name[len(prefix) :]).inc
+                    ours = label_values(LABELLED[prefix][2], name[len(prefix) :])
+                    take = counter.labels(*values, *ours).inc
                     break
         return take
 
@@ -134,8 +129,8 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
         values = self.per_engine_labelvalues[engine_idx]
         for prefix, histogram in self._histograms.items():
             if bucket.histogram.startswith(prefix):
-                label = bucket.histogram[len(prefix) :]
-                of_source = histogram.labels(*values, *([label] if label else []))
+                ours = label_values(HISTOGRAMS[prefix][2], bucket.histogram[len(prefix) :])
+                of_source = histogram.labels(*values, *ours)
                 for seconds in _times(bucket):
                     of_source.observe(seconds)
                 return

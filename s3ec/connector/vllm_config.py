@@ -62,8 +62,7 @@ class Role:
         defer_timeout_s: Longest deferral of a request in all.
         asked_every_pass: Whether vLLM calls ensure_cache_available for a request in every
             pass that schedules it (0.30 and newer), or only before its first one.
-        can_load: Whether the workers can be told to load. Where nothing would tell that all of
-            them hold an embedding, nothing is granted.
+        can_load: Whether all workers that load see this node's tier. Else nothing is granted.
         stores_again: Workers can store what the device holds already (vLLM's hook
             ``start_save_caches``, 0.30 and newer).
         forms: Modality to how the form of its items depends on the prompt, where it does.
@@ -81,53 +80,25 @@ class Role:
     forms: Mapping[str, Form] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """Where an engine's loading ranks are.
-
-    Attributes:
-        ranks: How many there are.
-        beside_scheduler: Whether all of them certainly run on the scheduler's node.
-        problem: Why the scheduler cannot learn what the others see; None if it can.
-    """
-
-    ranks: int
-    beside_scheduler: bool
-    problem: str | None
-
-
-def topology_of(vllm_config: Any) -> Topology:
-    """Read it off the configuration; whatever is unknown is taken for the worse."""
+def loading_ranks(vllm_config: Any) -> int:
+    """How many workers load every granted embedding: those of the first pipeline stage."""
     parallel = vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
-    stages = getattr(parallel, "pipeline_parallel_size", 1)
+    ranks: int = parallel.tensor_parallel_size
+    return ranks * getattr(parallel, "prefill_context_parallel_size", 1)
+
+
+def ranks_problem(vllm_config: Any) -> str | None:
+    """Why the ranks that load may not see the scheduler's tier; None if all certainly do."""
+    parallel = vllm_config.parallel_config
+    ranks = loading_ranks(vllm_config)
+    workers = ranks * getattr(parallel, "pipeline_parallel_size", 1)
     backend = getattr(parallel, "distributed_executor_backend", None)
-    # The V2 runner passes reports on through a pipeline.
-    v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))
-    beside = False
-    problem = None
-    if backend == "external_launcher" and ranks * stages > 1:
-        problem = "external_launcher runs a scheduler for each rank, and all must decide the same"
-    elif backend in (None, "uni", "mp", "external_launcher"):
-        beside = ranks <= ranks * stages // getattr(parallel, "nnodes_within_dp", 1)
-    if not beside and problem is None:
-        problem = _silence(backend, ranks, stages, v2=v2)
-    return Topology(ranks, beside, problem)
-
-
-def _silence(backend: Any, ranks: int, stages: int, *, v2: bool) -> str | None:
-    """Why reports of ranks do not reach the scheduler; None if they do."""
-    from s3ec.connector import compat  # which imports vllm; the scheduler half does not
-
-    if not compat.passes_reports():
-        return "this vLLM drops the workers' reports (0.30 and newer pass them on)"
-    if stages > 1 and not v2:
-        return "vLLM's V1 model runner drops the workers' reports with pipeline parallelism"
-    if backend == "ray" and ranks * stages > 1 and not compat.ray_passes_reports():
-        return (
-            "this Ray executor drops the workers' reports (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 "
-            "selects the one that passes them on)"
-        )
+    if backend == "external_launcher" and workers > 1:
+        return "external_launcher runs a scheduler for each rank, and all must decide the same"
+    if backend not in (None, "uni", "mp", "external_launcher"):
+        return "only vLLM's own executors (uni, mp) say on which node a rank runs"
+    if ranks > workers // getattr(parallel, "nnodes_within_dp", 1):
+        return "the ranks that load run on several nodes"
     return None
 
 

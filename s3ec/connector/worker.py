@@ -16,9 +16,8 @@ import torch
 
 from s3ec.connector import compat
 from s3ec.connector.loads import Loader, read_data
-from s3ec.connector.messages import Encode, EncodeTime, Load, StepPlan, TierId, WorkerReport
+from s3ec.connector.messages import Encode, EncodeTime, Load, StepPlan, WorkerReport
 from s3ec.connector.saves import SaveQueue
-from s3ec.connector.shared_tier import sees_tier
 from s3ec.connector.staging import open_staging
 from s3ec.counters import Increments
 from s3ec.errors import CorruptEntryError
@@ -37,9 +36,9 @@ class EncodeTimer:
     """How long the encoder runs in a step. One thread: the model runner's.
 
     vLLM's runners call the worker half directly before the encoder runs: with
-    ``bind_connector_metadata``, then ``start_save_caches`` in a producer (0.30 and newer), then
-    ``start_load_caches`` in a consumer. They call it directly after it: with the first
-    ``save_caches`` of what was encoded, and with ``get_finished``. So it was in the sources of
+    ``start_save_caches`` in a producer (0.30 and newer), then ``start_load_caches`` in a consumer.
+    They call it directly after it: with the first ``save_caches`` of what was encoded, and with
+    ``get_finished``. A pure producer before 0.30 measures nothing. So it was in the sources of
     0.26.0 to 0.32.0, V1 runner and V2 (``v1/worker/ec_connector_model_runner_mixin.py``,
     ``v1/worker/gpu/ec_connector.py``).
 
@@ -144,7 +143,6 @@ class WorkerHalf:
         saves: SaveQueue | None,
         device: Callable[[], torch.device],
         rank: Callable[[], int],
-        encoder: Callable[[], str],
         drain_timeout_s: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -155,7 +153,6 @@ class WorkerHalf:
             saves: Where encoded tensors go; None for a pure consumer.
             device: The model's device, asked at the first load.
             rank: Number of this worker among those that load.
-            encoder: Names what encodes, for what is learned of it.
             drain_timeout_s: How long finish() waits for the bucket to confirm queued saves.
             clock: Seconds, for encoders that run in this thread.
         """
@@ -163,7 +160,6 @@ class WorkerHalf:
         self._saves = saves
         self._rank = rank
         self._drain_timeout_s = drain_timeout_s
-        self._encoder = encoder
         self._timer = EncodeTimer(device, clock=clock)
         self._measured: deque[EncodeTime] = deque(maxlen=_MOST_MEASURED)
         self._loader = Loader(node, lambda: open_staging(device()))
@@ -171,13 +167,6 @@ class WorkerHalf:
         self._sync_allowed = compat.sync_allowed()
         self._increments = Increments(node.counters)
         self._told_levels: Mapping[str, float] = node.levels
-        self._sees_tier: dict[int, bool] = {}  # for the next report
-
-    def look_for_tier(self, tier: TierId) -> None:
-        """Report whether this rank sees the scheduler's tier; some system calls."""
-        sees = sees_tier(tier, self._node.tier)
-        if sees is not None:
-            self._sees_tier = {self._rank(): sees}
 
     def start_load_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         """Bring every granted embedding into the encoder cache.
@@ -194,11 +183,10 @@ class WorkerHalf:
             self._load(cache, plan)
         self.encoder_begins(plan, cache)
 
-    def encoder_begins(self, plan: StepPlan, cache: Container[str] = ()) -> None:
+    def encoder_begins(self, plan: StepPlan, cache: Container[str]) -> None:
         """The runner is about to call the encoder, unless it calls another hook first.
 
-        Which hook is the last one depends on role and release, so each says so and the last counts.
-        A producer in vLLM before 0.30 has none but the one that hands over the plan.
+        Which hook is the last one depends on the role, so each says so and the last counts.
 
         A step says nothing of what encoding costs if the cache holds what the scheduler has ordered
         (it evicted that and ordered it anew in one pass): the V2 runner does not encode it again.
@@ -213,7 +201,7 @@ class WorkerHalf:
         self._timer.end()
         for one in self._timer.take():
             self._node.counters.add_all({"encode.seconds": one.seconds, "encode.rows": one.rows})
-            costs = self._node.encode_costs(self._encoder())
+            costs = self._node.encode_costs
             costs.add(one.modality, one.rows, one.seconds, items=one.items)
             # A scheduler half in this process has learned it with this.
             if self._node.users <= 1:
@@ -275,10 +263,10 @@ class WorkerHalf:
 
     def report(self) -> WorkerReport | None:
         """What happened since the last report; None if nothing did."""
-        report = WorkerReport(loaded=self._loaded, sees_tier=self._sees_tier)
-        self._loaded, self._sees_tier = {}, {}
+        report = WorkerReport(loaded=self._loaded)
+        self._loaded = {}
         if self._saves is not None:
-            report.published, report.stored = self._saves.take_report()
+            report.stored = self._saves.take_stored()
         if self._measured:
             report.encoded = list(self._measured)
             self._measured.clear()

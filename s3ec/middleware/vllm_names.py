@@ -237,7 +237,7 @@ def node_problem(vllm_config: Any, settings: Settings) -> str | None:
     from s3ec.connector.vllm_config import (
         identifier_problem,
         live_weights_problem,
-        topology_of,
+        ranks_problem,
         trust_problem,
     )
 
@@ -246,7 +246,7 @@ def node_problem(vllm_config: Any, settings: Settings) -> str | None:
     here = getattr(parallel, "data_parallel_size_local", engines)
     if here < engines or getattr(parallel, "nnodes", 1) > 1:
         return "engines on other nodes do not see this node's tier"
-    if not topology_of(vllm_config).beside_scheduler:
+    if ranks_problem(vllm_config) is not None:
         return "ranks on other nodes do not see this node's tier"
     return (
         identifier_problem(vllm_config)

@@ -70,7 +70,6 @@ class Folders:
         spool: Entries that the bucket has not confirmed, and the locks of their owners.
         incoming: Files that are being written; one folder, so that sweeping it needs no walk.
         index: Namespaces, each with this node's copy of what the index needs.
-        costs: A small file per namespace; see encode_costs.py.
         fetch_lock: A file. One byte per entry that some process fetches; see claims.py.
         usage: A file. The running total of all that is here.
         news: A file. Entries that were put here lately; see news.py.
@@ -87,13 +86,12 @@ class Folders:
         self.spool = version / "spool"
         self.incoming = version / "incoming"
         self.index = version / "index"
-        self.costs = version / "costs"
         self.fetch_lock = version / "fetch.lock"
         self.usage = version / "usage"
         self.news = version / "news"
         self.ledger = version / "ledger"
         self.evict_lock = version / "evict.lock"
-        self.inner = (self.objects, self.spool, self.incoming, self.index, self.costs)
+        self.inner = (self.objects, self.spool, self.incoming, self.index)
         locks = (self.fetch_lock, self.evict_lock)
         self.shared_files = (*locks, self.usage, self.news, self.ledger)
 

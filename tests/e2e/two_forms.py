@@ -181,7 +181,7 @@ def main(folder: Path) -> None:
         steps = result["x".join(map(str, size))] = {}
         steps["two"] = engine.ask(first, second)
         steps["alone"] = engine.ask(third)
-        steps["stored"] = engine.stored(before + 3) - before
+        steps["stored"] = engine.stored(before + 1) - before
         engine.push_out()
         before = engine.stored(0)
         steps["two again"] = engine.ask(first, second)

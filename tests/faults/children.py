@@ -61,15 +61,9 @@ def say(line: str) -> None:
     os.write(1, f"{os.getpid()} {line}\n".encode())
 
 
-def wait_until_saved(engine: Engine, numbers: range) -> None:
+def wait_until_saved(engine: Engine) -> None:
     """Until all of them came into the spool, or past a disk that refuses into the bucket."""
-    left = {identifier_at(number) for number in numbers}
-
-    def all_came() -> bool:
-        left.difference_update(*engine.queue.take_report())
-        return not left
-
-    eventually(all_came, "saves")
+    eventually(lambda: engine.queue.levels()["level.save_queue_entries"] == 0, "saves")
 
 
 class Life(Engine):
@@ -300,7 +294,7 @@ def terminated(*, settings: dict[str, str], count: int, how: str, timeout_s: flo
     signal.signal(signal.SIGTERM, handle)
     try:
         engine.save(*range(count))
-        wait_until_saved(engine, range(count))
+        wait_until_saved(engine)
         say("saved")
         while True:
             time.sleep(0.001)
@@ -384,7 +378,7 @@ def _end_at(nth: int, settings: dict[str, str], what: Any) -> bool:
     """Whether there was such a line; the end was asked for twice then."""
     engine = Engine(settings, shared=True, saves=True)
     engine.save(0)
-    eventually(lambda: identifier_at(0) in engine.queue.take_report()[0])
+    wait_until_saved(engine)
     ended: list[int] = []
 
     def handle(*_: object) -> None:
@@ -453,7 +447,7 @@ def starved(*, settings: dict[str, str], stock: int) -> None:
     expected, stored = {identifier_at(n) for n in range(1000, saves)}, set[str]()
 
     def all_stored() -> bool:
-        stored.update(engine.queue.take_report()[1])
+        stored.update(engine.queue.take_stored())
         return stored == expected
 
     eventually(all_stored, "uploads")

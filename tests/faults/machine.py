@@ -88,7 +88,6 @@ class Machine(Engine):
             saves=self.queue,
             device=lambda: torch.device("cpu"),
             rank=lambda: 0,
-            encoder=lambda: "cpu x1",
             drain_timeout_s=0.0,
         )
 
@@ -127,12 +126,10 @@ class Machine(Engine):
 
     def wait_written(self, *numbers: int) -> None:
         """Until the disk took them, or refused."""
-        left = {identifier_at(number) for number in numbers}
-        refused = len(left)
 
         def done() -> bool:
-            left.difference_update(self.queue.take_report()[0])
-            return len(left) + refused - len(numbers) <= self.node.counters.get("spool.refused")
+            in_memory = self.queue.levels()["level.save_queue_entries"]
+            return bool(in_memory <= self.node.counters.get("spool.refused"))
 
         eventually(done)
 

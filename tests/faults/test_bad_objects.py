@@ -75,7 +75,7 @@ def test_save_that_meets_a_known_bad_object_is_given_up(
             engine.announce()  # the spool is empty
             assert puts(stocked) == number
         assert len(warnings_of(caplog, NAME)) == 1
-        assert engine.queue.take_report()[1] == []
+        assert engine.queue.take_stored() == []
         assert (engine.count("save.items"), engine.count("save.existed")) == (0, 0)
         assert not engine.node.index.maybe_contains(key_at(1))
         # The node serves its own encode nevertheless, without a word to the bucket.

@@ -29,7 +29,6 @@ from s3ec.connector.adapters import Adapters
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.shared_tier import SharedTier, tier_id
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
 from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
@@ -73,12 +72,10 @@ class Bench:
 
     Attributes:
         node: The scheduler's, and that of the workers beside it.
-        far_node: Of a worker that sees another folder.
         files: Entries that are open.
     """
 
     node: Node
-    far_node: Node
     files: EntryFiles
 
 
@@ -88,13 +85,12 @@ def bench() -> Iterator[Bench]:
     folder = Path(tempfile.mkdtemp(prefix="s3ec-fuzz-"))
     (folder / "entries").mkdir()
     live_weights.watch()
-    nodes = [_node(folder / name) for name in ("tier", "far-tier")]
+    node = _node(folder / "tier")
     try:
         with patch.object(loads, "PATIENCE_S", _NEVER_S):
-            yield Bench(*nodes, EntryFiles(folder / "entries", NAMESPACE.name))
+            yield Bench(node, EntryFiles(folder / "entries", NAMESPACE.name))
     finally:
-        for node in nodes:
-            node.close(DEADLINE_S)
+        node.close(DEADLINE_S)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -128,8 +124,6 @@ class Rank:
 
     def load(self, cache: dict[str, torch.Tensor], plan: StepPlan) -> None:
         try:
-            if plan.tier is not None:
-                self.half.look_for_tier(plan.tier)
             self.half.start_load_caches(cache, plan)
         except RuntimeError as exc:
             raise BrokenPromiseError(
@@ -300,15 +294,11 @@ class S3EC(NoConnector):
             needs_embedding=needs_embedding,
             placeholder_of=lambda _: {},
             counters=self.counters,
-            shared_tier=self._make_shared_tier(bench),
             policy=self._make_policy(),
             adapters=self.make_adapters(needs_embedding),
             clock=self.clock,
         )
-        self.ranks = [
-            self._make_rank(bench.far_node if rank == options.apart else bench.node, rank)
-            for rank in range(options.ranks)
-        ]
+        self.ranks = [self._make_rank(bench.node, rank) for rank in range(options.ranks)]
         self.steps: Sequence[Step] = ()  # shared with the engine, which fills it
         self.device: Collection[str] = ()
         self.held: Mapping[str, Collection[int]] = {}
@@ -363,17 +353,11 @@ class S3EC(NoConnector):
         """What is stored under vLLM's name."""
         return identifier
 
-    def _make_shared_tier(self, bench: Bench) -> SharedTier | None:
-        if not self.options.asks_ranks:
-            return None
-        return SharedTier(self.options.ranks, tier_id(bench.node.tier))
-
     def _make_rank(self, node: Node, rank: int) -> Rank:
         half = self.worker_half(
             node,
             saves=self.saves,
             device=lambda: torch.device("cpu"),
-            encoder=lambda: "cpu x1",
             rank=lambda: rank,
             drain_timeout_s=1,
         )
@@ -521,8 +505,6 @@ class S3EC(NoConnector):
         self.prefetcher.close()
 
     def check_grant(self, identifier: str) -> None:
-        if self.options.apart is not None:
-            raise BrokenPromiseError("granted what a rank does not see", identifier[:12])
         if not self._open_of(identifier):
             raise BrokenPromiseError("granted without an entry", identifier[:12])
 
@@ -551,7 +533,6 @@ class S3EC(NoConnector):
         """Whether a request certainly waits for what lies on this node."""
         return (
             self.is_calm
-            and not self.options.asks_ranks
             and self.options.loads
             and self.options.encode_row_s is None
             and self.options.defer_timeout_s >= _AMPLE_S
@@ -567,7 +548,7 @@ class S3EC(NoConnector):
         if not bare:
             raise BrokenPromiseError("a request with all its pixels is failed", name)
         fits = not any(map(self._misfits, bare))
-        is_asked = self.options.loads and not self._is_stopped and self.options.apart is None
+        is_asked = self.options.loads and not self._is_stopped
         waited_s = self._deferrals.get(name, _Deferral()).clock_s
         if is_asked and fits and waited_s < NO_PIXELS_WAIT_S - _LONGEST_PAUSE_S:
             raise BrokenPromiseError("a request is failed before its time", f"{name}: {waited_s}")

@@ -76,8 +76,6 @@ class Options:
         reports: Whether the workers' reports reach the scheduler.
         depth: Steps in flight.
         ranks: Of tensor parallel.
-        asks_ranks: Only the ranks can tell whether they see the scheduler's tier.
-        apart: A rank that sees another one; None where all see it.
         batched_tokens: Of a step at most.
         blocks: Of the KV cache; few of them make requests preempt each other.
         cache_rows: Of the encoder cache, and of what a step may encode.
@@ -96,8 +94,6 @@ class Options:
     reports: bool = True
     depth: int = 1
     ranks: int = 1
-    asks_ranks: bool = False
-    apart: int | None = None
     batched_tokens: int = 128
     blocks: int = 80
     cache_rows: int = 256

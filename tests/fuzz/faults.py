@@ -273,7 +273,6 @@ def crowded(options: Options, habits: Habits) -> tuple[Options, Habits]:
 def calm(options: Options, habits: Habits) -> tuple[Options, Habits]:
     """Nothing fails, and everything comes in time."""
     options, habits = crowded(options, habits)
-    options = dataclasses.replace(options, asks_ranks=False, apart=None)
     return options, dataclasses.replace(habits, two_sizes=0.0, faults=0.0, outages=0.0, jumps=0.0)
 
 

@@ -28,6 +28,7 @@ from s3ec.index.reader import BAD_OBJECT_TTL_S
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock
+from tests.unit.tier.cases import key_of
 
 WIDTH = 4
 FIRST_WEIGHTS = 1
@@ -311,7 +312,6 @@ class PlayedSaves:
         self.pending: dict[str, Stored] = {}
         self._names: dict[str, str] = {}  # of those, as they are stored
         self.full = False
-        self._published: list[str] = []
         self._stored: list[str] = []
 
     def put(self, identifier: str, save: Save, tensor: torch.Tensor, *, step: int) -> bool:
@@ -328,9 +328,10 @@ class PlayedSaves:
         return True
 
     def publish(self, identifier: str) -> None:
-        """The writer has it on this node's disk."""
-        self._outside.publish(self._names[identifier], self.pending[identifier])
-        self._published.append(identifier)
+        """The writer has it on this node's disk, and the news of the folder tell of it."""
+        name = self._names[identifier]
+        self._outside.publish(name, self.pending[identifier])
+        self._outside.local.add(key_of(name))
 
     def end(self, identifier: str, *, stored: bool) -> None:
         """The bucket has confirmed it, or it was given up."""
@@ -339,10 +340,9 @@ class PlayedSaves:
             self._outside.upload(name, entry)
             self._stored.append(identifier)
 
-    def take_report(self) -> tuple[list[str], list[str]]:
-        published, self._published = self._published, []
+    def take_stored(self) -> list[str]:
         stored, self._stored = self._stored, []
-        return published, stored
+        return stored
 
     def drain(self, timeout_s: float) -> int:
         return 0

@@ -146,7 +146,6 @@ def draw(seed: int) -> tuple[Options, Habits]:
     rnd = random.Random(seed)
     is_async = rnd.random() < 0.5
     role = rnd.choice(["consumer", "consumer", "both", "both", "both", "producer"])
-    ranks = rnd.choice([1, 1, 2])
     options = Options(
         role=role,
         policy=rnd.choice(["fcfs", "fcfs", "priority"]),
@@ -154,8 +153,7 @@ def draw(seed: int) -> tuple[Options, Habits]:
         v2=rnd.random() < 0.4,
         reports=rnd.random() < 0.85,
         depth=rnd.choice([2, 2, 3]) if is_async else rnd.choice([1, 1, 2]),
-        ranks=ranks,
-        asks_ranks=role != "producer" and rnd.random() < 0.4,
+        ranks=rnd.choice([1, 1, 2]),
         batched_tokens=rnd.choice([64, 128, 256]),
         blocks=rnd.choice([24, 40, 80, 200]),
         cache_rows=72 * rnd.choice([1, 2, 3, 6, 16]),
@@ -182,11 +180,10 @@ def draw(seed: int) -> tuple[Options, Habits]:
     announced = rnd.choice([0.9, 0.9, 0.9, 0.2])
     two_kinds = rnd.choice([0.0, 0.0, 0.0, 0.3])
     manager = rnd.choice(["fifo", "lru", "tiered"])
-    apart = rnd.randrange(ranks) if options.asks_ranks and rnd.random() < 0.3 else None
     replay = rnd.choice([16, 32, 40, 128]) if rnd.random() < 0.12 and options.loads else 0
     framed = rnd.choice([0.0, 0.0, 0.0, 0.5])
     emptied = rnd.choice([0.0, 0.0, 0.0, 0.02])
-    changed = {"encode_row_s": row_s, "manager": manager, "apart": apart, "replay_tokens": replay}
+    changed = {"encode_row_s": row_s, "manager": manager, "replay_tokens": replay}
     habits = dataclasses.replace(
         habits,
         named=named,

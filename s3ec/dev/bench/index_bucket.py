@@ -423,7 +423,7 @@ def _produce(
             while left and time.monotonic() - started >= left[0][1]:
                 saves.put(left.pop(0)[0], Save("image", {}), torch.ones(_SAVE_ROWS, _WIDTH))
             now = time.monotonic()
-            stored.update(dict.fromkeys(saves.take_report()[1], now))
+            stored.update(dict.fromkeys(saves.take_stored(), now))
             time.sleep(_LOOK_S)
         if len(stored) < len(names):
             raise RuntimeError(f"{len(names) - len(stored)} saves were not confirmed")

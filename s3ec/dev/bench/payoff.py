@@ -113,7 +113,7 @@ def _decide_us() -> float:
     from s3ec.connector.waiting import EngineLoad, Missing, WaitPolicy
     from s3ec.encode_costs import EncodeCosts
 
-    policy = WaitPolicy(EncodeCosts({"image:9": 1e-4}), EngineLoad(2))
+    policy = WaitPolicy(EncodeCosts({("image", 9): 1e-4}), EngineLoad(2))
     policy.times.of("bucket", 256).add(0.03)
     missing = [Missing("image", 256, "bucket")] * 4
     started = time.thread_time()  # whatever else this machine does

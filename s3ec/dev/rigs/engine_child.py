@@ -211,7 +211,7 @@ class _Engine:
         encoder = self._encoder_here()
         times, encoder.times = encoder.times, []
         node = self._core().scheduler.ec_connector.parts.node
-        return {"times": times, "learned": node.encode_costs("").document}
+        return {"times": times, "learned": node.encode_costs.document}
 
     def metrics(self) -> dict[str, float]:
         from prometheus_client import REGISTRY
@@ -237,7 +237,7 @@ class _Engine:
         parts = getattr(core and core.scheduler.ec_connector, "parts", None)
         if parts is None:
             return {}
-        return _shown(parts.node.counters.snapshot() | parts.figures.levels())
+        return _shown(parts.node.counters.snapshot() | parts.metrics.levels())
 
     def shutdown(self) -> None:
         # In order and with time to finish saves; collecting the object would allow 5 seconds.
@@ -281,25 +281,24 @@ class _SlowEncoder:
 
 def _shown(figures: dict[str, float]) -> dict[str, float]:
     """Counters and gauges of s3ec under the names that vLLM 0.31 shows them by."""
-    from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LOOKUPS, PLAIN, zeros
+    from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, PLAIN, label_values, zeros
     from s3ec.counters import observed
 
-    metric, _text, of_tier, cases = LOOKUPS
+    def named(metric: str, labels: tuple[str, ...], spelt: str) -> str:
+        pairs = zip(labels, label_values(labels, spelt), strict=True)
+        return f"{metric}{{{','.join(f'{k}={v}' for k, v in pairs)}}}" if labels else metric
+
     names = {ours: entry[0] for ours, entry in [*PLAIN.items(), *GAUGES.items()]}
-    for ours, values in cases.items():
-        labels = zip(of_tier, values, strict=True)
-        names[ours] = f"{metric}{{{','.join(f'{k}={v}' for k, v in labels)}}}"
-    figures = dict.fromkeys([*PLAIN, *cases], 0.0) | zeros() | figures
-    for prefix, (metric, _text, label, _values) in LABELLED.items():
+    figures = dict.fromkeys(PLAIN, 0.0) | zeros() | figures
+    for prefix, (metric, _text, labels, _values) in LABELLED.items():
         for ours in figures:
             if ours.startswith(prefix):
-                names[ours] = f"{metric}{{{label}={ours.removeprefix(prefix)}}}"
+                names[ours] = named(metric, labels, ours.removeprefix(prefix))
     found = {name: figures[ours] for ours, name in names.items() if ours in figures}
     for bucket in observed(figures):
-        for prefix, (metric, _text, label, _values) in HISTOGRAMS.items():
+        for prefix, (metric, _text, labels, _values) in HISTOGRAMS.items():
             if bucket.histogram.startswith(prefix):
-                value = bucket.histogram.removeprefix(prefix)
-                name = f"{metric}_count" + (f"{{{label}={value}}}" if label else "")
+                name = named(f"{metric}_count", labels, bucket.histogram.removeprefix(prefix))
                 found[name] = found.get(name, 0.0) + bucket.many
     return found
 

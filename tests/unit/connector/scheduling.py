@@ -14,7 +14,6 @@ from s3ec.connector.adapters import Adapters
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
@@ -167,7 +166,6 @@ class World:
         self,
         clock: Clock | None = None,
         *,
-        shared_tier: SharedTier | None = None,
         index: Index | None = None,
         naming: KeyPolicy | None = None,
         scopes: ModalityScopes | None = None,
@@ -205,7 +203,6 @@ class World:
             needs_embedding=has_no_pixels,
             placeholder_of=lambda _: self.placeholders,
             counters=self.counters,
-            shared_tier=shared_tier,
             naming=naming,
             scopes=scopes,
             adapters=adapters and adapters(self.clock),

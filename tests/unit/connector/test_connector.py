@@ -326,7 +326,7 @@ def test_a_second_shutdown_in_the_middle_of_the_first_leaves_it_the_node() -> No
 
 def test_a_panic_while_counts_are_reported_stays_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     it = broken()
-    it.parts.figures = Broken()
+    it.parts.metrics = Broken()
     assert it.get_ec_connector_stats() is None
     assert it.parts.node.counters.get("internal_errors") == 1
     monkeypatch.setattr(stats, "S3ECStats", _panics)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from s3ec.connector.messages import Encode, EncodeTime, Save, StepPlan, WorkerReport
-from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.waiting import DEADLINE_S
 from tests.unit.connector.processes import HASHES, Process, tensor
 
 pytest.importorskip("vllm")
@@ -122,7 +121,6 @@ _CALLS = {
     "ec_consumer, after 0.33": ("bind", "load", "encode", "finish_load", "finished"),
     "ec_both, before 0.30": ("bind", "load", "encode", "save", "finished"),
     "ec_both": ("bind", "start_save", "load", "encode", "save", "finished"),
-    "ec_producer, before 0.30": ("bind", "encode", "save", "finished"),
     "ec_producer": ("bind", "start_save", "encode", "save", "finished"),
     # What came as an embedding is saved before the encoder runs.
     "ec_both, with a picture that needs no encoder": (
@@ -130,7 +128,6 @@ _CALLS = {
     ),
 }
 _ENCODE_S = 0.25
-_ENCODER = "cpu x1"
 
 
 class Saves:
@@ -139,8 +136,8 @@ class Saves:
     def put(self, identifier: str, save: Save, one: Any, *, step: int) -> bool:
         return True
 
-    def take_report(self) -> tuple[list[str], list[str]]:
-        return [], []
+    def take_stored(self) -> list[str]:
+        return []
 
     def drain(self, timeout_s: float) -> int:
         return 0
@@ -159,7 +156,6 @@ class Runner:
             saves=Saves(),
             device=lambda: torch.device("cpu"),
             rank=lambda: rank,
-            encoder=lambda: _ENCODER,
             drain_timeout_s=1,
             clock=lambda: self.now_s,
         )
@@ -215,7 +211,7 @@ def test_worker_measures_the_encoder_and_nothing_else_in_every_role_and_release(
 ) -> None:
     for _ in range(3):
         runner.step(_CALLS[name])
-    costs = runner.process.node.encode_costs(_ENCODER)
+    costs = runner.process.node.encode_costs
     assert costs.known_s("image", 256) == pytest.approx(_ENCODE_S)
     assert runner.process.counted("encode.seconds") == pytest.approx(3 * _ENCODE_S)
     assert runner.process.counted("encode.rows") == 3 * 256
@@ -227,7 +223,7 @@ def test_worker_measures_the_encoder_and_nothing_else_in_every_role_and_release(
 def test_step_that_encodes_nothing_teaches_nothing(runner: Runner) -> None:
     for calls in _CALLS.values():
         runner.step(calls, encodes=False)
-    assert runner.process.node.encode_costs(_ENCODER).document == {}
+    assert runner.process.node.encode_costs.document == {}
 
 
 def test_where_the_scheduler_is_in_this_process_nothing_is_learned_twice(runner: Runner) -> None:
@@ -243,8 +239,8 @@ def test_only_the_first_rank_measures(tmp_path: Path) -> None:
     for _ in range(3):
         runner.step(_CONSUMER)
     assert runner.report() is None or runner.report().encoded == []
+    assert runner.process.node.encode_costs.document == {}
     runner.close()
-    assert not list((tmp_path / "tier" / "v1" / "costs").iterdir())
 
 
 def test_measurements_pile_up_to_a_bound_where_vllm_asks_for_no_report(runner: Runner) -> None:
@@ -253,31 +249,3 @@ def test_measurements_pile_up_to_a_bound_where_vllm_asks_for_no_report(runner: R
     report = runner.report()
     assert report is not None
     assert len(report.encoded) == 64
-
-
-def test_scheduler_of_another_process_learns_though_vllm_drops_the_reports(tmp_path: Path) -> None:
-    scheduler = Process(tmp_path)
-    known = scheduler.node.encode_costs(_ENCODER)
-    runner = Runner(tmp_path)
-    for _ in range(3):
-        runner.step(_CALLS["ec_producer, before 0.30"])
-    eventually(lambda: known.known_s("image", 256) == pytest.approx(_ENCODE_S))
-    runner.close()
-    scheduler.node.close(DEADLINE_S)
-
-
-def test_what_was_learned_is_kept_when_the_engine_ends_and_known_to_the_next(
-    tmp_path: Path,
-) -> None:
-    runner = Runner(tmp_path)
-    for _ in range(3):
-        runner.step(_CONSUMER)
-    runner.close()
-    (path,) = (tmp_path / "tier" / "v1" / "costs").iterdir()
-    assert json.loads(path.read_text())["devices"] == {
-        _ENCODER: {"image:9": pytest.approx(_ENCODE_S / 256)}
-    }
-    following = Process(tmp_path)
-    known = following.node.encode_costs(_ENCODER)
-    eventually(lambda: known.known_s("image", 256) == pytest.approx(_ENCODE_S))
-    following.node.close(DEADLINE_S)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from s3ec.connector import forms
-from s3ec.identity import make_key
 
 
 class BaseMultiModalProcessor:
@@ -53,12 +52,6 @@ def most(processor: Any, config: Any = NO_CONFIG) -> dict[str, int]:
     return {} if found is None else dict.fromkeys(found[1].modalities, found[1].most)
 
 
-def is_known(processor: Any, config: Any = NO_CONFIG) -> bool:
-    found = forms.form_of(processor, config)
-    assert found is not None
-    return found[1].is_known
-
-
 def test_most_models_have_one_form() -> None:
     assert most(Plain) == {}
     assert most(named("Qwen3VL", _get_mm_hashes=hook)) == {}
@@ -75,14 +68,12 @@ def test_most_models_have_one_form() -> None:
 def test_a_model_of_the_table_is_found_by_its_processor(name: str, count: int) -> None:
     processor = named(name, _cached_apply_hf_processor=hook)
     assert most(processor) == {"image": count}
-    assert is_known(processor)
     assert most(named("OutOfTree", processor)) == {"image": count}
     assert most(named(name, _cached_apply_hf_processor=hook, _get_mm_hashes=hook)) == {}
 
 
 def test_an_unknown_processor_that_goes_around_the_cache_has_a_form_alone() -> None:
     assert most(Unknown)["image"] == most(Unknown)["audio"] == 1
-    assert not is_known(Unknown)
     assert most(BelowUnknown) == most(Unknown)
     assert most(NamedByVllm) == {}
     assert most(lambda info, dummy_inputs: None) == most(Unknown)
@@ -101,19 +92,7 @@ def test_a_shared_budget_leaves_no_form(args: Any, expected: dict[str, int]) -> 
     processor = named("NanoNemotronVLMultiModalProcessor")
     config = SimpleNamespace(vision_config=SimpleNamespace(args=args))
     assert most(processor, config) == expected
-    assert not expected or not is_known(processor, config)
     assert most(processor) == {}
-
-
-def test_the_other_form_has_a_name_of_its_own_or_none() -> None:
-    known, unknown = forms.Form(1, ""), forms.Form(1, "", is_known=False)
-    name = known.among_others("ab" * 32)
-    assert name == f"among-others:{'ab' * 32}"
-    assert known.among_others(name) == name  # a client may send what it read in a header
-    key = make_key(name)
-    assert key is not None
-    assert key.name == f"among-others/ab/{'ab' * 32}.safetensors"
-    assert make_key(unknown.among_others("ab" * 32)) is None
 
 
 def test_the_real_processors_are_found() -> None:
@@ -125,23 +104,22 @@ def test_the_real_processors_are_found() -> None:
 @pytest.mark.parametrize(
     ("form", "said"),
     [
-        (forms.Form(1, "squashes several"), None),
-        (forms.Form(0, "shrinks them", is_known=False), "saved: each image"),
+        (forms.Form(1, "squashes several"), "saved: each image of a prompt that has more than 1"),
+        (forms.Form(0, "shrinks them"), "saved: each image"),
         (
-            forms.Form(1, "may", is_known=False, modalities=("image", "audio")),
+            forms.Form(1, "may", modalities=("image", "audio")),
             "saved: each image or audio of a prompt that has more than 1",
         ),
     ],
 )
 def test_what_is_neither_loaded_nor_saved_is_said_at_the_start(
     form: forms.Form,
-    said: str | None,
+    said: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forms, "form_of_model", lambda _: ("SomeProcessor", form))
     found = forms.forms_of(None)
     assert found == dict.fromkeys(form.modalities, form)
-    assert [record.getMessage().endswith(said or "?") for record in caplog.records] == [True] * (
-        said is not None
-    )
+    (record,) = caplog.records
+    assert record.getMessage().endswith(said)

@@ -16,7 +16,7 @@ from tests.unit.connector.scheduling import World, feature, identifier_of, reque
 from tests.unit.tier.cases import key_of
 
 ROWS = 4  # of the features that ``scheduling`` makes
-KIND = f"image:{ROWS.bit_length()}"
+KIND = ("image", ROWS.bit_length())
 
 
 def digest(number: int) -> bytes:

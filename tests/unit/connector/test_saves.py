@@ -126,7 +126,7 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     assert rig.node.tier.entries.contains(key)
     assert rig.node.local(key)
     assert rig.node.index.maybe_contains(key)
-    assert queue.take_report() == ([HASHES[0]], [HASHES[0]])
+    assert queue.take_stored() == [HASHES[0]]
     assert rig.spooled() == 0
     assert audit_of(rig.node.tier) == []
 
@@ -264,7 +264,7 @@ def test_entry_that_is_in_the_way_is_not_believed_to_be_good(rig: Rig) -> None:
     assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) == b"rubbish"  # never overwritten by a serving engine
     assert not rig.node.index.maybe_contains(key)
-    assert queue.take_report() == ([HASHES[0]], [])
+    assert queue.take_stored() == []
 
 
 @pytest.mark.parametrize("overflow", ["drop", "block"])
@@ -316,7 +316,7 @@ def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
     assert caplog.text.count("not saved, and are encoded") == 1
     gate.release()
     eventually(lambda: rig.spooled() == 0)
-    assert HASHES[0] in queue.take_report()[1]
+    assert HASHES[0] in queue.take_stored()
     assert queue.put(HASHES[6], IMAGE, one)
     assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[6]) is not None
@@ -343,7 +343,7 @@ def test_a_bucket_that_takes_something_now_and_then_blocks_no_step_for_longer(
     large = tensor(width=128)  # finds no room beside one of the others
     assert not queue.put(HASHES[1], IMAGE, large, step=1)
     first.release()
-    eventually(lambda: HASHES[9] in queue.take_report()[1])  # the bucket took it
+    eventually(lambda: HASHES[9] in queue.take_stored())  # the bucket took it
     assert not queue.put(HASHES[2], IMAGE, large, step=1)
     assert rig.counted("save.blocked") == 1
     assert not queue.put(HASHES[3], IMAGE, large, step=2)
@@ -359,7 +359,7 @@ def test_a_spool_full_of_what_waits_for_its_announcement_is_announced_at_once(
     rig = Rig(tmp_path, cache_bytes=4 * 520)
     queue = rig.queue()
     assert queue.put(HASHES[0], IMAGE, tensor())
-    eventually(lambda: HASHES[0] in queue.take_report()[1])
+    eventually(lambda: HASHES[0] in queue.take_stored())
     assert rig.spooled() == 1
     assert queue.put(HASHES[1], IMAGE, tensor(1))
     assert rig.counted("announced") == 1
@@ -439,7 +439,7 @@ def test_drain_that_cannot_announce_leaves_it_to_the_next_process(
     stored: list[str] = []
 
     def all_stored() -> bool:
-        stored.extend(queue.take_report()[1])
+        stored.extend(queue.take_stored())
         return len(stored) == 3
 
     eventually(all_stored)
@@ -489,7 +489,7 @@ def test_full_disk_does_not_keep_an_entry_from_the_bucket(tmp_path: Path) -> Non
     assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
     assert rig.counted("spool.refused") == 1
-    assert queue.take_report() == ([], [HASHES[0]])
+    assert queue.take_stored() == [HASHES[0]]
     rig.close()
 
 
@@ -634,7 +634,7 @@ def test_next_process_uploads_what_the_last_one_could_not(tmp_path: Path) -> Non
     first.faults.append(Fault(error=UnavailableError))
     queue = first.queue()
     first.put_spooled(queue, *HASHES[:5])
-    assert queue.take_report() == (HASHES[:5], [])
+    assert queue.take_stored() == []
     first.close()
     assert first.bucket.objects == {}
 
@@ -647,8 +647,7 @@ def test_next_process_uploads_what_the_last_one_could_not(tmp_path: Path) -> Non
         second.read(identifier)
         key = key_of(identifier)
         assert second.node.index.maybe_contains(key)
-    published, stored = queue.take_report()
-    assert (published, sorted(stored)) == ([], HASHES[:5])
+    assert sorted(queue.take_stored()) == HASHES[:5]
     assert second.counted("save.items") == 5
     assert second.spooled() == 0
     assert audit_of(second.node.tier) == []
@@ -879,7 +878,7 @@ def test_save_whose_name_a_bad_object_has_is_given_up(
     assert rig.counted("save.items") == rig.counted("save.existed") == 0
     assert rig.store.log.count(("put_if_absent", name)) == 2
     assert rig.bucket.objects[name] == b"<html>"
-    assert queue.take_report()[1] == []
+    assert queue.take_stored() == []
     assert not rig.node.index.maybe_contains(key)
     assert not [each for each in rig.bucket.objects if "/manifest/" in each]
 
@@ -965,7 +964,7 @@ def test_what_an_adapter_made_is_saved_under_its_name_while_its_files_are_the_sa
     queue = rig.queue()
     assert queue.put(f"my-lora:{HASHES[0]}", save, tensor())
     eventually(lambda: rig.node.counters.get("save.items") == 1)
-    assert queue.take_report()[1] == [f"my-lora:{HASHES[0]}"]
+    assert queue.take_stored() == [f"my-lora:{HASHES[0]}"]
     key = key_of(name)
     assert rig.node.local(key)
     assert rig.node.index.maybe_contains(key)

@@ -24,9 +24,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from s3ec.connector.item_tracker import FETCHING, LEASE_S
-from s3ec.connector.messages import StepPlan, TierId, WorkerReport
+from s3ec.connector.messages import StepPlan
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
-from s3ec.connector.shared_tier import SharedTier
 from s3ec.prefetch import FetchOutcome, Priority
 from tests.unit.connector.scheduling import (
     ROWS,
@@ -72,26 +71,10 @@ class HalfMachine(RuleBasedStateMachine):
         producer=st.booleans(),
         ranks=st.integers(1, 2),
         steps_in_flight=st.integers(1, 3),
-        asked=st.booleans(),
-        apart=seldom,
     )
-    def begin(
-        self, producer: bool, ranks: int, steps_in_flight: int, asked: bool, apart: bool
-    ) -> None:
-        """Make an engine.
-
-        Args:
-            asked: Only the ranks can tell whether they see the scheduler's tier.
-            apart: The last rank sees another one.
-        """
-        self.shared = SharedTier(ranks, TierId("host", "/tier", 1, 2)) if asked else None
-        self.sees = {rank: not apart or rank < ranks - 1 for rank in range(ranks)}
-        self.world = World(
-            producer=producer,
-            ranks=ranks,
-            steps_in_flight=steps_in_flight,
-            shared_tier=self.shared,
-        )
+    def begin(self, producer: bool, ranks: int, steps_in_flight: int) -> None:
+        """Make an engine."""
+        self.world = World(producer=producer, ranks=ranks, steps_in_flight=steps_in_flight)
         self.half = self.world.half
         self.live = self.world.prefetcher.live
         self.requests: list[Running] = []
@@ -148,13 +131,6 @@ class HalfMachine(RuleBasedStateMachine):
             self.world.prefetcher.finish(identifier, holds=ROWS)
 
     # -- the ranks -----------------------------------------------------------------------------
-
-    @precondition(lambda self: self.in_flight and self.in_flight[0][0].tier is not None)
-    @rule(rank=st.integers(0, 1))
-    def a_rank_says_what_it_sees(self, rank: int) -> None:
-        if rank in self.sees:
-            report = WorkerReport(sees_tier={rank: self.sees[rank]})
-            self.half.update_connector_output(report)
 
     def retire(self) -> None:
         """The oldest step ends."""
@@ -222,9 +198,6 @@ class HalfMachine(RuleBasedStateMachine):
             self.schedule(data)
         if data.draw(st.booleans()):
             self.a_rank_reports(0)
-        if self.in_flight and self.in_flight[0][0].tier is not None:
-            for rank in self.sees:
-                self.a_rank_says_what_it_sees(rank)
 
     def make_room(self) -> None:
         """vLLM schedules the next step only when its queue of steps has room."""
@@ -360,12 +333,6 @@ class HalfMachine(RuleBasedStateMachine):
         for identifier, item in tracker.items.items():
             if item.state is FETCHING and identifier not in wanted:
                 assert item.priority is Priority.FORGOTTEN
-
-    @invariant()
-    def nothing_is_loaded_before_all_ranks_see_the_tier(self) -> None:
-        shared = getattr(self, "shared", None)
-        if shared is not None and (shared.asked is not None or shared.apart):
-            assert not any(plan.loads for plan, _ in self.in_flight)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

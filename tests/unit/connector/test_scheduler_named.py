@@ -35,7 +35,7 @@ def naming(name: str, *texts: object, **more: Any) -> Any:
     return made
 
 
-def policy(learned: dict[str, float] | None = None) -> WaitPolicy:
+def policy(learned: dict[tuple[str, int], float] | None = None) -> WaitPolicy:
     return WaitPolicy(EncodeCosts(learned), EngineLoad(2))
 
 
@@ -208,13 +208,13 @@ def test_a_cost_that_nobody_knows_is_not_learned_from_what_others_encode() -> No
 @pytest.mark.parametrize(("row_s", "waits"), [(1e-5, False), (1.0, True)])
 def test_where_the_cost_is_known_a_wait_must_pay(row_s: float, waits: bool) -> None:
     size = ROWS.bit_length()
-    world = World(policy=policy({f"image:{size}": row_s}))
+    world = World(policy=policy({("image", size): row_s}))
     assert world.ask(naming("r", "a")) is not waits
 
 
 def test_how_long_uploads_take_is_learned() -> None:
     """After one that took longer than its encoding, the next one is not waited for as long."""
-    weighs = policy({f"image:{ROWS.bit_length()}": 0.2 / ROWS})
+    weighs = policy({("image", ROWS.bit_length()): 0.2 / ROWS})
     world = World(policy=weighs)
     asker = naming("r", "a")
     first_s = wait_in_vain(world, asker, "a")

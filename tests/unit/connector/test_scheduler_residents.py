@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 import pytest
 
 from s3ec.connector.item_tracker import LEASE_S
-from s3ec.connector.messages import TierId, WorkerReport
-from s3ec.connector.shared_tier import SharedTier
 from s3ec.connector.vllm_config import PASSED_THROUGH
 from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.encode_costs import EncodeCosts
@@ -328,19 +326,6 @@ def test_what_was_granted_before_the_disk_hung_is_granted_no_more(world: World) 
     world.step()
     world.disk.hangs = True
     assert not_at_once(world, request("later", feature("a")))
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_before_every_rank_was_heard_no_resident_is_granted(apart: bool) -> None:
-    shared = SharedTier(2, TierId("host", "/tier", 1, 2))
-    world = World(ranks=2, shared_tier=shared)
-    world.make_resident("a")
-    for sees in ({}, {0: True}):
-        world.half.update_connector_output(WorkerReport(sees_tier=sees))
-        assert not_at_once(world, request("r", feature("a")))
-        world.step(freed=["a"])
-    world.half.update_connector_output(WorkerReport(sees_tier={1: not apart}))
-    assert world.run(request("later", feature("a"))) == [not apart]
 
 
 def test_where_ranks_cannot_be_told_to_load_no_resident_is_granted() -> None:

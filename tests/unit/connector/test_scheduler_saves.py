@@ -55,20 +55,18 @@ def test_a_save_under_way_is_not_ordered_twice_and_again_after_a_while() -> None
     assert len(world.step().saves) == 1
 
 
-def test_a_reported_save_is_known_to_the_index_and_to_the_tier_at_once() -> None:
+def test_a_reported_save_is_known_to_the_index_at_once() -> None:
     world = World(producer=True)
     asker = request("r", feature("a"))
     world.schedule(asker)
     world.step()
     world.half.update_connector_output(
         WorkerReport(
-            published=[identifier_of("a"), "\ud800"],
             stored=[identifier_of("a"), "\ud800"],
             counts={"save.items": 1},
         )
     )
     assert world.index.maybe_contains(key_of(identifier_of("a")))
-    assert world.local(key_of(identifier_of("a")))
     assert world.counters.get("save.items") == 1
     world.step(freed="a")
     assert not world.ask(asker)  # it is worth fetching now

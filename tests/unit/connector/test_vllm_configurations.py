@@ -681,7 +681,7 @@ def test_a_job_leaves_out_pictures_whose_form_is_never_known(
     model: Path, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = VllmEncoder(str(model), Settings(**settings))
-    never = ("Processor", forms.Form(0, "shrinks them", is_known=False))
+    never = ("Processor", forms.Form(0, "shrinks them"))
     monkeypatch.setattr(forms, "form_of_model", lambda _: never)
     encoder.namespace()
     path = tmp_path / "page.png"

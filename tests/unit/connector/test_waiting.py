@@ -24,7 +24,7 @@ from tests.unit.connector.scheduling import World, feature, identifier_of, reque
 
 ROWS = 256
 SMALL = 4  # rows of the features that ``scheduling`` makes
-KIND = f"image:{ROWS.bit_length()}"
+KIND = ("image", ROWS.bit_length())
 
 
 def draw(median_s: float, count: int = 512, *, sigma: float = 0.7, seed: int = 1) -> list[float]:
@@ -231,7 +231,7 @@ def world(*, encode_s: float = 0.06, fetch_s: float = 0.03, known: bool = True) 
 
 
 def learned(*, encode_s: float = 0.06, fetch_s: float = 0.03, known: bool = True) -> WaitPolicy:
-    costs = EncodeCosts({f"image:{SMALL.bit_length()}": encode_s / SMALL} if known else None)
+    costs = EncodeCosts({("image", SMALL.bit_length()): encode_s / SMALL} if known else None)
     one = WaitPolicy(costs, EngineLoad(2))
     for seconds in draw(fetch_s, seed=5):
         one.times.of("bucket", SMALL).add(seconds)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.messages import WorkerReport
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import World, bare, feature, identifier_of, request
 
@@ -144,12 +143,6 @@ def test_other_computed_tokens_are_another_question(waits: Waits) -> None:
     assert waits.is_looked_at(SPACING)
     assert not waits.is_looked_at(SPACING)
     assert waits.is_looked_at(0)
-
-
-def test_what_a_worker_has_published_here_is_seen(world: World, waits: Waits) -> None:
-    report = WorkerReport(published=[identifier_of(waits.texts[3])])
-    world.half.update_connector_output(report)
-    assert waits.is_looked_at()
 
 
 def test_the_longest_wait_stays_what_it_was(world: World, waits: Waits) -> None:

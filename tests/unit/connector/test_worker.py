@@ -37,7 +37,6 @@ class Rig(Process):
             saves=self,
             device=lambda: torch.device("cpu"),
             rank=lambda: self.rank,
-            encoder=lambda: "cpu x1",
             drain_timeout_s=1,
             **other,
         )
@@ -48,8 +47,8 @@ class Rig(Process):
         self.saved.append((identifier, save, tensor))
         return True
 
-    def take_report(self) -> tuple[list[str], list[str]]:
-        return [], []
+    def take_stored(self) -> list[str]:
+        return []
 
     def drain(self, timeout_s: float) -> int:
         return 0

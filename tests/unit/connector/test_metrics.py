@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from s3ec.config import load_settings
-from s3ec.connector import figures, metrics
-from s3ec.connector.figures import Figures, line_of
+from s3ec.connector import metrics
+from s3ec.connector.metrics import EngineMetrics, line_of
 from s3ec.identity import Namespace
 from s3ec.node import Node
 from s3ec.testing.memory_store import MemoryStore
@@ -74,9 +74,9 @@ def test_nothing_is_said_of_a_minute_in_which_nothing_happened() -> None:
 def test_the_line_comes_again_and_again_and_tells_each_thing_once(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(figures, "LINE_EVERY_S", 0.001)
+    monkeypatch.setattr(metrics, "LINE_EVERY_S", 0.001)
     with caplog.at_level(logging.INFO):
-        Figures(node).start()
+        EngineMetrics(node).start()
         for number in (1, 2):
             node.counters.add("misses", number)
             said = f"s3ec: 0 hits (0 device, 0 node, 0 bucket), {number} encoded"
@@ -84,7 +84,7 @@ def test_the_line_comes_again_and_again_and_tells_each_thing_once(
 
 
 def test_the_end_says_what_was_not_said_yet(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    one = Figures(node)
+    one = EngineMetrics(node)
     one.start()
     node.counters.add("misses", 3)
     with caplog.at_level(logging.INFO):
@@ -99,7 +99,7 @@ def test_the_end_says_what_was_not_said_yet(node: Node, caplog: pytest.LogCaptur
 def test_gauges_of_ranks_are_added_up_or_compared_and_those_of_the_node_are_told_once(
     node: Node,
 ) -> None:
-    told = Figures(node)
+    told = EngineMetrics(node)
     node.levels = {"level.tier_bytes": 1000, "level.breaker_open": 0.0}
     rank = {"level.spool_entries": 2, "level.spool_oldest_seconds": 5, "level.breaker_open": 0.0}
     told.on_report({0: rank})
@@ -115,7 +115,7 @@ def test_gauges_of_ranks_are_added_up_or_compared_and_those_of_the_node_are_told
 
 
 def test_gauges_are_told_again_though_nothing_has_changed(node: Node) -> None:
-    told = Figures(node)
+    told = EngineMetrics(node)
     for _ in range(2):  # the reader may have started in between
         node.levels = {"level.tier_bytes": 1000}
         assert told.news() == {"level.tier_bytes": 1000}
