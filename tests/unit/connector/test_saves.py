@@ -304,7 +304,7 @@ def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
     gate, one = Gate(), tensor()
     rig = Rig(tmp_path, cache_bytes=4 * 520)
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
-    Rig.patches.setattr(uploads, "ANNOUNCE_S", 0.0)
+    Rig.patches.setattr(uploads, "PAUSE_S", 0.0)
     Rig.patches.setattr(saves, "MAX_BLOCKED_S", 0.05)
     queue = rig.queue()
     assert queue.put(HASHES[0], IMAGE, one)
@@ -355,7 +355,7 @@ def test_a_bucket_that_takes_something_now_and_then_blocks_no_step_for_longer(
 def test_a_spool_full_of_what_waits_for_its_announcement_is_announced_at_once(
     tmp_path: Path,
 ) -> None:
-    Rig.patches.setattr(uploads, "ANNOUNCE_S", 3600.0)
+    Rig.patches.setattr(uploads, "PAUSE_S", 3600.0)
     rig = Rig(tmp_path, cache_bytes=4 * 520)
     queue = rig.queue()
     assert queue.put(HASHES[0], IMAGE, tensor())
