@@ -146,7 +146,7 @@ class DaemonPool(ThreadPoolExecutor):
         """Queue a call for the next free thread. Never waits.
 
         Raises:
-            RuntimeError: After shutdown.
+            RuntimeError: After shutdown, or no thread can be started; it is not made then.
         """
         future: Future[T] = Future()
         with self._guard:
@@ -154,7 +154,11 @@ class DaemonPool(ThreadPoolExecutor):
                 raise RuntimeError(f"{self._name} has ended")
             self._calls.put((future, lambda: function(*args, **kwargs)))
             if not self._free.acquire(blocking=False) and len(self._started) < self._most:
-                self._start_one()
+                try:
+                    self._start_one()
+                except RuntimeError:
+                    future.cancel()  # or a later thread would make the call
+                    raise
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

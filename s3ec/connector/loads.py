@@ -194,9 +194,9 @@ class _Handed(NamedTuple):
 class Loader:
     """Brings embeddings from granted files to the device.
 
-    One thread calls it. That thread never waits for a disk without a bound. It reads by itself
-    what the kernel has in memory. Large entries, and what a disk would have to bring, go to reader
-    threads, which are started when they are first needed.
+    One thread calls it. That thread never waits for a disk without a bound, unless no reader can be
+    started. It reads by itself what the kernel has in memory. Large entries, and what a disk would
+    have to bring, go to reader threads, which are started when they are first needed.
 
     A load in a reader's hands is waited for until one of three things happens: the reader has
     ended, with a tensor or a failure; the bucket has delivered its copy; neither disk nor bucket
@@ -268,7 +268,11 @@ class Loader:
             readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
             self._readers = DaemonPool(readers, "s3ec-load")
         held: list[Buffer] = []
-        return _Handed(load, held, self._readers.submit(self._load, load, held, wait=True))
+        try:
+            outcome = self._readers.submit(self._load, load, held, wait=True)
+        except RuntimeError:  # no thread is to be had, and without its loads the engine would end
+            return _outcome_of(partial(self._load, load, [], wait=True))
+        return _Handed(load, held, outcome)
 
     def _load_here(self, load: Load) -> torch.Tensor | Exception | _Handed:
         """Bring one to the device in this thread, or hand it over if a disk has to answer."""

@@ -221,8 +221,9 @@ class Spool:
     def adopt(self) -> list[Spooled]:
         """Take over what dead processes left for this namespace and bucket; never raises.
 
-        Whoever gets a dead owner's lock keeps it, and holds all its files. A second copy of what
-        is held already is dropped, once that was read and is good.
+        Whoever gets a dead owner's lock holds all its files, and keeps the lock until the first
+        call after they have gone. A second copy of what is held already is dropped, once that was
+        read and is good.
         """
         taken: list[Spooled] = []
         with self._locking:

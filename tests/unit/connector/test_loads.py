@@ -140,6 +140,25 @@ def test_small_ones_that_a_disk_would_have_to_bring_are_a_readers(
 
 
 @pytest.mark.usefixtures("large")
+def test_the_calling_thread_reads_what_no_reader_can_be_started_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its loads the engine would end."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watched = Watched()
+    loader = loader_on(bench.node, lambda: watched)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        check(loader.load(bench.loads(2)), 2)
+    assert watched.threads == [threading.current_thread().name] * 2
+    check(loader.load(bench.loads(2)), 2)
+    assert len(watched.threads) == 4  # what was refused is not read later
+
+
+@pytest.mark.usefixtures("large")
 def test_two_large_ones_are_read_at_the_same_time(bench: Bench) -> None:
     watched = Watched(threading.Barrier(2))
     loader = loader_on(bench.node, lambda: watched)
