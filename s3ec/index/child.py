@@ -32,6 +32,8 @@ from s3ec.store.base import Store
 LISTING_EVERY_S = 86400.0
 """Of a fleet that writes one engine lists the objects so often."""
 _RAISED = {each.__name__: each for each in (UnavailableError, AccessError, TierError)}
+# Tries of one request.
+_ATTEMPTS = 5
 _NICE = 19
 # A child finds its modules where its parent does, and not in the folder where it was started.
 _PROGRAM = (
@@ -197,8 +199,8 @@ def _end_with_parent() -> None:
 
 
 async def _open_and_work(order: dict[str, dict[str, object]]) -> str:
-    from s3ec.store.endpoint import Endpoint
-    from s3ec.store.open import open_store, resilient
+    from s3ec.store.open import open_store
+    from s3ec.store.retry import RetryStore
 
     settings = Settings.model_validate(order["settings"])
     job = Job(**order["job"])  # type: ignore[arg-type]
@@ -206,7 +208,8 @@ async def _open_and_work(order: dict[str, dict[str, object]]) -> str:
         opened = open_store(settings, patient=True)
     except ConfigError as exc:
         raise AccessError(str(exc)) from exc
-    store = resilient(opened, Endpoint.of(settings), Counters(), hedge=False)
+    # As a command: nobody waits for it, so it needs no breaker.
+    store = RetryStore(opened, Counters(), attempts=_ATTEMPTS)
     try:
         return await _work(job, store)
     finally:

@@ -418,11 +418,11 @@ class TempFile:
 
     def discard(self) -> None:
         """Leave nothing under ``path``; fine after a rename and more than once. Never raises."""
-        with suppress(OSError):
-            self.close()
         if not self.is_named:
             with suppress(OSError):
-                os.unlink(self.path)
+                os.unlink(self.path)  # under the lock: unlocked, it would be a dead writer's
+        with suppress(OSError):
+            self.close()
 
 
 def write_all(fd: int, pieces: Sequence[bytes | memoryview], at: int | None = None) -> None:
