@@ -348,6 +348,9 @@ class Uploader:
         if loaded is None and upload.key is not None and not self._loop.closed:
             self._counters.add("save_problem.vanished")
             log.error("embedding %s vanished from the disk", upload.digest.hex())
+            # Nobody shall be served here what no other node will get.
+            self._sources.residents.discard(upload.digest)
+            self._sources.tier.entries.drop_bad(upload.key, "vanished from the spool")
         return loaded
 
     # -- the loop's thread: into the bucket ----------------------------------------------------

@@ -227,7 +227,7 @@ def work(*, settings: dict[str, str], stock: int, first: int, **how: int | bool)
         life.use(*life.chance.sample(range(stock), 6))
         for number in life.chance.sample(range(stock), 3):
             evict(life.node.tier, key_at(number))
-    wait_until_saved(life, range(first, first + 24))
+    wait_until_saved(life)
     say("worked")
     life.announce()
     say(f"refused by the disk {life.count('spool.refused'):g}")
@@ -242,7 +242,7 @@ def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
     for number in range(first, first + 6):
         life.save_unless_known(number)
     say("saved")
-    wait_until_saved(life, range(first, first + 6))
+    wait_until_saved(life)
     pid = os.fork()
     if pid == 0:
         try:

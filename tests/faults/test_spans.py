@@ -97,7 +97,8 @@ def test_a_save_and_a_fetch_have_a_span_each(site: Site, tracing: Tracing, tmp_p
 
 def test_what_was_tried_again_and_what_failed_is_told(site: Site, tracing: Tracing) -> None:
     site.stock(1, 2)
-    site.proxy.add(Rule(Answer(503), method="GET", target=OBJECTS, times=1))
+    # Both times that the first try asks: botocore gives the words.
+    site.proxy.add(Rule(Answer(503), method="GET", target=OBJECTS, times=2))
     with Engine(site.settings()) as engine:
         engine.fetch(1)
         again = tracing.one("s3ec.fetch")
