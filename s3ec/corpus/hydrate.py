@@ -64,8 +64,8 @@ _ROOM_EVERY_S = 0.5
 # Each of them was asked for five times. A store that is down is not asked for everything.
 _FAILURES_IN_A_ROW = 32
 # Entries come with times of use in the order in which they are wanted, so that the least wanted is
-# evicted first. A microsecond is what files keep of them.
-_RANK_S = 1e-6
+# evicted first. Files keep microseconds of them; a float of today's time is not exact to one.
+_RANK_S = 2e-6
 
 
 @dataclass(frozen=True, slots=True)
