@@ -186,16 +186,6 @@ class Folders:
             with suppress(FileNotFoundError):  # one that is missing again is made again
                 self._make_below(path.rpartition("/")[0])
 
-    def write_small(self, path: str, content: bytes) -> None:
-        """Put a small file right below one of our folders, whole or not at all; replaces one.
-
-        Raises:
-            OSError, TierError: As for new_file and place.
-        """
-        with self.new_file() as file:
-            file.append([content])
-            self.place(file, path)
-
     def _make_below(self, folder: str) -> None:
         """Create what is missing of a folder and of those above it."""
         missing = []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -15,6 +16,32 @@ from tests.faults.embeddings import ROWS, identifier_at
 from tests.support.waiting import eventually
 
 
+def half_of(
+    node: Node, *, defer_timeout_s: float, clock: Callable[[], float] = time.monotonic
+) -> SchedulerHalf:
+    """A scheduler half that uses all that a node has."""
+    return SchedulerHalf(
+        Role(
+            producer=True,
+            consumer=True,
+            window_tokens=8192,
+            ranks=1,
+            steps_in_flight=1,
+            defer_timeout_s=defer_timeout_s,
+        ),
+        index=node.index,
+        local=node.local,
+        prefetcher=node.prefetcher,
+        residents=node.residents,
+        store=node.breaker,
+        disk=node.loop.watch,
+        needs_embedding=lambda _: False,
+        placeholder_of=lambda _: {},
+        counters=node.counters,
+        clock=clock,
+    )
+
+
 class Lookups:
     """A scheduler that is asked for one picture by each of its requests.
 
@@ -24,27 +51,7 @@ class Lookups:
     """
 
     def __init__(self, node: Node, clock: Callable[[], float]) -> None:
-        role = Role(
-            producer=True,
-            consumer=True,
-            window_tokens=2048,
-            ranks=1,
-            steps_in_flight=1,
-            defer_timeout_s=1e9,
-        )
-        self.half = SchedulerHalf(
-            role,
-            index=node.index,
-            local=node.local,
-            prefetcher=node.prefetcher,
-            residents=node.residents,
-            store=node.breaker,
-            disk=node.loop.watch,
-            needs_embedding=lambda _: False,
-            placeholder_of=lambda _: {},
-            counters=node.counters,
-            clock=clock,
-        )
+        self.half = half_of(node, defer_timeout_s=1e9, clock=clock)
         self.fetched: Counter[int] = Counter()
         self.granted: set[int] = set()
 

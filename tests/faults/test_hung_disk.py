@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.vllm_config import Role
 from s3ec.errors import TierError
 from s3ec.prefetch import FetchOutcome, FetchRequest
 from tests.faults.embeddings import ROWS, identifier_at, key_at
+from tests.faults.lookups import half_of
 from tests.faults.machine import Corpus, Machine
 from tests.support.disks import FailingDisk, failing_disk
 from tests.support.waiting import eventually
@@ -44,34 +43,11 @@ def disk(tmp_path: Path) -> Iterator[FailingDisk]:
         yield disk
 
 
-def half_of(machine: Machine) -> SchedulerHalf:
-    node = machine.node
-    return SchedulerHalf(
-        Role(
-            producer=True,
-            consumer=True,
-            window_tokens=8192,
-            ranks=1,
-            steps_in_flight=1,
-            defer_timeout_s=60.0,
-        ),
-        index=node.index,
-        local=node.local,
-        prefetcher=node.prefetcher,
-        residents=node.residents,
-        store=node.breaker,
-        disk=node.loop.watch,
-        needs_embedding=lambda _: False,
-        placeholder_of=lambda _: {},
-        counters=node.counters,
-    )
-
-
 class Engine:
     """A scheduler's calls, one after the other, in the test's thread."""
 
     def __init__(self, machine: Machine) -> None:
-        self.half = half_of(machine)
+        self.half = half_of(machine.node, defer_timeout_s=60.0)
         self._requests = 0
 
     def request(self, number: int) -> object:

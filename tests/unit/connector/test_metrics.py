@@ -124,7 +124,7 @@ def test_gauges_are_told_again_though_nothing_has_changed(node: Node) -> None:
 
 def test_a_node_that_follows_the_bucket_keeps_all_its_gauges(node: Node) -> None:
     node.follow_the_bucket()
-    own = metrics.GAUGES.keys() - {"level.index_lag_seconds"}
+    own = metrics.GAUGES.keys()
     of_saves = {name for name in own if "spool" in name or "queue" in name}
     eventually(lambda: node.levels.keys() == own - of_saves, f"{own - node.levels.keys()}")
     assert node.levels["level.tier_budget_bytes"] == node.settings.cache_bytes
