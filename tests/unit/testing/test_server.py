@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,12 @@ def _refuses(endpoint_url: str) -> bool:
 @contextmanager
 def _taken_port() -> Iterator[int]:
     with socket.socket() as busy:
-        busy.bind((HOST, free_port()))
+        # Like the server and `free_port`, which count a port in TIME_WAIT as free.
+        busy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        while True:
+            with suppress(OSError):  # another worker's server took it since
+                busy.bind((HOST, free_port()))
+                break
         busy.listen()
         yield busy.getsockname()[1]
 
