@@ -42,6 +42,8 @@ ROWS = (
     Spec("union.seconds", "s", "<= 15"),
     Spec("index.visible_p99_s", "s", "<= 15"),
     Spec("index.idle_lists_per_refresh", "1", "<= 1.1"),
+    Spec("index.listing_ratio_to_raw", "ratio", "<= 1.5"),
+    Spec("index.hooks_p99_ratio", "ratio", "<= 1.1"),
 )
 
 
@@ -114,6 +116,7 @@ def _measure_lookups(context: Context, largest: Made, heads: Heads | None) -> No
 def _measure_in_bucket(context: Context, server: LocalS3, corpus: Corpus, made: Made) -> None:
     from s3ec.dev.bench import index_bucket
     from s3ec.dev.bench.index_bucket import measure_visibility
+    from s3ec.dev.bench.index_busy import measure_busy
 
     context.say(f"uploading {made.entries} keys")
     index_bucket.upload(server, corpus, made)
@@ -123,6 +126,7 @@ def _measure_in_bucket(context: Context, server: LocalS3, corpus: Corpus, made: 
     context.say(f"uploading {deltas} deltas")
     index_bucket.upload_deltas(server, corpus, deltas)
     index_bucket.measure_idle(context, corpus, made, deltas=deltas)
+    measure_busy(context, server, corpus, made)
     index_bucket.measure_union(context, corpus, made, deltas=deltas)
     measure_visibility(context, corpus)
 
