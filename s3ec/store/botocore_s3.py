@@ -329,7 +329,14 @@ class BotocoreStore:
         check_folder_name(prefix)
         above = self._root + prefix
         folders: dict[str, None] = {}
-        async for found, _ in self._pages(prefix, {"Delimiter": "/"}, _folders_of):
+
+        def folders_of(page: Any) -> Iterator[str]:
+            if any("/" in name.removeprefix(above) for name in _objects_of(page)):
+                # What lies in folders that are not named would be left out of a listing.
+                raise UnavailableError(f"{self._what('LIST', above)}: `delimiter` is not heeded")
+            return _folders_of(page)
+
+        async for found, _ in self._pages(prefix, {"Delimiter": "/"}, folders_of):
             folders.update((folder.removeprefix(above), None) for folder in found)
         return tuple(folders)
 
@@ -568,7 +575,7 @@ class BotocoreStore:
             items_of: Takes the items out of the SDK's page.
         """
         what = self._what("LIST", self._root + prefix)
-        token = ""
+        token, first = "", None
         while True:
             resume = {"ContinuationToken": token} if token else {}
             async with self._slot(what) as slot:
@@ -582,11 +589,18 @@ class BotocoreStore:
                     **resume,
                 )
                 with reading_answer():
+                    names = (*_objects_of(page), *_folders_of(page))
+                    if not all(name.startswith(self._root + prefix) for name in names):
+                        # Whoever deletes what is listed would delete what others hold.
+                        raise UnavailableError(f"{what}: other names were listed")
                     items = list(items_of(page))
             answer_begun()
             # An empty page must be an S3 server's word: what is not listed may get deleted.
             if "IsTruncated" not in page:
                 raise UnavailableError(f"{what}: the answer is not a listing")
+            if items and items[0] == first:  # each time with another token, or it would never end
+                raise UnavailableError(f"{what}: the listing does not advance")
+            first = next(iter(items), first)
             is_last = not page["IsTruncated"]
             yield items, is_last
             if is_last:
@@ -600,6 +614,10 @@ def _ask(call: Callable[[], Any]) -> Any:
     """In a thread: the SDK's call, which reads the answer's head."""
     with reading_answer():
         return call()
+
+
+def _objects_of(page: Any) -> Iterator[str]:
+    return (str(entry["Key"]) for entry in page.get("Contents", ()))
 
 
 def _folders_of(page: Any) -> Iterator[str]:

@@ -657,6 +657,54 @@ async def test_listing_that_never_advances_is_unavailable(
     await _fails(_list(store), UnavailableError, "does not advance")
 
 
+async def test_listing_that_begins_anew_with_every_token_is_unavailable(
+    store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    class FirstPage:
+        asked = 0
+
+        async def apply(self, exchange: Exchange) -> None:
+            self.asked += 1
+            token = f"<NextContinuationToken>{self.asked}</NextContinuationToken>"
+            page = f"<IsTruncated>true</IsTruncated>{token}{_entry(store, 'a')}"
+            if self.asked > 50:
+                page = ""
+            body = f"<ListBucketResult>{page}</ListBucketResult>".encode()
+            await exchange.send(Reply(200, {"content-type": "application/xml"}, body))
+
+    pages = FirstPage()
+    proxy.add(Rule(pages))
+    await _fails(_list(store), UnavailableError, "does not advance")
+    assert pages.asked == 2
+
+
+def _entry(store: BotocoreStore, name: str) -> str:
+    return f"<Contents><Key>{store._root}{name}</Key><Size>1</Size></Contents>"
+
+
+async def test_page_of_another_listing_is_unavailable(
+    store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    """As a cache gives it that does not look at the query: a deletion would go beyond its scope."""
+    proxy.add(Rule(_listing(_entry(store, "a") + _entry(store, "b/b")), method="GET"))
+
+    async def remove_below(prefix: str) -> None:
+        async for info in store.list(prefix):
+            await store.delete(info.name)
+
+    await _fails(remove_below("b/"), UnavailableError, "other names were listed")
+    await _fails(store.list_folders("b/"), UnavailableError, "other names were listed")
+    proxy.clear()
+    await _assert_works(store)
+
+
+async def test_folders_of_a_server_without_delimiter_are_unavailable(
+    store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(_listing(_entry(store, "a") + _entry(store, "b/b"))))
+    await _fails(store.list_folders(""), UnavailableError, "`delimiter` is not heeded")
+
+
 async def test_range_from_a_server_without_ranges_is_cut_out_here(
     store: BotocoreStore, proxy: FaultProxy
 ) -> None:
