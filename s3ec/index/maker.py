@@ -187,6 +187,8 @@ async def _download(store: Store, layout: Layout, info: ObjectInfo, file: Binary
         file.flush()
     except VanishedError as exc:
         raise UnavailableError(f"{info.name} is gone") from exc
+    except CorruptEntryError as exc:  # by its size it is whole there: it was cut on its way
+        raise UnavailableError(str(exc)) from exc
     except OSError as exc:
         raise TierError(f"cannot write a file of the index: {exc}") from exc
     segment = _mapped(file, layout, info.name)

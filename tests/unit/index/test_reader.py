@@ -12,7 +12,7 @@ import pytest
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.index.names import NEVER, deltas_prefix, snapshots_prefix
 from s3ec.index.reader import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S, SNAPSHOTS_EVERY
-from s3ec.testing.fault_store import Fault
+from s3ec.testing.fault_store import Fault, cut
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.index.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
 
@@ -180,6 +180,20 @@ async def test_a_download_that_fails_is_tried_again_after_three_refreshes(
     await reader.refresh()
     assert reader.holds("a", "b") == ["a", "b"]
     assert reader.index.loaded
+
+
+async def test_a_snapshot_that_was_cut_on_its_way_is_brought_again(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.snapshot("a")
+    reader.fault(Fault(op="get_range", name="snapshot/", change=cut(10), times=1))
+    with suppress(UnavailableError):
+        await reader.refresh(now=False)
+    for _ in range(SNAPSHOTS_EVERY):
+        reader.pass_time(REFRESH_S)
+        await reader.refresh(now=False)
+    assert reader.holds("a") == ["a"]
+    assert not reader.counters.get("index.refused")
 
 
 @pytest.mark.parametrize("ahead_s", [100.0, 3.2e7])
