@@ -304,6 +304,7 @@ class ManifestIndex:
         self._looks = 0
         self._file: FileId | None = None  # the overlay that is open
         self._asked_s: float | None = None  # its time: when the bucket last answered
+        self._begun_s = clock()
         self._tried_s = -math.inf  # when this process last asked the bucket, monotonic
         self._fetch: asyncio.Task[None] | None = None
         self._fetched: SnapshotName | None = None  # lies here, and is not open yet
@@ -497,9 +498,12 @@ class ManifestIndex:
         due_s = self._refresh_s * 0.9
         if self._clock() - self._tried_s < due_s:
             return False
-        if self._asked_s is None or self._asked_s > self._folder.clock():  # or it was set back
+        is_mine = self._claim is not None
+        if self._asked_s is None:  # who has the claim has just begun, too
+            return is_mine or self._clock() - self._begun_s >= _TAKE_OVER * self._refresh_s
+        if self._asked_s > self._folder.clock():  # it was set back
             return True
-        patience_s = due_s if self._claim is not None else _TAKE_OVER * self._refresh_s
+        patience_s = due_s if is_mine else _TAKE_OVER * self._refresh_s
         return self._folder.clock() - self._asked_s >= patience_s
 
     def _take_over(self) -> bool:
@@ -519,6 +523,7 @@ class ManifestIndex:
             except (OSError, CorruptEntryError) as exc:
                 # One of an earlier life, or a snapshot that was removed: begin anew.
                 self._refuse(OVERLAY, exc)
+                self._file = self._asked_s = None
         elif found is None:
             self._file = self._asked_s = None
         if found is not None and self._file is not None:

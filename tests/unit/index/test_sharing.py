@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 from collections.abc import Callable
 
 import pytest
 
+from s3ec import safetensors_file
 from s3ec.errors import TierError, UnavailableError
 from s3ec.index.local import OVERLAY
 from s3ec.index.names import snapshots_prefix
-from s3ec.testing.fault_store import Fault
+from s3ec.testing.fault_store import Fault, Gate
+from tests.support.waiting import until
 from tests.unit.index.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
+from tests.unit.tier.cases import refusing
 
 MakeReader = Callable[..., Reader]
 
@@ -173,6 +178,41 @@ async def test_a_damaged_overlay_is_made_again(
     await second.refresh()
     assert second.holds("a", "b") == ["a", "b"]
     assert second.counters.get("index.refused") == 1
+
+
+async def test_an_overlay_that_cannot_be_opened_for_once_is_opened_later(
+    corpus: Corpus, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a process has no descriptor left for a moment, and writers are silent then."""
+    first, second = make_reader(), make_reader()
+    await poll([first, second], REFRESH_S)
+    corpus.delta("a")
+    await poll([first], REFRESH_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_file, "map_file", refusing(errno.EMFILE, "none left"))
+        await second.refresh(now=False)
+    assert first.holds("a") == ["a"]
+    assert second.holds("a") == []
+    await poll([first, second], REFRESH_S)
+    assert second.holds("a") == ["a"]
+
+
+async def test_engines_that_start_at_the_same_moment_download_a_snapshot_once(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    corpus.snapshot("a")
+    corpus.delta("b")
+    readers = [make_reader() for _ in range(4)]
+    gates = [reader.fault(Fault(op="list", gate=Gate(), times=1)).gate for reader in readers]
+    looks = [asyncio.create_task(reader.refresh(now=False)) for reader in readers]
+    await until(lambda: any(gate is not None and gate.reached.is_set() for gate in gates))
+    for gate in gates:
+        assert gate is not None
+        gate.release()
+    await asyncio.gather(*looks)
+    await poll(readers, 3 * REFRESH_S)
+    assert sum(reader.store.calls["get_range"] for reader in readers) == 1
+    assert [reader.holds("a", "b") for reader in readers] == [["a", "b"]] * 4
 
 
 @pytest.mark.parametrize("suffix", [".rows", ".filter"])
