@@ -32,6 +32,10 @@ from s3ec.store.base import Store
 LISTING_EVERY_S = 86400.0
 """Of a fleet that writes one engine lists the objects so often."""
 _RAISED = {each.__name__: each for each in (UnavailableError, AccessError, TierError)}
+LONGEST_S = 7200.0
+"""A child that takes longer hangs: by then its claim is worth nothing."""
+# One that is killed may still wait for a disk.
+_LAST_S = 5.0
 # Tries of one request.
 _ATTEMPTS = 5
 _NICE = 19
@@ -87,7 +91,7 @@ def in_child(settings: Settings) -> Jobs:
         finally:
             running.stop()  # where this was cancelled
         try:
-            answer = json.loads(out)
+            answer = json.loads(out.rpartition("\n")[2])  # what libraries print stands before it
         except ValueError:
             raise UnavailableError(
                 f"a child process that was to {job.kind} ended with {status}: "
@@ -145,11 +149,13 @@ class _Running:
         Its input stays open as long as this process lives: its end tells the child to end.
 
         Raises:
-            UnavailableError: It cannot be started.
+            UnavailableError: It cannot be started, or hangs.
         """
         with ExitStack() as files:
             try:
-                said, errors = (files.enter_context(TemporaryFile("w+")) for _ in range(2))
+                said, errors = (
+                    files.enter_context(TemporaryFile("w+", errors="replace")) for _ in range(2)
+                )
                 child = subprocess.Popen(
                     [sys.executable, "-P", "-c", _PROGRAM],
                     stdin=subprocess.PIPE,
@@ -166,10 +172,17 @@ class _Running:
                 if child.stdin is not None:
                     child.stdin.write(f"{json.dumps(sys.path)}\n{order}\n")
                     child.stdin.flush()
-            status = child.wait()
-            with suppress(OSError):
-                if child.stdin is not None:
-                    child.stdin.close()
+            try:
+                status = child.wait(LONGEST_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_LAST_S)
+                raise UnavailableError("a child process has not ended, and was killed") from None
+            finally:
+                with suppress(OSError):
+                    if child.stdin is not None:
+                        child.stdin.close()
             said.seek(0)
             errors.seek(0)
             return status, said.read(), errors.read()

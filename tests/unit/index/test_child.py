@@ -24,7 +24,7 @@ from s3ec.index.names import SnapshotName, snapshots_prefix
 from s3ec.index.reader import ManifestIndex
 from s3ec.settings import Settings
 from s3ec.store.open import open_store
-from tests.support.waiting import until
+from tests.support.waiting import DEADLINE_S, until
 from tests.unit.index.corpus import LAYOUT, NAMESPACE, in_thread, key_of
 
 
@@ -122,6 +122,30 @@ async def test_a_job_that_is_cancelled_ends_its_child(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await asyncio.to_thread(started[0].wait, 30) != 0
+
+
+async def test_a_child_that_hangs_is_ended(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or no other process of this node would make or download a snapshot any more."""
+    script = tmp_path / "hangs"
+    script.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(child.sys, "executable", str(script))
+    monkeypatch.setattr(child, "LONGEST_S", 0.01)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(UnavailableError, match="has not ended"):
+            await in_child(settings)(job(tmp_path))
+
+
+async def test_what_a_childs_libraries_print_does_not_hide_its_answer(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that are no text to stderr, and a line to stdout, as of a ``sitecustomize``."""
+    noise = "import os; os.write(2, b'\\xff\\n'); print('hello', flush=True)"
+    setup, _, start = child._PROGRAM.partition("; from ")
+    monkeypatch.setattr(child, "_PROGRAM", f"{setup}; {noise}; from {start}")
+    assert SnapshotName.parse(await in_child(settings)(job(tmp_path))) is not None
 
 
 def test_a_child_ends_with_its_parent_and_is_of_low_priority(
