@@ -44,6 +44,7 @@ T = TypeVar("T")
 _NO_ANSWER, _REFUSAL = 2, 1
 # The server did its part, and another writer was faster: nothing to hold against it.
 _CONFLICT = 409
+_PROBE = 2.0  # a probe keeps others out for so many times as long as an answer may take
 
 
 class BreakerOpenError(UnavailableError):
@@ -88,7 +89,8 @@ class Breaker:
     - closed: requests go out. Points in a row up to the threshold open it.
     - open: nothing goes out until the pause is over. Then one request does, the probe.
     - probing: open, with a probe under way. A failed probe doubles the pause. One that ended
-      without a result makes room for the next one.
+      without a result makes room for the next one, and so does one that takes longer than twice
+      ``slow_s``.
 
     An answer in time closes it, also one to a request from before it opened.
 
@@ -127,7 +129,12 @@ class Breaker:
     @property
     def refuses(self) -> bool:
         """Whether a request would not be let through now."""
-        return self.is_open and (self._probe is not None or self._clock() < self._probe_at_s)
+        if not self.is_open:
+            return False
+        now_s, probe = self._clock(), self._probe
+        # A write may be on its way for minutes, and nobody counts its silence.
+        is_probing = probe is not None and now_s - probe.asked_s < _PROBE * self.slow_s
+        return is_probing or now_s < self._probe_at_s
 
     def admit(self) -> Ticket | None:
         """Let a request through; None where it must not go out. Its caller reports its end."""

@@ -188,6 +188,28 @@ async def test_a_cancelled_probe_makes_room_for_the_next(
     assert not breaker.is_open
 
 
+async def test_a_write_that_probes_a_silent_store_keeps_others_out_for_moments_only(
+    script: Script, inner: FaultStore, clock: Clock
+) -> None:
+    """A body may take minutes, and the store may be back long before."""
+    endpoint = Endpoint(100, BreakerOptions(slow_s=1.0), clock=clock)
+    store = guarded(inner, endpoint)
+    open_by_hand(endpoint.breaker)
+    clock.now_s += 1
+    gate = Gate()
+    script.faults = [Fault(op="put_if_absent", gate=gate)]
+    probe = asyncio.create_task(store.put_if_absent("a", [b"a"]))
+    await reached(gate)
+    clock.now_s += 1
+    with pytest.raises(BreakerOpenError):
+        await store.head("a")
+    clock.now_s += 2
+    await store.head("a")
+    assert not endpoint.breaker.is_open
+    gate.release()
+    await probe
+
+
 async def test_cancelling_a_request_from_before_does_not_let_a_second_probe_out(
     store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
