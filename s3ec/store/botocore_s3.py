@@ -533,7 +533,11 @@ class BotocoreStore:
         response = await _unless_absent(self._call(slot, "get_object", Key=key, **part))
         if response is None:
             return None
-        return self._reply_kind(response, functools.partial(self._run, slot))
+        reply = self._reply_kind(response, functools.partial(self._run, slot))
+        if "ETag" not in response:  # a portal's page: no object is bad for that
+            reply.close()
+            raise ResponseParserError("the answer is not an S3 server's")
+        return reply
 
     async def _put_object(
         self, slot: RequestSlot, key: str, body: Sequence[bytes | memoryview], form: Form

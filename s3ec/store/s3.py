@@ -227,6 +227,10 @@ class ObstoreStore(BotocoreStore):
                 if not self._bucket_is_there:
                     raise
                 return None
+            if result.meta["e_tag"] is None:  # a portal's page: no object is bad for that
+                raise UnavailableError(
+                    f"{self._what('GET', key)}: the answer is not an S3 server's"
+                )
             silence_s = self._settings.read_timeout_s
             return ObstoreReply(result, silence_s, is_part=wanted is not None)
 

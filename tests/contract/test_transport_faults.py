@@ -312,7 +312,9 @@ async def test_what_is_too_slow_is_unavailable_in_time_and_leaves_a_store_that_w
 
 
 @pytest.mark.parametrize("fault", [faults.html_page(), faults.Answer(200), faults.Answer(204)])
-@pytest.mark.parametrize("operation", ["head", "put", "list", "list_folders", "delete_many"])
+@pytest.mark.parametrize(
+    "operation", ["get", "get_range", "head", "put", "list", "list_folders", "delete_many"]
+)
 async def test_answer_of_something_that_is_not_s3_is_unavailable(
     operation: str, fault: Fault, store: BotocoreStore, proxy: FaultProxy
 ) -> None:
