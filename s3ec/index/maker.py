@@ -314,11 +314,31 @@ async def clear(store: Store, layout: Layout, clock: ServerClock) -> int:
         UnavailableError: The store does not answer now.
         AccessError: It refuses.
     """
-    old: list[str] = []
+    removed = 0
+    waiting: list[str] = []
+
+    async def delete() -> None:
+        nonlocal removed
+        for error in (await store.delete_many(waiting)).values():
+            raise error
+        removed += len(waiting)
+        waiting.clear()
+
+    async with aclosing(_unneeded(store, layout, clock)) as names:
+        async for name in names:
+            waiting.append(name)
+            if len(waiting) == DELETE_AT_A_TIME:  # who may not would list all deltas for nothing
+                await delete()
+    if waiting:
+        await delete()
+    return removed
+
+
+async def _unneeded(store: Store, layout: Layout, clock: ServerClock) -> AsyncGenerator[str, None]:
     readable: list[SnapshotName] = []
     for name, info in await list_snapshots(store, layout):
         if len(readable) == 2:
-            old.append(info.name)
+            yield info.name
             continue
         with suppress(CorruptEntryError):
             await rows_in(store, layout, info)
@@ -332,18 +352,15 @@ async def clear(store: Store, layout: Layout, clock: ServerClock) -> int:
             async for info in deltas:
                 ulid = info.name.removeprefix(prefix)
                 if is_ulid(ulid) and ulid < last:
-                    old.append(info.name)
+                    yield info.name
                     continue
                 fresh += 1
                 if fresh > _FRESH_NAMES:  # the rest as well, unless the server lists in no order
                     break
     stale_s = clock.now_s() - 2 * LISTING_STALE_S
-    claims = store.list(claims_prefix(layout))
-    old += [info.name async for info in claims if 0 < info.modified_s < stale_s]
-    for start in range(0, len(old), DELETE_AT_A_TIME):
-        for error in (await store.delete_many(old[start : start + DELETE_AT_A_TIME])).values():
-            raise error
-    return len(old)
+    async for info in store.list(claims_prefix(layout)):
+        if 0 < info.modified_s < stale_s:
+            yield info.name
 
 
 async def _listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -391,6 +392,31 @@ async def test_whoever_may_not_delete_makes_snapshots_all_the_same(corpus: Corpu
         assert made.removed == 0
     assert len(corpus.index_names("snapshot")) == 3
     assert (await rebuild(corpus.store, LAYOUT)).removed == 2
+
+
+async def test_whoever_may_not_delete_does_not_list_all_that_is_left(corpus: Corpus) -> None:
+    """Writers may not, and what they announce in a month is two million deltas."""
+    listed: list[str] = []
+
+    class Noted(FaultStore):
+        async def list(
+            self, prefix: str, *, start_after: str = ""
+        ) -> AsyncGenerator[ObjectInfo, None]:
+            async with aclosing(super().list(prefix, start_after=start_after)) as infos:
+                async for info in infos:
+                    listed.append(info.name)
+                    yield info
+
+    corpus.save("a")
+    for _ in range(2):
+        await rebuild(corpus.store, LAYOUT)
+        corpus.clock.now_s += DAY_S
+    for number in range(5000):
+        corpus.put(deltas_prefix(LAYOUT) + corpus.ulid(ago_s=3 * DAY_S + number), b"")
+    script = Script([Fault(op="delete_many", error=AccessError)])
+    assert (await rebuild(Noted(corpus.store, script), LAYOUT)).removed == 0
+    assert len(listed) < 1100
+    assert (await rebuild(corpus.store, LAYOUT)).removed > 5000
 
 
 async def test_foreign_files_are_not_deleted(corpus: Corpus) -> None:
