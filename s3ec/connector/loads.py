@@ -228,6 +228,7 @@ class Loader:
         self._clock = clock
         self._wait_for_any = wait_for_any
         self._readers: DaemonPool | None = None
+        self._rescuing: set[str] = set()  # identifiers of which a reader has asked the bucket
 
     def load(self, loads: Sequence[Load]) -> list[torch.Tensor | Exception]:
         """Bring a step's loads to the device; the device waits for its copies by itself.
@@ -329,8 +330,12 @@ class Loader:
             # Nobody shall open it again.
             self._sources.residents.discard(key.digest)
             self._sources.tier.entries.drop_bad(key, reason, inode=load.inode)
-        answer = self._ask_bucket(load)
-        self._wait_for_any([answer], RESCUE_TIMEOUT_S)
+        self._rescuing.add(load.identifier)
+        try:
+            answer = self._ask_bucket(load)
+            self._wait_for_any([answer], RESCUE_TIMEOUT_S)
+        finally:
+            self._rescuing.discard(load.identifier)
         bytes_of(buffer.memory)[: load.shape.nbytes] = self._rescued(load, answer, why)
 
     def _ask_bucket(self, load: Load) -> Future[_Blob]:
@@ -406,6 +411,8 @@ class Loader:
             elif not is_asked:
                 is_asked = True
                 for place, one in left.items():
+                    if one.load.identifier in self._rescuing:
+                        continue  # the disk has answered, and the bucket is asked already
                     self._counters.add("load.hung")
                     log.warning(
                         "the disk does not answer; asking the bucket for what %s holds",

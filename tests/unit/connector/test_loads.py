@@ -19,7 +19,7 @@ from s3ec.codec import Shape
 from s3ec.connector.messages import Load
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.node import Node
-from s3ec.testing.fault_store import Fault
+from s3ec.testing.fault_store import Fault, Gate
 from tests.support.waiting import DEADLINE_S
 from tests.unit.connector.processes import HASHES, Process
 from tests.unit.tier.cases import key_of
@@ -312,6 +312,36 @@ def test_a_reader_is_given_up_once_the_bucket_has_delivered(
     assert disk.now_s == 9.0
     assert bench.counted("load.hung") == bench.counted("load.rescued") == 2
     disk.deliver_all()
+    loader.close()
+
+
+def test_a_reader_that_waits_for_the_bucket_does_not_make_the_disk_hang(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file was bad, which a disk said that answers, and the bucket takes its time."""
+    main, now_s, gate = threading.current_thread(), [0.0], Gate()
+
+    def wait_for_any(outcomes: Collection[Future[Any]], timeout_s: float) -> None:
+        if threading.current_thread() is main and not now_s[0]:
+            assert gate.reached.wait(DEADLINE_S)
+            now_s[0] += timeout_s
+            return
+        if threading.current_thread() is main:
+            gate.release()
+        assert wait(outcomes, DEADLINE_S, FIRST_COMPLETED).done
+
+    load = bench.load(0)
+    bench.only_in_the_bucket(load, 0)
+    disk = SlowDisk(monkeypatch)
+    disk.deliver_all()
+    bench.faults.append(Fault(op="get", gate=gate))
+    loader = loader_on(
+        bench.node, staging.HostStaging, clock=lambda: now_s[0], wait_for_any=wait_for_any
+    )
+    check(loader.load([load]), 1)
+    assert now_s[0] == loading.PATIENCE_S
+    assert bench.counted("load.hung") == 0
+    assert bench.counted("load.rescued") == bench.faults[0].struck == 1
     loader.close()
 
 
