@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from s3ec import codec
 from s3ec.codec import Header
@@ -29,7 +28,7 @@ from s3ec.identity import OBJECT_SUFFIX, Key
 from s3ec.tier.entries import check_place, read_header, remove_bad
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import DiskErrors, Folders, lock_file, open_entry
-from s3ec.tier.scan import SpoolFileName, owner_of_lock, scan_tier
+from s3ec.tier.scan import SpoolFileName, owner_of_lock
 
 _log = logging.getLogger(__name__)
 
@@ -206,14 +205,20 @@ class Spool:
         spooled = self._held.get(digest)
         if spooled is None:
             return None
+        key: Key | None = None
         try:
             with open(open_entry(spooled.path), "rb") as file:
-                return self._checked(digest, file)
+                nbytes = os.fstat(file.fileno()).st_size
+                header = read_header(file.fileno(), nbytes)
+                key = check_place(header, self._namespace, digest)
+                blob = file.read(nbytes)
+            codec.check_data(header, memoryview(blob)[header.data_start :])
+            return Loaded(key, header, blob)
         except FileNotFoundError:
             self._let_go(spooled)
         except CorruptEntryError as exc:
             if self._let_go(spooled):
-                self._remove_bad(spooled, exc.reason)
+                self._remove_bad(spooled, key, exc.reason)
         except OSError as exc:
             raise TierError(f"cannot read {spooled.path}: {exc}") from exc
         return None
@@ -351,14 +356,6 @@ class Spool:
             raise TierError(f"{source} is not a regular file")
         return found.st_size
 
-    def _checked(self, digest: bytes, file: BinaryIO) -> Loaded:
-        nbytes = os.fstat(file.fileno()).st_size
-        header = read_header(file.fileno(), nbytes)
-        key = check_place(header, self._namespace, digest)
-        blob = file.read(nbytes)
-        codec.check_data(header, memoryview(blob)[header.data_start :])
-        return Loaded(key, header, blob)
-
     def _unlink(self, path: str) -> None:
         try:
             os.unlink(path)
@@ -367,19 +364,24 @@ class Spool:
         except OSError as exc:
             self._failed("unspool", exc)
 
-    def _remove_bad(self, spooled: Spooled, reason: str) -> None:
-        """Delete it, and the entry of the tier that is the same file."""
+    def _remove_bad(self, spooled: Spooled, key: Key | None, reason: str) -> None:
+        """Delete it, and the entry of the tier that is the same file.
+
+        Args:
+            key: None where its header is bad. Then whoever opens the entry finds that out.
+        """
         try:
             inode = os.lstat(spooled.path).st_ino
             remove_bad(spooled.path)
-            for entry in scan_tier(self._folders).entries:
-                if entry.inode == inode:
-                    with suppress(FileNotFoundError):
-                        os.unlink(entry.path)
         except FileNotFoundError:
             return
         except OSError as exc:
             self._failed("delete a bad entry", exc)
+        else:
+            path = f"{self._folders.objects}/{self._namespace}/{key.name}" if key else ""
+            with suppress(OSError):
+                if path and os.lstat(path).st_ino == inode:
+                    os.unlink(path)
         self._counters.add("tier.bad_files")
         _log.warning(
             "spooled entry %s of %s was bad (%s); deleted",

@@ -447,9 +447,26 @@ def test_bad_entry_is_not_loaded_but_deleted_and_counted(
     assert spool.load(KEY.digest) is None
     assert spooled_below(root) == []
     assert spool.nbytes == 0
-    assert not tier.entries.contains(KEY)  # the same bytes
     assert counters.get("tier.bad_files") == 1
+    assert tier.entries.open(KEY) is None  # the same bytes, and whoever opens them finds out
+    assert not tier.entries.contains(KEY)
     assert usage_of(tier).total_nbytes == 0
+
+
+def test_bad_values_go_from_the_tier_too_without_a_walk(
+    tier: Tier, spool: Spool, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut can leave many, and each walk over a large folder would look like a hung disk."""
+    blob = bytearray(entry(KEY))
+    blob[-1] ^= 1
+    tier.writer.publish(KEY, [bytes(blob)], spool=spool)
+    walked: list[object] = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: walked.append(path) or scan(path))
+    assert spool.load(KEY.digest) is None
+    assert walked == []
+    assert not tier.entries.contains(KEY)
+    assert counters.get("tier.bad_files") == 1
 
 
 def test_bad_entry_that_a_reader_deleted_before_is_gone_from_the_spool_too(
@@ -656,7 +673,9 @@ def test_second_copy_of_what_we_hold_takes_the_place_of_a_bad_one(
     tier: Tier, spool: Spool, root: Path, counters: Counters
 ) -> None:
     left_by_the_dead(root, 0)
-    tier.writer.publish(KEY, [b"rubbish"], spool=spool)
+    bad = bytearray(entry(KEY))
+    bad[-1] ^= 1
+    tier.writer.publish(KEY, [bytes(bad)], spool=spool)
     assert [one.digest for one in spool.adopt()] == [KEY.digest]
     assert spooled_below(root) == digests_of(0)
     assert spooled(spool, KEY) == entry(KEY)
