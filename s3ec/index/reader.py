@@ -47,7 +47,8 @@ SNAPSHOTS_EVERY = 30
 MAX_DENIED = 100_000
 MAX_STORED = 1_000_000
 """Keys that this process stored and that no delta has told yet."""
-_RETRY_REFRESHES = 3  # before a download that failed is tried again
+# Before a download that failed is tried again; after each further one twice as many.
+_RETRY_REFRESHES = 3
 _TAKE_OVER = 3  # refreshes without the process that asks the bucket for this node
 # Keys that may be stored or denied before the next refresh without making other lookups slower.
 _ROOM = 256
@@ -308,6 +309,7 @@ class ManifestIndex:
         self._tried_s = -math.inf  # when this process last asked the bucket, monotonic
         self._fetch: asyncio.Task[None] | None = None
         self._fetched: SnapshotName | None = None  # lies here, and is not open yet
+        self._failures = 0  # of downloads, in a row
         self._refused: set[str] = set()  # names of files that cannot be used
         # All deltas of this snapshot that came in time were read. By this process: where another
         # one asked in between, the next look for a snapshot finds what that one has missed.
@@ -704,10 +706,13 @@ class ManifestIndex:
     def _brought(self, task: asyncio.Task[None]) -> None:
         self._fetch = None
         if task.cancelled() or (exc := task.exception()) is None:
+            self._failures = 0
             return
         # Of one that is refused the predecessor is tried at once; another try takes a process.
         is_refused = isinstance(exc, CorruptEntryError) and exc.reason != "disk"
-        self._looks = 0 if is_refused else -_RETRY_REFRESHES
+        rest = min(_RETRY_REFRESHES << self._failures, SNAPSHOTS_EVERY - 1)
+        self._failures = min(self._failures + 1, SNAPSHOTS_EVERY)
+        self._looks = 0 if is_refused else -rest
         self._counters.add("index.fetch_failed")
         if not self._complained and not isinstance(exc, CorruptEntryError):
             self._complained = True

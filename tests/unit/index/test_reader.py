@@ -162,13 +162,13 @@ async def test_new_snapshots_are_looked_for_at_every_thirtieth_look(
     assert looks == SNAPSHOTS_EVERY + 2  # the download ends, and the next refresh opens it
 
 
-async def test_a_download_that_fails_is_tried_again_after_three_refreshes(
+async def test_a_download_that_fails_is_tried_again_after_three_refreshes_and_then_after_six(
     corpus: Corpus, reader: Reader
 ) -> None:
     corpus.snapshot("a")
     corpus.delta("b")
     fault = reader.fault(Fault(op="get_range", error=UnavailableError))
-    for _ in range(9):
+    for _ in range(12):
         with suppress(UnavailableError):
             await reader.refresh(now=False)
         assert not reader.index.loaded
@@ -194,6 +194,20 @@ async def test_a_snapshot_that_was_cut_on_its_way_is_brought_again(
         await reader.refresh(now=False)
     assert reader.holds("a") == ["a"]
     assert not reader.counters.get("index.refused")
+
+
+async def test_a_download_that_always_fails_is_no_storm(corpus: Corpus, reader: Reader) -> None:
+    """As where this node has no memory for it: each try may bring gigabytes."""
+    corpus.snapshot("a")
+    fault = reader.fault(Fault(op="get_range", error=UnavailableError))
+    for _ in range(360):  # an hour
+        with suppress(UnavailableError):
+            await reader.refresh(now=False)
+        reader.pass_time(REFRESH_S)
+    assert fault.struck <= 16
+    fault.times = fault.struck
+    await reader.refresh()
+    assert reader.holds("a") == ["a"]
 
 
 @pytest.mark.parametrize("ahead_s", [100.0, 3.2e7])
