@@ -343,7 +343,10 @@ class BotocoreStore:
     async def delete(self, name: str) -> None:
         key = self._key(name)
         async with self._slot(self._what("DELETE", key)) as slot:
-            await _unless_absent(self._call(slot, "delete_object", Key=key))
+            answer = await _unless_absent(self._call(slot, "delete_object", Key=key))
+            headers = answer["ResponseMetadata"].get("HTTPHeaders", {}) if answer else {}
+            if headers.get("content-type", "").startswith("text/html"):  # the SDK looks at no body
+                raise ResponseParserError("the answer is not an S3 server's")
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
         check_batch(names)

@@ -322,6 +322,15 @@ async def test_answer_of_something_that_is_not_s3_is_unavailable(
     await _fails(OPERATIONS[operation](store), UnavailableError, "answer is not")
 
 
+async def test_page_in_answer_to_a_deletion_deletes_nothing(
+    store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(faults.html_page(), method="DELETE"))
+    await _fails(store.delete("a"), UnavailableError, "answer is not")
+    proxy.clear()
+    assert await store.head("a") is not None
+
+
 def _listing(entry: str) -> Fault:
     body = f"<ListBucketResult><IsTruncated>false</IsTruncated>{entry}</ListBucketResult>"
     return faults.Answer(200, body.encode(), {"content-type": "application/xml"})
