@@ -70,7 +70,12 @@ _DENIED_PAUSE_S = 60.0
 
 
 async def list_deltas(
-    store: Store, layout: Layout, snapshot: SnapshotName, newest: str = NEVER
+    store: Store,
+    layout: Layout,
+    snapshot: SnapshotName,
+    newest: str = NEVER,
+    *,
+    left_out: Callable[[str], object] = lambda _: None,
 ) -> dict[str, ObjectInfo]:
     """The deltas that count for a snapshot, by ULID; one LIST for each thousand.
 
@@ -79,6 +84,7 @@ async def list_deltas(
     Args:
         newest: The newest one that is known, where all others were looked for: what was named
             more than 15 minutes before it, and has not come by now, is late.
+        left_out: Told of names that no server's clock made.
 
     Raises:
         UnavailableError: The store does not answer now.
@@ -93,7 +99,11 @@ async def list_deltas(
         async for info in store.list(prefix, start_after=start_after):
             ulid = info.name.removeprefix(prefix)
             # A server may not heed `start-after`, and list what is older.
-            if is_ulid(ulid) and ulid >= first and not is_ahead(ulid, info):
+            if not is_ulid(ulid) or ulid < first:
+                continue
+            if is_ahead(ulid, info):
+                left_out(info.name)
+            else:
                 found[ulid] = info
 
     try:

@@ -108,8 +108,13 @@ class SnapshotName:
         return cls(match[2], match[1])
 
 
-async def list_snapshots(store: Store, layout: Layout) -> list[tuple[SnapshotName, ObjectInfo]]:
+async def list_snapshots(
+    store: Store, layout: Layout, *, left_out: Callable[[str], object] = lambda _: None
+) -> list[tuple[SnapshotName, ObjectInfo]]:
     """All snapshots, the newest first. Names that no server's clock made are left out.
+
+    Args:
+        left_out: Told of these.
 
     Raises:
         UnavailableError: The store does not answer now.
@@ -119,7 +124,9 @@ async def list_snapshots(store: Store, layout: Layout) -> list[tuple[SnapshotNam
     found = []
     async for info in store.list(prefix):
         name = SnapshotName.parse(info.name.removeprefix(prefix))
-        if name is not None and not is_ahead(max(name.ulid, name.listed), info):
+        if name is not None and is_ahead(max(name.ulid, name.listed), info):
+            left_out(info.name)
+        elif name is not None:
             found.append((name, info))
     return sorted(found, key=lambda each: each[0], reverse=True)
 

@@ -629,6 +629,11 @@ class ManifestIndex:
             self._refused.add(name)
             log.warning("a file of the index cannot be used: %s", exc)
 
+    def _leave_out(self, name: str) -> None:
+        """A clock of several servers that do not agree makes such names: say it once for each."""
+        if name not in self._refused:
+            self._refuse(name, ValueError(f"{name} has a name that is ahead of the server's date"))
+
     # -- asking the bucket ---------------------------------------------------------------------
 
     async def _ask(self, *, now: bool) -> None:
@@ -643,7 +648,7 @@ class ManifestIndex:
         name = max(overlay.snapshot, fetched or SnapshotName())
         # All that count, beside looks for a snapshot; else those that may have come since.
         newest = max(overlay.read, default=NEVER) if name == self._complete else NEVER
-        found = await list_deltas(self._store, self._layout, name, newest)
+        found = await list_deltas(self._store, self._layout, name, newest, left_out=self._leave_out)
         new = found.keys() - set(overlay.read) - self._unusable
         # Of those that the bucket did not give, one shows whether it does now: many refusals in a
         # row would keep the breaker open.
@@ -675,7 +680,7 @@ class ManifestIndex:
     async def _look_for_snapshots(self) -> bool:
         """Begin to download the newest snapshot; True if there is none that is newer."""
         mine = max(self._view.name, self._fetched or SnapshotName())
-        for name, info in await list_snapshots(self._store, self._layout):
+        for name, info in await list_snapshots(self._store, self._layout, left_out=self._leave_out):
             if name <= mine:
                 break
             if info.name in self._refused:

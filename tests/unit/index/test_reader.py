@@ -212,13 +212,16 @@ async def test_a_download_that_always_fails_is_no_storm(corpus: Corpus, reader: 
 
 @pytest.mark.parametrize("ahead_s", [100.0, 3.2e7])
 async def test_names_that_no_server_made_are_left_out(
-    corpus: Corpus, reader: Reader, ahead_s: float
+    corpus: Corpus, reader: Reader, caplog: pytest.LogCaptureFixture, ahead_s: float
 ) -> None:
     corpus.snapshot("a", ulid=corpus.ulid(ago_s=60))
-    corpus.snapshot("snapshot", ulid=corpus.ulid(ago_s=-ahead_s))
-    corpus.delta("delta", ago_s=-ahead_s)
-    await reader.refresh()
+    snapshot = corpus.snapshot("snapshot", ulid=corpus.ulid(ago_s=-ahead_s))
+    delta = corpus.delta("delta", ago_s=-ahead_s)
+    for _ in range(3):
+        await reader.refresh()
     assert reader.holds("a", "snapshot", "delta") == ["a"]
+    for name in (str(snapshot), delta):
+        assert caplog.text.count(f"{name} has a name that is ahead") == 1
     assert reader.index.newest < corpus.ulid(ago_s=-1)
 
 
