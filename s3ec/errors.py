@@ -113,6 +113,16 @@ class CorruptEntryError(S3ECError):
         self.reason = reason
 
 
+class CutBodyError(CorruptEntryError):
+    """A body ended before its announced length: its way is at fault, and no object is bad for that.
+
+    ``reason`` is ``length``.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reason="length")
+
+
 class TierError(S3ECError):
     """The node's disk did not do what was asked: full, read-only, I/O error.
 

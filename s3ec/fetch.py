@@ -15,7 +15,13 @@ from typing import Literal
 from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
+from s3ec.errors import (
+    AccessError,
+    CorruptEntryError,
+    CutBodyError,
+    TierError,
+    UnavailableError,
+)
 from s3ec.identity import Key, Layout
 from s3ec.index.reader import BAD_OBJECT_TTL_S, Index
 from s3ec.modality import ModalityRecords, Record
@@ -295,6 +301,8 @@ class Fetcher:
                     self._counters.add("mismatch.size")
                     return FetchResult(want, FetchOutcome.MISMATCH)
                 self._note_corrupt(key, attempt, exc)
+                if attempt == 2 and isinstance(exc, CutBodyError):
+                    return FetchResult(want, FetchOutcome.UNAVAILABLE)
                 continue
             if answer is None:
                 if self._index.maybe_contains(key):
@@ -306,13 +314,16 @@ class Fetcher:
         return FetchResult(want, FetchOutcome.CORRUPT)
 
     def _note_corrupt(self, key: Key, attempt: int, exc: CorruptEntryError) -> None:
-        """Count a bad copy; after the second one the object counts as a miss for an hour."""
+        """Count a bad copy; after the second whole one the object is a miss for an hour."""
         self._counters.add(f"corrupt.{exc.reason}")
         if exc.reason in _FOREIGN:
             self._counters.add(f"mismatch.{exc.reason}")
         name = self._layout.object(key)
         if attempt == 1:
             log.info("object %s came bad and is fetched once more: %s", name, exc)
+            return
+        if isinstance(exc, CutBodyError):
+            log.info("object %s does not come whole now: %s", name, exc)
             return
         self._index.mark_bad(key)
         self._counters.add("bad_objects")

@@ -53,8 +53,8 @@ class Store(Protocol):
             max_bytes: Larger objects are refused before their body is read.
 
         Raises:
-            CorruptEntryError: Larger than ``max_bytes`` (reason ``size``), or the body ended
-                before its announced length (reason ``length``).
+            CorruptEntryError: Larger than ``max_bytes`` (reason ``size``). CutBodyError: The body
+                ended before its announced length.
         """
         ...
 

@@ -27,6 +27,7 @@ from s3ec.errors import (
     AccessError,
     ConflictError,
     CorruptEntryError,
+    CutBodyError,
     S3ECError,
     UnavailableError,
 )
@@ -162,9 +163,7 @@ class BotocoreReply:
         except (IncompleteReadError, ResponseStreamingError) as exc:
             if self.nbytes is None:
                 raise
-            raise CorruptEntryError(
-                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
-            ) from exc
+            raise CutBodyError(f"{what}: the body ended before its {self.nbytes} bytes") from exc
 
         if len(body) > max_bytes:
             raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")

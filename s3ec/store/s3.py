@@ -27,7 +27,7 @@ from obstore import exceptions as obs
 from obstore.store import S3Store
 
 import s3ec
-from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
+from s3ec.errors import ConflictError, CutBodyError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
 from s3ec.store.base import Blob, content_type_of
@@ -100,13 +100,9 @@ class ObstoreReply:
         except OBSTORE_ERRORS:
             if time.monotonic() - begun_s >= self._silence_s:
                 raise UnavailableError(f"{what}: timed out") from None
-            raise CorruptEntryError(
-                f"{what}: the body ended before its {expected} bytes", reason="length"
-            ) from None
+            raise CutBodyError(f"{what}: the body ended before its {expected} bytes") from None
         if len(body) != expected:
-            raise CorruptEntryError(
-                f"{what}: {len(body)} bytes where {expected} were announced", reason="length"
-            )
+            raise CutBodyError(f"{what}: {len(body)} bytes where {expected} were announced")
         return body
 
     async def _read_piecewise(self, expected: int) -> bytes:

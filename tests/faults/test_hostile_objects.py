@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from s3ec.dev.rigs.proxy import Exchange, Fault, Rule
-from s3ec.dev.rigs.proxy_faults import Cut, Endless, Flip, Replace, html_page
+from s3ec.dev.rigs.proxy_faults import Cut, Endless, Flip, Replace
 from s3ec.prefetch import FetchOutcome
 from tests.faults.embeddings import (
     LAYOUT,
@@ -70,7 +70,7 @@ def test_bit_flipped_anywhere_is_a_miss_or_the_right_bytes(stocked: Site, tmp_pa
 
 
 BODIES: dict[str, Callable[[], Fault]] = {
-    "a page with status 200": html_page,
+    "a page": lambda: Replace(b"<html><body>Sign in</body></html>"),
     "nothing": lambda: Replace(b""),
     "another image's object": lambda: Replace(body_at(1000)),
 }
@@ -192,7 +192,7 @@ RANGES: dict[str, Callable[[], Fault]] = {
     "a bit flipped": lambda: Flip(7),
     "nothing": lambda: Replace(b""),
     "too little": lambda: Cut(20),
-    "a page with status 200": html_page,
+    "a page": lambda: Replace(b"<html><body>Sign in</body></html>"),
     "no length, and no end": Endless,
 }
 

@@ -152,10 +152,17 @@ def test_a_body_larger_than_the_embedding_is_a_miss(
     assert rig.count("mismatch.size") == before + 1
 
 
-def test_a_page_in_place_of_an_embedding_makes_no_object_bad(rig: Rig, proxy: FaultProxy) -> None:
-    """As of a portal: its key would be denied for an hour, and nothing stored under its name."""
+@pytest.mark.parametrize(
+    "fault",
+    [faults.html_page(), faults.Cut(1000), faults.Cut(1000, reset=True)],
+    ids=["page", "cut", "reset"],
+)
+def test_what_the_way_does_to_an_embedding_makes_no_object_bad(
+    fault: Fault, rig: Rig, proxy: FaultProxy
+) -> None:
+    """Its key would be denied for an hour, and nothing stored under its name."""
     number = rig.fresh(in_bucket=True)
-    rule = proxy.add(Rule(faults.html_page(), method="GET", target=OBJECTS))
+    rule = proxy.add(Rule(fault, method="GET", target=OBJECTS))
     assert rig.fetch(number).outcome is UNAVAILABLE
     proxy.remove(rule)
     rig.fetch_in_the_end(number)
