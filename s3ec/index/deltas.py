@@ -19,7 +19,13 @@ import numpy as np
 
 from s3ec import safetensors_file
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, ConflictError, CorruptEntryError, UnavailableError
+from s3ec.errors import (
+    AccessError,
+    ConflictError,
+    CorruptEntryError,
+    CutBodyError,
+    UnavailableError,
+)
 from s3ec.identity import Key, Layout, is_ulid
 from s3ec.index.names import (
     AHEAD_S,
@@ -130,11 +136,18 @@ async def read_deltas(
         ulid: str,
     ) -> Rows | CorruptEntryError | UnavailableError | AccessError | None:
         name = deltas_prefix(layout) + ulid
-        try:
-            body = await store.get(name, max_bytes=MAX_DELTA_BYTES)
-            return None if body is None else parse_delta(body, layout, name)
-        except (CorruptEntryError, UnavailableError, AccessError) as exc:
-            return exc
+        problem: CorruptEntryError | UnavailableError
+        for _ in range(2):  # what was damaged on its way is good the next time
+            try:
+                body = await store.get(name, max_bytes=MAX_DELTA_BYTES)
+                return None if body is None else parse_delta(body, layout, name)
+            except CutBodyError as exc:  # a union that leaves it out would lose its rows
+                problem = UnavailableError(str(exc))
+            except CorruptEntryError as exc:
+                problem = exc
+            except (UnavailableError, AccessError) as exc:
+                return exc
+        return problem
 
     found = await in_parallel(wanted, read, width=_READS_AT_A_TIME)
     return dict(zip(wanted, found, strict=True))

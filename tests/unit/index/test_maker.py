@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
+from s3ec.errors import AccessError, CorruptEntryError, CutBodyError, TierError, UnavailableError
 from s3ec.index import listing, maker
 from s3ec.index.child import Job, in_process
 from s3ec.index.local import NodeFolder
@@ -35,7 +35,7 @@ from s3ec.index.names import (
 )
 from s3ec.index.snapshot import Rows, Segment
 from s3ec.store.base import ObjectInfo, UnorderedListingError
-from s3ec.testing.fault_store import Fault, FaultStore, Script
+from s3ec.testing.fault_store import Fault, FaultStore, Script, flip
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.index.corpus import LAYOUT, NAMESPACE, Corpus, Reader, key_of
 
@@ -158,13 +158,26 @@ async def test_a_union_whose_claim_another_writer_has_is_not_made(
     assert f"union-{base}-1" in corpus.index_names("claim")
 
 
-async def test_a_union_is_not_made_of_half_the_deltas(corpus: Corpus, node: NodeFolder) -> None:
+@pytest.mark.parametrize("error", [UnavailableError, CutBodyError])
+async def test_a_union_is_not_made_of_half_the_deltas(
+    corpus: Corpus, node: NodeFolder, error: Callable[[str], Exception]
+) -> None:
     corpus.delta("a")
     ulid = corpus.delta("b")
-    script = Script([Fault(op="get", name=ulid, error=UnavailableError)])
+    script = Script([Fault(op="get", name=ulid, error=error)])
     with pytest.raises(UnavailableError):
         await make_union(FaultStore(corpus.store, script), LAYOUT, node)
     assert corpus.index_names("snapshot") == []
+
+
+async def test_a_delta_that_was_damaged_on_its_way_is_a_part_of_a_union(
+    corpus: Corpus, node: NodeFolder
+) -> None:
+    ulid = corpus.delta("a")
+    script = Script([Fault(op="get", name=ulid, change=flip(-9), times=1)])
+    made = await make_union(FaultStore(corpus.store, script), LAYOUT, node)
+    assert made is not None
+    assert made.rows == 1
 
 
 async def test_damaged_deltas_are_left_out_of_a_union(corpus: Corpus, node: NodeFolder) -> None:
