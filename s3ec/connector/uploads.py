@@ -60,6 +60,7 @@ class Upload:
         adopted: A dead process left it.
         began_s: When its copy off the device began, monotonic; None where that is not known.
         answer: The bucket's; None until it has answered.
+        gives_way: It was refused, and others wait: those go first.
     """
 
     digest: bytes
@@ -70,6 +71,7 @@ class Upload:
     adopted: bool = False
     began_s: float | None = None
     answer: Answer | None = None
+    gives_way: bool = False
 
 
 class Uploader:
@@ -85,6 +87,7 @@ class Uploader:
     waiting    active     its turn has come
     active     pausing    the bucket did not do its part, or its file cannot be read
     pausing    active     the pause is over
+    pausing    waiting    likewise, it was refused alone, and others wait: behind those
     any        given up   ``stop``; what is spooled stays for the next process
     active     given up   it is refused for good, or a bad object has its name, or its file is
                           bad or gone
@@ -257,9 +260,13 @@ class Uploader:
             task = asyncio.current_task()
             if task is not None:
                 self._active.pop(task, None)
-            self._ended(upload, stored)
-            if work is not None:
-                self._end_span(work, upload)
+            if upload.gives_way:
+                upload.gives_way = False
+                (self._adopted if upload.adopted else self._fresh).append(upload)
+            else:
+                self._ended(upload, stored)
+                if work is not None:
+                    self._end_span(work, upload)
         # Not reached when the loop ends: then nothing more is to be started.
         self._start_some()
 
@@ -309,6 +316,12 @@ class Uploader:
                     log.warning("uploads are failing and will be tried again: %s", exc)
                 self._counters.add(f"save_problem.{kind}")
                 asked_s = getattr(exc, "retry_after_s", None) or 0.0
+                is_alone = isinstance(exc, AccessError) and not exc.is_general
+            if is_alone and upload.pieces is None and (self._fresh or self._adopted):
+                # Such as one larger than a proxy takes: a few of them would hold all places.
+                await asyncio.sleep(LONGEST_PAUSE_S)
+                upload.gives_way = True
+                return None
             backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
             await asyncio.sleep(max(backoff.next_s(), min(asked_s, LONGEST_PAUSE_S)))
 

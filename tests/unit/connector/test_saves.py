@@ -674,6 +674,25 @@ def test_adopted_entry_that_the_bucket_holds_already_is_done(tmp_path: Path) -> 
     second.close()
 
 
+def test_a_save_that_is_always_refused_holds_up_no_other(tmp_path: Path) -> None:
+    """As one that is larger than a proxy takes, where it has one of few places."""
+    rig = Rig(tmp_path, breaker=NEVER_OPEN, max_concurrency=1)
+    rig.pause(first_s=0.001, longest_s=0.001)
+    large = Fault(
+        op="put_if_absent",
+        name=key_of(HASHES[0]).name,
+        error=lambda message: AccessError(message, code="413", is_general=False),
+    )
+    rig.faults.append(large)
+    rig.put_spooled(rig.queue(), *HASHES[:3])
+    eventually(lambda: rig.spooled() == 1)
+    assert rig.stored(HASHES[1]) is not None
+    assert rig.stored(HASHES[2]) is not None
+    large.times = large.struck
+    eventually(lambda: rig.spooled() == 0)
+    rig.close()
+
+
 def test_spoiled_entry_is_deleted_and_never_uploaded(tmp_path: Path) -> None:
     first = dead_process(tmp_path, *HASHES[:2])
     key = key_of(HASHES[0])
