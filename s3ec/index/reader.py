@@ -472,14 +472,18 @@ class ManifestIndex:
             if not (await self._disk(self._take_over) or now):
                 return
             self._tried_s = self._clock()
-            refused = len(self._refused)
+            refused, lost = len(self._refused), 0
             await self._ask(now=now)
             # A download may have failed already: then its predecessor is tried.
             while now and (self._fetch or self._fetched or len(self._refused) > refused):
                 refused = len(self._refused)
                 if self._fetch is not None:
-                    with suppress(CorruptEntryError):
+                    try:
                         await self._fetch
+                    except CorruptEntryError as exc:
+                        lost += exc.reason == "disk"
+                        if lost > 1:  # it would be brought over and over
+                            raise
                 await self._ask(now=True)
 
     async def close(self) -> None:

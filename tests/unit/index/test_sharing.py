@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from s3ec import safetensors_file
-from s3ec.errors import TierError, UnavailableError
+from s3ec.errors import CorruptEntryError, TierError, UnavailableError
 from s3ec.index.local import OVERLAY
 from s3ec.index.names import snapshots_prefix
 from s3ec.testing.fault_store import Fault, Gate
-from tests.support.waiting import until
+from tests.support.waiting import DEADLINE_S, until
 from tests.unit.index.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
 from tests.unit.tier.cases import refusing
 
@@ -195,6 +197,24 @@ async def test_an_overlay_that_cannot_be_opened_for_once_is_opened_later(
     assert second.holds("a") == []
     await poll([first, second], REFRESH_S)
     assert second.holds("a") == ["a"]
+
+
+async def test_a_snapshot_that_cannot_be_opened_here_is_not_brought_over_and_over(
+    corpus: Corpus, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a command, which waits for it, where memory cannot be mapped."""
+    corpus.snapshot("a")
+    map_file = safetensors_file.map_file
+
+    def small_ones(path: Path) -> mmap.mmap:
+        return map_file(path) if path.name == OVERLAY else refuse(path)
+
+    refuse = refusing(errno.ENOMEM, "no memory")
+    monkeypatch.setattr(safetensors_file, "map_file", small_ones)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(CorruptEntryError, match="no memory"):
+            await reader.refresh(now=True)
+    assert reader.store.calls["get_range"] == 2
 
 
 async def test_engines_that_start_at_the_same_moment_download_a_snapshot_once(
