@@ -310,6 +310,7 @@ class ManifestIndex:
         self._fetch: asyncio.Task[None] | None = None
         self._fetched: SnapshotName | None = None  # lies here, and is not open yet
         self._failures = 0  # of downloads, in a row
+        self._problem: BaseException | None = None  # of the last one, but for what is refused
         self._refused: set[str] = set()  # names of files that cannot be used
         # All deltas of this snapshot that came in time were read. By this process: where another
         # one asked in between, the next look for a snapshot finds what that one has missed.
@@ -472,19 +473,25 @@ class ManifestIndex:
             if not (await self._disk(self._take_over) or now):
                 return
             self._tried_s = self._clock()
-            refused, lost = len(self._refused), 0
+            self._take_problem()
+            lost, refused = 0, len(self._refused)
             await self._ask(now=now)
-            # A download may have failed already: then its predecessor is tried.
-            while now and (self._fetch or self._fetched or len(self._refused) > refused):
+            # A download may have failed already: of what is refused the predecessor is tried.
+            while now and (
+                self._fetch or self._fetched or self._problem or len(self._refused) > refused
+            ):
                 refused = len(self._refused)
                 if self._fetch is not None:
-                    try:
-                        await self._fetch
-                    except CorruptEntryError as exc:
-                        lost += exc.reason == "disk"
-                        if lost > 1:  # it would be brought over and over
-                            raise
+                    await asyncio.wait({self._fetch})
+                if (problem := self._take_problem()) is not None:
+                    lost += 1  # by this disk, which is asked for it once more
+                    if lost > 1 or not isinstance(problem, CorruptEntryError):
+                        raise problem
                 await self._ask(now=True)
+
+    def _take_problem(self) -> BaseException | None:
+        problem, self._problem = self._problem, None
+        return problem
 
     async def close(self) -> None:
         """End what runs in the background; lookups go on with what is known."""
@@ -722,6 +729,7 @@ class ManifestIndex:
         rest = min(_RETRY_REFRESHES << self._failures, SNAPSHOTS_EVERY - 1)
         self._failures = min(self._failures + 1, SNAPSHOTS_EVERY)
         self._looks = 0 if is_refused else -rest
+        self._problem = None if is_refused else exc
         self._counters.add("index.fetch_failed")
         if not self._complained and not isinstance(exc, CorruptEntryError):
             self._complained = True
