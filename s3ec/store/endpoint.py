@@ -44,7 +44,6 @@ T = TypeVar("T")
 _NO_ANSWER, _REFUSAL = 2, 1
 # The server did its part, and another writer was faster: nothing to hold against it.
 _CONFLICT = 409
-_PROBE = 2.0  # a probe keeps others out for so many times as long as an answer may take
 
 
 class BreakerOpenError(UnavailableError):
@@ -59,12 +58,14 @@ class BreakerOptions:
         threshold: Points in a row that open it.
         first_pause_s: From its opening to the first probe. Each probe that fails doubles it.
         max_pause_s: The longest pause.
+        probe_s: A probe keeps others out for so long at most.
         slow_s: An answer that begins later than this counts as none.
     """
 
     threshold: int = 6
     first_pause_s: float = 1.0
     max_pause_s: float = 30.0
+    probe_s: float = 3.0
     slow_s: float = 1.0
 
 
@@ -89,8 +90,8 @@ class Breaker:
     - closed: requests go out. Points in a row up to the threshold open it.
     - open: nothing goes out until the pause is over. Then one request does, the probe.
     - probing: open, with a probe under way. A failed probe doubles the pause. One that ended
-      without a result makes room for the next one, and so does one that takes longer than twice
-      ``slow_s``.
+      without a result makes room for the next one, and so does one that takes longer than
+      ``probe_s``.
 
     An answer in time closes it, also one to a request from before it opened.
 
@@ -133,7 +134,7 @@ class Breaker:
             return False
         now_s, probe = self._clock(), self._probe
         # A write may be on its way for minutes, and nobody counts its silence.
-        is_probing = probe is not None and now_s - probe.asked_s < _PROBE * self.slow_s
+        is_probing = probe is not None and now_s - probe.asked_s < self._options.probe_s
         return is_probing or now_s < self._probe_at_s
 
     def admit(self) -> Ticket | None:

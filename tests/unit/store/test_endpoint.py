@@ -192,7 +192,7 @@ async def test_a_write_that_probes_a_silent_store_keeps_others_out_for_moments_o
     script: Script, inner: FaultStore, clock: Clock
 ) -> None:
     """A body may take minutes, and the store may be back long before."""
-    endpoint = Endpoint(100, BreakerOptions(slow_s=1.0), clock=clock)
+    endpoint = Endpoint(100, clock=clock)
     store = guarded(inner, endpoint)
     open_by_hand(endpoint.breaker)
     clock.now_s += 1
@@ -628,7 +628,9 @@ class BreakerMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.clock = Clock(100.0)
-        endpoint = Endpoint(100, BreakerOptions(threshold=4, slow_s=3600.0), clock=self.clock)
+        endpoint = Endpoint(
+            100, BreakerOptions(threshold=4, slow_s=3600.0, probe_s=1e9), clock=self.clock
+        )
         self.breaker = endpoint.breaker
         self.held = Held()
         self.store = guarded(self.held, endpoint)
