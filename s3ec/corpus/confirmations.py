@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -65,24 +64,19 @@ class Origin:
     """What is known of an item without its bytes.
 
     Attributes:
-        replaces: Its row takes the place of that of another file, of another source.
+        stamp: How it was named, and by what its file is known again.
     """
 
     item: SourceItem
     sha256: str
-    stamp: str | None
-    replaces: bool = False
+    stamp: str
 
     def failure(self, reason: str) -> Failure:
         return failure_of(self.item, reason)
 
     def row(self, like: CatalogRow, stored_s: float) -> CatalogRow:
         """Its row: ``like`` is one of the same embedding."""
-        extra = dict(self.item.extra)
-        if self.stamp is not None:
-            extra[STAMP] = self.stamp
-        elif self.item.page is not None:  # of what is no file here nothing else is known
-            extra[STAMP] = f"{self.item.options.dpi}"
+        extra = {**self.item.extra, STAMP: self.stamp}
         return CatalogRow(
             document=self.item.document,
             page=self.item.page,
@@ -184,11 +178,6 @@ class Ledger:
     def holds(self, key: Key) -> bool:
         """Whether a writer has said that the bucket confirmed this one."""
         return self._index is not None and self._index.maybe_contains(key)
-
-    def holds_identifier(self, identifier: str) -> bool:
-        """As holds; False for what is never stored."""
-        key = self.key(identifier)
-        return key is not None and self.holds(key)
 
     def mark_missing(self, key: Key) -> None:
         """The bucket does not hold what the index names; the node's engines are told."""
@@ -302,17 +291,15 @@ class Confirmations:
         self._clock = clock
         self._changed = threading.Condition()
         self._waiting: dict[bytes, _Unconfirmed] = {}
-        self._rows: list[tuple[CatalogRow, Counted, bool]] = []  # and whether it replaces one
+        self._rows: list[tuple[CatalogRow, Counted]] = []
         self._failures: list[Failure] = []
         self._ending = False
-        self._is_asked = False
-        self._looked_s = -math.inf  # when the last look that came to its end began
         self._is_idle = True
         self._problem = ""
         self._has_failed = False
         self._said_gone = False
         self._moved_s = time.monotonic()
-        self.encoded = self.catalogued = self.replaced = self.stored_bytes = 0
+        self.encoded = self.catalogued = self.stored_bytes = 0
         self._thread = threading.Thread(target=self._run, name="s3ec-confirm", daemon=True)
         self._thread.start()
 
@@ -334,35 +321,14 @@ class Confirmations:
                 waiting.others.append(origin)
             return waiting is not None
 
-    def tells(self, identifier: str, since_s: float) -> bool | None:
-        """Whether the bucket has confirmed an identifier; if not, it is asked again soon.
-
-        Args:
-            since_s: Only a look that began since then says no; by ``time.monotonic``.
-
-        Returns:
-            None while that is not known.
-        """
-        with self._changed:
-            looked_s = self._looked_s
-        if self._ledger.holds_identifier(identifier):
-            return True
-        if looked_s >= since_s:
-            return False
-        with self._changed:
-            self._is_asked = True
-            self._changed.notify_all()
-        return None
-
-    def add_row(self, row: CatalogRow, *, is_new: bool, replaces: bool) -> None:
+    def add_row(self, row: CatalogRow, *, is_new: bool) -> None:
         """Write a row for an embedding that is there.
 
         Args:
             is_new: The document had none; else it only says something else of it.
-            replaces: See Origin.
         """
         with self._changed:
-            self._rows.append((row, "catalogued" if is_new else "renewed", replaces))
+            self._rows.append((row, "catalogued" if is_new else "renewed"))
             self._changed.notify_all()
 
     def wait_for_room(self, stopped: threading.Event, patience_s: float) -> None:
@@ -404,7 +370,7 @@ class Confirmations:
         ]
         reason = f"the catalogue could not be written{self._why()}; run the job again"
         left += self._failures
-        return left + [Failure(row.document, row.page, row.uri, reason) for row, _, _ in self._rows]
+        return left + [Failure(row.document, row.page, row.uri, reason) for row, _ in self._rows]
 
     def _why(self) -> str:
         return f" ({self._problem})" if self._problem else ""
@@ -415,7 +381,7 @@ class Confirmations:
         written_s = time.monotonic()
         while True:
             with self._changed:
-                while not (self._waiting or self._rows or self._is_asked or self._ending):
+                while not (self._waiting or self._rows or self._ending):
                     self._is_idle = True
                     self._changed.notify_all()
                     self._changed.wait()
@@ -440,27 +406,24 @@ class Confirmations:
             if is_last or self._has_failed:
                 return
             with self._changed:
-                if not self._ending and (self._waiting or self._is_asked or self._problem):
+                if not self._ending and (self._waiting or self._problem):
                     self._changed.wait(_LOOK_S)
 
     def _look(self) -> None:
         """Ask the index, and read the headers of what it tells of."""
         with self._changed:
-            if not (self._waiting or self._is_asked):
+            if not self._waiting:
                 return
-            self._is_asked = False
-        began_s = time.monotonic()
         found = self._corpus.run(self._confirmed)
         now_s = self._clock()
         with self._changed:
-            self._looked_s = began_s
             for digest, facts in found:
                 each = self._waiting.pop(digest)
                 if isinstance(facts, str):
                     self._failures += [one.failure(facts) for one in each.origins]
                     continue
-                self._rows += [(o.row(facts, now_s), "encoded", o.replaces) for o in each.encoded]
-                self._rows += [(o.row(facts, now_s), "catalogued", o.replaces) for o in each.others]
+                self._rows += [(one.row(facts, now_s), "encoded") for one in each.encoded]
+                self._rows += [(one.row(facts, now_s), "catalogued") for one in each.others]
             if found:
                 self._moved_s = time.monotonic()
             self._changed.notify_all()
@@ -499,11 +462,10 @@ class Confirmations:
             batch = list(self._rows)
         if not batch:
             return
-        self._corpus.run(lambda store: self._ledger.append(store, [row for row, _, _ in batch]))
+        self._corpus.run(lambda store: self._ledger.append(store, [row for row, _ in batch]))
         with self._changed:
             del self._rows[: len(batch)]
-            for row, how, replaces in batch:
-                self.replaced += replaces
+            for row, how in batch:
                 self.encoded += how == "encoded"
                 self.catalogued += how == "catalogued"
                 self.stored_bytes += row.nbytes if how == "encoded" else 0

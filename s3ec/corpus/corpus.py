@@ -691,7 +691,6 @@ class Corpus:
         identifier: Literal["content", "sha256"] = "content",
         shard: tuple[int, int] = (0, 1),
         limit: int | None = None,
-        replace: bool = False,
         read: ReadOptions | None = None,
         column: str | None = None,
         engine: str = "local",
@@ -715,8 +714,6 @@ class Corpus:
                 send ``sha256:HEX`` of the file as ``uuid``.
             shard: This call's part and the number of parts, such as (0, 4).
             limit: Most items that are looked at.
-            replace: A document that the catalogue has from another source, with another file, gets
-                this one; else such an item is left out and listed.
             read: How items are read: dots per inch of a PDF's pages, above all.
             column: Of a dataset with several columns of files.
             engine: ``local``, which is vLLM in this process; or ``ray``, vLLM in each worker of a
@@ -741,7 +738,7 @@ class Corpus:
             self,
             source,
             model,
-            JobOptions(identifier, shard, limit, replace),
+            JobOptions(identifier, shard, limit),
             read=read,
             column=column,
             engine=engine,

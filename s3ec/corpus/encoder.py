@@ -9,15 +9,18 @@ bytes there, whether they came from a file, from a page that was drawn, or from 
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from s3ec.decoding import why_left_out
@@ -47,13 +50,6 @@ _OWN_ARGUMENTS: Mapping[str, str] = {
 }
 
 
-ConfirmedCheck = Callable[[str, float], bool | None]
-"""Whether the bucket has confirmed an identifier, and since when one who says no must have looked.
-
-The time is by ``time.monotonic``. None while that is not known.
-"""
-
-
 class EncoderError(S3ECError):
     """The engine did not start, or it has ended; no further item can be encoded here.
 
@@ -63,17 +59,17 @@ class EncoderError(S3ECError):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One item that an encoder is given. Can be sent to another process.
+    """One item that an encoder is given.
 
     Attributes:
         number: Of the item within the job.
         modality: ``image``, ``video`` or ``audio``.
-        data: The file's bytes; empty while only another process has them.
+        data: The file's bytes; empty where another process will read them.
         uuid: The name that clients send with it; None where they send none.
-        sha256: Of the file's bytes, as hex digits.
+        sha256: Of the file's bytes, as hex digits; empty while nobody has read them.
         nbytes: How many there are.
-        item: Where it lies, for who has to read it again.
-        decoded: What was made of the bytes in this process, by how; not sent.
+        item: Where it lies, for a process that reads it.
+        decoded: What was made of the bytes, by how.
     """
 
     number: int
@@ -84,10 +80,6 @@ class Picture:
     nbytes: int = 0
     item: SourceItem | None = field(default=None, repr=False)
     decoded: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        sent = (self.number, self.modality, self.data, self.uuid, self.sha256, self.nbytes)
-        return Picture, (*sent, self.item)
 
     @property
     def url(self) -> str:
@@ -103,11 +95,14 @@ class Encoded:
         number: The picture's.
         identifier: vLLM's name for its embedding; None where there is none.
         problem: Why there is none.
+        sha256, nbytes: Of the file, where the encoder has read it.
     """
 
     number: int
     identifier: str | None
     problem: str = ""
+    sha256: str = ""
+    nbytes: int = 0
 
 
 class Encoder(Protocol):
@@ -126,8 +121,14 @@ class Encoder(Protocol):
         """Items that are read and named at a time."""
         ...
 
-    def confirmed_by(self, check: ConfirmedCheck) -> None:
-        """Take note of what says whether the bucket has confirmed an identifier; any thread may."""
+    @property
+    def start_s(self) -> float:
+        """Seconds that the engine took to start; 0 where none was started, or others did it."""
+        ...
+
+    @property
+    def naming(self) -> str:
+        """One word that changes when this encoder may call the same file otherwise."""
         ...
 
     def namespace(self) -> Namespace:
@@ -161,10 +162,8 @@ class Encoder(Protocol):
         """
         ...
 
-    def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
+    def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
         """Encode some, in any order. Takes the next ones as it has room for them.
-
-        None among them says that there is none right now.
 
         Without a first picture no engine is started. After ``stop`` it ends soon, and says nothing
         of those that it has begun.
@@ -225,6 +224,7 @@ class VllmEncoder:
         self._shelf = _Shelf()
         self._names: _Names | None = None
         self._scopes = ModalityScopes()
+        self.start_s = 0.0
 
     @property
     def is_running(self) -> bool:
@@ -236,8 +236,21 @@ class VllmEncoder:
         """See Encoder."""
         return min(_MOST_READERS, len(os.sched_getaffinity(0)))
 
-    def confirmed_by(self, check: ConfirmedCheck) -> None:
-        """See Encoder; nothing of what is encoded here is lost while this process lives."""
+    @cached_property
+    def naming(self) -> str:
+        """See Encoder: vLLM's release, and what it calls a picture that is always the same.
+
+        The name depends on the model's path, too, and on settings of vLLM.
+        """
+        from PIL import Image
+
+        self._vllm_config()
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8), (200, 100, 50)).save(file, "PNG")
+        name = None
+        with suppress(SourceError):  # a model without pictures
+            name = self.identify(Picture(-1, "image", file.getvalue()))
+        return f"{_import('vllm', '__version__')}:{(name or '-')[:16]}"
 
     # -- without an engine -------------------------------------------------------------------
 
@@ -327,6 +340,7 @@ class VllmEncoder:
         make = _import("vllm", "LLM")
         if not hasattr(make, "enqueue_chat"):
             raise ConfigError(f"this vLLM is too old for the job; install {_FIRST_VLLM} or newer")
+        began_s = time.monotonic()
         try:
             with _interrupts_for_us():
                 self._llm = make(**self._all_arguments())
@@ -334,11 +348,12 @@ class VllmEncoder:
             raise
         except Exception as exc:
             raise EncoderError(f"vLLM did not start: {_reason(exc)}") from exc
+        self.start_s = time.monotonic() - began_s
 
-    def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
+    def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
         """See Encoder."""
         left = iter(pictures)
-        first = next((picture for picture in left if picture is not None), None)
+        first = next(left, None)
         if first is None:
             return
         self._vllm_config()
@@ -346,19 +361,16 @@ class VllmEncoder:
             self._start()
         yield from self._run(itertools.chain([first], left))
 
-    def _run(self, pictures: Iterator[Picture | None]) -> Iterator[Encoded]:
+    def _run(self, pictures: Iterator[Picture]) -> Iterator[Encoded]:
         """Keep the engine at work until the last picture is encoded."""
         engine = self._llm.llm_engine
         under_way: dict[str, Picture] = {}
         is_last = False
         while not self._stopped.is_set():
             while not is_last and len(under_way) < self._batch and not self._stopped.is_set():
-                try:
-                    picture = next(pictures)
-                except StopIteration:
-                    is_last = True
-                    break
+                picture = next(pictures, None)
                 if picture is None:
+                    is_last = True
                     break
                 try:
                     under_way[self._enqueue(picture)] = picture

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from s3ec.corpus.catalog_file import CatalogRow
     from s3ec.corpus.corpus import Corpus
     from s3ec.corpus.ray_encoder import RayOptions
+    from s3ec.identity import Namespace
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +55,12 @@ class JobOptions:
             that send that as ``uuid``.
         shard: This job's part and the number of parts, such as (0, 4).
         limit: Most items of the source that are looked at; None for all.
-        replace: Rows of the catalogue whose document has another file in another source are
-            replaced; else such an item is left out and listed.
         patience_s: How long the bucket may confirm nothing before the job ends without it.
     """
 
     identifier: Identifier = "content"
     shard: tuple[int, int] = (0, 1)
     limit: int | None = None
-    replace: bool = False
     patience_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -91,14 +89,13 @@ class PrecomputeReport:
         done_before: Of these, what the catalogue and the index had.
         catalogued: What the index had and the catalogue lacked.
         encoded: What was encoded, confirmed by the bucket and catalogued.
-        replaced: Rows that took the place of another source's, as was asked for.
-        kept: Items that were left out, since their document has another file in another source.
-            They are in ``failures``, too.
-        failures: What could not be read or encoded.
+        replaced: Items whose row takes the place of an older one: their file has changed.
+        failures: What could not be read or encoded, and what of the source was left out.
         unconfirmed: What was encoded, and the bucket has not confirmed.
         read_bytes: Of the files that were read.
         stored_bytes: Of the objects of what was encoded.
-        seconds: How long the job took, and of that how long the encoder was there.
+        seconds: How long the job took.
+        start_seconds: Of that, how long it took to import vLLM and to start the engine.
         is_stopped: It was told to end before the end of the source.
         problem: Why it ended before that by itself; else empty.
     """
@@ -108,13 +105,13 @@ class PrecomputeReport:
     done_before: int = 0
     catalogued: int = 0
     encoded: int = 0
-    replaced: int = 0
-    kept: int = 0
+    replaced: list[Failure] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     unconfirmed: list[Failure] = field(default_factory=list)
     read_bytes: int = 0
     stored_bytes: int = 0
     seconds: float = 0.0
+    start_seconds: float = 0.0
     engine_started: bool = False
     is_stopped: bool = False
     problem: str = ""
@@ -125,11 +122,16 @@ class PrecomputeReport:
         return self.done_before + self.catalogued + self.encoded
 
     @property
+    def encoded_per_s(self) -> float:
+        """Without the time in which the engine started."""
+        return self.encoded / max(self.seconds - self.start_seconds, 1e-3)
+
+    @property
     def status(self) -> Status:
         """``complete``: all of the source is there. ``failed``: nothing of it is."""
         if not (self.failures or self.unconfirmed or self.is_stopped or self.problem):
             return "complete"
-        return "partial" if self.confirmed or self.kept else "failed"
+        return "partial" if self.confirmed else "failed"
 
     def to_json(self) -> dict[str, Any]:
         """As a plain document, for ``--report`` and ``--json``."""
@@ -138,7 +140,6 @@ class PrecomputeReport:
             names = ("document", "page", "uri", "reason")
             return [{name: getattr(each, name) for name in names} for each in failures]
 
-        seconds = max(self.seconds, 1e-9)
         return {
             "status": self.status,
             "namespace": self.namespace,
@@ -146,21 +147,20 @@ class PrecomputeReport:
             "done_before_count": self.done_before,
             "catalogued_count": self.catalogued,
             "encoded_count": self.encoded,
-            "replaced_count": self.replaced,
-            "kept_count": self.kept,
+            "replaced_count": len(self.replaced),
             "failed_count": len(self.failures),
             "unconfirmed_count": len(self.unconfirmed),
             "read_bytes": self.read_bytes,
             "stored_bytes": self.stored_bytes,
             "seconds": round(self.seconds, 3),
-            "items_per_s": round(self.items / seconds, 3),
-            "encoded_per_s": round(self.encoded / seconds, 3),
-            "stored_bytes_per_s": round(self.stored_bytes / seconds),
+            "start_seconds": round(self.start_seconds, 3),
+            "encoded_per_s": round(self.encoded_per_s, 3),
             "engine_started": self.engine_started,
             "stopped": self.is_stopped,
             "problem": self.problem or None,
             "failures": listed(self.failures),
             "unconfirmed": listed(self.unconfirmed),
+            "replaced": listed(self.replaced),
         }
 
 
@@ -169,8 +169,7 @@ class _Planned:
     """What is to be done for one item; exactly one of these, or nothing where it is done.
 
     Attributes:
-        failure: It cannot be read, or must not replace what is there.
-        is_kept: The latter.
+        failure: It cannot be read.
         row: The embedding is there and known: only this row is new.
         is_renewed: The catalogue had the document already, with other words about it.
         found: The embedding is there under this identifier, and no row tells of it.
@@ -180,7 +179,6 @@ class _Planned:
     read_bytes: int = 0
     origin: Origin | None = None
     failure: Failure | None = None
-    is_kept: bool = False
     row: CatalogRow | None = None
     is_renewed: bool = False
     found: str | None = None
@@ -211,6 +209,9 @@ class Job:
 
     States: new, then running in ``run``, and ended. ``stop`` has it end soon.
     """
+
+    _ledger: Ledger
+    _confirmations: Confirmations
 
     def __init__(
         self,
@@ -250,10 +251,10 @@ class Job:
         self._stopped = threading.Event()
         self._under_way: dict[int, _UnderWay] = {}
         self._begun: dict[bytes, _UnderWay] = {}  # the same by their key, as far as that is known
-        self._named: dict[int, int] = {}  # hashes of the names and of the files of items
+        self._naming = "-"  # see Encoder.naming; names that clients choose never change
+        self._opening_s = 0.0
+        self._is_open = False
         self.report = PrecomputeReport()
-        self._ledger: Ledger | None = None
-        self._confirmations: Confirmations | None = None
 
     def stop(self) -> None:
         """Have ``run`` end soon; what is encoded is saved. Also in a signal's handler."""
@@ -276,23 +277,36 @@ class Job:
         """
         began_s = time.monotonic()
         try:
-            self._open()
-            self._encode_all()
+            namespace = self._open_encoder()
+            self.report.namespace = namespace.name
+            self._ledger = Ledger(self._corpus, namespace)
+            try:
+                self._ledger.open()
+                self._confirmations = Confirmations(self._corpus, self._ledger)
+                self._is_open = True
+                try:
+                    self._encode_all()
+                finally:
+                    self._end()
+            finally:
+                self._ledger.close()
         except BaseException as exc:
             self.report.problem = str(exc) or type(exc).__name__
             raise
         finally:
-            self._end()
+            self._encoder.close()
             self.report.seconds = time.monotonic() - began_s
+            self.report.start_seconds = self._opening_s + self._encoder.start_s
         return self.report
 
-    def _open(self) -> None:
+    def _open_encoder(self) -> Namespace:
+        began_s = time.monotonic()
         namespace = self._encoder.namespace()
-        self.report.namespace = namespace.name
-        self._ledger = Ledger(self._corpus, namespace)
-        self._ledger.open()
-        self._confirmations = Confirmations(self._corpus, self._ledger)
-        self._encoder.confirmed_by(self._confirmations.tells)
+        if self._options.identifier == "content":
+            self._naming = self._encoder.naming
+        # Where the engine was started for that, its time is counted as such.
+        self._opening_s = time.monotonic() - began_s - self._encoder.start_s
+        return namespace
 
     def _encode_all(self) -> None:
         try:
@@ -308,18 +322,14 @@ class Job:
     def _end(self) -> None:
         """Let saves come to their end, and count."""
         self.report.engine_started = self._encoder.is_running
-        confirmations, ledger = self._confirmations, self._ledger
+        confirmations = self._confirmations
         try:
-            if confirmations is not None:
-                confirmations.settle(self._options.patience_s if not self.report.problem else 0.0)
+            confirmations.settle(self._options.patience_s if not self.report.problem else 0.0)
         finally:
             # Which waits for the last uploads once more, and announces them.
             self._encoder.close()
-            if confirmations is not None:
-                self.report.unconfirmed = confirmations.end()
-                self._take_counts()
-            if ledger is not None:
-                ledger.close()
+            self.report.unconfirmed = confirmations.end()
+            self._take_counts()
         left = "the job ended before it was encoded"
         if not self.report.is_stopped:
             self.report.unconfirmed += [
@@ -327,23 +337,21 @@ class Job:
             ]
 
     def _take_counts(self) -> None:
-        confirmations = self._confirmations
-        if confirmations is not None:
-            self.report.encoded = confirmations.encoded
-            self.report.catalogued = confirmations.catalogued
-            self.report.replaced = confirmations.replaced
-            self.report.stored_bytes = confirmations.stored_bytes
+        if self._is_open:
+            self.report.encoded = self._confirmations.encoded
+            self.report.catalogued = self._confirmations.catalogued
+            self.report.stored_bytes = self._confirmations.stored_bytes
 
     # -- what is to be done ------------------------------------------------------------------
 
     def _pictures(self) -> Iterator[Picture]:
         """Those that are to be encoded; all other items are seen to on the way."""
-        for plan in map(self._first_of_its_name, self._plans()):
+        for plan in self._plans():
             self._count(plan)
             picture = self._picture_of(plan)
             if picture is None:
                 continue
-            self._require_confirmations().wait_for_room(self._stopped, self._options.patience_s)
+            self._confirmations.wait_for_room(self._stopped, self._options.patience_s)
             if self._stopped.is_set():
                 return
             yield picture
@@ -354,7 +362,6 @@ class Job:
         report.read_bytes += plan.read_bytes
         if plan.failure is not None:
             report.failures.append(plan.failure)
-            report.kept += plan.is_kept
         elif plan.is_renewed or (plan.row or plan.found or plan.picture) is None:
             report.done_before += 1
         if report.items % _REPORT_EVERY == 0 or self._under_way:
@@ -366,44 +373,51 @@ class Job:
 
     def _picture_of(self, plan: _Planned) -> Picture | None:
         """What is left to encode of a plan; None where it is done, or waits for what is."""
-        confirmations = self._require_confirmations()
+        confirmations = self._confirmations
+        if plan.origin is None or not (plan.row or plan.found or plan.picture):
+            return None
+        self._note_replaced(plan.origin)
         if plan.row is not None:
-            replaces = plan.origin is not None and plan.origin.replaces
-            confirmations.add_row(plan.row, is_new=not plan.is_renewed, replaces=replaces)
+            confirmations.add_row(plan.row, is_new=not plan.is_renewed)
             return None
-        if plan.origin is None or (plan.found is None and plan.picture is None):
-            return None
-        key = None if plan.found is None else self._require_ledger().key(plan.found)
-        if plan.picture is None:
-            if key is not None and plan.found is not None:
+        key = None if plan.found is None else self._ledger.key(plan.found)
+        if key is not None and plan.found is not None:
+            if plan.picture is None or self._ledger.holds(key):
+                # Perhaps another item with this picture was confirmed since this one was looked at.
                 confirmations.add(plan.found, key, plan.origin, encoded=False)
-            return None
-        if key is not None:
+                return None
             if confirmations.join(key, plan.origin):
                 return None
             if (begun := self._begun.get(key.digest)) is not None:
                 begun.twins.append(plan.origin)
                 return None
-            if self._require_ledger().holds(key) and plan.found is not None:
-                # Another item with this picture was confirmed after this one was looked at.
-                confirmations.add(plan.found, key, plan.origin, encoded=False)
-                return None
+        if plan.picture is None:
+            return None
         begun = _UnderWay(plan.origin, None if key is None else key.digest)
         self._under_way[plan.picture.number] = begun
         if begun.digest is not None:
             self._begun[begun.digest] = begun
         return plan.picture
 
+    def _note_replaced(self, origin: Origin) -> None:
+        old = self._row_of(origin.item)
+        if old is not None and origin.sha256 not in ("", old.sha256):
+            self.report.replaced.append(origin.failure("its file has changed"))
+
     def _take(self, encoded: Encoded) -> None:
         """Note what became of a picture, and of those that are the same."""
         begun = self._under_way.pop(encoded.number)
         if begun.digest is not None:
             self._begun.pop(begun.digest, None)
+        if encoded.sha256 and not begun.origin.sha256:  # another process has read it
+            begun.origin = replace(begun.origin, sha256=encoded.sha256)
+            self.report.read_bytes += encoded.nbytes
+            self._note_replaced(begun.origin)
         key = None
         if encoded.identifier is not None:
-            key = self._require_ledger().key(encoded.identifier)
+            key = self._ledger.key(encoded.identifier)
         if key is not None and encoded.identifier is not None:
-            add = self._require_confirmations().add
+            add = self._confirmations.add
             add(encoded.identifier, key, begun.origin, encoded=True)
             for twin in begun.twins:
                 add(encoded.identifier, key, twin, encoded=False)
@@ -449,85 +463,64 @@ class Job:
         except S3ECError as exc:  # a bucket that the item lies in, above all
             return _Planned(failure=failure_of(item, str(exc)))
 
-    def _first_of_its_name(self, plan: _Planned) -> _Planned:
-        """The plan; another one where this run had another file under this document and page."""
-        origin = plan.origin
-        if origin is None or not self._require_ledger().has_catalogue:
-            return plan
-        name = hash((origin.item.document, origin.item.page, origin.item.modality))
-        content = hash(origin.sha256)
-        if self._named.setdefault(name, content) == content:
-            return plan
-        if self._options.replace:
-            self._named[name] = content
-            return replace(plan, origin=replace(origin, replaces=True))
-        return self._kept(origin, "this source has another file under this document and page")
-
-    def _kept(self, origin: Origin, why: str) -> _Planned:
-        fix = "name its document otherwise, or replace the other one (`replace`, `--replace`)"
-        return _Planned(failure=origin.failure(f"{why}; {fix}"), is_kept=True)
+    def _row_of(self, item: SourceItem) -> CatalogRow | None:
+        """The catalogue's row of an item. Files of one name in two places are two documents."""
+        place = without_secrets(item.uri)
+        rows = self._ledger.catalogue.by_document(item.document, item.page)
+        same = (row for row in rows if row.page == item.page and row.uri == place)
+        return next((row for row in same if row.modality == item.modality), None)
 
     def _plan_readable(self, number: int, item: SourceItem) -> _Planned:
-        ledger = self._require_ledger()
-        stamp = stamp_of(item)
-        mine = _row_of(item, ledger.catalogue.by_document(item.document, item.page))
+        ledger = self._ledger
+        file = _file_stamp(item)
+        dpi = None if item.page is None else f"{item.options.dpi}"
+        stamp = " ".join(filter(None, (self._naming, file, dpi)))
+        mine = self._row_of(item)
         picture: Picture | None = None
-        # Two folders with files of one name are two documents, of whatever size and age.
-        is_elsewhere = mine is not None and mine.uri != without_secrets(item.uri)
-        is_known = mine is not None and not is_elsewhere and stamp is not None
-        if mine is not None and is_known and mine.extra.get(STAMP) == stamp:
+        if mine is not None and file is not None and mine.extra.get(STAMP) == stamp:
             sha256, nbytes = mine.sha256, 0
         else:
             picture = self._encoder.read(number, item)
             sha256, nbytes = picture.sha256, picture.nbytes
-        replaces = mine is not None and is_elsewhere and mine.sha256 != sha256
-        origin = Origin(item, sha256, stamp, replaces)
-        if mine is not None and replaces and not self._options.replace:
-            return self._kept(origin, f"the catalogue has another file under it, {mine.uri}")
+        origin = Origin(item, sha256, stamp)
         known = mine
         if mine is None or mine.sha256 != sha256 or not self._is_wanted(mine):
             known = ledger.catalogue.by_sha256(sha256)
         if known is not None and self._is_wanted(known) and known.modality == item.modality:
             key = ledger.key(known.identifier)
             if key is not None and ledger.holds(key):
-                row = origin.row(known, time.time())
-                if mine is not None and _says_the_same(mine, row):
-                    return _Planned(nbytes, origin)
-                ledger.require_row(origin)
-                return _Planned(nbytes, origin, row=row, is_renewed=known is mine)
+                return self._plan_row(known, mine, origin, nbytes)
         if picture is None:
             picture = self._encoder.read(number, item)
-            sha256, nbytes = picture.sha256, picture.nbytes
-            origin = Origin(item, sha256, stamp)
+            nbytes = picture.nbytes
+            origin = replace(origin, sha256=picture.sha256)
         ledger.require_row(origin)
         if self._options.identifier == "sha256":
-            picture = replace(picture, uuid=f"sha256:{sha256}")
+            picture = replace(picture, uuid=f"sha256:{picture.sha256}")
         name = self._encoder.identify(picture)
         key = None if name is None else ledger.key(name)
-        if name is not None and key is not None and ledger.holds(key):
-            return _Planned(nbytes, origin, found=name if ledger.has_catalogue else None)
-        return _Planned(nbytes, origin, found=name, picture=picture)
+        if name is None or key is None or not ledger.holds(key):
+            return _Planned(nbytes, origin, found=name, picture=picture)
+        if mine is not None and mine.identifier == name:
+            return self._plan_row(mine, mine, origin, nbytes)
+        return _Planned(nbytes, origin, found=name if ledger.has_catalogue else None)
+
+    def _plan_row(
+        self, known: CatalogRow, mine: CatalogRow | None, origin: Origin, nbytes: int
+    ) -> _Planned:
+        """The embedding is there, and a row tells all about it."""
+        row = origin.row(known, time.time())
+        if mine is not None and _says_the_same(mine, row):
+            return _Planned(nbytes, origin)
+        self._ledger.require_row(origin)
+        return _Planned(nbytes, origin, row=row, is_renewed=known is mine)
 
     def _is_wanted(self, row: CatalogRow) -> bool:
-        """Whether its embedding is called as this job calls them."""
+        """Whether its embedding is called as this job calls them, as a server will that asks."""
         by_client = row.identifier == f"sha256:{row.sha256}"
-        return by_client == (self._options.identifier == "sha256")
-
-    def _require_ledger(self) -> Ledger:
-        if self._ledger is None:
-            raise EncoderError("the job has not begun")
-        return self._ledger
-
-    def _require_confirmations(self) -> Confirmations:
-        if self._confirmations is None:
-            raise EncoderError("the job has not begun")
-        return self._confirmations
-
-
-def _row_of(item: SourceItem, rows: Sequence[CatalogRow]) -> CatalogRow | None:
-    return next(
-        (row for row in rows if row.page == item.page and row.modality == item.modality), None
-    )
+        if self._options.identifier == "sha256":
+            return by_client
+        return not by_client and str(row.extra.get(STAMP)).partition(" ")[0] == self._naming
 
 
 def _says_the_same(old: CatalogRow, new: CatalogRow) -> bool:
@@ -542,11 +535,8 @@ def _shard_of(item: SourceItem, parts: int) -> int:
     return zlib.crc32(f"{item.document}\0{item.page}".encode()) % parts
 
 
-def stamp_of(item: SourceItem) -> str | None:
-    """By what a file is taken for the one that was read before; None for what is no file here.
-
-    Size and time of the last change, and for a page how it is drawn.
-    """
+def _file_stamp(item: SourceItem) -> str | None:
+    """By what a file is taken for the one that was read before; None for what is no file here."""
     address = urlsplit(item.uri)
     if address.scheme != "file":
         return None
@@ -554,8 +544,7 @@ def stamp_of(item: SourceItem) -> str | None:
         found = os.stat(unquote(address.path))
     except OSError:
         return None
-    stamp = f"{found.st_size} {found.st_mtime_ns}"
-    return stamp if item.page is None else f"{stamp} {item.options.dpi}"
+    return f"{found.st_size} {found.st_mtime_ns}"
 
 
 def make_job(
@@ -611,7 +600,7 @@ def make_job(
     if engine == "ray":
         from s3ec.corpus.ray_encoder import RayEncoder, RayOptions
 
-        encoder = RayEncoder(make, ray or RayOptions(given=2 * batch))
+        encoder = RayEncoder(make, ray or RayOptions(), chunk=batch)
     first = items()  # before anything is counted: it says what is wrong with the source
     total = total_of(source, items, options)
     return Job(corpus, first, encoder, options, total=total, report=report)

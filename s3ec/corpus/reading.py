@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import os
 import re
 import stat
@@ -61,7 +62,8 @@ class ReadOptions:
     Attributes:
         dpi: Dots per inch of a PDF's pages.
         max_bytes: Of one item, and of a PDF file. A larger one is refused.
-        timeout_s: For one item over http, answer and body together.
+        timeout_s: For one item over http, answer and body together; and to draw one page of a
+            PDF file.
         settings: Of the corpus whose credentials and endpoint are used for ``s3://``; None where
             no object is to be read.
         hosts: In lower case, that may be asked over http, also by a redirect; None for any.
@@ -227,7 +229,9 @@ class Reader:
         return count_pages(self._pdf(uri))
 
     def _page(self, uri: str, page: int) -> bytes:
-        return self._bounded(render_page(self._pdf(uri), page, dpi=self._options.dpi))
+        options = self._options
+        drawn = render_page(self._pdf(uri), page, dpi=options.dpi, timeout_s=options.timeout_s)
+        return self._bounded(drawn)
 
     def _pdf(self, uri: str) -> Path | bytes:
         """A local PDF file's path, which opens it for little; the bytes of another one."""
@@ -509,7 +513,9 @@ def count_pages(pdf: Path | bytes) -> int:
         return len(document)
 
 
-def render_page(pdf: Path | bytes, page: int, *, dpi: int = DPI) -> bytes:
+def render_page(
+    pdf: Path | bytes, page: int, *, dpi: int = DPI, timeout_s: float = TIMEOUT_S
+) -> bytes:
     """One page of a PDF file as PNG, filled-in form fields included.
 
     The bytes are the same for the same file, page and dpi while the releases of pypdfium2 and
@@ -519,9 +525,11 @@ def render_page(pdf: Path | bytes, page: int, *, dpi: int = DPI) -> bytes:
         pdf: The file, or its content.
         page: From 1.
         dpi: Dots per inch.
+        timeout_s: For the drawing. PDFium looks at the clock after each 100 objects of a page.
 
     Raises:
-        SourceError: It cannot be opened, has no such page, or the page is too large to be drawn.
+        SourceError: It cannot be opened, has no such page, or the page is too large to be drawn, or
+            takes too long.
         ConfigError: pypdfium2 is not installed.
     """
     pdfium = require("pypdfium2", "'s3ec[corpus]'", "A PDF file")
@@ -539,12 +547,33 @@ def render_page(pdf: Path | bytes, page: int, *, dpi: int = DPI) -> bytes:
                     f"the page is {width} x {height} pixels at {dpi} dpi, and at most "
                     f"{_MAX_PAGE_PIXELS} are drawn; take a smaller dpi"
                 )
-            picture = sheet.render(scale=scale).to_pil()
+            picture = _draw(pdfium, sheet, scale, timeout_s)
         except pdfium.PdfiumError as exc:
             raise SourceError(f"the page cannot be drawn: {exc}") from exc
     png = io.BytesIO()
     picture.save(png, "PNG")
     return png.getvalue()
+
+
+def _draw(pdfium: Any, sheet: Any, scale: float, timeout_s: float) -> Any:
+    """A page as a Pillow image, the same that pypdfium2's ``render`` makes, which has no limit."""
+    raw = pdfium.raw
+    width, height = (math.ceil(points * scale) for points in sheet.get_size())
+    bitmap = pdfium.PdfBitmap.new_native(width, height, raw.FPDFBitmap_BGR)
+    raw.FPDFBitmap_FillRect(bitmap, 0, 0, width, height, 0xFFFFFFFF)
+    end_s = time.monotonic() + timeout_s
+    pause = raw.IFSDK_PAUSE(version=1)
+    pause.NeedToPauseNow = type(pause.NeedToPauseNow)(lambda _: time.monotonic() >= end_s)
+    target = bitmap, sheet, 0, 0, width, height, 0, raw.FPDF_ANNOT
+    status = raw.FPDF_RenderPageBitmap_Start(*target, pause)
+    raw.FPDF_RenderPage_Close(sheet)
+    if status == raw.FPDF_RENDER_TOBECONTINUED:
+        raise SourceError(f"to draw the page takes longer than {timeout_s:g} s (timeout_s)")
+    if status == raw.FPDF_RENDER_FAILED:
+        raise SourceError("the page cannot be drawn")
+    if sheet.formenv:
+        raw.FPDF_FFLDraw(sheet.formenv, *target)
+    return bitmap.to_pil()
 
 
 def _open_pdf(pdf: Path | bytes) -> Any:

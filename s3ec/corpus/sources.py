@@ -7,11 +7,13 @@ held in memory. An item that cannot be named or read is still yielded: its ``rea
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,9 @@ from s3ec.corpus.reading import (
 )
 from s3ec.errors import ConfigError, SourceError
 
-SUFFIXES: Mapping[str, str] = {
-    **dict.fromkeys((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"), "image"),
-    **dict.fromkeys((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"), "video"),
-    **dict.fromkeys((".flac", ".m4a", ".mp3", ".oga", ".ogg", ".opus", ".wav"), "audio"),
-}
-"""What a folder's files are taken for, by their suffix; beside these, ``.pdf``."""
-
+_PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+_FILMS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
+_SOUNDS = (".flac", ".m4a", ".mp3", ".oga", ".ogg", ".opus", ".wav")
 MODALITIES = ("image", "video", "audio")
 _KINDS = (
     "give a folder, a glob such as 'pages/**/*.png', a .jsonl or .parquet list, a .pdf file, or a "
@@ -47,6 +45,25 @@ _LIST_NEEDS = "a list names `document` (or `id`), and one of `path`, `url` and `
 _MAX_LINE_BYTES = 2**20
 _ROWS_AT_A_TIME = 1024
 _CELL_MODALITIES = {"Image": "image", "Audio": "audio", "Video": "video"}
+
+
+@functools.cache
+def suffixes() -> Mapping[str, str]:
+    """The modality of a folder's files, by their suffix; beside these there is ``.pdf``.
+
+    Pictures are what Pillow opens, with the plugins that are registered.
+    """
+    pictures = set(_PICTURES)
+    with suppress(ImportError):
+        from PIL import Image
+
+        known = Image.registered_extensions()
+        pictures |= {suffix for suffix, kind in known.items() if kind in Image.OPEN}
+    return {
+        **dict.fromkeys(pictures, "image"),
+        **dict.fromkeys(_FILMS, "video"),
+        **dict.fromkeys(_SOUNDS, "audio"),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +92,7 @@ class SourceItem:
     def read(self) -> bytes:
         """The file's bytes as they are; of a PDF's page the PNG that is drawn of it.
 
-        Blocks, for at most ``options.timeout_s`` where it is a download over http.
+        Blocks, for at most ``options.timeout_s`` where it is downloaded over http or drawn.
 
         Raises:
             SourceError: It cannot be read.
@@ -105,6 +122,9 @@ def open_source(
     A row of a list has ``document`` or ``id``; one of ``path``, ``url`` and ``uri``; and, if it
     likes, ``page`` and ``modality``. The rest is ``extra``. A path starts at the list's folder. A
     PDF file without ``page`` is an item for each of its pages.
+
+    What is left out is an item that cannot be read: each link to a folder, and one for each suffix
+    that is none of a picture, film, sound or PDF file.
 
     Args:
         options: How items are read.
@@ -143,7 +163,7 @@ def _items_of_file(path: Path, options: ReadOptions) -> Iterator[SourceItem]:
         return _list_items(_jsonl_rows(path), path, "line", options)
     if suffix in (".parquet", ".pq"):
         return _list_items(_parquet_rows(path), path, "row", options)
-    if suffix == ".pdf" or suffix in SUFFIXES:
+    if suffix == ".pdf" or suffix in suffixes():
         return _items_of_files([path], path.parent, options)
     raise ConfigError(f"{path.name} is of no kind that can be read; {_KINDS}", field="source")
 
@@ -152,7 +172,7 @@ def _items_of_file(path: Path, options: ReadOptions) -> Iterator[SourceItem]:
 
 
 def _walk(folder: Path) -> Iterator[Path | tuple[Path, str]]:
-    """Files below a folder in order, and with a reason those folders that cannot be read."""
+    """Files below a folder in order, and with a reason folders that are not looked into."""
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -163,6 +183,9 @@ def _walk(folder: Path) -> Iterator[Path | tuple[Path, str]]:
         path = folder / entry.name
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(path)
+        elif entry.is_symlink() and path.is_dir():
+            fix = "name the folder as a SOURCE, or give a glob, which follows links"
+            yield path, f"links to folders are not followed; {fix}"
         else:
             yield path
 
@@ -182,24 +205,38 @@ def _glob_items(pattern: str, options: ReadOptions) -> Iterator[SourceItem]:
 def _items_of_files(
     found: Iterable[Path | tuple[Path, str]], root: Path, options: ReadOptions
 ) -> Iterator[SourceItem]:
+    known = suffixes()
+    left_out: dict[str, tuple[Path, int]] = {}  # by suffix: the first file, and how many there are
     for each in found:
         path, problem = each if isinstance(each, tuple) else (each, "")
         suffix = path.suffix.lower()
-        if not problem and suffix != ".pdf" and suffix not in SUFFIXES:
-            continue
-        name = str(path.relative_to(root))
-        document = os.fsencode(name).decode("utf-8", "replace")
-        if document != name:
-            problem = "its name is not UTF-8; give it another one"
-        item = SourceItem(
-            document=document,
-            page=None,
-            uri=path.as_uri(),
-            modality=SUFFIXES.get(suffix, "image"),
-            options=options,
-            problem=problem,
+        if problem or suffix == ".pdf" or suffix in known:
+            yield from _pages_of(_item_of_path(path, root, options, problem))
+        else:
+            first, count = left_out.get(suffix, (path, 0))
+            left_out[suffix] = first, count + 1
+    for suffix, (path, count) in left_out.items():
+        what = f"end with {suffix}" if suffix else "have no suffix"
+        problem = (
+            f"left out: {count} of the files {what}, and none is taken for a picture, film, sound "
+            "or PDF file; a glob such as 'pages/**/*.png' names only what is wanted"
         )
-        yield from _pages_of(item)
+        yield _item_of_path(path, root, options, problem)
+
+
+def _item_of_path(path: Path, root: Path, options: ReadOptions, problem: str) -> SourceItem:
+    name = str(path.relative_to(root))
+    document = os.fsencode(name).decode("utf-8", "replace")
+    if document != name:
+        problem = problem or "its name is not UTF-8; give it another one"
+    return SourceItem(
+        document=document,
+        page=None,
+        uri=path.as_uri(),
+        modality=suffixes().get(path.suffix.lower(), "image"),
+        options=options,
+        problem=problem,
+    )
 
 
 def _pages_of(item: SourceItem) -> Iterator[SourceItem]:
@@ -262,7 +299,7 @@ def _item_of_row(row: Mapping[str, Any], folder: Path, options: ReadOptions) -> 
     except ValueError:  # whose message repeats a part of it
         raise ValueError("its place is no URL") from None
     page = _page(rest.pop("page", None))
-    modality = rest.pop("modality", None) or SUFFIXES.get(suffix, "image")
+    modality = rest.pop("modality", None) or suffixes().get(suffix, "image")
     if modality not in MODALITIES:
         raise ValueError(f"`modality` is one of {', '.join(MODALITIES)}")
     extra = {key: plain(value) for key, value in rest.items() if value is not None}

@@ -11,12 +11,12 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from s3ec.corpus.encoder import ConfirmedCheck, Encoded, EncoderError, Picture
+from s3ec.corpus.encoder import Encoded, EncoderError, Picture
 from s3ec.corpus.sources import SourceItem
-from s3ec.errors import ConfigError
+from s3ec.errors import ConfigError, SourceError
 from s3ec.identity import Namespace
 
 
@@ -27,7 +27,7 @@ class Copier:
     Attributes:
         log: The file.
         model: Where it saves; ``wrong`` is refused, ``own`` differs in each process.
-        gate: Nothing is done with an item while this file is not there.
+        gate: Nothing is encoded while this file is not there.
     """
 
     log: Path
@@ -35,57 +35,46 @@ class Copier:
     gate: Path | None = None
     readers: int = 2
     is_running: bool = False
-    _stopped: list[bool] = field(default_factory=list)
+    start_s: float = 0.0
+    naming: str = "1:abc"
 
     def note(self, what: str, number: int = 0) -> None:
         with self.log.open("a") as file:
             file.write(f"{os.getpid()} {what} {number}\n")
 
-    def confirmed_by(self, check: ConfirmedCheck) -> None:
-        pass
-
     def namespace(self) -> Namespace:
         if self.model == "wrong":
             raise ConfigError("no such model", field="model")
-        if self.model == "never":
-            raise EncoderError("vLLM did not start: no memory")
         own = str(os.getpid()) if self.model == "own" else self.model
         return Namespace(name=own, descriptor={})
 
     def read(self, number: int, item: SourceItem) -> Picture:
-        self.note("read", number)
         data = item.read()
         sha256 = hashlib.sha256(data).hexdigest()
         return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
 
     def identify(self, picture: Picture) -> str | None:
-        return None
+        if picture.data == b"bad":
+            raise SourceError("no picture")
+        return picture.uuid
 
-    def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
+    def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
+        if self.model == "never":
+            raise EncoderError("vLLM did not start: no memory")
         self.is_running = True
         for picture in pictures:
-            if self._stopped:
-                return
-            if picture is None:
-                time.sleep(0.001)
-                continue
             self.note("given", picture.number)
             while self.gate is not None and not self.gate.exists():
-                if self._stopped:
-                    return
                 time.sleep(0.001)
             if picture.data == b"kills":
                 os.kill(os.getpid(), signal.SIGKILL)
             if picture.data == b"ends":
                 raise EncoderError("the engine ended")
             self.note("encoded", picture.number)
-            if picture.data == b"bad":
-                yield Encoded(picture.number, None, "no picture")
-            else:
-                yield Encoded(picture.number, f"id-{picture.number}")
+            yield Encoded(picture.number, picture.uuid or f"id-{picture.number}")
 
     def stop(self) -> None:
-        self._stopped.append(True)
+        pass
 
     def close(self) -> None:
         self.note("closed")

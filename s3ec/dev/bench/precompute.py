@@ -180,7 +180,7 @@ def _job_child(pipe: Connection, model: str, settings: Mapping[str, Any]) -> Non
         seconds = 0.0
         clock: _Clock | None = None
 
-        def encode(self, pictures: Iterable[Picture | None]) -> Iterator[Encoded]:
+        def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
             if self.clock is None:
                 self._vllm_config()
                 self._start()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,30 +41,57 @@ def test_options_that_cannot_work_are_refused(
     assert says in " ".join(refused.stderr.split())
 
 
-def test_a_row_of_another_source_gives_status_3_and_is_replaced_where_that_is_asked_for(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of pictures, beside a corpus, for an encoder that writes as vLLM does."""
+
     def encoder(model: str, settings: Settings, **_: Any) -> FakeEncoder:
-        return FakeEncoder(Corpus(settings))
+        def write(count: int) -> None:
+            sys.stdout.write("a logger's line\n")
+            os.write(2, b"a process's line\n")
+
+        return FakeEncoder(Corpus(settings), before_each=write)
 
     monkeypatch.setattr("s3ec.corpus.precompute.VllmEncoder", encoder)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("S3EC_URL", (tmp_path / "corpus").as_uri())
     monkeypatch.setenv("S3EC_CACHE_DIR", str(tmp_path / "tier"))
-    for name, data in {"corpus": None, "one": b"one", "two": b"two"}.items():
-        (tmp_path / name).mkdir()
-        if data is not None:
-            (tmp_path / name / "a.png").write_bytes(data)
+    (tmp_path / "corpus").mkdir()
+    made = tmp_path / "pages"
+    made.mkdir()
+    return made
 
-    def run(name: str, *words: str, code: int) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(
-            cli("precompute", str(tmp_path / name), "--model", "m", *words, code=code).stdout
-        )
-        return found
 
-    run("one", "--json", code=0)
-    refused = run("two", "--json", code=3)
-    assert (refused["kept_count"], refused["replaced_count"]) == (1, 0)
-    told = cli("precompute", str(tmp_path / "two"), "--model", "m", code=3).stderr
-    assert "the catalogue has another file under it" in told
-    done = run("two", "--json", "--replace", code=0)
-    assert (done["kept_count"], done["replaced_count"]) == (0, 1)
+def test_last_lines_name_what_failed_what_was_replaced_and_the_log(
+    cli: Cli, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a.png").write_bytes(b"one")
+    (folder / "b.png").write_bytes(b"broken")
+    command = "precompute", str(folder), "--model", "m"
+    shown = cli(*command, code=3)
+    first, last = shown.stdout.splitlines()[-2:]
+    assert first == "not encoded: b.png: cannot identify image file"
+    log = Path(last.removeprefix("what vLLM wrote: "))
+    assert sorted(log.read_text().splitlines()) == ["a logger's line", "a process's line"]
+    assert "line" not in shown.stderr + "".join(capfd.readouterr())
+    (folder / "a.png").write_bytes(b"other")
+    (folder / "b.png").unlink()
+    assert cli(*command).stdout.splitlines()[-2] == "replaced: a.png: its file has changed"
+    assert cli.json(*command)["log"].endswith(".log")
+
+
+def test_verbose_shows_what_vllm_writes_and_keeps_no_log(
+    cli: Cli, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a.png").write_bytes(b"one")
+    shown = cli("precompute", str(folder), "--model", "m", "-v")
+    assert sorted(capfd.readouterr().err.splitlines()) == ["a logger's line", "a process's line"]
+    assert "what vLLM wrote" not in shown.stdout
+    assert not list(folder.parent.glob("*.log"))
+
+
+def test_what_is_left_out_gives_status_3(cli: Cli, folder: Path) -> None:
+    (folder / "a.png").write_bytes(b"one")
+    (folder / "notes.txt").touch()
+    found = json.loads(cli("precompute", str(folder), "--model", "m", "--json", code=3).stdout)
+    assert [each["document"] for each in found["failures"]] == ["notes.txt"]

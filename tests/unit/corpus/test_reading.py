@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pypdfium2
 import pytest
 from PIL import Image
 
@@ -29,7 +30,7 @@ from s3ec.corpus.reading import (
 from s3ec.errors import SourceError
 from s3ec.settings import Settings
 from s3ec.testing.server import HOST, REGION, LocalS3
-from tests.support.pdfs import make_pdf
+from tests.support.pdfs import make_busy_pdf, make_pdf
 from tests.support.serving import running
 from tests.support.waiting import DEADLINE_S
 
@@ -255,6 +256,23 @@ def test_several_threads_may_draw_at_once(tmp_path: Path) -> None:
 def test_page_that_is_too_large_to_draw_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="take a smaller dpi"):
         render_page(make_pdf(1, size=(1000, 1000)), 1, dpi=1200)
+
+
+def test_a_page_is_drawn_as_pypdfium2_does_it() -> None:
+    for pdf in (make_pdf(1), make_busy_pdf(300)):
+        document = pypdfium2.PdfDocument(pdf)
+        document.init_forms()
+        theirs = document[0].render(scale=150 / 72).to_pil()
+        with Image.open(io.BytesIO(render_page(pdf, 1, dpi=150))) as ours:
+            assert ours.tobytes() == theirs.tobytes()
+        document.close()
+
+
+def test_page_that_takes_too_long_is_refused_and_the_next_one_is_drawn() -> None:
+    pdf = make_busy_pdf(300)
+    with pytest.raises(SourceError, match=r"takes longer than 0 s \(timeout_s\)"):
+        render_page(pdf, 1, timeout_s=0)
+    assert render_page(pdf, 1) == render_page(pdf, 1)
 
 
 def test_content_that_is_no_pdf_is_refused() -> None:

@@ -69,7 +69,6 @@ def reason_of(item: SourceItem) -> str:
 def test_folder_gives_its_files_by_suffix_in_order(tmp_path: Path) -> None:
     write(tmp_path / "b" / "two.JPG", b"second")
     write(tmp_path / "a.png", b"first")
-    write(tmp_path / "notes.txt")
     write(tmp_path / "clip.mp4")
     write(tmp_path / "b" / "sound.wav")
     found = list(open_source(str(tmp_path)))
@@ -81,6 +80,37 @@ def test_folder_gives_its_files_by_suffix_in_order(tmp_path: Path) -> None:
     ]
     assert [item.read() for item in found][::2] == [b"first", b"second"]
     assert found[0].uri == (tmp_path / "a.png").as_uri()
+
+
+def test_whatever_pillow_opens_is_a_picture(tmp_path: Path) -> None:
+    for suffix in ("avif", "jfif", "jpe", "ppm", "MPG"):
+        write(tmp_path / f"a.{suffix}")
+    found = {item.document: item.modality for item in open_source(str(tmp_path))}
+    pictures = dict.fromkeys(("a.avif", "a.jfif", "a.jpe", "a.ppm"), "image")
+    assert found == {**pictures, "a.MPG": "video"}
+
+
+def test_what_is_left_out_is_an_item_that_cannot_be_read(tmp_path: Path) -> None:
+    write(tmp_path / "pages" / "a.png")
+    write(tmp_path / "pages" / "b" / "notes.TXT")
+    write(tmp_path / "pages" / "more.txt")
+    write(tmp_path / "pages" / "README")
+    write(tmp_path / "elsewhere" / "c.png")
+    (tmp_path / "pages" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "pages" / "loop").symlink_to(tmp_path / "pages" / "loop")
+    picture, link, bare, texts = open_source(str(tmp_path / "pages"))
+    assert picture.document == "a.png"
+    assert (link.document, reason_of(link)) == (
+        "link",
+        "links to folders are not followed; name the folder as a SOURCE, or give a glob, which "
+        "follows links",
+    )
+    assert texts.document == "b/notes.TXT"
+    assert reason_of(texts).startswith("left out: 2 of the files end with .txt, and none is taken")
+    assert bare.document == "README"
+    assert reason_of(bare).startswith("left out: 2 of the files have no suffix")
+    found = open_source(f"{tmp_path}/pages/**/*.png")
+    assert sorted(names(found)) == [("a.png", None), ("link/c.png", None)]
 
 
 def test_reading_does_not_decode(tmp_path: Path) -> None:
