@@ -44,6 +44,8 @@ Identifier = Literal["content", "sha256"]
 # Items that are read and named ahead of the encoder, for each thread that reads.
 _AHEAD = 4
 _REPORT_EVERY = 64
+# Stands for that of a file that another process will read.
+_ANY_SUM = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,12 @@ class _Planned:
     is_renewed: bool = False
     found: str | None = None
     picture: Picture | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether bucket and catalogue had it before."""
+        left = self.failure or self.row or self.found or self.picture
+        return self.is_renewed or left is None
 
 
 @dataclass(slots=True)
@@ -362,8 +370,7 @@ class Job:
         report.read_bytes += plan.read_bytes
         if plan.failure is not None:
             report.failures.append(plan.failure)
-        elif plan.is_renewed or (plan.row or plan.found or plan.picture) is None:
-            report.done_before += 1
+        report.done_before += plan.is_done
         if report.items % _REPORT_EVERY == 0 or self._under_way:
             self._show()
 
@@ -412,6 +419,11 @@ class Job:
         if encoded.sha256 and not begun.origin.sha256:  # another process has read it
             begun.origin = replace(begun.origin, sha256=encoded.sha256)
             self.report.read_bytes += encoded.nbytes
+            plan = self._plan_known(self._row_of(begun.origin.item), begun.origin, 0)
+            if plan is not None and encoded.identifier is not None:
+                self.report.done_before += plan.is_done
+                self._picture_of(plan)
+                return
             self._note_replaced(begun.origin)
         key = None
         if encoded.identifier is not None:
@@ -483,18 +495,14 @@ class Job:
             picture = self._encoder.read(number, item)
             sha256, nbytes = picture.sha256, picture.nbytes
         origin = Origin(item, sha256, stamp)
-        known = mine
-        if mine is None or mine.sha256 != sha256 or not self._is_wanted(mine):
-            known = ledger.catalogue.by_sha256(sha256)
-        if known is not None and self._is_wanted(known) and known.modality == item.modality:
-            key = ledger.key(known.identifier)
-            if key is not None and ledger.holds(key):
-                return self._plan_row(known, mine, origin, nbytes)
+        plan = self._plan_known(mine, origin, nbytes)
+        if plan is not None:
+            return plan
         if picture is None:
             picture = self._encoder.read(number, item)
             nbytes = picture.nbytes
             origin = replace(origin, sha256=picture.sha256)
-        ledger.require_row(origin)
+        ledger.require_row(replace(origin, sha256=origin.sha256 or _ANY_SUM))
         if self._options.identifier == "sha256":
             picture = replace(picture, uuid=f"sha256:{picture.sha256}")
         name = self._encoder.identify(picture)
@@ -504,6 +512,18 @@ class Job:
         if mine is not None and mine.identifier == name:
             return self._plan_row(mine, mine, origin, nbytes)
         return _Planned(nbytes, origin, found=name if ledger.has_catalogue else None)
+
+    def _plan_known(self, mine: CatalogRow | None, origin: Origin, nbytes: int) -> _Planned | None:
+        """A plan by what the catalogue says of a file; None where it knows too little."""
+        known = mine
+        if mine is None or mine.sha256 != origin.sha256 or not self._is_wanted(mine):
+            known = self._ledger.catalogue.by_sha256(origin.sha256)
+        if known is None or not self._is_wanted(known) or known.modality != origin.item.modality:
+            return None
+        key = self._ledger.key(known.identifier)
+        if key is None or not self._ledger.holds(key):
+            return None
+        return self._plan_row(known, mine, origin, nbytes)
 
     def _plan_row(
         self, known: CatalogRow, mine: CatalogRow | None, origin: Origin, nbytes: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -24,8 +25,8 @@ from s3ec.corpus import Corpus
 from s3ec.corpus.encoder import VllmEncoder
 
 WORKERS = 2
-# Items that a worker has at a time, so many more than its engine has.
-GIVEN, BATCH = 12, 4
+# Items of a chunk, so many more than the engine has at a time.
+CHUNK, BATCH = 12, 4
 # Between two embeddings of a worker: announcements come every 2 s, and one has to come before the
 # last picture is encoded.
 _PAUSE_S = 0.15
@@ -149,6 +150,7 @@ def run_killing_one(
             driver.terminate()
             driver.wait()
             text = (folder / "log").read_text(errors="replace")
+            text += report.read_text() if report.exists() else ""
             raise RuntimeError(f"the job did not end ({exc}): {text[-4000:]}") from exc
     if not report.exists():
         text = (folder / "log").read_text(errors="replace")
@@ -231,7 +233,8 @@ def _find_victim(
             nonlocal told
             corpus.run(lambda store: ledger.refresh())
             encoded = _encoded(notes)
-            told = frozenset(filter(ledger.holds_identifier, set().union(*encoded.values())))
+            keys = {name: ledger.key(name) for name in set().union(*encoded.values())}
+            told = frozenset(name for name, key in keys.items() if key and ledger.holds(key))
             victims.extend(pid for pid, names in encoded.items() if names & told and names - told)
             return bool(victims)
 
@@ -252,9 +255,28 @@ def stored(settings: Mapping[str, Any]) -> frozenset[str]:
         return frozenset(entry.label for entry in corpus.list())
 
 
+def start_ray(cpus: int) -> None:
+    """Start a Ray on loopback, with its files below RAY_TMPDIR."""
+    os.environ |= {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # has it use loopback, on any system
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+    }
+    import ray
+
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
+
+
 def main() -> None:
-    """The driver."""
+    """The driver; or the command line, where the arguments are such."""
     spec = json.loads(sys.argv[1])
+    start_ray(WORKERS)
+    if isinstance(spec, list):
+        sys.argv[1:] = spec
+        runpy.run_module("s3ec", run_name="__main__", alter_sys=True)
+        return
     from s3ec.config import load_settings
     from s3ec.corpus.precompute import Job
     from s3ec.corpus.ray_encoder import RayEncoder, RayOptions
@@ -270,9 +292,9 @@ def main() -> None:
         engine_args=ENGINE,
         batch=BATCH,
     )
-    options = RayOptions(workers=(WORKERS, WORKERS), gpus=0, cpus=1, given=GIVEN)
+    options = RayOptions(workers=(WORKERS, WORKERS), gpus=0, cpus=1)
     with Corpus(settings) as corpus:
-        job = Job(corpus, open_source(spec["source"]), RayEncoder(make, options))
+        job = Job(corpus, open_source(spec["source"]), RayEncoder(make, options, chunk=CHUNK))
         try:
             job.run()
         finally:

@@ -70,13 +70,14 @@ def by_command(
     pictures: Path, model: Path, where: Mapping[str, Any], env: Mapping[str, str]
 ) -> dict[str, Any]:
     """What ``s3ec precompute --engine ray`` reports."""
+    words = [
+        *("precompute", str(pictures), "--model", str(model)),
+        *("--config", json.dumps(where), "--engine-args", json.dumps(ENGINE)),
+        *("--engine", "ray", "--ray-workers", "1", "--ray-gpus", "0", "--ray-cpus", "1"),
+        "--json",
+    ]
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "s3ec", "precompute", str(pictures), "--model", str(model)),
-            *("--config", json.dumps(where), "--engine-args", json.dumps(ENGINE)),
-            *("--engine", "ray", "--ray-workers", "1", "--ray-gpus", "0", "--ray-cpus", "1"),
-            "--json",
-        ],
+        [sys.executable, "-m", "tests.e2e.ray_job", json.dumps(words)],
         env=dict(env),
         capture_output=True,
         text=True,

@@ -56,6 +56,7 @@ class FakeEncoder:
         encoded: Bytes of what it was given.
         before_each: Called with the number of those before each picture.
         at_once: Takes all pictures before it encodes the first.
+        reads_later: It knows nothing of a picture before it encodes it, as on a cluster.
     """
 
     corpus: Corpus
@@ -63,6 +64,7 @@ class FakeEncoder:
     tenant: Tenant | None = None
     saves: bool = True
     before_each: Callable[[int], None] = lambda count: None
+    reads_later: bool = False
     encoded: list[bytes] = field(default_factory=list)
     is_running: bool = False
     is_closed: bool = False
@@ -84,11 +86,18 @@ class FakeEncoder:
         return NAMESPACE
 
     def read(self, number: int, item: SourceItem) -> Picture:
+        if self.reads_later:
+            return Picture(number, item.modality, b"", item=item)
+        return self.read_now(number, item)
+
+    def read_now(self, number: int, item: SourceItem) -> Picture:
         data = item.read()
         sha256 = hashlib.sha256(data).hexdigest()
         return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
 
     def identify(self, picture: Picture) -> str | None:
+        if self.reads_later:
+            return None
         if picture.data.startswith(b"broken"):
             raise SourceError("cannot identify image file")
         with self.lock:
@@ -96,19 +105,26 @@ class FakeEncoder:
         return picture.uuid or (name_of(picture.data) if self.can_name else None)
 
     def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
-        for picture in list(pictures) if self.at_once else pictures:
+        for given in list(pictures) if self.at_once else pictures:
+            picture = given
             self.is_running = True
             self.before_each(len(self.encoded))
             if self.stopped.is_set():
                 return
+            read: dict[str, Any] = {}
+            if self.reads_later:
+                assert given.item is not None
+                picture = self.read_now(given.number, given.item)
+                read = {"sha256": picture.sha256, "nbytes": picture.nbytes}
             self.encoded.append(picture.data)
             if picture.data.startswith(b"too large"):
-                yield Encoded(picture.number, None, "ValueError: the prompt is too long")
+                problem = "ValueError: the prompt is too long"
+                yield Encoded(picture.number, None, problem, **read)
                 continue
             identifier = picture.uuid or name_of(picture.data)
             if self.saves:
                 save(self.corpus, identifier, self.tenant)
-            yield Encoded(picture.number, identifier)
+            yield Encoded(picture.number, identifier, **read)
 
     def stop(self) -> None:
         self.stopped.set()
@@ -320,6 +336,20 @@ def test_what_came_later_is_added(desk: Desk) -> None:
     desk.write(b=b"two")
     report, encoder = desk.run()
     assert (report.done_before, report.encoded, encoder.encoded) == (1, 1, [b"two"])
+
+
+def test_what_only_the_encoder_reads_is_catalogued_with_the_sums_of_its_files(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two")
+    first, _ = desk.run(reads_later=True)
+    assert (first.status, first.encoded, first.read_bytes) == ("complete", 2, 6)
+    assert desk.rows()["a.png"].sha256 == hashlib.sha256(b"one").hexdigest()
+    desk.write(b=b"three")
+    second, encoder = desk.run(reads_later=True)
+    assert (second.done_before, second.encoded, encoder.encoded) == (1, 1, [b"three"])
+    assert [each.document for each in second.replaced] == ["b.png"]
+    os.utime(desk.folder / "a.png", (1, 1))
+    third, _ = desk.run(reads_later=True)
+    assert (third.status, third.done_before, third.encoded) == ("complete", 2, 0)
 
 
 def test_what_cannot_be_read_is_listed_and_stops_nothing(desk: Desk) -> None:

@@ -38,12 +38,12 @@ def _cluster() -> Iterator[None]:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is not installed")
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_worker_niceness", "0")
+        for name in ("ENABLE_WINDOWS_OR_OSX_CLUSTER", "USAGE_STATS_ENABLED", "worker_niceness"):
+            patch.setenv(f"RAY_{name}", "0")
         patch.setenv("RAY_TMPDIR", folder)
         import ray
 
+        # With the first variable: on loopback, on any system.
         patch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False)
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         ray.init("local", num_cpus=4, include_dashboard=False, **quiet)
