@@ -30,6 +30,9 @@ FROM_NOWHERE = {
     "lookups.node.miss": 1,
     "lookups.bucket.miss": 1,
 }
+REASONS = ("absent", "declined", "late", "failed", "unfit", "down", "unshared", "stopped")
+"""Why an input was encoded; ``metrics.py`` says what each means."""
+ENCODED = {reason: {**FROM_NOWHERE, f"encoded.{reason}": 1} for reason in REASONS}
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 
 from s3ec.counters import Increments
@@ -266,6 +266,22 @@ _LABELLED: dict[str, _Labelled] = {
             "refused.REASON": "The tensor cannot be stored, for a reason as of `s3ec_corrupt`.",
         },
     ),
+    "encoded.": (
+        "encoded",
+        "Encoder inputs that were encoded, by why. In sum `s3ec_misses`.",
+        ("reason",),
+        {
+            "absent": "Neither the index nor this node knew it, or the bucket did not have it.",
+            "declined": "It is in the bucket, and to wait for it was not worth it (`wait`).",
+            "late": "It is in the bucket, and did not come while its request waited.",
+            "failed": "It is in the bucket, and its fetch failed a moment ago.",
+            "unfit": "It is in the bucket, and it is unusable or of another size than the request "
+            "needs.",
+            "down": "The bucket is not asked since it failed, or this node's disk does not answer.",
+            "unshared": "The identifier may not be shared, so nothing is stored under it.",
+            "stopped": "This engine loads nothing; its log says why.",
+        },
+    ),
     "lookups.": (
         "lookups",
         "Where the encoder inputs of requests were found, once for each input that a step needed. "
@@ -361,6 +377,7 @@ class EngineMetrics:
             node: The scheduler half's.
         """
         self._node = node
+        self._wait = node.settings.wait
         self._unsent = Increments(node.counters)
         self._unsaid = Increments(node.counters)
         self._lock = threading.RLock()  # of the latter; a signal handler may close it, see Counters
@@ -409,7 +426,7 @@ class EngineMetrics:
 
     def _tell(self) -> None:
         with self._lock:
-            line = line_of(self._unsaid.take())
+            line = line_of(self._unsaid.take(), wait=self._wait)
         if line is not None:
             log.info("%s", line)
 
@@ -420,11 +437,12 @@ class EngineMetrics:
                 self._tell()
 
 
-def line_of(counts: Mapping[str, float]) -> str | None:
+def line_of(counts: Mapping[str, float], *, wait: str = "auto") -> str | None:
     """One line about what was counted in a while; None where nothing of interest was.
 
     Args:
         counts: Increments.
+        wait: The setting.
     """
     if not any(name.startswith(_OF_INTEREST) for name in counts):
         return None
@@ -450,4 +468,35 @@ def line_of(counts: Mapping[str, float]) -> str | None:
     problems = sum(amount for name, amount in counts.items() if name.startswith("save_problem."))
     if problems:
         said.append(f"{problems:.0f} problems with saves")
-    return "s3ec: " + ", ".join(said)
+    return "; ".join(["s3ec: " + ", ".join(said), *_why_encoded(counts, wait)])
+
+
+def _why_encoded(counts: Mapping[str, float], wait: str) -> Iterator[str]:
+    """Why pictures were encoded though the bucket has them."""
+
+    def get(name: str) -> float:
+        return counts.get(name, 0)
+
+    if late := get("encoded.declined") + get("encoded.late"):
+        times = []
+        if fetched := get("fetch_items.bucket"):
+            times.append(f"a fetch takes {_ms(get('fetch_seconds.bucket') / fetched)}")
+        if get("encode.seconds"):
+            verb = "" if times else " takes"
+            times.append(f"an encode{verb} {_ms(get('encode.seconds') / get('misses'))}")
+        why = "; ".join(filter(None, (", ".join(times), f"wait: {wait}")))
+        yield f"{_pictures(late, 'in the bucket and')} encoded: {why}"
+    if down := get("encoded.down"):
+        yield f"{_pictures(down)} encoded while the bucket or the disk was not asked"
+    if bad := get("encoded.failed") + get("encoded.unfit"):
+        yield f"{_pictures(bad, 'in the bucket and')} encoded, since they could not be used"
+
+
+def _pictures(count: float, where: str = "") -> str:
+    """Such as ``8 pictures are in the bucket and were``."""
+    noun, be, was = ("picture", "is", "was") if count == 1 else ("pictures", "are", "were")
+    return f"{count:.0f} {noun} " + (f"{be} {where} {was}" if where else was)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"

@@ -29,9 +29,9 @@ from s3ec.connector.item_tracker import (
     State,
 )
 from s3ec.connector.lookups import (
+    ENCODED,
     FROM_BUCKET,
     FROM_NODE,
-    FROM_NOWHERE,
     DeviceLookups,
     has_rows,
 )
@@ -544,13 +544,37 @@ class SchedulerHalf:
         if granted:
             self._granted(identifier, feature.modality, rows)
             return
-        self._counters.add_all(FROM_NOWHERE)
+        self._counters.add_all(ENCODED[self._why_encoded(request_id, identifier)])
         self._plan.encodes[identifier] = Encode(feature.modality, rows)
         if self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
             has_one_form = self._crowded is None or _token(identifier) not in self._crowded
             if key is not None and has_one_form:
                 self._save(identifier, self.save_orders.order(key, feature), request)
+
+    def _why_encoded(self, request_id: str, identifier: str) -> str:
+        """A key of ENCODED: why the encoder makes an input that is not granted."""
+        role = self._role
+        if self._stopped or (role.consumer and not role.can_load):
+            return "stopped"
+        key = self._keys(identifier)
+        if key is None:
+            return "unshared"
+        if self._hung:
+            return "down"
+        item = self._items.get(identifier)
+        if item is None:
+            is_down = self._down and role.consumer and self._index.maybe_contains(key)
+            return "down" if is_down else "absent"
+        if item.state is FETCHING:
+            if item.promised:
+                return "absent"
+            if self._down and not self._local(key):
+                return "down"
+            return "late" if request_id in self.waits.records else "declined"
+        if item.state is FAILED and item.may_come:
+            return "absent" if item.was_absent else "failed"
+        return "unfit"
 
     def _granted(self, identifier: str, modality: str, rows: int) -> None:
         """The encoder need not make this: have it loaded, where this instance loads."""

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each encode is counted with its reason, and the line in the log says it with both times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from s3ec.connector.lookups import REASONS
+from s3ec.connector.metrics import LABELLED, line_of
+from s3ec.connector.waiting import EngineLoad, WaitPolicy
+from s3ec.encode_costs import EncodeCosts
+from s3ec.prefetch import FetchOutcome
+from tests.unit.connector.scheduling import ROWS, World, feature, request
+
+
+def reasons(here: World) -> dict[str, float]:
+    counts = here.counters.snapshot()
+    found = {name: counts.get(f"encoded.{name}", 0) for name in REASONS}
+    assert sum(found.values()) == counts.get("misses", 0)
+    return {name: count for name, count in found.items() if count}
+
+
+def cheap() -> WaitPolicy:
+    """To encode takes 1 ms, so no fetch is worth a wait."""
+    policy = WaitPolicy(EncodeCosts({("image", ROWS.bit_length()): 0.001 / ROWS}), EngineLoad(2))
+    policy.times.of("bucket", ROWS).add(0.05)
+    return policy
+
+
+def test_every_reason_has_its_meaning() -> None:
+    assert tuple(LABELLED["encoded."][3]) == REASONS
+
+
+def test_what_the_index_does_not_know_is_absent() -> None:
+    here = World()
+    assert here.run(request("r", feature("a"))) == [False]
+    assert reasons(here) == {"absent": 1}
+
+
+def test_a_fetch_that_is_not_worth_the_wait_is_declined() -> None:
+    here = World(policy=cheap())
+    here.stock("a")
+    assert here.run(request("r", feature("a"))) == [False]
+    assert reasons(here) == {"declined": 1}
+
+
+def test_a_fetch_that_did_not_come_in_time_is_late() -> None:
+    here = World()
+    asker = here.defer("a")
+    here.clock.now_s += 3.0
+    assert here.run(asker) == [False]
+    assert reasons(here) == {"late": 1}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "how", "reason"),
+    [
+        (FetchOutcome.UNAVAILABLE, {}, "failed"),
+        (FetchOutcome.ABSENT, {}, "absent"),
+        (FetchOutcome.READY, {"holds": ROWS + 1}, "unfit"),
+    ],
+)
+def test_a_fetch_that_brought_nothing_says_why(
+    outcome: FetchOutcome, how: dict[str, Any], reason: str
+) -> None:
+    here = World()
+    asker = here.defer("a")
+    here.finish("a", outcome, **how)
+    assert here.run(asker) == [False]
+    assert reasons(here) == {reason: 1}
+
+
+def test_an_entry_of_other_rows_is_unfit() -> None:
+    here = World()
+    here.bring("a")
+    assert here.run(request("r", feature("a", rows=ROWS + 1))) == [False]
+    assert reasons(here) == {"unfit": 1}
+
+
+def test_a_store_that_is_not_asked_and_a_disk_that_hangs_are_down() -> None:
+    here = World()
+    here.stock("a", "b")
+    here.store.is_open = True
+    assert here.run(request("r", feature("a"))) == [False]
+    assert here.run(request("s", feature("c"))) == [False]
+    assert reasons(here) == {"down": 1, "absent": 1}
+    here.step()
+    here.store.is_open, here.disk.hangs = False, True
+    assert here.run(request("t", feature("b"))) == [False]
+    assert reasons(here) == {"down": 2, "absent": 1}
+
+
+def test_an_identifier_that_is_not_shared_and_an_engine_that_stopped_are_told_apart() -> None:
+    here = World()
+    assert here.run(request("r", feature("", raw=True))) == [False]
+    here.half.stop()
+    here.stock("a")
+    assert here.run(request("s", feature("a"))) == [False]
+    assert reasons(here) == {"unshared": 1, "stopped": 1}
+
+
+def test_a_producer_encodes_what_the_bucket_lacks() -> None:
+    here = World(producer=True, consumer=False)
+    assert here.run(request("r", feature("a"))) == [False]
+    assert reasons(here) == {"absent": 1}
+
+
+# -- the line ------------------------------------------------------------------------------------
+
+COUNTS = {"misses": 8, "encode.seconds": 0.064}
+FETCHES = {"fetch_items.bucket": 4, "fetch_bytes.bucket": 1e6, "fetch_seconds.bucket": 0.044}
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        (
+            {**COUNTS, **FETCHES, "encoded.declined": 6, "encoded.late": 2},
+            "; 8 pictures are in the bucket and were encoded: a fetch takes 11 ms, an encode "
+            "8.0 ms; wait: auto",
+        ),
+        (
+            {"misses": 1, "encoded.late": 1},
+            "; 1 picture is in the bucket and was encoded: wait: auto",
+        ),
+        (
+            {"misses": 3, "encoded.down": 3},
+            "; 3 pictures were encoded while the bucket or the disk was not asked",
+        ),
+        (
+            {"misses": 3, "encoded.failed": 2, "encoded.unfit": 1},
+            "; 3 pictures are in the bucket and were encoded, since they could not be used",
+        ),
+    ],
+)
+def test_the_line_says_why_there_were_no_hits(counts: dict[str, float], says: str) -> None:
+    line = line_of(counts)
+    assert line is not None
+    assert line.endswith(says)
+
+
+def test_the_line_says_nothing_of_what_the_bucket_does_not_have() -> None:
+    line = line_of({"misses": 8, "encoded.absent": 7, "encoded.unshared": 1})
+    assert line == "s3ec: 0 hits (0 device, 0 node, 0 bucket), 8 encoded"
