@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encode on a Ray cluster: Ray Data runs one vLLM in each worker.
 
-``RayEncoder`` is the job's encoder. It hands chunks of items to ``Dataset.map_batches`` and joins
-the results. Ray places the workers, starts them again, and retries the chunks of one that died. A
-chunk says where its items lie, not their bytes: the worker reads them.
+``RayEncoder`` hands chunks of items to ``Dataset.map_batches`` and joins the results. Ray places
+the workers, starts them again, and retries the chunks of one that died. A chunk says where its
+items lie, not their bytes: the worker reads them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from s3ec.corpus.encoder import Encoded, Encoder, EncoderError, Picture
@@ -28,14 +29,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of one chunk, when its worker dies.
-_RETRIES = 2
-# Chunks that may fail for each worker before the job ends: then it is not the pictures.
-_FAILED_CHUNKS = 2
-# While one chunk is encoded a worker reads the next one.
-_CHUNKS_AT_A_TIME = 2
-# A cluster may have to start a machine for the first worker.
-_PLACED_S = 1800.0
+_RETRIES = 2  # of a chunk whose worker dies
+_FAILED_CHUNKS = 2  # of each worker, before the job ends: then it is not the pictures
+_CHUNKS_AT_A_TIME = 2  # while one is encoded a worker reads the next one
+_PLACED_S = 1800.0  # a cluster may have to start a machine for the first worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +45,6 @@ class RayOptions:
         workers: How many there are at least and at most.
         gpus: Of each worker.
         cpus: Of each worker.
-
-    Raises:
-        ConfigError: A number is out of its range.
     """
 
     address: str | None = None
@@ -85,11 +79,7 @@ class Worker:
         self._lock = threading.Lock()
 
     def __call__(self, batch: Any) -> Any:
-        """Encode a chunk: a ``pyarrow.Table`` with one row, a pickled list of pictures.
-
-        Raises:
-            S3ECError: The engine does not start here.
-        """
+        """Encode a chunk: a ``pyarrow.Table`` with one row, a pickled list of pictures."""
         import pyarrow as pa
 
         pictures = pickle.loads(batch["chunk"][0].as_py())  # noqa: S301  our own driver's
@@ -121,10 +111,9 @@ class Worker:
 
     def _read(self, picture: Picture) -> Picture | Encoded:
         """The picture with its bytes, decoded; or why it cannot be had."""
+        item: Any = picture.item
         try:
-            if picture.item is None:
-                raise SourceError("it is not known where it lies")
-            found = self._encoder.read(picture.number, picture.item)
+            found = self._encoder.read(picture.number, item)
             if picture.uuid is not None:  # the driver does not know the sum
                 found = replace(found, uuid=f"sha256:{found.sha256}")
             self._encoder.identify(found)
@@ -154,7 +143,7 @@ class RayEncoder:
     def __init__(
         self, make_encoder: Callable[[], Encoder], options: RayOptions, *, chunk: int = 64
     ) -> None:
-        """Nothing is started yet.
+        """Start nothing yet.
 
         Args:
             make_encoder: Called by each worker; can be pickled.
@@ -177,29 +166,30 @@ class RayEncoder:
         self._resources = {"num_gpus": options.gpus, "num_cpus": options.cpus}
         self._chunk = chunk
         self._stopped = threading.Event()
-        self._found: tuple[Namespace, str] | None = None
         self.is_running = False
 
     def namespace(self) -> Namespace:
         """See Encoder; a worker's node says it."""
-        return self._ask()[0]
+        return self._found[0]
 
     @property
     def naming(self) -> str:
         """See Encoder."""
-        return self._ask()[1]
+        return self._found[1]
 
-    def _ask(self) -> tuple[Namespace, str]:
-        if self._found is None:
-            ray = self._ray
-            try:
-                if not ray.is_initialized():
-                    ray.init(self._address, log_to_driver=False, configure_logging=False)
-                look = ray.remote(max_calls=1, max_retries=1, **self._resources)(_look)
-                self._found = ray.get(look.remote(self._make_encoder), timeout=_PLACED_S)
-            except (ray.exceptions.RayError, OSError, RuntimeError, ValueError) as exc:
-                raise _error_of(exc) from exc
-        return self._found
+    @cached_property
+    def _found(self) -> tuple[Namespace, str]:
+        ray = self._ray
+        try:
+            if not ray.is_initialized():
+                ray.init(self._address, log_to_driver=False, configure_logging=False)
+            look = ray.remote(max_calls=1, max_retries=1, **self._resources)(_look)
+            found: tuple[Namespace, str] = ray.get(
+                look.remote(self._make_encoder), timeout=_PLACED_S
+            )
+        except (ray.exceptions.RayError, OSError, RuntimeError, ValueError) as exc:
+            raise _error_of(exc) from exc
+        return found
 
     def read(self, number: int, item: SourceItem) -> Picture:
         """See Encoder; the worker reads it."""
@@ -258,12 +248,10 @@ class RayEncoder:
             raise _error_of(exc) from exc
 
     def stop(self) -> None:
-        """See Encoder; ends with the chunks that are under way."""
+        """End with the chunks that are under way. Ray Data tells the workers to end."""
         self._stopped.set()
 
-    def close(self) -> None:
-        """See Encoder. Ray Data has told the workers to end, and each finishes its saves."""
-        self._stopped.set()
+    close = stop
 
 
 def _look(make_encoder: Callable[[], Encoder]) -> tuple[Namespace, str]:
@@ -282,7 +270,5 @@ def _error_of(exc: BaseException) -> S3ECError:
         if isinstance(cause, ConfigError | EncoderError):
             return cause
         cause = getattr(cause, "cause", None) or cause.__cause__
-    if type(exc).__name__ == "GetTimeoutError":
-        return EncoderError("Ray has placed no worker: see what the cluster lacks by `ray status`")
     lines = str(exc).strip().splitlines() or ["no message"]
-    return EncoderError(f"Ray: {type(exc).__name__}: {lines[0]}"[:500])
+    return EncoderError(f"Ray: {type(exc).__name__}: {lines[0][:500]}; `ray status` says more")
