@@ -180,10 +180,13 @@ def precompute(
             with _ended_by_signals(job.stop), _written_to(log_file):
                 job.run()
         except BaseException:
-            if log_file is not None:
+            if log_file is not None and log_file.stat().st_size:
                 print_note(f"what vLLM wrote: {log_file}")
             raise
         finally:
+            if log_file is not None and not log_file.stat().st_size:
+                log_file.unlink()
+                log_file = None
             if report_file is not None:
                 _write(report_file, job.report)
     report = job.report

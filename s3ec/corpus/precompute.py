@@ -176,6 +176,7 @@ class _Planned:
         is_renewed: The catalogue had the document already, with other words about it.
         found: The embedding is there under this identifier, and no row tells of it.
         picture: To be encoded; with ``found`` as its likely name.
+        identifier: Of the embedding, where the catalogue knows it.
     """
 
     read_bytes: int = 0
@@ -185,6 +186,7 @@ class _Planned:
     is_renewed: bool = False
     found: str | None = None
     picture: Picture | None = None
+    identifier: str | None = None
 
     @property
     def is_done(self) -> bool:
@@ -420,7 +422,7 @@ class Job:
             begun.origin = replace(begun.origin, sha256=encoded.sha256)
             self.report.read_bytes += encoded.nbytes
             plan = self._plan_known(self._row_of(begun.origin.item), begun.origin, 0)
-            if plan is not None and encoded.identifier is not None:
+            if plan is not None and plan.identifier == encoded.identifier:
                 self.report.done_before += plan.is_done
                 self._picture_of(plan)
                 return
@@ -531,9 +533,10 @@ class Job:
         """The embedding is there, and a row tells all about it."""
         row = origin.row(known, time.time())
         if mine is not None and _says_the_same(mine, row):
-            return _Planned(nbytes, origin)
+            return _Planned(nbytes, origin, identifier=known.identifier)
         self._ledger.require_row(origin)
-        return _Planned(nbytes, origin, row=row, is_renewed=known is mine)
+        is_renewed = known is mine
+        return _Planned(nbytes, origin, None, row, is_renewed, identifier=known.identifier)
 
     def _is_wanted(self, row: CatalogRow) -> bool:
         """Whether its embedding is called as this job calls them, as a server will that asks."""
