@@ -691,3 +691,18 @@ def test_a_job_leaves_out_pictures_whose_form_is_never_known(
         encoder.read(0, item)
     assert encoder.read(1, replace(item, modality="audio")).data == b"page"
     encoder.close()
+
+
+def test_a_job_notices_that_a_server_would_call_pictures_otherwise(
+    model: Path, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """vLLM's hash of a picture covers the path of the model."""
+    copy = tmp_path / "copy"
+    copy.symlink_to(model)
+    namings = []
+    for path in (model, model, copy):
+        encoder = VllmEncoder(str(path), Settings(**settings))
+        namings.append(encoder.naming)
+        encoder.close()
+    assert namings[0] == namings[1] != namings[2]
+    assert not any(" " in naming or naming.endswith(":-") for naming in namings)
