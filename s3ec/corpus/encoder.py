@@ -109,27 +109,25 @@ class Encoder(Protocol):
     """Encodes pictures, and has their embeddings saved to the corpus. For one job.
 
     States: new, running from the first picture that ``encode`` is given, closed.
+
+    Attributes:
+        is_running: Whether an engine was started.
+        start_s: Seconds that it took to start; 0 where none was started, or others did it.
+        readers: Items that are read and named at a time.
+        naming: One word that changes when this encoder may call the same file otherwise.
     """
 
     @property
-    def is_running(self) -> bool:
-        """Whether an engine was started."""
-        ...
+    def is_running(self) -> bool: ...
 
     @property
-    def readers(self) -> int:
-        """Items that are read and named at a time."""
-        ...
+    def start_s(self) -> float: ...
 
     @property
-    def start_s(self) -> float:
-        """Seconds that the engine took to start; 0 where none was started, or others did it."""
-        ...
+    def readers(self) -> int: ...
 
     @property
-    def naming(self) -> str:
-        """One word that changes when this encoder may call the same file otherwise."""
-        ...
+    def naming(self) -> str: ...
 
     def namespace(self) -> Namespace:
         """Where it saves. Starts an engine only where nothing else can tell.
@@ -141,10 +139,7 @@ class Encoder(Protocol):
         ...
 
     def read(self, number: int, item: SourceItem) -> Picture:
-        """Read an item. Callable from several threads at once.
-
-        Args:
-            number: Of the item within the job.
+        """Read an item, the ``number``-th of the job. Callable from several threads at once.
 
         Raises:
             SourceError: It cannot be read.
@@ -228,7 +223,7 @@ class VllmEncoder:
 
     @property
     def is_running(self) -> bool:
-        """Whether an engine was started."""
+        """See Encoder."""
         return self._llm is not None
 
     @property

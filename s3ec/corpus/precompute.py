@@ -14,9 +14,9 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -137,11 +137,6 @@ class PrecomputeReport:
 
     def to_json(self) -> dict[str, Any]:
         """As a plain document, for ``--report`` and ``--json``."""
-
-        def listed(failures: Sequence[Failure]) -> list[dict[str, Any]]:
-            names = ("document", "page", "uri", "reason")
-            return [{name: getattr(each, name) for name in names} for each in failures]
-
         return {
             "status": self.status,
             "namespace": self.namespace,
@@ -160,9 +155,9 @@ class PrecomputeReport:
             "engine_started": self.engine_started,
             "stopped": self.is_stopped,
             "problem": self.problem or None,
-            "failures": listed(self.failures),
-            "unconfirmed": listed(self.unconfirmed),
-            "replaced": listed(self.replaced),
+            "failures": [asdict(each) for each in self.failures],
+            "unconfirmed": [asdict(each) for each in self.unconfirmed],
+            "replaced": [asdict(each) for each in self.replaced],
         }
 
 
@@ -249,8 +244,8 @@ class Job:
         self._options = options or JobOptions()
         if self._options.identifier == "sha256" and not corpus.settings.trust_client_ids:
             raise ConfigError(
-                "`identifier` = sha256 is a name that clients choose, and `trust_client_ids` = "
-                "false takes none of those; set it to true, or take `content`",
+                "`identifier` = sha256 is a client's name, and `trust_client_ids` = false takes "
+                "none of those; set it to true, or take `content`",
                 field="identifier",
             )
         self._corpus = corpus
@@ -427,17 +422,14 @@ class Job:
                 self._picture_of(plan)
                 return
             self._note_replaced(begun.origin)
-        key = None
-        if encoded.identifier is not None:
-            key = self._ledger.key(encoded.identifier)
-        if key is not None and encoded.identifier is not None:
-            add = self._confirmations.add
-            add(encoded.identifier, key, begun.origin, encoded=True)
-            for twin in begun.twins:
-                add(encoded.identifier, key, twin, encoded=False)
-        else:
+        key = self._ledger.key(encoded.identifier) if encoded.identifier else None
+        if key is None or encoded.identifier is None:
             problem = encoded.problem or "nothing is stored under its identifier"
             self.report.failures += [origin.failure(problem) for origin in begun.origins]
+        else:
+            for origin in begun.origins:
+                is_first = origin is begun.origin
+                self._confirmations.add(encoded.identifier, key, origin, encoded=is_first)
         self._show()
 
     def _plans(self) -> Iterator[_Planned]:
@@ -532,7 +524,7 @@ class Job:
     ) -> _Planned:
         """The embedding is there, and a row tells all about it."""
         row = origin.row(known, time.time())
-        if mine is not None and _says_the_same(mine, row):
+        if mine is not None and replace(mine, stored_s=row.stored_s) == row:
             return _Planned(nbytes, origin, identifier=known.identifier)
         self._ledger.require_row(origin)
         is_renewed = known is mine
@@ -544,14 +536,6 @@ class Job:
         if self._options.identifier == "sha256":
             return by_client
         return not by_client and str(row.extra.get(STAMP)).partition(" ")[0] == self._naming
-
-
-def _says_the_same(old: CatalogRow, new: CatalogRow) -> bool:
-    """Whether a new row would only have a later time."""
-    names = ("uri", "sha256", "identifier", "rows", "width", "dtype", "nbytes")
-    return dict(old.extra) == dict(new.extra) and all(
-        getattr(old, name) == getattr(new, name) for name in names
-    )
 
 
 def _shard_of(item: SourceItem, parts: int) -> int:
