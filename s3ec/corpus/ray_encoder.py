@@ -75,7 +75,7 @@ class Worker:
         """Start nothing yet: Ray does not replace a worker whose constructor has failed."""
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self._encoder = make_encoder()
-        self._namespace = namespace
+        self._namespace, self._found = namespace, ""
         self._lock = threading.Lock()
 
     def __call__(self, batch: Any) -> Any:
@@ -87,11 +87,11 @@ class Worker:
 
     def _encode(self, pictures: list[Picture]) -> list[Encoded]:
         with self._lock:
-            name = self._encoder.namespace().name
-        if name != self._namespace:
+            self._found = self._found or self._encoder.namespace().name  # reads the weights
+        if self._found != self._namespace:
             raise EncoderError(
-                f"this worker saves to another namespace ({name}, and not {self._namespace}); "
-                "have one vLLM and one model on all nodes"
+                f"this worker saves to another namespace ({self._found}, and not "
+                f"{self._namespace}); have one vLLM and one model on all nodes"
             )
         with ThreadPoolExecutor(self._encoder.readers, "s3ec-read") as pool:
             read = list(pool.map(self._read, pictures))
