@@ -13,7 +13,6 @@ process where a footer is damaged in some ways.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from s3ec.errors import CorruptEntryError
@@ -38,14 +37,6 @@ _PAGE: Mapping[int, Any] = {1: _I32, 2: _I32, 3: _I32, 5: _ABOUT_VALUES, 7: _ABO
 _COLUMN = {5: _I64, 7: _I64, 9: _I64, 11: _I64}
 _CHUNK = {1: _TEXT, 3: _COLUMN}  # file_path, meta_data
 _FOOTER = {3: _I64, 4: [{1: [_CHUNK], 3: _I64}]}  # num_rows; columns and num_rows of each group
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    kind: int
-    nbytes: int
-    unpacked: int
-    values: int
 
 
 def unpacked_bytes(blob: Blob | bytearray, columns: Sequence[int]) -> int:
@@ -74,9 +65,9 @@ def _sum(view: memoryview, footer: Mapping[int, Any], columns: Sequence[int]) ->
         for number in columns:
             chunk = group[1][number]
             values = 0
-            for page in _pages(view, chunk):
-                total += max(page.nbytes, page.unpacked)
-                values += page.values
+            for nbytes, page_values in _pages(view, chunk):
+                total += nbytes
+                values += page_values
                 count += 1
                 if count > _MOST_PAGES:
                     raise _wrong(f"it has more than {_MOST_PAGES} pages")
@@ -91,8 +82,8 @@ def _wrong(text: str) -> CorruptEntryError:
     return CorruptEntryError(text, reason="header")
 
 
-def _pages(view: memoryview, chunk: Mapping[int, Any]) -> Iterator[_Page]:
-    """The pages of one column of one row group, in order."""
+def _pages(view: memoryview, chunk: Mapping[int, Any]) -> Iterator[tuple[int, int]]:
+    """Bytes and values of the pages of one column of one row group, in order."""
     column = chunk[3]
     at, nbytes, dictionary = column[9], column[7], column.get(11)
     expected = _DATA
@@ -105,29 +96,24 @@ def _pages(view: memoryview, chunk: Mapping[int, Any]) -> Iterator[_Page]:
     if 1 in chunk or not 0 < at <= end <= len(view):
         raise _wrong("a column lies outside of the file")
     while at < end:
-        page, length = _page(view[at : min(end, at + _HEADER_BYTES)])
-        if page.kind != expected:
-            raise _wrong(f"a page of kind {page.kind} is where none can be")
-        yield page
-        at, expected = at + length + page.nbytes, _DATA
+        header = _Compact(view[at : min(end, at + _HEADER_BYTES)])
+        page = header.struct(_PAGE)
+        kind, unpacked, nbytes = page[1], page[2], page[3]
+        if kind != expected:
+            raise _wrong(f"a page of kind {kind} is where none can be")
+        about = page[7 if kind == _DICTIONARY else 5]
+        values, encoding = about[1], about[2]
+        if encoding not in _ENCODINGS:
+            raise _wrong(f"a page is encoded in a way ({encoding}) that no part has")
+        if min(unpacked, nbytes, values) < 0:
+            raise _wrong("a page is less than empty")
+        largest = max(unpacked, nbytes)
+        if largest > _PAGE_BYTES:
+            raise CorruptEntryError(f"a page of {unpacked} bytes holds too much", reason="size")
+        yield largest, values if kind == _DATA else 0
+        at, expected = at + header.at + nbytes, _DATA
     if at != end:
         raise _wrong("a page is longer than its column")
-
-
-def _page(header: memoryview) -> tuple[_Page, int]:
-    """What a page's header says, and how long that is."""
-    compact = _Compact(header)
-    found = compact.struct(_PAGE)
-    kind, unpacked, nbytes = found[1], found[2], found[3]
-    about = found[7 if kind == _DICTIONARY else 5]
-    values, encoding = about[1], about[2]
-    if encoding not in _ENCODINGS:
-        raise _wrong(f"a page is encoded in a way ({encoding}) that no part has")
-    if min(unpacked, nbytes, values) < 0:
-        raise _wrong("a page is less than empty")
-    if max(unpacked, nbytes) > _PAGE_BYTES:
-        raise CorruptEntryError(f"a page of {unpacked} bytes holds too much", reason="size")
-    return _Page(kind, nbytes, unpacked, values if kind == _DATA else 0), compact.at
 
 
 class _Compact:
