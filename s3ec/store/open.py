@@ -8,7 +8,7 @@ import enum
 import importlib.util
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableErro
 from s3ec.settings import Settings
 from s3ec.store.base import Store, Wrapper, refuses_conditions
 from s3ec.store.endpoint import BreakerStore, Endpoint
+from s3ec.store.places import Place, PlacesStore
 from s3ec.store.retry import HedgeStore, RetryStore
 
 PROBE_PREFIX = ".s3ec-probe/"
@@ -55,6 +56,30 @@ def open_store(settings: Settings, *, patient: bool = False) -> Store:
     from s3ec.store.s3 import ObstoreStore
 
     return ObstoreStore(settings, patient=patient)
+
+
+def open_places(
+    settings: Settings, home: Store, counters: Counters, *, is_entry: Callable[[str], bool]
+) -> PlacesStore | None:
+    """Home with the replicas of the settings before it; None where there are none.
+
+    Args:
+        home: With all that makes bad days bearable around it.
+        is_entry: Whether a name is an entry's.
+
+    Raises:
+        ConfigError: As open_store, for a replica.
+    """
+    if not settings.replicas:
+        return None
+    places = []
+    for replica in settings.replicas:
+        there = settings.at(replica)
+        endpoint = Endpoint.shared(there)
+        # Not hedged by itself: the next place is.
+        store = resilient(open_store(there), endpoint, counters, hedge=False)
+        places.append(Place(replica.name, store, endpoint, counters, fill=replica.fill))
+    return PlacesStore(home, places, is_entry=is_entry)
 
 
 def resilient(store: Store, endpoint: Endpoint, counters: Counters, *, hedge: bool) -> Store:
