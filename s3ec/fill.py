@@ -55,14 +55,17 @@ class Filler:
         counters: Counters,
         *,
         bytes_per_minute: int,
+        mirrors: bool = True,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Nothing runs yet.
 
         Args:
             home: Where records and deltas are read.
+            mirrors: The replica is a bucket, and takes the index, too.
             pause: Waits for so many seconds.
         """
+        self.mirrors = mirrors
         self._place = place
         self._home = home
         self._layout = layout

@@ -176,6 +176,7 @@ class Node:
                 Filler(
                     *(place, home, self.layout, self.loop, self.counters),
                     bytes_per_minute=replica.fill_bytes_per_minute,
+                    mirrors=replica.bucket is not None,
                 )
                 for place, replica in zip(places.replicas, settings.replicas, strict=True)
                 if place.fill
@@ -229,6 +230,8 @@ class Node:
         self._following.append(self.loop.submit(self._follow_the_folder()))
         self._following.append(self.loop.submit(self._watch_tier_bytes()))
         for filler in self._fillers:
+            if not filler.mirrors:
+                continue
             mirror = filler.mirror_forever(self.index, self._index_folder)
             self._following.append(self.loop.submit(mirror))
         self.keep_levels(self._levels)

@@ -123,14 +123,14 @@ def check_endpoint(value: str) -> str:
     return value.rstrip("/")
 
 
-def is_plain_http_elsewhere(url: str) -> bool:
-    """Whether this is ``http://`` to what may be another machine.
+def is_plain_http_elsewhere(url: str, scheme: str = "http") -> bool:
+    """Whether this is ``http://`` (or another scheme) to what may be another machine.
 
     Only addresses of loopback and the name ``localhost`` are this one for sure: what else a name
     resolves to is for others to say, and can change.
     """
     parts = urlsplit(url)
-    if parts.scheme != "http" or parts.hostname == "localhost":
+    if parts.scheme != scheme or parts.hostname == "localhost":
         return False
     try:
         return not ipaddress.ip_address(parts.hostname or "").is_loopback
@@ -188,16 +188,34 @@ def _parse_replicas(value: Any) -> Any:
         raise ValueError('write it as JSON, such as [{"bucket": "corpus-eu"}]') from None
 
 
+def _check_redis(value: str | None) -> str | None:
+    if value is None:
+        return None
+    url = urlsplit(value)
+    if url.scheme not in ("redis", "rediss") or not url.hostname:
+        raise ValueError("write it as rediss://HOST:PORT/DATABASE, or redis:// without TLS")
+    if url.password is not None:
+        raise ValueError("no password in the URL; `password` says where it is, such as env:NAME")
+    if url.query or url.fragment or not re.fullmatch(r"/?[0-9]{0,4}", url.path):
+        raise ValueError("host, port and perhaps the number of a database")
+    return value
+
+
 class Replica(BaseModel):
     """A place near this node that holds copies of the corpus; frozen.
 
-    What is left out of ``prefix``, ``addressing_style``, ``allow_http``, ``profile`` and
-    ``ca_bundle`` is as for the corpus itself.
+    A bucket, or with ``url`` a Redis or Valkey, which may forget them. What is left out of
+    ``prefix``, ``addressing_style``, ``allow_http``, ``profile`` and ``ca_bundle`` is as for the
+    corpus itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    bucket: str
+    bucket: str | None = None
+    url: Annotated[str | None, AfterValidator(_check_redis)] = None
+    password: Annotated[str | None, AfterValidator(check_reference)] = None
+    cluster: bool = False
+    ttl_s: int | None = Field(None, gt=0)
     prefix: str | None = None
     endpoint_url: str | None = None
     region: str | None = None
@@ -211,7 +229,17 @@ class Replica(BaseModel):
     @property
     def name(self) -> str:
         """What messages and metrics call it: its bucket, without dots."""
-        return self.bucket.replace(".", "_")
+        return (self.bucket or urlsplit(self.url or "").netloc.rpartition("@")[2]).replace(".", "_")
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Replica:
+        if (self.bucket is None) == (self.url is None):
+            raise ValueError("`bucket` or `url`, and one of the two")
+        if self.url is None and (self.password or self.cluster or self.ttl_s):
+            raise ValueError("`password`, `cluster` and `ttl_s` go together with `url`")
+        if self.url and (self.endpoint_url or self.region or self.profile or self.addressing_style):
+            raise ValueError("`endpoint_url`, `region` and the like go together with `bucket`")
+        return self
 
 
 class Settings(BaseModel):
@@ -261,11 +289,12 @@ class Settings(BaseModel):
     sse_kms_key_id: str | None = Field(None, description="KMS key, with `sse` = `aws:kms`.")
     replicas: Annotated[tuple[Replica, ...], BeforeValidator(_parse_replicas)] = Field(
         (),
-        description="Buckets with copies of the corpus, near this node, in the order in which they "
+        description="Places with copies of the corpus, near this node, in the order in which they "
         "are read; the corpus itself is read last. A list of tables with `bucket` and, where it "
         "differs, `prefix`, `endpoint_url`, `region`, `addressing_style`, `allow_http`, `profile` "
-        "and `ca_bundle`. With `fill`, engines copy there what it lacks, each at most "
-        "`fill_bytes_per_minute` (1GiB).",
+        "and `ca_bundle`; or, for a Redis or Valkey, with `url` (`rediss://USER@HOST:PORT`) and "
+        "perhaps `password` (`env:VARIABLE` or `file:/path`), `cluster` and `ttl_s`. With `fill`, "
+        "engines copy there what it lacks, each at most `fill_bytes_per_minute` (1GiB).",
     )
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,
@@ -464,8 +493,12 @@ class Settings(BaseModel):
         if len(set(names)) < len(names):
             raise ValueError("two `replicas` have one name of a bucket; their metrics need two")
         for number, replica in enumerate(self.replicas):
+            plain = replica.url is not None and is_plain_http_elsewhere(replica.url, "redis")
+            if plain and not (replica.allow_http or self.allow_http):
+                raise ValueError(f"`replicas` {number + 1}, `url`: take rediss://, or `allow_http`")
             try:
-                self.at(replica)
+                if replica.bucket is not None:
+                    self.at(replica)
             except ValidationError as exc:
                 found = exc.errors(include_url=False, include_context=False)[0]
                 field = ".".join(map(str, found["loc"])) or "replicas"
@@ -477,7 +510,8 @@ class Settings(BaseModel):
 
     def at(self, replica: Replica) -> Settings:
         """The settings with which a replica is opened: these, with its place for the corpus's."""
-        place = replica.model_dump(exclude={"fill", "fill_bytes_per_minute"}, exclude_none=True)
+        others = {"fill", "fill_bytes_per_minute", "url", "password", "cluster", "ttl_s"}
+        place = replica.model_dump(exclude=others, exclude_none=True)
         own = {"replicas", "bucket", "endpoint_url", "region", "sse", "sse_kms_key_id"}
         return Settings.model_validate({**self.model_dump(exclude=own), **place})
 

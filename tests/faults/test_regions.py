@@ -19,6 +19,7 @@ from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 from tests.faults.embeddings import LAYOUT, body_at, key_at
 from tests.faults.indexed import Bucket, evict, fetch, noding, refresh, run_rebuild, serve
+from tests.support.valkey import Valkey
 from tests.support.waiting import eventually
 
 ASKED = range(8)
@@ -220,6 +221,38 @@ def test_a_place_that_takes_no_copies_is_left_alone(
         evict(node, ASKED)
         assert serve(node, ASKED) == set(ASKED)
     assert caplog.text.count("takes no copies") == 1
+
+
+def test_a_redis_near_is_filled_read_and_forgets_without_an_error(
+    regions: Regions, tmp_path: Path
+) -> None:
+    with Valkey() as valkey:
+        replica = {"url": valkey.url, "fill": True}
+
+        def settings(folder: str) -> dict[str, object]:
+            return {**regions.settings(tmp_path / folder), "replicas": [replica]}
+
+        def filled(node: Node) -> bool:
+            name = node._fillers[0]._place.name
+            return node.counters.get(f"place.{name}.filled") == len(ASKED)
+
+        with noding(settings("first")) as node:
+            refresh(node)
+            assert serve(node, ASKED) == set(ASKED)
+            eventually(lambda: filled(node), "all are copied")
+        regions.asked()
+        with noding(settings("second")) as node:
+            refresh(node)
+            assert serve(node, ASKED) == set(ASKED)
+            assert regions.asked() == (0, 0)
+            valkey.kill()
+            evict(node, ASKED)
+            assert serve(node, ASKED) == set(ASKED)
+            valkey.start()
+        with noding(settings("third")) as node:  # it has forgotten all
+            refresh(node)
+            assert serve(node, ASKED) == set(ASKED)
+            eventually(lambda: filled(node), "all are copied again")
 
 
 def test_settings_of_a_replica_are_checked_and_named(tmp_path: Path) -> None:
