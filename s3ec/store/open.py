@@ -83,7 +83,7 @@ def open_places(
         # Not hedged by itself: the next place is.
         store = resilient(opened, endpoint, counters, hedge=False)
         places.append(Place(replica.name, store, endpoint, counters, fill=replica.fill))
-    return PlacesStore(home, places, is_entry=is_entry)
+    return PlacesStore(home, places, counters, is_entry=is_entry)
 
 
 def _open_redis(settings: Settings, replica: Replica) -> Store:

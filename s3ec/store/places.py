@@ -59,8 +59,9 @@ class Health(Protocol):
 class Place:
     """A replica, and what this process knows of it. For one event loop.
 
-    Counters: ``place.NAME.hits``, ``.bytes``, ``.lag`` (it did not have what home may have),
-    ``.failed``, ``.bad`` (its copy was refused) and ``.late`` (the next place was asked as well).
+    Counters: ``place.NAME.hits``, ``.lag`` (it did not have what home may have), ``.failed``,
+    ``.bad`` (its copy was refused), ``.late`` (the next place was asked as well) and ``.skipped``
+    (its breaker is open); ``place_bytes.NAME``.
 
     Attributes:
         name: For people and counters: of its bucket or server, and no dot in it.
@@ -95,7 +96,12 @@ class Place:
 
     def is_worth_asking(self, name: str) -> bool:
         """False while its breaker is open, and for what it did not have or had bad lately."""
-        return not (self.endpoint.breaker.refuses or name in self._lag or name in self._bad)
+        if name in self._lag or name in self._bad:
+            return False
+        if self.endpoint.breaker.refuses:
+            self.count("skipped")
+            return False
+        return True
 
     def lacks(self, name: str) -> bool:
         """Whether it was asked for this entry lately and did not have it."""
@@ -180,9 +186,15 @@ class PlacesStore(Wrapper):
     """
 
     def __init__(
-        self, home: Store, replicas: Sequence[Place], *, is_entry: Callable[[str], bool]
+        self,
+        home: Store,
+        replicas: Sequence[Place],
+        counters: Counters,
+        *,
+        is_entry: Callable[[str], bool],
     ) -> None:
         super().__init__(home)
+        self._counters = counters
         self.replicas = tuple(replicas)
         self._is_entry = is_entry
         self._complained = False
@@ -309,7 +321,7 @@ class PlacesStore(Wrapper):
             return
         place.took(seconds)
         place.count("hits")
-        place.count("bytes", len(body))
+        self._counters.add(f"place_bytes.{place.name}", len(body))
         served = _served.get()
         if served is not None:
             served.add(place)

@@ -44,7 +44,7 @@ class World:
             Place(name, store, endpoint, self.counters, clock=self.clock)
             for name, store, endpoint in zip(("near", "far"), stores, self.endpoints, strict=False)
         ]
-        self.store = PlacesStore(stores[2], self.places, is_entry=LAYOUT.is_entry)
+        self.store = PlacesStore(stores[2], self.places, self.counters, is_entry=LAYOUT.is_entry)
 
     def put(self, name: str, *where: int, body: bytes = b"body") -> None:
         for number in where:
