@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 MIRROR_EVERY_S = 300.0
 """How often a node looks whether the replica has the index."""
+_LOADED_S = 1.0  # how often it is looked whether there is an index
 _MOST_WAITING = 256  # each is an open file
 _MAX_RECORD_BYTES = 2**21
 
@@ -129,6 +130,8 @@ class Filler:
 
     async def mirror_forever(self, index: ManifestIndex, folder: NodeFolder) -> None:
         """Look every five minutes whether the replica has the index, until cancelled."""
+        while not index.loaded:
+            await self._pause(_LOADED_S)
         while not self._refused:
             with contained(self._counters, "the index of %s", self._place.name):
                 try:
