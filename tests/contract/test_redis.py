@@ -12,6 +12,7 @@ import pytest_asyncio
 import redis
 
 from s3ec.counters import Counters
+from s3ec.dev.rigs.valkey import Valkey
 from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.open import open_places
@@ -20,7 +21,7 @@ from s3ec.testing.contract import MakeStore, StoreContract
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.testing.server import HOST
 from tests.contract.conftest import Issued
-from tests.support.valkey import Valkey, behind_tls
+from tests.support.valkey import behind_tls
 from tests.support.waiting import eventually
 
 USER, PASSWORD = "reader@fleet", "open: sesame/%"

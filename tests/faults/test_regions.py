@@ -12,6 +12,7 @@ import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Answer
+from s3ec.dev.rigs.valkey import Valkey
 from s3ec.errors import UnavailableError
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
@@ -19,7 +20,6 @@ from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 from tests.faults.embeddings import LAYOUT, body_at, key_at
 from tests.faults.indexed import Bucket, evict, fetch, noding, refresh, run_rebuild, serve
-from tests.support.valkey import Valkey
 from tests.support.waiting import eventually
 
 ASKED = range(8)
