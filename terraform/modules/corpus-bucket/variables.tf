@@ -169,8 +169,7 @@ variable "additional_policy_statements" {
     condition = alltrue([
       for one in var.additional_policy_statements :
       can(regex("^[A-Za-z0-9]+$", one.sid))
-      && !contains(["DenyPlainHttp", "DenyOldTls", "DenyReplacing", "DenyOtherNetworks"], one.sid)
-      && !can(regex("^(List|Objects|Versioning)[0-9]", one.sid))
+      && !can(regex("^(Deny(PlainHttp|OldTls|Replacing|OtherNetworks)|(List|Objects|Versioning)[0-9]+)$", one.sid))
     ]) && length(distinct(var.additional_policy_statements[*].sid)) == length(var.additional_policy_statements)
     error_message = "`sid` is letters and digits, once each, and none that the module writes itself (DenyPlainHttp, DenyOldTls, DenyReplacing, DenyOtherNetworks; List, Objects, Versioning with an account id)."
   }
