@@ -161,8 +161,7 @@ def test_home_is_written_and_two_copies_are_read_each_in_its_region(plan: Plan) 
 def test_settings_of_each_region_name_home_and_then_its_own_copy(plan: Plan) -> None:
     texts = plan.output("ec_transfer_config")
     extras = {name: json.loads(text)["ec_connector_extra_config"] for name, text in texts.items()}
-    # Left out of what is loaded: s3ec has no setting of that name yet.
-    replicas = {name: extra.pop("replicas", []) for name, extra in extras.items()}
+    replicas = {name: extra.get("replicas", []) for name, extra in extras.items()}
     copy_of = {name: {"bucket": BUCKETS[name], "region": REGIONS[name]} for name in ("us", "ap")}
     assert replicas == {
         "home": [],
@@ -170,8 +169,10 @@ def test_settings_of_each_region_name_home_and_then_its_own_copy(plan: Plan) -> 
         "ap": [copy_of["ap"]],
         "maintainer": [copy_of["us"], copy_of["ap"]],
     }
-    for extra in extras.values():
+    for name, extra in extras.items():
         settings = load_settings(extra).settings
+        near = [settings.at(replica) for replica in settings.replicas]
+        assert [one.bucket for one in near] == [one["bucket"] for one in replicas[name]]
         assert (settings.bucket, settings.prefix) == (NAME, "corpus")
         assert settings.region == REGIONS["home"]
 
