@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from s3ec.modality import ModalityRecords, Record
 from s3ec.runtime import LoopThread
 from s3ec.spans import Spans
 from s3ec.store.base import Blob, Store, parts_as_they_come
+from s3ec.store.places import served_by
 from s3ec.tier import Claim, Incoming, LocalKeys, OpenEntry, Residents, Tier
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,10 @@ _FOREIGN = frozenset({"namespace", "version", "dtype", "nonfinite"})
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where entries come from and go to: one process's parts, see Node."""
+    """Where entries come from and go to: one process's parts, see Node.
+
+    ``fetched`` is told what came from the bucket; it must not wait.
+    """
 
     store: Store
     tier: Tier
@@ -135,6 +139,7 @@ class Sources:
     local: LocalKeys
     residents: Residents
     spans: Spans = field(default_factory=Spans)
+    fetched: Callable[[Key, OpenEntry], None] = lambda _key, _entry: None
 
 
 class Fetcher:
@@ -157,6 +162,7 @@ class Fetcher:
         self._records = sources.records
         self._local = sources.local
         self._residents = sources.residents
+        self._fetched = sources.fetched
         self._counters = counters
         self._budget = ByteBudget(max_inflight_bytes)
 
@@ -291,10 +297,18 @@ class Fetcher:
         key = want.key
         # Whether the index tells of an object of this size.
         fits = expected.nbytes < (self._index.nbytes(key) or 0) <= _most_bytes(expected)
-        for attempt in (1, 2):
+        attempt = 0
+        while attempt < 2:
             try:
-                answer = await self._attempt(want, expected, part_bytes, at_once=fits)
+                with served_by() as replicas:
+                    answer = await self._attempt(want, expected, part_bytes, at_once=fits)
             except CorruptEntryError as exc:
+                for place in replicas:  # which are not asked for it again
+                    place.refuse(self._layout.object(key))
+                if replicas:
+                    self._counters.add(f"corrupt.{exc.reason}")
+                    continue
+                attempt += 1
                 if exc.reason == "size" and not fits:
                     # Of no use to this request, whose rows a client may have made up; it
                     # may be what the next one needs.
@@ -310,6 +324,8 @@ class Fetcher:
                     self._index.mark_missing(key, absent=True)
                 return FetchResult(want, FetchOutcome.ABSENT)
             self._index.mark_present(key)
+            if answer.entry is not None:
+                self._fetched(key, answer.entry)
             return answer
         return FetchResult(want, FetchOutcome.CORRUPT)
 

@@ -327,6 +327,10 @@ class Layout:
         """Name of one entry."""
         return f"{self.namespace}/objects/{key.name}"
 
+    def is_entry(self, name: str) -> bool:
+        """Whether a name, or a prefix, is that of entries."""
+        return name.startswith(self.objects)
+
     def modality(self, modality: str) -> str:
         """The record of one modality's width and dtype, JSON, written once by a producer."""
         return f"{self.modalities}{modality_name(modality)}.json"

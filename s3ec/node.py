@@ -20,7 +20,16 @@ from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import DESCRIPTOR_BYTES, KeyPolicy, Layout, Namespace, canonical_json, naming_of
+from s3ec.fill import Filler
+from s3ec.identity import (
+    DESCRIPTOR_BYTES,
+    Key,
+    KeyPolicy,
+    Layout,
+    Namespace,
+    canonical_json,
+    naming_of,
+)
 from s3ec.index.child import in_child, in_process
 from s3ec.index.local import NodeFolder
 from s3ec.index.maker import Maintainer
@@ -31,11 +40,12 @@ from s3ec.runtime import DiskWatch, LoopThread, call_within, contained, jitter
 from s3ec.settings import Settings
 from s3ec.spans import Spans
 from s3ec.store.base import Store
-from s3ec.store.endpoint import Breaker, Endpoint
-from s3ec.store.open import open_store, resilient
+from s3ec.store.endpoint import Endpoint
+from s3ec.store.open import open_places, open_store, resilient
+from s3ec.store.places import AllPlaces, Health
 from s3ec.tenant import FIELD as TENANT_FIELD
 from s3ec.tenant import exposure
-from s3ec.tier import LocalKeys, Tier
+from s3ec.tier import LocalKeys, OpenEntry, Tier
 
 log = logging.getLogger(__name__)
 
@@ -151,11 +161,26 @@ class Node:
         self.counters = Counters()
         usual = Endpoint.of if store else Endpoint.shared
         self.endpoint = endpoint or usual(settings)
-        self.breaker = self.endpoint.breaker
         self.loop = LoopThread(name, watch=DiskWatch(self.counters))
-        self.store = resilient(
+        self.store = home = resilient(
             store or open_store(settings), self.endpoint, self.counters, hedge=settings.hedge
         )
+        self.breaker: Health = self.endpoint.breaker
+        self._fillers: list[Filler] = []
+        places = open_places(settings, home, self.counters, is_entry=self.layout.is_entry)
+        if places is not None:
+            self.store = places
+            near = [place.endpoint for place in places.replicas]
+            self.breaker = AllPlaces([*near, self.endpoint])
+            self._fillers = [
+                Filler(
+                    *(place, home, self.layout, self.loop, self.counters),
+                    bytes_per_minute=replica.fill_bytes_per_minute,
+                    mirrors=replica.bucket is not None,
+                )
+                for place, replica in zip(places.replicas, settings.replicas, strict=True)
+                if place.fill
+            ]
         self.tier = open_tier(settings, namespace.name, self.counters)
         self.destination = destination_of(settings)
         self.local = LocalKeys()
@@ -185,6 +210,7 @@ class Node:
             self.local,
             self.residents,
             Spans(_span_attributes(settings, namespace.name)),
+            self._fetched,
         )
         self.prefetcher = Prefetcher(
             self.loop,
@@ -203,7 +229,16 @@ class Node:
         self._following.append(self.loop.submit(self._refresh_forever()))
         self._following.append(self.loop.submit(self._follow_the_folder()))
         self._following.append(self.loop.submit(self._watch_tier_bytes()))
+        for filler in self._fillers:
+            if not filler.mirrors:
+                continue
+            mirror = filler.mirror_forever(self.index, self._index_folder)
+            self._following.append(self.loop.submit(mirror))
         self.keep_levels(self._levels)
+
+    def _fetched(self, key: Key, entry: OpenEntry) -> None:
+        for filler in self._fillers:
+            filler.offer(key, entry)
 
     # -- what the gauges say -----------------------------------------------------------------
 
@@ -336,11 +371,13 @@ class Node:
 
     async def _close(self) -> None:
         self.prefetcher.stop()
+        for filler in self._fillers:
+            filler.close()
         await self.index.close()
         await self.store.close()
 
 
-def refresh_pause_s(interval_s: float, breaker: Breaker) -> float:
+def refresh_pause_s(interval_s: float, breaker: Health) -> float:
     """How long to wait before the index is read again, and the store is probed."""
     if not breaker.is_open:
         return interval_s

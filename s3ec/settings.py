@@ -8,6 +8,7 @@ settings for the documentation last.
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -121,14 +123,14 @@ def check_endpoint(value: str) -> str:
     return value.rstrip("/")
 
 
-def is_plain_http_elsewhere(url: str) -> bool:
-    """Whether this is ``http://`` to what may be another machine.
+def is_plain_http_elsewhere(url: str, scheme: str = "http") -> bool:
+    """Whether this is ``http://`` (or another scheme) to what may be another machine.
 
     Only addresses of loopback and the name ``localhost`` are this one for sure: what else a name
     resolves to is for others to say, and can change.
     """
     parts = urlsplit(url)
-    if parts.scheme != "http" or parts.hostname == "localhost":
+    if parts.scheme != scheme or parts.hostname == "localhost":
         return False
     try:
         return not ipaddress.ip_address(parts.hostname or "").is_loopback
@@ -176,6 +178,70 @@ def _check_epoch(value: Any) -> str:
     return text
 
 
+def _parse_replicas(value: Any) -> Any:
+    """The list itself, which a variable holds as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError('write it as JSON, such as [{"bucket": "corpus-eu"}]') from None
+
+
+def _check_redis(value: str | None) -> str | None:
+    if value is None:
+        return None
+    url = urlsplit(value)
+    if url.scheme not in ("redis", "rediss") or not url.hostname:
+        raise ValueError("write it as rediss://HOST:PORT/DATABASE, or redis:// without TLS")
+    if url.password is not None:
+        raise ValueError("no password in the URL; `password` says where it is, such as env:NAME")
+    if url.query or url.fragment or not re.fullmatch(r"/?[0-9]{0,4}", url.path):
+        raise ValueError("host, port and perhaps the number of a database")
+    return value
+
+
+class Replica(BaseModel):
+    """A place near this node that holds copies of the corpus; frozen.
+
+    A bucket, or with ``url`` a Redis or Valkey, which may forget them. What is left out of
+    ``prefix``, ``addressing_style``, ``allow_http``, ``profile`` and ``ca_bundle`` is as for the
+    corpus itself.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bucket: str | None = None
+    url: Annotated[str | None, AfterValidator(_check_redis)] = None
+    password: Annotated[str | None, AfterValidator(check_reference)] = None
+    cluster: bool = False
+    ttl_s: int | None = Field(None, gt=0)
+    prefix: str | None = None
+    endpoint_url: str | None = None
+    region: str | None = None
+    addressing_style: Literal["auto", "path", "virtual"] | None = None
+    allow_http: bool | None = None
+    profile: str | None = None
+    ca_bundle: Path | None = None
+    fill: bool = False
+    fill_bytes_per_minute: ByteSize = ByteSize(2**30)
+
+    @property
+    def name(self) -> str:
+        """What messages and metrics call it: its bucket, without dots."""
+        return (self.bucket or urlsplit(self.url or "").netloc.rpartition("@")[2]).replace(".", "_")
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Replica:
+        if (self.bucket is None) == (self.url is None):
+            raise ValueError("`bucket` or `url`, and one of the two")
+        if self.url is None and (self.password or self.cluster or self.ttl_s):
+            raise ValueError("`password`, `cluster` and `ttl_s` go together with `url`")
+        if self.url and (self.endpoint_url or self.region or self.profile or self.addressing_style):
+            raise ValueError("`endpoint_url`, `region` and the like go together with `bucket`")
+        return self
+
+
 class Settings(BaseModel):
     """Every setting of s3ec; frozen. Sizes are bytes, times are seconds."""
 
@@ -221,6 +287,15 @@ class Settings(BaseModel):
         "bucket's default.",
     )
     sse_kms_key_id: str | None = Field(None, description="KMS key, with `sse` = `aws:kms`.")
+    replicas: Annotated[tuple[Replica, ...], BeforeValidator(_parse_replicas)] = Field(
+        (),
+        description="Places with copies of the corpus, near this node, in the order in which they "
+        "are read; the corpus itself is read last. A list of tables with `bucket` and, where it "
+        "differs, `prefix`, `endpoint_url`, `region`, `addressing_style`, `allow_http`, `profile` "
+        "and `ca_bundle`; or, for a Redis or Valkey, with `url` (`rediss://USER@HOST:PORT`) and "
+        "perhaps `password` (`env:VARIABLE` or `file:/path`), `cluster` and `ttl_s`. With `fill`, "
+        "engines copy there what it lacks, each at most `fill_bytes_per_minute` (1GiB).",
+    )
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,
         description="Folder of the node's disk tier, on a disk of this machine or in memory. "
@@ -412,9 +487,33 @@ class Settings(BaseModel):
                 "`endpoint_url` has a path: it needs `addressing_style` = `path` and a server that "
                 "is not Amazon's; the bucket goes into `bucket` alone"
             )
+        if self.url and self.replicas:
+            raise ValueError("`replicas` go together with `bucket`, not with `url`")
+        names = [replica.name for replica in self.replicas]
+        if len(set(names)) < len(names):
+            raise ValueError("two `replicas` have one name of a bucket; their metrics need two")
+        for number, replica in enumerate(self.replicas):
+            plain = replica.url is not None and is_plain_http_elsewhere(replica.url, "redis")
+            if plain and not (replica.allow_http or self.allow_http):
+                raise ValueError(f"`replicas` {number + 1}, `url`: take rediss://, or `allow_http`")
+            try:
+                if replica.bucket is not None:
+                    self.at(replica)
+            except ValidationError as exc:
+                found = exc.errors(include_url=False, include_context=False)[0]
+                field = ".".join(map(str, found["loc"])) or "replicas"
+                reason = found["msg"].removeprefix("Value error, ")
+                raise ValueError(f"`replicas` {number + 1}, `{field}`: {reason}") from None
         if self.url and self.transport == "aioboto3":
             raise ValueError("`transport` = `aioboto3` knows S3 only; `url` needs `obstore`")
         return self
+
+    def at(self, replica: Replica) -> Settings:
+        """The settings with which a replica is opened: these, with its place for the corpus's."""
+        others = {"fill", "fill_bytes_per_minute", "url", "password", "cluster", "ttl_s"}
+        place = replica.model_dump(exclude=others, exclude_none=True)
+        own = {"replicas", "bucket", "endpoint_url", "region", "sse", "sse_kms_key_id"}
+        return Settings.model_validate({**self.model_dump(exclude=own), **place})
 
     @property
     def corpus(self) -> CorpusUrl:
@@ -441,6 +540,6 @@ def settings_table() -> str:
             default = f"`{field.default.human_readable(separator='')}`"
         else:
             default = "unset" if field.default is None else f"`{field.default}`"
-            default = '`""`' if field.default == "" else default
+            default = '`""`' if field.default == "" else "none" if field.default == () else default
         rows.append(f"| `{name}` | {default} | {field.description} |")
     return "\n".join(rows) + "\n"

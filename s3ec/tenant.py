@@ -76,10 +76,7 @@ class Tenant:
         """
         if reference is None:
             return None
-        check_reference(reference)
-        path = path_of(reference)
-        secret = _from_variable(reference) if path is None else _from_file(path)
-        return cls(secret.removesuffix(b"\n"))
+        return cls(read_secret(reference, FIELD))
 
     def hex_of(self, kind: Literal["identifier", "adapter"], text: str) -> str:
         """What to call a string, 64 hex digits.
@@ -94,6 +91,22 @@ class Tenant:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a tenant's secret is not pickled; each process reads it for itself")
+
+
+def read_secret(reference: str, field: str) -> bytes:
+    """The secret that a reference names, without a line break at its end.
+
+    Args:
+        field: The setting, for messages.
+
+    Raises:
+        ValueError: As check_reference.
+        ConfigError: The variable is unset, or the file cannot be read.
+    """
+    check_reference(reference)
+    path = path_of(reference)
+    secret = _from_variable(reference, field) if path is None else _from_file(path, field)
+    return secret.removesuffix(b"\n")
 
 
 def path_of(reference: str | None) -> str | None:
@@ -114,31 +127,31 @@ def exposure(reference: str | None) -> str | None:
     return f"`{FIELD}`: everybody on this machine can read {path}; do `chmod 600 {path}`"
 
 
-def _from_variable(reference: str) -> bytes:
+def _from_variable(reference: str, field: str) -> bytes:
     name = reference.removeprefix("env:")
     value = os.environb.get(name.encode())
     if value is None:
         raise ConfigError(
-            f"`{FIELD}`: the variable {name} is not set; set it in the environment of every "
+            f"`{field}`: the variable {name} is not set; set it in the environment of every "
             "process that uses the corpus",
-            field=FIELD,
+            field=field,
         )
     return value
 
 
-def _from_file(path: str) -> bytes:
+def _from_file(path: str, field: str) -> bytes:
     try:
         with open(path, "rb") as file:
             secret = file.read(_MAX_SECRET_BYTES + 1)
     except OSError as exc:
         raise ConfigError(
-            f"`{FIELD}`: cannot read {path}: {exc.strerror or exc}; make it readable for the user "
+            f"`{field}`: cannot read {path}: {exc.strerror or exc}; make it readable for the user "
             "of this process",
-            field=FIELD,
+            field=field,
         ) from exc
     if len(secret) > _MAX_SECRET_BYTES:
         raise ConfigError(
-            f"`{FIELD}`: {path} has more than {_MAX_SECRET_BYTES} bytes; that is no secret",
-            field=FIELD,
+            f"`{field}`: {path} has more than {_MAX_SECRET_BYTES} bytes; that is no secret",
+            field=field,
         )
     return secret

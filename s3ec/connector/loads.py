@@ -6,6 +6,7 @@ What cannot be read from the disk is rescued from the bucket.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import functools
 import logging
@@ -20,12 +21,14 @@ from typing import Any, NamedTuple
 import torch
 
 from s3ec import codec
+from s3ec.codec import Header
 from s3ec.connector.messages import Load
 from s3ec.connector.staging import Buffer, Staging, bytes_of
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key
 from s3ec.node import Node
 from s3ec.runtime import PASS_THROUGH, DaemonPool
+from s3ec.store.places import served_by
 from s3ec.tier.files import touch
 
 log = logging.getLogger(__name__)
@@ -345,13 +348,35 @@ class Loader:
         # Also where this process has found the object bad: the engine ends without it.
         limit = load.shape.nbytes + 8 + codec.HEADER_LIMIT
         name = self._sources.layout.object(self._key_of(load))
-        return await self._sources.store.get(name, max_bytes=limit)
+        while True:
+            with served_by() as replicas:
+                blob = await self._sources.store.get(name, max_bytes=limit)
+            try:
+                if blob is not None and replicas:
+                    await asyncio.to_thread(self._verified, load, blob)
+                return blob
+            except CorruptEntryError:
+                for place in replicas:  # which are not asked for it again
+                    place.refuse(name)
 
     def _key_of(self, load: Load) -> Key:
         key = self._naming.make_key(load.identifier, load.renamed)
         if key is None:
             raise CorruptEntryError("not an identifier of ours", reason="identifier")
         return key
+
+    def _verified(self, load: Load, blob: bytes | memoryview) -> Header:
+        """Check an object that is to take the place of a granted file; it raises what is wrong."""
+        header = codec.verify(
+            blob,
+            namespace=self._sources.layout.namespace,
+            identifier=self._key_of(load).stored,
+        )
+        if header.shape != load.shape:
+            raise CorruptEntryError(
+                f"holds {header.shape}, granted was {load.shape}", reason="shape"
+            )
+        return header
 
     def _rescued(self, load: Load, answer: Future[_Blob], why: str) -> memoryview:
         """The tensor's bytes from the bucket's answer, verified.
@@ -366,15 +391,7 @@ class Loader:
             blob = answer.result()
             if blob is None:
                 raise CorruptEntryError("the bucket no longer holds it", reason="length")
-            header = codec.verify(
-                blob,
-                namespace=self._sources.layout.namespace,
-                identifier=self._key_of(load).stored,
-            )
-            if header.shape != load.shape:
-                raise CorruptEntryError(
-                    f"holds {header.shape}, granted was {load.shape}", reason="shape"
-                )
+            header = self._verified(load, blob)
         except PASS_THROUGH:
             raise
         except BaseException as exc:

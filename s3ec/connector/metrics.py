@@ -282,6 +282,29 @@ _LABELLED: dict[str, _Labelled] = {
             "stopped": "This engine loads nothing; its log says why.",
         },
     ),
+    "place_bytes.": (
+        "replica_bytes",
+        "Bytes of embeddings that a replica gave.",
+        ("place",),
+        {"PLACE": "The name of its bucket or server, with `_` for a dot."},
+    ),
+    "place.": (
+        "replica_requests",
+        "What came of asking the replicas for embeddings, and of copies to them.",
+        ("place", "event"),
+        {
+            "PLACE.hits": "It gave the embedding.",
+            "PLACE.lag": "It did not have it. The next place is asked, and this one not for a "
+            "minute.",
+            "PLACE.failed": "It gave no good answer. The next place is asked.",
+            "PLACE.bad": "Its copy was unusable. It is not asked for this one for an hour.",
+            "PLACE.late": "It was late, and the next place was asked as well.",
+            "PLACE.skipped": "It was not asked, since it failed lately (its breaker is open).",
+            "PLACE.filled": "It took a copy (`fill`).",
+            "PLACE.unfilled": "It did not take a copy, or there was no time for one.",
+            "PLACE.undeleted": "It did not delete what home has deleted.",
+        },
+    ),
     "lookups.": (
         "lookups",
         "Where the encoder inputs of requests were found, once for each input that a step needed. "

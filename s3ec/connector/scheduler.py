@@ -46,7 +46,7 @@ from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes, without_key
 from s3ec.index.reader import Index
 from s3ec.prefetch import Prefetcher, Priority
 from s3ec.runtime import DiskWatch
-from s3ec.store.endpoint import Breaker
+from s3ec.store.places import Health
 from s3ec.tier import LocalKeys, Residents
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class SchedulerHalf:
         local: LocalKeys,
         prefetcher: Prefetcher,
         residents: Residents,
-        store: Breaker,
+        store: Health,
         disk: DiskWatch,
         needs_embedding: Callable[[Any], bool],
         placeholder_of: Callable[[Any], dict[str, Any] | None],

@@ -212,7 +212,7 @@ def _end_with_parent() -> None:
 
 
 async def _open_and_work(order: dict[str, dict[str, object]]) -> str:
-    from s3ec.store.open import open_store
+    from s3ec.store.open import open_places, open_store
     from s3ec.store.retry import RetryStore
 
     settings = Settings.model_validate(order["settings"])
@@ -222,7 +222,9 @@ async def _open_and_work(order: dict[str, dict[str, object]]) -> str:
     except ConfigError as exc:
         raise AccessError(str(exc)) from exc
     # As a command: nobody waits for it, so it needs no breaker.
-    store = RetryStore(opened, Counters(), attempts=_ATTEMPTS)
+    store: Store = RetryStore(opened, Counters(), attempts=_ATTEMPTS)
+    is_entry = Layout(job.namespace).is_entry
+    store = open_places(settings, store, Counters(), is_entry=is_entry) or store
     try:
         return await _work(job, store)
     finally:

@@ -10,7 +10,7 @@ import mmap
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -368,6 +368,11 @@ class ManifestIndex:
     def writers(self) -> int:
         """Writers of the fleet that announced something in the last 15 minutes; at least 1."""
         return max(1, self._view.overlay.writers)
+
+    @property
+    def files(self) -> tuple[SnapshotName, Sequence[str]]:
+        """The snapshot that is open, and the ULIDs of the deltas that were read since."""
+        return self._view.name, self._view.overlay.read
 
     @property
     def newest(self) -> str:

@@ -8,16 +8,18 @@ import enum
 import importlib.util
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
-from s3ec.settings import Settings
+from s3ec.settings import Replica, Settings
 from s3ec.store.base import Store, Wrapper, refuses_conditions
 from s3ec.store.endpoint import BreakerStore, Endpoint
+from s3ec.store.places import Place, PlacesStore
 from s3ec.store.retry import HedgeStore, RetryStore
+from s3ec.tenant import read_secret
 
 PROBE_PREFIX = ".s3ec-probe/"
 KEPT_PROBE = f"{PROBE_PREFIX}kept"
@@ -55,6 +57,49 @@ def open_store(settings: Settings, *, patient: bool = False) -> Store:
     from s3ec.store.s3 import ObstoreStore
 
     return ObstoreStore(settings, patient=patient)
+
+
+def open_places(
+    settings: Settings, home: Store, counters: Counters, *, is_entry: Callable[[str], bool]
+) -> PlacesStore | None:
+    """Home with the replicas of the settings before it; None where there are none.
+
+    Args:
+        home: With all that makes bad days bearable around it.
+        is_entry: Whether a name is an entry's.
+
+    Raises:
+        ConfigError: As open_store, for a replica.
+    """
+    if not settings.replicas:
+        return None
+    places = []
+    for replica in settings.replicas:
+        if replica.url is not None:
+            endpoint, opened = Endpoint.of(settings), _open_redis(settings, replica)
+        else:
+            there = settings.at(replica)
+            endpoint, opened = Endpoint.shared(there), open_store(there)
+        # Not hedged by itself: the next place is.
+        store = resilient(opened, endpoint, counters, hedge=False)
+        places.append(Place(replica.name, store, endpoint, counters, fill=replica.fill))
+    return PlacesStore(home, places, counters, is_entry=is_entry)
+
+
+def _open_redis(settings: Settings, replica: Replica) -> Store:
+    from s3ec.store.redis_store import RedisStore
+
+    secret = replica.password
+    return RedisStore(
+        replica.url or "",
+        password=None if secret is None else read_secret(secret, "replicas").decode(),
+        prefix=settings.prefix if replica.prefix is None else replica.prefix,
+        cluster=replica.cluster,
+        ttl_s=replica.ttl_s,
+        ca_bundle=replica.ca_bundle or settings.ca_bundle,
+        connect_timeout_s=settings.connect_timeout_s,
+        read_timeout_s=settings.read_timeout_s,
+    )
 
 
 def resilient(store: Store, endpoint: Endpoint, counters: Counters, *, hedge: bool) -> Store:

@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import botocore.session
 import pytest
+from botocore.validate import ParamValidator
 
+from s3ec.config import load_settings
 from s3ec.testing.server import MotoServer
 from tests.terraform.cases import HOW, PLUGINS, Terraform, copy
 
 NAME = "embeddings"
-REGIONS = {"writer": "eu-central-1", "us": "us-east-1", "ap": "ap-southeast-1"}
-BUCKETS = {"writer": NAME, "us": f"{NAME}-us", "ap": f"{NAME}-ap"}
-ROLES = {"producer", "maintainer", "replication", "consumer-writer", "consumer-us", "consumer-ap"}
+REGIONS = {"home": "eu-central-1", "us": "us-east-1", "ap": "ap-southeast-1"}
+BUCKETS = {"home": NAME, "us": f"{NAME}-us", "ap": f"{NAME}-ap"}
+ROLES = {"home", "us", "ap", "maintainer", "replication"}
 pytestmark = [
     pytest.mark.terraform,
     pytest.mark.slow,
@@ -100,11 +103,11 @@ class Plan:
     def provider_of(self, kind: str) -> dict[str, str]:
         """The configured provider, and by it the region, of each resource of one type."""
         root = self.shown["configuration"]["root_module"]
-        calls = {name: call["module"]["resources"] for name, call in root["module_calls"].items()}
+        called = {name: call["module"] for name, call in root["module_calls"].items()}
         return {
             name or one["name"]: one["provider_config_key"]
-            for name, resources in {"": root["resources"], **calls}.items()
-            for one in resources
+            for name, module in {"": root, **called}.items()
+            for one in module.get("resources", [])
             if one["type"] == kind
         }
 
@@ -128,14 +131,19 @@ class Plan:
 def plan(tmp_path_factory: pytest.TempPathFactory, moto_server: MotoServer) -> Plan:
     """The first plan, in an account that has nothing yet: no key, no role."""
     tree = copy(tmp_path_factory.mktemp("terraform") / "terraform")
-    env = {**moto_server.env(), "AWS_ENDPOINT_URL": moto_server.endpoint_url, "TF_VAR_name": NAME}
+    env = {
+        **moto_server.env(),
+        "AWS_ENDPOINT_URL": moto_server.endpoint_url,
+        "TF_VAR_name": NAME,
+        "TF_VAR_batch_copy": "true",
+    }
     here = Terraform(tree / "examples" / "cross-region", env)
     here.init()
     here.run("plan", "-input=false", "-out=first.plan")
     return Plan(json.loads(here.run("show", "-json", "first.plan").stdout))
 
 
-def test_one_bucket_is_written_and_two_are_read_each_in_its_region(plan: Plan) -> None:
+def test_home_is_written_and_two_copies_are_read_each_in_its_region(plan: Plan) -> None:
     made = {name: bucket["bucket"] for name, bucket in plan.planned("aws_s3_bucket").items()}
     assert made == BUCKETS
     corpora = plan.output("corpora")
@@ -148,6 +156,25 @@ def test_one_bucket_is_written_and_two_are_read_each_in_its_region(plan: Plan) -
         for resource in one["Resource"]
     }
     assert may_write == {f"arn:aws:s3:::{NAME}/corpus/*"}
+
+
+def test_settings_of_each_region_name_home_and_then_its_own_copy(plan: Plan) -> None:
+    texts = plan.output("ec_transfer_config")
+    extras = {name: json.loads(text)["ec_connector_extra_config"] for name, text in texts.items()}
+    replicas = {name: extra.get("replicas", []) for name, extra in extras.items()}
+    copy_of = {name: {"bucket": BUCKETS[name], "region": REGIONS[name]} for name in ("us", "ap")}
+    assert replicas == {
+        "home": [],
+        "us": [copy_of["us"]],
+        "ap": [copy_of["ap"]],
+        "maintainer": [copy_of["us"], copy_of["ap"]],
+    }
+    for name, extra in extras.items():
+        settings = load_settings(extra).settings
+        near = [settings.at(replica) for replica in settings.replicas]
+        assert [one.bucket for one in near] == [one["bucket"] for one in replicas[name]]
+        assert (settings.bucket, settings.prefix) == (NAME, "corpus")
+        assert settings.region == REGIONS["home"]
 
 
 def test_each_bucket_has_a_key_of_its_region_and_versions(plan: Plan) -> None:
@@ -167,9 +194,9 @@ def test_each_bucket_has_a_key_of_its_region_and_versions(plan: Plan) -> None:
     }
 
 
-def test_the_written_bucket_replicates_encrypted_to_both_others(plan: Plan) -> None:
+def test_home_replicates_encrypted_to_both_copies(plan: Plan) -> None:
     [replication] = plan.planned("aws_s3_bucket_replication_configuration").values()
-    assert replication["bucket"] == BUCKETS["writer"]
+    assert replication["bucket"] == BUCKETS["home"]
     to = {rule["id"]: rule["destination"][0]["bucket"] for rule in replication["rule"]}
     assert to == {name: f"arn:aws:s3:::{BUCKETS[name]}" for name in ("us", "ap")}
     for rule in replication["rule"]:
@@ -188,6 +215,16 @@ def test_the_written_bucket_replicates_encrypted_to_both_others(plan: Plan) -> N
     assert uses == {("kms:Decrypt", "s3.eu-central-1.amazonaws.com")} | {
         (action, f"s3.{REGIONS[name]}.amazonaws.com") for action in written for name in ("us", "ap")
     }
+
+
+def test_job_that_copies_what_is_there_is_one_that_s3_takes(plan: Plan) -> None:
+    job = json.loads(plan.output("batch_copy_job"))
+    assert job["RoleArn"] == f"arn:aws:iam::123456789012:role/{NAME}-replication-batch"
+    service = botocore.session.get_session().get_service_model("s3control")
+    shape = service.operation_model("CreateJob").input_shape
+    # The token is made by who sends it.
+    report = ParamValidator().validate({**job, "ClientRequestToken": "one"}, shape)
+    assert not report.has_errors(), report.generate_report()
 
 
 def test_no_bucket_is_public(plan: Plan) -> None:
@@ -220,15 +257,14 @@ def test_no_policy_has_a_wildcard(plan: Plan) -> None:
         read += 1
         for statement in document["Statement"]:
             assert not too_wide(statement, of_key=kind == "aws_kms_key"), address
-    # Three keys, three buckets, who may take each of the six roles.
-    assert read == 12
+    # Three keys, three buckets, who may take each of the six roles, what the job's role may do.
+    assert read == 13
     # The rest names keys, so of it the plan knows but the output; that this says all of it is
     # asserted in the example's own tests, where the keys have ids.
     assert unknown == {
-        "module.producer.aws_iam_policy.this",
         "module.maintainer.aws_iam_policy.this",
         "module.replication.aws_iam_role_policy.this",
-        *(f'module.consumer["{name}"].aws_iam_policy.this' for name in BUCKETS),
+        *(f"module.engines_{name}.aws_iam_policy.this" for name in BUCKETS),
     }
     policies = plan.output("policies")
     assert set(policies) == ROLES

@@ -18,6 +18,7 @@ pytestmark = [
 ]
 FOLDERS = sorted(str(path.parent.relative_to(SOURCE)) for path in SOURCE.glob("*/*/main.tf"))
 COMPATIBLE = ("modules/s3-compatible-bucket", "examples/minio")
+NO_PROVIDER = ("modules/transfer-config",)
 PARTS = {"main.tf", "variables.tf", "outputs.tf", "versions.tf", "tests"}
 
 
@@ -39,7 +40,7 @@ def test_every_file_is_formatted(tree: Path) -> None:
 
 
 def test_every_module_and_example_has_all_of_its_parts() -> None:
-    assert len(FOLDERS) == 10
+    assert len(FOLDERS) == 12
     for folder in FOLDERS:
         missing = PARTS - {path.name for path in (SOURCE / folder).iterdir()}
         assert not missing, f"{folder} has no {missing}"
@@ -48,7 +49,7 @@ def test_every_module_and_example_has_all_of_its_parts() -> None:
 @pytest.mark.parametrize(
     ("asked", "of"),
     [
-        ('">= 5.86, < 7"', lambda name: name not in COMPATIBLE),
+        ('">= 5.86, < 7"', lambda name: name not in (*COMPATIBLE, *NO_PROVIDER)),
         # From 6.23 on the provider asks S3 Control for a bucket's tags.
         ('">= 5.86, < 6.23"', lambda name: name in COMPATIBLE),
     ],

@@ -102,6 +102,7 @@ def test_every_setting_can_come_from_every_source(
         "allow_http": "true",
         "profile": "p",
         "ca_bundle": str(bundle),
+        "replicas": '[{"bucket": "near"}]',
         "sse": "aws:kms",
         "sse_kms_key_id": "key",
         "cache_dir": str(tmp_path),

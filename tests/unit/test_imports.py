@@ -29,7 +29,7 @@ LAYERS = [
     {"codec"},
     {"tier", "modality"},
     {"index"},
-    {"fetch", "namespaces", "encode_costs"},
+    {"fetch", "fill", "namespaces", "encode_costs"},
     {"prefetch"},
     {"node"},
     {"connector"},
@@ -60,6 +60,7 @@ MAY_IMPORT = {
     "pyarrow": dict.fromkeys(("cli", "client", "corpus", "middleware", "dev"), "inside"),
     "pypdfium2": {"corpus": "inside"},
     "ray": {"corpus": "inside", "dev": "inside"},
+    "redis": {"store": "inside"},
 }  # fmt: skip
 # Within these packages one module alone may import what the rest may not.
 SDK_MODULES = {"store", "doctor", "testing", "dev"}  # botocore and boto3

@@ -105,6 +105,11 @@ ENTRIES: dict[str, Entry] = {
         600,
         alone=True,
     ),
+    "regions": Entry(
+        "A corpus in several places: near, lagging, dead and slow ones, a Redis, and write-back.",
+        600,
+        alone=True,
+    ),
     "soak": Entry(
         "An hour of faults around real engines: wrong answers, deaths, losses, memory.",
         3900,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # One region with everything that the modules offer: a key, an endpoint through which alone the
 # corpus is read, access logs, an organisation's own statement, roles for pods and people, alarms.
+# What is there already is handed in.
 
 provider "aws" {
   region = var.region
@@ -15,66 +16,22 @@ data "aws_caller_identity" "current" {}
 data "aws_partition" "current" {}
 
 locals {
-  account_arn = "arn:${data.aws_partition.current.partition}:iam::${data.aws_caller_identity.current.account_id}:root"
   # Written out: the bucket's policy names the role, and the role's policy the bucket.
   maintainer_role_arn = "arn:${data.aws_partition.current.partition}:iam::${data.aws_caller_identity.current.account_id}:role/${var.name}-maintainer"
-  # What format() answers is never null, which a plan does not know of an ARN that it does not know.
-  key_arn = format("%s", aws_kms_key.this.arn)
-}
-
-resource "aws_kms_key" "this" {
-  description             = "Embeddings of ${var.name}"
-  enable_key_rotation     = true
-  deletion_window_in_days = 30
-
-  # In a key's own policy the resource * is that key. Who may use it stands in IAM policies, which
-  # this statement lets count: without it nobody but the key's maker could.
-  policy = jsonencode({
-    Version = "2012-10-17"
-    Statement = [{
-      Sid       = "IamPoliciesCount"
-      Effect    = "Allow"
-      Principal = { AWS = local.account_arn }
-      Action = [
-        "kms:CancelKeyDeletion",
-        "kms:CreateAlias",
-        "kms:Decrypt",
-        "kms:DeleteAlias",
-        "kms:DescribeKey",
-        "kms:DisableKey",
-        "kms:EnableKey",
-        "kms:EnableKeyRotation",
-        "kms:Encrypt",
-        "kms:GenerateDataKey",
-        "kms:GetKeyPolicy",
-        "kms:GetKeyRotationStatus",
-        "kms:ListAliases",
-        "kms:ListResourceTags",
-        "kms:PutKeyPolicy",
-        "kms:ScheduleKeyDeletion",
-        "kms:TagResource",
-        "kms:UntagResource",
-        "kms:UpdateAlias",
-        "kms:UpdateKeyDescription",
-      ]
-      Resource = "*"
-    }]
-  })
-}
-
-resource "aws_kms_alias" "this" {
-  name          = "alias/${var.name}"
-  target_key_id = aws_kms_key.this.key_id
+  makes_bucket        = var.existing.bucket == null
+  bucket              = local.makes_bucket ? var.name : var.existing.bucket
+  vpc_endpoint_ids    = length(var.existing.vpc_endpoint_ids) > 0 ? var.existing.vpc_endpoint_ids : module.network[0].vpc_endpoint_ids
 }
 
 # Where S3 writes who asked for what. The module fits: private, TLS only, and nothing is write-once
 # below a prefix that no corpus has. S3 encrypts its logs with its own keys only.
 module "logs" {
   source = "../../modules/corpus-bucket"
+  count  = local.makes_bucket ? 1 : 0
 
   name            = "${var.name}-logs"
   write_once      = false
-  lifecycle_rules = { expire_days = var.log_days, noncurrent_days = 1 }
+  lifecycle_rules = { noncurrent_days = 1, folders = [{ prefix = "logs/", expire_days = var.log_days }] }
 
   additional_policy_statements = [{
     sid        = "AccessLogs"
@@ -92,15 +49,19 @@ module "logs" {
 module "corpus" {
   source = "../../modules/corpus-bucket"
 
-  name        = var.name
-  prefix      = var.prefix
-  kms_key_arn = local.key_arn
-  access_log  = { bucket = module.logs.access_log_bucket, prefix = "corpus/" }
+  create         = local.makes_bucket
+  name           = local.bucket
+  prefix         = var.prefix
+  create_kms_key = local.makes_bucket
+  kms_key_arn    = var.existing.kms_key_arn
+  access_log     = local.makes_bucket ? { bucket = module.logs[0].access_log_bucket, prefix = "logs/" } : null
 
-  lifecycle_rules = { intelligent_tiering_days = 30 }
+  lifecycle_rules = {
+    folders = [for namespace in var.cold_namespaces : { prefix = "${var.prefix}${namespace}/objects/", intelligent_tiering_days = 30 }]
+  }
 
   network_access = {
-    vpc_endpoint_ids = [module.network.vpc_endpoint_id]
+    vpc_endpoint_ids = local.vpc_endpoint_ids
     exempt_role_arns = [local.maintainer_role_arn]
   }
 
@@ -119,20 +80,36 @@ module "corpus" {
 
 module "network" {
   source = "../../modules/network"
+  count  = length(var.existing.vpc_endpoint_ids) > 0 ? 0 : 1
 
-  vpc_id            = var.vpc_id
-  route_table_ids   = var.route_table_ids
-  corpora           = [module.corpus.corpus]
+  vpc_id              = var.vpc_id
+  route_table_ids     = var.route_table_ids
+  interface           = var.interface_endpoint
+  restrict_to_corpora = var.restrict_to_corpora
+  corpora             = [module.corpus.corpus]
+  # Layers of the region's container registry.
   other_bucket_arns = ["arn:${data.aws_partition.current.partition}:s3:::prod-${var.region}-starport-layer-bucket"]
 }
 
 module "engines" {
   source = "../../modules/access"
 
-  name    = "${var.name}-engines"
-  role    = "producer"
-  corpora = [module.corpus.corpus]
-  irsa    = var.irsa
+  name               = "${var.name}-engines"
+  role               = "producer"
+  corpora            = [module.corpus.corpus]
+  existing_role_name = var.existing.engine_role_name
+  irsa               = var.irsa
+  pod_identity       = var.pod_identity
+}
+
+# With it EKS hands the role to the pods of the account; IRSA needs an annotation instead.
+resource "aws_eks_pod_identity_association" "engines" {
+  for_each = { for one in var.pod_identity : "${one.cluster}/${one.namespace}/${one.service_account}" => one }
+
+  cluster_name    = each.value.cluster
+  namespace       = each.value.namespace
+  service_account = each.value.service_account
+  role_arn        = module.engines.role_arn
 }
 
 module "maintainer" {

@@ -11,7 +11,7 @@ output "ec_transfer_config" {
 }
 
 output "engine_role_arn" {
-  description = "Role of the engines, for the annotation eks.amazonaws.com/role-arn of their service account; null without `irsa`."
+  description = "Role of the engines, for the annotation eks.amazonaws.com/role-arn of a service account of `irsa`; null where nobody was named who may take it."
   value       = module.engines.role_arn
 }
 
@@ -20,9 +20,19 @@ output "maintainer_role_arn" {
   value       = module.maintainer.role_arn
 }
 
-output "vpc_endpoint_id" {
-  description = "Endpoint that the corpus is read through."
-  value       = module.network.vpc_endpoint_id
+output "engine_policy_arn" {
+  description = "Policy of the engines, for a role of yours."
+  value       = module.engines.policy_arn
+}
+
+output "vpc_endpoint_ids" {
+  description = "Endpoints that the corpus is read through."
+  value       = local.vpc_endpoint_ids
+}
+
+output "interface_endpoint_url" {
+  description = "What engines beyond the VPC set as `endpoint_url` where S3's own names do not lead to the interface endpoint; null without one."
+  value       = one(module.network[*].interface_endpoint_url)
 }
 
 output "alarm_names" {

@@ -23,14 +23,54 @@ variable "log_days" {
   default     = 90
 }
 
+variable "existing" {
+  description = <<-EOT
+    What is there already, and is then not made: the `bucket`, whose policy, encryption and versions
+    stay as they are (`kms_key_arn`: the key of its default encryption); `vpc_endpoint_ids` that the
+    corpus is read through; `engine_role_name`, a role that gets the engines' policy.
+  EOT
+  type = object({
+    bucket           = optional(string)
+    kms_key_arn      = optional(string)
+    vpc_endpoint_ids = optional(list(string), [])
+    engine_role_name = optional(string)
+  })
+  default = {}
+
+  validation {
+    condition     = var.existing.bucket != null || var.existing.kms_key_arn == null
+    error_message = "`kms_key_arn` is of an existing `bucket`; a bucket that is made gets a key of its own."
+  }
+}
+
+variable "cold_namespaces" {
+  description = "Namespaces (`s3ec ns` lists them) whose embeddings S3 moves to INTELLIGENT_TIERING after 30 days."
+  type        = list(string)
+  default     = []
+}
+
 variable "vpc_id" {
-  description = "VPC of the engines."
+  description = "VPC of the engines; without meaning for existing endpoints."
   type        = string
+  default     = null
 }
 
 variable "route_table_ids" {
-  description = "Route tables of the engines' subnets."
+  description = "Route tables of the engines' subnets; likewise."
   type        = list(string)
+  default     = []
+}
+
+variable "interface_endpoint" {
+  description = "An interface endpoint beside the gateway, for engines beyond the VPC, as the network module takes it; null: none."
+  type        = object({ subnet_ids = list(string), security_group_ids = list(string), private_dns = optional(bool, false) })
+  default     = null
+}
+
+variable "restrict_to_corpora" {
+  description = "Let the endpoints pass the corpus and the layers of the region's container registry only: nothing else of S3 is reached from these route tables any more."
+  type        = bool
+  default     = false
 }
 
 variable "organization_id" {
@@ -40,7 +80,7 @@ variable "organization_id" {
 }
 
 variable "irsa" {
-  description = "Service accounts of the engines, as the access module takes them."
+  description = "Service accounts of the engines that take their role through the cluster's OIDC provider, as the access module takes them."
   type = list(object({
     provider_arn    = string
     issuer          = string
@@ -48,6 +88,12 @@ variable "irsa" {
     service_account = string
   }))
   default = []
+}
+
+variable "pod_identity" {
+  description = "Service accounts of the engines that EKS Pod Identity hands their role to, in clusters of this region that have its agent; the associations are made."
+  type        = list(object({ cluster = string, namespace = string, service_account = string }))
+  default     = []
 }
 
 variable "maintainer_arns" {

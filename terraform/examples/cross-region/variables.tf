@@ -5,21 +5,55 @@ variable "name" {
   type        = string
 }
 
-variable "writer_region" {
-  description = "Region that embeddings are written in."
+variable "home_region" {
+  description = "Region that embeddings are written in, and whose index counts."
   type        = string
   default     = "eu-central-1"
 }
 
-variable "reader_regions" {
-  description = "The two regions that only read. A third takes one provider, one `reader` and one `key` more in main.tf: a provider cannot be made in a loop."
+variable "replica_regions" {
+  description = "The two regions that read a copy of their own. A third takes one provider, one bucket and one role more in main.tf: a provider cannot be made in a loop."
   type        = object({ us = string, ap = string })
   default     = { us = "us-east-1", ap = "ap-southeast-1" }
 
   validation {
-    condition     = var.reader_regions.us != var.reader_regions.ap
-    error_message = "`reader_regions` are two regions."
+    condition     = var.replica_regions.us != var.replica_regions.ap
+    error_message = "`replica_regions` are two regions."
   }
+}
+
+variable "account_role_arns" {
+  description = "Role of another account that Terraform takes to make a region's bucket and engines' role there; unset: this account."
+  type        = object({ us = optional(string), ap = optional(string) })
+  default     = {}
+}
+
+variable "writers" {
+  description = "Regions (home, us, ap) whose engines also encode and save. They save to home, wherever they are."
+  type        = set(string)
+  default     = ["home"]
+
+  validation {
+    condition     = length(setsubtract(var.writers, ["home", "us", "ap"])) == 0
+    error_message = "`writers` are of home, us and ap."
+  }
+}
+
+variable "existing_buckets" {
+  description = "Buckets that are there already, by home, us or ap. They need versioning, and keep their policy and encryption; `kms_key_arn` is the key of their default encryption. Replication replaces the rules that home has."
+  type        = map(object({ name = string, kms_key_arn = optional(string) }))
+  default     = {}
+
+  validation {
+    condition     = length(setsubtract(keys(var.existing_buckets), ["home", "us", "ap"])) == 0
+    error_message = "`existing_buckets` are by home, us and ap."
+  }
+}
+
+variable "batch_copy" {
+  description = "Make what copies the objects that home had before its rules: see `batch_copy_job`."
+  type        = bool
+  default     = false
 }
 
 variable "prefix" {
@@ -52,7 +86,7 @@ variable "key_deletion_days" {
 }
 
 variable "alarm_actions" {
-  description = "ARNs that are told of an alarm, in the writer's region."
+  description = "ARNs that are told of an alarm, in home's region."
   type        = list(string)
   default     = []
 }

@@ -6,49 +6,50 @@ data "aws_partition" "current" {}
 data "aws_caller_identity" "current" {}
 
 locals {
-  reads  = ["s3:GetObject"]
-  writes = ["s3:PutObject", "s3:AbortMultipartUpload"]
-  object_actions = concat(
-    local.reads,
-    var.role == "consumer" ? [] : local.writes,
-    var.role == "maintainer" ? ["s3:DeleteObject"] : [],
+  # Home is written to by who writes at all; a replica by who writes back what came from home.
+  places = concat(
+    [for corpus in var.corpora : merge(corpus, { writes = var.role != "consumer" })],
+    [for corpus in var.replicas : merge(corpus, { writes = corpus.fill })],
   )
-  key_actions = concat(["kms:Decrypt"], var.role == "consumer" ? [] : ["kms:GenerateDataKey"])
 
   statements = concat(
     [
-      for index, corpus in var.corpora : merge(
+      for index, place in local.places : merge(
         {
           Sid      = "List${index}"
           Effect   = "Allow"
           Action   = ["s3:ListBucket"]
-          Resource = [corpus.arn]
+          Resource = [place.arn]
         },
-        corpus.prefix == "" ? {} : {
-          Condition = { StringLike = { "s3:prefix" = ["${corpus.prefix}*"] } }
+        place.prefix == "" ? {} : {
+          Condition = { StringLike = { "s3:prefix" = ["${place.prefix}*"] } }
         },
       )
     ],
     [
-      for index, corpus in var.corpora : {
-        Sid      = "Objects${index}"
-        Effect   = "Allow"
-        Action   = local.object_actions
-        Resource = ["${corpus.arn}/${corpus.prefix}*"]
+      for index, place in local.places : {
+        Sid    = "Objects${index}"
+        Effect = "Allow"
+        Action = concat(
+          ["s3:GetObject"],
+          place.writes ? ["s3:PutObject", "s3:AbortMultipartUpload"] : [],
+          var.role == "maintainer" ? ["s3:DeleteObject"] : [],
+        )
+        Resource = ["${place.arn}/${place.prefix}*"]
       }
     ],
     [
-      for index, corpus in var.corpora : {
+      for index, place in local.places : {
         Sid      = "Key${index}"
         Effect   = "Allow"
-        Action   = local.key_actions
-        Resource = [corpus.kms_key_arn]
+        Action   = concat(["kms:Decrypt"], place.writes ? ["kms:GenerateDataKey"] : [])
+        Resource = [place.kms_key_arn]
         # The key serves this bucket's objects, and nothing beside S3.
         Condition = {
-          StringEquals = { "kms:ViaService" = "s3.${corpus.region}.${data.aws_partition.current.dns_suffix}" }
-          StringLike   = { "kms:EncryptionContext:aws:s3:arn" = [corpus.arn, "${corpus.arn}/*"] }
+          StringEquals = { "kms:ViaService" = "s3.${place.region}.${data.aws_partition.current.dns_suffix}" }
+          StringLike   = { "kms:EncryptionContext:aws:s3:arn" = [place.arn, "${place.arn}/*"] }
         }
-      } if corpus.kms_key_arn != null
+      } if place.kms_key_arn != null
     ],
   )
 
@@ -105,7 +106,7 @@ locals {
 
 resource "aws_iam_policy" "this" {
   name        = var.name
-  description = "s3ec ${var.role}: ${join(", ", [for corpus in var.corpora : corpus.name])}"
+  description = "s3ec ${var.role}: ${join(", ", [for place in local.places : place.name])}"
   policy      = jsonencode({ Version = "2012-10-17", Statement = local.statements })
   tags        = var.tags
 }
@@ -126,11 +127,27 @@ resource "aws_iam_role" "this" {
   }
 }
 
-resource "aws_iam_role_policy_attachment" "this" {
-  count = local.has_role ? 1 : 0
+data "aws_iam_role" "existing" {
+  count = var.existing_role_name == null ? 0 : 1
 
-  role       = aws_iam_role.this[0].name
+  name = var.existing_role_name
+}
+
+resource "aws_iam_role_policy_attachment" "this" {
+  for_each = merge(
+    local.has_role ? { made = one(aws_iam_role.this[*].name) } : {},
+    var.existing_role_name == null ? {} : { existing = one(data.aws_iam_role.existing[*].name) },
+  )
+
+  role       = each.value
   policy_arn = aws_iam_policy.this.arn
+
+  lifecycle {
+    precondition {
+      condition     = var.existing_role_name == null || !local.has_role
+      error_message = "The role ${coalesce(var.existing_role_name, "-")} exists, and says itself who may take it: leave `irsa`, `pod_identity`, `assume_role_arns` and `instance_profile` out."
+    }
+  }
 }
 
 resource "aws_iam_instance_profile" "this" {

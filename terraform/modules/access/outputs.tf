@@ -16,12 +16,12 @@ output "statements" {
 }
 
 output "role_arn" {
-  description = "ARN of the role; null where nobody was named who may take it."
-  value       = one(aws_iam_role.this[*].arn)
+  description = "ARN of the role, made or existing; null where nobody was named who may take it."
+  value       = var.existing_role_name == null ? one(aws_iam_role.this[*].arn) : data.aws_iam_role.existing[0].arn
 }
 
 output "trust_json" {
-  description = "Who may take the role; null where there is none."
+  description = "Who may take the role; null where none was made."
   value       = one(aws_iam_role.this[*].assume_role_policy)
 }
 

@@ -21,7 +21,7 @@ variable "role" {
 }
 
 variable "corpora" {
-  description = "The `corpus` outputs of the buckets that the role may use."
+  description = "The `corpus` outputs of the buckets that the role uses as home: what is written, goes there."
   type = list(object({
     name        = string
     arn         = string
@@ -39,6 +39,30 @@ variable "corpora" {
     condition     = alltrue([for corpus in var.corpora : corpus.prefix == "" || endswith(corpus.prefix, "/")])
     error_message = "Each `prefix` is empty or ends with a slash: without it `team-a` would also cover `team-ab`."
   }
+}
+
+variable "replicas" {
+  description = "The `corpus` outputs of the buckets that are read before home. With `fill`, as in the settings, the role also adds to them what it fetched from home. A `maintainer` deletes in them too."
+  type = list(object({
+    name        = string
+    arn         = string
+    region      = string
+    prefix      = string
+    kms_key_arn = string
+    fill        = optional(bool, false)
+  }))
+  default = []
+
+  validation {
+    condition     = alltrue([for corpus in var.replicas : corpus.prefix == "" || endswith(corpus.prefix, "/")])
+    error_message = "Each `prefix` is empty or ends with a slash: without it `team-a` would also cover `team-ab`."
+  }
+}
+
+variable "existing_role_name" {
+  description = "Name of a role that exists and gets the policy; null: a role is made for those whom the next variables name."
+  type        = string
+  default     = null
 }
 
 variable "irsa" {

@@ -10,6 +10,12 @@ variable "name" {
   }
 }
 
+variable "create" {
+  description = "Make the bucket and all about it. With false the bucket `name` is there already, with its own policy, encryption and versions: it is looked up, left as it is, and handed on as `corpus`."
+  type        = bool
+  default     = true
+}
+
 variable "prefix" {
   description = "Folder of the corpus inside the bucket, with its trailing slash; empty for the whole bucket."
   type        = string
@@ -22,13 +28,54 @@ variable "prefix" {
 }
 
 variable "kms_key_arn" {
-  description = "ARN of the KMS key that encrypts new objects, with a bucket key. Null: SSE-S3."
+  description = "ARN of the KMS key that encrypts new objects, with a bucket key; of an existing bucket the key of its default encryption. Null: SSE-S3, or the key of `create_kms_key`."
   type        = string
   default     = null
 
   validation {
     condition     = var.kms_key_arn == null || can(regex("^arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/", var.kms_key_arn))
     error_message = "`kms_key_arn` is the full ARN of a key, not an alias: replication and policies need the key itself."
+  }
+}
+
+variable "create_kms_key" {
+  description = "Make a KMS key for the bucket, which rotates, with the alias alias/NAME."
+  type        = bool
+  default     = false
+}
+
+variable "key_deletion_days" {
+  description = "Days between the order to delete that key and its end, 7 to 30. Without its key a corpus cannot be read, and until then the order can be taken back."
+  type        = number
+  default     = 30
+
+  validation {
+    condition     = var.key_deletion_days >= 7 && var.key_deletion_days <= 30
+    error_message = "`key_deletion_days` is 7 to 30, as KMS wants it."
+  }
+}
+
+variable "account_access" {
+  description = <<-EOT
+    What other accounts may do with the corpus, by account id: `read`, `add`, `delete`, and
+    `replicate`, which is to be the target of their replication. It counts for those roles that
+    their own account lets do so, as the access and replication modules do. A key that the module
+    did not make has to let them use it by its own policy.
+  EOT
+  type        = map(set(string))
+  default     = {}
+
+  validation {
+    condition     = alltrue([for id in keys(var.account_access) : can(regex("^[0-9]{12}$", id))])
+    error_message = "`account_access` is by account ids of twelve digits."
+  }
+
+  validation {
+    condition = alltrue([
+      for rights in values(var.account_access) :
+      length(rights) > 0 && length(setsubtract(rights, ["read", "add", "delete", "replicate"])) == 0
+    ])
+    error_message = "Rights in `account_access` are one or more of read, add, delete and replicate."
   }
 }
 
@@ -41,25 +88,39 @@ variable "write_once" {
 variable "lifecycle_rules" {
   description = <<-EOT
     What S3 removes or moves by itself; null leaves the bucket without a lifecycle configuration.
-    `expire_days` (unset: never) is for a bucket of logs, with `write_once` off: in a corpus it would
-    delete the manifest too. There `s3ec gc --older-than` deletes what is old.
     `abort_uploads_days`: incomplete multipart uploads. `noncurrent_days`: versions that were deleted
-    or replaced. `intelligent_tiering_days` (unset: never): move to INTELLIGENT_TIERING.
+    or replaced. `folders`: what is there, below each `prefix`, is deleted after `expire_days` or
+    moved to INTELLIGENT_TIERING after `intelligent_tiering_days`. A folder is `objects/` of one
+    namespace (`s3ec ns` lists them), such as corpus/NAMESPACE/objects/, or `logs/`: S3's filters
+    cannot leave anything out, and a manifest must neither expire nor move.
   EOT
   type = object({
-    expire_days              = optional(number)
-    abort_uploads_days       = optional(number, 7)
-    noncurrent_days          = optional(number, 30)
-    intelligent_tiering_days = optional(number)
+    abort_uploads_days = optional(number, 7)
+    noncurrent_days    = optional(number, 30)
+    folders = optional(list(object({
+      prefix                   = string
+      expire_days              = optional(number)
+      intelligent_tiering_days = optional(number)
+    })), [])
   })
   default = {}
 
   validation {
     condition = var.lifecycle_rules == null || alltrue([
-      for days in values(var.lifecycle_rules == null ? {} : var.lifecycle_rules) :
-      days == null || (try(days >= 0, false) && try(floor(days) == days, false))
+      for days in flatten([
+        try([var.lifecycle_rules.abort_uploads_days, var.lifecycle_rules.noncurrent_days], []),
+        [for one in try(var.lifecycle_rules.folders, []) : [one.expire_days, one.intelligent_tiering_days]],
+      ]) : days == null || (try(days >= 0, false) && try(floor(days) == days, false))
     ])
     error_message = "`lifecycle_rules` counts whole days, 0 or more."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in try(var.lifecycle_rules.folders, []) :
+      can(regex("(^|/)objects/$", one.prefix)) || one.prefix == "logs/"
+    ])
+    error_message = "`prefix` of a folder ends with objects/, or is logs/: a rule that covers a manifest would take a corpus from its readers."
   }
 }
 
@@ -108,9 +169,9 @@ variable "additional_policy_statements" {
     condition = alltrue([
       for one in var.additional_policy_statements :
       can(regex("^[A-Za-z0-9]+$", one.sid))
-      && !contains(["DenyPlainHttp", "DenyOldTls", "DenyReplacing", "DenyOtherNetworks"], one.sid)
+      && !can(regex("^(Deny(PlainHttp|OldTls|Replacing|OtherNetworks)|(List|Objects|Versioning)[0-9]+)$", one.sid))
     ]) && length(distinct(var.additional_policy_statements[*].sid)) == length(var.additional_policy_statements)
-    error_message = "`sid` is letters and digits, once each, and none that the module writes itself (DenyPlainHttp, DenyOldTls, DenyReplacing, DenyOtherNetworks)."
+    error_message = "`sid` is letters and digits, once each, and none that the module writes itself (DenyPlainHttp, DenyOldTls, DenyReplacing, DenyOtherNetworks; List, Objects, Versioning with an account id)."
   }
 
   validation {

@@ -10,6 +10,15 @@ locals {
   encrypted = var.source_corpus.kms_key_arn != null
   # By name, so that a new destination does not renumber the others.
   names = sort(keys(var.destinations))
+  # Account of each destination that is another one; S3 lets its bucket's owner own the copies there.
+  elsewhere = {
+    for name, corpus in var.destinations : name => corpus.account_id
+    if corpus.account_id != null && corpus.account_id != data.aws_caller_identity.current.account_id
+  }
+
+  batch_name = "${var.name}-batch"
+  # Written out, so that a plan shows the job.
+  batch_role_arn = "arn:${data.aws_partition.current.partition}:iam::${data.aws_caller_identity.current.account_id}:role/${local.batch_name}"
 
   statements = concat(
     [
@@ -37,6 +46,14 @@ locals {
       },
     ],
     [
+      for names in [sort(keys(local.elsewhere))] : {
+        Sid      = "HandOverReplicas"
+        Effect   = "Allow"
+        Action   = ["s3:ObjectOwnerOverrideToBucketOwner"]
+        Resource = [for name in names : "${var.destinations[name].arn}/${var.source_corpus.prefix}*"]
+      } if length(names) > 0
+    ],
+    [
       for key in [var.source_corpus.kms_key_arn] : {
         Sid      = "Decrypt"
         Effect   = "Allow"
@@ -58,7 +75,8 @@ locals {
           StringEquals = { "kms:ViaService" = "s3.${var.destinations[name].region}.${data.aws_partition.current.dns_suffix}" }
           StringLike   = { "kms:EncryptionContext:aws:s3:arn" = [var.destinations[name].arn, "${var.destinations[name].arn}/*"] }
         }
-      } if local.encrypted && var.destinations[name].kms_key_arn != null
+        # Of a source without a key, too: its copies take the default encryption of where they go.
+      } if var.destinations[name].kms_key_arn != null
     ],
   )
 }
@@ -121,6 +139,15 @@ resource "aws_s3_bucket_replication_configuration" "this" {
       destination {
         bucket        = var.destinations[rule.value].arn
         storage_class = "STANDARD"
+        account       = lookup(local.elsewhere, rule.value, null)
+
+        dynamic "access_control_translation" {
+          for_each = contains(keys(local.elsewhere), rule.value) ? ["Destination"] : []
+
+          content {
+            owner = access_control_translation.value
+          }
+        }
 
         dynamic "encryption_configuration" {
           for_each = local.encrypted ? [var.destinations[rule.value].kms_key_arn] : []
@@ -173,4 +200,47 @@ resource "aws_s3_bucket_replication_configuration" "this" {
   }
 
   depends_on = [aws_iam_role_policy.this]
+}
+
+# What was there before the rules is copied by a job of S3 Batch Operations, which Terraform cannot
+# start: here are its role and its request. The copies themselves are made by the role above.
+resource "aws_iam_role" "batch" {
+  count = var.batch_copy ? 1 : 0
+
+  name = local.batch_name
+  assume_role_policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect    = "Allow"
+      Principal = { Service = "batchoperations.s3.amazonaws.com" }
+      Action    = ["sts:AssumeRole"]
+      Condition = { StringEqualsIfExists = { "aws:SourceAccount" = data.aws_caller_identity.current.account_id } }
+    }]
+  })
+  tags = var.tags
+}
+
+resource "aws_iam_role_policy" "batch" {
+  count = var.batch_copy ? 1 : 0
+
+  name = local.batch_name
+  role = aws_iam_role.batch[0].id
+  policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [
+      {
+        Sid      = "CopyWhatIsThere"
+        Effect   = "Allow"
+        Action   = ["s3:InitiateReplication"]
+        Resource = ["${var.source_corpus.arn}/${var.source_corpus.prefix}*"]
+      },
+      {
+        # S3 lists the objects for the job by an inventory of its own.
+        Sid      = "ListWhatIsThere"
+        Effect   = "Allow"
+        Action   = ["s3:GetReplicationConfiguration", "s3:PutInventoryConfiguration"]
+        Resource = [var.source_corpus.arn]
+      },
+    ]
+  })
 }

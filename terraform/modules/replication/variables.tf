@@ -22,13 +22,14 @@ variable "source_corpus" {
 }
 
 variable "destinations" {
-  description = "The `corpus` outputs of the buckets that are read from, by a name for each. They need versioning."
+  description = "The `corpus` outputs of the buckets that are read from, by a name for each. They need versioning, and where `account_id` is another account's a policy of bucket and key that lets this one `replicate` (`account_access` of the corpus-bucket module)."
   type = map(object({
     name        = string
     arn         = string
     region      = string
     prefix      = string
     kms_key_arn = string
+    account_id  = optional(string)
   }))
 
   validation {
@@ -46,6 +47,12 @@ variable "delete_markers" {
   description = "Replicate deletions, so that what `s3ec rm` and `gc` delete goes away everywhere. Deletions by a lifecycle rule are never replicated: give each bucket its own rule."
   type        = bool
   default     = true
+}
+
+variable "batch_copy" {
+  description = "Make a role for S3 Batch Operations, and the request (`batch_copy_job`) that copies what was there before the rules."
+  type        = bool
+  default     = false
 }
 
 variable "time_control" {

@@ -3,6 +3,18 @@
 # access block (501), ownership controls (403), and lifecycle, which the provider waits for in vain
 # because the stores do not send the header that it looks for.
 
+locals {
+  corpus = {
+    name         = aws_s3_bucket.this.bucket
+    arn          = "arn:aws:s3:::${var.name}"
+    region       = "us-east-1"
+    prefix       = var.prefix
+    kms_key_arn  = null
+    endpoint_url = var.endpoint_url
+    ca_bundle    = var.ca_bundle
+  }
+}
+
 resource "aws_s3_bucket" "this" {
   # checkov:skip=CKV_AWS_18: these stores have no access log of S3's form; they log for themselves
   # checkov:skip=CKV_AWS_144: replication is set up by the store's own tools
@@ -29,4 +41,10 @@ resource "aws_s3_bucket_policy" "this" {
 
   bucket = aws_s3_bucket.this.id
   policy = var.policy_json
+}
+
+module "transfer_config" {
+  source = "../transfer-config"
+
+  home = local.corpus
 }

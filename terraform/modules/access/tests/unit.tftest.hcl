@@ -260,3 +260,100 @@ run "unknown_role_is_refused" {
 
   expect_failures = [var.role]
 }
+
+run "replicas_are_read_and_home_is_written" {
+  command = plan
+
+  variables {
+    role     = "producer"
+    replicas = [{ name = "near", arn = "arn:aws:s3:::near", region = "us-east-1", prefix = "team-a/", kms_key_arn = "arn:aws:kms:us-east-1:123456789012:key/near" }]
+  }
+
+  assert {
+    condition = {
+      for one in jsondecode(aws_iam_policy.this.policy).Statement : one.Sid => [one.Action, one.Resource]
+      } == {
+      List0    = [["s3:ListBucket"], ["arn:aws:s3:::embeddings"]]
+      List1    = [["s3:ListBucket"], ["arn:aws:s3:::near"]]
+      Objects0 = [["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"], ["arn:aws:s3:::embeddings/team-a/*"]]
+      Objects1 = [["s3:GetObject"], ["arn:aws:s3:::near/team-a/*"]]
+      Key0     = [["kms:Decrypt", "kms:GenerateDataKey"], ["arn:aws:kms:eu-central-1:123456789012:key/11111111-2222-3333-4444-555555555555"]]
+      Key1     = [["kms:Decrypt"], ["arn:aws:kms:us-east-1:123456789012:key/near"]]
+    }
+    error_message = "the policy is another one"
+  }
+}
+
+run "who_writes_back_adds_to_the_replica_and_only_there" {
+  command = plan
+
+  variables {
+    replicas = [{ name = "near", arn = "arn:aws:s3:::near", region = "us-east-1", prefix = "team-a/", kms_key_arn = "arn:aws:kms:us-east-1:123456789012:key/near", fill = true }]
+  }
+
+  assert {
+    condition = {
+      for one in jsondecode(aws_iam_policy.this.policy).Statement : one.Sid => one.Action if !startswith(one.Sid, "List")
+      } == {
+      Objects0 = ["s3:GetObject"]
+      Objects1 = ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"]
+      Key0     = ["kms:Decrypt"]
+      Key1     = ["kms:Decrypt", "kms:GenerateDataKey"]
+    }
+    error_message = "a reader writes at home, or not to its replica"
+  }
+}
+
+run "maintainer_deletes_in_all_places" {
+  command = plan
+
+  variables {
+    role     = "maintainer"
+    replicas = [{ name = "near", arn = "arn:aws:s3:::near", region = "us-east-1", prefix = "team-a/", kms_key_arn = null }]
+  }
+
+  assert {
+    condition = [
+      for one in jsondecode(aws_iam_policy.this.policy).Statement : contains(one.Action, "s3:DeleteObject") if startswith(one.Sid, "Objects")
+    ] == [true, true]
+    error_message = "gc could not delete somewhere"
+  }
+}
+
+run "existing_role_gets_the_policy_and_no_other_is_made" {
+  command = plan
+
+  override_data {
+    target = data.aws_iam_role.existing[0]
+    values = { name = "engines", arn = "arn:aws:iam::123456789012:role/engines" }
+  }
+
+  variables {
+    existing_role_name = "engines"
+  }
+
+  assert {
+    condition     = aws_iam_role_policy_attachment.this["existing"].role == "engines" && length(aws_iam_role.this) == 0
+    error_message = "not the role that exists"
+  }
+  assert {
+    condition     = output.role_arn == "arn:aws:iam::123456789012:role/engines" && output.trust_json == null
+    error_message = "another role is handed on"
+  }
+}
+
+run "existing_role_with_others_who_may_take_it_is_refused" {
+  command = plan
+
+  override_data {
+    target = data.aws_iam_role.existing[0]
+    values = { name = "engines", arn = "arn:aws:iam::123456789012:role/engines" }
+  }
+
+  variables {
+    existing_role_name = "engines"
+    pod_identity       = [{ namespace = "serving", service_account = "vllm" }]
+  }
+
+  expect_failures = [aws_iam_role_policy_attachment.this]
+}

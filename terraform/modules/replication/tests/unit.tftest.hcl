@@ -102,6 +102,91 @@ run "role_reads_the_source_writes_the_replicas_and_no_more" {
   }
 }
 
+run "nothing_is_handed_over_within_one_account" {
+  command = plan
+
+  assert {
+    condition = alltrue([
+      for rule in aws_s3_bucket_replication_configuration.this.rule : length(one(rule.destination).access_control_translation) == 0
+    ]) && !strcontains(aws_iam_role_policy.this.policy, "ObjectOwnerOverride") && length(aws_iam_role.batch) == 0
+    error_message = "a right or a role that nobody asked for"
+  }
+}
+
+run "copies_in_another_account_are_that_accounts" {
+  command = plan
+
+  variables {
+    destinations = {
+      ap = { name = "embeddings-ap", arn = "arn:aws:s3:::embeddings-ap", region = "ap-south-1", prefix = "team-a/", kms_key_arn = "arn:aws:kms:ap-south-1:123456789012:key/ap", account_id = "123456789012" }
+      us = { name = "embeddings-us", arn = "arn:aws:s3:::embeddings-us", region = "us-east-1", prefix = "team-a/", kms_key_arn = "arn:aws:kms:us-east-1:210987654321:key/us", account_id = "210987654321" }
+    }
+  }
+
+  assert {
+    condition = {
+      for rule in aws_s3_bucket_replication_configuration.this.rule :
+      rule.id => [for one in one(rule.destination).access_control_translation : [one(rule.destination).account, one.owner]]
+    } == { ap = [], us = [["210987654321", "Destination"]] }
+    error_message = "copies stay the source's, or are given away"
+  }
+  assert {
+    condition = one([
+      for one in jsondecode(aws_iam_role_policy.this.policy).Statement : one if one.Sid == "HandOverReplicas"
+      ]) == {
+      Sid      = "HandOverReplicas"
+      Effect   = "Allow"
+      Action   = ["s3:ObjectOwnerOverrideToBucketOwner"]
+      Resource = ["arn:aws:s3:::embeddings-us/team-a/*"]
+    }
+    error_message = "the role may hand over other copies"
+  }
+}
+
+run "what_was_there_is_copied_by_a_job_with_a_role_of_its_own" {
+  command = plan
+
+  variables {
+    batch_copy = true
+  }
+
+  assert {
+    condition     = aws_iam_role.batch[0].name == "replication-batch"
+    error_message = "the job names another role"
+  }
+  assert {
+    condition = jsondecode(output.batch_copy_job) == {
+      AccountId            = "123456789012"
+      ConfirmationRequired = false
+      Operation            = { S3ReplicateObject = {} }
+      Priority             = 10
+      RoleArn              = "arn:aws:iam::123456789012:role/replication-batch"
+      Report               = { Enabled = false }
+      ManifestGenerator = {
+        S3JobManifestGenerator = {
+          SourceBucket         = "arn:aws:s3:::embeddings"
+          EnableManifestOutput = false
+          Filter = {
+            EligibleForReplication    = true
+            ObjectReplicationStatuses = ["NONE", "FAILED"]
+            KeyNameConstraint         = { MatchAnyPrefix = ["team-a/"] }
+          }
+        }
+      }
+    }
+    error_message = "the job is another one"
+  }
+  assert {
+    condition = {
+      for one in jsondecode(aws_iam_role_policy.batch[0].policy).Statement : one.Sid => [one.Action, one.Resource]
+      } == {
+      CopyWhatIsThere = [["s3:InitiateReplication"], ["arn:aws:s3:::embeddings/team-a/*"]]
+      ListWhatIsThere = [["s3:GetReplicationConfiguration", "s3:PutInventoryConfiguration"], ["arn:aws:s3:::embeddings"]]
+    }
+    error_message = "the job's role may do other things"
+  }
+}
+
 run "role_is_for_this_bucket_of_this_account_where_s3_says_so" {
   command = plan
 
@@ -133,6 +218,24 @@ run "unencrypted_source_needs_no_keys" {
   assert {
     condition     = one(one(one(aws_s3_bucket_replication_configuration.this.rule).destination).replication_time).status == "Enabled"
     error_message = "no time control"
+  }
+}
+
+run "copies_of_an_unencrypted_source_may_be_encrypted_where_they_go" {
+  command = plan
+
+  variables {
+    source_corpus = { name = "e", arn = "arn:aws:s3:::e", region = "eu-central-1", prefix = "", kms_key_arn = null }
+    destinations = {
+      us = { name = "u", arn = "arn:aws:s3:::u", region = "us-east-1", prefix = "", kms_key_arn = "arn:aws:kms:us-east-1:123456789012:key/us" }
+    }
+  }
+
+  assert {
+    condition = [
+      for one in jsondecode(aws_iam_role_policy.this.policy).Statement : one.Resource if startswith(one.Action[0], "kms:")
+    ] == [["arn:aws:kms:us-east-1:123456789012:key/us"]]
+    error_message = "the role could not write the copies, or uses another key"
   }
 }
 

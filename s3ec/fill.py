@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies what a replica lacks there: entries that came from home, and the index.
+
+This makes the replication of buckets optional. Nothing waits for a copy. What goes wrong is a copy
+that is left out, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+from s3ec import safetensors_file
+from s3ec.counters import Counters
+from s3ec.errors import AccessError, ConflictError, S3ECError
+from s3ec.identity import Key, Layout
+from s3ec.index.local import NodeFolder
+from s3ec.index.names import (
+    SnapshotName,
+    deltas_prefix,
+    first_ulid,
+    snapshots_prefix,
+    window_start_s,
+)
+from s3ec.index.reader import ManifestIndex
+from s3ec.runtime import LoopThread, contained, jitter
+from s3ec.store.base import PART_BYTES, Store
+from s3ec.store.places import Place
+from s3ec.tier import OpenEntry
+
+log = logging.getLogger(__name__)
+
+MIRROR_EVERY_S = 300.0
+"""How often a node looks whether the replica has the index."""
+_LOADED_S = 1.0  # how often it is looked whether there is an index
+_MOST_WAITING = 256  # each is an open file
+_MAX_RECORD_BYTES = 2**21
+
+
+class Filler:
+    """Copies to one replica; one object at a time, behind everything else. The loop's thread only.
+
+    Counters: ``place.NAME.filled`` and ``.unfilled`` (copies that failed or found no room in the
+    queue or the budget).
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        home: Store,
+        layout: Layout,
+        loop: LoopThread,
+        counters: Counters,
+        *,
+        bytes_per_minute: int,
+        mirrors: bool = True,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            home: Where records and deltas are read.
+            mirrors: The replica is a bucket, and takes the index, too.
+            pause: Waits for so many seconds.
+        """
+        self.mirrors = mirrors
+        self._place = place
+        self._home = home
+        self._layout = layout
+        self._loop = loop
+        self._counters = counters
+        self._bytes_per_s = bytes_per_minute / 60
+        self._pause = pause
+        self._waiting: deque[tuple[Key, OpenEntry]] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._refused = False
+
+    def offer(self, key: Key, entry: OpenEntry) -> None:
+        """An entry was fetched: copy it if the replica lacks it. Never waits."""
+        if self._refused or not self._place.lacks(self._layout.object(key)):
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            self._place.count("unfilled")
+            return
+        self._waiting.append((key, entry))
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="s3ec-fill")
+
+    def close(self) -> None:
+        """Leave out what waits; the loop's thread."""
+        self._waiting.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting:
+                key, entry = self._waiting.popleft()
+                with contained(self._counters, "a copy to %s", self._place.name):
+                    body = await self._loop.disk(_read, entry)
+                    name = self._layout.object(key)
+                    if await self._put(name, [body]):
+                        self._place.has(name)
+        finally:
+            self._task = None
+
+    async def _put(self, name: str, body: Sequence[bytes | memoryview]) -> bool:
+        """Copy one object; True if the replica has it now."""
+        nbytes = sum(map(len, body))
+        try:
+            await self._place.store.put_if_absent(name, body)
+            self._place.count("filled")
+        except ConflictError:
+            return True
+        except S3ECError as exc:
+            self._place.count("unfilled")
+            if isinstance(exc, AccessError) and not self._refused:
+                self._refused = True
+                self._waiting.clear()
+                log.warning("%s takes no copies until the next start: %s", self._place.name, exc)
+            return False
+        # The pace, which is also what a burst ends in: the queue overflows.
+        await self._pause(nbytes / self._bytes_per_s)
+        return True
+
+    # -- the index -------------------------------------------------------------------------------
+
+    async def mirror_forever(self, index: ManifestIndex, folder: NodeFolder) -> None:
+        """Look every five minutes whether the replica has the index, until cancelled."""
+        while not index.loaded:
+            await self._pause(_LOADED_S)
+        while not self._refused:
+            with contained(self._counters, "the index of %s", self._place.name):
+                try:
+                    await self.mirror(index, folder)
+                except S3ECError as exc:
+                    log.info("the index cannot be copied to %s now: %s", self._place.name, exc)
+            await self._pause(MIRROR_EVERY_S * jitter.uniform(0.5, 1.5))
+
+    async def mirror(self, index: ManifestIndex, folder: NodeFolder) -> None:
+        """Copy records, deltas and the snapshot that this node has and the replica lacks.
+
+        Raises:
+            UnavailableError, AccessError: The replica cannot be listed, or home read.
+        """
+        snapshot, ulids = index.files
+        prefix = deltas_prefix(self._layout)
+        first = first_ulid(window_start_s(snapshot.ulid))
+        near, modalities = self._place.store, self._layout.modalities
+        there = {info.name async for info in near.list(prefix, start_after=prefix + first)}
+        there |= {info.name async for info in near.list(modalities)}
+        records = [info.name async for info in self._home.list(modalities)]
+        for name in [self._layout.descriptor, *records, *(prefix + ulid for ulid in ulids)]:
+            if name in there or self._refused:
+                continue
+            body = await self._home.get(name, max_bytes=_MAX_RECORD_BYTES)
+            if body is not None:
+                await self._put(name, [bytes(body)])
+        if snapshot != SnapshotName():
+            await self._mirror_snapshot(snapshot, folder)
+
+    async def _mirror_snapshot(self, snapshot: SnapshotName, folder: NodeFolder) -> None:
+        name = f"{snapshots_prefix(self._layout)}{snapshot}"
+        if self._refused or await self._place.store.head(name) is not None:
+            return
+        path = folder.rows_path(snapshot)
+        try:
+            whole = memoryview(await self._loop.disk_long(safetensors_file.map_file, path))
+        except OSError:  # a newer one has taken its place
+            return
+        pieces = [whole[at : at + PART_BYTES] for at in range(0, len(whole), PART_BYTES)]
+        await self._put(name, pieces)
+
+
+def _read(entry: OpenEntry) -> bytes:
+    """The bytes of an open entry, which was verified when it came; blocking."""
+    return os.pread(entry.fd, entry.nbytes, 0)

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One corpus in several places: replicas near this node, which are read first, and home.
+
+Embeddings are immutable, named by their content and checked after each read. So a copy from
+anywhere is right or is refused, and an order of places is all that is needed.
+
+- **Entries** are read from the replicas in their order and from home last. The next place is asked
+  when one fails, does not have the entry, or is late. Only home's 404 is an absence.
+- **Everything else** (the index, records) is read from home, and from a replica where home does not
+  answer.
+- **Writes** go home. **Deletions** go to all places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from cachetools import TTLCache
+
+from s3ec.counters import Counters, RecentTimes
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
+from s3ec.store.base import Blob, ObjectInfo, Store, Wrapper
+from s3ec.store.endpoint import Endpoint
+
+T = TypeVar("T")
+Read = Callable[[Store], Awaitable[Blob | None]]
+log = logging.getLogger(__name__)
+
+LAG_S = 60.0
+"""How long a place is not asked for an entry that it did not have."""
+BAD_S = 3600.0
+"""How long a place is not asked for an entry that came bad from it."""
+_MOST_NAMES = 100_000
+_SAMPLES, _FEWEST, _LATE = 128, 32, 0.95
+_served: ContextVar[set[Place] | None] = ContextVar("served", default=None)
+
+
+class Health(Protocol):
+    """Whether reads are worth a try; as of a Breaker."""
+
+    @property
+    def is_open(self) -> bool:
+        """True where no place is asked now. Memory only."""
+        ...
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next probe; 0 where one is closed."""
+        ...
+
+
+class Place:
+    """A replica, and what this process knows of it. For one event loop.
+
+    Counters: ``place.NAME.hits``, ``.lag`` (it did not have what home may have), ``.failed``,
+    ``.bad`` (its copy was refused), ``.late`` (the next place was asked as well) and ``.skipped``
+    (its breaker is open); ``place_bytes.NAME``.
+
+    Attributes:
+        name: For people and counters: of its bucket or server, and no dot in it.
+        store: With breaker and retries.
+        endpoint: Its health.
+        fill: Whether what it lacks is copied there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        endpoint: Endpoint,
+        counters: Counters,
+        *,
+        fill: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.store = store
+        self.endpoint = endpoint
+        self.fill = fill
+        self._counters = counters
+        self._lag: TTLCache[str, bool] = TTLCache(_MOST_NAMES, LAG_S, clock)
+        self._bad: TTLCache[str, bool] = TTLCache(_MOST_NAMES, BAD_S, clock)
+        self._times = RecentTimes(_SAMPLES, few=_FEWEST)
+        self._complained = False
+
+    def count(self, what: str, amount: float = 1) -> None:
+        """Add to one of its counters."""
+        self._counters.add(f"place.{self.name}.{what}", amount)
+
+    def is_worth_asking(self, name: str) -> bool:
+        """False while its breaker is open, and for what it did not have or had bad lately."""
+        if name in self._lag or name in self._bad:
+            return False
+        if self.endpoint.breaker.refuses:
+            self.count("skipped")
+            return False
+        return True
+
+    def lacks(self, name: str) -> bool:
+        """Whether it was asked for this entry lately and did not have it."""
+        return name in self._lag
+
+    def lag(self, name: str) -> None:
+        """It does not have an entry."""
+        self._lag[name] = True
+        self.count("lag")
+
+    def has(self, name: str) -> None:
+        """It has an entry again."""
+        self._lag.pop(name, None)
+
+    def refuse(self, name: str) -> None:
+        """Its copy of an entry is bad: a miss of this place alone."""
+        self._bad[name] = True
+        self.count("bad")
+        if not self._complained:
+            self._complained = True
+            log.warning(
+                "%s holds a bad copy of %s; it counts as a miss of this place for an hour, and so "
+                "does each further one",
+                *(self.name, name),
+            )
+
+    def late_s(self) -> float:
+        """An answer that takes longer than this is late: later than nineteen in twenty."""
+        return self._times.quantile(_LATE) or self.endpoint.breaker.slow_s / 2
+
+    def took(self, seconds: float) -> None:
+        """It delivered in so many seconds."""
+        self._times.add(seconds)
+
+
+@contextlib.contextmanager
+def served_by() -> Iterator[set[Place]]:
+    """Collects the replicas that served the reads inside the block; empty where all were home's.
+
+    Who finds bytes bad calls ``Place.refuse`` for each and asks again: each time one place less.
+    """
+    places: set[Place] = set()
+    token = _served.set(places)
+    try:
+        yield places
+    finally:
+        _served.reset(token)
+
+
+class AllPlaces:
+    """The health of several places: closed where one is."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self._breakers = [endpoint.breaker for endpoint in endpoints]
+
+    @property
+    def is_open(self) -> bool:
+        """True where no place is asked now. Memory only."""
+        return all(breaker.is_open for breaker in self._breakers)
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next probe of any."""
+        return min(breaker.pause_s for breaker in self._breakers)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request under way. No place: home."""
+
+    place: Place | None
+    started_s: float
+
+
+class PlacesStore(Wrapper):
+    """A Store over home that reads entries from the replicas first.
+
+    Args:
+        home: With breaker and retries.
+        replicas: In the order in which they are asked.
+        is_entry: Whether a name is an entry's, and not the index's or a record's.
+    """
+
+    def __init__(
+        self,
+        home: Store,
+        replicas: Sequence[Place],
+        counters: Counters,
+        *,
+        is_entry: Callable[[str], bool],
+    ) -> None:
+        super().__init__(home)
+        self._counters = counters
+        self.replicas = tuple(replicas)
+        self._is_entry = is_entry
+        self._complained = False
+
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
+        return await self._read(name, lambda store: store.get(name, max_bytes=max_bytes))
+
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
+        return await self._read(name, lambda store: store.get_range(name, start, length))
+
+    def _read(self, name: str, read: Read) -> Awaitable[Blob | None]:
+        if self._is_entry(name):
+            return self._near_first(name, read)
+        return self._home_first(read)
+
+    # -- the index and records -----------------------------------------------------------------
+
+    async def _home_first(self, read: Callable[[Store], Awaitable[T | None]]) -> T | None:
+        try:
+            return await read(self._inner)
+        except UnavailableError:
+            for place in self._answering():
+                with contextlib.suppress(S3ECError):
+                    found = await read(place.store)
+                    if found is not None:
+                        return found
+            raise
+
+    def _answering(self) -> Iterator[Place]:
+        return (place for place in self.replicas if not place.endpoint.breaker.refuses)
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        return await self._home_first(lambda store: store.head(name))
+
+    async def list(self, prefix: str, *, start_after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        home = super().list(prefix, start_after=start_after)
+        begun = False
+        found: Sequence[ObjectInfo] = ()
+        try:
+            async for info in home:
+                begun = True
+                yield info
+        except UnavailableError:
+            # Who lists entries is to know what home holds; and half a listing is none.
+            elsewhere = None if begun else await self._list_near(prefix, start_after)
+            if elsewhere is None:
+                raise
+            found = elsewhere
+        finally:
+            await home.aclose()
+        for info in found:
+            yield info
+
+    async def _list_near(self, prefix: str, start_after: str) -> Sequence[ObjectInfo] | None:
+        if self._is_entry(prefix):
+            return None
+        for place in self._answering():
+            with contextlib.suppress(S3ECError):
+                return [info async for info in place.store.list(prefix, start_after=start_after)]
+        return None
+
+    # -- entries ---------------------------------------------------------------------------------
+
+    async def _near_first(self, name: str, read: Read) -> Blob | None:
+        left: list[Place | None] = [
+            *(place for place in self.replicas if place.is_worth_asking(name)),
+            None,
+        ]
+        clock = asyncio.get_running_loop().time
+        under_way: dict[asyncio.Task[Blob | None], _Asked] = {}
+        error: S3ECError | None = None
+        newest: Place | None = None
+
+        def ask_next() -> None:
+            nonlocal newest
+            newest = left.pop(0)
+            if newest is not None:
+                newest.endpoint.budget.pay_in()
+            store = self._inner if newest is None else newest.store
+            task = asyncio.ensure_future(read(store))
+            under_way[task] = _Asked(newest, clock())
+
+        try:
+            ask_next()
+            while under_way:
+                patience_s = newest.late_s() if left and newest is not None else None
+                done, _ = await asyncio.wait(
+                    under_way, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done and newest is not None:
+                    # Late: the next place is asked as well, where that is affordable.
+                    if newest.endpoint.budget.take():
+                        newest.count("late")
+                        ask_next()
+                    else:
+                        newest = None
+                for task in done:
+                    asked = under_way.pop(task)
+                    try:
+                        body = task.result()
+                    except S3ECError as exc:
+                        self._failed(asked.place, name, exc)
+                        error = exc if asked.place is None else error or exc
+                    else:
+                        if body is not None:
+                            self._delivered(asked.place, name, body, clock() - asked.started_s)
+                            return body
+                        if asked.place is None:
+                            return None
+                        asked.place.lag(name)
+                    if left and (asked.place is newest or not under_way):
+                        ask_next()
+            if error is None:
+                raise RuntimeError(f"nobody was asked for {name}")
+            raise error
+        finally:
+            for task in under_way:
+                task.cancel()
+            if under_way:  # they give back what they hold
+                await asyncio.gather(*under_way, return_exceptions=True)
+
+    def _delivered(self, place: Place | None, name: str, body: Blob, seconds: float) -> None:
+        if place is None:
+            return
+        place.took(seconds)
+        place.count("hits")
+        self._counters.add(f"place_bytes.{place.name}", len(body))
+        served = _served.get()
+        if served is not None:
+            served.add(place)
+
+    def _failed(self, place: Place | None, name: str, exc: S3ECError) -> None:
+        if place is None:
+            return
+        place.count("failed")
+        if isinstance(exc, CorruptEntryError):
+            place.refuse(name)
+        elif isinstance(exc, AccessError) and not exc.is_general:
+            # S3 denies an absent key to who may not list.
+            place.lag(name)
+
+    # -- deletions -------------------------------------------------------------------------------
+
+    async def delete(self, name: str) -> None:
+        await super().delete(name)
+        for place in self.replicas:
+            with self._named(place):
+                await place.store.delete(name)
+
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        left = await super().delete_many(names)
+        gone = [name for name in names if name not in left]
+        for place in self.replicas:
+            with self._named(place):
+                refused = await place.store.delete_many(gone)
+                for exc in refused.values():
+                    raise exc
+        return left
+
+    @contextlib.contextmanager
+    def _named(self, place: Place) -> Iterator[None]:
+        """Say once where a deletion failed: home's alone decides what the corpus holds."""
+        try:
+            yield
+        except S3ECError as exc:
+            place.count("undeleted")
+            if not self._complained:
+                self._complained = True
+                log.warning("what is deleted stays in %s: %s", place.name, exc)
+
+    async def close(self) -> None:
+        await super().close()
+        for place in self.replicas:
+            await place.store.close()

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redis as a replica, on a real Valkey: alone, with TLS and a user, and as a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis
+
+from s3ec.counters import Counters
+from s3ec.dev.rigs.valkey import Valkey
+from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
+from s3ec.settings import Settings
+from s3ec.store.open import open_places
+from s3ec.store.redis_store import RedisStore
+from s3ec.testing.contract import MakeStore, StoreContract
+from s3ec.testing.memory_store import MemoryStore
+from s3ec.testing.server import HOST
+from tests.contract.conftest import Issued
+from tests.support.valkey import behind_tls
+from tests.support.waiting import eventually
+
+USER, PASSWORD = "reader@fleet", "open: sesame/%"
+_PATIENCE = {"connect_timeout_s": 10.0, "read_timeout_s": 30.0}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Valkey]:
+    with Valkey() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def guarded(issued: Issued) -> Iterator[str]:
+    """URL of one with TLS, and a user who may do what s3ec does, and that below two prefixes."""
+    server = Valkey(
+        *("--user", "default", "off"),
+        *("--user", USER, "on", f">{PASSWORD}", "~contract-*", "~t-*", "~*/*", "-@all"),
+        *("+set", "+exists", "+strlen", "+getrange", "+unlink", "+client|setinfo", "+hello"),
+    )
+    with server, behind_tls(server.port, issued.server) as port:
+        yield f"rediss://reader%40fleet@{HOST}:{port}"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Valkey]:
+    with Valkey("--cluster-enabled", "yes", "--cluster-config-file", "nodes") as server:
+        client = redis.Redis(host=HOST, port=server.port)
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        eventually(lambda: "'ok'" in str(client.execute_command("CLUSTER INFO")), "it is up")
+        client.close()
+        yield server
+
+
+class TestAlone(StoreContract):
+    list_count = 1
+
+    @pytest.fixture
+    def make_store(self, alone: Valkey) -> MakeStore:
+        return lambda prefix: RedisStore(alone.url, prefix=prefix, **_PATIENCE)
+
+
+class TestWithTlsAndAUser(StoreContract):
+    list_count = 1
+
+    @pytest.fixture
+    def make_store(self, guarded: str, issued: Issued) -> MakeStore:
+        return lambda prefix: RedisStore(
+            guarded,
+            prefix=prefix or "root",
+            password=PASSWORD,
+            ca_bundle=issued.authority,
+            **_PATIENCE,
+        )
+
+
+class TestOnACluster(StoreContract):
+    list_count = 1
+
+    @pytest.fixture
+    def make_store(self, cluster: Valkey) -> MakeStore:
+        return lambda prefix: RedisStore(cluster.url, prefix=prefix, cluster=True, **_PATIENCE)
+
+
+@pytest_asyncio.fixture
+async def opened() -> AsyncIterator[Callable[..., RedisStore]]:
+    made: list[RedisStore] = []
+
+    def make(*args: Any, **options: Any) -> RedisStore:
+        made.append(RedisStore(*args, **{**_PATIENCE, **options}))
+        return made[-1]
+
+    yield make
+    for store in made:
+        await store.close()
+
+
+async def test_it_cannot_list_and_says_so(alone: Valkey, opened: Callable[..., RedisStore]) -> None:
+    store = opened(alone.url)
+    with pytest.raises(AccessError, match="cannot list") as caught:
+        _ = [info async for info in store.list("")]
+    assert not caught.value.is_general
+    with pytest.raises(AccessError, match="cannot list"):
+        await store.list_folders("")
+
+
+async def test_it_may_forget(alone: Valkey, opened: Callable[..., RedisStore]) -> None:
+    store = opened(alone.url, prefix="ttl", ttl_s=1)
+    await store.put_if_absent("one", [b"x"])
+    with pytest.raises(ConflictError):
+        await store.put_if_absent("one", [b"x"])
+    while await store.get("one", max_bytes=1) is not None:
+        pass
+    await store.put_if_absent("one", [b"y"])
+    assert await store.get("one", max_bytes=1) == b"y"
+
+
+async def test_a_wrong_password_is_refused_and_named_without_it(
+    guarded: str, issued: Issued, opened: Callable[..., RedisStore]
+) -> None:
+    store = opened(guarded, password="guessed", ca_bundle=issued.authority)
+    with pytest.raises(AccessError) as caught:
+        await store.get("contract-x", max_bytes=1)
+    assert caught.value.is_general
+    assert "guessed" not in str(caught.value)
+    store = opened(guarded, password=PASSWORD, prefix="", ca_bundle=issued.authority)
+    with pytest.raises(AccessError) as caught:
+        await store.get("elsewhere", max_bytes=1)
+    assert not caught.value.is_general
+
+
+async def test_a_server_that_is_not_trusted_is_unavailable(
+    guarded: str, opened: Callable[..., RedisStore]
+) -> None:
+    store = opened(guarded)
+    with pytest.raises(UnavailableError, match=r"(?i)certificate"):
+        await store.get("x", max_bytes=1)
+
+
+async def test_a_full_server_takes_nothing_and_still_answers(
+    opened: Callable[..., RedisStore],
+) -> None:
+    with Valkey("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
+        store = opened(server.url)
+        await store.put_if_absent("small", [b"x"])
+        puts = (store.put_if_absent(f"large-{n}", [bytes(2**20)]) for n in range(10))
+        ends = await asyncio.gather(*puts, return_exceptions=True)
+        assert any(isinstance(end, UnavailableError) for end in ends)
+        assert await store.get("small", max_bytes=1) == b"x"
+
+
+async def test_a_value_that_is_too_large_is_refused_before_it_is_sent(
+    alone: Valkey, opened: Callable[..., RedisStore]
+) -> None:
+    store = opened(alone.url, prefix="large")
+    with pytest.raises(AccessError, match="more than fit") as caught:
+        await store.put_if_absent("one", [bytes(2**26), b"x"])
+    assert not caught.value.is_general
+    assert await store.head("one") is None
+
+
+async def test_a_server_that_is_killed_is_unavailable_and_empty_when_it_is_back(
+    opened: Callable[..., RedisStore],
+) -> None:
+    with Valkey() as server:
+        store = opened(server.url)
+        await store.put_if_absent("one", [b"x"])
+        server.kill()
+        with pytest.raises(UnavailableError):
+            await store.get("one", max_bytes=1)
+        server.start()
+        assert await store.get("one", max_bytes=1) is None
+        await store.put_if_absent("one", [b"x"])
+
+
+async def test_a_connection_that_was_dropped_while_idle_is_no_failure(
+    alone: Valkey, opened: Callable[..., RedisStore]
+) -> None:
+    store = opened(alone.url, prefix="idle")
+    await store.put_if_absent("one", [b"x"])
+    admin = redis.Redis(host=HOST, port=alone.port)
+    admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    admin.close()
+    reads = (store.get("one", max_bytes=1) for _ in range(8))
+    assert await asyncio.gather(*reads) == [b"x"] * 8
+
+
+def test_settings_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    for replica, field in (
+        ({"url": "http://x"}, "rediss://HOST"),
+        ({"url": "rediss://u:secret@x"}, "no password in the URL"),
+        ({"url": "redis://10.0.0.1"}, "rediss://, or `allow_http`"),
+        ({"url": "rediss://x", "bucket": "corpus"}, "one of the two"),
+        ({"url": "rediss://x", "password": "open sesame"}, "a reference is needed"),
+        ({"bucket": "near", "ttl_s": 5}, "together with `url`"),
+        ({"url": "rediss://x/zero"}, "number of a database"),
+    ):
+        with pytest.raises(ValueError, match="replicas") as caught:
+            Settings.model_validate({"bucket": "home", "replicas": [replica]})
+        assert field in str(caught.value)
+        shown = caught.value.errors(include_input=False, include_url=False)  # type: ignore[attr-defined]
+        assert "sesame" not in str(shown)
+    replica = {"url": "rediss://x", "password": "env:REDIS_PASSWORD"}
+    settings = Settings.model_validate({"bucket": "home", "replicas": [replica]})
+    with pytest.raises(ConfigError, match="REDIS_PASSWORD is not set"):
+        open_places(settings, MemoryStore(), Counters(), is_entry=lambda _: True)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One corpus in two places, a node that reads near first: lag, lies, and places that are down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
+from s3ec.dev.rigs.proxy_faults import Answer
+from s3ec.dev.rigs.valkey import Valkey
+from s3ec.errors import UnavailableError
+from s3ec.node import Node
+from s3ec.prefetch import FetchOutcome
+from s3ec.settings import Settings
+from s3ec.testing.server import LocalS3
+from tests.faults.embeddings import LAYOUT, body_at, key_at
+from tests.faults.indexed import Bucket, evict, fetch, noding, refresh, run_rebuild, serve
+from tests.support.waiting import eventually
+
+ASKED = range(8)
+
+
+class Regions:
+    """A home with eight entries, and a place near; both behind proxies."""
+
+    def __init__(self, home: Bucket, near: Bucket, proxies: tuple[FaultProxy, FaultProxy]) -> None:
+        self.home, self.near = home, near
+        self.home_proxy, self.near_proxy = proxies
+
+    def settings(self, cache_dir: Path, *, fill: bool = False, **other: str) -> dict[str, object]:
+        replica = {
+            "bucket": self.near.name,
+            "prefix": self.near.prefix,
+            "endpoint_url": self.near_proxy.url,
+            "region": "us-east-1",
+            "fill": fill,
+        }
+        settings = self.home.settings(cache_dir, endpoint_url=self.home_proxy.url, **other)
+        return {**settings, "replicas": [replica]}
+
+    def replicate(self, *below: str) -> None:
+        """Copy what lies below these prefixes; everything for none."""
+        for prefix in below or ("",):
+            for name in self.home.names(prefix):
+                self.near.put(name, self.home.get(name))
+
+    def asked(self) -> tuple[int, int]:
+        """Requests for entries near and at home since the last time."""
+        counts = []
+        for proxy in (self.near_proxy, self.home_proxy):
+            counts.append(sum("/objects/" in one.target for one in proxy.requests))
+            proxy.requests.clear()
+        return counts[0], counts[1]
+
+
+@pytest.fixture
+def regions(local_s3: LocalS3, s3_bucket: str, signed: None, tmp_path: Path) -> Iterator[Regions]:
+    away = local_s3.create_bucket(f"{s3_bucket}-near")
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(FaultProxy(local_s3.endpoint_url)) for _ in range(2)]
+        home, near = Bucket(local_s3, s3_bucket, "corpus"), Bucket(local_s3, away, "corpus")
+        home.stock(*ASKED)
+        with noding(home.settings(tmp_path / "maker")) as node:
+            run_rebuild(node, ago_s=10)
+        yield Regions(home, near, (proxies[0], proxies[1]))
+    local_s3.delete_bucket(away)
+
+
+def outcomes(node: Node) -> set[FetchOutcome]:
+    return {one.outcome for one in fetch(node, ASKED).values()}
+
+
+def test_what_is_near_is_read_near(regions: Regions, tmp_path: Path) -> None:
+    regions.replicate()
+    with noding(regions.settings(tmp_path / "cache")) as node:
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+    assert regions.asked() == (len(ASKED), 0)
+
+
+def test_what_lags_is_read_at_home_and_near_once_it_has_come(
+    regions: Regions, tmp_path: Path
+) -> None:
+    with noding(regions.settings(tmp_path / "cache")) as node:
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+        near, home = regions.asked()
+        # A 404 of obstore is asked of botocore, which tells a missing key from a missing bucket.
+        assert len(ASKED) <= near <= 2 * len(ASKED)
+        assert home == len(ASKED)
+        evict(node, ASKED)
+        assert serve(node, ASKED) == set(ASKED)
+        assert regions.asked() == (0, len(ASKED))  # not asked again for a minute
+    regions.replicate()
+    with noding(regions.settings(tmp_path / "other")) as node:
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+    assert regions.asked() == (len(ASKED), 0)
+
+
+@pytest.mark.parametrize("lie", ["another entry", "cut", "web page", "zeros", "empty"])
+def test_a_place_that_lies_is_a_miss_of_this_place_alone(
+    regions: Regions, tmp_path: Path, lie: str
+) -> None:
+    regions.replicate()
+    page = b"<html>please log in</html>"
+    for number in ASKED:
+        sound = body_at(number)
+        body = {
+            "another entry": body_at(number + 1),
+            "cut": sound[:-1],
+            "web page": page,
+            "zeros": bytes(len(sound)),
+            "empty": b"",
+        }[lie]
+        regions.near.put(LAYOUT.object(key_at(number)), body)
+    with noding(regions.settings(tmp_path / "cache")) as node:
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+        assert node.counters.get("bad_objects") == 0
+        regions.asked()
+        evict(node, ASKED)
+        assert serve(node, ASKED) == set(ASKED)
+        assert regions.asked()[0] == 0
+
+
+def test_a_portal_in_front_of_the_near_place_costs_no_answer(
+    regions: Regions, tmp_path: Path
+) -> None:
+    regions.replicate()
+    page = Answer(200, b"<html>please log in</html>", {"content-type": "text/html"})
+    regions.near_proxy.add(Rule(page))
+    with noding(regions.settings(tmp_path / "cache")) as node:
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+
+
+def test_while_home_is_down_a_fresh_node_reads_near_and_its_saves_wait(
+    regions: Regions, tmp_path: Path
+) -> None:
+    regions.replicate()
+    with (
+        regions.home_proxy.refusing(),
+        noding(regions.settings(tmp_path / "cache")) as node,
+    ):
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+        assert not node.breaker.is_open
+        with pytest.raises(UnavailableError):
+            node.loop.run(node.store.put_if_absent("x", [b"1"]), 60)
+
+
+def test_while_the_near_place_is_down_all_is_read_at_home(regions: Regions, tmp_path: Path) -> None:
+    regions.replicate()
+    with noding(regions.settings(tmp_path / "cache")) as node:
+        with regions.near_proxy.refusing():
+            refresh(node)
+            assert serve(node, ASKED) == set(ASKED)
+            assert not node.breaker.is_open
+        evict(node, ASKED)
+        regions.asked()
+
+        def is_read_near() -> bool:  # once its breaker has probed
+            evict(node, ASKED)
+            return serve(node, ASKED) == set(ASKED) and regions.asked()[0] == len(ASKED)
+
+        eventually(is_read_near, "the near place is asked again")
+
+
+def test_old_manifests_near_take_nothing_away(regions: Regions, tmp_path: Path) -> None:
+    regions.replicate()
+    regions.home.stock(8)
+    with noding(regions.home.settings(tmp_path / "again")) as node:
+        run_rebuild(node)
+    with noding(regions.settings(tmp_path / "cache")) as node:
+        refresh(node)
+        assert serve(node, [*ASKED, 8]) == {*ASKED, 8}
+        with regions.home_proxy.refusing():
+            refresh(node)
+            assert node.index.maybe_contains(key_at(8))
+
+
+def test_what_came_from_home_is_copied_near_and_the_index_as_well(
+    regions: Regions, tmp_path: Path
+) -> None:
+    with noding(regions.settings(tmp_path / "cache", fill=True)) as node:
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+        (filler,) = node._fillers
+        names = {LAYOUT.object(key_at(number)) for number in ASKED}
+        eventually(lambda: set(regions.near.names(LAYOUT.objects)) == names, "all are copied")
+        node.loop.run(filler.mirror(node.index, node._index_folder), 60)
+    assert regions.near.names(LAYOUT.manifest)
+    for name in regions.near.names():
+        assert regions.near.get(name) == regions.home.get(name)
+    regions.asked()
+    with (
+        regions.home_proxy.refusing(),
+        noding(regions.settings(tmp_path / "other", fill=True)) as node,
+    ):
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+    assert regions.asked() == (len(ASKED), 0)
+
+
+def test_a_place_that_takes_no_copies_is_left_alone(
+    regions: Regions, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    denied = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+    rule = regions.near_proxy.add(Rule(Answer(403, denied), method="PUT"))
+    with noding(regions.settings(tmp_path / "cache", fill=True)) as node:
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+        eventually(lambda: rule.fired > 0, "a copy is tried")
+        eventually(lambda: "takes no copies" in caplog.text, "it is said")
+        evict(node, ASKED)
+        assert serve(node, ASKED) == set(ASKED)
+    assert caplog.text.count("takes no copies") == 1
+
+
+def test_a_redis_near_is_filled_read_and_forgets_without_an_error(
+    regions: Regions, tmp_path: Path
+) -> None:
+    with Valkey() as valkey:
+        replica = {"url": valkey.url, "fill": True}
+
+        def settings(folder: str) -> dict[str, object]:
+            return {**regions.settings(tmp_path / folder), "replicas": [replica]}
+
+        def filled(node: Node) -> bool:
+            name = node._fillers[0]._place.name
+            return node.counters.get(f"place.{name}.filled") == len(ASKED)
+
+        with noding(settings("first")) as node:
+            refresh(node)
+            assert serve(node, ASKED) == set(ASKED)
+            eventually(lambda: filled(node), "all are copied")
+        regions.asked()
+        with noding(settings("second")) as node:
+            refresh(node)
+            assert serve(node, ASKED) == set(ASKED)
+            assert regions.asked() == (0, 0)
+            valkey.kill()
+            evict(node, ASKED)
+            assert serve(node, ASKED) == set(ASKED)
+            valkey.start()
+        with noding(settings("third")) as node:  # it has forgotten all
+            refresh(node)
+            assert serve(node, ASKED) == set(ASKED)
+            eventually(lambda: filled(node), "all are copied again")
+
+
+def test_settings_of_a_replica_are_checked_and_named(tmp_path: Path) -> None:
+    good = {"bucket": "home", "replicas": json.dumps([{"bucket": "corpus-eu", "region": "eu"}])}
+    settings = Settings.model_validate(good)
+    assert settings.at(settings.replicas[0]).bucket == "corpus-eu"
+    for replica, field in (
+        ({"bucket": "a/b"}, "bucket"),
+        ({"bucket": "near", "endpoint_url": "http://10.1.2.3"}, "allow_http"),
+        ({"bucket": "near", "prefix": "../x"}, "prefix"),
+        ({"region": "eu"}, "bucket"),
+        ({"bucket": "near", "secret": "s"}, "secret"),
+    ):
+        with pytest.raises(ValueError, match=f"(?s)replicas.*{field}"):
+            Settings.model_validate({"bucket": "home", "replicas": [replica]})
