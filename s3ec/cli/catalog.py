@@ -16,6 +16,7 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     console,
+    counting,
     echo,
     epilog,
     facts,
@@ -24,8 +25,8 @@ from s3ec.cli.output import (
     many,
     print_json,
     print_note,
-    progress,
     safe,
+    timestamp,
 )
 from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError
 
@@ -90,7 +91,7 @@ def _read(source: SettingsSource, choice: NamespaceChoice) -> tuple[str, pa.Tabl
     def note(text: str) -> None:
         print_note(safe(text))
 
-    with progress("reading the catalogue"), source.corpus() as corpus:
+    with counting("reading the catalogue"), source.corpus() as corpus:
         name = choice.within(corpus)
         return name, corpus.within(lambda store, layout: read_table(store, layout, note=note), name)
 
@@ -122,7 +123,7 @@ def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = 
             "unusable": problems,
         }
 
-    with progress("reading the catalogue"), source.corpus() as corpus:
+    with counting("reading the catalogue"), source.corpus() as corpus:
         document = corpus.within(look, choice.within(corpus))
     if as_json:
         print_json(document)
@@ -233,7 +234,7 @@ def _matching(table: pa.Table, column: str, text: str, page: int | None) -> list
     rows = []
     for row in plain_rows(found):
         stored_s = datetime.fromisoformat(row.pop("time")).timestamp()
-        rows.append({**row, "age_s": time.time() - stored_s})
+        rows.append({**row, "age_s": time.time() - stored_s, "stored_at": timestamp(stored_s)})
     return rows
 
 
@@ -312,7 +313,7 @@ def sql(
     from s3ec.corpus.catalog_query import plain_values, run_sql
 
     name, table = _read(source, choice)
-    with progress("asking"):
+    with counting("asking"):
         answer = run_sql(table, query)
     if as_json:
         print_json({"namespace": name, "answer": list(plain_values(answer))})
@@ -335,7 +336,7 @@ def merge(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption =
             merged += count
         return merged, len(await list_parts(store, layout))
 
-    with progress("merging"), source.corpus() as corpus:
+    with counting("merging"), source.corpus() as corpus:
         name = choice.within(corpus)
         merged, left = corpus.within(work, name, write=True)
     if as_json:

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,19 +19,21 @@ from s3ec.cli.options import (
     SettingsSource,
     duration_s,
     option,
+    optional,
     size_bytes,
 )
 from s3ec.cli.output import (
-    echo,
-    human_age,
+    counting,
     human_bytes,
     many,
     note_headers,
     print_json,
     print_json_line,
     print_note,
-    progress,
+    table,
+    timestamp,
 )
+from s3ec.counters import unreported
 from s3ec.errors import ConfigError, CorruptEntryError
 
 if TYPE_CHECKING:
@@ -45,6 +47,42 @@ Facts = Mapping[str, str]
 _LIMIT = 100
 # Entries kept beyond those to show, before they are sorted and the last ones dropped.
 _SORTED_AT_A_TIME = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRow:
+    """What the listing says of an entry; ``modality`` and ``made_by`` only where one was asked for.
+
+    The fields are the keys of docs/cli.md.
+    """
+
+    label: str
+    identifier: str | None
+    digest: str
+    bytes: int
+    age_s: float | None
+    stored_at: str | None
+    modality: str | None
+    made_by: str | None
+    object: str
+
+    @classmethod
+    def of(cls, entry: CorpusEntry, now_s: float, facts: Facts) -> EntryRow:
+        """Make one of a listed entry."""
+        return cls(
+            entry.label,
+            entry.identifier,
+            entry.digest,
+            entry.nbytes,
+            entry.age_s(now_s),
+            timestamp(entry.modified_s),
+            facts.get("modality"),
+            facts.get("made_by"),
+            entry.object_name,
+        )
+
+
+_COLUMNS = ("label", "bytes", "age_s", "stored_at", "modality", "made_by")
 
 
 class Sort(enum.StrEnum):
@@ -199,8 +237,9 @@ def ls(
 
     def take(entry: CorpusEntry, facts: Facts) -> None:
         if streams and (not limit or found.count < limit):
-            print_json_line(_row(entry, facts, now_s))
+            print_json_line(EntryRow.of(entry, now_s, facts))
         found.add(entry, facts)
+        report("listing", found.count, None)
 
     async def look(store: Store, layout: Layout) -> None:
         from s3ec.corpus import scan
@@ -235,12 +274,19 @@ def ls(
 
     from s3ec.corpus.makers import MadeBy
 
-    # A spinner would take lines on stdout for its own.
-    with nullcontext() if streams else progress("listing"), source.corpus() as corpus:
+    # A bar would take lines on stdout for its own.
+    shown = nullcontext(unreported) if streams else counting("listing")
+    with shown as report, source.corpus() as corpus:
         folder = _adapter_folder(adapter, corpus)
         wanted = Filter(
-            (_size(min_size, "min_size"), _size(max_size, "max_size")),
-            (_age(older_than, "older_than"), _age(newer_than, "newer_than")),
+            (
+                optional(size_bytes, min_size, "min_size"),
+                optional(size_bytes, max_size, "max_size"),
+            ),
+            (
+                optional(duration_s, older_than, "older_than"),
+                optional(duration_s, newer_than, "newer_than"),
+            ),
             modality,
             None if made_by is None else MadeBy.parse(made_by),
         )
@@ -249,14 +295,6 @@ def ls(
         corpus.within(look, name)
     found.finish()
     _print(name, found, now_s, as_json=as_json, as_lines=as_lines)
-
-
-def _size(text: str | None, name: str) -> int | None:
-    return None if text is None else size_bytes(text, name)
-
-
-def _age(text: str | None, name: str) -> float | None:
-    return None if text is None else duration_s(text, name)
 
 
 def _adapter_folder(adapter: str | None, corpus: Corpus) -> str | None:
@@ -304,24 +342,8 @@ async def _facts_of(
     return await in_parallel(entries, look)
 
 
-def entry_document(entry: CorpusEntry, now_s: float) -> dict[str, Any]:
-    """What the listing says of an entry, for ``--json``."""
-    return {
-        "label": entry.label,
-        "identifier": entry.identifier,
-        "digest": entry.digest,
-        "bytes": entry.nbytes,
-        "age_s": entry.age_s(now_s),
-        "object": entry.object_name,
-    }
-
-
-def _row(entry: CorpusEntry, facts: Facts, now_s: float) -> dict[str, Any]:
-    return {**entry_document(entry, now_s), **facts}
-
-
 def _print(name: str, found: Found, now_s: float, *, as_json: bool, as_lines: bool) -> None:
-    rows = [_row(entry, facts, now_s) for entry, facts in found.entries]
+    rows = [EntryRow.of(entry, now_s, facts) for entry, facts in found.entries]
     if as_json:
         print_json(
             {
@@ -336,10 +358,7 @@ def _print(name: str, found: Found, now_s: float, *, as_json: bool, as_lines: bo
         for row in rows:
             print_json_line(row)
     else:
-        for entry, facts in found.entries:
-            age = human_age(entry.age_s(now_s))
-            maker = f"  {facts['made_by']}" if facts.get("made_by") else ""
-            echo(f"{human_bytes(entry.nbytes):>10}  {age:>8}  {entry.label}{maker}")
+        table(rows, _COLUMNS)
     if found.unreadable:
         left_out = many(found.unreadable, "entry", "entries")
         print_note(f"{left_out} left out: no header can be read there")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.options import JsonOption
-from s3ec.cli.output import App, print_json, print_note, progress
+from s3ec.cli.output import App, counting, print_json, print_note
 from s3ec.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def serve_s3(
     server = LocalS3(data, port=port or None, admin=admin)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with progress("starting SeaweedFS"):
+        with counting("starting SeaweedFS"):
             server.start()
         _make_buckets(server, buckets)
         # From here on a signal only leaves a mark. An exception is lost where Python runs a

@@ -17,7 +17,6 @@ from s3ec.testing.memory_store import MemoryStore
 from tests.support.catalogues import row
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus
-from tests.unit.cli.test_vocabulary import check, pairs
 
 ROWS = [
     row("b.pdf", page=1, sha256="1" * 64, identifier="sha256:" + "1" * 64, extra={"title": "B"}),
@@ -110,13 +109,6 @@ def test_find_says_where_there_is_nothing(cli: Cli, namespace: str, words: list[
 )
 def test_find_looks_for_one_thing(cli: Cli, namespace: str, words: list[str]) -> None:
     assert "give DOCUMENT" in cli("catalog", "find", *words, code=2).stderr
-
-
-def test_every_key_is_explained(cli: Cli, namespace: str, tmp_path: Path) -> None:
-    for words in (["show"], ["find", "b.pdf"], ["export", str(tmp_path / "c.csv")]):
-        for key, value in pairs(cli.json("catalog", *words)):
-            if key not in ("title", "image_grid_thw"):
-                check(key, value)
 
 
 def test_export_writes_a_file(cli: Cli, namespace: str, tmp_path: Path) -> None:

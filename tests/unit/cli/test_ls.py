@@ -50,7 +50,7 @@ def test_totals_are_of_all_that_fit_and_not_of_the_page(
     assert page["more"]
     assert (page["entry_count"], page["bytes"]) == (7, everything["bytes"])
     out = cli("ls", "--limit", "2")
-    assert len(out.stdout.splitlines()) == 2
+    assert len(out.stdout.splitlines()) == 1 + 2
     assert "7 entries, " in out.stderr
     assert "2 shown" in out.stderr
     assert not cli.json("ls", "--limit", "0")["more"]
@@ -206,7 +206,9 @@ def test_made_by_chooses_by_the_catalogue_and_by_headers(
     assert sorted(labels(found)) == sorted(map(content_hash, ("old", "known")))
     assert {entry["made_by"] for entry in found["entries"]} == {old}
     assert "no catalogue tells of 9 entries: reading headers, 9 requests" in out.stderr
-    assert f"{content_hash('new')}  {new}" in cli("ls", "--made-by", "vllm=0.32.1").stdout
+    shown = cli("ls", "--made-by", "vllm=0.32.1").stdout.splitlines()[1]
+    assert shown.startswith(content_hash("new")[:12])
+    assert shown.endswith(new)
     assert cli.json("ls", "--made-by", "vllm=0.32.*", "--modality", "image")["entry_count"] == 3
     assert cli.json("ls", "--made-by", "vllm=*", "--quick", "--limit", "1")["more"]
     assert cli.json("ls", "--made-by", "torch=*")["entry_count"] == 0
