@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from s3ec.cli.bench import engine_arguments
 from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
 from s3ec.cli.output import (
     EXIT_OK,
@@ -29,6 +27,7 @@ from s3ec.cli.output import (
     print_json,
     print_note,
     safe,
+    stdout_to_stderr,
 )
 from s3ec.errors import ConfigError
 
@@ -150,7 +149,7 @@ def precompute(
     from s3ec.corpus.reading import DPI, ReadOptions
 
     options = JobOptions(identifier, _shard(shard), limit, replace)
-    arguments = _engine_args(engine_args)
+    arguments = engine_arguments(engine_args)
     ray = {"address": ray_address, "workers": ray_workers, "gpus": ray_gpus, "cpus": ray_cpus}
     on_ray = _ray_options(engine, {name: it for name, it in ray.items() if it is not None}, batch)
     if report_file is not None and not report_file.absolute().parent.is_dir():
@@ -178,7 +177,7 @@ def precompute(
         )
         made.append(job)
         try:
-            with _ended_by_signals(job.stop), _stdout_kept():
+            with _ended_by_signals(job.stop), stdout_to_stderr():
                 job.run()
         finally:
             if report_file is not None:
@@ -221,21 +220,6 @@ def _ray_options(engine: str, given: dict[str, Any], batch: int) -> RayOptions |
     return RayOptions(**given, given=2 * max(batch, 1))
 
 
-def _engine_args(text: str | None) -> Mapping[str, Any]:
-    if text is None:
-        return {}
-    try:
-        found = json.loads(text)
-    except ValueError as exc:
-        raise ConfigError(f"`--engine-args` is not JSON: {exc}", field="engine_args") from exc
-    if not isinstance(found, dict):
-        raise ConfigError(
-            "`--engine-args` must be a JSON object, such as '{\"max_model_len\": 4096}'",
-            field="engine_args",
-        )
-    return found
-
-
 @contextmanager
 def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Have the first Ctrl-C or SIGTERM end the job in order; the second one is as usual."""
@@ -257,20 +241,6 @@ def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _stdout_kept() -> Iterator[None]:
-    """Have what others write to stdout go to stderr: vLLM and its processes log there."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _write(path: Path, report: PrecomputeReport) -> None:

@@ -114,13 +114,13 @@ def _import_ray(*, stays_here: bool) -> Any:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray would have the engines give way to every other process of the machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
-    ray = require("ray", "'s3ec[ray]'", "`--engine ray`")
+    ray = require("ray", "'ray[data]'", "`--engine ray`")
     release = tuple(int(digits) for digits in re.findall(r"\d+", ray.__version__)[:2])
     if release < _FIRST_RAY:
         wanted = ".".join(map(str, _FIRST_RAY))
         raise ConfigError(
             f"Ray {ray.__version__} lets everybody run code who reaches its ports; install Ray "
-            f"{wanted} or newer, which asks for a token: pip install 's3ec[ray]'",
+            f"{wanted} or newer, which asks for a token: pip install -U 'ray[data]'",
             field="engine",
         )
     return ray

@@ -524,8 +524,8 @@ def render_page(pdf: Path | bytes, page: int, *, dpi: int = DPI) -> bytes:
         SourceError: It cannot be opened, has no such page, or the page is too large to be drawn.
         ConfigError: pypdfium2 is not installed.
     """
-    pdfium = require("pypdfium2", "'s3ec[corpus]'", "A PDF file")
-    require("PIL.Image", "'s3ec[corpus]'", "A PDF file")
+    pdfium = require("pypdfium2", "pypdfium2", "A PDF file")
+    require("PIL.Image", "pillow", "A PDF file")
     with _pdfium, _open_pdf(pdf) as document:
         try:
             document.init_forms()  # before anything else that looks at pages
@@ -549,7 +549,7 @@ def render_page(pdf: Path | bytes, page: int, *, dpi: int = DPI) -> bytes:
 
 def _open_pdf(pdf: Path | bytes) -> Any:
     """To be used as a context, under the lock."""
-    pdfium = require("pypdfium2", "'s3ec[corpus]'", "A PDF file")
+    pdfium = require("pypdfium2", "pypdfium2", "A PDF file")
     try:
         return pdfium.PdfDocument(pdf)
     except (pdfium.PdfiumError, OSError) as exc:

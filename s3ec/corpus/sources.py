@@ -365,8 +365,8 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
     Raises:
         ConfigError: At once: it is no Parquet file, or lacks a column.
     """
-    parquet = require("pyarrow.parquet", "'s3ec[corpus]'", "A .parquet list")
-    arrow_error = require("pyarrow", "'s3ec[corpus]'", "A .parquet list").ArrowException
+    parquet = require("pyarrow.parquet", "pyarrow", "A .parquet list")
+    arrow_error = require("pyarrow", "pyarrow", "A .parquet list").ArrowException
     try:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow

@@ -387,8 +387,8 @@ def test_column_is_refused_where_there_is_no_dataset(tmp_path: Path) -> None:
     ("module", "name", "fix"),
     [
         ("datasets", "saved", "pip install datasets"),
-        ("pyarrow.parquet", "list.parquet", "pip install 's3ec[corpus]'"),
-        ("pypdfium2", "a.pdf", "pip install 's3ec[corpus]'"),
+        ("pyarrow.parquet", "list.parquet", "pip install pyarrow"),
+        ("pypdfium2", "a.pdf", "pip install pypdfium2"),
     ],
 )
 def test_package_that_is_missing_is_named_with_the_fix(
