@@ -78,13 +78,13 @@ def register(app: App) -> None:
     app.add_typer(namespaces, name="ns")
     app.command(
         "ls",
-        ("s3ec ls --bucket embeddings", "the first 100 entries, and how many there are"),
+        ("s3ec ls s3://embeddings", "the first 100 entries, and how many there are"),
         ("s3ec ls --model gemma-3 --sort bytes --reverse", "the largest of a model"),
-        ("s3ec ls --older-than 90d --ndjson | jq -r .label", "the old ones, for machines"),
+        ("s3ec ls --ndjson | jq -r 'select(.age_s > 90 * 86400).label'", "the old ones"),
     )(with_namespace(ls))
     app.command(
         "stat",
-        ("s3ec stat 3f9a01bc --bucket embeddings", "by the beginning of the hash"),
+        ("s3ec stat 3f9a01bc s3://embeddings", "by the beginning of the hash"),
         ("s3ec stat page-12-of-report --verify", "by a client's own identifier, all bytes"),
     )(with_namespace(stat))
     app.command(
@@ -222,7 +222,7 @@ def _deleted() -> NoReturn:
 def _stat_document(entry: CorpusEntry, verified: bool) -> dict[str, Any]:
     """What is known of an entry. Where the header is bad, that is only what the listing says."""
     header = entry.header
-    listed = {"namespace": entry.namespace, **plain(EntryRow.of(entry, time.time(), {}))}
+    listed = {"namespace": entry.namespace, **plain(EntryRow.of(entry, time.time()))}
     if header is None:
         return {**listed, "verified": verified}
     return {

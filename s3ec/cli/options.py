@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from s3ec.cli.output import PLACE, echo, print_note
-from s3ec.errors import ConfigError, S3ECError
+from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
     from s3ec.config import LoadedSettings
@@ -30,8 +30,6 @@ _MAX_CONFIG_BYTES = 2**20
 _DURATION = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(min|h|d|w)")
 _UNITS_S = {"min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _HASH_DIGITS = 64
-# As long as a person waits for a completion before typing on.
-_COMPLETION_S = 3.0
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, for machines.")
@@ -41,18 +39,6 @@ JsonOption = Annotated[
 def option(name: str, metavar: str, text: str, **more: Any) -> Any:
     """An option of one name that takes a value; ``more`` is typer's."""
     return typer.Option(name, metavar=metavar, help=text, **more)
-
-
-MadeByOption = Annotated[
-    str | None,
-    option(
-        "--made-by",
-        "WORDS",
-        "Only what these releases made: `vllm=0.32.0`, or `'vllm=0.32.* platform=NVIDIA*'`; "
-        "names are vllm, transformers, torch, pillow and platform. By the catalogue; what it does "
-        "not tell, by headers, one request each.",
-    ),
-]
 
 
 def _option(name: str, metavar: str, text: str) -> Any:
@@ -93,36 +79,6 @@ _PLACE = ("url", "bucket", "prefix")
 _S3_OPTIONS = ("endpoint_url", "region", "profile", "ca_bundle", "allow_http")
 
 
-def _stored_namespaces(ctx: typer.Context) -> list[str]:
-    """Namespaces for completion: those of the bucket that the line names so far, none on failure.
-
-    Nothing may be printed into a line that somebody types.
-    """
-    import asyncio
-
-    from s3ec.namespaces import list_namespaces
-
-    given = {name: ctx.params.get(name) for name in _SETTINGS_OPTIONS}
-    try:
-        with SettingsSource.of(given).corpus(attempts=1) as corpus:
-            return corpus.run(lambda store: asyncio.wait_for(list_namespaces(store), _COMPLETION_S))
-    except (S3ECError, TimeoutError):
-        return []
-
-
-def complete_namespace(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The namespaces that begin like what was typed."""
-    return [name for name in _stored_namespaces(ctx) if name.startswith(incomplete)]
-
-
-def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The models that begin like what was typed, as their namespaces spell them."""
-    from s3ec.namespaces import slug_of
-
-    models = {slug_of(name) for name in _stored_namespaces(ctx)}
-    return sorted(model for model in models if model.startswith(incomplete))
-
-
 _NAMESPACE_OPTIONS = {
     "namespace": Annotated[
         str | None,
@@ -130,7 +86,6 @@ _NAMESPACE_OPTIONS = {
             "--namespace",
             "-n",
             metavar="NAME",
-            autocompletion=complete_namespace,
             help="Namespace, or the first characters of its name. Unset: the variable "
             "S3EC_NAMESPACE; else the newest, if all are of one model.",
         ),
@@ -140,7 +95,6 @@ _NAMESPACE_OPTIONS = {
         typer.Option(
             "--model",
             metavar="TEXT",
-            autocompletion=complete_model,
             help="The newest namespace of the model whose name has this in it.",
         ),
     ],

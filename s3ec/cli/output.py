@@ -11,8 +11,10 @@ import inspect
 import io
 import json
 import logging
+import math
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -296,12 +298,12 @@ def print_error(message: str) -> None:
     One line, and further ones only where the message lists choices.
     """
     lines = [safe(line, limit=2000) for line in message.splitlines()]
-    sys.stderr.write("error: " + "\n".join(lines) + "\n")
+    sys.stderr.write(f"{_erased()}error: " + "\n".join(lines) + "\n")
 
 
 def print_note(message: str) -> None:
     """Print lines for people on stderr."""
-    sys.stderr.write("\n".join(map(printable, message.split("\n"))) + "\n")
+    sys.stderr.write(_erased() + "\n".join(map(printable, message.split("\n"))) + "\n")
 
 
 class _Plain(logging.Formatter):
@@ -629,6 +631,8 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
 # -- progress --------------------------------------------------------------------------------------
 
 EVERY_S = 10.0
+_SCREEN_S = 0.1
+_CLEAR = "\r\x1b[2K"
 # A shorter time gives no rate.
 _LEAST_S = 0.1
 RESUMES = "the same command goes on where this one ended"
@@ -643,7 +647,8 @@ class _Step:
         what: In words; empty before anything long.
         done: Entries, objects or bytes.
         total: Of how many; None where that is not known.
-        resume: What the command line is to be told to get the rest.
+        resume: How to get the rest.
+        on_screen: Whether a line of it is on the terminal.
     """
 
     what: str = ""
@@ -651,6 +656,7 @@ class _Step:
     total: int | None = None
     resume: str = UNCHANGED
     in_bytes: bool = False
+    on_screen: bool = False
 
     def begin(self, what: str, resume: str, *, in_bytes: bool = False) -> None:
         """Begin something else."""
@@ -687,60 +693,45 @@ def counting(
     """
     _step.begin(message, resume, in_bytes=in_bytes)
 
-    @contextmanager
-    def shown() -> Iterator[Report]:
-        if sys.stderr.isatty():
-            with _bar(message, in_bytes, more) as moved:
-                yield moved
-        else:
-            yield Lines(in_bytes=in_bytes, more=more)
+    lines = Lines(in_bytes=in_bytes, more=more)
+    if on_screen := sys.stderr.isatty():
+        lines = Lines(in_bytes=in_bytes, more=more, write=_rewrite, every_s=_SCREEN_S)
+        _rewrite(message)
 
-    with shown() as tell:
+    def report(what: str, done: int, total: int | None) -> None:
+        _step.what, _step.done, _step.total = what, done, total
+        lines(what, done, total)
 
-        def report(what: str, done: int, total: int | None) -> None:
-            _step.what, _step.done, _step.total = what, done, total
-            tell(what, done, total)
-
+    try:
         yield report
+    finally:
+        if on_screen:
+            sys.stderr.write(_erased())
 
 
-@contextmanager
-def _bar(message: str, in_bytes: bool, more: Callable[[], str]) -> Iterator[Report]:
-    """A bar on the terminal. It starts again with each piece of work."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+def _rewrite(line: str) -> None:
+    """Put a line in the place of the one that is on the terminal."""
+    columns = shutil.get_terminal_size().columns
+    sys.stderr.write(f"{_CLEAR}{printable(line)[: columns - 1]}")
+    sys.stderr.flush()
+    _step.on_screen = True
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[counts]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(message, total=None, counts="")
-        now = message
 
-        def move(what: str, done: int, total: int | None) -> None:
-            nonlocal now
-            if what != now:
-                now = what
-                shown.reset(task, description=what, total=total)
-            shown.update(task, completed=done, total=total)
-            counts = _counts(done, total, shown.tasks[0].speed, in_bytes=in_bytes)
-            shown.update(task, counts=counts + more())
-
-        yield move
+def _erased() -> str:
+    """What clears the line of progress, before something else is printed on stderr."""
+    cleared, _step.on_screen = _CLEAR if _step.on_screen else "", False
+    return cleared
 
 
 class Lines:
-    """Writes a line every ten seconds, for logs. Work of less than ten seconds writes none.
+    """Writes a line every ten seconds. Work of less than ten seconds writes none.
 
     Args:
         in_bytes: The counts are bytes.
         more: Asked for what stands behind them.
         clock: Seconds, from any start.
         write: Takes a line.
+        every_s: Seconds between lines; None for EVERY_S.
     """
 
     def __init__(
@@ -750,11 +741,13 @@ class Lines:
         more: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
         write: Callable[[str], None] = print_note,
+        every_s: float | None = None,
     ) -> None:
         self._in_bytes = in_bytes
         self._more = more
         self._clock = clock
         self._write = write
+        self._every_s = every_s
         self._told_s = clock()
         self._what = ""
         self._began_s, self._first = self._told_s, 0
@@ -763,7 +756,9 @@ class Lines:
         now_s = self._clock()
         if what != self._what:
             self._what, self._began_s, self._first = what, now_s, done
-        if now_s - self._told_s < EVERY_S:
+            if self._every_s is not None:  # people see at once what is done now
+                self._told_s = -math.inf
+        if now_s - self._told_s < (EVERY_S if self._every_s is None else self._every_s):
             return
         self._told_s = now_s
         took_s = now_s - self._began_s

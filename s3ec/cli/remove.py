@@ -13,10 +13,8 @@ from s3ec.cli.options import (
     ID_HELP,
     Consent,
     JsonOption,
-    MadeByOption,
     NamespaceChoice,
     SettingsSource,
-    complete_namespace,
     duration_s,
     entry_of,
     option,
@@ -41,7 +39,6 @@ from s3ec.cli.output import (
     timestamp,
 )
 from s3ec.errors import ConfigError, NotFoundError
-from s3ec.payoff import STORES, StorePreset
 
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus, Deletion
@@ -130,13 +127,14 @@ def gc(
     adapter: Annotated[
         str | None, option("--adapter", "NAME", "Only entries of this LoRA adapter.")
     ] = None,
-    made_by: MadeByOption = None,
-    prices: Annotated[
+    made_by: Annotated[
         str | None,
         option(
-            "--prices",
-            "NAME",
-            f"Whose storage it saves: {', '.join(STORES)}. Unset: by the endpoint.",
+            "--made-by",
+            "WORDS",
+            "Only what these releases made: `vllm=0.32.0`, or `'vllm=0.32.* platform=NVIDIA*'`; "
+            "names are vllm, transformers, torch, pillow and platform. By the catalogue; what it "
+            "does not tell, by headers, one request each.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -150,7 +148,6 @@ def gc(
     age_s = optional(duration_s, older_than, "older_than")
     most = optional(size_bytes, max_bytes, "max_bytes")
     with source.corpus() as corpus:
-        dollars_gb_month = _prices(prices, corpus).dollars_gb_month
         name = choice.within(corpus)
 
         def collect(dry_run: bool) -> Collection:
@@ -169,11 +166,7 @@ def gc(
 
         def told(found: Collection) -> tuple[int, str]:
             entries = many(found.objects, "entry", "entries")
-            month = found.nbytes / 1e9 * dollars_gb_month
-            return (
-                found.objects,
-                f"{entries}, {human_bytes(found.nbytes)}, of ${month:,.2f} a month",
-            )
+            return found.objects, f"{entries}, {human_bytes(found.nbytes)}"
 
         found, _ = consent.carry_out(collect, told, as_json=as_json)
     _note_rows(found)
@@ -191,7 +184,6 @@ def gc(
                 "bytes": found.nbytes,
                 "left_count": found.left_objects,
                 "left_bytes": found.left_bytes,
-                "month_dollars": found.nbytes / 1e9 * dollars_gb_month,
                 "deleted": found.objects if found.done else 0,
                 "dropped_row_count": found.dropped_rows,
                 "dry_run": not found.done,
@@ -204,28 +196,10 @@ def _note_rows(found: Collection | Deletion) -> None:
         print_note(f"rows of the catalogue are left: {safe(found.problem, limit=2000)}")
 
 
-def _prices(name: str | None, corpus: Corpus) -> StorePreset:
-    if name is None:
-        from s3ec.doctor.advise import prices_of
-
-        return prices_of(corpus.settings)
-    if name not in STORES:
-        raise ConfigError(
-            f"`--prices` {name!r:.50} is none of {', '.join(STORES)}; take one of them",
-            field="prices",
-        )
-    return STORES[name]
-
-
 def ns_rm(
     source: SettingsSource,
     consent: Consent,
-    namespace: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="The namespace, in full.", autocompletion=complete_namespace
-        ),
-    ],
+    namespace: Annotated[str, typer.Argument(metavar="NAME", help="The namespace, in full.")],
     idle: Annotated[
         str,
         option("--idle", "AGE", "Refuse where something was stored more recently; `0` takes all."),
