@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -63,7 +62,6 @@ def hydrate(
     where: Annotated[
         str | None, option("--where", "SQL", "Only the catalogue's rows of which this is true.")
     ] = None,
-    top: Annotated[int | None, option("--top", "N", "No more than the first N.", min=1)] = None,
     rate_limit: Annotated[
         str | None, option("--rate-limit", "SIZE", "Bytes per second, such as `100MB`.")
     ] = None,
@@ -96,15 +94,10 @@ def hydrate(
         max_bytes=optional(size_bytes, max_bytes, "max_bytes"),
         dry_run=dry_run,
     )
-    if top is not None and ids is None and where is None:
-        raise ConfigError(
-            "`--top` needs an order; give `--ids` or `--where`, or take `--max-bytes`",
-            field="top",
-        )
     given = None if ids is None else lines_of(ids)
     with source.with_options(cache).corpus() as corpus:
         name = choice.within(corpus)
-        wanted = _wanted(corpus, name, given, where, top)
+        wanted = _wanted(corpus, name, given, where)
         with counting("hydrating", in_bytes=True, resume=RESUMES) as report:
             found = corpus.hydrate(wanted, namespace=name, options=options, report=report)
     kinds = {"absent": dict.fromkeys(found.absent, "the bucket does not have it")}
@@ -144,14 +137,13 @@ def _wanted(
     namespace: str,
     ids: list[str] | None,
     where: str | None,
-    top: int | None,
 ) -> list[str | CorpusEntry | Wanted] | None:
     """What the options name, the most wanted first; None for everything."""
     from s3ec.corpus.hydrate import of_catalog
 
     if where is not None:
         rows = corpus.catalog(namespace).rows(where)
-        return list(islice(of_catalog(rows, corpus.tenant), top))
+        return list(of_catalog(rows, corpus.tenant))
     if ids is None:
         return None
-    return [entry_of(corpus, namespace, text, full=True) for text in ids[:top]]
+    return [entry_of(corpus, namespace, text, full=True) for text in ids]

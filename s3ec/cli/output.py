@@ -349,17 +349,9 @@ DIGITS = 12
 _HASH = re.compile(rf"(?:\w+:)?([0-9a-f]{{{DIGITS}}})[0-9a-f]*")
 _LABEL = re.compile(rf"([0-9a-f]{{{DIGITS}}})[0-9a-f]+$")
 # The titles of keys that would read badly without their unit.
-_TITLES = {
-    "age_s": "age",
-    "bytes": "size",
-    "cache_dir": "folder",
-    "entry_count": "entries",
-    "indexed_count": "indexed",
-    "object_count": "objects",
-    "row_count": "rows",
-    "stored_at": "stored",
-}
-_UNITS = re.compile(r"_(?:bytes|count|dollars|s|at)$")
+_TITLES = {"bytes": "size", "cache_dir": "folder", "entry_count": "entries"}
+_UNITS = re.compile(r"_(bytes|count|dollars|s|at)$")
+_NOUNS = {"delta", "document", "entry", "index_file", "object", "page", "part", "record", "row"}
 
 
 def plain(value: Any) -> Any:
@@ -373,7 +365,10 @@ def plain(value: Any) -> Any:
 
 def title(key: str) -> str:
     """What people read for a key of a document."""
-    return _TITLES.get(key) or _UNITS.sub("", key).replace("_", " ")
+    stem = _UNITS.sub("", key)
+    if stem in _NOUNS and key not in _TITLES:
+        stem += " size" if key.endswith("_bytes") else "s"
+    return _TITLES.get(key) or stem.replace("_", " ")
 
 
 def human(key: str, value: Any) -> str:
@@ -396,7 +391,7 @@ def human(key: str, value: Any) -> str:
 def _cell(key: str, value: Any) -> str:
     """The same for a table, which has the first digits of hashes."""
     text = human(key, value)
-    if key == "label":
+    if key in ("label", "identifier"):
         return safe(_LABEL.sub(r"\1", text))
     shorter = _HASH.fullmatch(text) if key in ("weights", "revision") else None
     return safe(shorter[1] if shorter else text)

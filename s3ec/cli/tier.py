@@ -38,7 +38,7 @@ from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
-    from s3ec.tier.inspection import Freed, Inspection, TierReport
+    from s3ec.tier.inspection import Freed, Inspection, Sum, TierReport
     from s3ec.tier.scan import ScannedEntry
 
 _LIMIT = 100
@@ -94,21 +94,14 @@ def tier(source: SettingsSource, ctx: typer.Context, as_json: JsonOption = False
             raise ConfigError(f"write options after the command: `{command} ...`")
         return
     settings, inspection = _open(source)
-    if inspection is None:
-        if as_json:
-            print_json(
-                {
-                    "cache_dir": str(settings.cache_dir),
-                    "bytes": 0,
-                    "budget_bytes": int(settings.cache_bytes),
-                    "entry_count": 0,
-                    "namespaces": [],
-                }
-            )
-        return
-    with counting("counting"):
-        report = inspection.report(now_s=time.time())
-    show(_document(settings, inspection, report), as_json=as_json)
+    document = {"cache_dir": str(settings.cache_dir), "bytes": 0, "entry_count": 0}
+    document |= {"budget_bytes": int(settings.cache_bytes), "namespaces": []}
+    if inspection is not None:
+        with counting("counting"):
+            report = inspection.report(now_s=time.time())
+        document |= _document(settings, report)
+    if inspection is not None or as_json:
+        show(document, as_json=as_json)
 
 
 def ls(
@@ -188,17 +181,12 @@ def check(source: SettingsSource, as_json: JsonOption = False) -> None:
     if inspection is not None:
         with counting("reading entries", in_bytes=True) as report:
             complaints = complaints_about(inspection.folders, report=report)
-    document = {
-        "ok": not complaints,
-        "cache_dir": str(settings.cache_dir),
-        "complaint_count": len(complaints),
-        "complaints": complaints,
-    }
     if as_json:
-        print_json(document)
+        document = {"ok": not complaints, "cache_dir": str(settings.cache_dir)}
+        print_json({**document, "complaint_count": len(complaints), "complaints": complaints})
     else:
-        for complaint in complaints:
-            echo(safe(complaint, limit=2000))
+        if complaints:
+            echo("\n".join(safe(complaint, limit=2000) for complaint in complaints))
         print_note(f"{many(len(complaints), 'complaint')} about {settings.cache_dir}")
     if complaints:
         raise typer.Exit(EXIT_WRONG)
@@ -306,12 +294,17 @@ def _choose(inspection: Inspection, begin: str | None) -> str:
     raise ConfigError(f"{problem}; here are:\n{listed}", field="namespace")
 
 
-def _document(settings: Settings, inspection: Inspection, report: TierReport) -> dict[str, Any]:
+def _document(settings: Settings, report: TierReport) -> dict[str, Any]:
     usage = report.usage
+
+    def rows(key: str, sums: dict[str, Sum]) -> list[dict[str, Any]]:
+        return [
+            {key: label, "entry_count": one.entries, "bytes": one.nbytes}
+            for label, one in sums.items()
+        ]
+
     return {
-        "cache_dir": str(inspection.folders.root),
         "bytes": usage.total_nbytes,
-        "budget_bytes": int(settings.cache_bytes),
         "disk_free_bytes": report.free_bytes,
         "min_free_bytes": int(settings.min_free_bytes),
         "entry_count": usage.entries,
@@ -320,12 +313,6 @@ def _document(settings: Settings, inspection: Inspection, report: TierReport) ->
         "held_bytes": usage.held_nbytes,
         "spool": {"entry_count": report.spooled_files, "bytes": usage.spooled_nbytes},
         "index": {"index_file_count": report.index_files, "bytes": usage.index_nbytes},
-        "ages": [
-            {"last_used": label, "entry_count": total.entries, "bytes": total.nbytes}
-            for label, total in report.ages.items()
-        ],
-        "namespaces": [
-            {"namespace": name, "entry_count": total.entries, "bytes": total.nbytes}
-            for name, total in report.namespaces.items()
-        ],
+        "ages": rows("last_used", report.ages),
+        "namespaces": rows("namespace", report.namespaces),
     }

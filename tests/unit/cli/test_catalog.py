@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -55,8 +56,8 @@ def test_show_counts_by_modality(cli: Cli, namespace: str) -> None:
     assert found["age_s"] > 0
     assert found["unusable"] == []
     text = cli("catalog", "show").stdout
-    for part in ("audio", "3 rows of 2 documents", "1 part"):
-        assert part in text
+    for part in (r"^audio +1 +1 ", r"^image +3 +2 ", r"^parts +1$"):
+        assert re.search(part, text, re.M)
 
 
 def test_empty_catalogue_is_shown_and_has_nothing(cli: Cli, corpus: Corpus) -> None:
@@ -65,7 +66,7 @@ def test_empty_catalogue_is_shown_and_has_nothing(cli: Cli, corpus: Corpus) -> N
     assert (found["row_count"], found["bytes"], found["age_s"], found["modalities"]) == (
         *(0, 0, None, []),
     )
-    assert "0 parts" in cli("catalog", "show").stdout
+    assert re.search(r"^parts +0$", cli("catalog", "show").stdout, re.M)
     assert "catalog show" in cli("catalog", "find", "a.pdf", code=1).stderr
     assert cli.json("catalog", "sql", "SELECT count(*) AS n FROM catalog")["answer"] == [{"n": 0}]
 
@@ -88,7 +89,7 @@ def test_find_by_document_file_and_identifier(
     text = cli("catalog", "find", *words).stdout
     for name, _ in found:
         assert name in text
-    assert "64 x 128 bfloat16" in text
+    assert {"rows", "size", "age"} <= set(text.splitlines()[0].split())
 
 
 def test_find_prints_no_control_characters(cli: Cli, namespace: str) -> None:

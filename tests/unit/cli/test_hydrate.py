@@ -63,9 +63,9 @@ def test_everything_comes_and_the_second_run_has_nothing_to_do(
 
 
 @pytest.mark.usefixtures("namespace")
-def test_a_list_comes_from_a_file_with_a_limit(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "ids").write_text(f"{IDS[1]}\n\npage 1\n{IDS[0]}\n")
-    found = cli.json("hydrate", "--ids", str(tmp_path / "ids"), "--top", "2")
+def test_a_list_comes_from_a_file(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ids").write_text(f"{IDS[1]}\n\npage 1\n")
+    found = cli.json("hydrate", "--ids", str(tmp_path / "ids"))
     assert found["fetched_count"] == 2
     assert IDS[1] in here(tmp_path / "s3ec-cache")
     labels = [entry["label"] for entry in cli.json("ls")["entries"]]
@@ -127,7 +127,8 @@ def test_what_a_node_has_used_comes_to_others_in_the_order_of_use(
     assert cli.json("hydrate", "--ids", str(names))["fetched_count"] == 4
     assert cli("tier", "ls", "--names").stdout == used
     monkeypatch.setenv("S3EC_CACHE_DIR", str(tmp_path / "third"))
-    assert cli.json("hydrate", "--ids", str(names), "--top", "2")["fetched_count"] == 2
+    names.write_text("\n".join(used.split()[:2]))
+    assert cli.json("hydrate", "--ids", str(names))["fetched_count"] == 2
     assert cli("tier", "ls", "--names").stdout.split() == used.split()[:2]
 
 
@@ -164,7 +165,6 @@ def test_a_query_of_the_catalogue_says_what_comes(
         (("--ids", "not-there"), "cannot read not-there: No such file or directory"),
         (("--rate-limit", "fast"), "`--rate-limit` 'fast' is no size; write it as `10GiB`"),
         (("--max-concurrency", "0"), "`max_concurrency` 0 is out of range; take 1 to 1024"),
-        (("--top", "3"), "`--top` needs an order; give `--ids` or `--where`, or take"),
     ],
 )
 @pytest.mark.usefixtures("namespace")

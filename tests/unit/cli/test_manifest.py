@@ -49,7 +49,7 @@ def test_show_before_and_after_the_first_snapshot(cli: Cli, corpus: Corpus, name
     assert -5 <= found["snapshot"]["listed_age_s"] < 3600
     assert found["deltas"]["delta_count"] == 1
     text = cli("manifest", "show").stdout
-    for part in (namespace, "snapshot: listed", "deltas: delta"):
+    for part in (namespace, "snapshot: listed", "deltas: deltas"):
         assert part in text
 
 
