@@ -27,7 +27,7 @@ from s3ec.counters import unreported
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from s3ec.corpus import CorpusEntry
+    from s3ec.corpus import Corpus, CorpusEntry
 
 _LIMIT = 100
 # Entries kept beyond those to show, before they are sorted and the last ones dropped.
@@ -153,11 +153,14 @@ def ls(
     shown = nullcontext(unreported) if streams else counting("listing")
     with shown as report, source.corpus() as corpus:
         name = choice.within(corpus)
+        total = None if streams or starts_with or adapter else _indexed(corpus, name)
         for entry in corpus.list(name, starts_with=starts_with, adapter=adapter):
             if streams and (not limit or found.count < limit):
                 print_json_line(EntryRow.of(entry, now_s))
             found.add(entry, keep=not streams)
-            report("listing", found.count, None)
+            if total is not None and found.count > total:  # stored after the snapshot
+                total = None
+            report("listing", found.count, total)
     found.finish()
     rows = [EntryRow.of(entry, now_s) for entry in found.entries]
     if as_json:
@@ -178,3 +181,10 @@ def ls(
     page = "" if as_lines or len(rows) == found.count else f"; {len(rows)} shown (--limit 0: all)"
     counted = many(found.count, "entry", "entries")
     print_note(f"{counted}, {human_bytes(found.nbytes)}, in {name}{page}")
+
+
+def _indexed(corpus: Corpus, namespace: str) -> int | None:
+    """About how many entries there are: those of the newest snapshot; None without one."""
+    from s3ec.index.maker import newest_rows
+
+    return corpus.within(newest_rows, namespace)

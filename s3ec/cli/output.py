@@ -366,8 +366,10 @@ def plain(value: Any) -> Any:
 def title(key: str) -> str:
     """What people read for a key of a document."""
     stem = _UNITS.sub("", key)
-    if stem in _NOUNS and key not in _TITLES:
-        stem += " size" if key.endswith("_bytes") else "s"
+    if key.endswith("_count") and stem in _NOUNS:
+        stem += "s"
+    elif key.endswith("_bytes") and stem in (*_NOUNS, "fetched", "left_out"):
+        stem += " size"
     return _TITLES.get(key) or stem.replace("_", " ")
 
 

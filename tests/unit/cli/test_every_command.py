@@ -214,6 +214,7 @@ LONG = [
     ("verify", "--deep --state FOLDER/state", "goes on"),
     ("hydrate", "", "goes on"),
     ("export", "FOLDER/out", "goes on"),
+    ("import", "FOLDER/out", "goes on"),
     ("tier check", "", "nothing was changed"),
 ]
 
@@ -230,6 +231,8 @@ def test_ctrl_c_says_what_was_done_and_how_to_get_the_rest(
 ) -> None:
     if path == "tier check":
         cli("hydrate", code=3)
+    if path == "import":
+        cli("export", str(tmp_path / "out"), code=3)
     words = words_of(path, options, namespace, tmp_path)
     with monkeypatch.context() as patch:
         # Where the work is told of, in the thread that does it.
