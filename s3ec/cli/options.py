@@ -333,8 +333,11 @@ class Consent:
         if as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
             print_note("nothing was deleted; --yes does it")
             return False
-        if typer.confirm(question, err=True):
-            return True
+        try:
+            if typer.confirm(question, err=True):
+                return True
+        except typer.Abort as exc:  # Ctrl-C, or nobody is there
+            raise KeyboardInterrupt from exc
         print_note("nothing was deleted")
         return False
 
