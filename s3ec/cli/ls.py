@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import enum
+import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from s3ec.corpus import Corpus, CorpusEntry
 
 _LIMIT = 100
-# Entries kept beyond those to show, before they are sorted and the last ones dropped.
-_SORTED_AT_A_TIME = 10_000
 _COLUMNS = ("label", "bytes", "age_s", "stored_at")
 
 
@@ -77,41 +76,6 @@ _KEYS: dict[Sort, Callable[[CorpusEntry], tuple[float, str]]] = {
 }
 
 
-@dataclass(slots=True)
-class Found:
-    """The result of a listing. Keeps little more than the entries that are shown.
-
-    Attributes:
-        sort: What decides which entries are the first ones.
-        limit: How many are shown, 0 for all.
-        entries: Those; more of them until ``finish``.
-        count: All of the listing.
-        nbytes: Their size together.
-    """
-
-    sort: Sort
-    reverse: bool
-    limit: int
-    entries: list[CorpusEntry] = field(default_factory=list)
-    count: int = 0
-    nbytes: int = 0
-
-    def add(self, entry: CorpusEntry, *, keep: bool) -> None:
-        """Count one, and keep it to be shown at the end."""
-        self.count += 1
-        self.nbytes += entry.nbytes
-        if keep:
-            self.entries.append(entry)
-            if self.limit and len(self.entries) > 2 * self.limit + _SORTED_AT_A_TIME:
-                self.finish()
-
-    def finish(self) -> None:
-        """Sort, and drop what is not shown."""
-        self.entries.sort(key=_KEYS[self.sort], reverse=self.reverse)
-        if self.limit:
-            del self.entries[self.limit :]
-
-
 def ls(
     source: SettingsSource,
     choice: NamespaceChoice,
@@ -147,30 +111,43 @@ def ls(
     streams = as_lines and not (sort or reverse)
     if limit is None:
         limit = 0 if as_lines else _LIMIT
-    found = Found(sort or Sort.NAME, reverse, limit)
+    order = _KEYS[sort or Sort.NAME]
+    count = nbytes = 0
     now_s = time.time()
     # Progress would take lines on stdout for its own.
     shown = nullcontext(unreported) if streams else counting("listing")
     with shown as report, source.corpus() as corpus:
         name = choice.within(corpus)
         total = None if streams or starts_with or adapter else _indexed(corpus, name)
-        for entry in corpus.list(name, starts_with=starts_with, adapter=adapter):
-            if streams and (not limit or found.count < limit):
-                print_json_line(EntryRow.of(entry, now_s))
-            found.add(entry, keep=not streams)
-            if total is not None and found.count > total:  # stored after the snapshot
-                total = None
-            report("listing", found.count, total)
-    found.finish()
-    rows = [EntryRow.of(entry, now_s) for entry in found.entries]
+
+        def counted() -> Iterator[CorpusEntry]:
+            nonlocal count, nbytes
+            for entry in corpus.list(name, starts_with=starts_with, adapter=adapter):
+                count += 1
+                nbytes += entry.nbytes
+                # What was stored after the snapshot makes it no total.
+                report("listing", count, None if total is None or count > total else total)
+                yield entry
+
+        entries: list[CorpusEntry] = []
+        if streams:
+            for entry in counted():
+                if not limit or count <= limit:
+                    print_json_line(EntryRow.of(entry, now_s))
+        elif limit:  # keeps no more than these
+            first = heapq.nlargest if reverse else heapq.nsmallest
+            entries = first(limit, counted(), key=order)
+        else:
+            entries = sorted(counted(), key=order, reverse=reverse)
+    rows = [EntryRow.of(entry, now_s) for entry in entries]
     if as_json:
         print_json(
             {
                 "namespace": name,
                 "entries": rows,
-                "entry_count": found.count,
-                "bytes": found.nbytes,
-                "more": len(rows) < found.count,
+                "entry_count": count,
+                "bytes": nbytes,
+                "more": len(rows) < count,
             }
         )
     elif as_lines:
@@ -178,9 +155,9 @@ def ls(
             print_json_line(row)
     else:
         table(rows, _COLUMNS)
-    page = "" if as_lines or len(rows) == found.count else f"; {len(rows)} shown (--limit 0: all)"
-    counted = many(found.count, "entry", "entries")
-    print_note(f"{counted}, {human_bytes(found.nbytes)}, in {name}{page}")
+    page = "" if as_lines or len(rows) == count else f"; {len(rows)} shown (--limit 0: all)"
+    in_words = many(count, "entry", "entries")
+    print_note(f"{in_words}, {human_bytes(nbytes)}, in {name}{page}")
 
 
 def _indexed(corpus: Corpus, namespace: str) -> int | None:

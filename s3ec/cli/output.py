@@ -350,7 +350,7 @@ _HASH = re.compile(rf"(?:\w+:)?([0-9a-f]{{{DIGITS}}})[0-9a-f]*")
 _LABEL = re.compile(rf"([0-9a-f]{{{DIGITS}}})[0-9a-f]+$")
 # The titles of keys that would read badly without their unit.
 _TITLES = {"bytes": "size", "cache_dir": "folder", "entry_count": "entries"}
-_UNITS = re.compile(r"_(bytes|count|dollars|s|at)$")
+_UNITS = re.compile(r"_(bytes|count|s|at)$")
 _NOUNS = {"delta", "document", "entry", "index_file", "object", "page", "part", "record", "row"}
 
 
@@ -382,8 +382,6 @@ def human(key: str, value: Any) -> str:
     if isinstance(value, int | float):
         if key == "bytes" or key.endswith("_bytes"):
             return human_bytes(value)
-        if key.endswith("_dollars"):
-            return f"${value:,.2f}"
         if key.endswith("_s"):
             return human_age(value)
         return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

@@ -534,7 +534,7 @@ def test_missing_extra_is_named(catalog: Catalog, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"pip install duckdb"):
         catalog.sql("SELECT 1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match=r"pip install duckdb"):
+    with pytest.raises(ConfigError, match=r"pip install pyarrow"):
         catalog.table()
 
 

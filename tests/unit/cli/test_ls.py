@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from s3ec.cli.ls import Found, Sort
-from s3ec.corpus import CorpusEntry
 from s3ec.identity import Layout, digest_of_name, make_key
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash, entry_bytes
@@ -71,17 +69,6 @@ def test_sorting_by_size_by_age_and_backwards(cli: Cli, namespace: str) -> None:
     assert labels(largest) == HASHES[:2:-1]
     ages = [entry["age_s"] for entry in cli.json("ls", "--sort", "age")["entries"]]
     assert ages == sorted(ages)
-
-
-def test_first_ones_are_right_where_the_rest_is_dropped_on_the_way() -> None:
-    found = Found(Sort.BYTES, reverse=True, limit=2)
-    sizes = [size * 7919 % 30_011 for size in range(1, 30_011)]  # each once, in no order
-    for size in sizes:
-        found.add(CorpusEntry("acme", f"00/{size}.safetensors", size, 0.0), keep=True)
-        assert len(found.entries) < 10_010
-    found.finish()
-    assert [entry.nbytes for entry in found.entries] == [30_010, 30_009]
-    assert (found.count, found.nbytes) == (len(sizes), sum(sizes))
 
 
 def test_filters_choose_and_the_totals_follow(cli: Cli, namespace: str) -> None:
