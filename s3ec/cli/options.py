@@ -336,7 +336,8 @@ class Consent:
         try:
             if typer.confirm(question, err=True):
                 return True
-        except typer.Abort as exc:  # Ctrl-C, or nobody is there
+        except typer.Abort as exc:  # Ctrl-C, or the end of what is typed
+            print_note("")
             raise KeyboardInterrupt from exc
         print_note("nothing was deleted")
         return False

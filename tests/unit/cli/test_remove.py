@@ -201,7 +201,7 @@ def test_yes_and_dry_run_are_refused_together(
     assert len(labels(cli)) == 4
 
 
-@pytest.mark.parametrize(("answer", "left"), [(b"n\n", 4), (b"y\n", 3)])
+@pytest.mark.parametrize(("answer", "left"), [(b"n\n", 4), (b"y\n", 3), (b"\x04", 4)])
 def test_people_at_a_terminal_are_asked(
     cli: Cli, corpus: Corpus, namespace: str, answer: bytes, left: int
 ) -> None:
@@ -212,7 +212,7 @@ def test_people_at_a_terminal_are_asked(
         os.close(theirs)
         shown = all_shown_on(ours)
         told, _ = asked.communicate()
-    assert asked.returncode == 0
+    assert asked.returncode == (130 if answer == b"\x04" else 0)
     assert "would delete 1 entry" in told.decode()
     assert "delete 1 entry" in shown
     assert "[y/N]" in shown
