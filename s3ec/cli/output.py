@@ -78,6 +78,7 @@ def _with_place(command: Any, ctx: Any, args: list[str], *, stop_at_word: bool) 
         stop_at_word: The first other word is the name of a command, whose arguments follow.
     """
     options = {name: one for one in command.get_params(ctx) for name in one.opts}
+    # `cp` has two places of its own.
     if "--url" not in options or any(one.name == "dst" for one in options.values()):
         return args
     given: list[str] = []
