@@ -261,8 +261,8 @@ class Settings(BaseModel):
     )
     endpoint_url: Annotated[str, AfterValidator(check_endpoint)] | None = Field(
         None,
-        description="URL of an S3-compatible server, perhaps with a path before the bucket; unset "
-        "means AWS.",
+        description="URL of an S3-compatible server, perhaps with a path before the bucket. Unset: "
+        "the variable `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL`, then the profile's, else AWS.",
     )
     region: str | None = Field(None, description="Region to sign for; unset asks the SDK's chain.")
     addressing_style: Literal["auto", "path", "virtual"] = Field(
@@ -311,7 +311,7 @@ class Settings(BaseModel):
         "auto",
         description="S3 client. `obstore` moves bodies outside the interpreter's lock, botocore "
         "does the rest; `auto` is that, and botocore alone where obstore has no build. `aioboto3` "
-        "needs `pip install 's3ec[aioboto3]'`.",
+        "needs `pip install aioboto3`.",
     )
     max_concurrency: int = Field(
         16, ge=1, le=256, description="Objects in flight at a time, per process."

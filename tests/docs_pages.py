@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -111,7 +112,9 @@ def _commands(command: Any, name: str, parent: Any = None) -> Iterator[str]:
     context = command.context_class(command, info_name=name, parent=parent)
     parameters = command.get_params(context)
     if parent is not None:
-        parts = [f"### {context.command_path}\n", f"{(command.help or '').strip()}\n"]
+        paragraphs = (command.help or "").strip().split("\n\n")
+        text = "\n\n".join(textwrap.fill(one, 100, break_on_hyphens=False) for one in paragraphs)
+        parts = [f"### {context.command_path}\n", f"{text}\n"]
         if rows := list(_options(parameters)):
             parts.append(_table("| argument or option | meaning |", iter(rows)))
         if also := _shared(parameters):
@@ -124,6 +127,20 @@ def _commands(command: Any, name: str, parent: Any = None) -> Iterator[str]:
 def commands_reference() -> str:
     """Every command with its arguments and options."""
     return "\n".join(_commands(typer.main.get_command(app), "s3ec"))
+
+
+SCHEMA = json.loads((DOCS / "commands.schema.json").read_text())
+
+
+def vocabulary() -> str:
+    """Every key of the commands' JSON, those of one meaning together."""
+    meanings: dict[str, list[str]] = {}
+    for key, spec in SCHEMA["properties"].items():
+        meanings.setdefault(spec["description"], []).append(f"`{key}`")
+    for pattern, spec in SCHEMA["patternProperties"].items():
+        ending = "..." + pattern.removeprefix("[a-z]").removesuffix("$")
+        meanings.setdefault(spec["description"], []).append(f"`{ending}`")
+    return _table("| key | meaning |", ((", ".join(keys), text) for text, keys in meanings.items()))
 
 
 # Models that fit on one L4 of 24 GB.
@@ -176,6 +193,7 @@ def payoff_table() -> str:
 MADE: dict[tuple[str, str], Callable[[], str]] = {
     ("settings.md", "settings"): settings_table,
     ("commands.md", "commands"): commands_reference,
+    ("cli.md", "keys"): vocabulary,
     ("metrics.md", "metrics"): metrics_tables,
     ("does-it-pay.md", "models"): payoff_table,
 }

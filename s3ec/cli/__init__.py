@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 import time
 
 
@@ -13,9 +14,12 @@ def main() -> None:
     started_s = time.monotonic()  # the time a command may take begins before its imports
     # At its end the interpreter would look through all that was imported, which takes 0.2 s.
     atexit.register(gc.freeze)
-    from s3ec.cli.app import app
-    from s3ec.cli.output import open_stdout, plain_logs
+    try:
+        from s3ec.cli.app import app
+        from s3ec.cli.output import open_stdout, plain_logs
 
-    open_stdout()
-    plain_logs()
-    app(obj=started_s)
+        open_stdout()
+        plain_logs()
+        app(obj=started_s)
+    except KeyboardInterrupt:  # before any command began
+        sys.exit(130)

@@ -11,30 +11,35 @@ import typer
 from s3ec.cli.output import App, Group, echo, epilog, reporting
 
 _WORDS = "s3ec.words"
-# Commands in the order in which people need them, and the module of s3ec.cli that has each.
-_MODULES = {
-    "cost": "payoff",
-    "advise": "payoff",
-    "doctor": "doctor",
-    "ns": "browse",
-    "ls": "browse",
-    "stat": "browse",
-    "get": "browse",
-    "precompute": "precompute",
-    "rm": "remove",
-    "gc": "remove",
-    "hydrate": "hydrate",
-    "verify": "verify",
-    "catalog": "catalog",
-    "export": "transfer",
-    "import": "transfer",
-    "cp": "transfer",
-    "manifest": "manifest",
-    "tier": "tier",
-    "config": "config",
-    "serve-s3": "serve",
-    "bench": "bench",
+# Panels and commands in the order in which people need them, and the module of s3ec.cli for each.
+_PANELS = {
+    "Start": {
+        "cost": "payoff",
+        "advise": "payoff",
+        "doctor": "doctor",
+        "config": "config",
+        "serve-s3": "serve",
+        "bench": "bench",
+    },
+    "Look": {
+        "ns": "browse",
+        "ls": "browse",
+        "stat": "browse",
+        "get": "browse",
+        "catalog": "catalog",
+        "manifest": "manifest",
+        "verify": "verify",
+    },
+    "Fill": {
+        "precompute": "precompute",
+        "export": "transfer",
+        "import": "transfer",
+        "cp": "transfer",
+    },
+    "Clean": {"rm": "remove", "gc": "remove"},
+    "Node": {"hydrate": "hydrate", "tier": "tier"},
 }
+_MODULES = {name: module for panel in _PANELS.values() for name, module in panel.items()}
 
 
 class Root(Group):
@@ -52,6 +57,10 @@ class Root(Group):
                 part = App()
                 importlib.import_module(f"s3ec.cli.{module}").register(part)
                 self.commands.update(typer.main.get_group(part).commands)
+            for title, names in _PANELS.items():
+                for name in names.keys() & self.commands.keys():
+                    command: Any = self.commands[name]
+                    command.rich_help_panel = title
         return self.commands.get(cmd_name)
 
     def make_context(
@@ -77,7 +86,7 @@ app = App(
     epilog=epilog(
         ("s3ec cost --like gemma3-27b --gpu h100", "does it pay for this model?"),
         ("s3ec doctor --config @ec.json", "is this node ready to serve?"),
-        ("s3ec ls --bucket embeddings", "what is in the bucket?"),
+        ("s3ec ls s3://embeddings", "what is in the bucket?"),
         ("s3ec tier", "how full is this node's disk tier?"),
         ("s3ec serve-s3", "a local S3 server for trying things out"),
     ),

@@ -1,30 +1,186 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec bench``: the benchmarks of a checkout; an installed s3ec says where they are."""
+"""``s3ec bench``: what one encode takes here; in a checkout, all other benchmarks as well."""
 
 from __future__ import annotations
 
 import importlib.util
+import io
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.errors import ConfigError
+from s3ec.cli.options import JsonOption, option
+from s3ec.cli.output import App, counting, epilog, print_note, show, stdout_to_stderr
+from s3ec.errors import ConfigError, S3ECError
 
-_ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+if TYPE_CHECKING:
+    from s3ec.corpus.encoder import Picture
+
+# An A4 page at 150 dots per inch; what is on it does not matter to an encoder.
+_PAGE = (1240, 1754)
+# The first ones compile, and load what is loaded when it is needed.
+_FIRST = 4
+_METRICS = ("vllm:s3ec_encode_seconds_total", "vllm:s3ec_encoded_rows_total")
+_ENGINE_DEFAULTS: Mapping[str, Any] = {
+    # Random weights take as long as trained ones, and need no download.
+    "load_format": "dummy",
+    "disable_log_stats": False,  # the figures are metrics
+    "max_num_batched_tokens": 8192,
+    "max_model_len": 8192,
+}
 
 
 def register(app: typer.Typer) -> None:
-    """Add the benchmarks, or a command that says where they are. Their import is heavy."""
-    if importlib.util.find_spec("s3ec.dev") is None:
-        app.command("bench", context_settings=_ANYTHING)(_say_where)
-        return
-    from s3ec.dev.bench.command import app as benchmarks
+    """Add the benchmarks of a checkout, or the one that is in the package."""
+    if importlib.util.find_spec("s3ec.dev") is not None:
+        from s3ec.dev.bench.command import app as group
+    else:
+        group = App(
+            help="Measure on this machine. Other benchmarks are in the repository and not in the "
+            "package: in a checkout of s3ec `make bench BENCH=list` names them.",
+            no_args_is_help=True,
+            epilog=epilog(("s3ec bench encode google/gemma-3-27b-it", "of a model of yours")),
+        )
+        add_encode(group)
+    app.add_typer(group, name="bench")
 
-    app.add_typer(benchmarks, name="bench")
+
+def add_encode(group: App) -> None:
+    """Add the command to ``bench``."""
+    group.command(
+        "encode",
+        ("s3ec bench encode google/gemma-3-27b-it", "with random weights: only its configuration"),
+        (
+            "s3ec bench encode ./model --engine-args '{\"tensor_parallel_size\": 2}' --json",
+            "on two GPUs, for machines",
+        ),
+    )(encode)
 
 
-def _say_where(_: typer.Context) -> None:
-    """Measure on this machine, in a checkout of s3ec."""
-    raise ConfigError(
-        "bench: the benchmarks are in the repository and not in the package. In a checkout of s3ec,"
-        " `make bench BENCH=hooks` runs one of them, and `make bench BENCH=list` names them."
-    )
+def encode(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="As `vllm serve` takes it: a name or a folder.")
+    ],
+    pages: Annotated[
+        int, typer.Option("--pages", metavar="N", min=1, max=10_000, help="How many are measured.")
+    ] = 24,
+    engine_args: Annotated[
+        str | None,
+        option("--engine-args", "JSON", "Further arguments of `vllm.LLM`, as a server has them."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what one encode takes on this machine's GPU, in vLLM.
+
+    One A4 page at 150 dots per inch is encoded after another, each alone, after four that are not
+    counted. The whole model must fit. `s3ec advise` takes the result.
+    """
+    given = engine_arguments(engine_args)
+    with (
+        tempfile.TemporaryDirectory(prefix="s3ec-bench-") as scratch,
+        stdout_to_stderr(),
+        counting("starting vLLM") as report,
+    ):
+
+        def pictures() -> Iterator[Picture]:
+            for number, page in enumerate(_pages(_FIRST + pages)):
+                report("encoding pages", number, _FIRST + pages)
+                yield page
+
+        found = _measure(model, Path(scratch), given, pictures())
+    show(found, as_json=as_json)
+    if not as_json:
+        print_note(
+            f"s3ec advise --rows {found['rows']} --width {found['width']} "
+            f"--encode-ms {found['encode_ms']:.3g} --gpu NAME"
+        )
+
+
+def engine_arguments(text: str | None) -> dict[str, Any]:
+    """The object of ``--engine-args``.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as exc:
+        raise ConfigError(f"`--engine-args` is not JSON: {exc}", field="engine_args") from exc
+    if not isinstance(found, dict):
+        raise ConfigError(
+            "`--engine-args` must be a JSON object, such as '{\"max_model_len\": 4096}'",
+            field="engine_args",
+        )
+    return found
+
+
+def _pages(count: int) -> Iterator[Picture]:
+    import numpy as np
+    from PIL import Image
+
+    from s3ec.corpus.encoder import Picture
+
+    values = np.random.default_rng(0).integers(0, 256, (*_PAGE[::-1], 3), dtype=np.uint8)
+    for number in range(count):
+        values[0, 0] = number % 256, number // 256, 0  # else it would be encoded once
+        file = io.BytesIO()
+        Image.fromarray(values).save(file, "PNG", compress_level=1)
+        yield Picture(number, "image", file.getvalue())
+
+
+def _measure(
+    model: str, scratch: Path, given: Mapping[str, Any], pictures: Iterator[Picture]
+) -> dict[str, Any]:
+    from s3ec.config import load_settings
+    from s3ec.corpus import Corpus
+    from s3ec.corpus.encoder import VllmEncoder
+
+    values = {
+        "url": (scratch / "bucket").as_uri(),
+        "cache_dir": str(scratch / "tier"),
+        "min_free_bytes": 0,
+        "weights": "name",
+    }
+    (scratch / "bucket").mkdir()
+    settings = load_settings(values).settings
+    encoder = VllmEncoder(model, settings, engine_args={**_ENGINE_DEFAULTS, **given}, batch=1)
+    first: tuple[float, float] | None = None
+    try:
+        for done in encoder.encode(pictures):
+            if done.problem:
+                raise S3ECError(f"no page can be encoded: {done.problem}")
+            if done.number == _FIRST - 1:
+                first = _metrics()
+        last = _metrics()
+    finally:
+        encoder.close()
+    if first is None or last[1] <= first[1]:
+        raise S3ECError("vLLM told nothing of its encodes; it must be 0.31 or newer")
+    with Corpus(settings) as corpus:
+        entry = corpus.stat(next(iter(corpus.list())))
+    if entry is None or entry.header is None:
+        raise S3ECError("no embedding was stored")
+    shape = entry.header.shape
+    row_s = (last[0] - first[0]) / (last[1] - first[1])
+    return {
+        "model": model,
+        "rows": shape.rows,
+        "width": shape.width,
+        "dtype": shape.dtype,
+        "bytes": entry.nbytes,
+        "page_count": round((last[1] - first[1]) / shape.rows),
+        "encode_ms": 1e3 * row_s * shape.rows,
+    }
+
+
+def _metrics() -> tuple[float, float]:
+    """Seconds that the encoder ran, and rows that it made."""
+    from prometheus_client import REGISTRY
+
+    samples = [one for metric in REGISTRY.collect() for one in metric.samples]
+    seconds, rows = (sum(one.value for one in samples if one.name == name) for name in _METRICS)
+    return seconds, rows

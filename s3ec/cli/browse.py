@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from s3ec.cli.ls import entry_document, ls
+from s3ec.cli.ls import EntryRow, ls
 from s3ec.cli.options import (
     CONSENT,
+    ID_HELP,
     JsonOption,
     NamespaceChoice,
     SettingsSource,
@@ -27,17 +28,16 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     Failure,
-    console,
     counting,
     epilog,
-    facts,
-    human_age,
     human_bytes,
+    plain,
     print_error,
     print_json,
     print_note,
-    progress,
-    safe,
+    show,
+    table,
+    timestamp,
 )
 from s3ec.cli.remove import ns_rm
 from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError, TierError
@@ -45,29 +45,31 @@ from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError, TierError
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus, CorpusEntry
     from s3ec.namespaces import NamespaceInfo
-    from s3ec.store.base import Blob
+    from s3ec.store.base import Blob, Store
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
-IdArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="ID",
-        help="Identifier, a name that `s3ec ls` prints, or 8 or more hex digits of a hash.",
-    ),
+CountOption = Annotated[
+    bool, typer.Option("--count", help="Count entries and bytes too; lists every object.")
 ]
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help=ID_HELP)]
 
 
 def register(app: App) -> None:
-    """Add the four commands to the tree, and ``ns rm`` below ``ns``."""
+    """Add the four commands to the tree, and two more below ``ns``."""
     namespaces = App()  # alone it lists
     namespaces.callback(
         invoke_without_command=True,
         epilog=epilog(
-            ("s3ec ns --bucket embeddings", "which models have embeddings here?"),
+            ("s3ec ns s3://embeddings", "which models have embeddings here?"),
             ("s3ec ns --count --json", "with their sizes, for machines"),
         ),
     )(with_settings(ns))
+    namespaces.command(
+        "show",
+        ("s3ec ns show", "what makes the newest namespace another one than the rest?"),
+        ("s3ec ns show --model gemma-3 --json | jq .descriptor", "for machines"),
+    )(with_namespace(ns_show))
     namespaces.command(
         "rm",
         ("s3ec ns rm acme-vision-0123456789abcdef", "what is in it? asks at a terminal"),
@@ -76,13 +78,13 @@ def register(app: App) -> None:
     app.add_typer(namespaces, name="ns")
     app.command(
         "ls",
-        ("s3ec ls --bucket embeddings", "the first 100 entries, and how many there are"),
+        ("s3ec ls s3://embeddings", "the first 100 entries, and how many there are"),
         ("s3ec ls --model gemma-3 --sort bytes --reverse", "the largest of a model"),
-        ("s3ec ls --older-than 90d --ndjson | jq -r .label", "the old ones, for machines"),
+        ("s3ec ls --ndjson | jq -r 'select(.age_s > 90 * 86400).label'", "the old ones"),
     )(with_namespace(ls))
     app.command(
         "stat",
-        ("s3ec stat 3f9a01bc --bucket embeddings", "by the beginning of the hash"),
+        ("s3ec stat 3f9a01bc s3://embeddings", "by the beginning of the hash"),
         ("s3ec stat page-12-of-report --verify", "by a client's own identifier, all bytes"),
     )(with_namespace(stat))
     app.command(
@@ -95,25 +97,38 @@ def register(app: App) -> None:
 def ns(
     source: SettingsSource,
     ctx: typer.Context,
-    count: Annotated[
-        bool, typer.Option("--count", help="Count entries and bytes too; lists every object.")
-    ] = False,
+    count: CountOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the namespaces of a bucket: one per model, revision, weights and settings that count."""
+    """List the namespaces of a bucket: one per model, revision, weights and settings that count.
+
+    Of fingerprints there are 12 digits; `s3ec ns show` has all that describes one.
+    """
     if ctx.invoked_subcommand is not None:
         if source != SettingsSource() or count or as_json:
             command = f"s3ec ns {ctx.invoked_subcommand}"
             raise ConfigError(f"write options after the command: `{command} ...`")
         return
-    with progress("reading namespaces"), source.corpus(attempts=1) as corpus:
+    with counting("reading namespaces"), source.corpus(attempts=1) as corpus:
         found = corpus.namespaces(count=count)
     now_s = time.time()
     rows = [_namespace_row(each, now_s, count) for each in found]
     if as_json:
         print_json({"namespaces": rows})
     elif rows:
-        _print_namespaces(rows, count)
+        columns = (
+            "namespace",
+            "dtype",
+            "weights",
+            "indexed_count",
+            "entry_count",
+            "bytes",
+            "age_s",
+        )
+        table(
+            [{**row, "dtype": row["dtype"] or "(no namespace.json)"} for row in rows],
+            columns if count else [name for name in columns if name in rows[0]],
+        )
     else:
         print_note("no namespace here yet; a producer makes it with its first save")
 
@@ -124,31 +139,32 @@ def _namespace_row(found: NamespaceInfo, now_s: float, count: bool) -> dict[str,
         "namespace": found.name,
         **{key: found.descriptor.get(key) for key in described},
         "age_s": now_s - found.stored_s if found.stored_s else None,
+        "stored_at": timestamp(found.stored_s),
         "indexed_count": found.indexed,
         "descriptor": dict(found.descriptor),
         **({"entry_count": found.entries, "bytes": found.nbytes} if count else {}),
     }
 
 
-def _print_namespaces(rows: list[dict[str, Any]], count: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def ns_show(
+    source: SettingsSource,
+    choice: NamespaceChoice,
+    count: CountOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show all that describes a namespace: what must be the same for two engines to share it."""
+    with counting("reading the namespace"), source.corpus(attempts=1) as corpus:
+        name = choice.within(corpus)
+        found = corpus.run(lambda store: _describe(store, name, count))
+    document = _namespace_row(found, time.time(), count)
+    show(document, as_json=as_json, hide={"model", "dtype", "revision", "weights"})
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("namespace", no_wrap=True)
-    for title in ("model", "dtype", "revision", "weights"):
-        table.add_column(title, overflow="fold")
-    for title in ("age", "indexed", *(("entries", "size") if count else ())):
-        table.add_column(title, justify="right")
-    for row in rows:
-        model = "(no namespace.json)" if row["model"] is None else str(row["model"])
-        indexed = "-" if row["indexed_count"] is None else str(row["indexed_count"])
-        cells = [row["namespace"], model, str(row["dtype"] or "?"), str(row["revision"] or "-")]
-        cells += [str(row["weights"] or "-"), human_age(row["age_s"]), indexed]
-        if count:
-            cells += [str(row["entry_count"]), human_bytes(row["bytes"])]
-        table.add_row(*(Text(safe(cell)) for cell in cells))
-    console().print(table)
+
+async def _describe(store: Store, name: str, count: bool) -> NamespaceInfo:
+    from s3ec.namespaces import describe_namespace, read_namespaces
+
+    [found] = await read_namespaces(store, [name])
+    return await describe_namespace(store, found, count=count)
 
 
 def stat(
@@ -162,7 +178,7 @@ def stat(
 ) -> None:
     """Show what is stored for one image: its header, and with --verify whether it is sound."""
     bad = None
-    with progress("verifying" if verify else "looking"), source.corpus(attempts=1) as corpus:
+    with counting("verifying" if verify else "looking"), source.corpus(attempts=1) as corpus:
         entry = _find(corpus, choice, identifier)
         try:
             entry = corpus.stat(entry) or _deleted()
@@ -174,7 +190,7 @@ def stat(
     if as_json:
         print_json({**document, **(Failure.of(bad).document if bad else {})})
     else:
-        facts(_stat_pairs(document, bad is not None))
+        show(_for_people(document, bad is not None), as_json=False)
     if bad is not None:
         print_error(str(bad))
         raise typer.Exit(EXIT_WRONG)
@@ -206,7 +222,7 @@ def _deleted() -> NoReturn:
 def _stat_document(entry: CorpusEntry, verified: bool) -> dict[str, Any]:
     """What is known of an entry. Where the header is bad, that is only what the listing says."""
     header = entry.header
-    listed = {"namespace": entry.namespace, **entry_document(entry, time.time())}
+    listed = {"namespace": entry.namespace, **plain(EntryRow.of(entry, time.time()))}
     if header is None:
         return {**listed, "verified": verified}
     return {
@@ -224,26 +240,18 @@ def _stat_document(entry: CorpusEntry, verified: bool) -> dict[str, Any]:
     }
 
 
-def _stat_pairs(document: dict[str, Any], is_bad: bool) -> list[tuple[str, Any]]:
-    pairs = [(name, document[name] or "?") for name in ("identifier", "namespace", "object")]
-    if "xxh3" in document:
-        shape = f"{document['rows']} x {document['width']} {document['dtype']}"
-        placeholder = document["placeholder"]
-        pairs += [
-            ("modality", document["modality"]),
-            ("tensor", f"{shape} (rows x width)"),
-            ("xxh3-128", document["xxh3"]),
-            ("placeholder", json.dumps(placeholder) if placeholder else "-"),
-            ("made by", document["made_by"] or "-"),
-        ]
+def _for_people(document: dict[str, Any], is_bad: bool) -> dict[str, Any]:
+    """The same without what says it twice: the tensor on one line, and what ``verified`` means."""
     unread = "no, it is corrupt" if is_bad else "header only (--verify reads all)"
-    return [
-        *pairs,
-        ("bytes", f"{document['bytes']} ({human_bytes(document['bytes'])})"),
-        ("age", human_age(document["age_s"])),
-        ("digest", document["digest"]),
-        ("verified", "yes, every byte" if document["verified"] else unread),
-    ]
+    shown = {**document, "label": None, "verified": "yes, every byte"}
+    if not document["verified"]:
+        shown["verified"] = unread
+    if "rows" in document:
+        rows, width, dtype = (shown.pop(name) for name in ("rows", "width", "dtype"))
+        placeholder = document["placeholder"]
+        shown["tensor"] = f"{rows} x {width} {dtype} (rows x width)"
+        shown["placeholder"] = json.dumps(placeholder) if placeholder else None
+    return shown
 
 
 def get(

@@ -15,18 +15,17 @@ from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, option
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
-    console,
+    counting,
     echo,
     epilog,
-    facts,
-    human_age,
-    human_bytes,
     many,
     print_json,
     print_note,
-    progress,
     safe,
+    table,
+    timestamp,
 )
+from s3ec.cli.output import show as show_document
 from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 # More than anybody reads at a terminal.
 _SHOWN_ROWS = 1000
-_SHOWN_DIGITS = 16
+_COLUMNS = ("document", "page", "modality", "rows", "bytes", "age_s", "identifier")
 
 
 def register(app: App) -> None:
@@ -53,7 +52,7 @@ def register(app: App) -> None:
     )
     group.command(
         "show",
-        ("s3ec catalog show --bucket embeddings", "of the only namespace"),
+        ("s3ec catalog show s3://embeddings", "of the only namespace"),
         ("s3ec catalog show --json | jq .modalities", "for machines"),
     )(with_namespace(show))
     group.command(
@@ -90,7 +89,7 @@ def _read(source: SettingsSource, choice: NamespaceChoice) -> tuple[str, pa.Tabl
     def note(text: str) -> None:
         print_note(safe(text))
 
-    with progress("reading the catalogue"), source.corpus() as corpus:
+    with counting("reading the catalogue"), source.corpus() as corpus:
         name = choice.within(corpus)
         return name, corpus.within(lambda store, layout: read_table(store, layout, note=note), name)
 
@@ -122,12 +121,11 @@ def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = 
             "unusable": problems,
         }
 
-    with progress("reading the catalogue"), source.corpus() as corpus:
+    with counting("reading the catalogue"), source.corpus() as corpus:
         document = corpus.within(look, choice.within(corpus))
-    if as_json:
-        print_json(document)
-    else:
-        _print_show(document)
+    show_document(document, as_json=as_json, hide={"unusable"})
+    for problem in document["unusable"]:
+        print_note(safe(problem))
     if document["unusable"]:
         raise typer.Exit(EXIT_WRONG)
 
@@ -146,6 +144,7 @@ def _sums(table: pa.Table) -> dict[str, Any]:
         "entry_count": pc.count_distinct(table.column("identifier")).as_py(),
         "bytes": pc.sum(table.column("bytes")).as_py() or 0,
         "age_s": None if newest_us is None else time.time() - newest_us / 1e6,
+        "stored_at": timestamp(newest_us and newest_us / 1e6),
         "modalities": [
             {
                 "modality": row["modality"],
@@ -156,28 +155,6 @@ def _sums(table: pa.Table) -> dict[str, Any]:
             for row in by_modality.sort_by("modality").to_pylist()
         ],
     }
-
-
-def _print_show(document: dict[str, Any]) -> None:
-    newest = "-" if document["age_s"] is None else f"{human_age(document['age_s'])} ago"
-    size = human_bytes(document["part_bytes"])
-    pairs: list[tuple[str, Any]] = [("namespace", document["namespace"])]
-    pairs += [
-        (
-            each["modality"],
-            f"{many(each['row_count'], 'row')} of {many(each['document_count'], 'document')}, "
-            f"{human_bytes(each['bytes'])}",
-        )
-        for each in document["modalities"]
-    ]
-    pairs += [
-        ("embeddings", f"{document['entry_count']:,}"),
-        ("last stored", newest),
-        ("catalogue", f"{many(document['part_count'], 'part')}, {size}"),
-    ]
-    facts(pairs)
-    for problem in document["unusable"]:
-        print_note(safe(problem))
 
 
 def find(
@@ -219,7 +196,7 @@ def find(
     if as_json:
         print_json({"namespace": name, "entries": rows})
     else:
-        _print_rows(rows)
+        _print_table(_COLUMNS, rows, len(rows))
 
 
 def _matching(table: pa.Table, column: str, text: str, page: int | None) -> list[dict[str, Any]]:
@@ -233,46 +210,14 @@ def _matching(table: pa.Table, column: str, text: str, page: int | None) -> list
     rows = []
     for row in plain_rows(found):
         stored_s = datetime.fromisoformat(row.pop("time")).timestamp()
-        rows.append({**row, "age_s": time.time() - stored_s})
+        rows.append({**row, "age_s": time.time() - stored_s, "stored_at": timestamp(stored_s)})
     return rows
 
 
-def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    shown = [
-        {
-            "document": row["document"],
-            "page": row["page"],
-            "modality": row["modality"],
-            "shape": f"{row['rows']} x {row['width']} {row['dtype']}",
-            "size": human_bytes(row["bytes"]),
-            "age": human_age(row["age_s"]),
-            "identifier": _short(row["identifier"]),
-        }
-        for row in rows[:_SHOWN_ROWS]
-    ]
-    _print_table(list(shown[0]), shown, len(rows))
-
-
-def _short(text: str) -> str:
-    kind, colon, digits = text.rpartition(":")
-    is_long = len(digits) == 64
-    return f"{kind}{colon}{digits[:_SHOWN_DIGITS]}..." if is_long else text
-
-
 def _print_table(names: Sequence[str], rows: Sequence[dict[str, Any]], count: int) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in names:
-        numbers = all(isinstance(row[name], int | float) for row in rows)
-        table.add_column(Text(safe(name)), overflow="fold", justify="right" if numbers else "left")
-    for row in rows:
-        cells = ("-" if row[name] is None else safe(str(row[name])) for name in names)
-        table.add_row(*map(Text, cells))
-    console().print(table)
-    if count > len(rows):
-        print_note(f"and {count - len(rows):,} more; --json prints all")
+    table(rows[:_SHOWN_ROWS], names)
+    if count > _SHOWN_ROWS:
+        print_note(f"and {count - _SHOWN_ROWS:,} more; --json prints all")
 
 
 def export(
@@ -312,7 +257,7 @@ def sql(
     from s3ec.corpus.catalog_query import plain_values, run_sql
 
     name, table = _read(source, choice)
-    with progress("asking"):
+    with counting("asking"):
         answer = run_sql(table, query)
     if as_json:
         print_json({"namespace": name, "answer": list(plain_values(answer))})
@@ -335,7 +280,7 @@ def merge(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption =
             merged += count
         return merged, len(await list_parts(store, layout))
 
-    with progress("merging"), source.corpus() as corpus:
+    with counting("merging"), source.corpus() as corpus:
         name = choice.within(corpus)
         merged, left = corpus.within(work, name, write=True)
     if as_json:

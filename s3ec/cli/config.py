@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import Any
 
 import typer
 
 from s3ec.cli.options import JsonOption, SettingsSource, with_settings
-from s3ec.cli.output import App, console, epilog, print_json, print_note
-
-if TYPE_CHECKING:
-    from s3ec.config import LoadedSettings
+from s3ec.cli.output import App, epilog, print_json, print_note, table
 
 # The origin of a setting that has no value.
 _MISSING = "missing"
+# The SDK's own, which counts where `endpoint_url` is unset; the first that is set.
+_SDK_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 def register(app: App) -> None:
@@ -44,46 +44,40 @@ def show(source: SettingsSource, as_json: JsonOption = False) -> None:
     from s3ec.store.open import choose_transport
 
     loaded = source.load(need_bucket=False)
+    values = loaded.settings.model_dump(mode="json")
+    shown = {name: {"value": values[name], "origin": loaded.origins[name]} for name in values}
+    shown["transport"]["chosen"] = choose_transport(loaded.settings).name
+    if not loaded.has_place:
+        shown["bucket"] = {"value": None, "origin": _MISSING}
+    if values["endpoint_url"] is None and values["url"] is None:
+        for variable in filter(os.environ.get, _SDK_ENDPOINTS[::-1]):
+            shown["endpoint_url"] = {"value": os.environ[variable], "origin": f"env {variable}"}
     if as_json:
-        values = loaded.settings.model_dump(mode="json")
-        shown = {name: {"value": values[name], "origin": loaded.origins[name]} for name in values}
-        shown["transport"]["chosen"] = choose_transport(loaded.settings).name
-        if not loaded.has_place:
-            shown["bucket"] = {"value": None, "origin": _MISSING}
         print_json({"settings": shown})
-    else:
-        _print_table(loaded)
-        if not loaded.has_place:
-            print_note("no corpus is named: set `bucket` (--bucket, S3EC_BUCKET) or `url`")
+        return
+    rows = [
+        {
+            "setting": name,
+            "value": _human(row, getattr(loaded.settings, name)),
+            "from": row["origin"],
+        }
+        for name, row in shown.items()
+    ]
+    table(rows)
+    if not loaded.has_place:
+        print_note("no corpus is named: set `bucket` (--bucket, S3EC_BUCKET) or `url`")
 
 
-def _print_table(loaded: LoadedSettings) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from s3ec.store.open import choose_transport
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("setting", "value", "from"):
-        table.add_column(title, overflow="fold")
-    for name, origin in loaded.origins.items():
-        style = "dim" if origin == "default" else ""
-        value = _human(getattr(loaded.settings, name))
-        if value == "auto" and name == "transport":
-            value += f" ({choose_transport(loaded.settings).name})"
-        cells = (name, value, origin)
-        if name == "bucket" and not loaded.has_place:
-            cells, style = (name, "-", _MISSING), "bold red"
-        table.add_row(*(Text(cell, style=style) for cell in cells))
-    console().print(table)
-
-
-def _human(value: Any) -> str:
+def _human(row: dict[str, Any], setting: object) -> str:
+    """A value as people write it."""
     from pydantic import ByteSize
 
-    if value is None:
+    if row["origin"] == _MISSING:
+        return "-"
+    if row["value"] is None:
         return "unset"
-    return value.human_readable() if isinstance(value, ByteSize) else str(value) or '""'
+    text = setting.human_readable() if isinstance(setting, ByteSize) else str(row["value"]) or '""'
+    return f"{text} ({row['chosen']})" if "chosen" in row and text == "auto" else text
 
 
 def docs() -> None:

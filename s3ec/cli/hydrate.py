@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,27 +12,27 @@ from s3ec.cli.options import (
     JsonOption,
     NamespaceChoice,
     SettingsSource,
+    entry_of,
     lines_of,
     option,
+    optional,
     size_bytes,
     with_namespace,
 )
 from s3ec.cli.output import (
     EXIT_PARTIAL,
+    RESUMES,
     App,
     counting,
-    facts,
-    human_bytes,
-    many,
-    print_json,
     print_note,
     safe,
+    show,
 )
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from s3ec.corpus import Corpus
-    from s3ec.corpus.hydrate import Hydration, Wanted
+    from s3ec.corpus import Corpus, CorpusEntry
+    from s3ec.corpus.hydrate import Wanted
 
 # As many problems are named for people; --json names all.
 _SHOWN = 20
@@ -50,7 +47,7 @@ def register(app: App) -> None:
     app.command(
         "hydrate",
         ("s3ec hydrate --model gemma-3 --rate-limit 200MB", "everything there is room for"),
-        ("s3ec tier ls --names | s3ec hydrate --ids - --name", "what another node has used"),
+        ("s3ec tier ls --names | s3ec hydrate --ids -", "what another node has used"),
     )(with_namespace(hydrate, CACHE))
 
 
@@ -59,18 +56,12 @@ def hydrate(
     choice: NamespaceChoice,
     cache: dict[str, Any],
     ids: Annotated[
-        str | None, option("--ids", "FILE", "Only these: a file with one identifier a line, or -.")
+        str | None,
+        option("--ids", "FILE", "Only these: a file with an identifier or label a line, or -."),
     ] = None,
-    by_name: Annotated[
-        bool,
-        typer.Option(
-            "--name", help="The lines are names as `s3ec ls` prints them, or object names."
-        ),
-    ] = False,
     where: Annotated[
         str | None, option("--where", "SQL", "Only the catalogue's rows of which this is true.")
     ] = None,
-    top: Annotated[int | None, option("--top", "N", "No more than the first N.", min=1)] = None,
     rate_limit: Annotated[
         str | None, option("--rate-limit", "SIZE", "Bytes per second, such as `100MB`.")
     ] = None,
@@ -99,35 +90,46 @@ def hydrate(
         raise ConfigError("`--ids` and `--where` say what is wanted; give one of them")
     options = HydrateOptions(
         max_concurrency=max_concurrency,
-        rate_limit_bytes_per_s=_size(rate_limit, "rate_limit"),
-        max_bytes=_size(max_bytes, "max_bytes"),
+        rate_limit_bytes_per_s=optional(size_bytes, rate_limit, "rate_limit"),
+        max_bytes=optional(size_bytes, max_bytes, "max_bytes"),
         dry_run=dry_run,
     )
-    if top is not None and ids is None and where is None:
-        raise ConfigError(
-            "`--top` needs an order; give `--ids` or `--where`, or take `--max-bytes`",
-            field="top",
-        )
-    if by_name and ids is None:
-        raise ConfigError("`--name` is about the lines of `--ids`; name a file there", field="ids")
     given = None if ids is None else lines_of(ids)
     with source.with_options(cache).corpus() as corpus:
         name = choice.within(corpus)
-        wanted = _wanted(corpus, name, given, where, top)
-        with counting("hydrating", in_bytes=True) as report:
-            found = corpus.hydrate(
-                wanted, namespace=name, by_name=by_name, options=options, report=report
-            )
-    if as_json:
-        print_json({**asdict(found), "wanted": found.wanted, "status": found.status})
-    else:
-        _print(found)
+        wanted = _wanted(corpus, name, given, where)
+        with counting("hydrating", in_bytes=True, resume=RESUMES) as report:
+            found = corpus.hydrate(wanted, namespace=name, options=options, report=report)
+    kinds = {"absent": dict.fromkeys(found.absent, "the bucket does not have it")}
+    kinds |= {"damaged": found.damaged, "failed": found.failed}
+    failures = [
+        {"label": label, "kind": kind, "reason": why}
+        for kind, some in kinds.items()
+        for label, why in some.items()
+    ]
+    document = {
+        "status": found.status,
+        "namespace": found.namespace,
+        "cache_dir": found.folder,
+        "wanted_count": found.wanted,
+        "present_count": found.here,
+        "fetched_count": found.fetched,
+        "fetched_bytes": found.fetched_bytes,
+        "left_out_count": found.left_out,
+        "left_out_bytes": found.left_out_bytes,
+        "problem": _STOPPED.get(found.stopped, found.stopped) or None,
+        "seconds": found.seconds,
+        "dry_run": found.dry_run,
+        "failures": failures,
+    }
+    show(document, as_json=as_json, hide={"failures"})
+    if not as_json:
+        for one in failures[:_SHOWN]:
+            print_note(f"{one['kind']}: {safe(one['label'])} ({safe(one['reason'])})")
+        if (more := len(failures) - _SHOWN) > 0:
+            print_note(f"{more:,} more; --json names all of them")
     if found.status != "complete":
         raise typer.Exit(EXIT_PARTIAL)
-
-
-def _size(text: str | None, name: str) -> int | None:
-    return None if text is None else size_bytes(text, name)
 
 
 def _wanted(
@@ -135,43 +137,13 @@ def _wanted(
     namespace: str,
     ids: list[str] | None,
     where: str | None,
-    top: int | None,
-) -> list[str | Wanted] | None:
+) -> list[str | CorpusEntry | Wanted] | None:
     """What the options name, the most wanted first; None for everything."""
     from s3ec.corpus.hydrate import of_catalog
 
     if where is not None:
         rows = corpus.catalog(namespace).rows(where)
-        return list(islice(of_catalog(rows, corpus.tenant), top))
-    return None if ids is None else list(ids[:top])
-
-
-def _print(found: Hydration) -> None:
-    done = "would fetch" if found.dry_run else "fetched"
-    rate = found.fetched_bytes / found.seconds if found.seconds else 0.0
-    pairs = [
-        ("tier", found.folder),
-        ("namespace", found.namespace),
-        ("here already", many(found.here, "entry", "entries")),
-        (done, f"{many(found.fetched, 'entry', 'entries')}, {human_bytes(found.fetched_bytes)}"),
-    ]
-    if not found.dry_run:
-        pairs.append(("took", f"{found.seconds:.1f} s, {human_bytes(rate)} a second"))
-    if found.left_out:
-        left = many(found.left_out, "entry", "entries")
-        pairs.append(("left out", f"{left}, {human_bytes(found.left_out_bytes)}"))
-    if found.stopped:
-        pairs.append(("because", _STOPPED.get(found.stopped, found.stopped)))
-    pairs.append(("status", found.status))
-    facts(pairs)
-    _name("absent", found.absent)
-    _name("damaged", (f"{label} ({why})" for label, why in found.damaged.items()))
-    _name("not to be had", (f"{label} ({why})" for label, why in found.failed.items()))
-
-
-def _name(problem: str, texts: Iterable[str]) -> None:
-    texts = list(texts)
-    for text in texts[:_SHOWN]:
-        print_note(f"{problem}: {safe(text)}")
-    if len(texts) > _SHOWN:
-        print_note(f"{problem}: {len(texts) - _SHOWN:,} more; --json names all of them")
+        return list(of_catalog(rows, corpus.tenant))
+    if ids is None:
+        return None
+    return [entry_of(corpus, namespace, text, full=True) for text in ids]

@@ -9,26 +9,21 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, with_namespace
-from s3ec.cli.output import (
-    EXIT_WRONG,
-    App,
-    counting,
-    echo,
-    epilog,
-    facts,
-    human_age,
-    human_bytes,
-    many,
-    print_json,
-    print_note,
-    progress,
-    safe,
-)
+from s3ec.cli.output import EXIT_WRONG, App, counting, epilog, print_note, safe, show, timestamp
 
 if TYPE_CHECKING:
     from s3ec.identity import Layout
     from s3ec.index.maker import Made, Verified
     from s3ec.store.base import Store
+
+# What stands behind the counts of a comparison.
+ABOUT = {
+    "entry_count": "in the index",
+    "object_count": "in the bucket",
+    "missing_count": "objects are not in the index",
+    "extra_count": "entries of the index have no object",
+    "unannounced_count": "young objects are not in the index yet",
+}
 
 
 def register(app: App) -> None:
@@ -44,9 +39,9 @@ def register(app: App) -> None:
     )
     group.command(
         "show",
-        ("s3ec manifest show --bucket embeddings", "of the only namespace"),
-        ("s3ec manifest show --json | jq .deltas.count", "for machines"),
-    )(with_namespace(show))
+        ("s3ec manifest show s3://embeddings", "of the only namespace"),
+        ("s3ec manifest show --json | jq .deltas.delta_count", "for machines"),
+    )(with_namespace(show_index))
     group.command(
         "verify",
         ("s3ec manifest verify", "exit status 1 where it differs from the bucket"),
@@ -60,7 +55,9 @@ def register(app: App) -> None:
     app.add_typer(group, name="manifest")
 
 
-def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
+def show_index(
+    source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False
+) -> None:
     """Show the newest snapshot, and what writers announced since.
 
     Lists the index; downloads none of it.
@@ -78,47 +75,29 @@ def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = 
         now_s = time.time()
         snapshot = None
         if snapshots:
-            listed = newest.listed
+            made_s = time_s(newest.ulid)
+            listed_s = None if newest.listed == NEVER else time_s(newest.listed)
             snapshot = {
                 "name": str(newest),
-                "age_s": now_s - time_s(newest.ulid),
-                "listed_age_s": None if listed == NEVER else now_s - time_s(listed),
                 "entry_count": await newest_rows(store, layout),
                 "bytes": snapshots[0][1].nbytes,
+                "age_s": now_s - made_s,
+                "stored_at": timestamp(made_s),
+                "listed_age_s": None if listed_s is None else now_s - listed_s,
+                "listed_at": timestamp(listed_s),
             }
         return {
             "namespace": layout.namespace,
             "snapshot": snapshot,
             "older_count": max(0, len(snapshots) - 1),
-            "deltas": {"count": len(since), "bytes": sum(info.nbytes for info in since)},
+            "deltas": {"delta_count": len(since), "bytes": sum(info.nbytes for info in since)},
         }
 
-    with progress("looking"), source.corpus() as corpus:
+    with counting("looking"), source.corpus() as corpus:
         document = corpus.within(look, choice.within(corpus))
-    if as_json:
-        print_json(document)
-    else:
-        _print_show(document)
-
-
-def _print_show(document: dict[str, Any]) -> None:
-    snapshot, deltas = document["snapshot"], document["deltas"]
-    rows: list[tuple[str, Any]] = [("namespace", document["namespace"])]
-    if snapshot is None:
-        rows.append(("snapshot", "none yet"))
-    else:
-        listed_s = snapshot["listed_age_s"]
-        rows += [
-            ("snapshot", f"{human_age(snapshot['age_s'])} old"),
-            ("bucket listed", "never" if listed_s is None else f"{human_age(listed_s)} ago"),
-            ("entries", snapshot["entry_count"]),
-            ("size", human_bytes(snapshot["bytes"])),
-        ]
-    rows += [
-        ("since then", f"{many(deltas['count'], 'delta')}, {human_bytes(deltas['bytes'])}"),
-        ("older", many(document["older_count"], "snapshot")),
-    ]
-    facts(rows)
+    show(document, as_json=as_json, about={"older_count": "snapshots"})
+    if document["snapshot"] is None:
+        print_note("no snapshot yet; `s3ec manifest rebuild` makes one")
 
 
 def rebuild(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
@@ -134,14 +113,15 @@ def rebuild(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption
 
             return await make(store, layout, report=report)
 
-        made = corpus.within(work, choice.within(corpus), write=True)
-    if as_json:
-        print_json({"snapshot": str(made.name), "entry_count": made.rows, "deleted": made.removed})
-    else:
-        echo(
-            f"a snapshot of {many(made.rows, 'entry', 'entries')}; "
-            f"{many(made.removed, 'old object')} deleted"
-        )
+        namespace = choice.within(corpus)
+        made = corpus.within(work, namespace, write=True)
+    document = {
+        "namespace": namespace,
+        "snapshot_name": str(made.name),
+        "entry_count": made.rows,
+        "deleted": made.removed,
+    }
+    show(document, as_json=as_json, about={"deleted": "older objects of the index"})
 
 
 def verify(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
@@ -153,18 +133,17 @@ def verify(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption 
     with counting("reading the index") as report, source.corpus() as corpus:
         namespace = choice.within(corpus)
         found = corpus.verify(namespace, catalog=False, report=report)
-    if as_json:
-        print_json({"namespace": namespace, "ok": found.agrees, **index_document(found.index)})
-    else:
-        print_verified(found.index)
+    document = {"namespace": namespace, "ok": found.agrees, **index_document(found.index)}
+    show(document, as_json=as_json, hide={"refused"}, about=ABOUT)
+    note_index(found.index)
     if not found.agrees:
         raise typer.Exit(EXIT_WRONG)
 
 
 def index_document(found: Verified) -> dict[str, Any]:
-    """How index and listing compare, for ``--json``."""
+    """How index and listing compare."""
     return {
-        "snapshot": str(found.snapshot),
+        "snapshot_name": str(found.snapshot),
         "entry_count": found.entries,
         "object_count": found.objects,
         "missing_count": found.missing,
@@ -174,17 +153,8 @@ def index_document(found: Verified) -> dict[str, Any]:
     }
 
 
-def print_verified(found: Verified) -> None:
-    """How index and listing compare, for people."""
-    facts(
-        [
-            ("entries", f"{found.entries} in the index"),
-            ("objects", f"{found.objects} in the bucket"),
-            ("missing", f"{found.missing} objects are not in the index"),
-            ("extra", f"{found.extra} entries have no object"),
-            ("unannounced", f"{found.unannounced} young objects are not in the index yet"),
-        ]
-    )
+def note_index(found: Verified) -> None:
+    """Name what of the index cannot be used, and what mends it."""
     for name, problem in found.refused.items():
         print_note(f"unusable: {safe(name)}: {safe(problem)}")
     if not found.index_agrees:

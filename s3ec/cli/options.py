@@ -12,23 +12,24 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from s3ec.cli.output import print_note
-from s3ec.errors import ConfigError, S3ECError
+from s3ec.cli.output import PLACE, echo, print_note
+from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
     from s3ec.config import LoadedSettings
-    from s3ec.corpus import Corpus
+    from s3ec.corpus import Corpus, CorpusEntry
+
+T = TypeVar("T")
 
 _PANEL = "Settings (then S3EC_* variables, then the file that S3EC_CONFIG names)"
 _MAX_CONFIG_BYTES = 2**20
 _DURATION = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(min|h|d|w)")
 _UNITS_S = {"min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-# As long as a person waits for a completion before typing on.
-_COMPLETION_S = 3.0
+_HASH_DIGITS = 64
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, for machines.")
@@ -38,18 +39,6 @@ JsonOption = Annotated[
 def option(name: str, metavar: str, text: str, **more: Any) -> Any:
     """An option of one name that takes a value; ``more`` is typer's."""
     return typer.Option(name, metavar=metavar, help=text, **more)
-
-
-MadeByOption = Annotated[
-    str | None,
-    option(
-        "--made-by",
-        "WORDS",
-        "Only what these releases made: `vllm=0.32.0`, or `'vllm=0.32.* platform=NVIDIA*'`; "
-        "names are vllm, transformers, torch, pillow and platform. By the catalogue; what it does "
-        "not tell, by headers, one request each.",
-    ),
-]
 
 
 def _option(name: str, metavar: str, text: str) -> Any:
@@ -63,7 +52,12 @@ _SETTINGS_OPTIONS = {
         "The connector's JSON: `ec_connector_extra_config` alone, or the whole "
         "`--ec-transfer-config`; or a .json or .toml file (`FILE` or `@FILE`).",
     ),
-    "url": _option("--url", "URL", "Corpus outside S3, such as file:///FOLDER or gs://BUCKET."),
+    "url": _option(
+        "--url",
+        "URL",
+        f"Place of the corpus: {PLACE}, gs://BUCKET, az://CONTAINER or file:///FOLDER. As an "
+        "argument it needs no `--url`.",
+    ),
     "bucket": _option("--bucket", "NAME", "Bucket of the corpus."),
     "prefix": _option("--prefix", "FOLDER", "Folder inside the bucket."),
     "endpoint_url": _option("--endpoint-url", "URL", "URL of an S3-compatible server."),
@@ -85,36 +79,6 @@ _PLACE = ("url", "bucket", "prefix")
 _S3_OPTIONS = ("endpoint_url", "region", "profile", "ca_bundle", "allow_http")
 
 
-def _stored_namespaces(ctx: typer.Context) -> list[str]:
-    """Namespaces for completion: those of the bucket that the line names so far, none on failure.
-
-    Nothing may be printed into a line that somebody types.
-    """
-    import asyncio
-
-    from s3ec.namespaces import list_namespaces
-
-    given = {name: ctx.params.get(name) for name in _SETTINGS_OPTIONS}
-    try:
-        with SettingsSource.of(given).corpus(attempts=1) as corpus:
-            return corpus.run(lambda store: asyncio.wait_for(list_namespaces(store), _COMPLETION_S))
-    except (S3ECError, TimeoutError):
-        return []
-
-
-def complete_namespace(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The namespaces that begin like what was typed."""
-    return [name for name in _stored_namespaces(ctx) if name.startswith(incomplete)]
-
-
-def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The models that begin like what was typed, as their namespaces spell them."""
-    from s3ec.namespaces import slug_of
-
-    models = {slug_of(name) for name in _stored_namespaces(ctx)}
-    return sorted(model for model in models if model.startswith(incomplete))
-
-
 _NAMESPACE_OPTIONS = {
     "namespace": Annotated[
         str | None,
@@ -122,7 +86,6 @@ _NAMESPACE_OPTIONS = {
             "--namespace",
             "-n",
             metavar="NAME",
-            autocompletion=complete_namespace,
             help="Namespace, or the first characters of its name. Unset: the variable "
             "S3EC_NAMESPACE; else the newest, if all are of one model.",
         ),
@@ -132,7 +95,6 @@ _NAMESPACE_OPTIONS = {
         typer.Option(
             "--model",
             metavar="TEXT",
-            autocompletion=complete_model,
             help="The newest namespace of the model whose name has this in it.",
         ),
     ],
@@ -239,7 +201,7 @@ class SettingsSource:
         Raises:
             ConfigError: As load, and as Corpus.
         """
-        from s3ec.cli.output import print_note, safe
+        from s3ec.cli.output import safe
         from s3ec.corpus import ATTEMPTS, Corpus
         from s3ec.namespaces import Wording
 
@@ -328,6 +290,35 @@ class Consent:
             raise ConfigError("`--yes` and `--dry-run` contradict each other; leave one out")
         return cls(bool(given["yes"]), bool(given["dry_run"]))
 
+    def carry_out(
+        self,
+        work: Callable[[bool], T],
+        told: Callable[[T], tuple[int, str]],
+        *,
+        as_json: bool,
+        verbs: tuple[str, str] = ("delete", "deleted"),
+    ) -> tuple[T, bool]:
+        """Say what would go, ask where somebody can answer, and do it.
+
+        Args:
+            work: Called with whether it is only to count.
+            told: How many things that is, and in words what.
+            verbs: What is done, and what was done.
+
+        Returns:
+            The last result, and whether it was done.
+        """
+        found = work(not self.yes)
+        count, what = told(found)
+        verb, past = verbs
+        if not as_json:
+            echo(f"{past} {what}" if self.yes else f"would {verb} {what}")
+        if self.yes or not (count and self.ask(f"{verb} {what}?", as_json=as_json)):
+            return found, self.yes
+        found = work(False)
+        echo(f"{past} {told(found)[1]}")
+        return found, True
+
     def ask(self, question: str, *, as_json: bool) -> bool:
         """Whether to do it. Call this after it was shown what would go.
 
@@ -342,8 +333,12 @@ class Consent:
         if as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
             print_note("nothing was deleted; --yes does it")
             return False
-        if typer.confirm(question, err=True):
-            return True
+        try:
+            if typer.confirm(question, err=True):
+                return True
+        except typer.Abort as exc:  # Ctrl-C, or the end of what is typed
+            print_note("")
+            raise KeyboardInterrupt from exc
         print_note("nothing was deleted")
         return False
 
@@ -473,3 +468,40 @@ def lines_of(file: str) -> list[str]:
             field="ids",
         ) from exc
     return [line for line in text.splitlines() if line.strip()]
+
+
+def optional(parse: Callable[[str, str], T], text: str | None, name: str) -> T | None:
+    """The value of an option that may be left out."""
+    return None if text is None else parse(text, name)
+
+
+ID_HELP = "Identifier, a label that `s3ec ls` prints, or the first 8 or more hex digits of a hash."
+
+
+def entry_of(corpus: Corpus, namespace: str, text: str, *, full: bool = False) -> str | CorpusEntry:
+    """The entry that an ID names: its identifier, its label, or the beginning of its hash.
+
+    Only the last costs requests. One that is not there is the text itself.
+
+    Args:
+        full: It is a line of a long list, and no beginning: each would cost a listing.
+
+    Raises:
+        ConfigError: Nothing is ever stored under it.
+        AmbiguousError: Several entries begin so.
+    """
+    from s3ec.corpus import CorpusEntry, is_hash_prefix
+
+    key = None
+    digits = text.rpartition(":")[2]
+    if digits.startswith(("x-", "t-")):  # it says where it lies, whoever gave its identifier
+        key = corpus.key_of(text, by_name=True)
+    if key is not None:
+        return CorpusEntry(namespace, key.name, 0, 0.0)
+    if corpus.key_of(text) is None:
+        raise ConfigError(
+            f"{text!r:.100} is an identifier under which nothing is stored; `s3ec ls` prints labels"
+        )
+    if not full and is_hash_prefix(text) and len(digits) < _HASH_DIGITS:
+        return corpus.find(text, namespace=namespace) or text
+    return text

@@ -6,16 +6,21 @@ Documents and tables go to stdout, progress and errors to stderr. Errors become 
 
 from __future__ import annotations
 
+import errno
+import inspect
 import io
 import json
 import logging
+import math
 import os
 import re
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -39,7 +44,10 @@ from s3ec.errors import (
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+
+    _Base = TyperCommand
+else:
+    _Base = object
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,36 +55,84 @@ EXIT_OK = 0
 EXIT_WRONG = 1
 EXIT_USAGE = 2
 EXIT_PARTIAL = 3
+EXIT_INTERRUPTED = 130
 
 EXIT_CODES = (
     "Exit status: [bold]0[/bold] all is well, [bold]1[/bold] something is wrong (not found, "
     "unreachable, corrupt, a failed check), [bold]2[/bold] bad usage or bad settings, "
-    "[bold]3[/bold] a job that is done in part."
+    "[bold]3[/bold] a job that is done in part, [bold]130[/bold] ended by Ctrl-C."
 )
 
+# -- commands and their help -----------------------------------------------------------------------
 
-def _plain_flags(params: list[Any]) -> list[Any]:
-    """The same parameters, without the ``<bool>`` that newer typers write behind a flag."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.metavar = ""
-    return params
+PLACE = "s3://BUCKET/PREFIX"
+_PLACE = re.compile(r"(?:s3|gs|az|file)://")
 
 
-class Command(TyperCommand):
-    """A command whose help shows flags as flags."""
+def _with_place(command: Any, ctx: Any, args: list[str], *, stop_at_word: bool) -> list[str]:
+    """Give the argument that is a corpus's URL to ``--url``.
+
+    It is an option beside that, so that it may stand anywhere and other arguments stay optional.
+
+    Args:
+        stop_at_word: The first other word is the name of a command, whose arguments follow.
+    """
+    options = {name: one for one in command.get_params(ctx) for name in one.opts}
+    # `cp` has two places of its own.
+    if "--url" not in options or any(one.name == "dst" for one in options.values()):
+        return args
+    given: list[str] = []
+    found = is_value = False
+    for position, word in enumerate(args):
+        is_place = not is_value and _PLACE.match(word) is not None
+        if word == "--" or (stop_at_word and not (is_value or is_place or word.startswith("-"))):
+            return given + args[position:]
+        if is_place and found:
+            raise typer.BadParameter(f"two places, {word!r:.200} is the second; leave one out")
+        found = found or is_place or word.partition("=")[0] == "--url"
+        given.append(f"--url={word}" if is_place else word)
+        is_value = not is_value and word in options and not getattr(options[word], "is_flag", True)
+    return given
+
+
+class _Ours(_Base):
+    """What commands and groups have in common: the place as an argument, and their help."""
+
+    _begins_a_command = False  # the first word, which is no option
+
+    def __init__(self, *args: Any, help: str | None = None, **more: Any) -> None:
+        super().__init__(*args, help=help and unwrapped(help), **more)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Its arguments and options, ``--help`` included."""
-        return _plain_flags(super().get_params(ctx))
+        """Arguments and options, ``--help`` included; without newer typers' ``<bool>``."""
+        params: list[Any] = super().get_params(ctx)
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options, and the place wherever it stands."""
+        words = _with_place(self, ctx, args, stop_at_word=self._begins_a_command)
+        parsed: list[str] = super().parse_args(ctx, words)
+        return parsed
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What stands behind the name in the usage."""
+        pieces: list[str] = super().collect_usage_pieces(ctx)
+        if any("--url" in one.opts for one in self.get_params(ctx)):
+            pieces.insert(1, f"[{PLACE}]")
+        return pieces
 
 
-class Group(TyperGroup):
+class Command(_Ours, TyperCommand):
+    """A command of ours."""
+
+
+class Group(_Ours, TyperGroup):
     """A group that prints its help and exits with 0 where no command of it was named."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Its options, ``--help`` included."""
-        return _plain_flags(super().get_params(ctx))
+    _begins_a_command = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Print the help here: by itself it would be an error for newer clicks."""
@@ -111,6 +167,12 @@ class App(typer.Typer):
         return super().command(name, cls=cls, **options)
 
 
+def unwrapped(text: str) -> str:
+    """A docstring with each paragraph on one line: the terminal has a width of its own."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(one.replace("\n", " ") for one in paragraphs)
+
+
 def epilog(*examples: tuple[str, str]) -> str:
     """Examples and exit codes in the markup that typer prints below the options.
 
@@ -124,8 +186,11 @@ def epilog(*examples: tuple[str, str]) -> str:
     return "\n\n".join([*paragraphs, f"[dim]{EXIT_CODES}[/dim]"])
 
 
+# -- stdout ----------------------------------------------------------------------------------------
+
+
 class StdoutError(OSError):
-    """Stdout does not take what is written: its disk is full, or its device is gone."""
+    """Stdout takes no more: its disk is full, its device is gone, or its reader has ended."""
 
 
 class _Stdout(io.FileIO):
@@ -135,8 +200,6 @@ class _Stdout(io.FileIO):
         """As FileIO's, which returns None where a stdout that does not block is full."""
         try:
             return super().write(data)
-        except BrokenPipeError:
-            raise  # its reader has seen enough; the parser of the command line ends quietly
         except OSError as exc:
             raise StdoutError(exc.errno, exc.strerror) from exc
 
@@ -162,6 +225,21 @@ def _drop_stdout() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send what others print to stderr: vLLM logs to stdout, its processes to the descriptor."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 # Columns of output that goes into a pipe, where nothing may be cut. Terminals have their own width.
@@ -200,6 +278,7 @@ def json_text(document: object, indent: int | None = None) -> str:
     def escaped(found: re.Match[str]) -> str:
         return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
 
+    document = plain(document)
     text = _UNPRINTABLE.sub(escaped, json.dumps(document, indent=indent, ensure_ascii=False))
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -209,8 +288,9 @@ def json_text(document: object, indent: int | None = None) -> str:
 
 
 def echo(text: str) -> None:
-    """Print lines on stdout."""
-    typer.echo("\n".join(map(printable, text.split("\n"))))
+    """Print lines on stdout, before whatever is printed on stderr next."""
+    sys.stdout.write("\n".join(map(printable, text.split("\n"))) + "\n")
+    sys.stdout.flush()
 
 
 def print_error(message: str) -> None:
@@ -219,12 +299,12 @@ def print_error(message: str) -> None:
     One line, and further ones only where the message lists choices.
     """
     lines = [safe(line, limit=2000) for line in message.splitlines()]
-    sys.stderr.write("error: " + "\n".join(lines) + "\n")
+    sys.stderr.write(f"{_erased()}error: " + "\n".join(lines) + "\n")
 
 
 def print_note(message: str) -> None:
     """Print lines for people on stderr."""
-    sys.stderr.write("\n".join(map(printable, message.split("\n"))) + "\n")
+    sys.stderr.write(_erased() + "\n".join(map(printable, message.split("\n"))) + "\n")
 
 
 class _Plain(logging.Formatter):
@@ -247,18 +327,6 @@ def note_headers(count: int) -> None:
         print_note(f"no catalogue tells of {entries}: reading headers, {many(count, 'request')}")
 
 
-@contextmanager
-def progress(message: str) -> Iterator[None]:
-    """A spinner on stderr while the block runs; nothing where stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(message):
-        yield
-
-
 def printable(text: str) -> str:
     """Text as one harmless line.
 
@@ -272,6 +340,135 @@ def safe(text: str, *, limit: int = _SHOWN_CHARACTERS) -> str:
     """Text from a bucket as one harmless line that is not too long."""
     text = printable(text)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+# -- documents: the same keys for machines and for people ------------------------------------------
+
+# A hash is as long as nobody reads it: so many digits tell all entries of a bucket apart, and every
+# command takes them.
+DIGITS = 12
+_HASH = re.compile(rf"(?:\w+:)?([0-9a-f]{{{DIGITS}}})[0-9a-f]*")
+_LABEL = re.compile(rf"([0-9a-f]{{{DIGITS}}})[0-9a-f]+$")
+# The titles of keys that would read badly without their unit.
+_TITLES = {"bytes": "size", "cache_dir": "folder", "entry_count": "entries"}
+_UNITS = re.compile(r"_(bytes|count|s|at)$")
+_NOUNS = {"delta", "document", "entry", "index_file", "object", "page", "part", "record", "row"}
+
+
+def plain(value: Any) -> Any:
+    """A document as JSON has it: a dataclass is an object with the names of its fields."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return list(map(plain, value)) if isinstance(value, list | tuple) else value
+
+
+def title(key: str) -> str:
+    """What people read for a key of a document."""
+    stem = _UNITS.sub("", key)
+    if key.endswith("_count") and stem in _NOUNS:
+        stem += "s"
+    elif key.endswith("_bytes") and stem in (*_NOUNS, "fetched", "left_out"):
+        stem += " size"
+    return _TITLES.get(key) or stem.replace("_", " ")
+
+
+def human(key: str, value: Any) -> str:
+    """A value as people read it; its key tells the unit, as docs/cli.md has it."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        if key == "bytes" or key.endswith("_bytes"):
+            return human_bytes(value)
+        if key.endswith("_s"):
+            return human_age(value)
+        return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _cell(key: str, value: Any) -> str:
+    """The same for a table, which has the first digits of hashes."""
+    text = human(key, value)
+    if key in ("label", "identifier"):
+        return safe(_LABEL.sub(r"\1", text))
+    shorter = _HASH.fullmatch(text) if key in ("weights", "revision") else None
+    return safe(shorter[1] if shorter else text)
+
+
+def show(
+    document: object, *, as_json: bool, hide: Collection[str] = (), about: Mapping[str, str] = {}
+) -> None:
+    """Print a document: as JSON, or its values for people, lists in it as tables.
+
+    People see nothing of what is null or empty.
+
+    Args:
+        document: A mapping or a dataclass.
+        hide: Keys that people do not need.
+        about: What stands behind the values of some keys.
+    """
+    if as_json:
+        print_json(document)
+        return
+    lists, single = [], []
+    for key, value in plain(document).items():
+        if key in hide or value in (None, "", [], {}):
+            continue
+        if isinstance(value, Mapping):
+            for inner, one in value.items():
+                name = f"{title(key)}: {title(inner)}"
+                if one not in (None, "", [], {}) and not isinstance(one, list):
+                    single.append((name, f"{human(inner, one)} {about.get(name, '')}".rstrip()))
+        elif isinstance(value, list) and isinstance(value[0], Mapping):
+            lists.append((key, value))
+        elif isinstance(value, list):
+            single += [(title(key), str(one)) for one in value]
+        else:
+            words = about.get(key, "")
+            single.append((title(key), f"{human(key, value)} {words}".rstrip()))
+    if single:
+        facts(single)
+    for key, rows in lists:
+        echo(f"\n{title(key)}")
+        table(rows)
+
+
+def facts(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Print names and values in two columns."""
+    width = max((len(safe(name)) for name, _ in pairs), default=0)
+    echo("\n".join(f"{safe(name):<{width}}  {safe(str(value))}" for name, value in pairs))
+
+
+def table(rows: Sequence[Any], columns: Sequence[str] = ()) -> None:
+    """Print rows as a table; a column without any value is left out.
+
+    Args:
+        rows: Mappings or dataclasses, of the same keys.
+        columns: Keys of the columns; all where none is named.
+    """
+    if not rows:
+        return
+    documents = [plain(row) for row in rows]
+    names = [
+        key
+        for key in columns or documents[0]
+        if any(row[key] not in (None, "") for row in documents)
+    ]
+    cells = [[safe(title(key)) for key in names]]
+    cells += [[_cell(key, row[key]) for key in names] for row in documents]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    is_number = [
+        all(isinstance(row[key], int | float | None) for row in documents) for key in names
+    ]
+    forms = [
+        f"{{:{'>' if right else '<'}{width}}}"
+        for right, width in zip(is_number, widths, strict=True)
+    ]
+    line = "  ".join(forms)
+    echo("\n".join(line.format(*row).rstrip() for row in cells))
 
 
 def human_bytes(nbytes: float) -> str:
@@ -303,25 +500,21 @@ def human_age(seconds: float | None) -> str:
     return f"{seconds:.0f} s"
 
 
-def facts(pairs: list[tuple[str, Any]]) -> None:
-    """Print names and values in two columns."""
-    from rich.table import Table
-    from rich.text import Text
+def timestamp(seconds: float | None) -> str | None:
+    """ISO 8601 in UTC of seconds since the epoch; None where the store does not say: 0 or None."""
+    if not seconds:
+        return None
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in pairs:
-        grid.add_row(Text(safe(name)), Text(safe(str(value))))
-    console().print(grid)
 
+# -- errors ----------------------------------------------------------------------------------------
 
 # The base class of usage errors. Some releases of typer contain click, others depend on it.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 # The first that fits counts. docs/cli.md says what they mean.
-_KINDS: tuple[tuple[type[Exception], str, int], ...] = (
+_KINDS: tuple[tuple[type[BaseException], str, int], ...] = (
     (AmbiguousError, "ambiguous", EXIT_USAGE),
     (ConfigError, "usage", EXIT_USAGE),
     (_UsageError, "usage", EXIT_USAGE),
@@ -331,6 +524,7 @@ _KINDS: tuple[tuple[type[Exception], str, int], ...] = (
     (AccessError, "access", EXIT_WRONG),
     (ConflictError, "conflict", EXIT_WRONG),
     (TierError, "disk", EXIT_WRONG),
+    (KeyboardInterrupt, "interrupted", EXIT_INTERRUPTED),
     (Exception, "failed", EXIT_WRONG),
 )
 
@@ -354,12 +548,14 @@ class Failure:
     fix: str | None
 
     @classmethod
-    def of(cls, exc: Exception) -> Failure:
-        """Make one from an error of ours or of the parser of the command line."""
+    def of(cls, exc: BaseException) -> Failure:
+        """Make one from an error of ours or of the parser of the command line, or from Ctrl-C."""
         kind, exit_code = next(row[1:] for row in _KINDS if isinstance(exc, row[0]))
         if isinstance(exc, _UsageError):
             return _of_usage(exc, kind, exit_code)
         message = str(exc)
+        if isinstance(exc, KeyboardInterrupt):
+            message = f"interrupted{_step.so_far}; {_step.resume}"
         # By our convention a message that knows a remedy ends with it; below it stand choices.
         first, line_break, choices = message.partition("\n")
         _, separator, fix = first.rpartition("; ")
@@ -394,92 +590,144 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
         words: The command line, which says whether JSON is wanted: it may be so wrong that no
             command has seen it.
     """
+    _step.begin("", UNCHANGED)
     own = list(words)[: words.index("--")] if "--" in words else words
+    code = EXIT_OK
     try:
         try:
             yield
-        except (S3ECError, _UsageError) as exc:
+        except typer.Exit as exc:
+            code = exc.exit_code
+            raise
+        except (S3ECError, _UsageError, KeyboardInterrupt) as exc:
             failure = Failure.of(exc)
+            code = failure.exit_code
             if not isinstance(exc, _UsageError):  # typer prints that, with the usage
                 print_error(failure.message)
+            document = failure.document
+            if isinstance(exc, KeyboardInterrupt):
+                document |= {"step": _step.what, "done": _step.done, "total": _step.total}
             if "--ndjson" in own:
-                print_json_line(failure.document)
+                print_json_line(document)
             elif "--json" in own:
-                print_json(failure.document)
+                print_json(document)
             if isinstance(exc, _UsageError):
                 raise
-            raise typer.Exit(failure.exit_code) from exc
+            raise typer.Exit(code) from exc
         finally:
             sys.stdout.flush()  # later nobody could say what is wrong
     except StdoutError as exc:
         _drop_stdout()
+        if exc.errno == errno.EPIPE:  # the reader, such as `head`, has seen enough
+            raise typer.Exit(code) from exc
         print_error(f"cannot write to stdout: {exc.strerror}")
         raise typer.Exit(EXIT_WRONG) from exc
 
 
+# -- progress --------------------------------------------------------------------------------------
+
 EVERY_S = 10.0
+_SCREEN_S = 0.1
+_CLEAR = "\r\x1b[2K"
 # A shorter time gives no rate.
 _LEAST_S = 0.1
+RESUMES = "the same command goes on where this one ended"
+UNCHANGED = "nothing was changed, and the same command begins again"
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a command does right now, for who breaks it off.
+
+    Attributes:
+        what: In words; empty before anything long.
+        done: Entries, objects or bytes.
+        total: Of how many; None where that is not known.
+        resume: How to get the rest.
+        on_screen: Whether a line of it is on the terminal.
+    """
+
+    what: str = ""
+    done: int = 0
+    total: int | None = None
+    resume: str = UNCHANGED
+    in_bytes: bool = False
+    on_screen: bool = False
+
+    def begin(self, what: str, resume: str, *, in_bytes: bool = False) -> None:
+        """Begin something else."""
+        self.what, self.done, self.total = what, 0, None
+        self.resume, self.in_bytes = resume, in_bytes
+
+    @property
+    def so_far(self) -> str:
+        """What was done, behind a verb."""
+        if not self.what:
+            return ""
+        counts = _counts(self.done, self.total, None, in_bytes=self.in_bytes)
+        return f" while {self.what}" + (f": {counts} done" if self.done or self.total else "")
+
+
+_step = _Step()
 
 
 @contextmanager
 def counting(
-    message: str, *, in_bytes: bool = False, more: Callable[[], str] = str
+    message: str,
+    *,
+    in_bytes: bool = False,
+    more: Callable[[], str] = str,
+    resume: str = UNCHANGED,
 ) -> Iterator[Report]:
-    """Show counts, rate and time left while the block runs.
+    """Show counts, rate and time left while the block runs; without a report that it runs.
 
     Args:
         message: What is done, until the first report says so.
         in_bytes: The counts are bytes.
         more: Asked for what stands behind them.
+        resume: What Ctrl-C is answered with: how to get what is not done then.
     """
-    if not sys.stderr.isatty():
-        yield Lines(in_bytes=in_bytes, more=more)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+    _step.begin(message, resume, in_bytes=in_bytes)
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[counts]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        yield _Bar(shown, shown.add_task(message, total=None, counts=""), in_bytes, more)
+    lines = Lines(in_bytes=in_bytes, more=more)
+    if on_screen := sys.stderr.isatty():
+        lines = Lines(in_bytes=in_bytes, more=more, write=_rewrite, every_s=_SCREEN_S)
+        _rewrite(message)
+
+    def report(what: str, done: int, total: int | None) -> None:
+        _step.what, _step.done, _step.total = what, done, total
+        lines(what, done, total)
+
+    try:
+        yield report
+    finally:
+        if on_screen:
+            sys.stderr.write(_erased())
 
 
-class _Bar:
-    """Moves a bar. It starts again with each piece of work."""
+def _rewrite(line: str) -> None:
+    """Put a line in the place of the one that is on the terminal."""
+    columns = shutil.get_terminal_size().columns
+    sys.stderr.write(f"{_CLEAR}{printable(line)[: columns - 1]}")
+    sys.stderr.flush()
+    _step.on_screen = True
 
-    def __init__(
-        self, shown: Progress, task: TaskID, in_bytes: bool, more: Callable[[], str]
-    ) -> None:
-        self._shown = shown
-        self._task = task
-        self._in_bytes = in_bytes
-        self._more = more
-        self._what = ""
 
-    def __call__(self, what: str, done: int, total: int | None) -> None:
-        if what != self._what:
-            self._what = what
-            self._shown.reset(self._task, description=what, total=total)
-        self._shown.update(self._task, completed=done, total=total)
-        speed = self._shown.tasks[0].speed
-        counts = _counts(done, total, speed, in_bytes=self._in_bytes)
-        self._shown.update(self._task, counts=counts + self._more())
+def _erased() -> str:
+    """What clears the line of progress, before something else is printed on stderr."""
+    cleared, _step.on_screen = _CLEAR if _step.on_screen else "", False
+    return cleared
 
 
 class Lines:
-    """Writes a line every ten seconds, for logs. Work of less than ten seconds writes none.
+    """Writes a line every ten seconds. Work of less than ten seconds writes none.
 
     Args:
         in_bytes: The counts are bytes.
         more: Asked for what stands behind them.
         clock: Seconds, from any start.
         write: Takes a line.
+        every_s: Seconds between lines; None for EVERY_S.
     """
 
     def __init__(
@@ -489,11 +737,13 @@ class Lines:
         more: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
         write: Callable[[str], None] = print_note,
+        every_s: float | None = None,
     ) -> None:
         self._in_bytes = in_bytes
         self._more = more
         self._clock = clock
         self._write = write
+        self._every_s = every_s
         self._told_s = clock()
         self._what = ""
         self._began_s, self._first = self._told_s, 0
@@ -502,7 +752,9 @@ class Lines:
         now_s = self._clock()
         if what != self._what:
             self._what, self._began_s, self._first = what, now_s, done
-        if now_s - self._told_s < EVERY_S:
+            if self._every_s is not None:  # people see at once what is done now
+                self._told_s = -math.inf
+        if now_s - self._told_s < (EVERY_S if self._every_s is None else self._every_s):
             return
         self._told_s = now_s
         took_s = now_s - self._began_s

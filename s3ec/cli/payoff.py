@@ -15,7 +15,7 @@ import typer
 
 from s3ec.cli.doctor import completed
 from s3ec.cli.options import JsonOption, SettingsSource, option, with_options, with_settings
-from s3ec.cli.output import App, console, print_json, print_note, progress, safe
+from s3ec.cli.output import App, console, counting, print_json, print_note, safe
 from s3ec.errors import ConfigError
 from s3ec.payoff import (
     GPUS,
@@ -154,12 +154,12 @@ def advise(
     if from_metrics:
         found.encode_ms_a_row = read_metrics(from_metrics)
     if vllm_args:
-        with progress("asking vLLM's processor (its import takes 5 to 20 s)"):
+        with counting("asking vLLM's processor (its import takes 5 to 20 s)"):
             found.pages = _pages(settings, vllm_args, images, found)
     elif images:
         raise ConfigError("`--images` needs the model: add `-- --model MODEL`", field="images")
     if not no_probe:
-        with progress("measuring bucket and disk"):
+        with counting("measuring bucket and disk"):
             measure_here(known, found, settings)
     _show(known, found, as_json)
 

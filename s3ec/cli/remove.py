@@ -10,33 +10,35 @@ import typer
 
 from s3ec.cli.options import (
     CONSENT,
+    ID_HELP,
     Consent,
     JsonOption,
-    MadeByOption,
     NamespaceChoice,
     SettingsSource,
-    complete_namespace,
     duration_s,
+    entry_of,
     option,
+    optional,
     size_bytes,
     with_namespace,
 )
 from s3ec.cli.output import (
     EXIT_WRONG,
+    RESUMES,
+    UNCHANGED,
     App,
     counting,
     echo,
-    facts,
-    human_age,
     human_bytes,
     many,
     note_headers,
     print_json,
     print_note,
     safe,
+    show,
+    timestamp,
 )
 from s3ec.errors import ConfigError, NotFoundError
-from s3ec.payoff import STORES, StorePreset
 
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus, Deletion
@@ -50,7 +52,7 @@ def register(app: App) -> None:
     app.command(
         "rm",
         ("s3ec rm page-12-of-report", "is it there, and how large is it? asks at a terminal"),
-        ("s3ec rm --name x-3f9a01bc... --yes", "delete what `s3ec ls` prints, all 64 digits"),
+        ("s3ec rm 3f9a01bc8d2e x-77aa01bc8d2e --yes", "delete what `s3ec ls` prints"),
     )(with_namespace(rm, CONSENT))
     app.command(
         "gc",
@@ -65,15 +67,7 @@ def rm(
     source: SettingsSource,
     choice: NamespaceChoice,
     consent: Consent,
-    identifiers: Annotated[
-        list[str], typer.Argument(metavar="ID...", help="Identifiers, in full.")
-    ],
-    by_name: Annotated[
-        bool,
-        typer.Option(
-            "--name", help="The arguments are names as `s3ec ls` prints them, or object names."
-        ),
-    ] = False,
+    identifiers: Annotated[list[str], typer.Argument(metavar="ID...", help=ID_HELP)],
     as_json: JsonOption = False,
 ) -> None:
     """Delete entries from the bucket, and the catalogue's rows of them.
@@ -84,35 +78,32 @@ def rm(
     there; the others are deleted all the same.
     """
     with source.corpus() as corpus:
-        for text in identifiers:
-            _require_key(corpus, text, by_name=by_name)
         name = choice.within(corpus)
+        named = {text: entry_of(corpus, name, text) for text in identifiers}
+        typed = {one if isinstance(one, str) else one.name: text for text, one in named.items()}
 
-        def delete(*, dry_run: bool) -> Deletion:
-            with counting("looking" if dry_run else "deleting") as report:
-                return corpus.delete(
-                    identifiers, namespace=name, by_name=by_name, dry_run=dry_run, report=report
-                )
+        def delete(dry_run: bool) -> Deletion:
+            message = "looking for entries" if dry_run else "deleting entries"
+            with counting(message, resume=UNCHANGED if dry_run else RESUMES) as report:
+                return corpus.delete(named.values(), namespace=name, dry_run=dry_run, report=report)
 
-        found = delete(dry_run=not consent.yes)
-        count, absent = found.count, found.absent
-        what = f"{many(count, 'entry', 'entries')}, {human_bytes(found.nbytes)}, from {name}"
-        if not as_json:
-            echo(f"deleted {what}" if consent.yes else f"would delete {what}")
-            for text in absent:
-                print_note(f"not there: {safe(text)}")
+        def told(found: Deletion) -> tuple[int, str]:
+            entries = many(found.count, "entry", "entries")
+            return found.count, f"{entries}, {human_bytes(found.nbytes)}, from {name}"
+
         # What is absent may be in the index, so it is deleted as well.
-        if count and not found.done and consent.ask(f"delete {what}?", as_json=as_json):
-            found = delete(dry_run=False)
-            echo(f"deleted {what}")
+        found, _ = consent.carry_out(delete, told, as_json=as_json)
+    absent = [typed[one] for one in found.absent]
+    for text in absent:
+        print_note(f"not there: {safe(text)}")
     _note_rows(found)
     if as_json:
         print_json(
             {
                 "namespace": name,
-                "entry_count": count,
+                "entry_count": found.count,
                 "bytes": found.nbytes,
-                "deleted": count if found.done else 0,
+                "deleted": found.count if found.done else 0,
                 "absent": absent,
                 "dropped_row_count": found.dropped_rows,
                 "dry_run": not found.done,
@@ -120,14 +111,6 @@ def rm(
         )
     if absent:
         raise typer.Exit(EXIT_WRONG)
-
-
-def _require_key(corpus: Corpus, text: str, *, by_name: bool) -> None:
-    if corpus.key_of(text, by_name=by_name) is not None:
-        return
-    if by_name:
-        raise ConfigError(f"{text!r:.100} is no name of an entry; `s3ec ls` prints them")
-    raise ConfigError(f"{text!r:.100} is an identifier under which nothing is stored")
 
 
 def gc(
@@ -144,13 +127,14 @@ def gc(
     adapter: Annotated[
         str | None, option("--adapter", "NAME", "Only entries of this LoRA adapter.")
     ] = None,
-    made_by: MadeByOption = None,
-    prices: Annotated[
+    made_by: Annotated[
         str | None,
         option(
-            "--prices",
-            "NAME",
-            f"Whose storage it saves: {', '.join(STORES)}. Unset: by the endpoint.",
+            "--made-by",
+            "WORDS",
+            "Only what these releases made: `vllm=0.32.0`, or `'vllm=0.32.* platform=NVIDIA*'`; "
+            "names are vllm, transformers, torch, pillow and platform. By the catalogue; what it "
+            "does not tell, by headers, one request each.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -161,14 +145,14 @@ def gc(
     terminal. An entry that is still needed is encoded and stored again. With --made-by the header
     is read of each entry of which the catalogue does not tell, after it was said how many that are.
     """
-    age_s = None if older_than is None else duration_s(older_than, "older_than")
-    most = None if max_bytes is None else size_bytes(max_bytes, "max_bytes")
+    age_s = optional(duration_s, older_than, "older_than")
+    most = optional(size_bytes, max_bytes, "max_bytes")
     with source.corpus() as corpus:
-        dollars_gb_month = _prices(prices, corpus).dollars_gb_month
         name = choice.within(corpus)
 
-        def collect(*, dry_run: bool) -> Collection:
-            with counting("listing objects" if dry_run else "deleting") as report:
+        def collect(dry_run: bool) -> Collection:
+            message = "listing objects" if dry_run else "deleting entries"
+            with counting(message, resume=UNCHANGED if dry_run else RESUMES) as report:
                 return corpus.gc(
                     name,
                     older_than_s=age_s,
@@ -180,20 +164,11 @@ def gc(
                     report=report,
                 )
 
-        def sum_of(found: Collection) -> str:
-            month = found.nbytes / 1e9 * dollars_gb_month
-            return (
-                f"{many(found.objects, 'entry', 'entries')}, {human_bytes(found.nbytes)}, of "
-                f"${month:,.2f} a month"
-            )
+        def told(found: Collection) -> tuple[int, str]:
+            entries = many(found.objects, "entry", "entries")
+            return found.objects, f"{entries}, {human_bytes(found.nbytes)}"
 
-        found = collect(dry_run=not consent.yes)
-        if not as_json:
-            echo(f"{'deleted' if found.done else 'would delete'} {sum_of(found)}")
-        question = f"delete {sum_of(found)}?"
-        if found.objects and not found.done and consent.ask(question, as_json=as_json):
-            found = collect(dry_run=False)
-            echo(f"deleted {sum_of(found)}")
+        found, _ = consent.carry_out(collect, told, as_json=as_json)
     _note_rows(found)
     if most is not None and found.left_bytes > most:
         print_note(f"{human_bytes(found.left_bytes)} are left, since the other rules keep them")
@@ -209,7 +184,6 @@ def gc(
                 "bytes": found.nbytes,
                 "left_count": found.left_objects,
                 "left_bytes": found.left_bytes,
-                "month_dollars": found.nbytes / 1e9 * dollars_gb_month,
                 "deleted": found.objects if found.done else 0,
                 "dropped_row_count": found.dropped_rows,
                 "dry_run": not found.done,
@@ -222,28 +196,10 @@ def _note_rows(found: Collection | Deletion) -> None:
         print_note(f"rows of the catalogue are left: {safe(found.problem, limit=2000)}")
 
 
-def _prices(name: str | None, corpus: Corpus) -> StorePreset:
-    if name is None:
-        from s3ec.doctor.advise import prices_of
-
-        return prices_of(corpus.settings)
-    if name not in STORES:
-        raise ConfigError(
-            f"`--prices` {name!r:.50} is none of {', '.join(STORES)}; take one of them",
-            field="prices",
-        )
-    return STORES[name]
-
-
 def ns_rm(
     source: SettingsSource,
     consent: Consent,
-    namespace: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="The namespace, in full.", autocompletion=complete_namespace
-        ),
-    ],
+    namespace: Annotated[str, typer.Argument(metavar="NAME", help="The namespace, in full.")],
     idle: Annotated[
         str,
         option("--idle", "AGE", "Refuse where something was stored more recently; `0` takes all."),
@@ -259,32 +215,40 @@ def ns_rm(
     idle_s = 0.0 if idle.strip() == "0" else duration_s(idle, "idle")
     with source.corpus() as corpus:
         contents = _remove(corpus, namespace, idle_s, delete=False)
+        document = _contents(namespace, contents)
         if not as_json:
-            _print_contents(namespace, contents)
+            show(document, as_json=False, about={"other_count": "objects that are not s3ec's"})
         what = f"{many(contents.objects, 'object')}, {human_bytes(contents.nbytes)}"
-        deleted = consent.ask(f"delete {what}?", as_json=as_json)
-        if deleted:
-            contents = _remove(corpus, namespace, idle_s, delete=True)
-            what = f"{many(contents.objects, 'object')}, {human_bytes(contents.nbytes)}"
+        done = consent.ask(f"delete {what}?", as_json=as_json)
+        if done:
+            document = _contents(namespace, _remove(corpus, namespace, idle_s, delete=True))
             if not as_json:
-                echo(f"deleted {what}: {namespace} is gone")
+                objects = many(document["object_count"], "object")
+                echo(f"deleted {objects}, {human_bytes(document['bytes'])}: {namespace} is gone")
     if as_json:
-        print_json(
-            {
-                "namespace": namespace,
-                "entry_count": contents.entries,
-                "object_count": contents.objects,
-                "bytes": contents.nbytes,
-                "idle_s": contents.idle_s(time.time()),
-                "deleted": contents.objects if deleted else 0,
-                "dry_run": not deleted,
-            }
-        )
+        deleted = document["object_count"] if done else 0
+        print_json({**document, "deleted": deleted, "dry_run": not done})
+
+
+def _contents(namespace: str, contents: Contents) -> dict[str, Any]:
+    age_s = contents.idle_s(time.time())
+    return {
+        "namespace": namespace,
+        "entry_count": contents.entries,
+        "index_file_count": contents.index_files,
+        "record_count": contents.records,
+        "other_count": contents.others,
+        "object_count": contents.objects,
+        "bytes": contents.nbytes,
+        "age_s": age_s,
+        "stored_at": None if age_s is None else timestamp(time.time() - age_s),
+    }
 
 
 def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> Contents:
     """Count what the namespace holds, and delete it where ``delete`` says so."""
-    with counting("deleting" if delete else "listing objects") as report:
+    message = "deleting objects" if delete else "listing objects"
+    with counting(message, resume=RESUMES if delete else UNCHANGED) as report:
 
         async def work(store: Store) -> Contents:
             from s3ec.identity import Layout, is_namespace_name
@@ -306,16 +270,3 @@ def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> C
             return contents
 
         return corpus.run(work)
-
-
-def _print_contents(namespace: str, contents: Contents) -> None:
-    pairs: list[tuple[str, Any]] = [
-        ("namespace", namespace),
-        ("entries", f"{contents.entries:,} ({human_bytes(contents.entry_nbytes)})"),
-        ("index", f"{many(contents.index_files, 'object')} ({human_bytes(contents.index_nbytes)})"),
-        ("records", f"{contents.records:,}"),
-        ("last stored", f"{human_age(contents.idle_s(time.time()))} ago"),
-    ]
-    if contents.others:
-        pairs.append(("others", f"{many(contents.others, 'object')} that are not s3ec's"))
-    facts(pairs)

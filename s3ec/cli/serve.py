@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.options import JsonOption
-from s3ec.cli.output import App, print_json, print_note, progress
+from s3ec.cli.output import App, counting, print_json, print_note
 from s3ec.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _POLL_S = 0.5
+_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
 def register(app: App) -> None:
@@ -49,20 +51,12 @@ def serve_s3(
         list[str] | None,
         typer.Option(metavar="NAME", help="Bucket to have; may be repeated. \\[embeddings]"),
     ] = None,
-    access_key: Annotated[
-        str | None, typer.Option(envvar="AWS_ACCESS_KEY_ID", help="Random if unset.")
-    ] = None,
-    secret_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="AWS_SECRET_ACCESS_KEY", help="Random if unset; better not typed here."
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a SeaweedFS server in the foreground, until Ctrl-C or SIGTERM.
 
-    It listens on 127.0.0.1 only and prints what to paste into a shell and into vLLM.
+    It listens on 127.0.0.1 only and prints what to paste into a shell and into vLLM. Its keys are
+    those of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or random ones.
     """
     from s3ec.testing.server import Identity, LocalS3
 
@@ -70,15 +64,14 @@ def serve_s3(
     for name in buckets:
         if not _BUCKET.fullmatch(name):
             raise ConfigError(f"bucket `{name}`: 3 to 63 of lower-case letters, digits, `.`, `-`")
-    if (access_key is None) != (secret_key is None):
-        raise ConfigError("give both of --access-key and --secret-key, or neither")
-    admin = None
-    if access_key is not None and secret_key is not None:
-        admin = Identity("admin", access_key=access_key, secret_key=secret_key)
+    keys = [os.environ.get(name, "") for name in _KEYS]
+    if any(keys) and not all(keys):
+        raise ConfigError(f"give both of {' and '.join(_KEYS)}, or neither")
+    admin = Identity("admin", access_key=keys[0], secret_key=keys[1]) if all(keys) else None
     server = LocalS3(data, port=port or None, admin=admin)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with progress("starting SeaweedFS"):
+        with counting("starting SeaweedFS"):
             server.start()
         _make_buckets(server, buckets)
         # From here on a signal only leaves a mark. An exception is lost where Python runs a
@@ -112,11 +105,7 @@ def _announce(
     }
     environment = server.env()
     if own_keys:  # the caller has them already, and they may be keys to more than this
-        environment = {
-            name: value
-            for name, value in environment.items()
-            if name not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-        }
+        environment = {name: value for name, value in environment.items() if name not in _KEYS}
     if as_json:
         document: dict[str, Any] = {
             "endpoint_url": server.endpoint_url,
@@ -139,7 +128,7 @@ def _print_for_people(
 ) -> None:
     typer.echo("# In the shell that runs vLLM or s3ec:")
     if own_keys:
-        typer.echo("# (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY as you gave them)")
+        typer.echo("# (the keys are those that you have there)")
     for name, value in environment.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
     extra = transfer["ec_connector_extra_config"]

@@ -19,19 +19,20 @@ from s3ec.cli.options import (
 )
 from s3ec.cli.output import (
     EXIT_WRONG,
+    RESUMES,
+    UNCHANGED,
     App,
-    console,
     counting,
     echo,
     epilog,
-    facts,
-    human_age,
     human_bytes,
     many,
     print_json,
     print_note,
-    progress,
     safe,
+    show,
+    table,
+    timestamp,
 )
 from s3ec.errors import ConfigError, TierError
 
@@ -67,7 +68,7 @@ def register(app: App) -> None:
     group.command(
         "ls",
         ("s3ec tier ls", "what was used here last?"),
-        ("s3ec tier ls --names | s3ec hydrate --ids - --name", "to bring them to another node"),
+        ("s3ec tier ls --names | s3ec hydrate --ids -", "to bring them to another node"),
     )(with_cache_settings(ls))
     group.command(
         "check",
@@ -93,24 +94,14 @@ def tier(source: SettingsSource, ctx: typer.Context, as_json: JsonOption = False
             raise ConfigError(f"write options after the command: `{command} ...`")
         return
     settings, inspection = _open(source)
-    if inspection is None:
-        if as_json:
-            print_json(
-                {
-                    "cache_dir": str(settings.cache_dir),
-                    "bytes": 0,
-                    "budget_bytes": int(settings.cache_bytes),
-                    "entry_count": 0,
-                    "namespaces": {},
-                }
-            )
-        return
-    with progress("counting"):
-        report = inspection.report(now_s=time.time())
-    if as_json:
-        print_json(_document(settings, inspection, report))
-    else:
-        _print_report(_document(settings, inspection, report))
+    document = {"cache_dir": str(settings.cache_dir), "bytes": 0, "entry_count": 0}
+    document |= {"budget_bytes": int(settings.cache_bytes), "namespaces": []}
+    if inspection is not None:
+        with counting("counting"):
+            report = inspection.report(now_s=time.time())
+        document |= _document(settings, report)
+    if inspection is not None or as_json:
+        show(document, as_json=as_json)
 
 
 def ls(
@@ -123,7 +114,7 @@ def ls(
     names: Annotated[
         bool,
         typer.Option(
-            "--names", help="Print nothing but names, which `s3ec hydrate --ids - --name` reads."
+            "--names", help="Print nothing but names, which `s3ec hydrate --ids -` reads."
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -144,7 +135,7 @@ def ls(
     # A folder without namespaces is that of a node on which nothing was stored yet.
     if inspection is not None and (namespace is not None or inspection.namespaces()):
         name = _choose(inspection, namespace)
-        with progress("listing"):
+        with counting("listing"):
             scanned = inspection.entries(name, now_s=now_s)
     if limit is None:
         limit = 0 if names else _LIMIT
@@ -153,24 +144,23 @@ def ls(
         for one in scanned[: limit or None]
     ]
     nbytes = sum(one.nbytes for one in scanned)
+    rows = [
+        {
+            "label": one.label,
+            "bytes": one.nbytes,
+            "unused_s": one.age_s(now_s),
+            "used_at": timestamp(one.modified_s),
+        }
+        for one in shown
+    ]
     if as_json:
-        print_json(
-            {
-                "namespace": name,
-                "entries": [
-                    {"label": one.label, "bytes": one.nbytes, "unused_s": one.age_s(now_s)}
-                    for one in shown
-                ],
-                "entry_count": len(scanned),
-                "bytes": nbytes,
-                "more": len(shown) < len(scanned),
-            }
-        )
+        document = {"namespace": name, "entries": rows, "entry_count": len(scanned)}
+        print_json({**document, "bytes": nbytes, "more": len(shown) < len(scanned)})
         return
-    for one in shown:
-        unused = human_age(one.age_s(now_s))
-        size = human_bytes(one.nbytes)
-        echo(one.label if names else f"{size:>10}  {unused:>8}  {one.label}")
+    if names:
+        echo("\n".join(one.label for one in shown)) if shown else None
+    else:
+        table(rows)
     if name is not None:
         page = "" if len(shown) == len(scanned) else f"; {len(shown)} shown (--limit 0: all)"
         counted = many(len(scanned), "entry", "entries")
@@ -192,17 +182,11 @@ def check(source: SettingsSource, as_json: JsonOption = False) -> None:
         with counting("reading entries", in_bytes=True) as report:
             complaints = complaints_about(inspection.folders, report=report)
     if as_json:
-        print_json(
-            {
-                "ok": not complaints,
-                "cache_dir": str(settings.cache_dir),
-                "complaint_count": len(complaints),
-                "complaints": complaints,
-            }
-        )
+        document = {"ok": not complaints, "cache_dir": str(settings.cache_dir)}
+        print_json({**document, "complaint_count": len(complaints), "complaints": complaints})
     else:
-        for complaint in complaints:
-            echo(safe(complaint, limit=2000))
+        if complaints:
+            echo("\n".join(safe(complaint, limit=2000) for complaint in complaints))
         print_note(f"{many(len(complaints), 'complaint')} about {settings.cache_dir}")
     if complaints:
         raise typer.Exit(EXIT_WRONG)
@@ -235,45 +219,42 @@ def evict(
     _, inspection = _open(source)
     chosen = _choose(inspection, namespace) if inspection and namespace is not None else None
 
-    def evict_to(*, dry_run: bool) -> Freed:
+    def evict_to(dry_run: bool) -> Freed:
         if inspection is None:
             return Freed(Evicted(0, 0), 0, 0)
-        with progress("counting" if dry_run else "evicting"):
+        message = "counting" if dry_run else "evicting entries"
+        with counting(message, resume=UNCHANGED if dry_run else RESUMES):
             return inspection.evict_to(
                 target_bytes, now_s=time.time(), namespace=chosen, dry_run=dry_run
             )
 
-    freed, done = evict_to(dry_run=not consent.yes), consent.yes
-    if not as_json:
-        _print_freed(freed, target_bytes, done=done)
-    if freed.gone.entries and not done:
-        done = consent.ask(f"remove {freed.gone.entries:,} entries?", as_json=as_json)
-        if done:
-            freed = evict_to(dry_run=False)
-            _print_freed(freed, target_bytes, done=True)
+    def told(freed: Freed) -> tuple[int, str]:
+        gone = freed.gone
+        entries = many(gone.entries, "entry", "entries")
+        left = human_bytes(freed.after_bytes)
+        return (
+            gone.entries,
+            f"{human_bytes(gone.nbytes)} ({gone.nbytes} bytes, {entries}); {left} left",
+        )
+
+    verbs = "free", "freed"
+    freed, done = consent.carry_out(evict_to, told, as_json=as_json, verbs=verbs)
+    reached = freed.after_bytes <= target_bytes
     if as_json:
         print_json(
             {
-                "freed_bytes": freed.gone.nbytes,
+                "namespace": chosen,
                 "entry_count": freed.gone.entries,
-                "evicted": freed.gone.entries if done else 0,
+                "bytes": freed.gone.nbytes,
                 "before_bytes": freed.before_bytes,
                 "after_bytes": freed.after_bytes,
                 "held_bytes": freed.kept_bytes,
-                "reached": freed.after_bytes <= target_bytes,
-                "namespace": chosen,
+                "reached": reached,
+                "evicted": freed.gone.entries if done else 0,
                 "dry_run": not done,
             }
         )
-
-
-def _print_freed(freed: Freed, target_bytes: int, *, done: bool) -> None:
-    echo(
-        f"{'freed' if done else 'would free'} {human_bytes(freed.gone.nbytes)} "
-        f"({freed.gone.nbytes} bytes, {freed.gone.entries} entries); "
-        f"{human_bytes(freed.after_bytes)} left"
-    )
-    if freed.after_bytes > target_bytes:
+    elif not reached:
         print_note(f"{human_bytes(target_bytes)} is not reached: the rest waits for the bucket")
 
 
@@ -313,59 +294,25 @@ def _choose(inspection: Inspection, begin: str | None) -> str:
     raise ConfigError(f"{problem}; here are:\n{listed}", field="namespace")
 
 
-def _document(settings: Settings, inspection: Inspection, report: TierReport) -> dict[str, Any]:
-    def row(total: Sum) -> dict[str, int]:
-        return {"entry_count": total.entries, "bytes": total.nbytes}
-
+def _document(settings: Settings, report: TierReport) -> dict[str, Any]:
     usage = report.usage
+
+    def rows(key: str, sums: dict[str, Sum]) -> list[dict[str, Any]]:
+        return [
+            {key: label, "entry_count": one.entries, "bytes": one.nbytes}
+            for label, one in sums.items()
+        ]
+
     return {
-        "cache_dir": str(inspection.folders.root),
         "bytes": usage.total_nbytes,
-        "budget_bytes": int(settings.cache_bytes),
         "disk_free_bytes": report.free_bytes,
         "min_free_bytes": int(settings.min_free_bytes),
         "entry_count": usage.entries,
         "entry_bytes": usage.nbytes,
-        "ages": {label: row(total) for label, total in report.ages.items()},
-        "namespaces": {name: row(total) for name, total in report.namespaces.items()},
         "evicted_open_bytes": report.open_nbytes,
-        "spool": {"entry_count": report.spooled_files, "bytes": usage.spooled_nbytes},
         "held_bytes": usage.held_nbytes,
-        "index": {"file_count": report.index_files, "bytes": usage.index_nbytes},
+        "spool": {"entry_count": report.spooled_files, "bytes": usage.spooled_nbytes},
+        "index": {"index_file_count": report.index_files, "bytes": usage.index_nbytes},
+        "ages": rows("last_used", report.ages),
+        "namespaces": rows("namespace", report.namespaces),
     }
-
-
-def _print_report(document: dict[str, Any]) -> None:
-    budget = document["budget_bytes"]
-    share = f"{100 * document['bytes'] / budget:.0f}% of {human_bytes(budget)}"
-    spool, index = document["spool"], document["index"]
-    spooled = f"{human_bytes(spool['bytes'])} in {many(spool['entry_count'], 'entry', 'entries')}"
-    facts(
-        [
-            ("folder", document["cache_dir"]),
-            ("size", f"{human_bytes(document['bytes'])} ({share})"),
-            ("disk free", human_bytes(document["disk_free_bytes"])),
-            ("entries", f"{document['entry_count']} ({human_bytes(document['entry_bytes'])})"),
-            ("evicted, still open", human_bytes(document["evicted_open_bytes"])),
-            ("spooled", spooled),
-            ("index", f"{human_bytes(index['bytes'])} in {many(index['file_count'], 'file')}"),
-        ]
-    )
-    _print_sums("last use", document["ages"])
-    if document["namespaces"]:
-        _print_sums("namespace", document["namespaces"])
-
-
-def _print_sums(title: str, sums: dict[str, dict[str, int]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(title, overflow="fold")
-    table.add_column("entries", justify="right")
-    table.add_column("size", justify="right")
-    for name, total in sums.items():
-        table.add_row(Text(safe(name)), str(total["entry_count"]), human_bytes(total["bytes"]))
-    out = console()
-    out.print()
-    out.print(table)

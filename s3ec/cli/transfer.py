@@ -22,6 +22,7 @@ from s3ec.cli.options import (
 from s3ec.cli.output import (
     EXIT_PARTIAL,
     EXIT_WRONG,
+    RESUMES,
     App,
     counting,
     echo,
@@ -204,7 +205,7 @@ def export(
     with source.corpus() as corpus:
         name = choice.within(corpus)
         selection = asked.selection()
-        with counting("copying") as report:
+        with counting("copying", resume=RESUMES) as report:
             done = corpus.export(
                 folder, selection, namespace=name, form=layout, options=asked.options(report)
             )
@@ -245,7 +246,7 @@ def import_(
             "leave it out",
             field="modality",
         )
-    with source.corpus() as corpus, counting("copying") as report:
+    with source.corpus() as corpus, counting("copying", resume=RESUMES) as report:
         selection, options = asked.selection(), asked.options(report)
         if layout == "vllm":
             done = corpus.import_example(
@@ -308,7 +309,7 @@ def cp(
         if ends[0] == ends[1] and to["to_namespace"] is None:
             raise ConfigError("SRC and DST are the same place; give --to-namespace, or another DST")
         name = choice.within(corpus)
-        with counting("copying") as report:
+        with counting("copying", resume=RESUMES) as report:
             done = corpus.copy_to(
                 target,
                 asked.selection(),
@@ -336,7 +337,7 @@ def _tell(done: Transferred, places: str, *, as_json: bool) -> None:
                 "announced": done.announced,
                 "catalogued": done.catalogued,
                 "failed": len(done.failures),
-                "failures": done.failures,
+                "failures": [{"label": k, "reason": why} for k, why in done.failures.items()],
             }
         )
     else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.manifest import index_document, print_verified
+from s3ec.cli.manifest import ABOUT, index_document, note_index
 from s3ec.cli.options import (
     CONSENT,
     Consent,
@@ -19,22 +19,22 @@ from s3ec.cli.options import (
 )
 from s3ec.cli.output import (
     EXIT_WRONG,
+    RESUMES,
     App,
     counting,
     echo,
-    facts,
-    human_bytes,
     many,
     print_json,
     print_note,
     safe,
+    show,
 )
 from s3ec.errors import ConfigError
 from s3ec.namespaces import require_ours
 
 if TYPE_CHECKING:
     from s3ec.corpus.audit import Audit
-    from s3ec.corpus.deep_check import BadObject, DeepCheck
+    from s3ec.corpus.deep_check import BadObject
     from s3ec.corpus.repair import Repair
 
 _SHOWN = 20
@@ -89,29 +89,32 @@ def verify(
         namespace = choice.within(corpus)
         if repair:  # before all of it is read
             corpus.run(lambda store: require_ours(store, namespace))
-        with counting("reading the index") as report:
+        resume = RESUMES if state else "with --state FOLDER the next one goes on there"
+        with counting("reading the index", resume=resume) as report:
             found = corpus.verify(
                 namespace, deep=deep, state=state, resume_complete=repair, report=report
             )
+        document = {"namespace": namespace, "ok": found.agrees, **_document(found)}
         if not as_json:
-            _print(found)
+            _print(found, document)
         done: Repair | None = None
         wanted = _repairable(found) if repair else ""
         if wanted and consent.ask(f"{wanted}?", as_json=as_json):
-            with counting("mending") as report:
+            with counting("mending", resume=RESUMES) as report:
                 done = corpus.repair(found, namespace, report=report)
-            if not as_json:
-                _print_repair(done)
-    is_right = found.agrees or (done is not None and _is_mended(found, done))
+    document["ok"] = found.agrees or (done is not None and _is_mended(found, done))
+    if repair:
+        document["repaired"] = None if done is None else _repair_document(done)
+        document["dry_run"] = done is None
     if as_json:
-        document = {"namespace": namespace, "ok": is_right, **_document(found)}
-        if repair:
-            document["repaired"] = None if done is None else _repair_document(done)
-            document["dry_run"] = done is None
         print_json(document)
-    elif wanted and done is None and consent.dry_run:
+    elif done is not None:
+        show(document["repaired"], as_json=False)
+    elif wanted and consent.dry_run:
         print_note(f"would {wanted}")
-    if not is_right:
+    if done is not None and done.spared:
+        print_note(f"{many(done.spared, 'object')} not deleted: not bad, gone, or not to be read")
+    if not document["ok"]:
         raise typer.Exit(EXIT_WRONG)
 
 
@@ -135,54 +138,29 @@ def _is_mended(found: Audit, done: Repair) -> bool:
     return catalog is None or not catalog.problem
 
 
-def _print(found: Audit) -> None:
-    print_verified(found.index)
+_ABOUT = {
+    **ABOUT,
+    "catalog: gone": "rows of entries that have no object",
+    "catalog: uncatalogued": "entries without a row",
+    "deep: unread": "could not be read; they may be good",
+    "deep: unstable": "came bad once, and good then",
+    "deep: foreign": "below objects/ have no name of s3ec's",
+    "deep: newer": "of a newer format, left alone",
+}
+
+
+def _print(found: Audit, document: dict[str, Any]) -> None:
+    show(document, as_json=False, hide={"refused"}, about=_ABOUT)
+    note_index(found.index)
     catalog, deep = found.catalog, found.deep
     if catalog is not None and catalog.problem:
         print_note(f"the catalogue cannot be read: {safe(catalog.problem, limit=2000)}")
-    elif catalog is not None:
-        facts(
-            [
-                ("catalogue", many(catalog.rows, "row")),
-                ("gone", f"{many(catalog.gone, 'row')} of entries that have no object"),
-                ("uncatalogued", f"{many(catalog.unlisted, 'entry', 'entries')} without a row"),
-            ]
-        )
-        for document in catalog.examples:
-            echo(f"  {'gone':<9}  {safe(document)}")
+    for name in catalog.examples if catalog is not None else ():
+        echo(f"gone      {safe(name)}")
     if deep is not None:
-        _print_deep(deep)
-
-
-def _print_deep(deep: DeepCheck) -> None:
-    resumed = f", {deep.resumed:,} of them before" if deep.resumed else ""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(deep.reasons.items()))
-    facts(
-        [
-            ("read", f"{many(deep.objects, 'object')}, {human_bytes(deep.nbytes)}{resumed}"),
-            ("corrupt", f"{deep.corrupt:,}" + (f" ({reasons})" if reasons else "")),
-            ("unread", f"{deep.unread:,} could not be read; they may be good"),
-            ("unstable", f"{deep.unstable:,} came bad once, and good then"),
-            ("foreign", f"{deep.foreign:,} below objects/ have no name of s3ec's"),
-            *([("newer", f"{deep.newer:,} of a newer format, left alone")] if deep.newer else []),
-        ]
-    )
-    for kind, some in (("corrupt", deep.bad), ("unread", deep.unreadable)):
-        for bad in some[:_SHOWN]:
-            echo(f"  {kind:<9}  {safe(bad.name)}  {safe(bad.message)}")
-
-
-def _print_repair(done: Repair) -> None:
-    mended = []
-    if done.deleted:
-        mended.append(f"{many(done.deleted, 'corrupt object')} deleted")
-    if done.snapshot:
-        mended.append("index rebuilt")
-    if done.dropped:
-        mended.append(f"{many(done.dropped, 'row')} of the catalogue dropped")
-    echo("; ".join(mended) or "nothing was mended")
-    if done.spared:
-        print_note(f"{many(done.spared, 'object')} not deleted: not bad, gone, or not to be read")
+        for kind, some in (("corrupt", deep.bad), ("unread", deep.unreadable)):
+            for bad in some[:_SHOWN]:
+                echo(f"{kind:<8}  {safe(bad.name)}  {safe(bad.message)}")
 
 
 def _document(found: Audit) -> dict[str, Any]:
@@ -222,6 +200,6 @@ def _repair_document(done: Repair) -> dict[str, Any]:
     return {
         "deleted": done.deleted,
         "spared_count": done.spared,
-        "snapshot": done.snapshot or None,
+        "snapshot_name": done.snapshot or None,
         "dropped_row_count": done.dropped,
     }

@@ -67,7 +67,7 @@ class _Pictures:
             clock: Monotonic seconds.
 
         Raises:
-            ConfigError: An argument is wrong, or the extra ``s3ec[corpus]`` is missing.
+            ConfigError: An argument is wrong, or pyarrow is missing.
         """
         self._known = KnownCatalog(catalog, refresh_s, clock)
         allowed = () if without_pixels is False else modalities

@@ -670,7 +670,7 @@ class Corpus:
     def catalog(self, namespace: str | None = None, *, model: str | None = None) -> Catalog:
         """The catalogue of one namespace: which document and page each embedding belongs to.
 
-        Needs the extra ``s3ec[corpus]``. It knows what jobs over a corpus stored; entries that
+        Needs pyarrow. It knows what jobs over a corpus stored; entries that
         engines save are not in it.
 
         Raises:
@@ -701,8 +701,8 @@ class Corpus:
     ) -> PrecomputeReport:
         """Encode all pictures, pages, sounds and films of a source that are not here yet.
 
-        Runs vLLM as ``ec_producer`` where there is something to encode, so it needs vLLM and the
-        extra ``s3ec[corpus]``. What counts is confirmed by the bucket and in the catalogue. A
+        Runs vLLM as ``ec_producer`` where there is something to encode, so it needs vLLM,
+        duckdb, pillow and pyarrow. What counts is confirmed by the bucket and in the catalogue. A
         second call goes on where the first one ended, and encodes nothing twice. Ctrl-C ends it
         once what is encoded is saved.
 
@@ -717,7 +717,7 @@ class Corpus:
             read: How items are read: dots per inch of a PDF's pages, above all.
             column: Of a dataset with several columns of files.
             engine: ``local``, which is vLLM in this process; or ``ray``, vLLM in each worker of a
-                Ray cluster (extra ``s3ec[ray]``).
+                Ray cluster (package ``ray[data]``).
             ray: Which cluster and how many workers, a ``s3ec.corpus.ray_encoder.RayOptions``.
             engine_args: Further arguments of ``vllm.LLM``, by their Python names.
             batch: Pictures that the engine has at a time.

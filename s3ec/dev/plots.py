@@ -42,7 +42,7 @@ def need_matplotlib() -> None:
         ConfigError: matplotlib is not installed; says how to get it.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("plots need matplotlib, which is not installed: pip install 's3ec[dev]'")
+        raise ConfigError("plots need matplotlib, which is not installed: pip install matplotlib")
 
 
 def _figure(width: float, height: float, *, dpi: float = 100) -> Figure:

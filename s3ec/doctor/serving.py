@@ -115,7 +115,7 @@ def connector(context: CheckContext) -> Outcome:
     if not importlib.metadata.entry_points(group=_PLUGIN_GROUP, name=_PLUGIN):
         return warn(
             f"no entry point `{_PLUGIN}` in {_PLUGIN_GROUP}",
-            f"pip install s3ec into vLLM's environment, or {by_path}",
+            f"install s3ec into vLLM's environment, or {by_path}",
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and _PLUGIN not in allowed.split(","):

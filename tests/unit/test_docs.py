@@ -91,6 +91,14 @@ def test_every_page_is_on_the_site_and_in_the_list_of_pages() -> None:
         assert name == "index.md" or f"({name})" in index
 
 
+def test_nothing_says_to_install_a_name_that_is_on_no_index() -> None:
+    """s3ec is on none: what lacks is named by its own packages."""
+    said = re.compile(r"""pip install (?:-\S+ )*['"]?s3ec\b|s3ec\[[a-z]""")
+    files = [ROOT / document for document in DOCUMENTS]
+    files += (ROOT / "s3ec").rglob("*.py")
+    assert [str(path) for path in files if said.search(path.read_text())] == []
+
+
 # -- links -------------------------------------------------------------------------------------
 
 

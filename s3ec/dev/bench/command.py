@@ -26,8 +26,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import s3ec
+from s3ec.cli.bench import add_encode
 from s3ec.cli.options import JsonOption, option
-from s3ec.cli.output import EXIT_WRONG, App, Command, console, epilog, print_json
+from s3ec.cli.output import (
+    EXIT_WRONG,
+    App,
+    Command,
+    console,
+    epilog,
+    print_json,
+    stdout_to_stderr,
+)
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result, Row, Spec
 from s3ec.errors import ConfigError
 
@@ -79,7 +88,7 @@ ENTRIES: dict[str, Entry] = {
     "payoff": Entry(
         "What weighing waits gains, in vLLM's scheduler with a virtual clock.", 600, alone=True
     ),
-    "encode": Entry(
+    "estimates": Entry(
         "What one encode takes on this GPU, beside the estimate of `s3ec cost`.", 300, alone=True
     ),
     "gpu": Entry(
@@ -182,7 +191,7 @@ def run_here(name: str, *, quick: bool, say: Say, **options: Any) -> Result:
     """
     bench = load(name)
     about = describe_machine()
-    with tempfile.TemporaryDirectory(prefix="s3ec-bench-") as scratch, _stdout_to_stderr():
+    with tempfile.TemporaryDirectory(prefix="s3ec-bench-") as scratch, stdout_to_stderr():
         context = Context(bench, quick=quick, scratch=Path(scratch), say=say)
         why = ""
         try:
@@ -192,24 +201,6 @@ def run_here(name: str, *, quick: bool, say: Say, **options: Any) -> Result:
     if context.missing and not why:
         raise RuntimeError(f"benchmark {name} did not report {', '.join(context.missing)}")
     return Result(name, about, context.rows(why))
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Send whatever libraries print to stderr: stdout is for the result alone.
-
-    vLLM logs to stdout, and its children write to the descriptor, not to sys.stdout.
-    """
-    sys.stdout.flush()
-    saved = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(saved, 1)
-        os.close(saved)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -720,6 +711,7 @@ def _add_group(label: str, names: Sequence[str], what: str) -> None:
     app.command(label, cls=BenchCommand, epilog=examples)(group)
 
 
+add_encode(app)
 for _name in ENTRIES:
     _add(_name)
 _add_group("data", DATA, "all benchmarks of the data path")

@@ -94,7 +94,7 @@ def photo_folder() -> Path:
     # Found, not imported: importing skimage takes seconds and most of scipy.
     spec = importlib.util.find_spec("skimage")
     if spec is None or spec.origin is None:
-        raise ConfigError("scikit-image is not installed: pip install 's3ec[dev]'")
+        raise ConfigError("scikit-image is not installed: pip install scikit-image")
     return Path(spec.origin).parent / "data"
 
 

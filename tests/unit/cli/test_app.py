@@ -71,13 +71,17 @@ def test_starting_imports_no_sdk_no_torch_no_settings() -> None:
     assert out.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["hooks", "--json"], ["data", "--quick"]])
-def test_benchmarks_are_not_in_the_package_and_it_says_where_they_are(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, words: list[str]
+def test_of_the_benchmarks_the_package_has_encode_alone_and_says_where_the_others_are(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-    assert " bench " in cli("--help").stdout
-    assert "In a checkout" in cli("bench", *words, code=2).stderr
+    text = cli("bench").stdout
+    assert "in a checkout" in text
+    assert [line.split()[1] for line in text.splitlines() if " Measure what" in line] == ["encode"]
+    assert "No such command" in cli("bench", "hooks", "--json", code=2).stderr
+    assert cli.json("bench", "encode", "M", "--engine-args", "[]", code=2)["error"]["field"] == (
+        "engine_args"
+    )
 
 
 def test_sizes_and_ages_are_short() -> None:

@@ -24,7 +24,7 @@ def test_ns_lists_namespaces_with_their_descriptors(cli: Cli, corpus: Corpus) ->
     text = cli("ns").stdout
     assert all(name in text for name in names)
     assert "float16" in text
-    assert "sha256:" in text
+    assert MODEL["weights"].partition(":")[2][:12] in text
 
 
 def test_ns_count_adds_entries_and_bytes(cli: Cli, corpus: Corpus) -> None:
@@ -49,7 +49,7 @@ def test_ns_shows_half_a_surrogate_pair_as_jsons_escape(cli: Cli, corpus: Corpus
     corpus.put(f"{name}/namespace.json", b'{"model": "\\ud800x", "dtype": "bfloat16"}')
     (row,) = cli.json("ns")["namespaces"]
     assert row["model"] == "\ud800x"
-    assert "\\ud800x" in cli("ns").stdout
+    assert "\\ud800x" in cli("ns", "show").stdout
 
 
 def test_ns_of_an_empty_bucket_is_empty_and_well(cli: Cli, corpus: Corpus) -> None:
@@ -71,7 +71,7 @@ def test_ls_of_the_only_namespace_needs_no_name(cli: Cli, corpus: Corpus) -> Non
     assert ids == {hashed, f"adapter:{hashed}", f"x-{content_hash(named)}"}
     assert all(entry["bytes"] > 0 and entry["age_s"] >= -5 for entry in listed["entries"])
     out = cli("ls")
-    assert len(out.stdout.splitlines()) == 3
+    assert len(out.stdout.splitlines()) == 1 + 3
     assert "3 entries" in out.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from s3ec.testing.memory_store import MemoryStore
 from tests.support.catalogues import row
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus
-from tests.unit.cli.test_vocabulary import check, pairs
 
 ROWS = [
     row("b.pdf", page=1, sha256="1" * 64, identifier="sha256:" + "1" * 64, extra={"title": "B"}),
@@ -56,8 +56,8 @@ def test_show_counts_by_modality(cli: Cli, namespace: str) -> None:
     assert found["age_s"] > 0
     assert found["unusable"] == []
     text = cli("catalog", "show").stdout
-    for part in ("audio", "3 rows of 2 documents", "1 part"):
-        assert part in text
+    for part in (r"^audio +1 +1 ", r"^image +3 +2 ", r"^parts +1$"):
+        assert re.search(part, text, re.M)
 
 
 def test_empty_catalogue_is_shown_and_has_nothing(cli: Cli, corpus: Corpus) -> None:
@@ -66,7 +66,7 @@ def test_empty_catalogue_is_shown_and_has_nothing(cli: Cli, corpus: Corpus) -> N
     assert (found["row_count"], found["bytes"], found["age_s"], found["modalities"]) == (
         *(0, 0, None, []),
     )
-    assert "0 parts" in cli("catalog", "show").stdout
+    assert re.search(r"^parts +0$", cli("catalog", "show").stdout, re.M)
     assert "catalog show" in cli("catalog", "find", "a.pdf", code=1).stderr
     assert cli.json("catalog", "sql", "SELECT count(*) AS n FROM catalog")["answer"] == [{"n": 0}]
 
@@ -89,7 +89,7 @@ def test_find_by_document_file_and_identifier(
     text = cli("catalog", "find", *words).stdout
     for name, _ in found:
         assert name in text
-    assert "64 x 128 bfloat16" in text
+    assert {"rows", "size", "age"} <= set(text.splitlines()[0].split())
 
 
 def test_find_prints_no_control_characters(cli: Cli, namespace: str) -> None:
@@ -110,13 +110,6 @@ def test_find_says_where_there_is_nothing(cli: Cli, namespace: str, words: list[
 )
 def test_find_looks_for_one_thing(cli: Cli, namespace: str, words: list[str]) -> None:
     assert "give DOCUMENT" in cli("catalog", "find", *words, code=2).stderr
-
-
-def test_every_key_is_explained(cli: Cli, namespace: str, tmp_path: Path) -> None:
-    for words in (["show"], ["find", "b.pdf"], ["export", str(tmp_path / "c.csv")]):
-        for key, value in pairs(cli.json("catalog", *words)):
-            if key not in ("title", "image_grid_thw"):
-                check(key, value)
 
 
 def test_export_writes_a_file(cli: Cli, namespace: str, tmp_path: Path) -> None:
@@ -191,10 +184,10 @@ def test_merge_makes_one_part_of_several(cli: Cli, corpus: Corpus, namespace: st
 
 def test_missing_extra_is_named(cli: Cli, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    assert "s3ec[corpus]" in cli("catalog", "sql", "SELECT 1", code=2).stderr
+    assert "pip install duckdb" in cli("catalog", "sql", "SELECT 1", code=2).stderr
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     for words in (["show"], ["find", "b.pdf"]):
-        assert "s3ec[corpus]" in cli("catalog", *words, code=2).stderr
+        assert "pip install pyarrow" in cli("catalog", *words, code=2).stderr
 
 
 def test_ns_rm_takes_the_catalogue_along(cli: Cli, corpus: Corpus, namespace: str) -> None:

@@ -155,5 +155,19 @@ def test_bucket_may_be_an_s3_url(cli: Cli) -> None:
     assert found["prefix"] == {"value": "team/a", "origin": "--bucket"}
 
 
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_the_sdks_endpoint_is_shown_where_it_decides(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv(name, "http://127.0.0.1:2")
+    found = cli.json("config", "show", "s3://one")["settings"]["endpoint_url"]
+    assert found == {"value": "http://127.0.0.1:2", "origin": f"env {name}"}
+    given = ["--endpoint-url", "http://127.0.0.1:3"]
+    found = cli.json("config", "show", "s3://one", *given)["settings"]["endpoint_url"]
+    assert found == {"value": "http://127.0.0.1:3", "origin": "--endpoint-url"}
+    assert cli.json("config", "show", "file:///x")["settings"]["endpoint_url"]["value"] is None
+
+
 def test_docs_is_the_table_of_the_code(cli: Cli) -> None:
     assert cli("config", "docs").stdout == settings_table()

@@ -36,17 +36,20 @@ def test_show_before_and_after_the_first_snapshot(cli: Cli, corpus: Corpus, name
     announce(corpus, namespace, content_hash("a"), content_hash("b"), ago_s=3600)
     found = cli.json("manifest", "show")
     assert (found["namespace"], found["snapshot"]) == (namespace, None)
-    assert (found["deltas"]["count"], found["older_count"]) == (1, 0)
-    assert "none yet" in cli("manifest", "show").stdout
+    assert (found["deltas"]["delta_count"], found["older_count"]) == (1, 0)
+    assert "no snapshot yet" in cli("manifest", "show").stderr
     made = cli.json("manifest", "rebuild")
     assert (made["entry_count"], made["deleted"]) == (2, 0)
     announce(corpus, namespace, content_hash("c"))
     found = cli.json("manifest", "show")
-    assert (found["snapshot"]["name"], found["snapshot"]["entry_count"]) == (made["snapshot"], 2)
+    assert (found["snapshot"]["name"], found["snapshot"]["entry_count"]) == (
+        made["snapshot_name"],
+        2,
+    )
     assert -5 <= found["snapshot"]["listed_age_s"] < 3600
-    assert found["deltas"]["count"] == 1
+    assert found["deltas"]["delta_count"] == 1
     text = cli("manifest", "show").stdout
-    for part in (namespace, "bucket listed", "1 delta,"):
+    for part in (namespace, "snapshot: listed", "deltas: deltas"):
         assert part in text
 
 
@@ -61,7 +64,7 @@ def test_verify_tells_what_rebuild_mends(cli: Cli, corpus: Corpus, namespace: st
     assert [found[name] for name in names] == [2, 1, 1, 0]
     result = cli("manifest", "verify", code=1)
     assert "manifest rebuild" in result.stderr
-    assert "1 entries have no object" in result.stdout
+    assert "1 entries of the index have no object" in result.stdout
     assert cli.json("manifest", "rebuild")["entry_count"] == 1
     assert "1 objects" not in cli("manifest", "verify").stderr
 

@@ -68,10 +68,18 @@ def test_rm_takes_the_rows_of_the_catalogue_along(cli: Cli, corpus: Corpus, name
     assert cli.json("verify")["ok"]
 
 
-def test_rm_takes_no_part_of_a_hash(cli: Cli, corpus: Corpus, namespace: str) -> None:
-    found = cli.json("rm", content_hash("a")[:12], "--yes", code=1)
-    assert (found["deleted"], found["absent"]) == (0, [content_hash("a")[:12]])
-    assert len(labels(cli)) == 4
+def test_rm_takes_the_beginning_of_one_hash_and_no_other(
+    cli: Cli, corpus: Corpus, namespace: str
+) -> None:
+    assert cli.json("rm", content_hash("a")[:7], "--yes", code=1)["deleted"] == 0
+    twins = ["ab" * 31 + tail for tail in ("00", "01")]
+    for identifier in twins:
+        corpus.entry(namespace, identifier)
+    assert all(twin in cli("rm", "abababab", "--yes", code=2).stderr for twin in twins)
+    assert len(labels(cli)) == 6
+    found = cli.json("rm", content_hash("a")[:12], f"x-{content_hash('page 1')[:12]}", "--yes")
+    assert (found["deleted"], found["absent"]) == (2, [])
+    assert not labels(cli) & {content_hash("a"), f"x-{content_hash('page 1')}"}
 
 
 def test_rm_deletes_the_rest_where_one_is_absent(cli: Cli, corpus: Corpus, namespace: str) -> None:
@@ -81,15 +89,19 @@ def test_rm_deletes_the_rest_where_one_is_absent(cli: Cli, corpus: Corpus, names
     assert len(labels(cli)) == 3
 
 
-def test_rm_by_name_takes_what_ls_prints(cli: Cli, corpus: Corpus, namespace: str) -> None:
+def test_rm_takes_what_ls_prints_and_says_what_of_it_is_absent(
+    cli: Cli, corpus: Corpus, namespace: str
+) -> None:
     for label in labels(cli):
-        cli("rm", "--name", label, "--yes")
+        cli("rm", label, "--yes")
     assert labels(cli) == set()
+    gone = f"x-{content_hash('page 1')}"
+    assert cli.json("rm", gone, "--yes", code=1)["absent"] == [gone]
 
 
-def test_rm_by_name_refuses_what_is_no_name(cli: Cli, corpus: Corpus, namespace: str) -> None:
-    for text in ("page 1", "../x", "x-12", "größe"):
-        assert "no name of an entry" in cli("rm", "--name", text, code=2).stderr
+def test_rm_refuses_what_is_never_stored(cli: Cli, corpus: Corpus, namespace: str) -> None:
+    for text in ("", "x" * 4097):
+        assert "under which nothing is stored" in cli("rm", text, code=2).stderr
     assert len(labels(cli)) == 4
 
 
@@ -131,13 +143,11 @@ def test_gc_finds_what_a_release_made(cli: Cli, corpus: Corpus, namespace: str) 
     assert "made-by" in cli("gc", "--made-by", "0.32.0", "--yes", code=2).stderr
 
 
-def test_gc_says_what_is_left_and_what_it_saves(cli: Cli, corpus: Corpus, namespace: str) -> None:
-    found = cli.json("gc", "--max-bytes", "0", "--prices", "aws")
+def test_gc_says_what_is_left(cli: Cli, corpus: Corpus, namespace: str) -> None:
+    found = cli.json("gc", "--max-bytes", "0")
     assert (found["entry_count"], found["left_count"], found["left_bytes"]) == (4, 0, 0)
-    assert found["month_dollars"] == pytest.approx(found["bytes"] / 1e9 * 0.023)
     assert (found["max_bytes"], found["older_than_s"], found["adapter"]) == (0, None, None)
-    assert "of $0.00 a month" in cli("gc", "--max-bytes", "0").stdout
-    both = cli.json("gc", "--max-bytes", "0", "--older-than", "90d", "--yes")
+    both = cli.json("gc", "--max-bytes", "0", "--older-than", "90d")
     assert (both["entry_count"], both["left_count"], both["deleted"]) == (0, 4, 0)
     assert "the other rules keep them" in cli("gc", "--max-bytes=0", "--older-than=90d").stderr
     assert cli.json("gc", "--max-bytes", "0", "--adapter", "my-lora")["entry_count"] == 0
@@ -151,7 +161,6 @@ def test_gc_says_what_is_left_and_what_it_saves(cli: Cli, corpus: Corpus, namesp
     [
         ((), "nothing says what is to go; give `--older-than`"),
         (("--max-bytes", "much"), "is no size"),
-        (("--max-bytes", "1GB", "--prices", "moon"), "is none of aws"),
     ],
 )
 def test_gc_refuses_rules_that_are_none(
@@ -192,7 +201,7 @@ def test_yes_and_dry_run_are_refused_together(
     assert len(labels(cli)) == 4
 
 
-@pytest.mark.parametrize(("answer", "left"), [(b"n\n", 4), (b"y\n", 3)])
+@pytest.mark.parametrize(("answer", "left"), [(b"n\n", 4), (b"y\n", 3), (b"\x04", 4)])
 def test_people_at_a_terminal_are_asked(
     cli: Cli, corpus: Corpus, namespace: str, answer: bytes, left: int
 ) -> None:
@@ -203,7 +212,7 @@ def test_people_at_a_terminal_are_asked(
         os.close(theirs)
         shown = all_shown_on(ours)
         told, _ = asked.communicate()
-    assert asked.returncode == 0
+    assert asked.returncode == (130 if answer == b"\x04" else 0)
     assert "would delete 1 entry" in told.decode()
     assert "delete 1 entry" in shown
     assert "[y/N]" in shown
@@ -250,8 +259,8 @@ def test_ns_rm_removes_all_of_one_namespace_and_nothing_else(
     announce(corpus, other, "page 1")
     kept = {name for name in everything(corpus) if not name.startswith(f"{full}/")}
     shown = cli("ns", "rm", full).stdout
-    for part in ("5 (", "last stored", "others", "1 object that"):
-        assert part in shown
+    for part in (r"entries +5$", r"stored +\d{4}-", r"other +1 objects that are not s3ec's"):
+        assert re.search(part, shown, re.M)
     found = cli.json("ns", "rm", full, "--idle", "0", "--yes")
     assert (found["namespace"], found["dry_run"]) == (full, False)
     assert found["entry_count"] == 5

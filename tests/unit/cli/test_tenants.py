@@ -63,4 +63,4 @@ def test_what_ls_prints_finds_an_entry_without_the_secret(
         cut = len(label) - 40
         assert cli.json("stat", label, "--verify")["identifier"] == label
         assert cli.json("stat", label[:cut])["identifier"] == label
-    assert cli.json("rm", "--name", *labels, "--yes")["deleted"] == 3
+    assert cli.json("rm", *labels, "--yes")["deleted"] == 3

@@ -52,7 +52,7 @@ def test_export_and_import_say_what_they_did(
         "announced": 4,
         "catalogued": 0,
         "failed": 0,
-        "failures": {},
+        "failures": [],
     }
     assert objects_of(there, here.name) == objects_of(here.corpus, here.name)
 

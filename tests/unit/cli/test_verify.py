@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_sound_corpus_is_said_to_agree(cli: Cli, corpus: Corpus, namespace: str)
     assert (deep["object_count"], deep["corrupt_count"], deep["unread_count"]) == (3, 0, 0)
     assert "deep" not in cli.json("verify")
     shown = cli("verify", "--deep").stdout
-    assert "3 objects" in shown
+    assert re.search(r"deep: objects +3$", shown, re.M)
 
 
 def test_corrupt_object_is_named_and_only_deleted_with_yes(
@@ -60,7 +61,7 @@ def test_corrupt_object_is_named_and_only_deleted_with_yes(
         assert "delete 1 corrupt object" in result.stderr or not options
     mended = cli.json("verify", "--deep", "--repair", "--yes")
     assert (mended["ok"], mended["dry_run"]) == (True, False)
-    assert mended["repaired"].pop("snapshot")
+    assert mended["repaired"].pop("snapshot_name")
     assert mended["repaired"] == {"deleted": 1, "spared_count": 0, "dropped_row_count": 0}
     found = cli.json("verify", "--deep")
     assert (found["ok"], found["entry_count"], found["object_count"]) == (True, 2, 2)
@@ -89,7 +90,7 @@ def test_state_is_kept_and_its_result_mended_without_reading_again(
     found = cli.json("verify", "--deep", "--state", folder, code=1)
     assert found["deep"]["resumed_count"] == 0
     result = cli("verify", "--deep", "--state", folder, "--repair", "--yes")
-    assert "1 corrupt object deleted" in result.stdout
+    assert re.search(r"^deleted +1$", result.stdout, re.M)
     assert cli.json("verify", "--deep", "--state", folder)["deep"]["object_count"] == 2
 
 
@@ -98,7 +99,7 @@ def test_index_that_differs_is_rebuilt(cli: Cli, corpus: Corpus, namespace: str)
     found = cli.json("verify", code=1)
     assert (found["extra_count"], found["ok"]) == (1, False)
     result = cli("verify", "--repair", "--yes")
-    assert "index rebuilt" in result.stdout
+    assert re.search(r"^snapshot name +\w", result.stdout.rpartition("deleted")[2], re.M)
     assert cli.json("verify")["ok"]
     assert cli.json("manifest", "verify")["ok"]
 

@@ -51,7 +51,7 @@ ROWS = {
         *("sim_over_110_share", "sim_p50_worst", "sim_p99_worst", "sim_throughput_worst"),
         *("sim_encode_learned_ratio", "decide_us"),
     ],
-    "encode": [
+    "estimates": [
         *("gemma3-27b_over_estimate", "qwen2.5-vl-7b_over_estimate", "qwen3-vl-8b_over_estimate"),
         "learned_ratio",
     ],

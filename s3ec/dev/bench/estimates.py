@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench encode``: what one encode takes on this GPU, in vLLM, beside the estimate of `s3ec cost`.
+"""``bench estimates``: what one encode takes on this GPU, beside the estimate of `s3ec cost`.
 
 Encoders have their published size and random weights, which take as long as trained ones. One A4
 page at 150 dots per inch is encoded after another, each alone. What s3ec has learned of it by
@@ -23,10 +23,10 @@ from s3ec.payoff import MODELS, Gpu
 _PAGE = (1240, 1754)
 _MAX_PIXELS = 2_200_000  # so that the page stays as large as it is
 _MODELS = ("gemma3-27b", "qwen2.5-vl-7b", "qwen3-vl-8b")
-_LEARNED = "encode.learned_ratio"
+_LEARNED = "estimates.learned_ratio"
 # The estimates are known within 40%.
 ROWS = (
-    *(Spec(f"encode.{name}_over_estimate", "ratio", "<= 1.4") for name in _MODELS),
+    *(Spec(f"estimates.{name}_over_estimate", "ratio", "<= 1.4") for name in _MODELS),
     Spec(_LEARNED, "ratio", "<= 1.25"),
 )
 _ENCODES, _QUICK_ENCODES, _FIRST = 24, 8, 4
@@ -57,7 +57,7 @@ def run(context: Context) -> None:
         estimate_ms = MODELS[name].encode_ms(gpu, 1)
         learned[name] = learned_ms / median_ms
         context.report(
-            f"encode.{name}_over_estimate",
+            f"estimates.{name}_over_estimate",
             median_ms / estimate_ms,
             samples=len(times_ms),
             detail={

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for all commands: help at 80 columns, one vocabulary of JSON, and Ctrl-C."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from jsonschema import Draft202012Validator
+
+from s3ec.cli.app import app
+from s3ec.corpus.precompute import PrecomputeReport
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
+from s3ec.dev.rigs.proxy_faults import Stall
+from s3ec.identity import Layout
+from s3ec.testing.server import MotoServer
+from tests.docs_pages import SCHEMA
+from tests.support.catalogues import row
+from tests.support.waiting import eventually
+from tests.unit.cli.conftest import Cli
+from tests.unit.cli.corpus import MODEL, Corpus, content_hash, entry_bytes
+from tests.unit.cli.test_catalog import append
+from tests.unit.cli.test_manifest import announce
+
+FITS = Draft202012Validator(SCHEMA)
+ONE, BAD = content_hash("one"), content_hash("bad")
+
+# A line for each command, and its exit status where that is not 0. FOLDER is an empty one.
+COMMANDS: list[tuple[str, str, int]] = [
+    ("ns", "", 0),
+    ("ns", "--count", 0),
+    ("ns show", "--count", 0),
+    ("ns rm", "NAMESPACE", 0),
+    ("ls", "", 0),
+    ("ls", "--sort age --adapter adapter", 0),
+    ("stat", ONE, 0),
+    ("stat", f"{ONE[:12]} --verify", 0),
+    ("stat", f"{BAD} --verify", 1),
+    ("get", f"{ONE} -o FOLDER/one", 0),
+    ("rm", f"{ONE} nobody", 1),
+    ("gc", "--older-than 1d", 0),
+    ("manifest show", "", 0),
+    ("manifest rebuild", "", 0),
+    ("manifest verify", "", 0),
+    ("manifest show", "", 0),
+    ("verify", "--deep --repair", 1),
+    ("catalog show", "", 0),
+    ("catalog find", "a.pdf", 0),
+    ("catalog export", "FOLDER/c.csv", 0),
+    ("catalog sql", "SELECT(1)", 0),
+    ("hydrate", "", 3),
+    ("tier", "", 0),
+    ("tier ls", "", 0),
+    ("tier check", "", 0),
+    ("tier evict", "--to 0", 0),
+    ("export", "FOLDER/out", 3),
+    ("import", "FOLDER/out", 0),
+    ("config show", "", 0),
+    ("doctor", "--no-vllm --timeout 100", 0),
+    ("advise", "--like gemma3-27b --no-probe", 0),
+]
+# These are asked elsewhere: in an engine, as a server, and about developers' benchmarks.
+ELSEWHERE = {"precompute", "serve-s3", "config docs", "bench"}
+
+
+def leaves(command: Any, context: Any, path: str = "") -> Iterator[str]:
+    """The path of every command; a group that does something alone is one too."""
+    names = command.list_commands(context) if hasattr(command, "list_commands") else []
+    if path and (not names or command.invoke_without_command):
+        yield path
+    for name in names:
+        below = command.get_command(context, name)
+        inner = below.context_class(below, info_name=name, parent=context)
+        yield from leaves(below, inner, f"{path} {name}".strip())
+
+
+ROOT: Any = typer.main.get_command(app)
+LEAVES = list(leaves(ROOT, ROOT.context_class(ROOT, info_name="s3ec")))
+
+
+@pytest.fixture
+def namespace(corpus: Corpus) -> str:
+    """A namespace with one sound and one damaged entry, an index and a catalogue."""
+    name = corpus.namespace(MODEL)
+    corpus.put(Layout(name).modality("image"), b'{"width": 8, "dtype": "bfloat16"}')
+    announce(corpus, name, ONE, BAD, ago_s=3600)
+    corpus.entry(name, BAD, entry_bytes(BAD, name)[:-1] + b"\0")
+    append(corpus, name, [row("a.pdf", identifier=ONE)])
+    return name
+
+
+def words_of(path: str, options: str, namespace: str, folder: Path) -> list[str]:
+    line = f"{path} {options}".replace("NAMESPACE", namespace).replace("FOLDER", str(folder))
+    return line.split()
+
+
+# -- help ------------------------------------------------------------------------------------------
+
+
+def test_every_command_is_asked_for_its_json_or_elsewhere() -> None:
+    asked = {path for path, *_ in COMMANDS}
+    rest = {path for path in LEAVES if path not in asked and path.split()[0] not in ELSEWHERE}
+    assert rest - {"config docs", "cost", "cp", "catalog merge"} == set()
+
+
+@pytest.mark.parametrize("path", ["", *LEAVES])
+def test_help_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    lines = cli(*path.split(), "--help").stdout.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    prose = "\n".join(lines).partition("╭")[0]
+    # A paragraph is broken where the terminal ends, and not where the code's line did.
+    for paragraph in re.split(r"\n\s*\n", prose):
+        *full, _last = [line.strip() for line in paragraph.strip().splitlines()] or [""]
+        following = [line.split()[0] for line in paragraph.strip().splitlines()[1:]]
+        for line, word in zip(full, following, strict=True):
+            assert len(line) + 1 + len(word) > 78, (line, word)
+
+
+def test_root_help_has_its_commands_in_panels(cli: Cli) -> None:
+    text = cli("--help").stdout
+    panels = [text.index(f"─ {title} ─") for title in ("Start", "Look", "Fill", "Clean", "Node")]
+    assert panels == sorted(panels)
+    assert text.index("doctor") < panels[1] < text.index("manifest")
+
+
+# -- JSON ------------------------------------------------------------------------------------------
+
+
+def test_every_document_fits_the_schema(
+    cli: Cli, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for path, options, code in COMMANDS:
+        words = words_of(path, options, namespace, tmp_path)
+        result = cli(*words, "--json", code=code)
+        assert result.stdout.count("\n") == 1, words
+        document = json.loads(result.stdout)
+        FITS.validate(document)
+        if "error" not in document or path == "stat":
+            assert set(SCHEMA["$defs"][path]["required"]) <= set(document), words
+        assert "Traceback" not in result.stderr
+        if path.split()[0] in ("ns", "ls", "tier"):
+            cli(*words, code=code)
+            lines = cli(*words, code=code).stdout.splitlines()
+            assert [line for line in lines if len(line) > 80 and "/" not in line] == []
+    FITS.validate(PrecomputeReport().to_json())
+    assert set(SCHEMA["$defs"]["precompute"]["required"]) <= set(PrecomputeReport().to_json())
+
+
+def test_the_schema_names_no_command_that_is_none() -> None:
+    assert set(SCHEMA["$defs"]) <= set(LEAVES)
+
+
+def test_a_column_without_a_value_is_left_out_and_fingerprints_have_12_digits(
+    cli: Cli, corpus: Corpus
+) -> None:
+    weights = f"sha256:{content_hash('weights')}"
+    corpus.namespace({**MODEL, "weights": weights})
+    head, line = cli("ns").stdout.splitlines()
+    assert head.split() == ["namespace", "dtype", "weights", "age"]
+    assert line.split()[2] == content_hash("weights")[:12]
+    assert weights in cli("ns", "show").stdout
+
+
+# -- the place as an argument ----------------------------------------------------------------------
+
+
+def test_every_command_of_a_corpus_takes_the_place_as_an_argument(
+    cli: Cli, corpus: Corpus, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("S3EC_BUCKET")
+    monkeypatch.delenv("S3EC_PREFIX")
+    place = f"s3://{corpus.bucket}"
+    for path, options, code in COMMANDS:
+        words = words_of(path, options, namespace, tmp_path)
+        if path.split()[0] in ("tier", "advise"):
+            continue
+        depth = len(path.split())
+        for line in ([*words[:depth], place, *words[depth:]], [*words, place]):
+            if path not in ("export", "catalog export", "get") or line[-1] == place:
+                cli(*line, code=code)
+
+
+def test_a_place_is_given_once(cli: Cli) -> None:
+    for words in (["s3://one", "s3://two"], ["--url", "s3://one", "file:///two"]):
+        assert "leave one out" in cli("ls", *words, code=2).stderr
+    found = cli.json("config", "show", "s3://one/two", "--region", "eu-north-1")["settings"]
+    assert (found["bucket"]["value"], found["prefix"]["value"]) == ("one", "two")
+    assert "unexpected" in cli("tier", "ls", "s3://one", code=2).stderr
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+LONG = [
+    ("ls", "", "nothing was changed"),
+    ("gc", "--older-than 1d --yes", "goes on"),
+    ("rm", f"{ONE} --yes", "goes on"),
+    ("ns rm", "NAMESPACE --idle 0 --yes", "nothing was changed"),
+    ("manifest rebuild", "", "nothing was changed"),
+    ("manifest verify", "", "nothing was changed"),
+    ("verify", "--deep", "--state"),
+    ("verify", "--deep --state FOLDER/state", "goes on"),
+    ("hydrate", "", "goes on"),
+    ("export", "FOLDER/out", "goes on"),
+    ("import", "FOLDER/out", "goes on"),
+    ("tier check", "", "nothing was changed"),
+]
+
+
+@pytest.mark.parametrize(("path", "options", "resume"), LONG, ids=lambda text: str(text)[:30])
+def test_ctrl_c_says_what_was_done_and_how_to_get_the_rest(
+    cli: Cli,
+    namespace: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    options: str,
+    resume: str,
+) -> None:
+    if path == "tier check":
+        cli("hydrate", code=3)
+    if path == "import":
+        cli("export", str(tmp_path / "out"), code=3)
+    words = words_of(path, options, namespace, tmp_path)
+    with monkeypatch.context() as patch:
+        # Where the work is told of, in the thread that does it.
+        patch.setattr("s3ec.cli.output.Lines.__call__", lambda *_: _thread.interrupt_main())
+        result = cli(*words, "--json", code=130)
+    document = json.loads(result.stdout)
+    FITS.validate(document)
+    error = document["error"]
+    assert (error["kind"], error["field"]) == ("interrupted", None)
+    assert resume in error["fix"]
+    assert document["step"]
+    assert error["message"].startswith(f"interrupted while {document['step']}")
+    assert result.stderr == f"error: {error['message']}\n"
+    assert cli.run(*words, "--json").exit_code in (0, 1, 3)
+
+
+def test_ctrl_c_while_the_server_is_silent_ends_the_process_without_a_traceback(
+    cli: Cli, namespace: str, moto_server: MotoServer
+) -> None:
+    with FaultProxy(moto_server.endpoint_url) as proxy:
+        proxy.add(Rule(Stall(), target="list-type"))
+        command = [sys.executable, "-m", "s3ec", "ls", "--json"]
+        env = {**os.environ, "S3EC_ENDPOINT_URL": proxy.url}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        ) as asked:
+            eventually(lambda: any("list-type" in one.target for one in proxy.requests))
+            asked.send_signal(signal.SIGINT)
+            out, err = asked.communicate()
+    assert asked.returncode == 130
+    assert json.loads(out)["error"]["kind"] == "interrupted"
+    assert err.startswith("error: interrupted")
+    assert "Traceback" not in err
+
+
+# -- a reader that has seen enough -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["--help", "config docs", "config show --json"])
+def test_a_reader_that_has_seen_enough_is_no_failure(command: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    out = subprocess.run(
+        [sys.executable, "-m", "s3ec", *command.split()],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert (out.returncode, out.stderr) == (0, "")
