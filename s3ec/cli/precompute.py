@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -20,6 +23,7 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     counting,
+    echo,
     facts,
     human_bytes,
     json_text,
@@ -27,7 +31,6 @@ from s3ec.cli.output import (
     print_json,
     print_note,
     safe,
-    stdout_to_stderr,
 )
 from s3ec.errors import ConfigError
 
@@ -81,13 +84,6 @@ def precompute(
     batch: Annotated[int, option("--batch", "N", "Pictures that the engine has at a time.")] = 64,
     shard: Annotated[str, option("--shard", "K/N", "This job's part of several: `0/4`.")] = "0/1",
     limit: Annotated[int | None, option("--limit", "N", "Look at so many items only.")] = None,
-    replace: Annotated[
-        bool,
-        typer.Option(
-            "--replace",
-            help="Replace rows of the catalogue whose document is another file in another source.",
-        ),
-    ] = False,
     dpi: Annotated[
         int | None, option("--dpi", "N", "Dots per inch of a PDF's pages; 150 if unset.")
     ] = None,
@@ -107,7 +103,7 @@ def precompute(
         option(
             "--ray-address",
             "ADDRESS",
-            "The cluster, such as `auto`; else `RAY_ADDRESS`, else a Ray of its own here.",
+            "The cluster, such as `auto` for the one of this node; else `RAY_ADDRESS`.",
         ),
     ] = None,
     ray_workers: Annotated[
@@ -135,23 +131,26 @@ def precompute(
         Path | None,
         option("--report", "FILE", "Write counts, rates and all failures there as JSON."),
     ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show vLLM's own lines, and keep no log of them."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Encode what a source names and the corpus lacks, and catalogue it.
 
     Runs vLLM as `ec_producer`, the way a server does. Nothing counts as done before the bucket
-    has confirmed it, and a second run encodes nothing twice. A document that the catalogue has from
-    another source, with another file, is left as it is without --replace. Ctrl-C saves what is
-    encoded, writes the report and ends. Exit status 0: all of the source is there; 3: a part of it;
-    1: nothing.
+    has confirmed it, and a second run encodes nothing twice. Ctrl-C saves what is encoded, writes
+    the report and ends. What vLLM writes goes to a log file, whose path comes last. Exit status 0:
+    all that is below the source is there; 3: a part of it, and the rest is named; 1: nothing.
     """
     from s3ec.corpus.precompute import JobOptions, make_job
     from s3ec.corpus.reading import DPI, ReadOptions
 
-    options = JobOptions(identifier, _shard(shard), limit, replace)
+    options = JobOptions(identifier, _shard(shard), limit)
     arguments = engine_arguments(engine_args)
     ray = {"address": ray_address, "workers": ray_workers, "gpus": ray_gpus, "cpus": ray_cpus}
-    on_ray = _ray_options(engine, {name: it for name, it in ray.items() if it is not None}, batch)
+    on_ray = _ray_options(engine, {name: it for name, it in ray.items() if it is not None})
     if report_file is not None and not report_file.absolute().parent.is_dir():
         raise ConfigError(
             f"`--report`: no folder {report_file.absolute().parent}; make it first", field="report"
@@ -176,17 +175,25 @@ def precompute(
             report=tell,
         )
         made.append(job)
+        log_file = None if verbose else _new_log()
         try:
-            with _ended_by_signals(job.stop), stdout_to_stderr():
+            with _ended_by_signals(job.stop), _written_to(log_file):
                 job.run()
+        except BaseException:
+            if log_file is not None and log_file.stat().st_size:
+                print_note(f"what vLLM wrote: {log_file}")
+            raise
         finally:
+            if log_file is not None and not log_file.stat().st_size:
+                log_file.unlink()
+                log_file = None
             if report_file is not None:
                 _write(report_file, job.report)
     report = job.report
     if as_json:
-        print_json(report.to_json())
+        print_json(report.to_json() | {"log": log_file and str(log_file)})
     else:
-        _print(report)
+        _print(report, log_file)
     if report.status != "complete":
         raise typer.Exit(_EXIT[report.status])
 
@@ -200,7 +207,7 @@ def _shard(text: str) -> tuple[int, int]:
     return int(number), int(parts)
 
 
-def _ray_options(engine: str, given: dict[str, Any], batch: int) -> RayOptions | None:
+def _ray_options(engine: str, given: dict[str, Any]) -> RayOptions | None:
     """Options of Ray; None for another engine."""
     if engine != "ray":
         if given:
@@ -217,7 +224,7 @@ def _ray_options(engine: str, given: dict[str, Any], batch: int) -> RayOptions |
                 field="ray_workers",
             )
         given["workers"] = int(least), int(most or least)
-    return RayOptions(**given, given=2 * max(batch, 1))
+    return RayOptions(**given)
 
 
 @contextmanager
@@ -243,6 +250,46 @@ def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _new_log() -> Path:
+    """An empty file for what vLLM and its processes write."""
+    descriptor, name = tempfile.mkstemp(prefix="s3ec-precompute-", suffix=".log")
+    os.close(descriptor)
+    return Path(name)
+
+
+def _line_writer(descriptor: int) -> TextIO:
+    return open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)
+
+
+@contextmanager
+def _written_to(log_file: Path | None) -> Iterator[None]:
+    """Have what others write go to a file; to stderr if None. Our own lines stay on stderr.
+
+    vLLM writes to stdout, and its processes and libraries to both.
+    """
+    stdout, stderr = sys.stdout, sys.stderr
+    stdout.flush()
+    stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    # It stays open: vLLM's loggers keep it, and write until the interpreter ends.
+    target = os.dup(2) if log_file is None else os.open(log_file, os.O_WRONLY | os.O_APPEND)
+    sys.stdout = _line_writer(target)
+    with suppress(OSError):  # in a test it is no file
+        if stderr.fileno() == 2:
+            sys.stderr = _line_writer(kept[1])
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = stdout, stderr
+        for number, descriptor in enumerate(kept, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
 def _write(path: Path, report: PrecomputeReport) -> None:
     from s3ec.cli.browse import save
 
@@ -256,33 +303,33 @@ def _more(report: PrecomputeReport) -> str:
     return f"{text}, {failed:,} failed" if failed else text
 
 
-def _print(report: PrecomputeReport) -> None:
-    rate = report.encoded / report.seconds if report.seconds else 0.0
+def _print(report: PrecomputeReport, log_file: Path | None) -> None:
+    started = f", without {report.start_seconds:.0f} s to start" if report.engine_started else ""
+    speed = f"{report.encoded_per_s:.2g} a second{started}"
     rows = [
         ("status", report.status),
         ("namespace", report.namespace),
         ("items", f"{report.items:,}"),
         ("there before", f"{report.done_before:,}"),
-        (
-            "encoded",
-            f"{report.encoded:,} ({human_bytes(report.stored_bytes)}, {rate:.2g} a second)",
-        ),
+        ("encoded", f"{report.encoded:,} ({human_bytes(report.stored_bytes)}, {speed})"),
         ("only catalogued", f"{report.catalogued:,}"),
-        ("replaced", f"{report.replaced:,} of other sources" if report.replaced else ""),
     ]
-    facts([row for row in rows if row[1]])
+    facts(rows)
+    if report.problem:
+        echo(f"ended early: {safe(report.problem, limit=2000)}")
+    elif report.is_stopped:
+        echo("ended early; the same command goes on")
     _name("not encoded", report.failures)
     _name("not confirmed", report.unconfirmed)
-    if report.problem:
-        print_note(f"ended early: {safe(report.problem, limit=2000)}")
-    elif report.is_stopped:
-        print_note("ended early; the same command goes on")
+    _name("replaced", report.replaced)
+    if log_file is not None:
+        echo(f"what vLLM wrote: {log_file}")
 
 
-def _name(what: str, failures: list[Failure]) -> None:
-    for each in failures[:_SHOWN_FAILURES]:
+def _name(what: str, items: list[Failure]) -> None:
+    for each in items[:_SHOWN_FAILURES]:
         page = "" if each.page is None else f", page {each.page}"
-        print_note(f"{what}: {safe(each.document)}{page}: {safe(each.reason)}")
-    left = len(failures) - _SHOWN_FAILURES
+        echo(f"{what}: {safe(each.document)}{page}: {safe(each.reason)}")
+    left = len(items) - _SHOWN_FAILURES
     if left > 0:
-        print_note(f"{what}: {many(left, 'more item')}; --report FILE has them all")
+        echo(f"{what}: {many(left, 'more item')}; --report FILE has them all")
