@@ -28,7 +28,6 @@ _MODULES = {
     "catalog": "catalog",
     "export": "transfer",
     "import": "transfer",
-    "cp": "transfer",
     "manifest": "manifest",
     "tier": "tier",
     "config": "config",

@@ -35,7 +35,7 @@ from s3ec.cli.output import (
 from s3ec.errors import ConfigError, CorruptEntryError
 
 if TYPE_CHECKING:
-    from s3ec.corpus import Corpus, CorpusEntry
+    from s3ec.corpus import CorpusEntry
     from s3ec.corpus.makers import MadeBy, Makers
     from s3ec.identity import Layout
     from s3ec.store.base import Store
@@ -233,11 +233,12 @@ def ls(
                             return
                         take(entry, known)
 
+    from s3ec.corpus.entries import adapter_folder
     from s3ec.corpus.makers import MadeBy
 
     # A spinner would take lines on stdout for its own.
     with nullcontext() if streams else progress("listing"), source.corpus() as corpus:
-        folder = _adapter_folder(adapter, corpus)
+        folder = adapter_folder(adapter, corpus.tenant)
         wanted = Filter(
             (_size(min_size, "min_size"), _size(max_size, "max_size")),
             (_age(older_than, "older_than"), _age(newer_than, "newer_than")),
@@ -257,16 +258,6 @@ def _size(text: str | None, name: str) -> int | None:
 
 def _age(text: str | None, name: str) -> float | None:
     return None if text is None else duration_s(text, name)
-
-
-def _adapter_folder(adapter: str | None, corpus: Corpus) -> str | None:
-    """The folder of an adapter, by its name or as a label spells it."""
-    if adapter is None:
-        return None
-    folder = corpus.adapter_folder(adapter)
-    if folder is None:
-        raise ConfigError("`--adapter` is no name under which anything is stored", field="adapter")
-    return folder
 
 
 def _groups(entries: Sequence[CorpusEntry], size: int) -> Iterable[Sequence[CorpusEntry]]:

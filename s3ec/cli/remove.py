@@ -39,8 +39,8 @@ from s3ec.errors import ConfigError, NotFoundError
 from s3ec.payoff import STORES, StorePreset
 
 if TYPE_CHECKING:
-    from s3ec.corpus import Corpus, Deletion
-    from s3ec.corpus.collect import Collection
+    from s3ec.corpus import Corpus
+    from s3ec.corpus.collect import Collection, Deletion
     from s3ec.index.delete import Contents
     from s3ec.store.base import Store
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deletes the entries of a namespace that are not needed: old ones, or too many.
+"""Deletes entries of a namespace: those that are named, old ones, or the oldest of too many.
 
 A bucket knows when an object was stored, and nothing of its use.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from s3ec.corpus.makers import MadeBy, names_made_by, open_makers
 from s3ec.counters import Report, unreported
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
-from s3ec.index.delete import delete_chosen
+from s3ec.index.delete import delete_chosen, delete_entries, find_objects
 from s3ec.index.listing import list_objects
 from s3ec.index.local import NodeFolder
 from s3ec.index.maker import newest_rows
@@ -329,6 +329,73 @@ def _collection(
         dropped_rows,
         problem,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """What ``Corpus.delete`` found, and whether it is gone.
+
+    Attributes:
+        namespace: Where.
+        objects: The object of each identifier as it was; None where the entry was not there.
+        done: Whether they were deleted; False of a dry run.
+        dropped_rows: Rows of the catalogue that went with them.
+        problem: Why the catalogue's rows are left, empty where they are not.
+    """
+
+    namespace: str
+    objects: Mapping[str, ObjectInfo | None]
+    done: bool
+    dropped_rows: int = 0
+    problem: str = ""
+
+    @property
+    def count(self) -> int:
+        """Entries that were there; one that was named twice counts once."""
+        return len({info.name for info in self.objects.values() if info})
+
+    @property
+    def nbytes(self) -> int:
+        """Size of their objects together."""
+        sizes = {info.name: info.nbytes for info in self.objects.values() if info}
+        return sum(sizes.values())
+
+    @property
+    def absent(self) -> Sequence[str]:
+        """Identifiers of which nothing was there."""
+        return [identifier for identifier, info in self.objects.items() if not info]
+
+
+async def delete(
+    store: Store,
+    layout: Layout,
+    keys: Mapping[str, Key],
+    *,
+    tenant: Tenant | None,
+    dry_run: bool,
+    node: NodeFolder | None = None,
+    report: Report = unreported,
+) -> Deletion:
+    """Delete entries by their keys, and the catalogue's rows of them.
+
+    Args:
+        keys: By what the caller calls them.
+        tenant: Whose secret is in the names.
+        dry_run: Only say what would go.
+        node: This node's files of the index, so that its engines are told.
+        report: Told how many entries were looked for, and how many are gone.
+
+    Raises:
+        UnavailableError, AccessError: The store does not answer now, or refuses; some may be left.
+    """
+    found = await find_objects(store, layout, keys.values(), report=report)
+    by_text = {text: found[key] for text, key in keys.items()}
+    if dry_run:
+        return Deletion(layout.namespace, by_text, done=False)
+    await delete_entries(store, layout, found, node=node, report=report)
+    names = {key.name for key in keys.values()}
+    dropped, problem = await drop_deleted_rows(store, layout, names, tenant)
+    return Deletion(layout.namespace, by_text, True, dropped, problem)
 
 
 async def drop_deleted_rows(
