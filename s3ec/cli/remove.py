@@ -22,6 +22,7 @@ from s3ec.cli.options import (
     with_namespace,
 )
 from s3ec.cli.output import (
+    EXIT_PARTIAL,
     EXIT_WRONG,
     App,
     counting,
@@ -81,7 +82,7 @@ def rm(
     Without --yes, nothing is deleted unless you agree at a terminal. Engines of this node are told;
     others find out when they ask for it, and those that only encode by `s3ec manifest rebuild`. A
     node that has a copy on its disk serves it until it is evicted. Exit status 1 where one was not
-    there; the others are deleted all the same.
+    there; the others are deleted all the same. Exit status 3 where rows of the catalogue are left.
     """
     with source.corpus() as corpus:
         for text in identifiers:
@@ -118,8 +119,8 @@ def rm(
                 "dry_run": not found.done,
             }
         )
-    if absent:
-        raise typer.Exit(EXIT_WRONG)
+    if absent or found.problem:
+        raise typer.Exit(EXIT_WRONG if absent else EXIT_PARTIAL)
 
 
 def _require_key(corpus: Corpus, text: str, *, by_name: bool) -> None:
@@ -160,6 +161,7 @@ def gc(
     Rules that are given together narrow. Without --yes, nothing is deleted unless you agree at a
     terminal. An entry that is still needed is encoded and stored again. With --made-by the header
     is read of each entry of which the catalogue does not tell, after it was said how many that are.
+    Exit status 3 where rows of the catalogue are left.
     """
     age_s = None if older_than is None else duration_s(older_than, "older_than")
     most = None if max_bytes is None else size_bytes(max_bytes, "max_bytes")
@@ -215,6 +217,8 @@ def gc(
                 "dry_run": not found.done,
             }
         )
+    if found.problem:
+        raise typer.Exit(EXIT_PARTIAL)
 
 
 def _note_rows(found: Collection | Deletion) -> None:

@@ -306,7 +306,7 @@ async def collect_garbage(
         node=node,
         report=report,
     )
-    dropped, problem = await drop_deleted_rows(store, layout, names, tenant)
+    dropped, problem = await drop_deleted_rows(store, layout, names, tenant, folds=True)
     return _collection(done, done=True, dropped_rows=dropped, problem=problem)
 
 
@@ -399,7 +399,7 @@ async def delete(
 
 
 async def drop_deleted_rows(
-    store: Store, layout: Layout, names: Set[str], tenant: Tenant | None
+    store: Store, layout: Layout, names: Set[str], tenant: Tenant | None, *, folds: bool = False
 ) -> tuple[int, str]:
     """Drop the catalogue's rows of entries that were deleted, and were not stored again since.
 
@@ -409,20 +409,25 @@ async def drop_deleted_rows(
     Args:
         names: Of the entries' objects, below ``objects/``.
         tenant: Whose secret is in the names.
+        folds: Also make few parts of many, whether or not anything was deleted.
 
     Returns:
-        How many, and why they are left: the extra is missing, or the store does not answer; empty
+        How many, and why they are left: pyarrow is missing, or the store does not answer; empty
         where they are not.
     """
-    from s3ec.corpus.catalog import drop_rows, list_parts
+    from s3ec.corpus.catalog import CatalogWriter, list_parts
 
     def was_deleted(identifier: str) -> bool:
         key = make_key(identifier, tenant)
         return key is not None and key.name in names
 
     try:
-        if not names or not await list_parts(store, layout):
+        if not (names or folds) or not await list_parts(store, layout):
             return 0, ""
-        return await drop_rows(store, layout, was_deleted, tenant=tenant), ""
+        writer = CatalogWriter(store, layout)
+        dropped = await writer.drop(was_deleted, tenant=tenant) if names else 0
+        if folds:
+            await writer.fold(everything=True)
+        return dropped, ""
     except (ConfigError, UnavailableError, AccessError) as exc:
         return 0, str(exc)

@@ -82,10 +82,11 @@ async def repair(
     if done.deleted or not found.index.index_agrees:
         done.snapshot = str((await rebuild(store, layout, report=report)).name)
     if found.catalog is not None and found.catalog.gone_identifiers:
-        from s3ec.corpus.catalog import drop_rows
+        from s3ec.corpus.catalog import CatalogWriter
 
         suspects = found.catalog.gone_identifiers
-        done.dropped = await drop_rows(store, layout, suspects.__contains__, tenant=tenant)
+        writer = CatalogWriter(store, layout)
+        done.dropped = await writer.drop(suspects.__contains__, tenant=tenant)
     return done
 
 
