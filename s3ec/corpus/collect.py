@@ -306,7 +306,8 @@ async def collect_garbage(
         node=node,
         report=report,
     )
-    dropped, problem = await drop_deleted_rows(store, layout, names, tenant, folds=True)
+    dropped, problem = await drop_deleted_rows(store, layout, names, tenant)
+    problem = problem or await _fold_catalog(store, layout)
     return _collection(done, done=True, dropped_rows=dropped, problem=problem)
 
 
@@ -399,7 +400,7 @@ async def delete(
 
 
 async def drop_deleted_rows(
-    store: Store, layout: Layout, names: Set[str], tenant: Tenant | None, *, folds: bool = False
+    store: Store, layout: Layout, names: Set[str], tenant: Tenant | None
 ) -> tuple[int, str]:
     """Drop the catalogue's rows of entries that were deleted, and were not stored again since.
 
@@ -409,7 +410,6 @@ async def drop_deleted_rows(
     Args:
         names: Of the entries' objects, below ``objects/``.
         tenant: Whose secret is in the names.
-        folds: Also make few parts of many, whether or not anything was deleted.
 
     Returns:
         How many, and why they are left: pyarrow is missing, or the store does not answer; empty
@@ -422,12 +422,20 @@ async def drop_deleted_rows(
         return key is not None and key.name in names
 
     try:
-        if not (names or folds) or not await list_parts(store, layout):
+        if not names or not await list_parts(store, layout):
             return 0, ""
-        writer = CatalogWriter(store, layout)
-        dropped = await writer.drop(was_deleted, tenant=tenant) if names else 0
-        if folds:
-            await writer.fold(everything=True)
-        return dropped, ""
+        return await CatalogWriter(store, layout).drop(was_deleted, tenant=tenant), ""
     except (ConfigError, UnavailableError, AccessError) as exc:
         return 0, str(exc)
+
+
+async def _fold_catalog(store: Store, layout: Layout) -> str:
+    """Make few parts of those that jobs left in the catalogue; returns why not, as above."""
+    from s3ec.corpus.catalog import CatalogWriter, list_parts
+
+    try:
+        if len(await list_parts(store, layout)) > 1:
+            await CatalogWriter(store, layout).fold(everything=True)
+    except (ConfigError, UnavailableError, AccessError) as exc:
+        return str(exc)
+    return ""

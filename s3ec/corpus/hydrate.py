@@ -137,8 +137,8 @@ class Hydration:
         absent: What the bucket does not have, as it was named.
         damaged: What cannot be used, and in a word why.
         failed: What the store did not give, and why.
-        stopped: Why the rest was left out: ``full`` (the tier), ``max_bytes``, or a sentence of
-            what the store or the disk said. Empty where nothing was.
+        stopped: Why entries were left out, the first reason: ``full`` (the tier), ``max_bytes``, or
+            a sentence of what the store or the disk said. Empty where none was.
         seconds: How long it took.
     """
 
@@ -255,8 +255,9 @@ class _MisfitError(Exception):
 class _Hydrator:
     """One run: workers that take what is wanted one by one. The loop's thread only.
 
-    What is wanted ends as exactly one of the counts of Hydration. After a reason to stop, what is
-    here is still found, and the rest is counted.
+    What is wanted ends as exactly one of the counts of Hydration. What there is no room for is left
+    out, and the next one is tried. After a fault of the store or the disk, what is here is still
+    found, and the rest is counted.
     """
 
     def __init__(
@@ -399,30 +400,37 @@ class _Hydrator:
             waited_s += await looks.pause()
 
     def _reserve(self, nbytes: int) -> bool:
-        """Make sure of room for so much more; without it everything stops. Blocking."""
+        """Set room aside for so much more; False where there is none. Blocking.
+
+        Smaller ones that come later may still fit. Of unknown size nothing is tried any more once
+        something was left out: it would be downloaded in vain.
+        """
         with self._reserving:
-            self._look_for_room(nbytes)
-            if self._found.stopped:
+            if not nbytes and self._found.stopped:
+                return False
+            reason = self._no_room_for(nbytes)
+            if reason:
+                self._stop(reason)
                 return False
             self._room_bytes -= nbytes
             self._reserved_bytes += nbytes
             return True
 
-    def _look_for_room(self, nbytes: int) -> None:
+    def _no_room_for(self, nbytes: int) -> str:
+        """Why so much more does not come; empty where it may."""
         most, now_s = self._options.max_bytes, time.monotonic()
         if most is not None and self._reserved_bytes - self._unused_bytes + nbytes > most:
-            self._stop("max_bytes")
-        elif now_s >= self._room_until_s or nbytes > self._room_bytes:
+            return "max_bytes"
+        if now_s >= self._room_until_s or nbytes > self._room_bytes:
             try:
                 coming_bytes = self._reserved_bytes - self._ended_bytes
                 self._room_bytes = self._tier.evictor.room_bytes() - coming_bytes
             except (OSError, TierError) as exc:
-                self._stop(f"the disk refuses: {exc}")
+                return f"the disk refuses: {exc}"
             self._room_until_s = now_s + _ROOM_EVERY_S
             if self._options.dry_run:
                 self._room_bytes -= self._found.fetched_bytes
-            if nbytes > self._room_bytes:
-                self._stop("full")
+        return "full" if nbytes > self._room_bytes else ""
 
     # -- what the bucket has ---------------------------------------------------------------------
 
