@@ -159,7 +159,7 @@ PLAIN_HTTP = (
 
 # Settings that do not apply to a corpus that `url` names.
 OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
-          "sse", "sse_kms_key_id")  # fmt: skip
+          "sse", "sse_kms_key_id", "requester_pays")  # fmt: skip
 
 
 def _default_cache_dir() -> Path:
@@ -221,6 +221,11 @@ class Settings(BaseModel):
         "bucket's default.",
     )
     sse_kms_key_id: str | None = Field(None, description="KMS key, with `sse` = `aws:kms`.")
+    requester_pays: bool = Field(
+        False,
+        description="Send `x-amz-request-payer: requester` with each request: this account pays for"
+        " what it asks of a bucket that is set up so.",
+    )
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,
         description="Folder of the node's disk tier, on a disk of this machine or in memory. "
