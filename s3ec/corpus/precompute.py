@@ -31,8 +31,8 @@ from s3ec.counters import Report, unreported
 from s3ec.errors import ConfigError, S3ECError, SourceError
 
 if TYPE_CHECKING:
+    from s3ec.corpus.bucket import OpenBucket
     from s3ec.corpus.catalog_file import CatalogRow
-    from s3ec.corpus.corpus import Corpus
     from s3ec.corpus.ray_encoder import RayOptions
 
 log = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class Job:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: OpenBucket,
         items: Iterable[SourceItem],
         encoder: Encoder,
         options: JobOptions | None = None,
@@ -559,7 +559,7 @@ def stamp_of(item: SourceItem) -> str | None:
 
 
 def make_job(
-    corpus: Corpus,
+    corpus: OpenBucket,
     source: str,
     model: str,
     options: JobOptions | None = None,
