@@ -26,7 +26,6 @@ from s3ec.cli.output import (
     human_age,
     human_bytes,
     many,
-    note_headers,
     print_json,
     print_json_line,
     print_note,
@@ -36,7 +35,7 @@ from s3ec.errors import ConfigError, CorruptEntryError
 
 if TYPE_CHECKING:
     from s3ec.corpus import CorpusEntry
-    from s3ec.corpus.makers import MadeBy, Makers
+    from s3ec.corpus.makers import MadeBy
     from s3ec.identity import Layout
     from s3ec.store.base import Store
 
@@ -63,7 +62,7 @@ class Filter:
         sizes: Least and most bytes.
         ages_s: Least and most seconds since the last change; an unknown age does not fit.
         modality: As the entry's own header says.
-        made_by: As the catalogue says, or the header.
+        made_by: Likewise.
     """
 
     sizes: tuple[int | None, int | None] = (None, None)
@@ -204,7 +203,6 @@ def ls(
 
     async def look(store: Store, layout: Layout) -> None:
         from s3ec.corpus import scan
-        from s3ec.corpus.makers import Makers, open_makers
         from s3ec.store.concurrency import REQUESTS_AT_A_TIME
 
         async def listed() -> AsyncGenerator[list[CorpusEntry], None]:
@@ -215,16 +213,10 @@ def ls(
                 async for batch in batches:
                     yield [entry for entry in batch if wanted.fits(entry, now_s)]
 
-        makers = Makers({})
-        if wanted.made_by is not None:
-            makers = await open_makers(store, layout, tenant)
-            if not quick:  # which reads as many as it shows, and those that do not fit
-                untold = [sum(makers.told(one) is None for one in some) async for some in listed()]
-                note_headers(sum(untold))
         async with aclosing(listed()) as fitting:
             async for batch in fitting:
                 for some in _groups(batch, 1 if quick else len(batch)):
-                    facts = await _facts_of(store, some, wanted, makers, found)
+                    facts = await _facts_of(store, some, wanted, found)
                     for entry, known in zip(some, facts, strict=True):
                         if known is None:
                             continue
@@ -245,7 +237,6 @@ def ls(
             modality,
             None if made_by is None else MadeBy.parse(made_by),
         )
-        tenant = corpus.tenant
         name = choice.within(corpus)
         corpus.within(look, name)
     found.finish()
@@ -265,7 +256,7 @@ def _groups(entries: Sequence[CorpusEntry], size: int) -> Iterable[Sequence[Corp
 
 
 async def _facts_of(
-    store: Store, entries: Sequence[CorpusEntry], wanted: Filter, makers: Makers, found: Found
+    store: Store, entries: Sequence[CorpusEntry], wanted: Filter, found: Found
 ) -> Sequence[Facts | None]:
     """What was asked for of each entry; None where it does not fit, is gone or is unreadable."""
     from s3ec.corpus import read_header
@@ -275,20 +266,15 @@ async def _facts_of(
         return [{}] * len(entries)
 
     async def look(entry: CorpusEntry) -> Facts | None:
-        facts: dict[str, str] = {}
-        made_by = None if wanted.made_by is None else makers.told(entry)
-        if wanted.modality is not None or made_by is None:
-            try:
-                read = await read_header(store, entry)
-            except CorruptEntryError:
-                found.unreadable += 1
-                return None
-            if read is None or read.header is None:
-                return None
-            facts["modality"] = read.header.modality
-            made_by = read.header.maker.made_by
-        facts["made_by"] = made_by or ""
-        fits = wanted.modality in (None, facts.get("modality"))
+        try:
+            read = await read_header(store, entry)
+        except CorruptEntryError:
+            found.unreadable += 1
+            return None
+        if read is None or read.header is None:
+            return None
+        facts = {"modality": read.header.modality, "made_by": read.header.maker.made_by}
+        fits = wanted.modality in (None, facts["modality"])
         fits = fits and (wanted.made_by is None or wanted.made_by.fits(facts["made_by"]))
         return facts if fits else None
 

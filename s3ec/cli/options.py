@@ -46,8 +46,7 @@ MadeByOption = Annotated[
         "--made-by",
         "WORDS",
         "Only what these releases made: `vllm=0.32.0`, or `'vllm=0.32.* platform=NVIDIA*'`; "
-        "names are vllm, transformers, torch, pillow and platform. By the catalogue; what it does "
-        "not tell, by headers, one request each.",
+        "names are vllm, transformers, torch, pillow and platform. By headers, one request each.",
     ),
 ]
 

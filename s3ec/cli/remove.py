@@ -160,7 +160,7 @@ def gc(
 
     Rules that are given together narrow. Without --yes, nothing is deleted unless you agree at a
     terminal. An entry that is still needed is encoded and stored again. With --made-by the header
-    is read of each entry of which the catalogue does not tell, after it was said how many that are.
+    is read of each entry that the other rules let go, after it was said how many that are.
     Exit status 3 where rows of the catalogue are left.
     """
     age_s = None if older_than is None else duration_s(older_than, "older_than")

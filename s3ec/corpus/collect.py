@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from s3ec.corpus.entries import CorpusEntry, entries_of
-from s3ec.corpus.makers import MadeBy, names_made_by, open_makers
+from s3ec.corpus.makers import MadeBy, names_made_by
 from s3ec.counters import Report, unreported
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
@@ -126,21 +126,19 @@ async def choose(
     rules: Rules,
     now_s: float,
     *,
-    tenant: Tenant | None = None,
     headers: Callable[[int], object] = lambda count: None,
     report: Report = unreported,
 ) -> Choice:
     """Find out by a listing what would go, and count it; changes nothing.
 
-    With ``made_by`` there is one more listing, and a request for each entry of which the catalogue
-    does not say what made it.
+    With ``made_by`` there is one more listing, and a request for each entry that the other rules
+    let go.
 
     Memory: with ``max_bytes`` some 150 bytes for each object that the other rules let go, with
     ``made_by`` some 500.
 
     Args:
         now_s: Ages count to here.
-        tenant: Whose secret is in the names.
         headers: Told how many headers will be read, before the first one is.
         report: Told how many objects were looked at.
 
@@ -151,7 +149,7 @@ async def choose(
     rules.check()
     choice = Choice(rules, layout, now_s)
     if rules.made_by is not None:
-        names = await _made_by(store, choice, rules.made_by, tenant, headers, report)
+        names = await _made_by(store, choice, rules.made_by, headers, report)
         choice = Choice(rules, layout, now_s, names=names)
     found: list[tuple[Rank, int]] = []
     expected = await newest_rows(store, layout)
@@ -170,12 +168,10 @@ async def _made_by(
     store: Store,
     choice: Choice,
     wanted: MadeBy,
-    tenant: Tenant | None,
     headers: Callable[[int], object],
     report: Report,
 ) -> set[str]:
     """Of what the other rules choose, the objects that were made so."""
-    makers = await open_makers(store, choice.layout, tenant)
     listing = list_objects(store, choice.layout, report=report)
     async with aclosing(listing) as batches:
 
@@ -183,7 +179,7 @@ async def _made_by(
             async for infos in batches:
                 yield list(entries_of(choice.layout, choice(infos)))
 
-        return await names_made_by(store, wanted, makers, entries(), headers=headers, report=report)
+        return await names_made_by(store, wanted, entries(), headers=headers, report=report)
 
 
 def _until_the_rest_fits(choice: Choice, found: list[tuple[Rank, int]], most: int) -> Choice:
@@ -292,9 +288,7 @@ async def collect_garbage(
     rules.check()
     choice = Choice(rules, layout, now_s)
     if dry_run or rules.max_bytes is not None or rules.made_by is not None:
-        choice = await choose(
-            store, layout, rules, now_s, tenant=tenant, headers=headers, report=report
-        )
+        choice = await choose(store, layout, rules, now_s, headers=headers, report=report)
     if dry_run:
         return _collection(choice, done=False)
     names: set[str] = set()

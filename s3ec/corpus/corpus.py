@@ -374,8 +374,8 @@ class Corpus(OpenBucket):
 
         Rules that are given together narrow: an entry goes where all agree. Costs a listing of
         everything, another one with ``max_bytes`` and one with ``made_by``, and what delete costs
-        for what goes. With ``made_by`` the catalogue is read, and the header of each entry of which
-        it does not tell. The catalogue's rows of what is gone go too.
+        for what goes. With ``made_by`` the header of each entry is read that the other rules let
+        go. The catalogue's rows of what is gone go too.
 
         Args:
             older_than_s: Those that were stored so long ago.
