@@ -36,7 +36,7 @@ class CatalogCheck:
     """How the catalogue compares with the listing.
 
     Attributes:
-        rows: Of the catalogue, the newest of each document, page and modality.
+        rows: Of the catalogue, the newest of each document and place.
         gone: Rows whose entry has no object.
         unlisted: Entries without a row; that is no fault.
         gone_identifiers: Those of the rows in ``gone``.

@@ -3,10 +3,10 @@
 
 It is a folder of Parquet files in the bucket, its parts. A part is written once, under a ULID by
 the server's clock, and never changed. A row says with which part it was appended, and of two rows
-for one document, page and modality that of the later part counts. So the order in which parts are
-read does not matter, nor do rows that two parts hold both. That is what makes folding safe: it
-first writes one part with all rows of some others, and then deletes those. Two folds at once, or
-one that was killed between the two steps, leave rows twice and lose none.
+for one document, page, modality and place that of the later part counts. So the order in which
+parts are read does not matter, nor do rows that two parts hold both. That is what makes folding
+safe: it first writes one part with all rows of some others, and then deletes those. Two folds at
+once, or one that was killed between the two steps, leave rows twice and lose none.
 
 A job appends parts as it goes, and folds them at its end. What jobs left that were killed, or that
 may not delete, ``gc`` folds. A part whose name is later than its own date was not named by the
@@ -265,9 +265,9 @@ class CatalogWriter:
     async def append(self, rows: Iterable[CatalogRow]) -> None:
         """Append rows as one new part, confirmed by the bucket when this returns.
 
-        A row counts before those that were confirmed when this began, and of two with one document,
-        page and modality the last. Costs a LIST and a PUT, and a GET the first time. A great many
-        rows become several parts.
+        A row counts before those that were confirmed when this began, and of two for one document
+        and place the last. Costs a LIST and a PUT, and a GET the first time. A great many rows
+        become several parts.
 
         Args:
             rows: None of them is written where one is wrong.
@@ -311,9 +311,9 @@ class CatalogWriter:
 
         An entry is looked for after the catalogue was read: a row comes after its entry, so one
         that was stored again, by whoever fills the corpus meanwhile, keeps its row. An older row of
-        the same document, page and modality goes with a newer one: it is of what the document was
-        before. A fold that is under way may bring rows back; they are found again by the next
-        audit. Costs a HEAD for each suspect. Memory: as read_table.
+        the same document and place goes with a newer one: it is of what the document was before. A
+        fold that is under way may bring rows back; they are found again by the next audit. Costs a
+        HEAD for each suspect. Memory: as read_table.
 
         Args:
             is_suspect: True if the entry of an identifier may be gone. Called in another thread.
@@ -463,7 +463,7 @@ class Catalog:
         )
 
     def table(self) -> pa.Table:
-        """All rows as a table of pyarrow, the newest of each document, page and modality."""
+        """All rows as a table of pyarrow, the newest of each document, page, modality and place."""
         return self._corpus.within(read_table, self.namespace)
 
     def rows(self, where: str | None = None) -> Iterator[CatalogRow]:

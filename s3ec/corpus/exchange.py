@@ -58,6 +58,7 @@ from s3ec.tenant import Tenant
 from s3ec.tier.files import TempFile
 
 if TYPE_CHECKING:
+    from s3ec.corpus.catalog_file import CatalogRow
     from s3ec.settings import Settings
 
 MAX_ENTRY_BYTES = 2 * 2**30
@@ -401,20 +402,20 @@ async def _copy_rows(
     if not there or not await list_parts(source, layout):
         return
     try:
-        known = {
-            (row.document, row.page, row.modality)
-            for row in to_rows(await read_table(target, layout))
-        }
+        known = {_key_of_row(row) for row in to_rows(await read_table(target, layout))}
         news = []
         for row in to_rows(await read_table(source, layout)):
             key = make_key(row.identifier)
-            is_known = (row.document, row.page, row.modality) in known
-            if key is not None and key.digest in there and not is_known:
+            if key is not None and key.digest in there and _key_of_row(row) not in known:
                 news.append(row)
         await append_rows(target, layout, news)
         result.catalogued = len(news)
     except (CorruptEntryError, ConfigError) as exc:  # its parts, or pyarrow is missing
         result.failures["catalog"] = str(exc)
+
+
+def _key_of_row(row: CatalogRow) -> tuple[object, ...]:
+    return row.document, row.page, row.modality, row.uri
 
 
 # -- our layout ------------------------------------------------------------------------------------

@@ -95,6 +95,17 @@ async def test_the_later_append_counts_whatever_the_times_say() -> None:
     assert [found.rows for found in await rows_of(store)] == [3, 4]
 
 
+async def test_files_of_one_name_in_two_folders_are_two_documents() -> None:
+    store = MemoryStore()
+    here, there = (row("a.png", uri=f"file:///{place}/a.png") for place in ("here", "there"))
+    await append_rows(store, LAYOUT, [there])
+    await append_rows(store, LAYOUT, [here])
+    assert await rows_of(store) == [here, there]
+    changed = dataclasses.replace(there, rows=9)
+    await append_rows(store, LAYOUT, [changed])
+    assert await rows_of(store) == [here, changed]
+
+
 async def test_part_of_the_future_is_named_and_left_out_and_the_next_append_counts() -> None:
     store = MemoryStore()
     ahead = "7" + LATER[1:]
