@@ -57,8 +57,8 @@ class Rules:
 
 
 @dataclass(slots=True)
-class Choice:
-    """Which objects go, and how many that were.
+class Collection:
+    """Which objects go, how many that were, and whether they are gone.
 
     Attributes:
         rules: The rules.
@@ -72,6 +72,9 @@ class Choice:
         nbytes: Their size.
         left_objects: That stay, of those below the adapter's folder.
         left_bytes: Their size.
+        done: Whether they were deleted; False of a dry run.
+        dropped_rows: Rows of the catalogue that went with them.
+        problem: Why the catalogue's rows are left, empty where they are not.
     """
 
     rules: Rules
@@ -83,6 +86,14 @@ class Choice:
     nbytes: int = 0
     left_objects: int = 0
     left_bytes: int = 0
+    done: bool = False
+    dropped_rows: int = 0
+    problem: str = ""
+
+    @property
+    def namespace(self) -> str:
+        """Where."""
+        return self.layout.namespace
 
     def __call__(self, infos: Sequence[ObjectInfo]) -> list[ObjectInfo]:
         """Those of some listed objects that go; they are counted."""
@@ -128,7 +139,7 @@ async def choose(
     *,
     headers: Callable[[int], object] = lambda count: None,
     report: Report = unreported,
-) -> Choice:
+) -> Collection:
     """Find out by a listing what would go, and count it; changes nothing.
 
     With ``made_by`` there is one more listing, and a request for each entry that the other rules
@@ -147,10 +158,10 @@ async def choose(
         UnavailableError, AccessError: The store does not answer now, or refuses.
     """
     rules.check()
-    choice = Choice(rules, layout, now_s)
+    choice = Collection(rules, layout, now_s)
     if rules.made_by is not None:
         names = await _made_by(store, choice, rules.made_by, headers, report)
-        choice = Choice(rules, layout, now_s, names=names)
+        choice = Collection(rules, layout, now_s, names=names)
     found: list[tuple[Rank, int]] = []
     expected = await newest_rows(store, layout)
     listing = list_objects(store, layout, report=report, expected=expected)
@@ -166,7 +177,7 @@ async def choose(
 
 async def _made_by(
     store: Store,
-    choice: Choice,
+    choice: Collection,
     wanted: MadeBy,
     headers: Callable[[int], object],
     report: Report,
@@ -182,7 +193,9 @@ async def _made_by(
         return await names_made_by(store, wanted, entries(), headers=headers, report=report)
 
 
-def _until_the_rest_fits(choice: Choice, found: list[tuple[Rank, int]], most: int) -> Choice:
+def _until_the_rest_fits(
+    choice: Collection, found: list[tuple[Rank, int]], most: int
+) -> Collection:
     """The same choice, with the last one that has to go."""
     surplus = choice.left_bytes + choice.nbytes - most
     found.sort()
@@ -202,12 +215,12 @@ def _until_the_rest_fits(choice: Choice, found: list[tuple[Rank, int]], most: in
 async def collect(
     store: Store,
     layout: Layout,
-    choice: Choice,
+    choice: Collection,
     *,
     deleted: Callable[[Sequence[Key]], None] = lambda _: None,
     node: NodeFolder | None = None,
     report: Report = unreported,
-) -> Choice:
+) -> Collection:
     """Delete what ``choose`` has chosen, as a listing of now shows it.
 
     What was stored or deleted since is left alone. What is left becomes a snapshot of the index.
@@ -229,31 +242,6 @@ async def collect(
     done = replace(choice, objects=0, nbytes=0, left_objects=0, left_bytes=0)
     await delete_chosen(store, layout, done, deleted=deleted, node=node, report=report)
     return done
-
-
-@dataclass(frozen=True, slots=True)
-class Collection:
-    """What ``Corpus.gc`` found, and whether it is gone.
-
-    Attributes:
-        namespace: Where.
-        objects: That went, or would in a dry run.
-        nbytes: Their size.
-        left_objects: That stay, of those that the adapter's rule leaves.
-        left_bytes: Their size.
-        done: Whether they were deleted; False of a dry run.
-        dropped_rows: Rows of the catalogue that went with them.
-        problem: Why the catalogue's rows are left, empty where they are not.
-    """
-
-    namespace: str
-    objects: int
-    nbytes: int
-    left_objects: int
-    left_bytes: int
-    done: bool
-    dropped_rows: int = 0
-    problem: str = ""
 
 
 async def collect_garbage(
@@ -286,11 +274,11 @@ async def collect_garbage(
     # The times of objects are the server's: a clock of ours that is ahead would make them old.
     now_s = clock() if dry_run else await _server_time_s(store, layout)
     rules.check()
-    choice = Choice(rules, layout, now_s)
+    choice = Collection(rules, layout, now_s)
     if dry_run or rules.max_bytes is not None or rules.made_by is not None:
         choice = await choose(store, layout, rules, now_s, headers=headers, report=report)
     if dry_run:
-        return _collection(choice, done=False)
+        return choice
     names: set[str] = set()
     done = await collect(
         store,
@@ -300,30 +288,16 @@ async def collect_garbage(
         node=node,
         report=report,
     )
-    dropped, problem = await drop_deleted_rows(store, layout, names, tenant)
-    problem = problem or await _fold_catalog(store, layout)
-    return _collection(done, done=True, dropped_rows=dropped, problem=problem)
+    done.done = True
+    done.dropped_rows, done.problem = await drop_deleted_rows(store, layout, names, tenant)
+    done.problem = done.problem or await _fold_catalog(store, layout)
+    return done
 
 
 async def _server_time_s(store: Store, layout: Layout) -> float:
     server = ServerClock()
     await server.ask(store, layout)
     return server.now_s()
-
-
-def _collection(
-    choice: Choice, *, done: bool, dropped_rows: int = 0, problem: str = ""
-) -> Collection:
-    return Collection(
-        choice.layout.namespace,
-        choice.objects,
-        choice.nbytes,
-        choice.left_objects,
-        choice.left_bytes,
-        done,
-        dropped_rows,
-        problem,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from s3ec.corpus.encoder import EncoderError
 from s3ec.corpus.entries import CorpusEntry, find_entry, read_header
 from s3ec.corpus.reading import without_secrets
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.identity import Key, Layout, Namespace, naming_of
 from s3ec.index.child import in_process
 from s3ec.index.local import NodeFolder
@@ -151,7 +151,7 @@ class Ledger:
         if writer is not None:
             try:
                 self._corpus.run(lambda store: writer.fold())
-            except (UnavailableError, AccessError) as exc:  # a job needs no right to delete
+            except S3ECError as exc:  # such as that of a job without the right to delete
                 log.info("the catalogue's parts are left to `s3ec gc`: %s", exc)
         index, self._index = self._index, None
         if index is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.corpus.catalog import append_rows, list_parts, read_table
-from s3ec.corpus.collect import Choice, Rules, choose, collect, collect_garbage
+from s3ec.corpus.collect import Collection, Rules, choose, collect, collect_garbage
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import make_key
 from s3ec.index import listing
@@ -62,7 +62,7 @@ def names_of(*identifiers: str) -> set[str]:
     return set(map(name_of, identifiers))
 
 
-async def run(memory: Store, rules: Rules) -> Choice:
+async def run(memory: Store, rules: Rules) -> Collection:
     choice = await choose(memory, LAYOUT, rules, NOW_S)
     done = await collect(memory, LAYOUT, choice)
     assert (done.objects, done.nbytes, done.left_objects, done.left_bytes) == (
