@@ -614,7 +614,7 @@ class Corpus(OpenBucket):
         ``url: file:///FOLDER`` serves the folder as it is.
 
         Args:
-            folder: Made if it is absent. One export at a time writes there.
+            folder: Made if it is absent.
             options: Which entries, and how fast; None for all of them.
 
         Returns:
@@ -622,7 +622,6 @@ class Corpus(OpenBucket):
 
         Raises:
             ConfigError: The folder cannot be made, or an option is wrong.
-            ConflictError: Another export writes into the folder.
             NoSpaceError: Its disk is full. What was copied stays, as in all these cases.
             TierError: The folder for temporary files is full.
             NotFoundError, AmbiguousError: No namespace fits, or several do.

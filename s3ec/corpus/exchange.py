@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
 import re
 import struct
@@ -137,14 +136,17 @@ async def export(
     Raises:
         ConfigError: The folder cannot be made, holds another corpus of that name, or an option is
             wrong.
-        ConflictError: Another export writes there.
         NoSpaceError: Its disk is full. What was copied stays, as in all these cases.
         UnavailableError, AccessError: A store does not answer, or refuses.
         TierError: The folder for temporary files is full.
     """
     names = await _wanted_names(store, layout, options, settings)
-    async with _for_writing(folder, layout), _opened(folder, settings, writes=True) as target:
-        return await _copy_namespace(store, target, layout, names, options, settings)
+    await asyncio.to_thread(_begin, folder, layout)
+    async with _opened(folder, settings, writes=True) as target:
+        result = await _copy_namespace(store, target, layout, names, options, settings)
+    # The files have their names; this brings their bytes to the disk, which may be pulled out.
+    await asyncio.to_thread(os.sync)
+    return result
 
 
 async def import_folder(
@@ -537,56 +539,32 @@ def folder_settings(folder: Path, settings: Settings) -> Settings:
         ) from exc
 
 
-@asynccontextmanager
-async def _for_writing(folder: Path, layout: Layout) -> AsyncGenerator[None, None]:
-    """Make a folder, keep other exports away, and remove what a killed one left.
+def _begin(folder: Path, layout: Layout) -> None:
+    """Make a folder, and remove what killed exports left. What a link leads to is not ours.
+
+    An export that runs beside this one writes what it has lost once more.
 
     Raises:
-        ConfigError: It cannot be made, or is no folder.
-        ConflictError: Another export writes into it.
+        ConfigError: The folder cannot be made, or is none.
     """
-    fd = await asyncio.to_thread(_open_folder, folder)
-    try:
-        await asyncio.to_thread(_sweep, folder / layout.namespace)
-        yield
-        # The files have their names; this brings their bytes to the disk, which may be pulled out.
-        await asyncio.to_thread(os.sync)
-    finally:
-        os.close(fd)
-
-
-def _open_folder(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as exc:
         raise ConfigError(
             f"{folder}: {exc.strerror}; name a folder that this user may write to", field="folder"
         ) from exc
-    # Where the file system has no locks on folders, nobody is kept away.
-    with suppress(OSError):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            os.close(fd)
-            raise ConflictError(
-                f"another export writes into {folder}; wait for it, or stop it"
-            ) from exc
-    return fd
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed exports left. What a link leads to is not ours."""
-    if folder.is_symlink():
-        return
-    for above, _, names in os.walk(folder):
+    ours = folder / layout.namespace
+    for above, _, names in os.walk(ours) if not ours.is_symlink() else ():
         for name in filter(_UNFINISHED.fullmatch, names):
             with suppress(OSError):
                 os.unlink(os.path.join(above, name))
 
 
 class _Renaming(Wrapper):
-    """A folder, for the only one who writes there: looks, and renames. It needs no hard links."""
+    """A folder in which files appear by a rename, which needs no hard links: looks before it.
+
+    Of two who write one name at once the later one wins: an entry has the same bytes.
+    """
 
     def __init__(self, inner: Store, folder: Path) -> None:
         super().__init__(inner)

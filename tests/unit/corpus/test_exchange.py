@@ -19,7 +19,7 @@ from s3ec import codec
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus
 from s3ec.corpus.exchange import TransferOptions
-from s3ec.errors import AccessError, ConfigError, ConflictError, NotFoundError, UnavailableError
+from s3ec.errors import AccessError, ConfigError, NotFoundError, UnavailableError
 from s3ec.identity import Layout, Namespace
 from s3ec.index.names import SnapshotName
 from s3ec.store.base import NoSpaceError
@@ -553,18 +553,22 @@ def test_a_full_disk_is_named_and_nothing_is_lost(here: Filled, tmp_path: Path) 
             assert exported.verify().agrees
 
 
-def test_two_exports_into_one_folder_do_not_run_at_once(here: Filled, tmp_path: Path) -> None:
+def test_two_exports_into_one_folder_at_once_lose_nothing(here: Filled, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    refused: list[str] = []
+    others: list[str] = []
 
     def another(what: str, done: int, total: int | None) -> None:
-        if done == 1 and not refused:
-            with in_folder(tmp_path / "here") as same, pytest.raises(ConflictError) as caught:
-                same.export(disk)
-            refused.append(str(caught.value))
+        if what == "copying" and done == 1 and not others:
+            with in_folder(tmp_path / "here") as same:
+                others.append(same.export(disk).status)
 
-    assert here.corpus.export(disk, options=TransferOptions(report=another)).copied == len(IDS)
-    assert refused == [f"another export writes into {disk}; wait for it, or stop it"]
+    done = here.corpus.export(disk, TransferOptions(report=another))
+    assert (done.status, done.copied + done.present) == ("complete", len(IDS))
+    assert others == ["complete"]
+    with in_folder(disk) as exported:
+        assert objects_of(exported, NAMESPACE) == objects_of(here.corpus, NAMESPACE)
+        assert exported.verify(deep=True).agrees
+    assert not [name for name in files_of(disk) if ".tmp-" in name]
 
 
 def test_folder_that_cannot_be_made_is_named(here: Filled, tmp_path: Path) -> None:
