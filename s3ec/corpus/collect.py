@@ -143,19 +143,12 @@ async def choose(
     """Find out by a listing what would go, and count it; changes nothing.
 
     With ``made_by`` there is one more listing, and a request for each entry that the other rules
-    let go.
-
-    Memory: with ``max_bytes`` some 150 bytes for each object that the other rules let go, with
-    ``made_by`` some 500.
+    let go. Memory: with ``max_bytes`` some 150 bytes for each object that the other rules let go,
+    with ``made_by`` some 500.
 
     Args:
         now_s: Ages count to here.
         headers: Told how many headers will be read, before the first one is.
-        report: Told how many objects were looked at.
-
-    Raises:
-        ConfigError: As Rules.check.
-        UnavailableError, AccessError: The store does not answer now, or refuses.
     """
     rules.check()
     choice = Collection(rules, layout, now_s)
@@ -221,23 +214,14 @@ async def collect(
     node: NodeFolder | None = None,
     report: Report = unreported,
 ) -> Collection:
-    """Delete what ``choose`` has chosen, as a listing of now shows it.
+    """Delete what ``choose`` has chosen, as a listing of now shows it; returns what went.
 
-    What was stored or deleted since is left alone. What is left becomes a snapshot of the index.
+    What was stored or deleted since is left alone. What is left becomes a snapshot of the index;
+    where this is broken off, none is written.
 
     Args:
-        choice: By choose.
         deleted: Told of entries that are gone.
         node: This node's files of the index, so that its engines are told.
-        report: Told how many objects were looked at.
-
-    Returns:
-        What went.
-
-    Raises:
-        UnavailableError, AccessError: The store does not answer now, or refuses; some may be
-            deleted, and no snapshot is written.
-        TierError: The folder for temporary files is full.
     """
     done = replace(choice, objects=0, nbytes=0, left_objects=0, left_bytes=0)
     await delete_chosen(store, layout, done, deleted=deleted, node=node, report=report)
@@ -256,20 +240,11 @@ async def collect_garbage(
     report: Report = unreported,
     clock: Callable[[], float] = time.time,
 ) -> Collection:
-    """Choose and delete, or only count.
+    """Choose and delete, or only count; see Corpus.gc.
 
     Args:
-        store: The bucket.
-        rules: What goes.
         tenant: Whose secret is in the names.
-        dry_run: Only say what would go.
-        node: As for collect.
-        headers: As for choose.
-        report: Told how many objects were looked at.
         clock: Seconds since the epoch; for a dry run, which writes nothing to ask the server.
-
-    Raises:
-        ConfigError, UnavailableError, AccessError, TierError: As choose and collect.
     """
     # The times of objects are the server's: a clock of ours that is ahead would make them old.
     now_s = clock() if dry_run else await _server_time_s(store, layout)
@@ -345,17 +320,11 @@ async def delete(
     node: NodeFolder | None = None,
     report: Report = unreported,
 ) -> Deletion:
-    """Delete entries by their keys, and the catalogue's rows of them.
+    """Delete entries by their keys, and the catalogue's rows of them; see Corpus.delete.
 
     Args:
         keys: By what the caller calls them.
         tenant: Whose secret is in the names.
-        dry_run: Only say what would go.
-        node: This node's files of the index, so that its engines are told.
-        report: Told how many entries were looked for, and how many are gone.
-
-    Raises:
-        UnavailableError, AccessError: The store does not answer now, or refuses; some may be left.
     """
     found = await find_objects(store, layout, keys.values(), report=report)
     by_text = {text: found[key] for text, key in keys.items()}
@@ -377,7 +346,6 @@ async def drop_deleted_rows(
 
     Args:
         names: Of the entries' objects, below ``objects/``.
-        tenant: Whose secret is in the names.
 
     Returns:
         How many, and why they are left: pyarrow is missing, or the store does not answer; empty

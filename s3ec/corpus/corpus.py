@@ -206,8 +206,8 @@ class Corpus(OpenBucket):
     ) -> Embedding | None:
         """An embedding with all its bytes, each of them checked.
 
-        Costs what stat costs, and the download: one request, or one for each 8 MiB, four at a
-        time. Memory: the entry once.
+        Costs what find costs, and one request; of an entry of more than 8 MiB one for the header,
+        and one for each 8 MiB, four at a time. Memory: the entry once.
 
         Args:
             identifier: As for stat.

@@ -302,15 +302,9 @@ async def read_header(store: Store, entry: CorpusEntry) -> CorpusEntry | None:
     return replace(entry, header=header)
 
 
-async def read_entry(
-    store: Store, entry: CorpusEntry, report: Report, *, header_first: bool = True
-) -> Embedding | None:
-    """A whole entry, every byte of it checked; its header first, which bounds the download.
-
-    Args:
-        header_first: False for one request less where a small entry was listed a moment ago.
-    """
-    if (header_first or entry.nbytes > PART_BYTES) and await read_header(store, entry) is None:
+async def read_entry(store: Store, entry: CorpusEntry, report: Report) -> Embedding | None:
+    """A whole entry, every byte of it checked; of a large one the header first."""
+    if entry.nbytes > PART_BYTES and await read_header(store, entry) is None:
         return None
     with _naming(entry):
         blob = await _download(store, entry, report)

@@ -127,19 +127,7 @@ async def export(
     *,
     settings: Settings,
 ) -> Transferred:
-    """Copy the wanted entries of a namespace into a folder.
-
-    Args:
-        folder: Made if it is absent.
-        settings: Of the corpus.
-
-    Raises:
-        ConfigError: The folder cannot be made, holds another corpus of that name, or an option is
-            wrong.
-        NoSpaceError: Its disk is full. What was copied stays, as in all these cases.
-        UnavailableError, AccessError: A store does not answer, or refuses.
-        TierError: The folder for temporary files is full.
-    """
+    """Copy the wanted entries of a namespace into a folder; see Corpus.export."""
     names = await _wanted_names(store, layout, options, settings)
     await asyncio.to_thread(_begin, folder, layout)
     async with _opened(folder, settings, writes=True) as target:
@@ -152,17 +140,11 @@ async def export(
 async def import_folder(
     folder: Path, store: Store, layout: Layout, options: TransferOptions, *, settings: Settings
 ) -> Transferred:
-    """Copy the wanted entries of a namespace from a folder in our layout.
+    """Copy the wanted entries of a namespace from a folder; see Corpus.import_from.
 
     Args:
         store: The bucket, which honours conditional writes or looks before it writes.
-        layout: Of the namespace, here and there.
         settings: Of the bucket's corpus.
-
-    Raises:
-        ConfigError: There is no such folder, it says not of which model it is, or an option is
-            wrong.
-        UnavailableError, AccessError, TierError: As export.
     """
     async with _opened(folder, settings) as source:
         names = await _wanted_names(source, layout, options, settings)
@@ -178,18 +160,12 @@ async def import_example(
     modality: str,
     settings: Settings,
 ) -> Transferred:
-    """Copy the wanted entries of a folder in vLLM's layout into a namespace.
+    """Copy the wanted entries of a folder in vLLM's layout; see Corpus.import_example.
 
-    Nothing in such a folder says of which model it is, or whether its values are what they were:
-    the caller knows that. Shape, type and finite numbers are checked, and the namespace's record.
+    Shape, type and finite numbers are checked, and the namespace's record.
 
     Args:
-        store: As for import_folder, and so are ``layout`` and ``settings``.
-        modality: Of all of them, such as ``image``.
-
-    Raises:
-        ConfigError: There is no such folder, or an option is wrong.
-        UnavailableError, AccessError, TierError: As export.
+        store, settings: As for import_folder.
     """
     names = await _wanted_names(store, layout, options, settings)
     async with _opened(folder, settings) as source:
@@ -458,7 +434,7 @@ class _NamespacePlace:
             yield list(entries_of(self._layout, filter(None, found.values())))
 
     async def read(self, entry: CorpusEntry) -> _Checked | None:
-        found = await read_entry(self._store, entry, unreported, header_first=False)
+        found = await read_entry(self._store, entry, unreported)
         return None if found is None else (found.header, [found.file])
 
     async def has(self, entry: CorpusEntry) -> bool:

@@ -214,20 +214,14 @@ async def hydrate(
     options: HydrateOptions,
     report: Report = unreported,
 ) -> Hydration:
-    """Bring entries into this node's tier; runs on ``loop``.
+    """Bring entries into this node's tier; runs on ``loop``. See Corpus.hydrate.
 
     Args:
-        wanted: The most wanted first; None for everything.
         settings: Say where the tier is and what it may take.
         loop: Makes the disk calls.
-        report: Told how many bytes were brought, and of how many where that is known.
 
     Returns:
         What came of it, also where the store or the disk gave up in the middle.
-
-    Raises:
-        TierError: The tier cannot be opened.
-        UnavailableError, AccessError: The namespace cannot be listed.
     """
     counters = Counters()
     tier = await loop.disk_long(
