@@ -161,7 +161,7 @@ PLAIN_HTTP = (
 
 # Settings that do not apply to a corpus that `url` names.
 OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
-          "sse", "sse_kms_key_id")  # fmt: skip
+          "sse", "sse_kms_key_id", "requester_pays")  # fmt: skip
 
 
 def _default_cache_dir() -> Path:
@@ -295,6 +295,11 @@ class Settings(BaseModel):
         "and `ca_bundle`; or, for a Redis or Valkey, with `url` (`rediss://USER@HOST:PORT`) and "
         "perhaps `password` (`env:VARIABLE` or `file:/path`), `cluster` and `ttl_s`. With `fill`, "
         "engines copy there what it lacks, each at most `fill_bytes_per_minute` (1GiB).",
+    )
+    requester_pays: bool = Field(
+        False,
+        description="Send `x-amz-request-payer: requester` with each request: this account pays for"
+        " what it asks of a bucket that is set up so.",
     )
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,

@@ -34,7 +34,6 @@ _PANELS = {
         "precompute": "precompute",
         "export": "transfer",
         "import": "transfer",
-        "cp": "transfer",
     },
     "Clean": {"rm": "remove", "gc": "remove"},
     "Node": {"hydrate": "hydrate", "tier": "tier"},

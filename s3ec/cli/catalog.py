@@ -16,7 +16,6 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     counting,
-    echo,
     epilog,
     many,
     print_json,
@@ -74,11 +73,6 @@ def register(app: App) -> None:
         ),
         ("s3ec catalog sql 'SELECT sum(bytes) FROM catalog' --json", "for machines"),
     )(with_namespace(sql))
-    group.command(
-        "merge",
-        ("s3ec catalog merge", "where those who append may not delete"),
-        ("s3ec catalog merge --json", "for machines"),
-    )(with_namespace(merge))
     app.add_typer(group, name="catalog")
 
 
@@ -264,26 +258,3 @@ def sql(
         return
     rows = list(plain_values(answer.slice(0, _SHOWN_ROWS)))
     _print_table(answer.schema.names, rows, len(answer))
-
-
-def merge(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
-    """Make few files of many small ones. No row is lost, whoever appends or reads meanwhile.
-
-    Jobs do this by themselves where they may delete. It needs that right.
-    """
-
-    async def work(store: Store, layout: Layout) -> tuple[int, int]:
-        from s3ec.corpus.catalog import list_parts, merge_parts
-
-        merged = 0
-        while count := await merge_parts(store, layout, fewest=2):
-            merged += count
-        return merged, len(await list_parts(store, layout))
-
-    with counting("merging"), source.corpus() as corpus:
-        name = choice.within(corpus)
-        merged, left = corpus.within(work, name, write=True)
-    if as_json:
-        print_json({"namespace": name, "merged": merged, "part_count": left})
-    else:
-        echo(f"{many(merged, 'part')} merged; {left:,} now")

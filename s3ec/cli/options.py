@@ -149,34 +149,6 @@ class SettingsSource:
         more = {name: value for name, value in given.items() if value is not None}
         return replace(self, overrides={**self.overrides, **more})
 
-    def beside(self, url: str, given: Mapping[str, str], config: str | None) -> SettingsSource:
-        """The same for another corpus.
-
-        Args:
-            url: Where that is, such as ``s3://BUCKET/PREFIX``.
-            given: Settings with an option of their own for it, which win over these.
-            config: Text of its own ``--config``; None for this one.
-
-        Raises:
-            ConfigError: It is no URL, or an option names a place as well.
-        """
-        if "://" not in url:
-            raise ConfigError(
-                f"{url!r:.200} is no place; write it as s3://BUCKET/PREFIX, file:///FOLDER, "
-                "gs://BUCKET or az://CONTAINER"
-            )
-        for name in _PLACE:
-            if name in self.overrides:
-                raise ConfigError(
-                    f"`--{name}` beside places that are given as arguments; leave it out",
-                    field=name,
-                )
-        own = dict(self.overrides)
-        if not url.startswith("s3://"):
-            own = {name: value for name, value in own.items() if name not in _S3_OPTIONS}
-        label = self.label if config is None else "--to-config"
-        return SettingsSource(config or self.config, {**own, **given, "url": url}, label)
-
     def load(self, *, need_bucket: bool = True) -> LoadedSettings:
         """Read the settings; origins name the option that won.
 

@@ -323,8 +323,7 @@ def plain_logs() -> None:
 def note_headers(count: int) -> None:
     """Say how many headers will be read to find out what made entries, before it is done."""
     if count:
-        entries = many(count, "entry", "entries")
-        print_note(f"no catalogue tells of {entries}: reading headers, {many(count, 'request')}")
+        print_note(f"reading the headers of {many(count, 'entry', 'entries')}, one request each")
 
 
 def printable(text: str) -> str:

@@ -304,7 +304,7 @@ def _more(report: PrecomputeReport) -> str:
 
 
 def _print(report: PrecomputeReport, log_file: Path | None) -> None:
-    started = f", without {report.start_seconds:.0f} s to start" if report.engine_started else ""
+    started = f", without {report.start_s:.0f} s to start" if report.engine_started else ""
     speed = f"{report.encoded_per_s:.2g} a second{started}"
     rows = [
         ("status", report.status),

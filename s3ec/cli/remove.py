@@ -23,6 +23,7 @@ from s3ec.cli.options import (
     with_namespace,
 )
 from s3ec.cli.output import (
+    EXIT_PARTIAL,
     EXIT_WRONG,
     RESUMES,
     UNCHANGED,
@@ -41,8 +42,8 @@ from s3ec.cli.output import (
 from s3ec.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
-    from s3ec.corpus import Corpus, Deletion
-    from s3ec.corpus.collect import Collection
+    from s3ec.corpus import Corpus
+    from s3ec.corpus.collect import Collection, Deletion
     from s3ec.index.delete import Contents
     from s3ec.store.base import Store
 
@@ -75,7 +76,7 @@ def rm(
     Without --yes, nothing is deleted unless you agree at a terminal. Engines of this node are told;
     others find out when they ask for it, and those that only encode by `s3ec manifest rebuild`. A
     node that has a copy on its disk serves it until it is evicted. Exit status 1 where one was not
-    there; the others are deleted all the same.
+    there; the others are deleted all the same. Exit status 3 where rows of the catalogue are left.
     """
     with source.corpus() as corpus:
         name = choice.within(corpus)
@@ -109,8 +110,8 @@ def rm(
                 "dry_run": not found.done,
             }
         )
-    if absent:
-        raise typer.Exit(EXIT_WRONG)
+    if absent or found.problem:
+        raise typer.Exit(EXIT_WRONG if absent else EXIT_PARTIAL)
 
 
 def gc(
@@ -143,7 +144,8 @@ def gc(
 
     Rules that are given together narrow. Without --yes, nothing is deleted unless you agree at a
     terminal. An entry that is still needed is encoded and stored again. With --made-by the header
-    is read of each entry of which the catalogue does not tell, after it was said how many that are.
+    is read of each entry that the other rules let go, after it was said how many that are.
+    Exit status 3 where rows of the catalogue are left.
     """
     age_s = optional(duration_s, older_than, "older_than")
     most = optional(size_bytes, max_bytes, "max_bytes")
@@ -189,6 +191,8 @@ def gc(
                 "dry_run": not found.done,
             }
         )
+    if found.problem:
+        raise typer.Exit(EXIT_PARTIAL)
 
 
 def _note_rows(found: Collection | Deletion) -> None:

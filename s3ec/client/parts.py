@@ -21,8 +21,15 @@ from typing import Any
 
 from s3ec.client.known import KnownCatalog
 from s3ec.corpus.catalog_file import STAMP, CatalogRow
-from s3ec.corpus.reading import ReadOptions, is_whole, reader_for, scheme_of, suffix_of
-from s3ec.errors import ConfigError, NotFoundError, S3ECError, SourceError
+from s3ec.corpus.reading import (
+    ReadOptions,
+    is_whole,
+    reader_for,
+    scheme_of,
+    suffix_of,
+    without_secrets,
+)
+from s3ec.errors import AmbiguousError, ConfigError, NotFoundError, S3ECError, SourceError
 
 Part = dict[str, Any]
 Message = Mapping[str, Any]
@@ -98,7 +105,7 @@ class PartMaker:
             if row is None:
                 return [_pixels(modality, _data_url(modality, "", data), f"sha256:{digest}")]
             return [self._without(row) or _checked(row, data)]
-        rows = self._rows(document, page, look_again=url is None)
+        rows = _of_one_place(self._rows(document, page, look_again=url is None), url)
         if not rows and url is not None:
             return [_pixels(modality, url, None)]
         if not rows:
@@ -187,6 +194,28 @@ class PartMaker:
             with contextlib.suppress(ValueError):  # no number, or none that is taken
                 return replace(options, dpi=int(words[-1]))
         return options
+
+
+def _of_one_place(rows: Sequence[CatalogRow], url: str | None) -> list[CatalogRow]:
+    """Each page once: of files of one name in several places that of ``url``.
+
+    Raises:
+        AmbiguousError: Several have other content, and none of them is at ``url``.
+    """
+    place = None if url is None else without_secrets(url)
+    pages: dict[tuple[int | None, str], list[CatalogRow]] = {}
+    for row in rows:
+        pages.setdefault((row.page, row.modality), []).append(row)
+    chosen = []
+    for each in pages.values():
+        mine = [row for row in each if row.uri.partition("#page=")[0] == place] or each
+        if len({row.identifier for row in mine}) > 1:
+            raise AmbiguousError(
+                f"`{mine[0].document}` is in several places: {mine[0].uri}, {mine[1].uri}; give "
+                "the `url` of the one that is meant, or `data`"
+            )
+        chosen.append(max(mine, key=lambda row: row.stored_s))
+    return chosen
 
 
 # -- messages --------------------------------------------------------------------------------------

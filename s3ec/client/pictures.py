@@ -112,12 +112,14 @@ class Pictures(_Pictures):
             page: From 1; None for all that there are.
             data: The file's bytes. They decide, whatever the catalogue says of ``document``: where
                 it has this very file its entry is taken, else the part has the bytes.
-            url: Where the server finds the file, for a document that the catalogue may lack.
+            url: Where the server finds the file, for a document that the catalogue may lack; and
+                which one is meant of files of one name in several places.
             modality: Of ``data`` or ``url``.
 
         Raises:
             NotFoundError: The catalogue has no such document or page, and neither ``data`` nor
                 ``url`` is given.
+            AmbiguousError: Files of that name are in several places, and ``url`` is none of them.
             SourceError: Pixels are needed and cannot be read.
             S3ECError: The catalogue cannot be read.
         """

@@ -6,19 +6,15 @@
 
 from __future__ import annotations
 
-from s3ec.corpus.corpus import ATTEMPTS, Corpus, Deletion
+from s3ec.corpus.bucket import ATTEMPTS
+from s3ec.corpus.corpus import Corpus
 from s3ec.corpus.entries import CorpusEntry, Embedding, is_hash_prefix, read_header, scan
-from s3ec.corpus.selection import CopyOptions, Selection, Transferred
 
 __all__ = [
     "ATTEMPTS",
-    "CopyOptions",
     "Corpus",
     "CorpusEntry",
-    "Deletion",
     "Embedding",
-    "Selection",
-    "Transferred",
     "is_hash_prefix",
     "read_header",
     "scan",

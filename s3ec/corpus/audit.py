@@ -36,7 +36,7 @@ class CatalogCheck:
     """How the catalogue compares with the listing.
 
     Attributes:
-        rows: Of the catalogue, the newest of each document, page and modality.
+        rows: Of the catalogue, the newest of each document and place.
         gone: Rows whose entry has no object.
         unlisted: Entries without a row; that is no fault.
         gone_identifiers: Those of the rows in ``gone``.
@@ -85,23 +85,15 @@ async def audit(
     state: AuditState | None = None,
     report: Report = unreported,
 ) -> Audit:
-    """Compare index, listing and catalogue of a namespace, and read every object with ``deep``.
+    """Compare index, listing and catalogue of a namespace; see Corpus.verify.
 
-    Costs a download of the index and of the catalogue, and a listing of everything; ``deep`` a GET
-    of each object, and a second listing where there are more than FEW. Memory: some 200 MiB for the
-    index, the catalogue's identifiers, and 16 objects of up to 8 MiB; larger ones come in parts of
-    8 MiB.
+    Memory: some 200 MiB for the index, the catalogue's identifiers, and 16 objects of up to 8 MiB;
+    larger ones come in parts of 8 MiB.
 
     Args:
         tenant: Whose secret is in the names.
-        catalog: Look at the catalogue, if there is one.
-        state: Where a deep check goes on; None to begin and to keep nothing.
-        report: Told how far it is.
-
-    Raises:
-        UnavailableError, AccessError: The store does not answer now, or refuses; ``state`` knows
-            how far it came.
-        TierError: The folder for temporary files is full, or the state cannot be written.
+        state: Where a deep check goes on; None to begin and to keep nothing. It knows how far this
+            came where the store or the disk fails.
     """
     # First the catalogue, then the listing: a row comes after its entry.
     rows = await _CatalogRows.read(store, layout, tenant) if catalog else None

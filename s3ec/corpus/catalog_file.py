@@ -70,8 +70,9 @@ PART = "part"
 """The column with the name of the part that a row was appended with; kept when parts are merged."""
 STAMP = "s3ec_file"
 """In ``extra`` of a row: size and mtime of a file, and, last, dots per inch of a PDF's page."""
-KEY = ("document", "page", "modality")
-"""Of two rows that agree in these the newer one counts."""
+KEY = ("document", "page", "modality", "uri")
+"""Of two rows that agree in these the newer one counts. Files of one name in two places are two
+documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ class CatalogRow:
     """What the catalogue knows of one picture, page, video or sound.
 
     Attributes:
-        document: Its id; of a file the path relative to the source.
+        document: Its id; of a file the path relative to the source. With ``uri`` it says which one
+            it is.
         page: From 1; None where there are no pages.
         uri: Where it came from; stored without what may be secret in a URL.
         sha256: Of the file's bytes as the encoder was given them, 64 hex digits; of a PDF page
@@ -243,7 +245,7 @@ def in_parts(rows: Iterable[CatalogRow]) -> Iterator[list[CatalogRow]]:
 def newest(tables: Sequence[pa.Table]) -> pa.Table:
     """Tables with their ``part`` as one: of rows with equal keys the one of the newest part.
 
-    The result is sorted by document, page and modality, and has one chunk. Memory: about three
+    The result is sorted by document and page, and has one chunk. Memory: about three
     times the result.
     """
     import pyarrow as pa

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deletes the entries of a namespace that are not needed: old ones, or too many.
+"""Deletes entries of a namespace: those that are named, old ones, or the oldest of too many.
 
 A bucket knows when an object was stored, and nothing of its use.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from s3ec.corpus.entries import CorpusEntry, entries_of
-from s3ec.corpus.makers import MadeBy, names_made_by, open_makers
+from s3ec.corpus.makers import MadeBy, names_made_by
 from s3ec.counters import Report, unreported
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
-from s3ec.index.delete import delete_chosen
+from s3ec.index.delete import delete_chosen, delete_entries, find_objects
 from s3ec.index.listing import list_objects
 from s3ec.index.local import NodeFolder
 from s3ec.index.maker import newest_rows
@@ -57,8 +57,8 @@ class Rules:
 
 
 @dataclass(slots=True)
-class Choice:
-    """Which objects go, and how many that were.
+class Collection:
+    """Which objects go, how many that were, and whether they are gone.
 
     Attributes:
         rules: The rules.
@@ -72,6 +72,9 @@ class Choice:
         nbytes: Their size.
         left_objects: That stay, of those below the adapter's folder.
         left_bytes: Their size.
+        done: Whether they were deleted; False of a dry run.
+        dropped_rows: Rows of the catalogue that went with them.
+        problem: Why the catalogue's rows are left, empty where they are not.
     """
 
     rules: Rules
@@ -83,6 +86,14 @@ class Choice:
     nbytes: int = 0
     left_objects: int = 0
     left_bytes: int = 0
+    done: bool = False
+    dropped_rows: int = 0
+    problem: str = ""
+
+    @property
+    def namespace(self) -> str:
+        """Where."""
+        return self.layout.namespace
 
     def __call__(self, infos: Sequence[ObjectInfo]) -> list[ObjectInfo]:
         """Those of some listed objects that go; they are counted."""
@@ -126,33 +137,24 @@ async def choose(
     rules: Rules,
     now_s: float,
     *,
-    tenant: Tenant | None = None,
     headers: Callable[[int], object] = lambda count: None,
     report: Report = unreported,
-) -> Choice:
+) -> Collection:
     """Find out by a listing what would go, and count it; changes nothing.
 
-    With ``made_by`` there is one more listing, and a request for each entry of which the catalogue
-    does not say what made it.
-
-    Memory: with ``max_bytes`` some 150 bytes for each object that the other rules let go, with
-    ``made_by`` some 500.
+    With ``made_by`` there is one more listing, and a request for each entry that the other rules
+    let go. Memory: with ``max_bytes`` some 150 bytes for each object that the other rules let go,
+    with ``made_by`` some 500.
 
     Args:
         now_s: Ages count to here.
-        tenant: Whose secret is in the names.
         headers: Told how many headers will be read, before the first one is.
-        report: Told how many objects were looked at.
-
-    Raises:
-        ConfigError: As Rules.check.
-        UnavailableError, AccessError: The store does not answer now, or refuses.
     """
     rules.check()
-    choice = Choice(rules, layout, now_s)
+    choice = Collection(rules, layout, now_s)
     if rules.made_by is not None:
-        names = await _made_by(store, choice, rules.made_by, tenant, headers, report)
-        choice = Choice(rules, layout, now_s, names=names)
+        names = await _made_by(store, choice, rules.made_by, headers, report)
+        choice = Collection(rules, layout, now_s, names=names)
     found: list[tuple[Rank, int]] = []
     expected = await newest_rows(store, layout)
     listing = list_objects(store, layout, report=report, expected=expected)
@@ -168,14 +170,12 @@ async def choose(
 
 async def _made_by(
     store: Store,
-    choice: Choice,
+    choice: Collection,
     wanted: MadeBy,
-    tenant: Tenant | None,
     headers: Callable[[int], object],
     report: Report,
 ) -> set[str]:
     """Of what the other rules choose, the objects that were made so."""
-    makers = await open_makers(store, choice.layout, tenant)
     listing = list_objects(store, choice.layout, report=report)
     async with aclosing(listing) as batches:
 
@@ -183,10 +183,12 @@ async def _made_by(
             async for infos in batches:
                 yield list(entries_of(choice.layout, choice(infos)))
 
-        return await names_made_by(store, wanted, makers, entries(), headers=headers, report=report)
+        return await names_made_by(store, wanted, entries(), headers=headers, report=report)
 
 
-def _until_the_rest_fits(choice: Choice, found: list[tuple[Rank, int]], most: int) -> Choice:
+def _until_the_rest_fits(
+    choice: Collection, found: list[tuple[Rank, int]], most: int
+) -> Collection:
     """The same choice, with the last one that has to go."""
     surplus = choice.left_bytes + choice.nbytes - most
     found.sort()
@@ -206,58 +208,24 @@ def _until_the_rest_fits(choice: Choice, found: list[tuple[Rank, int]], most: in
 async def collect(
     store: Store,
     layout: Layout,
-    choice: Choice,
+    choice: Collection,
     *,
     deleted: Callable[[Sequence[Key]], None] = lambda _: None,
     node: NodeFolder | None = None,
     report: Report = unreported,
-) -> Choice:
-    """Delete what ``choose`` has chosen, as a listing of now shows it.
+) -> Collection:
+    """Delete what ``choose`` has chosen, as a listing of now shows it; returns what went.
 
-    What was stored or deleted since is left alone. What is left becomes a snapshot of the index.
+    What was stored or deleted since is left alone. What is left becomes a snapshot of the index;
+    where this is broken off, none is written.
 
     Args:
-        choice: By choose.
         deleted: Told of entries that are gone.
         node: This node's files of the index, so that its engines are told.
-        report: Told how many objects were looked at.
-
-    Returns:
-        What went.
-
-    Raises:
-        UnavailableError, AccessError: The store does not answer now, or refuses; some may be
-            deleted, and no snapshot is written.
-        TierError: The folder for temporary files is full.
     """
     done = replace(choice, objects=0, nbytes=0, left_objects=0, left_bytes=0)
     await delete_chosen(store, layout, done, deleted=deleted, node=node, report=report)
     return done
-
-
-@dataclass(frozen=True, slots=True)
-class Collection:
-    """What ``Corpus.gc`` found, and whether it is gone.
-
-    Attributes:
-        namespace: Where.
-        objects: That went, or would in a dry run.
-        nbytes: Their size.
-        left_objects: That stay, of those that the adapter's rule leaves.
-        left_bytes: Their size.
-        done: Whether they were deleted; False of a dry run.
-        dropped_rows: Rows of the catalogue that went with them.
-        problem: Why the catalogue's rows are left, empty where they are not.
-    """
-
-    namespace: str
-    objects: int
-    nbytes: int
-    left_objects: int
-    left_bytes: int
-    done: bool
-    dropped_rows: int = 0
-    problem: str = ""
 
 
 async def collect_garbage(
@@ -272,31 +240,20 @@ async def collect_garbage(
     report: Report = unreported,
     clock: Callable[[], float] = time.time,
 ) -> Collection:
-    """Choose and delete, or only count.
+    """Choose and delete, or only count; see Corpus.gc.
 
     Args:
-        store: The bucket.
-        rules: What goes.
         tenant: Whose secret is in the names.
-        dry_run: Only say what would go.
-        node: As for collect.
-        headers: As for choose.
-        report: Told how many objects were looked at.
         clock: Seconds since the epoch; for a dry run, which writes nothing to ask the server.
-
-    Raises:
-        ConfigError, UnavailableError, AccessError, TierError: As choose and collect.
     """
     # The times of objects are the server's: a clock of ours that is ahead would make them old.
     now_s = clock() if dry_run else await _server_time_s(store, layout)
     rules.check()
-    choice = Choice(rules, layout, now_s)
+    choice = Collection(rules, layout, now_s)
     if dry_run or rules.max_bytes is not None or rules.made_by is not None:
-        choice = await choose(
-            store, layout, rules, now_s, tenant=tenant, headers=headers, report=report
-        )
+        choice = await choose(store, layout, rules, now_s, headers=headers, report=report)
     if dry_run:
-        return _collection(choice, done=False)
+        return choice
     names: set[str] = set()
     done = await collect(
         store,
@@ -306,8 +263,10 @@ async def collect_garbage(
         node=node,
         report=report,
     )
-    dropped, problem = await drop_deleted_rows(store, layout, names, tenant)
-    return _collection(done, done=True, dropped_rows=dropped, problem=problem)
+    done.done = True
+    done.dropped_rows, done.problem = await drop_deleted_rows(store, layout, names, tenant)
+    done.problem = done.problem or await _fold_catalog(store, layout)
+    return done
 
 
 async def _server_time_s(store: Store, layout: Layout) -> float:
@@ -316,19 +275,65 @@ async def _server_time_s(store: Store, layout: Layout) -> float:
     return server.now_s()
 
 
-def _collection(
-    choice: Choice, *, done: bool, dropped_rows: int = 0, problem: str = ""
-) -> Collection:
-    return Collection(
-        choice.layout.namespace,
-        choice.objects,
-        choice.nbytes,
-        choice.left_objects,
-        choice.left_bytes,
-        done,
-        dropped_rows,
-        problem,
-    )
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """What ``Corpus.delete`` found, and whether it is gone.
+
+    Attributes:
+        namespace: Where.
+        objects: The object of each identifier as it was; None where the entry was not there.
+        done: Whether they were deleted; False of a dry run.
+        dropped_rows: Rows of the catalogue that went with them.
+        problem: Why the catalogue's rows are left, empty where they are not.
+    """
+
+    namespace: str
+    objects: Mapping[str, ObjectInfo | None]
+    done: bool
+    dropped_rows: int = 0
+    problem: str = ""
+
+    @property
+    def count(self) -> int:
+        """Entries that were there; one that was named twice counts once."""
+        return len({info.name for info in self.objects.values() if info})
+
+    @property
+    def nbytes(self) -> int:
+        """Size of their objects together."""
+        sizes = {info.name: info.nbytes for info in self.objects.values() if info}
+        return sum(sizes.values())
+
+    @property
+    def absent(self) -> Sequence[str]:
+        """Identifiers of which nothing was there."""
+        return [identifier for identifier, info in self.objects.items() if not info]
+
+
+async def delete(
+    store: Store,
+    layout: Layout,
+    keys: Mapping[str, Key],
+    *,
+    tenant: Tenant | None,
+    dry_run: bool,
+    node: NodeFolder | None = None,
+    report: Report = unreported,
+) -> Deletion:
+    """Delete entries by their keys, and the catalogue's rows of them; see Corpus.delete.
+
+    Args:
+        keys: By what the caller calls them.
+        tenant: Whose secret is in the names.
+    """
+    found = await find_objects(store, layout, keys.values(), report=report)
+    by_text = {text: found[key] for text, key in keys.items()}
+    if dry_run:
+        return Deletion(layout.namespace, by_text, done=False)
+    await delete_entries(store, layout, found, node=node, report=report)
+    names = {key.name for key in keys.values()}
+    dropped, problem = await drop_deleted_rows(store, layout, names, tenant)
+    return Deletion(layout.namespace, by_text, True, dropped, problem)
 
 
 async def drop_deleted_rows(
@@ -341,13 +346,12 @@ async def drop_deleted_rows(
 
     Args:
         names: Of the entries' objects, below ``objects/``.
-        tenant: Whose secret is in the names.
 
     Returns:
-        How many, and why they are left: the extra is missing, or the store does not answer; empty
+        How many, and why they are left: pyarrow is missing, or the store does not answer; empty
         where they are not.
     """
-    from s3ec.corpus.catalog import drop_rows, list_parts
+    from s3ec.corpus.catalog import CatalogWriter, list_parts
 
     def was_deleted(identifier: str) -> bool:
         key = make_key(identifier, tenant)
@@ -356,6 +360,18 @@ async def drop_deleted_rows(
     try:
         if not names or not await list_parts(store, layout):
             return 0, ""
-        return await drop_rows(store, layout, was_deleted, tenant=tenant), ""
+        return await CatalogWriter(store, layout).drop(was_deleted, tenant=tenant), ""
     except (ConfigError, UnavailableError, AccessError) as exc:
         return 0, str(exc)
+
+
+async def _fold_catalog(store: Store, layout: Layout) -> str:
+    """Make few parts of those that jobs left in the catalogue; returns why not, as above."""
+    from s3ec.corpus.catalog import CatalogWriter, list_parts
+
+    try:
+        if len(await list_parts(store, layout)) > 1:
+            await CatalogWriter(store, layout).fold(everything=True)
+    except (ConfigError, UnavailableError, AccessError) as exc:
+        return str(exc)
+    return ""

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from s3ec.corpus.catalog import append_rows, check_row, read_table
+from s3ec.corpus.catalog import CatalogWriter, check_row, read_table
 from s3ec.corpus.catalog_file import STAMP, CatalogRow
 from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.encoder import EncoderError
 from s3ec.corpus.entries import CorpusEntry, find_entry, read_header
 from s3ec.corpus.reading import without_secrets
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.identity import Key, Layout, Namespace, naming_of
 from s3ec.index.child import in_process
 from s3ec.index.local import NodeFolder
@@ -34,7 +34,7 @@ from s3ec.store.open import with_conditional_put
 from s3ec.tier import Tier
 
 if TYPE_CHECKING:
-    from s3ec.corpus.corpus import Corpus
+    from s3ec.corpus.bucket import OpenBucket
     from s3ec.corpus.sources import SourceItem
 
 Counted = Literal["encoded", "catalogued", "renewed"]
@@ -114,7 +114,7 @@ class Ledger:
         catalogue: As it was at the start.
     """
 
-    def __init__(self, corpus: Corpus, namespace: Namespace) -> None:
+    def __init__(self, corpus: OpenBucket, namespace: Namespace) -> None:
         """Open this node's tier; no request goes out.
 
         Raises:
@@ -127,7 +127,7 @@ class Ledger:
         # A catalogue would say what a secret is to keep: which picture lies under which name.
         self.has_catalogue = self._naming.tenant is None
         self.catalogue = CatalogIndex()
-        self._writable: Store | None = None
+        self._writer: CatalogWriter | None = None
         counters = Counters()
         self._tier = Tier(
             settings.cache_dir,
@@ -140,7 +140,13 @@ class Ledger:
         self._index: ManifestIndex | None = None
 
     def close(self) -> None:
-        """Let go of this node's files."""
+        """Fold the parts that this job has written, and let go of this node's files."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                self._corpus.run(lambda store: writer.fold())
+            except S3ECError as exc:  # such as that of a job without the right to delete
+                log.info("the catalogue's parts are left to `s3ec gc`: %s", exc)
         index, self._index = self._index, None
         if index is not None:
             self._corpus.run(lambda store: index.close())
@@ -245,9 +251,9 @@ class Ledger:
         """Add rows to the catalogue, confirmed when this returns."""
         if not rows or not self.has_catalogue:
             return
-        if self._writable is None:
-            self._writable = await with_conditional_put(store)
-        await append_rows(self._writable, self._layout, rows)
+        if self._writer is None:
+            self._writer = CatalogWriter(await with_conditional_put(store), self._layout)
+        await self._writer.append(rows)
 
 
 @dataclass(slots=True)
@@ -284,7 +290,7 @@ class Confirmations:
     """
 
     def __init__(
-        self, corpus: Corpus, ledger: Ledger, *, clock: Callable[[], float] = time.time
+        self, corpus: OpenBucket, ledger: Ledger, *, clock: Callable[[], float] = time.time
     ) -> None:
         self._corpus = corpus
         self._ledger = ledger

@@ -1,85 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """A corpus, the embeddings in one bucket: look around, read, delete and check, from any program.
 
-``s3ec.Corpus`` is the public class, and the command line uses it too. It is synchronous. What it
-does runs on an asyncio loop of its own in one thread, so it also works in a notebook, where a loop
-runs already, and several threads may share one. The coroutines beside this module do the work.
-
-It needs neither vLLM nor torch: only the call that makes a tensor imports torch.
+``s3ec.Corpus`` is the public class, and the command line uses it too. It is synchronous, and needs
+neither vLLM nor torch: only the call that makes a tensor imports torch. The jobs beside this module
+do the work, each a function of a store and a layout; none of them imports this module.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
-import threading
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
+from s3ec.corpus.bucket import OpenBucket
 from s3ec.corpus.entries import (
-    HASHED_ADAPTER,
     CorpusEntry,
     Embedding,
+    adapter_folder,
     find_entry,
     read_entry,
     read_header,
     scan,
 )
-from s3ec.corpus.selection import CopyOptions, Selection, Transferred
-from s3ec.counters import Counters, Report, unreported
-from s3ec.errors import (
-    ConfigError,
-    S3ECError,
-    UnavailableError,
-)
-from s3ec.identity import (
-    OBJECT_SUFFIX,
-    Key,
-    Layout,
-    digest_of_name,
-    is_object_name,
-    make_key,
-)
+from s3ec.counters import Report, unreported
+from s3ec.errors import ConfigError, S3ECError
+from s3ec.identity import Key, Layout, make_key
 from s3ec.namespaces import (
     NamespaceInfo,
-    Wording,
-    choose_namespace,
     describe_namespace,
     list_namespaces,
     read_namespaces,
-    require_ours,
 )
-from s3ec.runtime import LoopThread
-from s3ec.store.base import (
-    ObjectInfo,
-    Store,
-)
+from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
-from s3ec.store.open import open_store, with_conditional_put
-from s3ec.store.retry import RetryStore
-from s3ec.store.unreachable import in_plain_words
-from s3ec.tenant import Tenant
 from s3ec.tier.files import Folders
 
 if TYPE_CHECKING:
     from s3ec.corpus.audit import Audit
     from s3ec.corpus.catalog import Catalog
-    from s3ec.corpus.collect import Collection
+    from s3ec.corpus.collect import Collection, Deletion
+    from s3ec.corpus.exchange import TransferOptions, Transferred
     from s3ec.corpus.hydrate import HydrateOptions, Hydration, Wanted
     from s3ec.corpus.precompute import PrecomputeReport
     from s3ec.corpus.ray_encoder import RayOptions
@@ -88,52 +51,8 @@ if TYPE_CHECKING:
     from s3ec.index.local import NodeFolder
     from s3ec.settings import Settings
 
-T = TypeVar("T")
-log = logging.getLogger(__name__)
 
-NAMESPACE_VARIABLE = "S3EC_NAMESPACE"
-# Of each request: work of thousands of requests should not end with the first that fails.
-ATTEMPTS = 5
-_CLOSE_S = 5.0
-_DISK_THREADS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Deletion:
-    """What ``delete`` found, and whether it is gone.
-
-    Attributes:
-        namespace: Where.
-        objects: The object of each identifier as it was; None where the entry was not there.
-        done: Whether they were deleted; False of a dry run.
-        dropped_rows: Rows of the catalogue that went with them.
-        problem: Why the catalogue's rows are left, empty where they are not.
-    """
-
-    namespace: str
-    objects: Mapping[str, ObjectInfo | None]
-    done: bool
-    dropped_rows: int = 0
-    problem: str = ""
-
-    @property
-    def count(self) -> int:
-        """Entries that were there; one that was named twice counts once."""
-        return len({info.name for info in self.objects.values() if info})
-
-    @property
-    def nbytes(self) -> int:
-        """Size of their objects together."""
-        sizes = {info.name: info.nbytes for info in self.objects.values() if info}
-        return sum(sizes.values())
-
-    @property
-    def absent(self) -> Sequence[str]:
-        """Identifiers of which nothing was there."""
-        return [identifier for identifier, info in self.objects.items() if not info]
-
-
-class Corpus:
+class Corpus(OpenBucket):
     """The embeddings of one bucket and prefix. A context manager; safe to use from any thread.
 
     States: open until ``close``, then closed for good. It opens no connection before the first
@@ -198,43 +117,6 @@ class Corpus:
             )
         return cls(settings)
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        store: Store | None = None,
-        attempts: int = ATTEMPTS,
-        wording: Wording | None = None,
-        note: Callable[[str], None] | None = None,
-    ) -> None:
-        """For programs that have settings at hand; others call ``open``.
-
-        Args:
-            settings: Where the corpus is.
-            store: The bucket, without retries; opened from the settings if None.
-            attempts: How often each request is sent at most.
-            wording: How messages call arguments; as in Python if None.
-            note: Told which namespace was taken where several fit; the log if None.
-
-        Raises:
-            ConfigError: Profile, region or CA file cannot be used.
-        """
-        self.settings = settings
-        self._store = RetryStore(
-            store or open_store(settings, patient=True), Counters(), attempts=attempts
-        )
-        self._wording = wording or Wording()
-        self._note = note or (lambda text: log.info("%s", text))
-        # Nobody's scheduler is beside it, as beside a node's.
-        self._thread = LoopThread("s3ec-corpus", disk_threads=_DISK_THREADS)
-        self._closed = False
-        # Several threads may fill these, each with the same.
-        self._chosen: dict[tuple[str | None, str | None], str] = {}
-        self._writable: Store | None = None
-
-    def __repr__(self) -> str:
-        return f"Corpus({str(self.settings.corpus)!r})"
-
     def __enter__(self) -> Corpus:
         return self
 
@@ -245,15 +127,6 @@ class Corpus:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def close(self) -> None:
-        """Let go of connections, within 10 s. Calling it again does nothing."""
-        if self._closed:
-            return
-        with suppress(UnavailableError, TimeoutError):
-            self.run(lambda store: asyncio.wait_for(store.close(), _CLOSE_S))
-        self._closed = True
-        self._thread.stop(_CLOSE_S)
 
     # -- namespaces ----------------------------------------------------------------------------
 
@@ -271,26 +144,6 @@ class Corpus:
             return await in_parallel(found, lambda one: describe_namespace(store, one, count=count))
 
         return self.run(look)
-
-    def choose(self, namespace: str | None = None, *, model: str | None = None) -> str:
-        """The name of the namespace that fits, see the class.
-
-        Raises:
-            NotFoundError: The bucket has none, or none that fits.
-            AmbiguousError: Several models fit, or the store says of none when it was written; the
-                message lists what to choose from.
-        """
-        wording = self._wording
-        variable = os.environ.get(NAMESPACE_VARIABLE)
-        if variable and not namespace and not model:
-            namespace, wording = variable, replace(wording, origin=NAMESPACE_VARIABLE)
-        asked = namespace or None, model or None
-        if asked not in self._chosen:
-            name, note = self.run(lambda store: choose_namespace(store, *asked, wording))
-            self._chosen[asked] = self._chosen[name, None] = name
-            if note:
-                self._note(note)
-        return self._chosen[asked]
 
     # -- entries -------------------------------------------------------------------------------
 
@@ -353,8 +206,8 @@ class Corpus:
     ) -> Embedding | None:
         """An embedding with all its bytes, each of them checked.
 
-        Costs what stat costs, and the download: one request, or one for each 8 MiB, four at a
-        time. Memory: the entry once.
+        Costs what find costs, and one request; of an entry of more than 8 MiB one for the header,
+        and one for each 8 MiB, four at a time. Memory: the entry once.
 
         Args:
             identifier: As for stat.
@@ -393,7 +246,7 @@ class Corpus:
             ConfigError: Nothing is ever stored under this adapter.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
-        folder = self._folder_of(adapter)
+        folder = adapter_folder(adapter, self.tenant)
         name = self.choose(namespace, model=model)
         return self._entries(scan(self._store, name, starts_with=starts_with, adapter=folder))
 
@@ -494,18 +347,13 @@ class Corpus:
             )
 
         async def work(store: Store, layout: Layout) -> Deletion:
-            from s3ec.corpus.collect import drop_deleted_rows
-            from s3ec.index.delete import delete_entries, find_objects
+            from s3ec.corpus.collect import delete
 
-            found = await find_objects(store, layout, keys.values(), report=report)
-            by_text = {text: found[key] for text, key in keys.items()}
-            if dry_run:
-                return Deletion(layout.namespace, by_text, done=False)
             node = self._index_folder(layout)
-            await delete_entries(store, layout, found, node=node, report=report)
-            names = {key.name for key in keys.values()}
-            dropped, problem = await drop_deleted_rows(store, layout, names, self.tenant)
-            return Deletion(layout.namespace, by_text, True, dropped, problem)
+            tenant = self.tenant
+            return await delete(
+                store, layout, keys, tenant=tenant, dry_run=dry_run, node=node, report=report
+            )
 
         return self.within(work, name, write=True, dry_run=dry_run)
 
@@ -526,8 +374,8 @@ class Corpus:
 
         Rules that are given together narrow: an entry goes where all agree. Costs a listing of
         everything, another one with ``max_bytes`` and one with ``made_by``, and what delete costs
-        for what goes. With ``made_by`` the catalogue is read, and the header of each entry of which
-        it does not tell. The catalogue's rows of what is gone go too.
+        for what goes. With ``made_by`` the header of each entry is read that the other rules let
+        go. The catalogue's rows of what is gone go too.
 
         Args:
             older_than_s: Those that were stored so long ago.
@@ -551,7 +399,7 @@ class Corpus:
 
         name = self.choose(namespace, model=model)
         wanted = None if made_by is None else MadeBy.parse(made_by)
-        rules = Rules(older_than_s, max_bytes, self._folder_of(adapter), wanted)
+        rules = Rules(older_than_s, max_bytes, adapter_folder(adapter, self.tenant), wanted)
 
         async def work(store: Store, layout: Layout) -> Collection:
             return await collect_garbage(
@@ -753,101 +601,81 @@ class Corpus:
     def export(
         self,
         folder: str | Path,
-        selection: Selection | None = None,
+        options: TransferOptions | None = None,
         *,
         namespace: str | None = None,
         model: str | None = None,
-        form: str = "s3ec",
-        options: CopyOptions | None = None,
     ) -> Transferred:
-        """Copy a namespace into a folder, every byte checked. A second call copies what lacks.
+        """Copy a namespace into a folder, every byte checked. A second call copies what is missing.
+
+        ``url: file:///FOLDER`` serves the folder as it is.
 
         Args:
-            folder: Made if it is absent. One export at a time writes there.
-            selection: None for all entries.
-            form: ``s3ec``, our layout, which ``url: file:///FOLDER`` serves as it is; or ``vllm``,
-                that of ECExampleConnector, with entries under a content hash only.
-            options: How; None for the defaults.
+            folder: Made if it is absent.
+            options: Which entries, and how fast; None for all of them.
 
         Returns:
             What was copied; ``failures`` says of what could not be copied why.
 
         Raises:
-            ConfigError: The folder cannot be made, or an argument is wrong.
-            ConflictError: Another export writes into the folder.
+            ConfigError: The folder cannot be made, or an option is wrong.
             NoSpaceError: Its disk is full. What was copied stays, as in all these cases.
             TierError: The folder for temporary files is full.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
-        from s3ec.corpus import transfer
+        from s3ec.corpus.exchange import TransferOptions, export
 
-        _require_form(form)
-        name = self.choose(namespace, model=model)
-        wanted = (selection or Selection()).within(self, name)
+        given = options or TransferOptions()
         return self.within(
-            lambda store, layout: transfer.export(
-                store,
-                layout,
-                Path(folder),
-                wanted,
-                options or CopyOptions(),
-                form=form,
-                settings=self.settings,
+            lambda store, layout: export(
+                store, layout, Path(folder), given, settings=self.settings
             ),
-            name,
+            namespace,
+            model=model,
         )
 
     def import_from(
         self,
         folder: str | Path,
-        selection: Selection | None = None,
+        options: TransferOptions | None = None,
         *,
         namespace: str | None = None,
         model: str | None = None,
-        to_namespace: str | None = None,
-        same_encoder: bool = False,
-        options: CopyOptions | None = None,
     ) -> Transferred:
-        """Copy a namespace from a folder in our layout. Nothing in the bucket is replaced.
+        """Copy a namespace from a folder that ``export`` made. Nothing in the bucket is replaced.
 
-        Every byte is checked before it is stored. Entries of other namespaces are refused.
+        Every byte is checked before it is stored. Entries of other namespaces are refused. At the
+        end the bucket is listed, so that every reader learns of what is new.
 
         Args:
             namespace, model: In the folder, see the class.
-            to_namespace: In the bucket; None for the same.
-            same_encoder: The two are of different models whose encoders are the same.
 
         Raises:
-            ConfigError: There is no such folder, or the namespaces are of different models.
+            ConfigError: There is no such folder, or it is of a newer format.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
             TierError: The folder for temporary files is full.
         """
-        from s3ec.corpus import transfer
+        from s3ec.corpus.exchange import TransferOptions, folder_settings, import_folder
 
-        with Corpus(
-            transfer.folder_settings(Path(folder), self.settings),
-            wording=self._wording,
-            note=self._note,
-        ) as source:
-            return source.copy_to(
-                self,
-                selection,
-                namespace=namespace,
-                model=model,
-                to_namespace=to_namespace,
-                same_encoder=same_encoder,
-                options=options,
-            )
+        given = options or TransferOptions()
+        there = folder_settings(Path(folder), self.settings)
+        with Corpus(there, wording=self._wording, note=self._note) as source:
+            name = source.choose(namespace, model=model)
+        return self.change(
+            lambda store: import_folder(
+                Path(folder), store, Layout(name), given, settings=self.settings
+            ),
+            name,
+        )
 
     def import_example(
         self,
         folder: str | Path,
-        selection: Selection | None = None,
+        options: TransferOptions | None = None,
         *,
         namespace: str | None = None,
         model: str | None = None,
         modality: str = "image",
-        options: CopyOptions | None = None,
     ) -> Transferred:
         """Copy entries from a folder in the layout of vLLM's ECExampleConnector.
 
@@ -863,141 +691,19 @@ class Corpus:
             NotFoundError, AmbiguousError: No namespace fits, or several do.
             TierError: The folder for temporary files is full.
         """
-        from s3ec.corpus import transfer
+        from s3ec.corpus.exchange import TransferOptions, import_example
 
-        name = self.choose(namespace, model=model)
-        wanted = (selection or Selection()).within(self, name)
+        given, settings = options or TransferOptions(), self.settings
         return self.within(
-            lambda store, layout: transfer.import_example(
-                Path(folder),
-                store,
-                layout,
-                wanted,
-                options or CopyOptions(),
-                modality=modality,
-                settings=self.settings,
+            lambda store, layout: import_example(
+                Path(folder), store, layout, given, modality=modality, settings=settings
             ),
-            name,
+            namespace,
+            model=model,
             write=True,
         )
 
-    def copy_to(
-        self,
-        target: Corpus,
-        selection: Selection | None = None,
-        *,
-        namespace: str | None = None,
-        model: str | None = None,
-        to_namespace: str | None = None,
-        same_encoder: bool = False,
-        options: CopyOptions | None = None,
-    ) -> Transferred:
-        """Copy a namespace into another corpus, every byte checked, or by the server itself.
-
-        The server copies where both buckets are at one endpoint and the namespace stays. Then
-        headers are checked, sizes and ETags compared, and values read only with ``deep``.
-
-        Args:
-            namespace, model: Where from, see the class.
-            to_namespace: As for import_from, and so is ``same_encoder``.
-
-        Raises:
-            ConfigError: The namespaces are of different models, or one has no descriptor.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
-            TierError: The folder for temporary files is full.
-        """
-        from s3ec.corpus.copy import Places, copy_namespace, server_of
-
-        name = self.choose(namespace, model=model)
-        wanted = (selection or Selection()).within(self, name)
-        to = name
-        if to_namespace is not None and to_namespace != name:
-            to = target.choose(to_namespace)
-
-        async def work(source: Store, layout: Layout) -> Transferred:
-            # A store serves one loop, so this is not the one of the other corpus.
-            bare = open_store(target.settings, patient=True)
-            store = RetryStore(bare, Counters(), attempts=ATTEMPTS)
-            try:
-                await require_ours(store, to)
-                places = Places(source, layout, await with_conditional_put(store), Layout(to))
-                return await copy_namespace(
-                    places,
-                    wanted,
-                    options or CopyOptions(),
-                    same_encoder=same_encoder,
-                    by_server=server_of(bare, target.settings, source, self.settings, Layout(to)),
-                )
-            finally:
-                await store.close()
-
-        return self.within(work, name)
-
     # -- what has no method --------------------------------------------------------------------
-
-    def run(self, work: Callable[[Store], Awaitable[T]]) -> T:
-        """Run a coroutine of s3ec's own parts on the store, and wait. For s3ec's commands.
-
-        Whoever breaks it off, as Ctrl-C does, waits until the coroutine has cleaned up.
-
-        Raises:
-            S3ECError: The corpus is closed; and what the coroutine raises.
-        """
-        ended = threading.Event()
-
-        async def watched() -> T:
-            try:
-                return await work(self._store)
-            except UnavailableError as exc:
-                plain = in_plain_words(exc, self.settings)
-                if plain is None:
-                    raise
-                raise plain from exc
-            finally:
-                ended.set()
-
-        future = self._submit(watched())
-        try:
-            return future.result()
-        except CancelledError as exc:
-            raise S3ECError("this corpus was closed meanwhile; open another one") from exc
-        finally:
-            if not future.done():
-                future.cancel()
-                ended.wait()
-
-    def within(
-        self,
-        work: Callable[[Store, Layout], Awaitable[T]],
-        namespace: str | None = None,
-        *,
-        model: str | None = None,
-        write: bool = False,
-        dry_run: bool = False,
-    ) -> T:
-        """As run, on one namespace.
-
-        Args:
-            write: It is changed: refuse one that a newer s3ec made, and find out first whether the
-                server honours conditional writes.
-            dry_run: It is only said what would change. The server is not asked, and writes nothing.
-
-        Raises:
-            ConfigError: See ``write``.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
-        """
-        layout = Layout(self.choose(namespace, model=model))
-
-        async def call(store: Store) -> T:
-            if write:
-                await require_ours(store, layout.namespace)
-            if dry_run:
-                return await work(store, layout)
-            if write and self._writable is None:
-                self._writable = await with_conditional_put(store)
-            return await work(self._writable if write and self._writable else store, layout)
-
-        return self.run(call)
 
     def _index_folder(self, layout: Layout) -> NodeFolder:
         """This node's files of the index, by which its engines hear of deletions."""
@@ -1005,47 +711,6 @@ class Corpus:
 
         root = Path(os.path.realpath(self.settings.cache_dir))
         return NodeFolder.of(Folders(root), layout.namespace)
-
-    @property
-    def tenant(self) -> Tenant | None:
-        """The tenant whose secret is in the names; None without one.
-
-        Raises:
-            ConfigError: It cannot be read, or is too short.
-        """
-        return Tenant.read(self.settings.tenant_key)
-
-    def adapter_folder(self, adapter: str) -> str | None:
-        """The folder of an adapter, by its name or as a label spells it; None where it has none."""
-        if HASHED_ADAPTER.fullmatch(adapter):
-            return adapter
-        key = make_key(f"{adapter}:{'0' * 64}", self.tenant)
-        return key.name.partition("/")[0] if key else None
-
-    def _folder_of(self, adapter: str | None) -> str | None:
-        folder = None if adapter is None else self.adapter_folder(adapter)
-        if adapter is not None and folder is None:
-            raise ConfigError(
-                "`adapter` is no name under which anything is stored; leave it out for all entries",
-                field="adapter",
-            )
-        return folder
-
-    def key_of(self, text: str, *, by_name: bool = False) -> Key | None:
-        """The key of an identifier; with ``by_name`` that of a label or an object's name.
-
-        Returns:
-            None where nothing can be stored under it.
-        """
-        if not by_name:
-            return make_key(text, self.tenant)
-        name = text
-        if not text.endswith(OBJECT_SUFFIX):
-            lora, _, stem = text.rpartition(":")
-            folder = f"{lora}/" if lora else ""
-            fan_out = stem.removeprefix("x-").removeprefix("t-")[:2]
-            name = f"{folder}{fan_out}/{stem}{OBJECT_SUFFIX}"
-        return Key("", name, digest_of_name(name)) if is_object_name(name) else None
 
     def _key_of_one(self, one: str | CorpusEntry, by_name: bool, argument: str) -> tuple[str, Key]:
         if isinstance(one, CorpusEntry):
@@ -1096,28 +761,11 @@ class Corpus:
             with suppress(S3ECError):
                 self._submit(end())
 
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._closed:
-            coroutine.close()  # nobody will await it
-            raise S3ECError("this corpus is closed; open another one")
-        try:
-            return self._thread.submit(coroutine)
-        except RuntimeError as exc:  # it ends just now, or no descriptor is left
-            raise S3ECError(f"this corpus cannot be used: {exc}") from exc
-
 
 async def _made_s(store: Store, layout: Layout) -> float:
     """When a namespace was made, by its server: other buckets have one of its name, too."""
     info = await store.head(layout.descriptor)
     return info.modified_s if info else 0.0
-
-
-def _require_form(form: str) -> None:
-    if form not in ("s3ec", "vllm"):
-        raise ConfigError(
-            f"`form` is {form!r:.50}; take `s3ec` or `vllm`",
-            field="form",
-        )
 
 
 def _text(value: object) -> str:
@@ -1136,6 +784,3 @@ def _never_stored(identifier: str, argument: str) -> ConfigError:
         "a content hash, or a client's own name of 1 to 4096 bytes",
         field=argument,
     )
-
-
-# -- entries -----------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads every object of a namespace and checks every byte of it; can be broken off and go on.
+"""Reads every object of a namespace and checks every byte of it; can be broken off and resumed.
 
 It goes through the names in their order, so that one name, the cursor, says how far it is.
 ``AuditState`` keeps that in a file.
@@ -11,14 +11,13 @@ One that is deleted before its turn is not missed. Objects are never replaced.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import json
 import os
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,16 @@ from s3ec.index.listing import FEW, at_most, leaf_folders, listed
 from s3ec.namespaces import read_namespaces
 from s3ec.store.base import PART_BYTES, ObjectInfo, Store, VanishedError, whole_parts
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
-from s3ec.tier.files import try_lock
+from s3ec.tier.files import TempFile, try_lock
 
-MOST_KEPT = 100_000
+MOST_KEPT = 10_000
 """Bad objects whose names are kept, for a repair; further ones are only counted."""
 # Objects in a row that could not be read are no trouble of these objects.
 _OUTAGE = 16
 _ATTEMPTS = 3
 _SAVE_S = 1.0
 _FORMAT = "s3ec-verify"
-_VERSION = 1
+_VERSION = 2
 _COUNTS = ("objects", "nbytes", "gone", "foreign", "newer", "unstable", "corrupt")
 
 
@@ -169,12 +168,9 @@ class _DeepRun:
         self.found = DeepCheck() if state is None else state.found
         self._cursor = "" if state is None else state.cursor
         self.found.resumed = self.found.objects
-        self._numbers = 0
-        self._ended: list[tuple[int, str]] = []  # a heap of those before which one is under way
-        self._first = 0
-        self._outage = 0
+        self._numbers = self._first = self._outage = 0
         # What ends above the cursor would be read again: it counts when the cursor has passed it.
-        self._waiting: dict[int, Outcome] = {}
+        self._waiting: dict[int, tuple[str, Outcome]] = {}
 
     async def run(self, width: int) -> None:
         """Read all that is left."""
@@ -209,42 +205,33 @@ class _DeepRun:
         return outcome
 
     def _end(self, number: int, info: ObjectInfo, outcome: Outcome) -> None:
-        heapq.heappush(self._ended, (number, info.name))
-        self._waiting[number] = outcome
-        while self._ended and self._ended[0][0] == self._first:
-            self._first, self._cursor = self._first + 1, heapq.heappop(self._ended)[1]
-            self._count(self._waiting.pop(self._first - 1))
-        self._report("checking bytes", self.found.objects, self._most)
+        self._waiting[number] = info.name, outcome
+        while self._first in self._waiting:
+            self._cursor, outcome = self._waiting.pop(self._first)
+            self._first += 1
+            self._count(self._cursor, outcome)
+        most = None if self._expected is None else max(self._expected, self.found.objects)
+        self._report("checking bytes", self.found.objects, most)
         if self._state is not None and self._state.is_due(self._cursor):
             self.save()
 
-    @property
-    def _most(self) -> int | None:
-        return None if self._expected is None else max(self._expected, self.found.objects)
-
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, name: str, outcome: Outcome) -> None:
         found = self.found
         if outcome.kind in ("good", "unstable", "corrupt"):
             found.objects += 1
             found.nbytes += outcome.nbytes
-        match outcome.kind, outcome.bad:
-            case "gone", _:
-                found.gone += 1
-            case "foreign", _:
-                found.foreign += 1
-            case "newer", _:
-                found.newer += 1
-            case "unstable", _:
-                found.unstable += 1
-            case "corrupt", BadObject() as bad:
+        match outcome.kind:
+            case "gone" | "foreign" | "newer" | "unstable" as kind:
+                setattr(found, kind, getattr(found, kind) + 1)
+            case "corrupt":
                 found.corrupt += 1
-                found.reasons[bad.reason] += 1
+                found.reasons[outcome.reason] += 1
                 if len(found.bad) < MOST_KEPT:
-                    found.bad.append(bad)
-            case "unread", BadObject() as bad:
-                found.unreadable.append(bad)
+                    found.bad.append(BadObject(name, outcome.reason, outcome.message))
+            case "unread":
+                found.unreadable.append(BadObject(name, outcome.reason, outcome.message))
                 if len(found.unreadable) > MOST_KEPT:
-                    raise outcome.error or UnavailableError(bad.message)
+                    raise outcome.error or UnavailableError(outcome.message)
 
     async def _read_again(self) -> None:
         """Those that could not be read when it was their turn."""
@@ -254,7 +241,7 @@ class _DeepRun:
             for bad in before:
                 info = await self._store.head(bad.name)
                 outcome = Outcome("gone") if info is None else await self._look(info)
-                self._count(outcome)
+                self._count(bad.name, outcome)
                 left.pop(0)
         finally:
             self.found.unreadable += left
@@ -314,14 +301,18 @@ class Outcome:
 
     Attributes:
         kind: ``good``, ``gone``, ``foreign``, ``newer``, ``unstable``, ``corrupt`` or ``unread``.
-        nbytes: That were read.
-        bad: What is wrong with it.
+        nbytes: That were read whole.
+        reason: What is wrong with it, in a word; see BadObject.
+        message: The same for people.
+        digest: Of all bytes, where they are bad.
         error: Of the store, where that did not give it.
     """
 
     kind: str
     nbytes: int = 0
-    bad: BadObject | None = None
+    reason: str = ""
+    message: str = ""
+    digest: str = ""
     error: S3ECError | None = None
 
 
@@ -331,46 +322,19 @@ async def check_object(store: Store, layout: Layout, info: ObjectInfo) -> Outcom
     What the store raises is part of the answer.
     """
     seen: set[str] = set()
-    reading = _Reading("unread")
+    outcome = Outcome("unread")
     for attempt in range(_ATTEMPTS):
-        reading = await _read(store, layout, info)
-        if reading.kind == "good" and attempt:
-            return Outcome("unstable", info.nbytes)
-        came_bad = reading.kind in ("corrupt", "newer")
-        if not came_bad and (reading.kind != "unread" or reading.error is not None):
-            break
-        if came_bad and reading.digest in seen:
-            break
-        seen.add(reading.digest)
-    else:
-        reading.kind = "unread"
-    return reading.outcome(info)
+        outcome = await _read(store, layout, info)
+        if outcome.kind == "good" and attempt:
+            return replace(outcome, kind="unstable")
+        is_known_bad = bool(outcome.digest) and outcome.digest in seen
+        if outcome.kind in ("good", "gone") or outcome.error is not None or is_known_bad:
+            return outcome
+        seen.add(outcome.digest)
+    return replace(outcome, kind="unread")
 
 
-@dataclass(slots=True)
-class _Reading:
-    """One reading of an object.
-
-    Attributes:
-        kind: ``good``, ``gone``, ``newer``, ``corrupt`` (it came whole, and is bad) or ``unread``.
-        digest: Of all bytes, where it is corrupt.
-    """
-
-    kind: str
-    digest: str = ""
-    reason: str = ""
-    message: str = ""
-    error: S3ECError | None = None
-
-    def outcome(self, info: ObjectInfo) -> Outcome:
-        """What it means for the object."""
-        is_bad = self.reason and self.kind != "newer"
-        bad = BadObject(info.name, self.reason, self.message) if is_bad else None
-        read = self.kind in ("good", "corrupt")
-        return Outcome(self.kind, info.nbytes if read else 0, bad, self.error)
-
-
-async def _read(store: Store, layout: Layout, info: ObjectInfo) -> _Reading:
+async def _read(store: Store, layout: Layout, info: ObjectInfo) -> Outcome:
     entry = CorpusEntry(
         layout.namespace, info.name.removeprefix(layout.objects), info.nbytes, info.modified_s
     )
@@ -380,33 +344,32 @@ async def _read(store: Store, layout: Layout, info: ObjectInfo) -> _Reading:
         # One byte at least: an empty object is asked for too.
         blob = await store.get(info.name, max_bytes=max(info.nbytes, 1))
     except VanishedError:
-        return _Reading("gone")
+        return Outcome("gone")
     except CorruptEntryError as exc:  # it did not come whole
-        return _Reading("unread", reason=exc.reason, message=str(exc))
+        return Outcome("unread", reason=exc.reason, message=str(exc))
     except (UnavailableError, AccessError) as exc:
         word = "access" if isinstance(exc, AccessError) else "unavailable"
-        return _Reading("unread", reason=word, message=str(exc), error=exc)
+        return Outcome("unread", reason=word, message=str(exc), error=exc)
     if blob is None:
-        return _Reading("gone")
+        return Outcome("gone")
     if len(blob) != info.nbytes:
-        return _Reading(
-            "unread", reason="length", message=f"{len(blob)} of {info.nbytes} bytes came"
-        )
+        said = f"{len(blob)} of {info.nbytes} bytes came"
+        return Outcome("unread", reason="length", message=said)
     try:
         header = checked_header(blob, entry)
         codec.check_data(header, memoryview(blob)[header.data_start :])
     except CorruptEntryError as exc:
-        return _bad(codec.checksum(blob), exc)
-    return _Reading("good")
+        return _bad(entry, codec.checksum(blob), exc)
+    return Outcome("good", entry.nbytes)
 
 
-def _bad(digest: str, exc: CorruptEntryError) -> _Reading:
+def _bad(entry: CorpusEntry, digest: str, exc: CorruptEntryError) -> Outcome:
     """Of an object that came whole. What a newer s3ec wrote is not ours to judge."""
     kind = "newer" if exc.reason == "version" else "corrupt"
-    return _Reading(kind, digest, exc.reason, str(exc))
+    return Outcome(kind, entry.nbytes, exc.reason, str(exc), digest)
 
 
-async def _read_parts(store: Store, entry: CorpusEntry) -> _Reading:
+async def _read_parts(store: Store, entry: CorpusEntry) -> Outcome:
     """A large object, part after part; what is bad about it is told when all of it has come.
 
     Raises:
@@ -436,8 +399,8 @@ async def _read_parts(store: Store, entry: CorpusEntry) -> _Reading:
     except CorruptEntryError as exc:
         problem = exc
     if problem is not None:
-        return _bad(digest.hexdigest(), problem)
-    return _Reading("good")
+        return _bad(entry, digest.hexdigest(), problem)
+    return Outcome("good", entry.nbytes)
 
 
 # -- where it was ------------------------------------------------------------------------------
@@ -446,12 +409,11 @@ async def _read_parts(store: Store, entry: CorpusEntry) -> _Reading:
 class AuditState:
     """How far a deep check of one namespace is, in a file; one process at a time.
 
-    The file is JSON Lines: a header, then at most one line a second with the cursor, all counts,
-    and the bad objects that came since the line before. A last line that is cut counts for nothing.
-    So a run that is killed reads again what it has read since its last line.
+    The file is written again at most once a second: a line that says what it is of, and one with
+    the cursor and all that was found. So a run that is killed reads again what it has read since.
 
-    States: open, until ``close``. A check that is complete begins anew when it is opened again,
-    unless the caller wants its result.
+    States: open, until ``close``. A check that is complete begins from the start when it is opened
+    again, unless the caller wants its result.
 
     Attributes:
         found: What was found so far.
@@ -466,7 +428,7 @@ class AuditState:
         Args:
             folder: Made where it is absent.
             of: What the state is of: the ``namespace``, the corpus, and its server. Plain JSON.
-            again: Begin anew where it is complete.
+            again: Begin from the start where it is complete.
 
         Raises:
             ConfigError: It is that of another corpus, in use, or no state at all.
@@ -475,17 +437,16 @@ class AuditState:
         self.path = Path(folder) / f"{of['namespace']}.jsonl"
         self.found = DeepCheck()
         self.cursor = ""
-        self._about = dict(of)
-        self._kept = 0
+        self._about = {"format": _FORMAT, "version": _VERSION, **of}
         self._due_s = 0.0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._fd = os.open(self.path, flags, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._lock = os.open(self.path.with_suffix(".lock"), flags, 0o600)
         except OSError as exc:
             raise TierError(f"cannot write {self.path}: {exc.strerror}") from exc
         try:
-            if not try_lock(self._fd):
+            if not try_lock(self._lock):
                 raise ConfigError(
                     f"`--state`: another audit uses {self.path}; wait for its end, or name "
                     "another folder",
@@ -493,7 +454,7 @@ class AuditState:
                 )
             self._read(again=again)
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
 
     def __enter__(self) -> AuditState:
@@ -504,12 +465,12 @@ class AuditState:
 
     def close(self) -> None:
         """Let others have it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
 
     def is_due(self, cursor: str) -> bool:
-        """Whether it is time for a line, and there is something to say."""
+        """True if it is time to write, and there is something to say."""
         return cursor != self.cursor and time.monotonic() >= self._due_s
 
     def save(self, cursor: str) -> None:
@@ -519,79 +480,53 @@ class AuditState:
             TierError: The disk refuses.
         """
         found, self.cursor = self.found, cursor
-        new = found.bad[self._kept :]
-        self._kept = len(found.bad)
-        self._write(
-            {
-                "cursor": cursor,
-                **{name: getattr(found, name) for name in _COUNTS},
-                "complete": found.complete,
-                "reasons": dict(found.reasons),
-                "bad": [[one.name, one.reason, one.message] for one in new],
-                "unreadable": [[one.name, one.reason, one.message] for one in found.unreadable],
-            }
-        )
-        self._due_s = time.monotonic() + _SAVE_S
-
-    def _write(self, document: Mapping[str, Any]) -> None:
+        state = {
+            "cursor": cursor,
+            **{name: getattr(found, name) for name in _COUNTS},
+            "complete": found.complete,
+            "reasons": dict(found.reasons),
+            "bad": [[one.name, one.reason, one.message] for one in found.bad],
+            "unreadable": [[one.name, one.reason, one.message] for one in found.unreadable],
+        }
+        lines = (json.dumps(each, separators=(",", ":")) for each in (self._about, state))
         try:
-            whole = json.dumps(document, separators=(",", ":")).encode() + b"\n"
-            while whole:
-                whole = whole[os.write(self._fd, whole) :]
+            with TempFile(str(self.path.parent)) as file:
+                file.append([line.encode() + b"\n" for line in lines])
+                file.close()
+                os.replace(file.path, self.path)
+                file.is_named = True
         except OSError as exc:
             raise TierError(f"cannot write {self.path}: {exc.strerror}") from exc
+        self._due_s = time.monotonic() + _SAVE_S
 
     def _read(self, *, again: bool) -> None:
         try:
-            text = self.path.read_bytes()
+            about, state = map(json.loads, self.path.read_text().splitlines())
+            found = DeepCheck(
+                reasons=Counter(state["reasons"]),
+                bad=[BadObject(*one) for one in state["bad"]],
+                unreadable=[BadObject(*one) for one in state["unreadable"]],
+                complete=bool(state["complete"]),
+            )
+            for name in _COUNTS:
+                setattr(found, name, int(state[name]))
+            cursor = str(state["cursor"])
+            is_ours = about["format"] == _FORMAT and about["version"] == _VERSION
+        except FileNotFoundError:
+            return
         except OSError as exc:
             raise TierError(f"cannot read {self.path}: {exc.strerror}") from exc
-        lines = text.split(b"\n")[
-            :-1
-        ]  # behind the last end of a line stands a torn one, or nothing
-        if lines:
-            self._check_header(lines[0])
-        with suppress(ValueError, TypeError, KeyError, AttributeError):
-            for line in lines[1:]:
-                self._take(json.loads(line))
-        if (self.found.complete and again) or not lines:
-            self.found, self.cursor = DeepCheck(), ""
-            self._restart()
-        elif not text.endswith(b"\n"):
-            os.ftruncate(self._fd, text.rindex(b"\n") + 1)
-        self._kept = len(self.found.bad)
-
-    def _restart(self) -> None:
-        os.ftruncate(self._fd, 0)
-        self._write({"format": _FORMAT, "version": _VERSION, **self._about})
-
-    def _check_header(self, line: bytes) -> None:
-        try:
-            header = json.loads(line)
-            fits = header["format"] == _FORMAT and header["version"] == _VERSION
-            same = {name: header.get(name) for name in self._about} == self._about
         except (ValueError, TypeError, KeyError, AttributeError):
-            fits = same = False
-        if not fits:
+            is_ours = False
+        if not is_ours:
             raise ConfigError(
                 f"`--state`: {self.path} is no state of `s3ec verify`; name another folder",
                 field="state",
             )
-        if not same:
+        if about != self._about:
             raise ConfigError(
                 f"`--state`: {self.path} is that of another corpus or server; name another folder",
                 field="state",
             )
-
-    def _take(self, line: dict[str, Any]) -> None:
-        counts = {name: int(line[name]) for name in _COUNTS}
-        bad = [BadObject(*one) for one in line["bad"]]
-        unreadable = [BadObject(*one) for one in line["unreadable"]]
-        reasons, complete, cursor = Counter(line["reasons"]), line["complete"], line["cursor"]
-        # Not before all of the line was understood.
-        for name, count in counts.items():
-            setattr(self.found, name, count)
-        self.found.bad += bad
-        self.found.unreadable = unreadable
-        self.found.reasons, self.found.complete = reasons, bool(complete)
-        self.cursor = str(cursor)
+        if not (found.complete and again):
+            self.found, self.cursor = found, cursor

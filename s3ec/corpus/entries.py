@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from s3ec import codec
 from s3ec.counters import Report
-from s3ec.errors import AmbiguousError, CorruptEntryError
+from s3ec.errors import AmbiguousError, ConfigError, CorruptEntryError
 from s3ec.identity import (
     OBJECT_SUFFIX,
+    Key,
     Layout,
     digest_of_name,
     is_content_hash,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     import torch
 
 # The folder of an adapter whose name does not make one, or may not be read.
-HASHED_ADAPTER = re.compile(r"[tx]-[0-9a-f]{64}")
+_HASHED_ADAPTER = re.compile(r"[tx]-[0-9a-f]{64}")
 # 8 hex digits tell four thousand million images apart, and name the fan-out folder.
 _HASH_PREFIX = re.compile(r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})")
 # The first digits of a hash name a folder of the bucket.
@@ -99,7 +100,7 @@ class CorpusEntry:
             return key.identifier or None if key else None
         label = self.label
         adapter = label.rpartition(":")[0]
-        return label if is_content_hash(label) and not HASHED_ADAPTER.fullmatch(adapter) else None
+        return label if is_content_hash(label) and not _HASHED_ADAPTER.fullmatch(adapter) else None
 
     def age_s(self, now_s: float) -> float | None:
         """Seconds since the last change, None where the store does not say."""
@@ -301,15 +302,9 @@ async def read_header(store: Store, entry: CorpusEntry) -> CorpusEntry | None:
     return replace(entry, header=header)
 
 
-async def read_entry(
-    store: Store, entry: CorpusEntry, report: Report, *, header_first: bool = True
-) -> Embedding | None:
-    """A whole entry, every byte of it checked; its header first, which bounds the download.
-
-    Args:
-        header_first: False for one request less where a small entry was listed a moment ago.
-    """
-    if (header_first or entry.nbytes > PART_BYTES) and await read_header(store, entry) is None:
+async def read_entry(store: Store, entry: CorpusEntry, report: Report) -> Embedding | None:
+    """A whole entry, every byte of it checked; of a large one the header first."""
+    if entry.nbytes > PART_BYTES and await read_header(store, entry) is None:
         return None
     with _naming(entry):
         blob = await _download(store, entry, report)
@@ -352,3 +347,37 @@ async def _download(store: Store, entry: CorpusEntry, report: Report) -> Blob | 
     except VanishedError:
         return None
     return memoryview(whole).toreadonly()
+
+
+def key_of(text: str, tenant: Tenant | None, *, by_name: bool = False) -> Key | None:
+    """The key of an identifier; with ``by_name`` that of a label or an object's name.
+
+    Returns:
+        None where nothing can be stored under it.
+    """
+    if not by_name:
+        return make_key(text, tenant)
+    name = text
+    if not text.endswith(OBJECT_SUFFIX):
+        lora, _, stem = text.rpartition(":")
+        folder = f"{lora}/" if lora else ""
+        fan_out = stem.removeprefix("x-").removeprefix("t-")[:2]
+        name = f"{folder}{fan_out}/{stem}{OBJECT_SUFFIX}"
+    return Key("", name, digest_of_name(name)) if is_object_name(name) else None
+
+
+def adapter_folder(adapter: str | None, tenant: Tenant | None) -> str | None:
+    """The folder of an adapter, by its name or as a label spells it; None where none is given.
+
+    Raises:
+        ConfigError: Nothing is stored under this name.
+    """
+    if adapter is None or _HASHED_ADAPTER.fullmatch(adapter):
+        return adapter
+    key = make_key(f"{adapter}:{'0' * 64}", tenant)
+    if key is None:
+        raise ConfigError(
+            "`adapter` is no name under which anything is stored; leave it out for all entries",
+            field="adapter",
+        )
+    return key.name.partition("/")[0]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
@@ -137,8 +136,8 @@ class Hydration:
         absent: What the bucket does not have, as it was named.
         damaged: What cannot be used, and in a word why.
         failed: What the store did not give, and why.
-        stopped: Why the rest was left out: ``full`` (the tier), ``max_bytes``, or a sentence of
-            what the store or the disk said. Empty where nothing was.
+        stopped: Why entries were left out, the first reason: ``full`` (the tier), ``max_bytes``, or
+            a sentence of what the store or the disk said. Empty where none was.
         seconds: How long it took.
     """
 
@@ -214,20 +213,14 @@ async def hydrate(
     options: HydrateOptions,
     report: Report = unreported,
 ) -> Hydration:
-    """Bring entries into this node's tier; runs on ``loop``.
+    """Bring entries into this node's tier; runs on ``loop``. See Corpus.hydrate.
 
     Args:
-        wanted: The most wanted first; None for everything.
         settings: Say where the tier is and what it may take.
         loop: Makes the disk calls.
-        report: Told how many bytes were brought, and of how many where that is known.
 
     Returns:
         What came of it, also where the store or the disk gave up in the middle.
-
-    Raises:
-        TierError: The tier cannot be opened.
-        UnavailableError, AccessError: The namespace cannot be listed.
     """
     counters = Counters()
     tier = await loop.disk_long(
@@ -255,8 +248,9 @@ class _MisfitError(Exception):
 class _Hydrator:
     """One run: workers that take what is wanted one by one. The loop's thread only.
 
-    What is wanted ends as exactly one of the counts of Hydration. After a reason to stop, what is
-    here is still found, and the rest is counted.
+    What is wanted ends as exactly one of the counts of Hydration. What there is no room for is left
+    out, and the next one is tried. After a fault of the store or the disk, what is here is still
+    found, and the rest is counted.
     """
 
     def __init__(
@@ -281,20 +275,15 @@ class _Hydrator:
         self._found = Hydration(layout.namespace, str(tier.folders.root), options.dry_run)
         self._turn = asyncio.Lock()
         self._learning = asyncio.Lock()
-        self._looked_at: deque[tuple[Wanted, _Look]] = deque()
+        self._looked_at: deque[tuple[Wanted, bool]] = deque()
         self._began_s = time.time()
         self._rank = 0
         self._failures = 0
         self._has_given_up = False
-        # What may still come, and until when that is believed.
+        # What may still come, and until when that is believed; and what was begun.
         self._room_bytes = 0
         self._room_until_s = 0.0
-        # What was reserved; of that, what has ended, and what was not brought. The first one is
-        # the disk threads', the others the loop's.
-        self._reserved_bytes = 0
-        self._ended_bytes = 0
-        self._unused_bytes = 0
-        self._reserving = threading.Lock()
+        self._coming_bytes = 0
 
     async def run(self, wanted: AsyncIterator[Wanted]) -> Hydration:
         started_s = time.monotonic()
@@ -321,9 +310,12 @@ class _Hydrator:
                     some.append(one)
                 if not some:
                     return None
-                found = await self._disk(self._look_at, some)
-                self._looked_at.extend(zip(some, found, strict=True))
-            one, look = self._looked_at.popleft()
+                are_here = await self._disk(self._are_here, some)
+                self._looked_at.extend(zip(some, are_here, strict=True))
+            one, is_here = self._looked_at.popleft()
+            look = _Look.HERE
+            if not is_here:
+                look = _Look.ABSENT if await self._reserve(one.nbytes) else _Look.LEFT_OUT
             self._rank += 1
             return one, self._began_s - self._rank * _RANK_S, look
 
@@ -333,11 +325,14 @@ class _Hydrator:
         if look is _Look.HERE:
             found.here += 1
             return
-        if look is _Look.LEFT_OUT or self._has_given_up:
+        if look is _Look.LEFT_OUT:
             self._leave_out(one)
             return
         brought_bytes = 0
         try:
+            if self._has_given_up:
+                self._leave_out(one)
+                return
             brought_bytes = await self._take(one, used_s)
             self._failures = 0
         except _MisfitError as exc:
@@ -348,8 +343,8 @@ class _Hydrator:
             self._stop(_full_or(exc))
             self._leave_out(one)
         finally:
-            self._ended_bytes += one.nbytes
-            self._unused_bytes += one.nbytes - brought_bytes
+            self._coming_bytes -= one.nbytes
+            self._room_bytes += one.nbytes - brought_bytes
 
     def _leave_out(self, one: Wanted) -> None:
         self._found.left_out += 1
@@ -369,15 +364,9 @@ class _Hydrator:
 
     # -- what is here ----------------------------------------------------------------------------
 
-    def _look_at(self, some: Sequence[Wanted]) -> list[_Look]:
-        """Whether entries are here, and whether there is room for those that are not. Blocking."""
-        found = []
-        for one in some:
-            if self._tier.entries.contains(one.key):
-                found.append(_Look.HERE)
-            else:
-                found.append(_Look.ABSENT if self._reserve(one.nbytes) else _Look.LEFT_OUT)
-        return found
+    def _are_here(self, some: Sequence[Wanted]) -> list[bool]:
+        """Whether entries are here; blocking."""
+        return [self._tier.entries.contains(one.key) for one in some]
 
     async def _claim_patiently(self, one: Wanted) -> Claim | None:
         """Claim an entry; None where it is here by now.
@@ -398,31 +387,33 @@ class _Hydrator:
                 return None
             waited_s += await looks.pause()
 
-    def _reserve(self, nbytes: int) -> bool:
-        """Make sure of room for so much more; without it everything stops. Blocking."""
-        with self._reserving:
-            self._look_for_room(nbytes)
-            if self._found.stopped:
-                return False
-            self._room_bytes -= nbytes
-            self._reserved_bytes += nbytes
-            return True
+    async def _reserve(self, nbytes: int) -> bool:
+        """Set room aside for so much more; False where there is none. One call at a time.
 
-    def _look_for_room(self, nbytes: int) -> None:
-        most, now_s = self._options.max_bytes, time.monotonic()
-        if most is not None and self._reserved_bytes - self._unused_bytes + nbytes > most:
+        Smaller ones that come later may still fit. Of unknown size nothing is tried any more once
+        something was left out: it would be downloaded in vain.
+        """
+        most, found = self._options.max_bytes, self._found
+        if not nbytes and found.stopped:
+            return False
+        if most is not None and found.fetched_bytes + self._coming_bytes + nbytes > most:
             self._stop("max_bytes")
-        elif now_s >= self._room_until_s or nbytes > self._room_bytes:
+            return False
+        if time.monotonic() >= self._room_until_s:
             try:
-                coming_bytes = self._reserved_bytes - self._ended_bytes
-                self._room_bytes = self._tier.evictor.room_bytes() - coming_bytes
+                room_bytes = await self._disk(self._tier.evictor.room_bytes)
             except (OSError, TierError) as exc:
                 self._stop(f"the disk refuses: {exc}")
-            self._room_until_s = now_s + _ROOM_EVERY_S
-            if self._options.dry_run:
-                self._room_bytes -= self._found.fetched_bytes
-            if nbytes > self._room_bytes:
-                self._stop("full")
+                return False
+            not_there_bytes = found.fetched_bytes if self._options.dry_run else 0
+            self._room_bytes = room_bytes - self._coming_bytes - not_there_bytes
+            self._room_until_s = time.monotonic() + _ROOM_EVERY_S
+        if nbytes > self._room_bytes:
+            self._stop("full")
+            return False
+        self._room_bytes -= nbytes
+        self._coming_bytes += nbytes
+        return True
 
     # -- what the bucket has ---------------------------------------------------------------------
 

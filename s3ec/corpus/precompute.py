@@ -31,8 +31,8 @@ from s3ec.counters import Report, unreported
 from s3ec.errors import ConfigError, S3ECError, SourceError
 
 if TYPE_CHECKING:
+    from s3ec.corpus.bucket import OpenBucket
     from s3ec.corpus.catalog_file import CatalogRow
-    from s3ec.corpus.corpus import Corpus
     from s3ec.corpus.ray_encoder import RayOptions
     from s3ec.identity import Namespace
 
@@ -97,7 +97,7 @@ class PrecomputeReport:
         read_bytes: Of the files that were read.
         stored_bytes: Of the objects of what was encoded.
         seconds: How long the job took.
-        start_seconds: Of that, how long it took to import vLLM and to start the engine.
+        start_s: Of that, how long it took to import vLLM and to start the engine.
         is_stopped: It was told to end before the end of the source.
         problem: Why it ended before that by itself; else empty.
     """
@@ -113,7 +113,7 @@ class PrecomputeReport:
     read_bytes: int = 0
     stored_bytes: int = 0
     seconds: float = 0.0
-    start_seconds: float = 0.0
+    start_s: float = 0.0
     engine_started: bool = False
     is_stopped: bool = False
     problem: str = ""
@@ -126,7 +126,7 @@ class PrecomputeReport:
     @property
     def encoded_per_s(self) -> float:
         """Without the time in which the engine started."""
-        return self.encoded / max(self.seconds - self.start_seconds, 1e-3)
+        return self.encoded / max(self.seconds - self.start_s, 1e-3)
 
     @property
     def status(self) -> Status:
@@ -150,7 +150,7 @@ class PrecomputeReport:
             "read_bytes": self.read_bytes,
             "stored_bytes": self.stored_bytes,
             "seconds": round(self.seconds, 3),
-            "start_seconds": round(self.start_seconds, 3),
+            "start_s": round(self.start_s, 3),
             "encoded_per_s": round(self.encoded_per_s, 3),
             "engine_started": self.engine_started,
             "stopped": self.is_stopped,
@@ -220,7 +220,7 @@ class Job:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: OpenBucket,
         items: Iterable[SourceItem],
         encoder: Encoder,
         options: JobOptions | None = None,
@@ -301,7 +301,7 @@ class Job:
         finally:
             self._encoder.close()
             self.report.seconds = time.monotonic() - began_s
-            self.report.start_seconds = self._opening_s + self._encoder.start_s
+            self.report.start_s = self._opening_s + self._encoder.start_s
         return self.report
 
     def _open_encoder(self) -> Namespace:
@@ -555,7 +555,7 @@ def _file_stamp(item: SourceItem) -> str | None:
 
 
 def make_job(
-    corpus: Corpus,
+    corpus: OpenBucket,
     source: str,
     model: str,
     options: JobOptions | None = None,

@@ -24,7 +24,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from s3ec.errors import ConfigError, CorruptEntryError, S3ECError, SourceError
 
 if TYPE_CHECKING:
-    from s3ec.corpus.corpus import Corpus
+    from s3ec.corpus.bucket import OpenBucket
     from s3ec.settings import Settings
 
 MAX_BYTES = 256 * 2**20
@@ -182,7 +182,7 @@ class Reader:
         self._options = options
         self._lock = threading.Lock()
         self._http: Any = None
-        self._buckets: dict[str, Corpus] = {}
+        self._buckets: dict[str, OpenBucket] = {}
         self._datasets: dict[tuple[Path, str], Any] = {}
         self._pdfs: OrderedDict[str, bytes] = OrderedDict()
 
@@ -373,12 +373,12 @@ class Reader:
             raise SourceError("no such object")
         return bytes(body)
 
-    def _bucket(self, name: str) -> Corpus:
-        from s3ec.corpus.corpus import Corpus
+    def _bucket(self, name: str) -> OpenBucket:
+        from s3ec.corpus.bucket import OpenBucket
 
         with self._lock:
             if name not in self._buckets:
-                self._buckets[name] = Corpus(self._settings_of(name))
+                self._buckets[name] = OpenBucket(self._settings_of(name))
             return self._buckets[name]
 
     def _settings_of(self, bucket: str) -> Settings:

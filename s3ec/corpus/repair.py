@@ -63,18 +63,11 @@ async def repair(
     node: NodeFolder | None = None,
     report: Report = unreported,
 ) -> Repair:
-    """Mend what ``audit`` found. What is broken off can be done again.
+    """Mend what ``audit`` found; see Corpus.repair. What is broken off can be done again.
 
     Args:
-        store: The bucket.
-        found: By audit.
         tenant: Whose secret is in the names.
         node: This node's files of the index, so that its engines are told what was deleted.
-        report: Told how far it is.
-
-    Raises:
-        UnavailableError, AccessError: The store does not answer now, or refuses; some is mended.
-        TierError: The folder for temporary files is full.
     """
     done = Repair()
     if found.deep is not None and found.deep.bad:
@@ -82,10 +75,11 @@ async def repair(
     if done.deleted or not found.index.index_agrees:
         done.snapshot = str((await rebuild(store, layout, report=report)).name)
     if found.catalog is not None and found.catalog.gone_identifiers:
-        from s3ec.corpus.catalog import drop_rows
+        from s3ec.corpus.catalog import CatalogWriter
 
         suspects = found.catalog.gone_identifiers
-        done.dropped = await drop_rows(store, layout, suspects.__contains__, tenant=tenant)
+        writer = CatalogWriter(store, layout)
+        done.dropped = await writer.drop(suspects.__contains__, tenant=tenant)
     return done
 
 

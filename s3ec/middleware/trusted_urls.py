@@ -211,18 +211,20 @@ class CatalogPictures:
         return None if parts == self._parts else self._rows(parts)
 
     def _rows(self, parts: frozenset[str]) -> Generator[Row, None, None]:
-        from s3ec.corpus.catalog import PartReader
+        from s3ec.corpus.catalog import read_parts
         from s3ec.corpus.corpus import Corpus
 
-        reader: PartReader | None = None
-        coming: AsyncGenerator[pa.Table, None] | None = None
+        coming: AsyncGenerator[tuple[str, pa.Table], None] | None = None
+
+        def problem(exc: S3ECError) -> None:
+            log.warning("this part of the catalogue is left out: %s", exc)
 
         async def following(store: Store, layout: Layout) -> pa.Table | None:
-            nonlocal reader, coming
-            if reader is None or coming is None:
-                reader = PartReader(store, layout, at_a_time=1)
-                coming = reader.read_new()
-            return await anext(coming, None)
+            nonlocal coming
+            if coming is None:
+                coming = read_parts(store, layout, problem=problem, at_a_time=1)
+            part = await anext(coming, None)
+            return part and part[1]
 
         async def end(_: Store) -> None:
             if coming is not None:
@@ -235,8 +237,6 @@ class CatalogPictures:
                     del table  # not in memory while the next one comes
             finally:
                 corpus.run(end)
-        for exc in reader.problems.values() if reader is not None else ():
-            log.warning("this part of the catalogue is left out: %s", exc)
         # What was appended since these were listed may be among the rows: then it comes again.
         self._parts = parts
 

@@ -25,7 +25,6 @@ from botocore.parsers import ResponseParserError
 
 from s3ec.errors import (
     AccessError,
-    ConflictError,
     CorruptEntryError,
     CutBodyError,
     S3ECError,
@@ -389,51 +388,6 @@ class BotocoreStore:
                 left.pop(keys.get(key, ""), None)
         return left
 
-    async def copy_from(self, bucket: str, key: str, name: str, *, look_first: bool) -> None:
-        """Have the server copy an object, of a bucket that these credentials may read.
-
-        Args:
-            bucket: Of the object that is copied.
-            key: Its whole name there.
-            name: Of the copy, which must not exist yet.
-            look_first: For a server that ignores the condition on the copy: ask for the name.
-
-        Raises:
-            ConflictError: The name is taken.
-            CorruptEntryError: Size or ETag of the copy are not those of the object (reason
-                ``length`` or ``checksum``).
-            UnavailableError, AccessError: As all requests; AccessError also where there is no
-                such object.
-        """
-        own = self._key(name)
-        what = self._what("COPY", own)
-        if look_first and await self.head(name) is not None:
-            raise ConflictError(f"{what}: it is there already")
-        async with self._slot(what) as slot:
-            source = {"Bucket": bucket, "Key": key}
-            there = await self._call(slot, "head_object", **source)
-            # The server is silent until it has copied all of it.
-            slot.extend(int(there.get("ContentLength", 0)))
-            await self._call(
-                slot,
-                "copy_object",
-                Key=own,
-                CopySource=source,
-                IfNoneMatch="*",
-                **encryption(self._settings),
-            )
-            here = await self._call(slot, "head_object", Key=own)
-        if here.get("ContentLength") != there.get("ContentLength"):
-            raise CorruptEntryError(
-                f"{what}: {here.get('ContentLength')} bytes of {there.get('ContentLength')}",
-                reason="length",
-            )
-        tags = _plain_tag(there), _plain_tag(here)
-        if all(tags) and tags[0] != tags[1]:
-            raise CorruptEntryError(
-                f"{what}: its ETag is not that of s3://{bucket}/{key}", reason="checksum"
-            )
-
     async def close(self) -> None:
         async with self._opening:
             opened, self._opened = self._opened, None
@@ -636,15 +590,6 @@ def _written_s(entry: Any) -> float:
     """When an object was written by an answer of the SDK, Unix time; 0 where it does not say."""
     modified = entry.get("LastModified")
     return float(modified.timestamp()) if modified else 0.0
-
-
-def _plain_tag(head: Any) -> str:
-    """The ETag of an object where that is the MD5 of its bytes; else empty.
-
-    That of an upload in parts is not, nor that of an object under a key of KMS.
-    """
-    tag = str(head.get("ETag", "")).strip('"')
-    return tag if len(tag) == 32 and head.get("ServerSideEncryption", "AES256") == "AES256" else ""
 
 
 async def _unless_absent(request: Awaitable[T]) -> T | None:

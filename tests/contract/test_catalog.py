@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from s3ec.corpus import Corpus
-from s3ec.corpus.catalog import Catalog, merge_parts
+from s3ec.corpus.catalog import Catalog, CatalogWriter, list_parts
 from s3ec.corpus.catalog_file import COLUMNS, PART
 from s3ec.identity import Layout
 from s3ec.index.delete import remove_namespace, survey
+from s3ec.store.base import Store
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import BUCKET, Configure
 from tests.support.catalogues import row
@@ -34,10 +35,14 @@ def write(catalog: Catalog, writer: int) -> None:
         catalog.append([mine, row("shared.png", rows=100 * writer + number + 1)])
 
 
-def merge(corpus: Corpus, catalog: Catalog) -> int:
-    return corpus.within(
-        lambda store, layout: merge_parts(store, layout, fewest=2), catalog.namespace, write=True
-    )
+def fold(corpus: Corpus, catalog: Catalog) -> int:
+    """Fold all, and count the parts that are left."""
+
+    async def work(store: Store, layout: Layout) -> int:
+        await CatalogWriter(store, layout).fold(everything=True)
+        return len(await list_parts(store, layout))
+
+    return corpus.within(work, catalog.namespace, write=True)
 
 
 def files(corpus: Corpus, catalog: Catalog, client: Any, folder: Path) -> list[str]:
@@ -60,10 +65,10 @@ def test_writers_at_once_lose_nothing_and_others_read_it(
         with ThreadPoolExecutor(WRITERS + 1) as pool:
             writing = [pool.submit(write, catalog, writer) for writer in range(WRITERS)]
             while not all(done.done() for done in writing):
-                merge(corpus, catalog)
+                fold(corpus, catalog)
             for done in writing:
                 done.result()
-        merge(corpus, catalog)
+        fold(corpus, catalog)
         rows = list(catalog.rows())
         own = [(found.document, found.page) for found in rows if found.page is not None]
         assert own == [
@@ -86,13 +91,13 @@ def test_writers_at_once_lose_nothing_and_others_read_it(
             assert table.num_rows > 0
 
 
-def test_merge_and_removal_on_a_real_server(on_seaweed: Configure) -> None:
-    with Corpus.open(on_seaweed(prefix="catalog/merge")) as corpus:
+def test_fold_and_removal_on_a_real_server(on_seaweed: Configure) -> None:
+    with Corpus.open(on_seaweed(prefix="catalog/fold")) as corpus:
         Bucket(corpus).namespace(MODEL)
         catalog = corpus.catalog()
         for number in range(3):
             catalog.append([row(f"{number}.png")])
-        assert merge(corpus, catalog) == 3
+        assert fold(corpus, catalog) == 1
         assert [found.document for found in catalog.rows()] == ["0.png", "1.png", "2.png"]
         removed = corpus.within(lambda store, layout: remove_namespace(store, layout, 0.0))
         assert (removed.records, removed.others) == (2, 0)

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A corpus that went to another site through a folder answers there as if nothing had happened.
 
-Both consumers have a vision encoder with other weights than the one that filled the bucket, so an
-image that one of them encoded itself would be answered differently.
+The consumer has a vision encoder with other weights than the one that filled the bucket, so an
+image that it encoded itself would be answered differently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
 from s3ec.corpus import Corpus as Bucket
-from s3ec.corpus import Selection
+from s3ec.corpus.exchange import TransferOptions
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, STEADY
@@ -30,7 +29,6 @@ from tests.e2e.rig import (
     Gallery,
     Record,
     Scenario,
-    at_once,
     other_vision_tower,
     record,
     said,
@@ -60,48 +58,38 @@ def shipped(
     local_s3: LocalS3,
     elsewhere: LocalS3,
     nursery: EngineForkServer,
-) -> tuple[dict[str, Record], dict[str, Record]]:
-    """What the other site's consumer says, and one with vLLM's own connector on a folder."""
+) -> dict[str, Record]:
+    """What the other site's consumer says."""
     folder = tmp_path_factory.mktemp("shipping")
     hashes = [PurePosixPath(corpus.objects[purpose]).stem for purpose in _SHIPPED]
     bucket = elsewhere.create_bucket("shipped")
     with pytest.MonkeyPatch.context() as patch:
         _move(patch, local_s3)
         with Bucket.open(_place(local_s3, corpus.bucket)) as source:
-            assert source.export(folder / "disk", Selection(hashes)).copied == len(hashes)
-            done = source.export(folder / "ec", Selection(hashes), form="vllm")
+            done = source.export(folder / "disk", TransferOptions(hashes))
             assert done.copied == len(hashes)
         _move(patch, elsewhere)
         with Bucket.open(_place(elsewhere, bucket)) as target:
             done = target.import_from(folder / "disk")
             assert (done.status, done.copied) == ("complete", len(hashes))
             assert target.verify().agrees
-    ours = ec_config("ec_consumer", settings(elsewhere, bucket, workdir / "shipped-tier"))
-    theirs = {
-        "ec_connector": "ECExampleConnector",
-        "ec_role": "ec_consumer",
-        "ec_connector_extra_config": {"shared_storage_path": str(folder / "ec")},
-    }
-
-    def ask(name: str, ec: dict[str, Any]) -> dict[str, Record]:
-        with EngineProcess(
+    with (
+        other_vision_tower(gemma),
+        EngineProcess(
             gemma,
-            ec=ec,
-            log_path=workdir / f"{name}.log",
+            ec=ec_config("ec_consumer", settings(elsewhere, bucket, workdir / "shipped-tier")),
+            log_path=workdir / "shipped.log",
             media=workdir,
             env=elsewhere.env() | STEADY | ONE_PROCESS,
             options=OPTIONS,
             nursery=nursery,
-        ) as engine:
-            if ec is ours:
-                until_index_is_read(engine, len(hashes))
-            return {
-                purpose: record(engine, Scenario(purpose, [gallery.solo(purpose)]))
-                for purpose in _PURPOSES
-            }
-
-    with other_vision_tower(gemma):
-        return at_once(partial(ask, "shipped", ours), partial(ask, "example", theirs))
+        ) as engine,
+    ):
+        until_index_is_read(engine, len(hashes))
+        return {
+            purpose: record(engine, Scenario(purpose, [gallery.solo(purpose)]))
+            for purpose in _PURPOSES
+        }
 
 
 def _place(server: LocalS3, bucket: str) -> dict[str, Any]:
@@ -116,26 +104,15 @@ def _move(patch: pytest.MonkeyPatch, server: LocalS3) -> None:
 @pytest.mark.parametrize("purpose", _SHIPPED)
 def test_the_other_site_answers_from_what_was_shipped(
     purpose: str,
-    shipped: tuple[dict[str, Record], dict[str, Record]],
+    shipped: dict[str, Record],
     reference: dict[str, list[Answer]],
 ) -> None:
-    found = shipped[0][purpose]
+    found = shipped[purpose]
     assert said(found.answers[0]) == said(reference[f"solo {purpose}"][0])
     assert (found[HITS], found[MISSES], found[FROM_BUCKET]) == (1, 0, 1)
 
 
-@pytest.mark.parametrize("purpose", _SHIPPED)
-def test_vllms_own_connector_answers_from_its_layout(
-    purpose: str,
-    shipped: tuple[dict[str, Record], dict[str, Record]],
-    reference: dict[str, list[Answer]],
-) -> None:
-    assert said(shipped[1][purpose].answers[0]) == said(reference[f"solo {purpose}"][0])
-
-
 def test_what_was_not_shipped_is_encoded_with_other_weights(
-    shipped: tuple[dict[str, Record], dict[str, Record]], reference: dict[str, list[Answer]]
+    shipped: dict[str, Record], reference: dict[str, list[Answer]]
 ) -> None:
-    for site in shipped:
-        answers = site["control"].answers
-        assert said(answers[0]) != said(reference["solo control"][0])
+    assert said(shipped["control"].answers[0]) != said(reference["solo control"][0])

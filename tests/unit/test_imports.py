@@ -147,6 +147,19 @@ def test_imports_point_down() -> None:
     assert wrong == []
 
 
+def test_no_job_imports_the_corpus() -> None:
+    """A job is a function of a store and a layout; the class calls the jobs."""
+    its_own = {PACKAGE / "corpus" / "corpus.py", PACKAGE / "corpus" / "__init__.py"}
+    wrong = [
+        str(each)
+        for each in imports()
+        if each.part == "corpus"
+        and each.module not in its_own
+        and each.target.startswith(("s3ec.corpus.corpus", "s3ec.corpus.Corpus"))
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("library", MAY_IMPORT)
 def test_heavy_libraries_stay_where_they_belong(library: str) -> None:
     allowed = MAY_IMPORT[library]

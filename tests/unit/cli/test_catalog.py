@@ -175,13 +175,6 @@ def test_catalogue_of_damaged_parts_alone(cli: Cli, corpus: Corpus) -> None:
     assert cli.json("catalog", "find", "b.pdf", code=1)["error"]["kind"] == "corrupt"
 
 
-def test_merge_makes_one_part_of_several(cli: Cli, corpus: Corpus, namespace: str) -> None:
-    append(corpus, namespace, [row("late.png")])
-    assert cli.json("catalog", "merge") == {"namespace": namespace, "merged": 2, "part_count": 1}
-    assert cli.json("catalog", "show")["row_count"] == 5
-    assert "0 parts merged; 1 now" in cli("catalog", "merge").stdout
-
-
 def test_missing_extra_is_named(cli: Cli, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
     assert "pip install duckdb" in cli("catalog", "sql", "SELECT 1", code=2).stderr

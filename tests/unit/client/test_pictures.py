@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from s3ec.client import AsyncPictures, Pictures
 from s3ec.corpus.catalog_file import STAMP, CatalogRow, to_table
 from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.reading import ReadOptions, page_uri, reader_for, render_page
-from s3ec.errors import ConfigError, NotFoundError, SourceError
+from s3ec.errors import AmbiguousError, ConfigError, NotFoundError, SourceError
 from s3ec.settings import Settings
 from tests.support.clock import Clock
 from tests.support.pdfs import make_pdf
@@ -64,6 +65,21 @@ def asking(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 # -- parts -------------------------------------------------------------------------------------
+
+
+def test_files_of_one_name_in_two_places_are_told_apart_by_the_url(
+    make: Make, files: list[Path]
+) -> None:
+    places = [row_of(path, document="x.png") for path in files[:2]]
+    pictures = make(*places)
+    with pytest.raises(AmbiguousError, match="in several places") as caught:
+        pictures.parts("x.png")
+    assert all(row.uri in str(caught.value) for row in places)
+    for row in places:
+        [part] = pictures.parts("x.png", url=row.uri)
+        assert part["uuid"] == row.identifier
+    moved = dataclasses.replace(places[0], uri="file:///elsewhere/x.png")
+    assert len(make(places[0], moved).parts("x.png")) == 1, "the same file in both"
 
 
 def test_a_document_gives_its_size_and_its_identifier_and_no_pixels(

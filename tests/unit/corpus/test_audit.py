@@ -310,43 +310,19 @@ async def test_complete_check_is_not_done_again_for_a_repair(
     assert not [name for op, name in store.log if op == "get" and "/objects/" in name]
 
 
-@pytest.mark.parametrize("kept", [0.3, 0.6, 0.99])
-async def test_state_of_a_killed_process_may_end_in_the_middle_of_a_line(
-    memory: MemoryStore, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deep_check, "_SAVE_S", 0.0)
-    put(memory, IDS[0], b"bad")
-    with new_state(tmp_path) as state:
-        await check_objects(memory, LAYOUT, state)
-        path = state.path
-    text = path.read_bytes()
-    path.write_bytes(text[: int(len(text) * kept)])
-    with new_state(tmp_path) as state:
-        deep = await check_objects(memory, LAYOUT, state)
-    assert (deep.objects, deep.corrupt, len(deep.bad)) == (21, 1, 1)
-
-
-async def test_line_of_a_state_that_is_none_ends_what_is_believed_of_it(
-    memory: MemoryStore, tmp_path: Path
-) -> None:
-    with new_state(tmp_path) as state:
-        state.save(object_of(IDS[0]))
-        with state.path.open("a") as file:
-            file.write('{"cursor": "z", "objects": 99, "nbytes": "many"}\n')
-    with new_state(tmp_path) as state:
-        assert (state.cursor, state.found.objects) == (object_of(IDS[0]), 0)
-
-
 async def test_state_of_something_else_is_refused(memory: MemoryStore, tmp_path: Path) -> None:
     with new_state(tmp_path), pytest.raises(ConfigError, match="another audit uses") as caught:
         new_state(tmp_path)
     assert caught.value.field == "state"
+    with new_state(tmp_path) as state:
+        state.save("")
     for other in ({"corpus": "s3://c"}, {"endpoint": "https://other"}, {"made_s": 1001.0}):
         with pytest.raises(ConfigError, match="another corpus or server"):
             AuditState(tmp_path, {**OF, **other})
-    (tmp_path / f"{LAYOUT.namespace}.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(ConfigError, match="no state of"):
-        new_state(tmp_path)
+    for text in ("", '{"a": 1}\n', state.path.read_text()[:-9]):
+        state.path.write_text(text)
+        with pytest.raises(ConfigError, match="no state of"):
+            new_state(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(TierError, match="cannot write"):
         new_state(tmp_path / "file" / "x")
@@ -617,8 +593,9 @@ async def test_no_catalogue_is_no_fault(memory: MemoryStore) -> None:
     assert (found.catalog, found.deep, found.agrees) == (None, None, True)
 
 
-def test_state_is_plain_lines(tmp_path: Path) -> None:
+def test_state_is_two_plain_lines(tmp_path: Path) -> None:
     with new_state(tmp_path) as state:
         state.save("a")
         lines = [json.loads(line) for line in state.path.read_text().splitlines()]
     assert [line.get("cursor") for line in lines] == [None, "a"]
+    assert lines[0]["namespace"] == LAYOUT.namespace

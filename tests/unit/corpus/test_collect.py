@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.corpus.catalog import append_rows, read_table
-from s3ec.corpus.collect import Choice, Rules, choose, collect, collect_garbage
+from s3ec.corpus.catalog import append_rows, list_parts, read_table
+from s3ec.corpus.collect import Collection, Rules, choose, collect, collect_garbage
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import make_key
 from s3ec.index import listing
@@ -62,7 +62,7 @@ def names_of(*identifiers: str) -> set[str]:
     return set(map(name_of, identifiers))
 
 
-async def run(memory: Store, rules: Rules) -> Choice:
+async def run(memory: Store, rules: Rules) -> Collection:
     choice = await choose(memory, LAYOUT, rules, NOW_S)
     done = await collect(memory, LAYOUT, choice)
     assert (done.objects, done.nbytes, done.left_objects, done.left_bytes) == (
@@ -168,6 +168,17 @@ async def test_rows_of_the_catalogue_go_with_their_entries(memory: MemoryStore) 
     assert (done.objects, done.done, done.dropped_rows, done.problem) == (5, True, 3, "")
     table = await read_table(memory, LAYOUT)
     assert table.column("identifier").to_pylist() == IDS[:5]
+
+
+async def test_parts_that_jobs_left_are_folded(memory: MemoryStore) -> None:
+    memory.bucket.objects[LAYOUT.descriptor] = b'{"model": "tiny"}'
+    for one in rows_for(IDS):
+        await append_rows(memory, LAYOUT, [one])
+    rules = Rules(older_than_s=1000 * HOUR_S)
+    done = await collect_garbage(memory, LAYOUT, rules, tenant=None, dry_run=False)
+    assert (done.objects, done.problem) == (0, "")
+    assert len(await list_parts(memory, LAYOUT)) == 1
+    assert len(await read_table(memory, LAYOUT)) == len(IDS)
 
 
 @pytest.mark.parametrize("ahead_s", [-1000 * HOUR_S, 0.0, 1000 * HOUR_S])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,14 @@ def test_a_listing_says_how_much_was_left_out(rig: Rig) -> None:
     assert found.left_out_bytes == sum(
         len(entry_bytes(one, rig.name, rows=ROWS)) for one in IDS if not rig.is_here(one)
     )
+
+
+def test_what_fits_comes_whatever_another_one_claims_to_need(rig: Rig) -> None:
+    rig.fill(*IDS[:3])
+    rows = [row(one, identifier=one, nbytes=NBYTES) for one in IDS[:3]]
+    found = rig.open().hydrate(of_catalog([replace(rows[0], nbytes=10**15), *rows[1:]]))
+    assert (found.fetched, found.left_out, found.stopped) == (2, 1, "full")
+    assert rig.is_here(*IDS[1:3])
 
 
 def test_without_free_space_nothing_comes(rig: Rig) -> None:

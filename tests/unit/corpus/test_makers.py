@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What entries were made with: by the catalogue, else by headers, and what gc deletes of them."""
+"""What entries were made with, by their headers, and what gc deletes of them."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from s3ec.corpus.catalog import append_rows, read_table
 from s3ec.corpus.collect import Collection, Rules, collect_garbage
 from s3ec.corpus.makers import MadeBy
 from s3ec.errors import ConfigError
@@ -16,7 +13,6 @@ from s3ec.testing.fault_store import FaultStore
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.indexes import LAYOUT
 from tests.unit.cli.corpus import content_hash, entry_bytes
-from tests.unit.corpus.test_audit import row_of
 
 NOW_S = 1_700_000_000.0
 HOUR_S = 3600.0
@@ -58,11 +54,6 @@ class World:
         )
         self.memory.bucket.modified_s[name] = NOW_S - age_s
         return identifier
-
-    async def catalogue(self, identifier: str, made_by: str, *, age_s: float = HOUR_S) -> None:
-        row = row_of(f"doc {identifier[:4]} {age_s}", identifier)
-        row = dataclasses.replace(row, made_by=made_by, stored_s=NOW_S - age_s)
-        await append_rows(self.memory, LAYOUT, [row])
 
     @property
     def headers_read(self) -> int:
@@ -130,10 +121,7 @@ def test_what_is_no_list_of_names_and_versions_is_refused(words: str) -> None:
     assert caught.value.field == "made_by"
 
 
-# -- by headers ------------------------------------------------------------------------------------
-
-
-async def test_without_a_catalogue_headers_are_read_and_their_number_is_told_first(
+async def test_headers_are_read_and_their_number_is_told_first(
     world: World,
 ) -> None:
     world.put("bad", BAD)
@@ -184,41 +172,3 @@ async def test_what_is_stored_again_while_it_is_chosen_stays(world: World) -> No
         clock=lambda: NOW_S,
     )
     assert name_of(identifier) in world.left
-
-
-# -- by the catalogue ------------------------------------------------------------------------------
-
-
-async def test_what_the_catalogue_tells_costs_no_request(world: World) -> None:
-    for seed, made_by in (("bad", BAD), ("good", GOOD)):
-        await world.catalogue(world.put(seed, made_by), made_by, age_s=HOUR_S / 2)
-    world.put("an engine's", BAD)
-    done = await world.gc(Rules(made_by=FAULTY))
-    assert done.objects == 2
-    assert world.told == [1]
-    assert world.headers_read == 1
-    assert done.dropped_rows == 1
-    table = await read_table(world.memory, LAYOUT)
-    assert table.column("made_by").to_pylist() == [GOOD]
-
-
-async def test_a_row_of_what_was_stored_again_since_tells_nothing(world: World) -> None:
-    identifier = world.put("bad", GOOD, age_s=0)  # made again by another release
-    await world.catalogue(identifier, BAD, age_s=HOUR_S)
-    done = await world.gc(Rules(made_by=FAULTY))
-    assert done.objects == 0
-    assert world.told == [1]
-
-
-async def test_of_several_rows_the_one_that_was_seen_last_tells(world: World) -> None:
-    identifier = world.put("bad", BAD, age_s=3 * HOUR_S)
-    await world.catalogue(identifier, BAD, age_s=HOUR_S)
-    await world.catalogue(identifier, GOOD, age_s=2 * HOUR_S)
-    assert (await world.gc(Rules(made_by=FAULTY), dry_run=True)).objects == 1
-    assert world.told == [0]
-
-
-async def test_a_row_that_does_not_say_leaves_it_to_the_header(world: World) -> None:
-    await world.catalogue(world.put("bad", BAD), "")
-    assert (await world.gc(Rules(made_by=FAULTY), dry_run=True)).objects == 1
-    assert world.told == [1]

@@ -318,7 +318,7 @@ def test_complete_means_all_that_is_below_the_source(desk: Desk, tmp_path: Path)
 
 
 def test_the_rate_is_without_the_time_that_the_engine_took_to_start(desk: Desk) -> None:
-    report = PrecomputeReport(encoded=30, seconds=70.0, start_seconds=60.0)
+    report = PrecomputeReport(encoded=30, seconds=70.0, start_s=60.0)
     assert report.encoded_per_s == 3.0
     desk.write(a=b"one")
     encoder = FakeEncoder(desk.corpus)
@@ -327,7 +327,7 @@ def test_the_rate_is_without_the_time_that_the_engine_took_to_start(desk: Desk) 
         encoder.start_s = 50.0
 
     encoder.before_each = start
-    assert desk.job(encoder).run().start_seconds >= 50.0
+    assert desk.job(encoder).run().start_s >= 50.0
 
 
 def test_what_came_later_is_added(desk: Desk) -> None:

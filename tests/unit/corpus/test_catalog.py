@@ -22,6 +22,7 @@ from s3ec.corpus.catalog import (
     Catalog,
     CatalogIndex,
     CatalogRow,
+    CatalogWriter,
     append_rows,
     check_row,
     list_parts,
@@ -39,6 +40,7 @@ from s3ec.counters import Counters
 from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError, TierError
 from s3ec.identity import Layout, Namespace
 from s3ec.index.delete import remove_namespace, survey
+from s3ec.index.names import time_s
 from s3ec.store.base import Store
 from s3ec.store.retry import RetryStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script, flip
@@ -93,13 +95,39 @@ async def test_the_later_append_counts_whatever_the_times_say() -> None:
     assert [found.rows for found in await rows_of(store)] == [3, 4]
 
 
-async def test_an_append_counts_over_a_writer_whose_clock_is_ahead() -> None:
+async def test_files_of_one_name_in_two_folders_are_two_documents() -> None:
+    store = MemoryStore()
+    here, there = (row("a.png", uri=f"file:///{place}/a.png") for place in ("here", "there"))
+    await append_rows(store, LAYOUT, [there])
+    await append_rows(store, LAYOUT, [here])
+    assert await rows_of(store) == [here, there]
+    changed = dataclasses.replace(there, rows=9)
+    await append_rows(store, LAYOUT, [changed])
+    assert await rows_of(store) == [here, changed]
+
+
+async def test_part_of_the_future_is_named_and_left_out_and_the_next_append_counts() -> None:
     store = MemoryStore()
     ahead = "7" + LATER[1:]
-    body = parquet(part_table(row(rows=1), ulid=ahead))
-    await store.put_if_absent(LAYOUT.catalog_part(ahead), [body])
-    await append_rows(store, LAYOUT, [row(rows=2)])
-    assert [found.rows for found in await rows_of(store)] == [2]
+    name = LAYOUT.catalog_part(ahead)
+    await store.put_if_absent(name, [parquet(part_table(row(rows=1), ulid=ahead))])
+    with pytest.raises(CorruptEntryError, match="after its own date") as caught:
+        await read_table(store, LAYOUT)
+    assert str(caught.value).startswith(f"{name}: ")
+    for rows in (2, 3):
+        await append_rows(store, LAYOUT, [row(rows=rows)])
+        assert [found.rows for found in await rows_of(store)] == [rows]
+    await CatalogWriter(store, LAYOUT).fold(everything=True)
+    assert name in store.bucket.objects
+    assert [found.rows for found in await rows_of(store)] == [3]
+
+
+async def test_name_of_a_part_is_by_the_clock_of_the_server() -> None:
+    store = MemoryStore(clock=lambda: 1_700_000_000.0)
+    await append_rows(store, LAYOUT, [row()])
+    [ulid] = await list_parts(store, LAYOUT)
+    assert abs(time_s(ulid) - 1_700_000_000.0) < 60
+    assert not [name for name in store.bucket.objects if "/claim/" in name]
 
 
 async def test_many_rows_become_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +141,7 @@ async def test_many_rows_become_several_parts(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_an_append_whose_reply_was_lost_is_there_once() -> None:
     memory = MemoryStore()
-    lost = Fault("put_if_absent", lost_reply=True, times=1)
+    lost = Fault("put_if_absent", name="/catalog/", lost_reply=True, times=1)
     store = RetryStore(FaultStore(memory, Script([lost])), Counters(), attempts=2)
     await append_rows(store, LAYOUT, [row()])
     assert lost.struck == 1
@@ -344,23 +372,9 @@ def test_index_finds_by_file_document_and_identifier() -> None:
 
 def test_empty_index_finds_nothing() -> None:
     for index in (CatalogIndex(), CatalogIndex.from_table(part_table())):
-        assert (len(index), index.nbytes) == (0, 0)
+        assert len(index) == 0
         assert index.by_sha256("ab" * 32) is None
         assert index.by_document("a.png") == []
-
-
-def test_row_that_was_replaced_later_is_found_no_more() -> None:
-    many = [row(f"{number}.png", sha256=f"{number:064x}") for number in range(100)]
-    index = CatalogIndex().with_rows(part_table(*many))
-    changed = row("7.png", sha256="f" * 64)
-    newer = index.with_rows(part_table(changed, ulid=LATER))
-    assert newer.by_sha256(f"{7:064x}") is None
-    assert newer.by_sha256("f" * 64) == changed
-    assert newer.by_document("7.png") == [changed]
-    assert newer.by_sha256(f"{8:064x}") == many[8]
-    assert index.by_sha256(f"{7:064x}") == many[7], "an index does not change"
-    older = CatalogIndex().with_rows(part_table(changed, ulid=LATER)).with_rows(part_table(*many))
-    assert older.by_document("7.png") == [changed], "the order of reading does not matter"
 
 
 # -- for programs ----------------------------------------------------------------------------------

@@ -1,0 +1,669 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A corpus to and from a folder, for sites without a network; and from a folder of vLLM's.
+
+The folder has the names of the bucket, so that ``url: file:///FOLDER`` serves it as it is. vLLM's
+is that of its ECExampleConnector (0.32): a folder for each content hash with one file in it, which
+says nothing of model, modality or checksum.
+
+Every byte is checked between reading and writing. What is there is skipped, and nothing is ever
+replaced, so a run that was broken off is completed by the next one. Readers are told at the end, by
+a listing that becomes the index. In a folder each file appears whole or not at all, by a rename,
+since memory sticks have no hard links. No symbolic link is followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import struct
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence, Set
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from s3ec import codec
+from s3ec.corpus.bucket import ATTEMPTS
+from s3ec.corpus.entries import CorpusEntry, entries_of, key_of, read_entry, read_header, scan
+from s3ec.counters import Counters, Report, unreported
+from s3ec.errors import (
+    AccessError,
+    ConfigError,
+    ConflictError,
+    CorruptEntryError,
+    UnavailableError,
+)
+from s3ec.fetch import ByteBudget
+from s3ec.identity import (
+    DESCRIPTOR_BYTES,
+    Key,
+    Layout,
+    Namespace,
+    digest_of_name,
+    make_key,
+)
+from s3ec.index.delete import find_objects
+from s3ec.index.listing import BATCH, listed
+from s3ec.index.maker import newest_rows, rebuild
+from s3ec.modality import ModalityRecords, Record
+from s3ec.safetensors_file import plain_json
+from s3ec.store.base import NoSpaceError, Store, Wrapper
+from s3ec.store.concurrency import Pace, in_parallel
+from s3ec.store.open import open_store
+from s3ec.store.retry import RetryStore
+from s3ec.tenant import Tenant
+from s3ec.tier.files import TempFile
+
+if TYPE_CHECKING:
+    from s3ec.corpus.catalog_file import CatalogRow
+    from s3ec.settings import Settings
+
+MAX_ENTRY_BYTES = 2 * 2**30
+"""Nothing larger is copied: it is in memory as a whole. A video of ten minutes has less."""
+# Entries in memory at a time; a larger one goes alone.
+_INFLIGHT_BYTES = 256 * 2**20
+# Each was tried five times by then. So many in a row are an outage, and no bad entries.
+_OUTAGE = 32
+# vllm/distributed/ec_transfer/ec_connector/example_connector.py of 0.32.
+_EXAMPLE = re.compile(r"([0-9a-f]{64})/encoder_cache\.safetensors")
+_EXAMPLE_NAME = "encoder_cache.safetensors"
+_UNFINISHED = re.compile(r"\.tmp-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """What is copied, and how.
+
+    Attributes:
+        identifiers: Only these: identifiers in full, or labels as ``s3ec ls`` prints them.
+        where: Only those in the source's catalogue for which this condition of SQL is true.
+        rate_limit_bytes_per_s: At most so many on average; None for no limit.
+        report: Told how many entries are done.
+    """
+
+    identifiers: Sequence[str] | None = None
+    where: str | None = None
+    rate_limit_bytes_per_s: int | None = None
+    report: Report = unreported
+
+
+@dataclass(slots=True)
+class Transferred:
+    """What was copied, and what was not.
+
+    Attributes:
+        namespace: Of the entries.
+        copied: Entries that were written now.
+        nbytes: Their size.
+        present: Entries that were there before.
+        skipped: Files of vLLM's layout whose folder is no content hash.
+        catalogued: Rows of the catalogue that were new over there.
+        failures: What could not be copied, by label or by what the caller called it, and why.
+    """
+
+    namespace: str
+    copied: int = 0
+    nbytes: int = 0
+    present: int = 0
+    skipped: int = 0
+    catalogued: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> str:
+        """``complete``; ``partial``, where some could not be copied; ``failed`` if none could."""
+        if not self.failures:
+            return "complete"
+        return "partial" if self.copied + self.present else "failed"
+
+
+async def export(
+    store: Store,
+    layout: Layout,
+    folder: Path,
+    options: TransferOptions,
+    *,
+    settings: Settings,
+) -> Transferred:
+    """Copy the wanted entries of a namespace into a folder; see Corpus.export."""
+    names = await _wanted_names(store, layout, options, settings)
+    await asyncio.to_thread(_begin, folder, layout)
+    async with _opened(folder, settings, writes=True) as target:
+        result = await _copy_namespace(store, target, layout, names, options, settings)
+    # The files have their names; this brings their bytes to the disk, which may be pulled out.
+    await asyncio.to_thread(os.sync)
+    return result
+
+
+async def import_folder(
+    folder: Path, store: Store, layout: Layout, options: TransferOptions, *, settings: Settings
+) -> Transferred:
+    """Copy the wanted entries of a namespace from a folder; see Corpus.import_from.
+
+    Args:
+        store: The bucket, which honours conditional writes or looks before it writes.
+        settings: Of the bucket's corpus.
+    """
+    async with _opened(folder, settings) as source:
+        names = await _wanted_names(source, layout, options, settings)
+        return await _copy_namespace(source, store, layout, names, options, settings)
+
+
+async def import_example(
+    folder: Path,
+    store: Store,
+    layout: Layout,
+    options: TransferOptions,
+    *,
+    modality: str,
+    settings: Settings,
+) -> Transferred:
+    """Copy the wanted entries of a folder in vLLM's layout; see Corpus.import_example.
+
+    Shape, type and finite numbers are checked, and the namespace's record.
+
+    Args:
+        store, settings: As for import_folder.
+    """
+    names = await _wanted_names(store, layout, options, settings)
+    async with _opened(folder, settings) as source:
+        tenant = Tenant.read(settings.tenant_key)
+        origin = _ExampleSource(source, layout, modality, tenant)
+        target = _NamespacePlace(store, layout)
+        await target.look(names)
+        result = Transferred(layout.namespace)
+        await _Copying(origin, target, options, settings).run(names, result, None)
+        result.skipped += origin.skipped
+    await rebuild(store, layout, report=options.report)
+    return result
+
+
+async def _wanted_names(
+    store: Store, layout: Layout, options: TransferOptions, settings: Settings
+) -> dict[str, str] | None:
+    """Names of the objects that the options choose, and how the caller calls them; None for all.
+
+    Raises:
+        ConfigError: A list and a condition; an identifier under which nothing is stored; a
+            condition that DuckDB does not take.
+    """
+    texts = options.identifiers
+    if options.where is not None:
+        from s3ec.corpus.catalog import read_table
+        from s3ec.corpus.catalog_query import select
+
+        if texts is not None:
+            raise ConfigError("a list and `where` at once; give one of the two", field="where")
+        rows = select(await read_table(store, layout), options.where)
+        texts = rows.column("identifier").to_pylist()
+    if texts is None:
+        return None
+    tenant = Tenant.read(settings.tenant_key)
+    names = {}
+    for text in texts:
+        # A label says which one it is also where nobody knows the identifier.
+        is_label = text.rpartition(":")[2][:2] in ("x-", "t-")
+        key = (is_label and key_of(text, tenant, by_name=True)) or key_of(text, tenant)
+        if not key:
+            raise ConfigError(
+                f"{text!r:.100} is an identifier under which nothing is stored; take it out",
+                field="identifiers",
+            )
+        names[key.name] = text
+    return names
+
+
+# -- the copy --------------------------------------------------------------------------------------
+
+# An entry whose every byte was checked: its header, and the whole object in our layout.
+_Checked = tuple[codec.Header, Sequence[bytes | memoryview]]
+
+
+class _Source(Protocol):
+    """Where entries are copied from."""
+
+    def entries(self, names: Collection[str] | None) -> AsyncGenerator[Sequence[CorpusEntry], None]:
+        """The entries of these names that are there, or all; to be closed."""
+        ...
+
+    async def read(self, entry: CorpusEntry) -> _Checked | None:
+        """An entry; None where it is gone. Raises CorruptEntryError where it is bad."""
+        ...
+
+
+class _Copying:
+    """One run over all wanted entries.
+
+    An entry ends as present, as copied, or as a failure with its reason, and the others go on.
+
+    Attributes:
+        there: Digests of the entries that the target has now.
+    """
+
+    def __init__(
+        self, source: _Source, target: _NamespacePlace, options: TransferOptions, settings: Settings
+    ) -> None:
+        self._source, self._target = source, target
+        self._report = options.report
+        self._width = settings.max_concurrency
+        self._pace = Pace(options.rate_limit_bytes_per_s)
+        self._memory = ByteBudget(_INFLIGHT_BYTES)
+        self._done = self._failed_in_a_row = 0
+        self.there: set[bytes] = set()
+
+    async def run(
+        self, names: Mapping[str, str] | None, result: Transferred, total: int | None
+    ) -> None:
+        """Copy all.
+
+        Args:
+            names: As _wanted_names.
+            result: Filled.
+            total: About how many entries there are, for the report.
+
+        Raises:
+            NoSpaceError: The disk is full.
+            UnavailableError, AccessError: A store does not answer, or refuses all.
+        """
+        self._total = total if names is None else len(names)
+        self._result = result
+        async with aclosing(self._source.entries(names)) as batches:
+            async for entries in batches:
+                await in_parallel(entries, self._copy, width=self._width)
+        for name, text in (names or {}).items():
+            label = CorpusEntry("", name, 0, 0.0).label
+            if digest_of_name(name) not in self.there and label not in result.failures:
+                result.failures[text] = "it is not there"
+
+    async def _copy(self, entry: CorpusEntry) -> None:
+        await self._memory.take(entry.nbytes)
+        try:
+            is_new = await self._copy_if_absent(entry)
+        except NoSpaceError:
+            raise
+        except (CorruptEntryError, UnavailableError, AccessError) as exc:
+            self._result.failures[entry.label] = str(exc)
+            is_bad = isinstance(exc, CorruptEntryError)
+            self._failed_in_a_row = 0 if is_bad else self._failed_in_a_row + 1
+            is_general = isinstance(exc, AccessError) and exc.is_general
+            if is_general or self._failed_in_a_row >= _OUTAGE:
+                raise
+        else:
+            self._failed_in_a_row = 0
+            self.there.add(digest_of_name(entry.name))
+            self._result.copied += is_new
+            self._result.present += not is_new
+            self._result.nbytes += entry.nbytes if is_new else 0
+        finally:
+            self._memory.free(entry.nbytes)
+        self._done += 1
+        self._report("copying", self._done, self._total)
+
+    async def _copy_if_absent(self, entry: CorpusEntry) -> bool:
+        if await self._target.has(entry):
+            return False
+        if entry.nbytes > MAX_ENTRY_BYTES:
+            raise CorruptEntryError(f"{entry.nbytes} bytes, more than any entry has", reason="size")
+        await self._pace.take(entry.nbytes)
+        checked = await self._source.read(entry)
+        if checked is None:
+            raise CorruptEntryError("it is gone", reason="length")
+        return await self._target.write(entry, checked)
+
+
+async def _copy_namespace(
+    source: Store,
+    target: Store,
+    layout: Layout,
+    names: Mapping[str, str] | None,
+    options: TransferOptions,
+    settings: Settings,
+) -> Transferred:
+    """Copy entries, the descriptor, the records and the catalogue's rows; then list the target."""
+    await _agree(source, target, layout)
+    place = _NamespacePlace(target, layout)
+    await place.look(names)
+    result = Transferred(layout.namespace)
+    copying = _Copying(_NamespacePlace(source, layout), place, options, settings)
+    await copying.run(names, result, await newest_rows(source, layout))
+    await _copy_rows(source, target, layout, copying.there, result)
+    await rebuild(target, layout, report=options.report)
+    return result
+
+
+async def _agree(source: Store, target: Store, layout: Layout) -> None:
+    """Make sure that both sides are of the namespace of that name; begin it over there.
+
+    Raises:
+        ConfigError: Nothing says of which model it is, or what says it is unusable.
+    """
+    theirs, there = await _descriptor(source, layout), await _descriptor(target, layout)
+    if theirs is None and there is None:
+        raise ConfigError(
+            f"{layout.descriptor} is not there, so nobody can tell of which model these entries "
+            "are; export them again",
+            field="namespace",
+        )
+    if theirs is not None and there is None:
+        with suppress(ConflictError):
+            await target.put_if_absent(layout.descriptor, [theirs.to_json()])
+
+
+async def _descriptor(store: Store, layout: Layout) -> Namespace | None:
+    try:
+        body = await store.get(layout.descriptor, max_bytes=DESCRIPTOR_BYTES)
+        if body is None:
+            return None
+        content = plain_json(bytes(body).decode("utf-8"))
+        found = Namespace.from_descriptor(content if isinstance(content, dict) else {})
+    except (CorruptEntryError, ValueError, RecursionError) as exc:
+        raise ConfigError(
+            f"{layout.descriptor} is unusable; restore it from a copy", field="namespace"
+        ) from exc
+    if found.name != layout.namespace:
+        raise ConfigError(
+            f"{layout.descriptor} is that of {found.name}; restore it from a copy",
+            field="namespace",
+        )
+    return found
+
+
+async def _copy_rows(
+    source: Store, target: Store, layout: Layout, there: Set[bytes], result: Transferred
+) -> None:
+    """Append those rows of entries that are there now which the other catalogue lacks."""
+    from s3ec.corpus.catalog import append_rows, list_parts, read_table
+    from s3ec.corpus.catalog_file import to_rows
+
+    if not there or not await list_parts(source, layout):
+        return
+    try:
+        known = {_key_of_row(row) for row in to_rows(await read_table(target, layout))}
+        news = []
+        for row in to_rows(await read_table(source, layout)):
+            key = make_key(row.identifier)
+            if key is not None and key.digest in there and _key_of_row(row) not in known:
+                news.append(row)
+        await append_rows(target, layout, news)
+        result.catalogued = len(news)
+    except (CorruptEntryError, ConfigError) as exc:  # its parts, or pyarrow is missing
+        result.failures["catalog"] = str(exc)
+
+
+def _key_of_row(row: CatalogRow) -> tuple[object, ...]:
+    return row.document, row.page, row.modality, row.uri
+
+
+# -- our layout ------------------------------------------------------------------------------------
+
+
+class _NamespacePlace:
+    """A namespace of a bucket or a folder. Nothing in it is ever replaced.
+
+    Memory: about 150 bytes for each entry that ``look`` has seen.
+
+    Args:
+        store: To write, one that honours conditional writes, or looks before it writes.
+    """
+
+    def __init__(self, store: Store, layout: Layout) -> None:
+        self._store = store
+        self._layout = layout
+        self._records = ModalityRecords(store, layout)
+        self._nbytes: dict[bytes, int] = {}
+
+    async def look(self, names: Collection[str] | None) -> None:
+        """See which entries of these names are there, or all; before anything is copied here."""
+        async with aclosing(self.entries(names)) as batches:
+            async for entries in batches:
+                self._nbytes |= {digest_of_name(one.name): one.nbytes for one in entries}
+
+    async def entries(
+        self, names: Collection[str] | None
+    ) -> AsyncGenerator[Sequence[CorpusEntry], None]:
+        if names is None:
+            async with aclosing(scan(self._store, self._layout.namespace)) as batches:
+                async for entries in batches:
+                    yield entries
+            return
+        keys = [Key("", name, digest_of_name(name)) for name in names]
+        for start in range(0, len(keys), BATCH):
+            found = await find_objects(self._store, self._layout, keys[start : start + BATCH])
+            yield list(entries_of(self._layout, filter(None, found.values())))
+
+    async def read(self, entry: CorpusEntry) -> _Checked | None:
+        found = await read_entry(self._store, entry, unreported)
+        return None if found is None else (found.header, [found.file])
+
+    async def has(self, entry: CorpusEntry) -> bool:
+        nbytes = self._nbytes.get(digest_of_name(entry.name))
+        if nbytes is not None and nbytes != entry.nbytes:
+            await self._require_good(entry)
+        return nbytes is not None
+
+    async def _require_good(self, entry: CorpusEntry) -> None:
+        """Look at the header of an entry that is there: a power cut may have left half of it."""
+        info = await self._store.head(self._layout.objects + entry.name)
+        there = replace(entry, nbytes=0 if info is None else info.nbytes)
+        with suppress(CorruptEntryError):
+            if await read_header(self._store, there) is not None:
+                return
+        raise CorruptEntryError(
+            "what is there is bad, and nothing is replaced; `s3ec verify --deep --repair` deletes "
+            "it",
+            reason="checksum",
+        )
+
+    async def write(self, entry: CorpusEntry, checked: _Checked) -> bool:
+        header, pieces = checked
+        mine = Record(header.shape.width, header.shape.dtype)
+        record = await self._records.settle(header.modality, mine)
+        if record != mine:  # no engine would take it
+            raise CorruptEntryError(
+                f"its width is {mine.width} and its type {mine.dtype}, and the namespace "
+                f"has {record.width} and {record.dtype} for {header.modality}",
+                reason="shape",
+            )
+        try:
+            await self._store.put_if_absent(self._layout.objects + entry.name, pieces)
+        except ConflictError:  # another one was faster, or it is an empty file
+            await self._require_good(entry)
+            return False
+        return True
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _opened(
+    folder: Path, settings: Settings, *, writes: bool = False
+) -> AsyncGenerator[Store, None]:
+    bare = open_store(folder_settings(folder, settings))
+    store = RetryStore(_Renaming(bare, folder) if writes else bare, Counters(), attempts=ATTEMPTS)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def folder_settings(folder: Path, settings: Settings) -> Settings:
+    """The settings of a corpus in a folder that is there, beside those of another corpus.
+
+    Raises:
+        ConfigError: It is no folder, or its path cannot be a corpus.
+    """
+    from pydantic import ValidationError
+
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; name one that an export made", field="folder")
+    try:
+        return type(settings).model_validate(
+            {
+                "url": folder.resolve().as_uri(),
+                "max_concurrency": settings.max_concurrency,
+                "tenant_key": settings.tenant_key,
+            }
+        )
+    except ValidationError as exc:
+        raise ConfigError(
+            f"{str(folder)!r:.200} cannot be a corpus; take a folder whose path has printable "
+            "characters and at most 512 bytes",
+            field="folder",
+        ) from exc
+
+
+def _begin(folder: Path, layout: Layout) -> None:
+    """Make a folder, and remove what killed exports left. What a link leads to is not ours.
+
+    An export that runs beside this one writes what it has lost once more.
+
+    Raises:
+        ConfigError: The folder cannot be made, or is none.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(
+            f"{folder}: {exc.strerror}; name a folder that this user may write to", field="folder"
+        ) from exc
+    ours = folder / layout.namespace
+    for above, _, names in os.walk(ours) if not ours.is_symlink() else ():
+        for name in filter(_UNFINISHED.fullmatch, names):
+            with suppress(OSError):
+                os.unlink(os.path.join(above, name))
+
+
+class _Renaming(Wrapper):
+    """A folder in which files appear by a rename, which needs no hard links: looks before it.
+
+    Of two who write one name at once the later one wins: an entry has the same bytes.
+    """
+
+    def __init__(self, inner: Store, folder: Path) -> None:
+        super().__init__(inner)
+        self._folder = folder
+
+    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        if await self.head(name) is not None:  # which follows no symbolic link either
+            raise ConflictError(f"PUT {name}: it is there already")
+        try:
+            await asyncio.to_thread(self._write, self._folder / name, body)
+        except OSError as exc:
+            said = f"{self._folder / name}: {exc.strerror}"
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoSpaceError(f"{said}: the disk is full; free some of it") from exc
+            raise UnavailableError(said) from exc
+
+    @staticmethod
+    def _write(path: Path, body: Sequence[bytes | memoryview]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TempFile(str(path.parent), private=False) as file:
+            file.append(body)
+            file.close()
+            os.replace(file.path, path)
+            file.is_named = True
+
+
+# -- vLLM's layout ---------------------------------------------------------------------------------
+
+
+class _ExampleSource:
+    """A folder in vLLM's layout, as entries of a namespace.
+
+    Args:
+        layout: Of the namespace whose entries these are.
+        modality: Of all of them.
+        tenant: Whose secret is in their names.
+
+    Attributes:
+        skipped: Files whose folder is no content hash.
+    """
+
+    def __init__(self, store: Store, layout: Layout, modality: str, tenant: Tenant | None) -> None:
+        self._store = store
+        self._layout = layout
+        self._modality = modality
+        self._tenant = tenant
+        self._hashes: dict[str, str] = {}
+        self.skipped = 0
+
+    async def entries(
+        self, names: Collection[str] | None
+    ) -> AsyncGenerator[Sequence[CorpusEntry], None]:
+        batch: list[CorpusEntry] = []
+        async for info in listed(self._store, ""):
+            match = _EXAMPLE.fullmatch(info.name)
+            key = make_key(match[1], self._tenant) if match else None
+            if match is None or key is None:
+                self.skipped += info.name.endswith(f"/{_EXAMPLE_NAME}")
+            elif names is None or key.name in names:
+                self._hashes[key.name] = match[1]
+                batch.append(
+                    CorpusEntry(self._layout.namespace, key.name, info.nbytes, info.modified_s)
+                )
+            if len(batch) == BATCH:
+                yield batch
+                batch = []
+        yield batch
+
+    async def read(self, entry: CorpusEntry) -> _Checked | None:
+        content_hash = self._hashes[entry.name]
+        name = f"{content_hash}/{_EXAMPLE_NAME}"
+        blob = await self._store.get(name, max_bytes=entry.nbytes)
+        if blob is None:
+            return None
+        view = memoryview(blob).toreadonly()
+        shape, start = _example_shape(view)
+        data = view[start:]
+        if len(data) != shape.nbytes:
+            raise CorruptEntryError(
+                f"{name}: {len(data)} bytes of tensor, expected {shape.nbytes}", reason="length"
+            )
+        if not codec.is_finite(data, shape.dtype):
+            raise CorruptEntryError(f"{name}: the tensor holds NaN or infinity", reason="nonfinite")
+        key = make_key(content_hash, self._tenant)
+        header = codec.Header(
+            identifier=key.stored if key else "",
+            namespace=self._layout.namespace,
+            modality=self._modality,
+            shape=shape,
+            checksum=codec.checksum(data),
+            placeholder=None,
+        )
+        return header, [codec.encode_header(header), data]
+
+
+def _example_shape(blob: memoryview) -> tuple[codec.Shape, int]:
+    """The shape in the front of a file, and where its values begin.
+
+    Raises:
+        CorruptEntryError: Not a file with one tensor of rows and width, of a type that embeddings
+            have.
+    """
+    if len(blob) < 8:
+        raise CorruptEntryError("too short", reason="length")
+    (length,) = struct.unpack("<Q", blob[:8])
+    if length > codec.HEADER_LIMIT or 8 + length > len(blob):
+        raise CorruptEntryError("its header is longer than it may be", reason="header")
+    try:
+        content = plain_json(bytes(blob[8 : 8 + length]).decode("utf-8"))
+        names = content.keys() - {"__metadata__"}
+        tensor: dict[str, Any] = content[codec.TENSOR_NAME]
+        rows, width = tensor["shape"]
+        dtype = codec.DTYPES[tensor["dtype"]][0]
+        plain = all(type(number) is int and number > 0 for number in (rows, width))
+        offsets = tensor["data_offsets"]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise CorruptEntryError(
+            f"no tensor `{codec.TENSOR_NAME}` of rows and width in bfloat16, float16 or float32",
+            reason="header",
+        ) from exc
+    if not plain or names != {codec.TENSOR_NAME}:
+        raise CorruptEntryError("more than one tensor, or a shape without values", reason="shape")
+    shape = codec.Shape(rows, width, dtype)
+    if offsets != [0, shape.nbytes] or shape.nbytes > codec.MAX_TENSOR_BYTES:
+        raise CorruptEntryError("shape and length of its tensor disagree", reason="shape")
+    return shape, 8 + length
