@@ -22,6 +22,7 @@ from s3ec.cli.options import (
 from s3ec.cli.output import (
     EXIT_PARTIAL,
     EXIT_WRONG,
+    RESUMES,
     App,
     counting,
     echo,
@@ -118,7 +119,7 @@ def export(
     """
     with source.corpus() as corpus:
         name = choice.within(corpus)
-        with counting("copying") as report:
+        with counting("copying", resume=RESUMES) as report:
             done = corpus.export(folder, _options(asked, report), namespace=name)
     _tell(done, f"from {name} to {safe(str(folder))}", as_json=as_json)
 
@@ -156,7 +157,7 @@ def import_(
             "leave it out",
             field="modality",
         )
-    with source.corpus() as corpus, counting("copying") as report:
+    with source.corpus() as corpus, counting("copying", resume=RESUMES) as report:
         options = _options(asked, report)
         if layout == "vllm":
             done = corpus.import_example(
@@ -183,7 +184,7 @@ def _tell(done: Transferred, places: str, *, as_json: bool) -> None:
                 "skipped": done.skipped,
                 "catalogued": done.catalogued,
                 "failed": len(done.failures),
-                "failures": done.failures,
+                "failures": [{"label": what, "reason": why} for what, why in done.failures.items()],
             }
         )
     else:
