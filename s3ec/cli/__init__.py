@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import atexit
 import gc
-import time
 
 
 def main() -> None:
     """Entry point of the console script ``s3ec``."""
-    started_s = time.monotonic()  # the time a command may take begins before its imports
     # At its end the interpreter would look through all that was imported, which takes 0.2 s.
     atexit.register(gc.freeze)
     from s3ec.cli.app import app
@@ -18,4 +16,4 @@ def main() -> None:
 
     open_stdout()
     plain_logs()
-    app(obj=started_s)
+    app()

@@ -13,7 +13,6 @@ from s3ec.cli.output import App, Group, echo, epilog, reporting
 _WORDS = "s3ec.words"
 # Commands in the order in which people need them, and the module of s3ec.cli that has each.
 _MODULES = {
-    "cost": "payoff",
     "advise": "payoff",
     "doctor": "doctor",
     "ns": "browse",
@@ -75,7 +74,7 @@ app = App(
     cls=Root,
     no_args_is_help=True,
     epilog=epilog(
-        ("s3ec cost --like gemma3-27b --gpu h100", "does it pay for this model?"),
+        ("s3ec advise --like google/gemma-3-27b-it", "does it pay for this model?"),
         ("s3ec doctor --config @ec.json", "is this node ready to serve?"),
         ("s3ec ls --bucket embeddings", "what is in the bucket?"),
         ("s3ec tier", "how full is this node's disk tier?"),

@@ -11,16 +11,19 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from s3ec.doctor.check import CheckContext
 from s3ec.errors import CorruptEntryError, S3ECError
 from s3ec.store.base import Store
+from s3ec.store.open import probe_name
 
 READS = 50
 AT_ONCE = 16
 # Reading ends after so many seconds each way, however few reads there were.
 _LONGEST_S = 20.0
+# Two times of reading, one write and one deletion.
+_REQUESTS = 12
 # Fewer give no percentiles.
 _FEWEST = 3
 # As s3ec fetches: larger objects in ranges, all at once.
@@ -39,12 +42,9 @@ class Percentiles:
     @classmethod
     def of(cls, times_s: list[float]) -> Percentiles:
         """Make them from at least one time."""
-        ordered = sorted(times_s)
-
-        def at(share: float) -> float:
-            return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3
-
-        return cls(at(0.5), at(0.9), at(0.99), len(ordered))
+        ordered, count = sorted(times_s), len(times_s)
+        p50, p90, p99 = (ordered[min(count - 1, int(s * count))] * 1e3 for s in (0.5, 0.9, 0.99))
+        return cls(p50, p90, p99, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,16 @@ class StoreLatency:
     node_mb_s: float
     left: str | None
 
-    def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return asdict(self)
+
+def measure(context: CheckContext, nbytes: int) -> StoreLatency:
+    """As measure_store, with the store that the connector would use.
+
+    Raises:
+        S3ECError: As measure_store.
+    """
+    return context.ask_store(
+        lambda store: measure_store(store, probe_name(), nbytes), requests=_REQUESTS
+    )
 
 
 async def measure_store(
@@ -78,6 +85,7 @@ async def measure_store(
     """Write, read and delete one object.
 
     Args:
+        store: Where.
         name: Of the object, which must not exist.
         nbytes: Its size.
         reads: One at a time, and as many again AT_ONCE at a time.
@@ -105,18 +113,13 @@ async def measure_store(
         alone = await _times(read, reads, 1, longest_s)
         began_s = time.perf_counter()
         together = await _times(read, reads, AT_ONCE, longest_s)
-        wall_s = time.perf_counter() - began_s
+        node_mb_s = nbytes * len(together) / (time.perf_counter() - began_s) / 1e6
     finally:
         with suppress(S3ECError):
             await store.delete(name)
             left = None
     return StoreLatency(
-        nbytes,
-        put_ms,
-        Percentiles.of(alone),
-        Percentiles.of(together),
-        nbytes * len(together) / wall_s / 1e6,
-        left,
+        nbytes, put_ms, Percentiles.of(alone), Percentiles.of(together), node_mb_s, left
     )
 
 

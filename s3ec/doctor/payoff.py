@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from s3ec.doctor.advise import LATENCY_LIMIT_S, Measured, inputs_of, preset_of, prices_of
+from s3ec.doctor.advise import Measured, inputs_of, preset_of, prices_of
 from s3ec.doctor.bucket import outcome_of
 from s3ec.doctor.check import CheckContext, Outcome, ok, skip, warn
-from s3ec.doctor.latency import AT_ONCE, measure_store
+from s3ec.doctor.latency import AT_ONCE, measure
 from s3ec.errors import S3ECError
 from s3ec.payoff import Known, pay_off
-from s3ec.store.open import probe_name
 
 # Gemma3-27B's, where no model was named.
 _USUAL_BYTES = 256 * 5376 * 2
@@ -24,11 +23,8 @@ def latency(context: CheckContext) -> Outcome:
         return skip("not asked for; `--latency` measures it")
     pages = _pages(context)
     nbytes = int(pages["rows"] * pages["width"] * pages["itemsize"]) if pages else _USUAL_BYTES
-    name = probe_name()
     try:
-        found = context.ask_store(
-            lambda store: measure_store(store, name, nbytes), deadline_s=LATENCY_LIMIT_S
-        )
+        found = measure(context, nbytes)
     except S3ECError as exc:
         return outcome_of(exc, "s3:PutObject and s3:GetObject")
     context.latency = found
@@ -56,10 +52,8 @@ def payoff(context: CheckContext) -> Outcome:
         return ok(f"{size}; `s3ec advise` says whether that pays")
     known = Known(store=prices_of(context.settings))
     found = pay_off(inputs_of(known, Measured(pages=pages, latency=context.latency)))
-    answers = ", ".join(
-        f"{name} {getattr(found, name).word}" for name in ("latency", "throughput", "money")
-    )
-    told = f"{size}; estimated: {answers}"
+    answers = [f"{name} {getattr(found, name).word}" for name in ("latency", "throughput", "money")]
+    told = f"{size}; estimated: {', '.join(answers)}"
     if found.is_a_loss:
         return warn(
             told, "encoding again is faster and costs less: see `s3ec advise`, or serve without"

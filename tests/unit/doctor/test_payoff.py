@@ -133,4 +133,8 @@ def test_devices_by_their_names() -> None:
     assert preset_of("NVIDIA H100 80GB HBM3") is GPUS["h100"]
     assert preset_of("NVIDIA A100-SXM4-80GB") is GPUS["a100"]
     assert preset_of("NVIDIA L4") is GPUS["l4"]
-    assert preset_of("NVIDIA L40S") is None
+    assert preset_of("NVIDIA L40S") is GPUS["l40s"]
+    assert preset_of("NVIDIA H200") is GPUS["h200"]
+    assert preset_of("NVIDIA B200") is GPUS["b200"]
+    assert preset_of("AMD Instinct MI300X") is GPUS["mi300x"]
+    assert preset_of("NVIDIA L40") is None

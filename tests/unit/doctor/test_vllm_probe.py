@@ -65,8 +65,9 @@ def test_arguments_that_have_images_numbered_are_found_with_the_flags(
     numbered = ("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching")
     stages = ask(monkeypatch, tmp_path, "--model", str(model), *numbered)
     patient = make_patient()
+    patient.vllm_args = ["--model", str(model)]
     patient.child = SimpleNamespace(stage=stages.get)
-    says(serving.identifiers(patient), Verdict.FAIL, mend="--mm-processor-cache-gb")
+    says(serving.model(patient), Verdict.FAIL, mend="--mm-processor-cache-gb")
     assert stages["model"]["problem"] is None
     assert stages["namespace"]["descriptor"]["dtype"] == "bfloat16"
     told = serving.namespace(patient)
@@ -111,7 +112,7 @@ def test_whether_requests_may_come_without_pixels_depends_on_model_and_role(
         patient.child = SimpleNamespace(stage=stages.get)
         told = serving.without_pixels(patient)
         assert told.verdict == verdict
-        assert told.found.endswith(words)
+        assert words in told.found
 
 
 @pytest.mark.parametrize("ignored", [[], ["--port", "--ec-manager-config"]])
