@@ -52,13 +52,6 @@ def doctor(
     no_vllm: Annotated[
         bool, typer.Option("--no-vllm", help="Leave vLLM out, whose import takes 5 to 20 s.")
     ] = False,
-    latency: Annotated[
-        bool,
-        typer.Option(
-            "--latency",
-            help="Measure the store too: one object of an embedding's size, read a hundred times.",
-        ),
-    ] = False,
     timeout_s: Annotated[
         float,
         option("--timeout", "SECONDS", "How long one request to the store may take.", min=0.1),
@@ -83,7 +76,6 @@ def doctor(
             source.transfer(),
             vllm_args=vllm_args,
             with_vllm=not no_vllm,
-            with_latency=latency,
             timeout_s=timeout_s,
             starting=spinner.show,
         )

@@ -213,9 +213,7 @@ def _pages(
     try:
         pages = child.stage("pages")
         if pages is None:
-            failed = child.stage("no_pages")
-            words = failed["problem"] if failed else child.last_words()
-            found.notes.append(f"vLLM's processor gave no answer: {words}")
+            found.notes.append(f"vLLM's processor gave no answer: {child.last_words()}")
         return pages
     finally:
         child.close()

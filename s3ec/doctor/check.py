@@ -17,7 +17,6 @@ from s3ec.settings import Settings
 from s3ec.store.base import Store
 
 if TYPE_CHECKING:
-    from s3ec.doctor.latency import StoreLatency
     from s3ec.doctor.s3_probe import S3Probe, ServerProbe
     from s3ec.doctor.serving import VllmChild
     from s3ec.identity import Namespace
@@ -107,7 +106,6 @@ class CheckContext:
         transfer: The --ec-transfer-config, empty where it is not known.
         vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
         with_vllm: Whether to look at vLLM at all.
-        with_latency: Whether to measure the store.
         timeout_s: Longest wait for one answer of the store.
         child: The process that imports vLLM, None before it runs and where vLLM is not installed.
         server: The endpoint's answer, once there is one.
@@ -115,14 +113,12 @@ class CheckContext:
         may_delete: Whether probe objects can be taken away again.
         encryption: What the server said of the encryption of a write.
         namespace: The namespace of the model, once vLLM has described it.
-        latency: Of the store, once measured.
     """
 
     loaded: LoadedSettings
     transfer: Mapping[str, Any]
     vllm_args: Sequence[str] | None
     with_vllm: bool = True
-    with_latency: bool = False
     timeout_s: float = REQUEST_S
     child: VllmChild | None = None
     server: ServerProbe | None = None
@@ -130,7 +126,6 @@ class CheckContext:
     may_delete: bool = True
     encryption: str | None = None
     namespace: Namespace | None = None
-    latency: StoreLatency | None = None
     _loop: LoopThread = field(default_factory=lambda: LoopThread("s3ec-doctor"))
 
     @property

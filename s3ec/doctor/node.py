@@ -31,14 +31,31 @@ def cache_folder(context: CheckContext) -> Outcome:
             require_own_folder(folder, given=True)
             if (folder / "v1").exists():
                 require_own_folder(folder / "v1")
-            with probe_file(folder):
-                pass
+            with probe_file(folder) as path:
+                no_links = _link(path)
     except TierError as exc:
         found, _, mend = str(exc).partition("; ")
         return fail(found, mend)
     except OSError as exc:
         return fail(f"{root}: {exc.strerror}", _mend_folder(exc))
+    if no_links:
+        return warn(
+            f"{root} is writable, but has no hard links: {no_links}",
+            "saves go to the bucket from memory, and are not kept here: set `cache_dir` to a file "
+            "system with hard links (ext4, xfs, tmpfs)",
+        )
     return _by_file_system(root)
+
+
+def _link(path: Path) -> str:
+    """Why the spool could not hold a hard link of a file; empty if it can."""
+    link = path.with_name(f"{path.name}-link")
+    try:
+        os.link(path, link)
+    except OSError as exc:
+        return str(exc.strerror)
+    link.unlink()
+    return ""
 
 
 def _mend_folder(exc: OSError) -> str:
@@ -61,22 +78,6 @@ def _by_file_system(root: Path) -> Outcome:
         )
     memory = ", which is memory: count `cache_bytes` to the pod's" if kind in _MEMORY else ""
     return ok(f"{root} is writable and private, on {kind}{memory}")
-
-
-def cache_links(context: CheckContext) -> Outcome:
-    """Whether the spool can hold hard links; otherwise no save is kept on this node."""
-    try:
-        with at_folder(context.settings.cache_dir) as folder, probe_file(folder) as path:
-            link = path.with_name(f"{path.name}-link")
-            os.link(path, link)
-            link.unlink()
-    except OSError as exc:
-        return warn(
-            f"no hard links there: {exc.strerror}",
-            "saves go to the bucket from memory, and are not kept here: set `cache_dir` to a file "
-            "system with hard links (ext4, xfs, tmpfs)",
-        )
-    return ok("hard links work, so saves outlive their process")
 
 
 def open_files(context: CheckContext) -> Outcome:

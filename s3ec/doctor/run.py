@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from s3ec.config import LoadedSettings
-from s3ec.doctor import bucket, node, payoff, serving
+from s3ec.doctor import bucket, node, serving
 from s3ec.doctor.check import (
     REQUEST_S,
     Check,
@@ -84,7 +84,7 @@ def transport(context: CheckContext) -> Outcome:
     return ok(f"{chosen.name} {version(chosen.name)}; {chosen.reason}")
 
 
-_BUCKET, _NODE, _VLLM, _PAYOFF = "Bucket", "This node", "vLLM", "Does it pay"
+_BUCKET, _NODE, _VLLM = "Bucket", "This node", "vLLM"
 STEPS = (
     Step("Settings", settings),
     Step("Settings", transport),
@@ -99,18 +99,14 @@ STEPS = (
     Step(_BUCKET, bucket.ranges, ("write",), only_s3=True),
     Step(_BUCKET, bucket.listing, ("write",), only_s3=True),
     Step(_NODE, node.cache_folder),
-    Step(_NODE, node.cache_links, ("cache_folder",)),
     Step(_NODE, node.open_files),
     Step(_NODE, node.cache_space, ("cache_folder",)),
     Step(_VLLM, serving.vllm),
     Step(_VLLM, serving.connector),
     Step(_VLLM, serving.model),
-    Step(_VLLM, serving.encoder_cache, ("model",)),
     Step(_VLLM, serving.without_pixels, ("model",)),
     Step(_VLLM, serving.namespace, ("model",)),
     Step("Corpus", serving.corpus, ("bucket",)),
-    Step(_PAYOFF, payoff.latency, ("write",)),
-    Step(_PAYOFF, payoff.payoff, ("model",)),
 )
 
 
@@ -120,7 +116,6 @@ def examine(
     *,
     vllm_args: Sequence[str] | None = None,
     with_vllm: bool = True,
-    with_latency: bool = False,
     timeout_s: float = REQUEST_S,
     starting: Callable[[Step], None] = lambda step: None,
 ) -> Iterator[Check]:
@@ -135,14 +130,13 @@ def examine(
         transfer: The --ec-transfer-config, empty where it is not known.
         vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
         with_vllm: Whether to look at vLLM.
-        with_latency: Whether to measure the store, which takes seconds.
         timeout_s: Longest wait for one answer of the store.
         starting: Called with the check that is waited for.
 
     Raises:
         ConfigError: The transport cannot be used, or the SDK not use profile, region or CA file.
     """
-    context = CheckContext(loaded, transfer, vllm_args, with_vllm, with_latency, timeout_s)
+    context = CheckContext(loaded, transfer, vllm_args, with_vllm, timeout_s)
     verdicts: dict[str, Verdict] = {}
     try:
         for step in STEPS:

@@ -41,7 +41,6 @@ _ROLES = ("ec_producer", "ec_consumer", "ec_both")
 _MANAGER_OPTION = "--ec-manager-config"
 _SHOWN_DIFFERENCES = 5
 _SHOWN_NAMESPACES = 5
-_SHOWN_CHARACTERS = 300
 # A bucket has a few; of one that has more than this, the first are compared.
 _READ_NAMESPACES = 64
 # A listing, and descriptors that are fetched several at a time.
@@ -156,27 +155,15 @@ def model(context: CheckContext) -> Outcome:
     found = str(answer["model"])
     if answer["ignored"]:
         found += f" (left to the server: {', '.join(answer['ignored'])})"
+    if _MANAGER_OPTION in answer["ignored"]:
+        told = f"{found}: this vLLM does not know {_MANAGER_OPTION}"
+        return fail(told, "use vLLM 0.32 or newer, or leave it out")
     if answer["problem"]:
         return fail(f"{found}: {answer['problem']}", "serve it without s3ec")
     if answer["identifiers"]:  # images would be known by a number, not by their content
         problem, _, mend = str(answer["identifiers"]).rpartition("; ")
         return fail(f"{found}: {problem}", mend)
     return ok(found)
-
-
-def encoder_cache(context: CheckContext) -> Outcome:
-    """Which manager says what the device's encoder cache gives up."""
-    answer = _answer(context, "encoder_cache")
-    if answer is None:
-        return skip("vLLM could not be asked")
-    if answer["problem"]:
-        return fail(answer["problem"], "correct --ec-manager-config, or leave it out")
-    if not answer["replaceable"]:
-        if _MANAGER_OPTION in answer["ignored"]:
-            told = f"this vLLM does not know {_MANAGER_OPTION}"
-            return fail(told, "use vLLM 0.32 or newer, or leave it out")
-        return ok("vLLM's own; it can be replaced from vLLM 0.32 on")
-    return ok(str(answer["name"] or "vLLM's own (docs: Encoder cache)"))
 
 
 def without_pixels(context: CheckContext) -> Outcome:
@@ -300,7 +287,7 @@ class VllmChild:
         settings: Settings,
         vllm_args: Sequence[str] | None,
         *,
-        pages: Sequence[str] = (),
+        pages: Sequence[str] | None = None,
         role: str = _ROLES[-1],
         deadline_s: float = DEADLINE_S,
     ) -> None:
@@ -309,7 +296,7 @@ class VllmChild:
         Args:
             settings: Those under examination.
             vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
-            pages: Pictures for the model's processor; empty for a blank page.
+            pages: Pictures for the model's processor; empty for a blank page, None to leave it out.
             role: vLLM's ``ec_role``.
             deadline_s: How long it may take.
         """
@@ -320,7 +307,7 @@ class VllmChild:
         request = {
             "settings": settings.model_dump(mode="json"),
             "args": vllm_args,
-            "pages": list(pages),
+            "pages": None if pages is None else list(pages),
             "role": role,
         }
         # Files without a name, which nobody else can read: arguments may hold keys.
@@ -434,7 +421,7 @@ def answer_parent() -> None:
 
 
 def _describe(
-    args: Sequence[str], settings: Settings, pages: Sequence[str], role: str, reply: Any
+    args: Sequence[str], settings: Settings, pages: Sequence[str] | None, role: str, reply: Any
 ) -> None:
     from s3ec.connector.vllm_config import (
         FeatureReader,
@@ -455,7 +442,6 @@ def _describe(
         ignored=ignored,
     )
     if problem is None:
-        reply("encoder_cache", ignored=ignored, **_manager_of(vllm_config))
         possible = without_pixels_of(vllm_config, FeatureReader(vllm_config.model_config), role)
         reply("without_pixels", **asdict(possible))
         weights = encoder_weights(vllm_config, settings)
@@ -466,26 +452,10 @@ def _describe(
             descriptor=namespace and dict(namespace.descriptor),
             weights_problem=weights.problem,
         )
+    if problem is None and pages is not None:
         from s3ec.doctor.pages import describe_pages
 
-        try:
-            reply("pages", **describe_pages(vllm_config, pages))
-        except Exception as exc:  # noqa: BLE001 - a processor raises what it likes
-            words = " ".join(f"{type(exc).__name__}: {exc}".split())[:_SHOWN_CHARACTERS]
-            reply("no_pages", problem=words)
-
-
-def _manager_of(vllm_config: Any) -> dict[str, Any]:
-    """What the scheduler will take for a manager of the encoder cache; vLLM 0.32 and newer."""
-    config = getattr(vllm_config, "ec_manager_config", None)
-    name, problem = getattr(config, "encoder_cache_manager_cls", None), None
-    if config is not None:
-        try:
-            config.get_encoder_cache_manager_obj()
-        except Exception as exc:  # noqa: BLE001 - an import raises what it likes
-            words = " ".join(f"{type(exc).__name__}: {exc}".split())[:_SHOWN_CHARACTERS]
-            problem = f"vLLM will not find `{name}`: {words}"
-    return {"replaceable": config is not None, "name": name, "problem": problem}
+        reply("pages", **describe_pages(vllm_config, pages))
 
 
 def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:
@@ -510,6 +480,9 @@ def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:
         # vLLM would take it for a name on a hub, and say that it is a strange one.
         raise FileNotFoundError(f"no folder {found.model}")
     config = AsyncEngineArgs.from_cli_args(found).create_engine_config()
+    manager = getattr(config, "ec_manager_config", None)  # vLLM 0.32 and newer
+    if manager is not None:
+        manager.get_encoder_cache_manager_obj()  # as the scheduler does, and fails
     return config, [arg.partition("=")[0] for arg in parser.rest if arg.startswith("--")]
 
 

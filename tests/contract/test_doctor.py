@@ -31,11 +31,10 @@ WITHOUT_VLLM = {
     "vllm": "warn",
     "connector": "ok",
     "model": "skip",
-    "encoder_cache": "skip",
     "without_pixels": "skip",
     "namespace": "skip",
 }
-NODE = {"cache_folder": "ok", "cache_links": "ok", "open_files": "ok", "cache_space": "ok"}
+NODE = {"cache_folder": "ok", "open_files": "ok", "cache_space": "ok"}
 HEALTHY = {
     "settings": "ok",
     "transport": "ok",
@@ -52,8 +51,6 @@ HEALTHY = {
     **NODE,
     **WITHOUT_VLLM,
     "corpus": "ok",
-    "latency": "skip",
-    "payoff": "skip",
 }
 PROBING = ("sse", "conditional_put", "ranges", "listing")
 NO_BUCKET = dict.fromkeys(("read", "write", *PROBING, "corpus"), "skip")
@@ -270,7 +267,7 @@ def test_bucket_and_node_are_examined_before_vllm_is_imported(
 
     with pytest.raises(ImportedError):
         look()
-    later = {*WITHOUT_VLLM, "corpus", "latency", "payoff"}
+    later = {*WITHOUT_VLLM, "corpus"}
     assert seen == [name for name in HEALTHY if name not in later]
 
 
@@ -418,7 +415,6 @@ def test_read_only_cache_folder_fails(
     assert report.verdicts() == {
         **HEALTHY,
         "cache_folder": "fail",
-        "cache_links": "skip",
         "open_files": "ok",
         "cache_space": "skip",
     }
@@ -480,10 +476,7 @@ def test_real_vllm_names_the_namespace_of_its_model(
     asked = ("--config", transfer, "--", *served, "--dtype", "bfloat16")
     out = run_process("doctor", "--json", *asked, env=env)
     report = Report(out.stdout, out.returncode)
-    with_model = dict.fromkeys(
-        (*("vllm", "connector", "model", "encoder_cache", "namespace", "payoff"),),
-        "ok",
-    )
+    with_model = dict.fromkeys(("vllm", "connector", "model", "namespace"), "ok")
     # A Gemma3 has one size for all pictures, and vLLM takes none for it.
     with_model["without_pixels"] = "skip"
     assert report.verdicts() == {**HEALTHY, **with_model, "corpus": "warn"}, out.stderr

@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from s3ec.doctor.advise import preset_of
 from s3ec.payoff import (
     DAYS_A_MONTH,
     GPUS,
@@ -152,3 +153,14 @@ def test_a_model_is_found_by_the_hubs_name_a_folder_or_its_short_name() -> None:
     assert alike("google/gemma-3-27b")[0] == "google/gemma-3-27b-it"
     assert alike("Qwen/Qwen3-VL-8B")[0] == "Qwen/Qwen3-VL-8B-Instruct"
     assert alike("0000") == []
+
+
+def test_devices_by_their_names() -> None:
+    assert preset_of("NVIDIA H100 80GB HBM3") is GPUS["h100"]
+    assert preset_of("NVIDIA A100-SXM4-80GB") is GPUS["a100"]
+    assert preset_of("NVIDIA L4") is GPUS["l4"]
+    assert preset_of("NVIDIA L40S") is GPUS["l40s"]
+    assert preset_of("NVIDIA H200") is GPUS["h200"]
+    assert preset_of("NVIDIA B200") is GPUS["b200"]
+    assert preset_of("AMD Instinct MI300X") is GPUS["mi300x"]
+    assert preset_of("NVIDIA L40") is None

@@ -151,6 +151,31 @@ def test_the_proxy_on_the_way_is_blamed_by_name(
     says(bucket.endpoint(make_patient()), Verdict.OK)
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "verdict"),
+    [
+        ("eu-west-1", "us-east-1", Verdict.WARN),
+        ("us-east-1", "us-east-1", Verdict.OK),
+        ("", "us-east-1", Verdict.OK),
+        ("eu-west-1", None, Verdict.OK),
+    ],
+)
+def test_a_bucket_of_another_region_is_a_warning(
+    make_patient: MakePatient,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    here: str,
+    there: str | None,
+    verdict: Verdict,
+) -> None:
+    patient = make_patient()
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.setenv("AWS_REGION", here)
+    proxy.add(Rule(ReplyHeaders({"x-amz-bucket-region": there})))
+    outcome = bucket.endpoint(patient)
+    says(outcome, verdict, found="this machine in eu-west-1" if verdict == Verdict.WARN else "")
+
+
 @pytest.mark.parametrize("status", [200, 404, 503])
 def test_web_page_is_not_taken_for_s3(
     make_patient: MakePatient, proxy: FaultProxy, status: int

@@ -21,7 +21,7 @@ def test_absent_folder_is_tried_and_taken_away_again(
     make_patient: MakePatient, tmp_path: Path
 ) -> None:
     patient = make_patient(cache_dir=str(tmp_path / "a" / "b"))
-    for check in (node.cache_folder, node.cache_links, node.cache_space):
+    for check in (node.cache_folder, node.cache_space):
         assert check(patient).verdict != Verdict.FAIL
     assert os.listdir(tmp_path) == []
 
@@ -32,7 +32,6 @@ def test_present_folder_is_left_as_it_was(make_patient: MakePatient, tmp_path: P
     (folder / "other").write_text("mine")
     patient = make_patient()
     assert node.cache_folder(patient).verdict != Verdict.FAIL
-    assert node.cache_links(patient).verdict == Verdict.OK
     assert os.listdir(folder) == ["other"]
 
 
@@ -132,7 +131,7 @@ def test_no_hard_links_is_a_warning(
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", link)
-    outcome = node.cache_links(make_patient())
+    outcome = node.cache_folder(make_patient())
     assert outcome.verdict == Verdict.WARN
     assert "Operation not permitted" in outcome.found
     assert "not kept here" in outcome.mend

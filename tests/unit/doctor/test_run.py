@@ -38,7 +38,7 @@ def test_a_server_that_never_answers_fails_and_what_needs_it_is_skipped_without_
     assert found["endpoint"].verdict is Verdict.FAIL
     assert "timed out" in found["endpoint"].found
     assert found["bucket"].found == "needs endpoint"
-    assert found["cache_links"].verdict is Verdict.OK  # node checks need no server
+    assert found["open_files"].verdict is Verdict.OK  # node checks need no server
     for outcome in found.values():
         assert outcome.verdict is not Verdict.SKIP or outcome.mend == ""
 
