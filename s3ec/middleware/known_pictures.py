@@ -11,10 +11,9 @@ import binascii
 import io
 import os
 import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.request import url2pathname
 
 from s3ec.identity import Key, KeyPolicy
@@ -123,20 +122,6 @@ def _decode_base64(text: str) -> bytes:
 # -- what the node has ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """What one request counts on, until it ends.
-
-    Attributes:
-        named: For each of its pictures the identifier, and what sizes its placeholder.
-        entries: One for each embedding, by identifier. Emptied by a thread in the end, since that
-            closes files.
-    """
-
-    named: Sequence[tuple[str, Mapping[str, Any]]]
-    entries: dict[str, OpenEntry]
-
-
 class Opener:
     """Opens embeddings on this node's disk for requests. Thread-safe.
 
@@ -157,21 +142,23 @@ class Opener:
         self._naming = naming
         self._fields = fields
 
-    def open(self, identifiers: Sequence[str]) -> Opened:
-        """Open the embeddings of all pictures of a request.
+    def open(self, identifiers: Iterable[str]) -> dict[str, OpenEntry]:
+        """Open the embeddings of all pictures of a request, which counts on them until it ends.
+
+        Returns:
+            By identifier. A thread is to empty it in the end, since that closes files.
 
         Raises:
             UntouchedError: One of them is not here.
         """
         found: dict[str, OpenEntry] = {}
         try:
-            for identifier in identifiers:
-                if identifier not in found:
-                    found[identifier] = self._open_one(identifier)
+            for identifier in dict.fromkeys(identifiers):
+                found[identifier] = self._open_one(identifier)
         except BaseException:
             found.clear()  # the exception has this frame, and may live for long
             raise
-        return Opened([(name, found[name].header.placeholder or {}) for name in identifiers], found)
+        return found
 
     def _open_one(self, identifier: str) -> OpenEntry:
         key: Key | None = self._naming.make_key(identifier)

@@ -45,8 +45,9 @@ from s3ec.middleware.bodies import (
     with_length,
 )
 from s3ec.middleware.chat_pictures import MARK, UntouchedError, parse
-from s3ec.middleware.known_pictures import KnownPictures, Opened, Opener
+from s3ec.middleware.known_pictures import KnownPictures, Opener
 from s3ec.runtime import DaemonPool, in_thread
+from s3ec.tier.open_entry import OpenEntry
 from s3ec.trial import Trial
 
 log = logging.getLogger(__name__)
@@ -88,11 +89,11 @@ class WithoutPixels:
 
     Attributes:
         body: Of the request.
-        opened: What it counts on.
+        entries: The embeddings that it counts on, by identifier.
     """
 
     body: bytes
-    opened: Opened
+    entries: dict[str, OpenEntry]
 
 
 class SkipPictures:
@@ -233,7 +234,7 @@ class SkipPictures:
     def _give_back(self, asked: WithoutPixels) -> None:
         if self._pool is not None:
             with suppress(RuntimeError):  # the server ends, and with it all that is open
-                self._pool.submit(asked.opened.entries.clear)
+                self._pool.submit(asked.entries.clear)
 
     def _complain(self, exc: Exception) -> None:
         kind = type(exc).__name__
@@ -329,14 +330,16 @@ class SkipPictures:
 
 def _without_pixels(node: Node, body: bytes) -> WithoutPixels:
     request = parse(body)
-    opened = node.opener.open([node.pictures.name(url) for url in request.urls])
-    return WithoutPixels(request.without_pixels(opened.named), opened)
+    names = [node.pictures.name(url) for url in request.urls]
+    entries = node.opener.open(names)
+    named = [(name, entries[name].header.placeholder or {}) for name in names]
+    return WithoutPixels(request.without_pixels(named), entries)
 
 
 def _let_go(call: Future[WithoutPixels]) -> None:
     """Close what a call has opened for a request that does not wait for it any more."""
     if not call.cancelled() and call.exception() is None:
-        call.result().opened.entries.clear()
+        call.result().entries.clear()
 
 
 @functools.cache

@@ -181,14 +181,14 @@ def test_what_is_open_outlives_eviction_until_it_is_let_go_of(tier: Tier) -> Non
     publish(tier, one)
     publish(tier, two)
     opened = opener(tier).open([one, two, one])
-    assert opened.named == [(one, GRID), (two, GRID), (one, GRID)]
-    assert len(open_of(tier)) == len(opened.entries) == 2
-    for name, held in opened.entries.items():
+    assert len(open_of(tier)) == len(opened) == 2
+    for name, held in opened.items():
+        assert held.header.placeholder == GRID
         evict(tier, key_of(name))
         assert len(os.pread(held.fd, held.nbytes + 1, 0)) == held.nbytes
     del held
     for _ in range(2):
-        opened.entries.clear()
+        opened.clear()
     assert open_of(tier) == []
 
 
