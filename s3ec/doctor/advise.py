@@ -19,7 +19,7 @@ from typing import Any
 from s3ec.codec import checksum
 from s3ec.config import LoadedSettings
 from s3ec.doctor.check import CheckContext
-from s3ec.doctor.latency import StoreLatency, measure
+from s3ec.doctor.latency import MOST_REQUESTS, StoreLatency, measure_store
 from s3ec.doctor.node import at_folder, probe_file
 from s3ec.doctor.serving import without_command
 from s3ec.errors import ConfigError, S3ECError
@@ -40,6 +40,7 @@ from s3ec.payoff import (
     transformer_tflop,
 )
 from s3ec.settings import Settings
+from s3ec.store.open import probe_name
 
 _METRICS_TIMEOUT_S = 5.0
 _MOST_METRICS_BYTES = 16 * 2**20
@@ -98,8 +99,9 @@ def inputs_of(known: Known, found: Measured) -> Inputs:
     price, of_price = gpu.dollars_an_hour, f"{gpu.label} on demand; {gpu_note}"
     fetch_ms, node_mb_s, spread = None, None, ""
     if found.latency is not None:
-        alone, node_mb_s = found.latency.alone, found.latency.node_mb_s
-        fetch_ms, spread = alone.p50_ms, f"p90 {alone.p90_ms:.3g}, p99 {alone.p99_ms:.3g}"
+        seen = found.latency
+        fetch_ms, node_mb_s = seen.p50_ms, seen.node_mb_s
+        spread = f"p90 {seen.p90_ms:.3g}, p99 {seen.p99_ms:.3g}"
     guess_ms = store.fetch_ms(rows.value * width.value * itemsize.value)
     tier_ms, of_tier = found.tier_ms, "read and checked, cached"
     return Inputs(
@@ -299,7 +301,9 @@ def measure_here(known: Known, found: Measured, loaded: LoadedSettings) -> None:
     if settings.bucket or settings.url:
         context = CheckContext(loaded, {}, None)
         try:
-            found.latency = measure(context, nbytes)
+            found.latency = context.ask_store(
+                lambda store: measure_store(store, probe_name(), nbytes), requests=MOST_REQUESTS
+            )
             if found.latency.left:
                 found.notes.append(f"the probe object {found.latency.left} could not be deleted")
         except S3ECError as exc:
