@@ -96,7 +96,7 @@ def cache_space(context: CheckContext) -> Outcome:
     settings = context.settings
     try:
         used = scan_tier(Folders(settings.cache_dir)).total_bytes
-        free = _free_bytes(settings.cache_dir)
+        free = free_bytes(_existing(settings.cache_dir))
     except OSError as exc:
         return fail(f"{settings.cache_dir}: {exc.strerror}", _mend_folder(exc))
     room = free + used - int(settings.min_free_bytes)
@@ -120,16 +120,6 @@ def _gib(nbytes: int) -> str:
     if abs(nbytes) >= 2**30:
         return f"{nbytes / 2**30:.1f}GiB"
     return f"{nbytes / 2**20:.0f}MiB"
-
-
-def _free_bytes(path: Path) -> int:
-    """Of the disk that holds a path, or would."""
-    while True:
-        path = _existing(path)
-        try:
-            return free_bytes(path)
-        except FileNotFoundError:  # a check beside this one made the folder and took it away
-            continue
 
 
 def _existing(path: Path) -> Path:

@@ -8,18 +8,14 @@ it is left to the first check that needs it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from botocore import UNSIGNED
-from botocore.awsrequest import AWSResponse
+from botocore.awsrequest import AWSRequest, AWSResponse
 from botocore.config import Config
-from botocore.exceptions import ClientError
-from botocore.parsers import ResponseParserError
 
 from s3ec.runtime import call_within
 from s3ec.settings import Settings
@@ -30,7 +26,6 @@ from s3ec.store.s3_client import (
     client_options,
     new_session,
     quiet_sdk_logs,
-    timeouts,
     way_to,
 )
 from s3ec.store.s3_errors import boundary, reading_answer, unix_s
@@ -93,45 +88,22 @@ class S3Probe:
             return call_within(self._settings.read_timeout_s, look)
 
     def probe_server(self) -> ServerProbe:
-        """Send a request without credentials. Any answer, even a refusal, shows a server is there.
-
-        It has a session of its own, since the SDK looks for credentials before it makes a client.
-        """
-        session = new_session(self._settings)
-        session.set_credentials("nobody", "unused")
-        style = addressing_style(self._settings)
-        client = self._new_client(session, style, signature_version=UNSIGNED)
-        self._clients["unsigned"] = client
-        sent: list[str] = []
-        client.meta.events.register_first(
-            "before-send.s3", lambda request, **_: sent.append(request.url)
-        )
+        """Ask without credentials. Any answer, even a refusal, shows that a server is there."""
+        way = self._way
+        url = f"{way.address.url}/?list-type=2&max-keys=1"
         before_s = time.time()
         with self._boundary("GET"):
-            try:
-                reply = self._ask(client, "list_objects_v2", MaxKeys=1)
-            except ClientError as exc:
-                reply = exc.response
-            except ResponseParserError:
-                return self._server_probe(sent[0], {}, 0.0, is_s3=False)
-        now_s = (before_s + time.time()) / 2
-        headers = reply["ResponseMetadata"].get("HTTPHeaders", {})
-        is_s3 = "html" not in headers.get("content-type", "") or "x-amz-request-id" in headers
-        return self._server_probe(sent[0], headers, now_s, is_s3=is_s3)
-
-    def _server_probe(
-        self, url: str, headers: Mapping[str, str], now_s: float, *, is_s3: bool
-    ) -> ServerProbe:
+            headers = self._send(AWSRequest("GET", url).prepare()).headers
+        skew_s = unix_s(headers.get("date", ""))
         parts = urlsplit(url)
         virtual = (parts.hostname or "").startswith(f"{self._settings.bucket.lower()}.")
         host = parts.netloc.partition(".")[2] if virtual else parts.netloc
-        skew_s = unix_s(headers.get("date", ""))
         return ServerProbe(
             url=f"{parts.scheme}://{host}",
             server=headers.get("server", ""),
             virtual_host=virtual,
-            skew_s=None if skew_s is None else skew_s - now_s,
-            is_s3=is_s3,
+            skew_s=None if skew_s is None else skew_s - (before_s + time.time()) / 2,
+            is_s3="html" not in headers.get("content-type", "") or "x-amz-request-id" in headers,
             region=headers.get("x-amz-bucket-region", ""),
         )
 
@@ -202,16 +174,9 @@ class S3Probe:
     def _client(self, style: str | None = None) -> Any:
         style = style or addressing_style(self._settings)
         if style not in self._clients:
-            self._clients[style] = self._new_client(self._session, style)
+            config = Config(retries={"total_max_attempts": 1}, s3={"addressing_style": style})
+            options = client_options(self._settings)
+            client = self._session.create_client("s3", config=config, **options)
+            client.meta.events.register("before-send.s3", self._send)
+            self._clients[style] = client
         return self._clients[style]
-
-    def _new_client(self, session: Any, style: str, **more: Any) -> Any:
-        config = Config(
-            retries={"total_max_attempts": 1},
-            s3={"addressing_style": style},
-            **timeouts(self._settings),
-            **more,
-        )
-        client = session.create_client("s3", config=config, **client_options(self._settings))
-        client.meta.events.register("before-send.s3", self._send)
-        return client

@@ -11,9 +11,8 @@ import binascii
 import io
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 from urllib.request import url2pathname
 
 from s3ec.identity import Key, KeyPolicy
@@ -23,13 +22,6 @@ from s3ec.tier.open_entry import OpenEntry
 from s3ec.tier.tier import Tier
 
 
-class Names(Protocol):
-    """vLLM's names for pictures, see ``vllm_names.VLLMNames``."""
-
-    def name(self, data: bytes) -> str | None:
-        """By the file's bytes; None where they alone do not say it."""
-
-
 class KnownPictures:
     """Finds the names that vLLM will give to the pictures of a request. Thread-safe: keeps nothing.
 
@@ -37,16 +29,18 @@ class KnownPictures:
     that vLLM would refuse has a name, and no embedding.
     """
 
-    def __init__(self, names: Names, *, folder: str = "", most_bytes: int) -> None:
+    def __init__(
+        self, name_of: Callable[[bytes], str | None], *, folder: str = "", most_bytes: int
+    ) -> None:
         """Read nothing yet.
 
         Args:
-            names: vLLM's.
+            name_of: ``VLLMNames.name``.
             folder: The one that vLLM reads files from (``--allowed-local-media-path``); empty for
                 none.
             most_bytes: Of one file.
         """
-        self._names = names
+        self._name_of = name_of
         self._folder = Path(folder).resolve() if folder else None
         self._most_bytes = most_bytes
 
@@ -63,7 +57,7 @@ class KnownPictures:
             data = self._of_file(url)
         else:
             raise UntouchedError("url")
-        found = self._names.name(data)
+        found = self._name_of(data)
         if found is None:
             raise UntouchedError("format")
         return found

@@ -515,9 +515,9 @@ def _open_node(state: Any, counters: Counters) -> Node | str:
     )
     log.debug("SkipPictures reads namespace %s in %s", namespace.name, settings.cache_dir)
     folder = getattr(config.model_config, "allowed_local_media_path", "") or ""
-    names = vllm_names.names_of(config, client)
+    name_of = vllm_names.names_of(config, client).name
     return Node(
-        KnownPictures(names, folder=folder, most_bytes=limit_bytes()),
+        KnownPictures(name_of, folder=folder, most_bytes=limit_bytes()),
         Opener(tier, naming_of(settings), vllm_names.metadata_fields(config)),
         hashed_keys(getattr(state, "args", None)),
         tier.close,

@@ -190,7 +190,7 @@ def test_answer_that_cannot_be_read_is_not_taken_for_s3s(
 ) -> None:
     page = f"<ListBucketResult><Contents><Key>a</Key>{entry}</Contents></ListBucketResult>"
     proxy.add(Rule(Answer(200, page.encode())))
-    says(bucket.endpoint(make_patient()), Verdict.FAIL, found="not as S3")
+    says(bucket.bucket(make_patient()), Verdict.FAIL, found="not an S3 server's")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 
 from s3ec.doctor import node
 from s3ec.doctor.check import Verdict
-from s3ec.tier.files import free_bytes
 from tests.support.disks import dead_share
 from tests.unit.doctor.conftest import MakePatient, says
 
@@ -158,22 +157,6 @@ def test_few_descriptors_are_a_warning(
 
 def test_room_for_the_budget_is_well(make_patient: MakePatient) -> None:
     says(node.cache_space(make_patient(cache_bytes="1MiB", min_free_bytes=0)), Verdict.OK)
-
-
-def test_folder_that_another_check_takes_away_meanwhile_is_not_the_disk(
-    make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir()
-
-    def measure(path: Path) -> int:
-        if folder.exists():
-            folder.rmdir()
-        return free_bytes(path)
-
-    monkeypatch.setattr(node, "free_bytes", measure)
-    patient = make_patient(cache_bytes="1MiB", min_free_bytes=0)
-    says(node.cache_space(patient), Verdict.OK)
 
 
 def test_budget_larger_than_the_disk_is_a_warning(make_patient: MakePatient) -> None:

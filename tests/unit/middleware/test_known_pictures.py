@@ -57,7 +57,7 @@ Make = Callable[..., KnownPictures]
 
 @pytest.fixture
 def make(names: Names) -> Make:
-    return lambda **more: KnownPictures(names, **{"most_bytes": 1 << 20, **more})
+    return lambda **more: KnownPictures(names.name, **{"most_bytes": 1 << 20, **more})
 
 
 def reason_of(known: KnownPictures, url: str) -> str:

@@ -107,7 +107,7 @@ class Rig:
         self.app = app
         self.names = Names()
         self.now_s = 0.0
-        self.pictures = KnownPictures(self.names, most_bytes=1 << 20)
+        self.pictures = KnownPictures(lambda data: self.names.name(data), most_bytes=1 << 20)
         self.closed = threading.Event()
         self.node = Node(
             self.pictures, Opener(tier, KeyPolicy(), FIELDS), close=self.closed.set, **more
