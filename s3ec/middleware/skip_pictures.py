@@ -213,23 +213,27 @@ class SkipPictures:
         if self._looking >= _MOST_AT_ONCE or hangs:
             raise UntouchedError("busy")
         try:
-            call = pool.submit(_without_pixels, node, received.body)
+            call = pool.submit(_without_pixels, node, received)
         except RuntimeError:  # the server ends
             raise UntouchedError("off") from None
         self._looking += 1
+        is_ours = False
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(call), _PATIENCE_S)
-        except BaseException as exc:
+            found = await asyncio.wait_for(asyncio.wrap_future(call), _PATIENCE_S)
+            is_ours = True
+            return found
+        except TimeoutError:
             self._late = call  # until it has ended, nobody waits for another one
-            call.add_done_callback(_let_go)
-            if isinstance(exc, UntouchedError) or not isinstance(exc, Exception):
-                raise
-            if not isinstance(exc, TimeoutError):  # no fault of ours may cost a client its answer
-                self._complain(exc)
-            reason = "slow" if isinstance(exc, TimeoutError) else "fault"
-            raise UntouchedError(reason) from None
+            raise UntouchedError("slow") from None
+        except UntouchedError:
+            raise
+        except Exception as exc:  # noqa: BLE001 (no fault of ours may cost a client its answer)
+            self._complain(exc)
+            raise UntouchedError("fault") from None
         finally:
             self._looking -= 1
+            if not is_ours:
+                call.add_done_callback(_let_go)
 
     def _give_back(self, asked: WithoutPixels) -> None:
         if self._pool is not None:
@@ -328,8 +332,8 @@ class SkipPictures:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _without_pixels(node: Node, body: bytes) -> WithoutPixels:
-    request = parse(body)
+def _without_pixels(node: Node, received: Received) -> WithoutPixels:
+    request = parse(received.body)
     names = [node.pictures.name(url) for url in request.urls]
     entries = node.opener.open(names)
     named = [(name, entries[name].header.placeholder or {}) for name in names]
