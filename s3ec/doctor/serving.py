@@ -220,12 +220,6 @@ async def _corpus(store: Store, context: CheckContext) -> Outcome:
     alike = [one for one in near if one.only or slug_of(one.name) == slug_of(ours.name)]
     if alike:
         return _unshared(alike[0])
-    undescribed = [name for name in names if slug_of(name) == slug_of(ours.name)]
-    if undescribed:
-        return warn(
-            f"this model's is not there, but {undescribed[-1]} is, without a namespace.json",
-            "serve with the same settings as the producer to share its embeddings",
-        )
     if context.only_reads:
         return warn(
             f"this model's is not there; {found}",
