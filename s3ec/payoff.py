@@ -10,6 +10,7 @@ Times are milliseconds, sizes bytes, bandwidths MB/s (10^6 bytes), prices US dol
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,11 +88,22 @@ class Gpu:
     large_tflops: float
 
 
+# What the last four reach follows from the others by what their makers publish: dense bf16 TFLOPS
+# to the power of 0.5 (of large encoders 0.6), times memory bandwidth to the power of 0.3.
+# - L40S: 362 TFLOPS, 0.864 TB/s (NVIDIA L40S datasheet)
+# - H200: 989 TFLOPS, 4.8 TB/s (NVIDIA H200 datasheet)
+# - B200: 2,250 TFLOPS, 8 TB/s (NVIDIA HGX B200: an eighth, without sparsity)
+# - MI300X: 1,307 TFLOPS, 5.3 TB/s (AMD Instinct MI300X data sheet)
+# Prices are AWS's (g6, g5, p4d, p5, g6e, p5en, p6-b200), and Azure's for the MI300X (ND MI300X v5).
 GPUS: Mapping[str, Gpu] = {
     "l4": Gpu("L4", 0.8048, 45, 55),
     "a10g": Gpu("A10G", 1.006, 50, 65),
     "a100": Gpu("A100", 2.7447, 130, 180),
     "h100": Gpu("H100", 6.88, 270, 420),
+    "l40s": Gpu("L40S", 1.861, 110, 150),
+    "h200": Gpu("H200", 7.91, 300, 470),
+    "b200": Gpu("B200", 14.24, 530, 900),
+    "mi300x": Gpu("MI300X", 6.0, 350, 570),
 }
 
 
@@ -139,7 +151,8 @@ class ModelEstimate:
     """One picture of an A4 page at 150 dots per inch (1240 x 1754), or 30 s of audio.
 
     Attributes:
-        name: As published.
+        name: For tables.
+        hub: As the hub writes it.
         rows, width: Of the embedding, bf16.
         tflop: Of one encode.
         gpus: Of an engine that serves the model, for GPUs of 80 GB.
@@ -147,6 +160,7 @@ class ModelEstimate:
     """
 
     name: str
+    hub: str
     rows: int
     width: int
     tflop: float
@@ -155,7 +169,7 @@ class ModelEstimate:
 
     @property
     def key(self) -> str:
-        """How the command line spells it."""
+        """A short name."""
         return self.name.lower().replace(" ", "-")
 
     @property
@@ -177,33 +191,68 @@ def speed_up(gpus: float) -> float:
 MODELS: Mapping[str, ModelEstimate] = {
     model.key: model
     for model in (
-        ModelEstimate("Gemma3-4B", 256, 2560, 5.5),
-        ModelEstimate("Gemma3-12B", 256, 3840, 5.5),
-        ModelEstimate("Gemma3-27B", 256, 5376, 5.5),
-        ModelEstimate("InternVL3-38B", 1792, 5120, 83.9, gpus=2, large=True),
-        ModelEstimate("InternVL3-78B", 1792, 8192, 84.2, gpus=4, large=True),
-        ModelEstimate("MiniCPM-V-4.5", 576, 4096, 9.1),
-        ModelEstimate("Kimi-VL-A3B-2506", 2835, 2048, 25.5),
-        ModelEstimate("GLM-4.5V", 2772, 4096, 34.2, gpus=4),
-        ModelEstimate("Kimi-VL-A3B-Instruct", 1053, 2048, 5.7),
-        ModelEstimate("Ultravox-8B", 188, 4096, 2.3),
-        ModelEstimate("Qwen2.5-VL-7B", 2772, 3584, 16.8),
-        ModelEstimate("Qwen2.5-VL-72B", 2772, 8192, 17.0, gpus=4),
-        ModelEstimate("Qwen3.5-9B", 2145, 4096, 16.4),
-        ModelEstimate("Llama-4-Scout", 2304, 5120, 16.2, gpus=4),
-        ModelEstimate("Mistral-Small-3.1-24B", 2145, 5120, 14.3),
-        ModelEstimate("Phi-4-multimodal", 3281, 3072, 12.3),
-        ModelEstimate("Molmo-7B-D", 1152, 3584, 5.1),
-        ModelEstimate("Qwen3-VL-235B-A22B", 2145, 16384, 16.9, gpus=8),
-        ModelEstimate("Qwen3-VL-8B", 2145, 16384, 16.9),
-        ModelEstimate("Qwen3-VL-32B", 2145, 20480, 17.0, gpus=2),
-        ModelEstimate("InternVL3.5-8B", 1792, 4096, 5.2),
-        ModelEstimate("LLaVA-OneVision-7B", 7353, 3584, 14.0),
-        ModelEstimate("Qwen2-Audio-7B", 750, 4096, 2.3),
-        ModelEstimate("Qwen3-Omni-30B-A3B", 390, 2048, 0.5),
-        ModelEstimate("Pixtral-12B", 2944, 5120, 3.4),
+        ModelEstimate("Gemma3-4B", "google/gemma-3-4b-it", 256, 2560, 5.5),
+        ModelEstimate("Gemma3-12B", "google/gemma-3-12b-it", 256, 3840, 5.5),
+        ModelEstimate("Gemma3-27B", "google/gemma-3-27b-it", 256, 5376, 5.5),
+        ModelEstimate(
+            "InternVL3-38B", "OpenGVLab/InternVL3-38B", 1792, 5120, 83.9, gpus=2, large=True
+        ),
+        ModelEstimate(
+            "InternVL3-78B", "OpenGVLab/InternVL3-78B", 1792, 8192, 84.2, gpus=4, large=True
+        ),
+        ModelEstimate("MiniCPM-V-4.5", "openbmb/MiniCPM-V-4_5", 576, 4096, 9.1),
+        ModelEstimate("Kimi-VL-A3B-2506", "moonshotai/Kimi-VL-A3B-Thinking-2506", 2835, 2048, 25.5),
+        ModelEstimate("GLM-4.5V", "zai-org/GLM-4.5V", 2772, 4096, 34.2, gpus=4),
+        ModelEstimate("Kimi-VL-A3B-Instruct", "moonshotai/Kimi-VL-A3B-Instruct", 1053, 2048, 5.7),
+        ModelEstimate("Ultravox-8B", "fixie-ai/ultravox-v0_5-llama-3_1-8b", 188, 4096, 2.3),
+        ModelEstimate("Qwen2.5-VL-7B", "Qwen/Qwen2.5-VL-7B-Instruct", 2772, 3584, 16.8),
+        ModelEstimate("Qwen2.5-VL-72B", "Qwen/Qwen2.5-VL-72B-Instruct", 2772, 8192, 17.0, gpus=4),
+        ModelEstimate("Qwen3.5-9B", "Qwen/Qwen3.5-9B", 2145, 4096, 16.4),
+        ModelEstimate(
+            "Llama-4-Scout", "meta-llama/Llama-4-Scout-17B-16E-Instruct", 2304, 5120, 16.2, gpus=4
+        ),
+        ModelEstimate(
+            "Mistral-Small-3.1-24B",
+            "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+            2145,
+            5120,
+            14.3,
+        ),
+        ModelEstimate("Phi-4-multimodal", "microsoft/Phi-4-multimodal-instruct", 3281, 3072, 12.3),
+        ModelEstimate("Molmo-7B-D", "allenai/Molmo-7B-D-0924", 1152, 3584, 5.1),
+        ModelEstimate(
+            "Qwen3-VL-235B-A22B", "Qwen/Qwen3-VL-235B-A22B-Instruct", 2145, 16384, 16.9, gpus=8
+        ),
+        ModelEstimate("Qwen3-VL-8B", "Qwen/Qwen3-VL-8B-Instruct", 2145, 16384, 16.9),
+        ModelEstimate("Qwen3-VL-32B", "Qwen/Qwen3-VL-32B-Instruct", 2145, 20480, 17.0, gpus=2),
+        ModelEstimate("InternVL3.5-8B", "OpenGVLab/InternVL3_5-8B", 1792, 4096, 5.2),
+        ModelEstimate(
+            "LLaVA-OneVision-7B", "llava-hf/llava-onevision-qwen2-7b-ov-hf", 7353, 3584, 14.0
+        ),
+        ModelEstimate("Qwen2-Audio-7B", "Qwen/Qwen2-Audio-7B-Instruct", 750, 4096, 2.3),
+        ModelEstimate("Qwen3-Omni-30B-A3B", "Qwen/Qwen3-Omni-30B-A3B-Instruct", 390, 2048, 0.5),
+        ModelEstimate("Pixtral-12B", "mistralai/Pixtral-12B-2409", 2944, 5120, 3.4),
     )
 }
+
+
+_BY_NAME = {
+    name.lower(): model
+    for model in MODELS.values()
+    for name in (model.key, model.hub, model.hub.rpartition("/")[2])
+}
+
+
+def find_model(name: str) -> ModelEstimate | None:
+    """The model of a name: as the hub writes it, with or without its owner, or a folder's path."""
+    name = name.lower().rstrip("/")
+    return _BY_NAME.get(name) or _BY_NAME.get(name.rpartition("/")[2])
+
+
+def alike(name: str) -> list[str]:
+    """Models of the table whose names are nearly this one, as the hub writes them."""
+    near = difflib.get_close_matches(name.lower().rpartition("/")[2], _BY_NAME, n=6, cutoff=0.5)
+    return list(dict.fromkeys(_BY_NAME[one].hub for one in near))[:3]
 
 
 def transformer_tflop(
@@ -413,11 +462,8 @@ def estimate(model: ModelEstimate, gpu: Gpu, store: StorePreset) -> Payoff:
 
 
 def advised_settings(payoff: Payoff) -> dict[str, str]:
-    """Settings of s3ec that follow."""
-    settings = {"wait": "auto"}
-    if payoff.money.word != "yes":
-        settings["save"] = "worth"
-    return settings
+    """Settings of s3ec that follow, as vLLM's JSON has them; what is a default is left out."""
+    return {} if payoff.money.word == "yes" else {"save": "worth"}
 
 
 def figures(inputs: Inputs, payoff: Payoff) -> list[dict[str, Any]]:

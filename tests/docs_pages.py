@@ -164,7 +164,7 @@ def _each_gpu(model: ModelEstimate, cell: Callable[[Payoff], str], store: str = 
 
 
 def payoff_table() -> str:
-    """Each model of ``s3ec cost`` by its table, the one that pays most first."""
+    """Each model of ``s3ec advise`` by its table, the one that pays most first."""
 
     def rows() -> Iterator[tuple[str, ...]]:
         order = {key: estimate(m, GPUS["h100"], STORES["aws"]) for key, m in MODELS.items()}
@@ -172,7 +172,7 @@ def payoff_table() -> str:
             model, on_h100 = MODELS[key], order[key]
             gpus = f" ({model.gpus} GPUs)" if model.gpus > 1 else ""
             yield (
-                f"{model.name}{gpus}",
+                f"{model.hub}{gpus}",
                 f"{model.nbytes / 1e6:.1f}",
                 _each_gpu(model, lambda one: f"{one.encode_ms:.0f}"),
                 f"{on_h100.tie_mb_s:.0f}",

@@ -6,12 +6,10 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-import time
 
 
 def main() -> None:
     """Entry point of the console script ``s3ec``."""
-    started_s = time.monotonic()  # the time a command may take begins before its imports
     # At its end the interpreter would look through all that was imported, which takes 0.2 s.
     atexit.register(gc.freeze)
     try:
@@ -20,6 +18,6 @@ def main() -> None:
 
         open_stdout()
         plain_logs()
-        app(obj=started_s)
+        app()
     except KeyboardInterrupt:  # before any command began
         sys.exit(130)

@@ -14,7 +14,6 @@ _WORDS = "s3ec.words"
 # Panels and commands in the order in which people need them, and the module of s3ec.cli for each.
 _PANELS = {
     "Start": {
-        "cost": "payoff",
         "advise": "payoff",
         "doctor": "doctor",
         "config": "config",
@@ -83,7 +82,7 @@ app = App(
     cls=Root,
     no_args_is_help=True,
     epilog=epilog(
-        ("s3ec cost --like gemma3-27b --gpu h100", "does it pay for this model?"),
+        ("s3ec advise --like google/gemma-3-27b-it", "does it pay for this model?"),
         ("s3ec doctor --config @ec.json", "is this node ready to serve?"),
         ("s3ec ls s3://embeddings", "what is in the bucket?"),
         ("s3ec tier", "how full is this node's disk tier?"),

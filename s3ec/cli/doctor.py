@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,7 +30,7 @@ def register(app: App) -> None:
     """Add ``doctor`` to the tree."""
     app.command(
         "doctor",
-        ("s3ec doctor --bucket embeddings --no-vllm", "bucket and node only: 2 s at most"),
+        ("s3ec doctor --bucket embeddings --no-vllm", "bucket and node only, in a few seconds"),
         (
             "s3ec doctor --config @ec.json -- --model google/gemma-3-27b-it",
             "the model's namespace too",
@@ -46,7 +45,6 @@ def register(app: App) -> None:
 
 def doctor(
     source: SettingsSource,
-    ctx: typer.Context,
     vllm_args: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- VLLM ARGS", help="Arguments of `vllm serve`."),
@@ -54,30 +52,10 @@ def doctor(
     no_vllm: Annotated[
         bool, typer.Option("--no-vllm", help="Leave vLLM out, whose import takes 5 to 20 s.")
     ] = False,
-    latency: Annotated[
-        bool,
-        typer.Option(
-            "--latency",
-            help="Measure the store too: one object of an embedding's size, read a hundred times.",
-        ),
-    ] = False,
     timeout_s: Annotated[
-        float | None,
-        option(
-            "--timeout",
-            "SECONDS",
-            "How long bucket and node may take, from the start on. [1.6, with vLLM 10]",
-            min=0.1,
-            show_default=False,
-        ),
-    ] = None,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Print a line for a table of stores as well, with this name and version.",
-        ),
-    ] = None,
+        float,
+        option("--timeout", "SECONDS", "How long one request to the store may take.", min=0.1),
+    ] = 10.0,
     as_json: JsonOption = False,
 ) -> None:
     """Say what is wrong before a fleet starts, and how to mend it.
@@ -90,7 +68,6 @@ def doctor(
     source = completed(source, vllm_args or [])
     if no_vllm and vllm_args:
         raise ConfigError("`--no-vllm` and vLLM's arguments do not go together; leave one out")
-    from s3ec.doctor.compatibility import COLUMNS, compatibility, row
     from s3ec.doctor.run import examine
 
     with _Spinner() as spinner:
@@ -99,19 +76,13 @@ def doctor(
             source.transfer(),
             vllm_args=vllm_args,
             with_vllm=not no_vllm,
-            with_latency=latency,
             timeout_s=timeout_s,
-            started_s=ctx.obj,  # None where no process was started for this
             starting=spinner.show,
         )
         checks = _shown(found, spinner, as_json)
     failed = any(check.outcome.verdict == "fail" for check in checks)
-    line = compatibility(checks, server=server, day=datetime.now(UTC).date())
     if as_json:
-        told = [check.to_json() for check in checks]
-        print_json({"ok": not failed, "checks": told, "compatibility": line})
-    elif line is not None and server is not None:
-        echo(f"\n{row(list(COLUMNS.values()))}\n{row(list(line.values()))}")
+        print_json({"ok": not failed, "checks": [check.to_json() for check in checks]})
     if failed:
         raise typer.Exit(EXIT_WRONG)
 

@@ -1,32 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec cost`` and ``s3ec advise``: does storing embeddings pay, and by how much?
+"""``s3ec advise``: does storing embeddings pay, and by how much?
 
-``cost`` only calculates. ``advise`` first measures what can be measured here.
+It measures what can be measured here, and calculates with that.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from s3ec.cli.doctor import completed
-from s3ec.cli.options import JsonOption, SettingsSource, option, with_options, with_settings
+from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
 from s3ec.cli.output import App, console, counting, print_json, print_note, safe
 from s3ec.errors import ConfigError
 from s3ec.payoff import (
     GPUS,
-    MODELS,
     PRICES_AS_OF,
     STORES,
     Inputs,
     Known,
+    ModelEstimate,
     Payoff,
     advised_settings,
+    alike,
     figures,
+    find_model,
     pay_off,
 )
 
@@ -44,7 +48,13 @@ _QUESTIONS = {
 
 _FIGURES = {
     "like": Annotated[
-        str | None, option("--like", "MODEL", f"A model of the table: {', '.join(MODELS)}.")
+        str | None,
+        option(
+            "--like",
+            "MODEL",
+            "A model of the table of docs/does-it-pay.md, as the hub writes it: "
+            "google/gemma-3-27b-it.",
+        ),
     ],
     "rows": Annotated[
         int | None,
@@ -83,15 +93,7 @@ _FIGURES = {
 
 
 def register(app: App) -> None:
-    """Add both commands to the tree."""
-    app.command(
-        "cost",
-        ("s3ec cost --like gemma3-27b --gpu l4", "a model of the table on another GPU"),
-        (
-            "s3ec cost --rows 256 --width 5376 --encode-ms 20 --gpu h100 --reads 4",
-            "figures of your own",
-        ),
-    )(with_options(cost, (_FIGURES, _known)))
+    """Add the command to the tree."""
     app.command(
         "advise",
         (
@@ -99,20 +101,18 @@ def register(app: App) -> None:
             "your pages, your bucket, from this machine",
         ),
         (
-            "s3ec advise --like gemma3-27b --from-metrics http://localhost:8000/metrics",
-            "what an engine that runs has learned",
+            "s3ec advise --no-probe --like google/gemma-3-27b-it --gpu l4",
+            "a model of the table on another GPU, nothing is measured",
+        ),
+        (
+            "s3ec advise --no-probe --rows 256 --width 5376 --encode-ms 20 --gpu h100 --reads 4",
+            "figures of your own",
+        ),
+        (
+            "s3ec advise --from-metrics http://localhost:8000/metrics",
+            "what an engine that runs has learned of its model",
         ),
     )(with_settings(advise, (_FIGURES, _known)))
-
-
-def cost(known: Known, as_json: JsonOption = False) -> None:
-    """Calculate what a stored embedding costs and saves. Nothing is measured or asked.
-
-    The figures of the table are estimates for an A4 page: docs/does-it-pay.md.
-    """
-    from s3ec.doctor.advise import Measured
-
-    _show(known, Measured(), as_json)
 
 
 def advise(
@@ -142,25 +142,28 @@ def advise(
     """Say whether s3ec pays for a model, before it is deployed.
 
     Asks vLLM's processor how large your pages become, writes one object to the bucket, reads it a
-    hundred times and deletes it, and reads this node's disk. Then it calculates as `s3ec cost`
-    does. No weights and no GPU are needed.
+    hundred times and deletes it, and reads this node's disk. Then it calculates what a stored
+    embedding costs and saves. No weights and no GPU are needed. What is not known is estimated,
+    and each figure says so.
     """
-    from s3ec.doctor.advise import Measured, measure_here, prices_of, read_metrics
+    from s3ec.doctor.advise import Measured, measure_here, models_of, prices_of, use_engine
 
-    source = completed(source, vllm_args or [])
-    settings = source.load(need_bucket=False).settings
-    known.store = known.store or prices_of(settings)
+    vllm_args = vllm_args or []
+    source = completed(source, vllm_args)
+    loaded = source.load(need_bucket=False)
+    known.store = known.store or prices_of(loaded.settings)
     found = Measured()
     if from_metrics:
-        found.encode_ms_a_row = read_metrics(from_metrics)
+        use_engine(from_metrics, known, found, vllm_args)
     if vllm_args:
         with counting("asking vLLM's processor (its import takes 5 to 20 s)"):
-            found.pages = _pages(settings, vllm_args, images, found)
+            found.pages = _pages(loaded.settings, vllm_args, images, found)
+        known.like = known.like or next(filter(None, map(find_model, models_of(vllm_args))), None)
     elif images:
         raise ConfigError("`--images` needs the model: add `-- --model MODEL`", field="images")
     if not no_probe:
         with counting("measuring bucket and disk"):
-            measure_here(known, found, settings)
+            measure_here(known, found, loaded)
     _show(known, found, as_json)
 
 
@@ -174,9 +177,21 @@ def _choice(name: str, given: str | None, table: Mapping[str, T]) -> T | None:
     return table[given.lower()]
 
 
+def _model(given: str | None) -> ModelEstimate | None:
+    found = None if given is None else find_model(given)
+    if given is None or found is not None:
+        return found
+    near = (
+        f"did you mean {' or '.join(alike(given))}?"
+        if alike(given)
+        else "`--rows` and `--width` give its size"
+    )
+    raise ConfigError(f"`--like` {given!r:.90} is not in the table; {near}", field="like")
+
+
 def _known(given: dict[str, Any]) -> Known:
-    tables = {"like": MODELS, "gpu": GPUS, "store": STORES}
-    for name, table in tables.items():
+    given["like"] = _model(given["like"])
+    for name, table in {"gpu": GPUS, "store": STORES}.items():
         given[name] = _choice(name, given[name], table)
     return Known(gpu_dollars_an_hour=given.pop("gpu_dollars"), **given)
 
@@ -186,8 +201,7 @@ def _pages(
 ) -> Mapping[str, Any] | None:
     """What the model's processor makes of the pictures; None, and a note, where it fails."""
     from s3ec.doctor.pages import pictures_in
-    from s3ec.doctor.run import has_vllm
-    from s3ec.doctor.serving import VllmChild
+    from s3ec.doctor.serving import VllmChild, has_vllm
 
     if not has_vllm():
         found.notes.append("vLLM is not installed here, so its processor was not asked")
@@ -199,9 +213,7 @@ def _pages(
     try:
         pages = child.stage("pages")
         if pages is None:
-            failed = child.stage("no_pages")
-            words = failed["problem"] if failed else child.last_words()
-            found.notes.append(f"vLLM's processor gave no answer: {words}")
+            found.notes.append(f"vLLM's processor gave no answer: {child.last_words()}")
         return pages
     finally:
         child.close()
@@ -236,7 +248,7 @@ def _document(inputs: Inputs, payoff: Payoff, found: Measured) -> dict[str, Any]
             for name, one in verdicts.items()
         },
         "settings": advised_settings(payoff),
-        "store_latency": found.latency.to_json() if found.latency else None,
+        "store_latency": asdict(found.latency) if found.latency else None,
         "prices_as_of": PRICES_AS_OF,
         "notes": found.notes,
     }
@@ -261,8 +273,8 @@ def _print(inputs: Inputs, payoff: Payoff, found: Measured) -> None:
         verdicts.add_row(Text(one.word, style=_STYLES[one.word]), name, f"{question} {one.why}")
     out.print(verdicts)
     out.print()
-    settings = ", ".join(f"{name} = {value}" for name, value in advised_settings(payoff).items())
-    out.print(f"settings that follow: {settings}")
+    settings = json.dumps(advised_settings(payoff))
+    out.print(f"for `ec_connector_extra_config`, beside the bucket: {settings}")
     if math.isfinite(payoff.keep_days) and payoff.keep_days >= 1:
         out.print(
             f"an entry that is not read from the bucket within {payoff.keep_days:.0f} days has "

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -121,10 +119,9 @@ def _reader_of(source: Source) -> Callable[[], CatalogIndex]:
         return lambda: source
     if isinstance(source, str | os.PathLike):
         path = Path(source)
-        if path.suffix.lower() not in _READERS:
+        if path.suffix.lower() != ".parquet":
             raise ConfigError(
-                f"`{path.name}` is no exported catalogue: it ends with {' or '.join(_READERS)}",
-                field="catalog",
+                f"`{path.name}` is no exported catalogue: it ends with .parquet", field="catalog"
             )
         return lambda: CatalogIndex.from_table(read_export(path))
     if hasattr(source, "index"):
@@ -135,20 +132,20 @@ def _reader_of(source: Source) -> Callable[[], CatalogIndex]:
     )
 
 
-# -- exported files --------------------------------------------------------------------------------
-
-
 def read_export(path: Path) -> pa.Table:
-    """A catalogue that ``s3ec catalog export`` wrote as Parquet or JSON lines, each row checked.
+    """A catalogue that ``s3ec catalog export`` wrote as Parquet, each row checked.
 
     Raises:
         ConfigError: It is not there or is none, or pyarrow is not installed.
     """
     require_pyarrow()
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     try:
-        return to_table([_row(values) for values in _READERS[path.suffix.lower()](path)])
+        with pq.ParquetFile(path) as file:
+            batches = file.iter_batches(batch_size=4096)
+            return to_table([_row(row) for batch in batches for row in batch.to_pylist()])
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise ConfigError(
             f"`{path}` is no exported catalogue: {type(exc).__name__}: {exc!s:.200}",
@@ -156,33 +153,9 @@ def read_export(path: Path) -> pa.Table:
         ) from exc
 
 
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=4096):
-            yield from batch.to_pylist()
-
-
-def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.strip():
-                yield json.loads(line)
-
-
-_READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
-    ".parquet": _parquet,
-    ".jsonl": _jsonl,
-}
-
-
-def _row(values: Mapping[str, Any]) -> CatalogRow:
-    """A row of either kind of file: JSON may be a text there, and a time too."""
-    columns = dict(values)
-    time_ = columns.pop("time")
-    moment = datetime.fromisoformat(time_) if isinstance(time_, str) else time_
+def _row(columns: dict[str, Any]) -> CatalogRow:
     for name in ("placeholder", "extra"):
         if isinstance(columns[name], str):
             columns[name] = plain_json(columns[name])
-    return CatalogRow(nbytes=columns.pop("bytes"), stored_s=moment.timestamp(), **columns)
+    stored_s = columns.pop("time").timestamp()
+    return CatalogRow(nbytes=columns.pop("bytes"), stored_s=stored_s, **columns)

@@ -55,7 +55,7 @@ class _Pictures:
         """Nothing is read yet.
 
         Args:
-            catalog: ``corpus.catalog()``, or the path of an exported catalogue, Parquet or JSONL.
+            catalog: ``corpus.catalog()``, or the path of an exported one, Parquet.
             without_pixels: Whether the server takes parts without pixels: True and False are not
                 questioned, None finds out.
             modalities: Which may go without pixels. Not every model answers alike for a video: see

@@ -141,7 +141,7 @@ _PAYOFF_LABELLED = (
 
 
 def save_payoff(out: Path) -> None:
-    """Write size and encode time of each model of ``s3ec cost``, and download times, as SVG.
+    """Write size and encode time of each model of ``s3ec advise``, and download times, as SVG.
 
     A model below a line is encoded faster than downloaded. The same matplotlib writes the same
     bytes.

@@ -11,15 +11,18 @@ import statistics
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from s3ec.codec import checksum
-from s3ec.doctor.latency import StoreLatency, measure_store
+from s3ec.config import LoadedSettings
+from s3ec.doctor.check import CheckContext
+from s3ec.doctor.latency import MOST_REQUESTS, StoreLatency, measure_store
 from s3ec.doctor.node import at_folder, probe_file
-from s3ec.errors import ConfigError, S3ECError, UnavailableError
+from s3ec.doctor.serving import without_command
+from s3ec.errors import ConfigError, S3ECError
 from s3ec.payoff import (
     ASSUMED_READS,
     GPUS,
@@ -30,22 +33,22 @@ from s3ec.payoff import (
     StorePreset,
     Value,
     assumed,
+    find_model,
     given,
     measured,
     speed_up,
     transformer_tflop,
 )
-from s3ec.runtime import LoopThread
 from s3ec.settings import Settings
-from s3ec.store.open import open_store, probe_name
+from s3ec.store.open import probe_name
 
 _METRICS_TIMEOUT_S = 5.0
 _MOST_METRICS_BYTES = 16 * 2**20
 _SECONDS, _ROWS = "vllm:s3ec_encode_seconds_total", "vllm:s3ec_encoded_rows_total"
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULTILINE)
+_SAMPLE = re.compile(rf"^({_SECONDS}|{_ROWS})(?:\{{([^}}]*)\}})?\s+([0-9.eE+-]+)", re.MULTILINE)
+_MODEL_NAME = re.compile(r'\bmodel_name="([^"]*)"')
+_MODEL_OPTIONS = ("--model", "--served-model-name")
 _TIER_READS = 20
-# Measuring the store takes at most twice its 20 s of reading, one write and one deletion.
-LATENCY_LIMIT_S = 120.0
 _LARGE_ENCODER = 2e9  # parameters
 
 
@@ -74,134 +77,159 @@ def inputs_of(known: Known, found: Measured) -> Inputs:
     Raises:
         ConfigError: Nothing says how large an embedding is, or how long encoding takes.
     """
-    pages, like = found.pages, known.like
-    rows = _size("rows", known.rows, pages, like.rows if like else None)
-    width = _size("width", known.width, pages, like.width if like else None)
-    itemsize = measured(pages["itemsize"]) if pages else assumed(2, "bf16 or fp16")
-    gpus = _gpus(known, pages)
-    gpu, gpu_note = _gpu(known, pages)
+    pages, like = found.pages or {}, known.like
     store = known.store or STORES["aws"]
-    nbytes = rows.value * width.value * itemsize.value
-    fetch_ms, node_mb_s = _store_times(known, found, store, nbytes)
-    dollars = known.gpu_dollars_an_hour
+    of_pages, of_table = _of_pages(pages), "of the table, an A4 page at 150 dpi"
+    like_rows, like_width = (like.rows, like.width) if like else (None, None)
+    rows = _best("rows", known.rows, pages.get("rows"), like_rows, of_pages, of_table)
+    width = _best("width", known.width, pages.get("width"), like_width, of_pages, of_table)
+    itemsize = _best("itemsize", None, pages.get("itemsize"), 2, "", "bf16 or fp16")
+    # vLLM's arguments give them too.
+    gpus = _best("gpus", known.gpus or pages.get("gpus"), None, like.gpus if like else 1)
+    gpu, gpu_note = _gpu(known, pages)
+    tflop, tflops = _work(known, pages, gpu) or (None, 1.0)
+    encode_ms = _best(
+        "encode_ms",
+        known.encode_ms,
+        None if found.encode_ms_a_row is None else found.encode_ms_a_row * rows.value,
+        None if tflop is None else tflop / tflops * 1e3 / speed_up(gpus.value),
+        "in the engine of `--from-metrics`",
+        f"{tflop or 0:.2g} TFLOP, within 40%, on {gpus.value:g} {gpu.label}, {gpu_note}",
+    )
+    price, of_price = gpu.dollars_an_hour, f"{gpu.label} on demand; {gpu_note}"
+    fetch_ms, node_mb_s, spread = None, None, ""
+    if found.latency is not None:
+        seen = found.latency
+        fetch_ms, node_mb_s = seen.p50_ms, seen.node_mb_s
+        spread = f"p90 {seen.p90_ms:.3g}, p99 {seen.p99_ms:.3g}"
+    guess_ms = store.fetch_ms(rows.value * width.value * itemsize.value)
+    tier_ms, of_tier = found.tier_ms, "read and checked, cached"
     return Inputs(
         rows=rows,
         width=width,
         itemsize=itemsize,
-        encode_ms=_encode_ms(known, found, rows.value, gpu, gpu_note, gpus.value),
+        encode_ms=encode_ms,
         gpus=gpus,
-        gpu_dollars_an_hour=(
-            assumed(gpu.dollars_an_hour, f"{gpu.label} on demand; {gpu_note}")
-            if dollars is None
-            else given(dollars)
-        ),
-        fetch_ms=fetch_ms,
-        node_mb_s=node_mb_s,
-        reads=(
-            assumed(ASSUMED_READS, "`--reads` says what you see")
-            if known.reads is None
-            else given(known.reads)
-        ),
+        gpu_dollars_an_hour=_best("price", known.gpu_dollars_an_hour, None, price, "", of_price),
+        fetch_ms=_best("fetch_ms", known.fetch_ms, fetch_ms, guess_ms, spread, store.label),
+        node_mb_s=_best("node", None, node_mb_s, store.node_mb_s, "16 at a time", store.label),
+        reads=_best("reads", known.reads, None, ASSUMED_READS, "", "`--reads` says what you see"),
         store=store,
-        tier_ms=(
-            None if found.tier_ms is None else measured(found.tier_ms, "read and checked, cached")
-        ),
-        processor_ms=measured(pages["processor_ms"], _of_pages(pages)) if pages else None,
+        tier_ms=None if tier_ms is None else measured(tier_ms, of_tier),
+        processor_ms=measured(pages["processor_ms"], of_pages) if pages else None,
+    )
+
+
+def _best(
+    name: str,
+    said: float | None,
+    seen: float | None,
+    guess: float | None,
+    seen_note: str = "",
+    guess_note: str = "",
+) -> Value:
+    """What a person said, else what was measured, else an assumption.
+
+    Raises:
+        ConfigError: There is none of them.
+    """
+    if said is not None:
+        return given(said)
+    if seen is not None:
+        return measured(seen, seen_note)
+    if guess is not None:
+        return assumed(guess, guess_note)
+    option = f"`--{name.replace('_', '-')}`"
+    raise ConfigError(
+        f"nothing says how large an embedding is, or how long encoding takes: {option} is missing; "
+        "give `--like` a model of the table, or `--rows`, `--width` and `--encode-ms`",
+        field=name,
     )
 
 
 def _of_pages(pages: Mapping[str, Any]) -> str:
-    return f"median of {pages['pages']} pictures" if pages["pages"] else "one blank A4 page"
+    return f"median of {pages['pages']} pictures" if pages.get("pages") else "one blank A4 page"
 
 
-def _size(
-    name: str, said: int | None, pages: Mapping[str, Any] | None, estimate: int | None
-) -> Value:
-    if said is not None:
-        return given(said)
-    if pages:
-        return measured(pages[name], _of_pages(pages))
-    if estimate is None:
-        raise ConfigError(
-            f"nothing says how large an embedding is: `--{name}` is missing; give `--rows` and "
-            "`--width`, or `--like` with a model of the table",
-            field=name,
-        )
-    return assumed(estimate, "of the table, an A4 page at 150 dpi")
-
-
-def _gpus(known: Known, pages: Mapping[str, Any] | None) -> Value:
-    if known.gpus is not None:
-        return given(known.gpus)
-    if pages:
-        return given(pages["gpus"], "by vLLM's arguments")
-    return assumed(known.like.gpus if known.like else 1)
-
-
-def _gpu(known: Known, pages: Mapping[str, Any] | None) -> tuple[Gpu, str]:
+def _gpu(known: Known, pages: Mapping[str, Any]) -> tuple[Gpu, str]:
     """The GPU, and how it is known."""
     if known.gpu is not None:
         return known.gpu, "by `--gpu`"
-    here = preset_of(str(pages["gpu"])) if pages and pages["gpu"] else None
+    here = preset_of(str(pages.get("gpu")))
     return (here, "of this machine") if here else (GPUS["h100"], "`--gpu` names another")
 
 
 def preset_of(device: str) -> Gpu | None:
-    """The preset of a device as CUDA names it, such as ``NVIDIA H100 80GB HBM3``."""
+    """The preset of a device as CUDA or ROCm names it, such as ``NVIDIA H100 80GB HBM3``."""
     words = set(re.split(r"[^a-z0-9]+", device.lower()))
     return next((gpu for name, gpu in GPUS.items() if name in words), None)
 
 
-def _encode_ms(
-    known: Known, found: Measured, rows: float, gpu: Gpu, gpu_note: str, gpus: float
-) -> Value:
-    if known.encode_ms is not None:
-        return given(known.encode_ms)
-    if found.encode_ms_a_row is not None:
-        return measured(found.encode_ms_a_row * rows, "in the engine of `--from-metrics`")
-    pages, like = found.pages, known.like
-    note = f"within 40%, on {gpus:g} {gpu.label}, {gpu_note}"
-    encoder = pages["encoder"] if pages else None
-    if pages and encoder and pages["patches"]:
+def _work(known: Known, pages: Mapping[str, Any], gpu: Gpu) -> tuple[float, float] | None:
+    """TFLOP of one encode and TFLOP/s of the GPU; None where the encoder is not known."""
+    encoder, like = pages.get("encoder"), known.like
+    if encoder and pages["patches"]:
         tflop = transformer_tflop(**encoder, patches=int(pages["patches"]), span=int(pages["span"]))
-        parameters = 12 * encoder["layers"] * encoder["width"] ** 2
-        tflops = gpu.large_tflops if parameters > _LARGE_ENCODER else gpu.tflops
-        return assumed(tflop / tflops * 1e3 / speed_up(gpus), f"{tflop:.2g} TFLOP, {note}")
-    if like is not None:
-        return assumed(like.encode_ms(gpu, int(gpus)), note)
-    raise ConfigError(
-        "nothing says how long encoding takes; give `--encode-ms`, or `--from-metrics` with the "
-        "/metrics of an engine that runs s3ec",
-        field="encode_ms",
+        is_large = 12 * encoder["layers"] * encoder["width"] ** 2 > _LARGE_ENCODER
+    elif like is not None:
+        tflop, is_large = like.tflop, like.large
+    else:
+        return None
+    return tflop, gpu.large_tflops if is_large else gpu.tflops
+
+
+# -- an engine that runs -------------------------------------------------------------------------
+
+
+def use_engine(url: str, known: Known, found: Measured, vllm_args: Sequence[str]) -> None:
+    """Take the encode time of a running engine, if it serves the model that is asked about.
+
+    Where none is asked about, it is the engine's; of another one a note says so.
+
+    Raises:
+        ConfigError: As read_metrics.
+    """
+    served = read_metrics(url)
+    asked = [known.like.hub] if known.like else models_of(vllm_args)
+    names = [name for name in served if any(_is_same(name, one) for one in asked)]
+    if not asked and len(served) == 1:
+        names = list(served)
+        known.like = find_model(names[0])
+    if names:
+        found.encode_ms_a_row = served[names[0]]
+        return
+    found.notes.append(
+        f"{url} is not used: it serves {', '.join(served)}, and you ask about "
+        f"{' or '.join(asked) or 'none of them by name'}"
     )
 
 
-def _store_times(
-    known: Known, found: Measured, store: StorePreset, nbytes: float
-) -> tuple[Value, Value]:
-    """Of one fetch in milliseconds, and what a node can fetch in MB/s."""
-    latency = found.latency
-    node_mb_s = assumed(store.node_mb_s, store.label)
-    if latency is not None:
-        alone, together = latency.alone, latency.together
-        fetch_ms = measured(
-            alone.p50_ms,
-            f"p90 {alone.p90_ms:.3g}, p99 {alone.p99_ms:.3g}; 16 at a time p50 "
-            f"{together.p50_ms:.3g}, p99 {together.p99_ms:.3g}",
-        )
-        node_mb_s = measured(latency.node_mb_s, "16 at a time")
-    else:
-        fetch_ms = assumed(store.fetch_ms(nbytes), store.label)
-    if known.fetch_ms is not None:
-        fetch_ms = given(known.fetch_ms)
-    return fetch_ms, node_mb_s
+def models_of(vllm_args: Sequence[str]) -> list[str]:
+    """Names under which arguments of ``vllm serve`` may have their model served."""
+    names, is_one = list[str](), False
+    for arg in without_command(vllm_args):
+        option, _, value = arg.partition("=")
+        if arg.startswith("-"):
+            is_one = option.replace("_", "-") in _MODEL_OPTIONS
+            names += [value] * (is_one and value != "")
+        elif is_one:
+            names.append(arg)
+    return names
 
 
-def read_metrics(url: str) -> float:
-    """Milliseconds that an engine with s3ec takes to encode one row.
+def _is_same(one: str, other: str) -> bool:
+    """Whether two names are of one model, be they of a hub, of a folder or of the table."""
+    if one.rstrip("/") == other.rstrip("/"):
+        return True
+    model = find_model(one)
+    return model is not None and model is find_model(other)
+
+
+def read_metrics(url: str) -> dict[str, float]:
+    """Milliseconds that engines with s3ec take to encode one row, by the model's name.
 
     Args:
-        url: Of its /metrics page, http or https.
+        url: Of a /metrics page, http or https.
 
     Raises:
         ConfigError: It cannot be read, or has no such figures yet.
@@ -217,41 +245,33 @@ def read_metrics(url: str) -> float:
             f"`--from-metrics` {url}: {reason}; it is the engine's /metrics page",
             field="from_metrics",
         ) from exc
-    sums = {_SECONDS: 0.0, _ROWS: 0.0}
-    for name, value in _SAMPLE.findall(text):
-        if name in sums:
-            sums[name] += float(value)
-    if not (sums[_SECONDS] > 0 and sums[_ROWS] > 0):
+    sums: dict[str, dict[str, float]] = {_SECONDS: {}, _ROWS: {}}
+    for name, labels, value in _SAMPLE.findall(text):
+        model = _MODEL_NAME.search(labels)
+        of_model = sums[name]
+        served = model[1] if model else "a model without a name"
+        of_model[served] = of_model.get(served, 0.0) + float(value)
+    times_ms = {
+        model: sums[_SECONDS].get(model, 0.0) / rows * 1e3
+        for model, rows in sums[_ROWS].items()
+        if rows > 0 and sums[_SECONDS].get(model, 0.0) > 0
+    }
+    if not times_ms:
         raise ConfigError(
             f"`--from-metrics` {url}: no {_SECONDS} above 0; ask an engine with s3ec and `wait` = "
             "auto that has encoded something",
             field="from_metrics",
         )
-    return sums[_SECONDS] / sums[_ROWS] * 1e3
+    return times_ms
+
+
+# -- bucket and disk -----------------------------------------------------------------------------
 
 
 def prices_of(settings: Settings) -> StorePreset:
     """The preset of a corpus: AWS's, or that of disks in the same room."""
     elsewhere = settings.endpoint_url and "amazonaws.com" not in settings.endpoint_url
     return STORES["minio-nvme" if elsewhere else "aws"]
-
-
-def measure_bucket(settings: Settings, nbytes: int) -> StoreLatency:
-    """As measure_store, with the store that the connector would use.
-
-    Raises:
-        S3ECError: As measure_store, and ConfigError.
-    """
-    loop = LoopThread("s3ec-advise")
-    store = open_store(settings, patient=True)
-    try:
-        name = probe_name()
-        return loop.run(measure_store(store, name, nbytes), LATENCY_LIMIT_S)
-    except TimeoutError as exc:
-        raise UnavailableError(f"no end within {LATENCY_LIMIT_S:.0f} s") from exc
-    finally:
-        loop.run(store.close(), 1.0)
-        loop.stop(1.0)
 
 
 def measure_tier(folder: Path, nbytes: int) -> float:
@@ -275,16 +295,21 @@ def measure_tier(folder: Path, nbytes: int) -> float:
     return statistics.median(times_s) * 1e3
 
 
-def measure_here(known: Known, found: Measured, settings: Settings) -> None:
+def measure_here(known: Known, found: Measured, loaded: LoadedSettings) -> None:
     """Measure bucket and tier at the size that is known by now; what fails becomes a note."""
-    nbytes = int(inputs_of(known, found).nbytes)
+    nbytes, settings = int(inputs_of(known, found).nbytes), loaded.settings
     if settings.bucket or settings.url:
+        context = CheckContext(loaded, {}, None)
         try:
-            found.latency = measure_bucket(settings, nbytes)
+            found.latency = context.ask_store(
+                lambda store: measure_store(store, probe_name(), nbytes), requests=MOST_REQUESTS
+            )
             if found.latency.left:
                 found.notes.append(f"the probe object {found.latency.left} could not be deleted")
         except S3ECError as exc:
             found.notes.append(f"the bucket was not measured: {exc}")
+        finally:
+            context.close()
     try:
         found.tier_ms = measure_tier(settings.cache_dir, nbytes)
     except OSError as exc:

@@ -11,8 +11,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from s3ec.errors import CorruptEntryError, S3ECError
 from s3ec.store.base import Store
@@ -21,30 +20,12 @@ READS = 50
 AT_ONCE = 16
 # Reading ends after so many seconds each way, however few reads there were.
 _LONGEST_S = 20.0
+# Two times of reading, one write and one deletion: in all no longer than so many requests may take.
+MOST_REQUESTS = 12
 # Fewer give no percentiles.
 _FEWEST = 3
 # As s3ec fetches: larger objects in ranges, all at once.
 _RANGE_BYTES = 4 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Times of one kind of read in milliseconds, and how many reads there were."""
-
-    p50_ms: float
-    p90_ms: float
-    p99_ms: float
-    reads: int
-
-    @classmethod
-    def of(cls, times_s: list[float]) -> Percentiles:
-        """Make them from at least one time."""
-        ordered = sorted(times_s)
-
-        def at(share: float) -> float:
-            return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3
-
-        return cls(at(0.5), at(0.9), at(0.99), len(ordered))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +34,19 @@ class StoreLatency:
 
     Attributes:
         nbytes: Of the probe object.
-        put_ms: It was written once.
-        alone: One read at a time.
-        together: AT_ONCE reads at a time.
-        node_mb_s: Bytes of the latter by their time, in MB/s.
+        reads: So many of them, one at a time.
+        p50_ms, p90_ms, p99_ms: What one of these took.
+        node_mb_s: What came in all with AT_ONCE reads at a time, in MB/s.
         left: Name of the probe object where it could not be deleted, else None.
     """
 
     nbytes: int
-    put_ms: float
-    alone: Percentiles
-    together: Percentiles
+    reads: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
     node_mb_s: float
     left: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return asdict(self)
 
 
 async def measure_store(
@@ -78,6 +55,7 @@ async def measure_store(
     """Write, read and delete one object.
 
     Args:
+        store: Where.
         name: Of the object, which must not exist.
         nbytes: Its size.
         reads: One at a time, and as many again AT_ONCE at a time.
@@ -88,10 +66,7 @@ async def measure_store(
         ConflictError: The name is taken.
         CorruptEntryError: It gave back something else than was written.
     """
-    body = os.urandom(nbytes)  # a server may compress what repeats
-    began_s = time.perf_counter()
-    await store.put_if_absent(name, [body])
-    put_ms = (time.perf_counter() - began_s) * 1e3
+    await store.put_if_absent(name, [os.urandom(nbytes)])  # a server may compress what repeats
     left: str | None = name
     try:
 
@@ -105,19 +80,14 @@ async def measure_store(
         alone = await _times(read, reads, 1, longest_s)
         began_s = time.perf_counter()
         together = await _times(read, reads, AT_ONCE, longest_s)
-        wall_s = time.perf_counter() - began_s
+        node_mb_s = nbytes * len(together) / (time.perf_counter() - began_s) / 1e6
     finally:
         with suppress(S3ECError):
             await store.delete(name)
             left = None
-    return StoreLatency(
-        nbytes,
-        put_ms,
-        Percentiles.of(alone),
-        Percentiles.of(together),
-        nbytes * len(together) / wall_s / 1e6,
-        left,
-    )
+    ordered, count = sorted(alone), len(alone)
+    p50, p90, p99 = (ordered[min(count - 1, int(s * count))] * 1e3 for s in (0.5, 0.9, 0.99))
+    return StoreLatency(nbytes, count, p50, p90, p99, node_mb_s, left)
 
 
 async def _read(store: Store, name: str, nbytes: int) -> int:

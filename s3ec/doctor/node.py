@@ -31,14 +31,31 @@ def cache_folder(context: CheckContext) -> Outcome:
             require_own_folder(folder, given=True)
             if (folder / "v1").exists():
                 require_own_folder(folder / "v1")
-            with probe_file(folder):
-                pass
+            with probe_file(folder) as path:
+                no_links = _link(path)
     except TierError as exc:
         found, _, mend = str(exc).partition("; ")
         return fail(found, mend)
     except OSError as exc:
         return fail(f"{root}: {exc.strerror}", _mend_folder(exc))
+    if no_links:
+        return warn(
+            f"{root} is writable, but has no hard links: {no_links}",
+            "saves go to the bucket from memory, and are not kept here: set `cache_dir` to a file "
+            "system with hard links (ext4, xfs, tmpfs)",
+        )
     return _by_file_system(root)
+
+
+def _link(path: Path) -> str:
+    """Why the spool could not hold a hard link of a file; empty if it can."""
+    link = path.with_name(f"{path.name}-link")
+    try:
+        os.link(path, link)
+    except OSError as exc:
+        return str(exc.strerror)
+    link.unlink()
+    return ""
 
 
 def _mend_folder(exc: OSError) -> str:
@@ -63,22 +80,6 @@ def _by_file_system(root: Path) -> Outcome:
     return ok(f"{root} is writable and private, on {kind}{memory}")
 
 
-def cache_links(context: CheckContext) -> Outcome:
-    """Whether the spool can hold hard links; otherwise no save is kept on this node."""
-    try:
-        with at_folder(context.settings.cache_dir) as folder, probe_file(folder) as path:
-            link = path.with_name(f"{path.name}-link")
-            os.link(path, link)
-            link.unlink()
-    except OSError as exc:
-        return warn(
-            f"no hard links there: {exc.strerror}",
-            "saves go to the bucket from memory, and are not kept here: set `cache_dir` to a file "
-            "system with hard links (ext4, xfs, tmpfs)",
-        )
-    return ok("hard links work, so saves outlive their process")
-
-
 def open_files(context: CheckContext) -> Outcome:
     """Whether a process may hold enough entries open; others are granted a pass later."""
     most = allowed_residents()
@@ -95,7 +96,7 @@ def cache_space(context: CheckContext) -> Outcome:
     settings = context.settings
     try:
         used = scan_tier(Folders(settings.cache_dir)).total_bytes
-        free = _free_bytes(settings.cache_dir)
+        free = free_bytes(_existing(settings.cache_dir))
     except OSError as exc:
         return fail(f"{settings.cache_dir}: {exc.strerror}", _mend_folder(exc))
     room = free + used - int(settings.min_free_bytes)
@@ -119,16 +120,6 @@ def _gib(nbytes: int) -> str:
     if abs(nbytes) >= 2**30:
         return f"{nbytes / 2**30:.1f}GiB"
     return f"{nbytes / 2**20:.0f}MiB"
-
-
-def _free_bytes(path: Path) -> int:
-    """Of the disk that holds a path, or would."""
-    while True:
-        path = _existing(path)
-        try:
-            return free_bytes(path)
-        except FileNotFoundError:  # a check beside this one made the folder and took it away
-            continue
 
 
 def _existing(path: Path) -> Path:

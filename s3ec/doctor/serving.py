@@ -7,6 +7,7 @@ vLLM is asked about itself in a child process: it may hang, crash, exit or print
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -31,74 +32,83 @@ from s3ec.namespaces import (
     slug_of,
 )
 from s3ec.settings import Settings
+from s3ec.store.base import Store
 
 _PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN = "s3ec"
 _CONNECTOR = "S3ECConnector"
 _ROLES = ("ec_producer", "ec_consumer", "ec_both")
 _MANAGER_OPTION = "--ec-manager-config"
-_HOW_TO_ASK = "add vLLM's arguments: s3ec doctor ... -- --model MODEL --dtype bfloat16"
 _SHOWN_DIFFERENCES = 5
 _SHOWN_NAMESPACES = 5
-_SHOWN_CHARACTERS = 300
 # A bucket has a few; of one that has more than this, the first are compared.
 _READ_NAMESPACES = 64
+# A listing, and descriptors that are fetched several at a time.
+_CORPUS_REQUESTS = 4
+
+
+def has_vllm() -> bool:
+    """Whether vLLM is installed, found out without importing it."""
+    try:
+        return importlib.util.find_spec("vllm") is not None
+    except ImportError:  # somebody's import hook forbids it
+        return False
 
 
 def vllm(context: CheckContext) -> Outcome:
     """Whether vLLM imports here, and whether its version is one we know."""
     if not context.with_vllm:
         return skip("left out by --no-vllm")
-    if context.child is None:
+    if context.child is None and not has_vllm():
         return warn(
             "not installed in this environment",
             "run the doctor again where vLLM runs; looking into a corpus does without",
         )
-    version = context.child.stage("version")
+    if context.child is None:
+        role = role_of(context)
+        context.child = VllmChild(context.settings, context.vllm_args, role=role)
+    version, hooks = _answer(context, "version"), _answer(context, "hooks")
     if version is None:
-        return fail(
-            f"installed, but does not import: {context.child.last_words()}",
-            "mend the installation until `python -c 'import vllm'` works",
-        )
+        found = "installed, but does not import"
+        mend = "mend the installation until `python -c 'import vllm'` works"
+        return _ended_early(context.child, found, mend)
     found = f"version {version['version']}"
-    hooks = context.child.stage("hooks")
     if hooks is not None:
         return _by_release(found, hooks)
-    words = context.child.last_words()
-    if "ec_transfer" in words:
+    if "ec_transfer" in context.child.last_words():
         return fail(f"{found} has no encoder-cache connectors", "install vLLM 0.26 or later")
-    return fail(f"{found}, but its modules do not import: {words}", "mend the installation")
+    found += ", but its modules do not import"
+    return _ended_early(context.child, found, "mend the installation")
+
+
+def _answer(context: CheckContext, stage: str) -> Mapping[str, Any] | None:
+    """What vLLM said in a stage; None where it did not get there, or was not asked."""
+    return context.child.stage(stage) if context.child else None
+
+
+def _ended_early(child: VllmChild | None, found: str, mend: str) -> Outcome:
+    """The outcome of a stage that vLLM did not reach."""
+    if child is None:
+        return skip("vLLM could not be asked")
+    if child.is_given_up:
+        return skip(f"not checked: {child.last_words()}")
+    return fail(f"{found}: {child.last_words()}", mend)
 
 
 def _by_release(found: str, hooks: Mapping[str, Any]) -> Outcome:
-    supported = f"{_dotted(hooks['oldest'])} to {_dotted(hooks['newest'])}"
-    release = hooks["release"]
-    if release is None:
-        return warn(f"{found}, a build of its own", f"s3ec is tested with {supported}")
-    if release < hooks["oldest"]:
+    """Whether this release, and the connector hooks that it has, are enough."""
+    oldest, newest = (".".join(map(str, hooks[name])) for name in ("oldest", "newest"))
+    supported, release = f"{oldest} to {newest}", hooks["release"]
+    if release is not None and release < hooks["oldest"]:
         return fail(f"{found} is too old", f"install vLLM {supported}")
-    if release > hooks["newest"]:
-        return warn(f"{found} is newer than s3ec knows", f"s3ec is tested with {supported}")
-    return ok(f"{found}, of {supported}")
-
-
-def _dotted(release: list[int]) -> str:
-    return ".".join(str(part) for part in release)
-
-
-def hooks(context: CheckContext) -> Outcome:
-    """Which of the connector hooks that s3ec can use this vLLM has."""
-    answer = context.child.stage("hooks") if context.child else None
-    if answer is None:
-        return skip("vLLM could not be asked")
-    present: Mapping[str, bool] = answer["present"]
-    missing = [name for name, there in present.items() if not there]
-    found = f"{len(present) - len(missing)} of {len(present)}"
-    costs = [f"no {name}: {answer['costs'].get(name, 'required')}" for name in missing]
-    required = [name for name in missing if name not in answer["costs"]]
-    if required:
-        return fail(f"{found}; {'; '.join(costs)}", "install a supported vLLM")
-    return ok("; ".join([found, *costs]))
+    missing = [name for name, there in hooks["present"].items() if not there]
+    costs = "".join(f"; no {name}: {hooks['costs'].get(name, 'required')}" for name in missing)
+    if any(name not in hooks["costs"] for name in missing):
+        return fail(f"{found}{costs}", f"install vLLM {supported}")
+    if release is None or release > hooks["newest"]:
+        kind = "a build of its own" if release is None else "newer than s3ec knows"
+        return warn(f"{found}, {kind}{costs}", f"s3ec is tested with {supported}")
+    return ok(f"{found}, of {supported}{costs}")
 
 
 def connector(context: CheckContext) -> Outcome:
@@ -132,66 +142,47 @@ def role_of(context: CheckContext) -> str:
 
 
 def model(context: CheckContext) -> Outcome:
-    """Whether the model has an encoder cache to connect to."""
+    """Whether the model has an encoder cache to connect to, and images content hashes for names."""
     if not context.with_vllm:
         return skip("left out by --no-vllm")
     if context.vllm_args is None:
-        return skip("no model was named", _HOW_TO_ASK)
-    answer = context.child.stage("model") if context.child else None
-    if context.child is None or answer is None:
-        words = context.child.last_words() if context.child else "vLLM is not installed"
-        return fail(f"vLLM does not accept these arguments: {words}", "correct them")
+        return skip("no model was named; s3ec doctor ... -- --model MODEL --dtype bfloat16 does")
+    answer = _answer(context, "model")
+    if context.child is None:
+        return fail("vLLM, which it needs, is not installed", "run the doctor where vLLM runs")
+    if answer is None:
+        return _ended_early(context.child, "vLLM does not accept these arguments", "correct them")
     found = str(answer["model"])
     if answer["ignored"]:
         found += f" (left to the server: {', '.join(answer['ignored'])})"
+    if _MANAGER_OPTION in answer["ignored"]:
+        told = f"{found}: this vLLM does not know {_MANAGER_OPTION}"
+        return fail(told, "use vLLM 0.32 or newer, or leave it out")
     if answer["problem"]:
         return fail(f"{found}: {answer['problem']}", "serve it without s3ec")
+    if answer["identifiers"]:  # images would be known by a number, not by their content
+        problem, _, mend = str(answer["identifiers"]).rpartition("; ")
+        return fail(f"{found}: {problem}", mend)
     return ok(found)
-
-
-def identifiers(context: CheckContext) -> Outcome:
-    """Whether images will be known by a hash of their content."""
-    answer = context.child.stage("identifiers") if context.child else None
-    if context.child is None or answer is None:
-        return skip("vLLM could not be asked")
-    if answer["problem"]:
-        found, _, mend = str(answer["problem"]).rpartition("; ")
-        return fail(found, mend)
-    return ok("content hashes: equal images share, whatever request brings them")
-
-
-def encoder_cache(context: CheckContext) -> Outcome:
-    """Which manager says what the device's encoder cache gives up."""
-    answer = context.child.stage("encoder_cache") if context.child else None
-    if context.child is None or answer is None:
-        return skip("vLLM could not be asked")
-    if answer["problem"]:
-        return fail(answer["problem"], "correct --ec-manager-config, or leave it out")
-    if not answer["replaceable"]:
-        if _MANAGER_OPTION in answer["ignored"]:
-            told = f"this vLLM does not know {_MANAGER_OPTION}"
-            return fail(told, "use vLLM 0.32 or newer, or leave it out")
-        return ok("vLLM's own; it can be replaced from vLLM 0.32 on")
-    return ok(str(answer["name"] or "vLLM's own (docs: Encoder cache)"))
 
 
 def without_pixels(context: CheckContext) -> Outcome:
     """Whether requests can name pictures of the corpus and leave them out."""
-    answer = context.child.stage("without_pixels") if context.child else None
-    if context.child is None or answer is None:
+    answer = _answer(context, "without_pixels")
+    if answer is None:
         return skip("vLLM could not be asked")
     if answer["problem"]:
         # An encoder needs none, and neither does who sends pixels.
-        return skip(f"not possible: {answer['problem']}", answer["mend"])
+        return skip("; ".join(filter(None, (f"not possible: {answer['problem']}", answer["mend"]))))
     return ok(f"possible, for {' and '.join(answer['modalities'])}")
 
 
 def namespace(context: CheckContext) -> Outcome:
     """Where in the bucket this model reads and writes."""
-    answer = context.child.stage("namespace") if context.child else None
-    if context.child is None or answer is None:
-        words = context.child.last_words() if context.child else "vLLM is not installed"
-        return fail(f"the model cannot be described: {words}", "set `model_identity`, or report it")
+    answer = _answer(context, "namespace")
+    if answer is None:
+        mend = "set `model_identity`, or report it"
+        return _ended_early(context.child, "the model cannot be described", mend)
     if answer["weights_problem"]:
         return warn(
             f"nothing would be loaded or saved: {answer['weights_problem']}",
@@ -200,21 +191,19 @@ def namespace(context: CheckContext) -> Outcome:
         )
     context.namespace = Namespace(answer["name"], answer["descriptor"])
     facts = answer["descriptor"]
-    revision = f", revision {facts['revision']}" if facts.get("revision") else ""
-    weights = f", weights {facts['weights']}" if facts.get("weights") else ""
-    told = f"{answer['name']} for {facts.get('model')}, {facts.get('dtype')}{revision}{weights}"
-    return ok(told)
+    more = "".join(f", {name} {facts[name]}" for name in ("revision", "weights") if facts.get(name))
+    return ok(f"{answer['name']} for {facts.get('model')}, {facts.get('dtype')}{more}")
 
 
 def corpus(context: CheckContext) -> Outcome:
     """What the bucket holds already, and why it may not be what this model reads."""
     try:
-        return context.ask_store(lambda store: _corpus(store, context))
+        return context.ask_store(lambda store: _corpus(store, context), requests=_CORPUS_REQUESTS)
     except S3ECError as exc:
         return fail(str(exc), "see `bucket` and `read`")
 
 
-async def _corpus(store: Any, context: CheckContext) -> Outcome:
+async def _corpus(store: Store, context: CheckContext) -> Outcome:
     names = await list_namespaces(store)
     ours = context.namespace
     shown = ", ".join(names[:_SHOWN_NAMESPACES])
@@ -231,12 +220,6 @@ async def _corpus(store: Any, context: CheckContext) -> Outcome:
     alike = [one for one in near if one.only or slug_of(one.name) == slug_of(ours.name)]
     if alike:
         return _unshared(alike[0])
-    undescribed = [name for name in names if slug_of(name) == slug_of(ours.name)]
-    if undescribed:
-        return warn(
-            f"this model's is not there, but {undescribed[-1]} is, without a namespace.json",
-            "serve with the same settings as the producer to share its embeddings",
-        )
     if context.only_reads:
         return warn(
             f"this model's is not there; {found}",
@@ -270,8 +253,9 @@ def _pairs(stored: Sequence[NamespaceInfo]) -> list[str]:
     return told[:_SHOWN_DIFFERENCES]
 
 
-# Importing vLLM takes 5 to 20 s, and describing a model may fetch its configuration.
-DEADLINE_S = 180.0
+# Importing vLLM takes 5 to 20 s, ten times that on a busy machine; describing a model may fetch its
+# configuration.
+DEADLINE_S = 600.0
 # -P, because with the current folder on its path a child started in a checkout of vLLM would
 # import that one. Where s3ec itself runs from a checkout, the child is told so.
 _START = (
@@ -286,14 +270,18 @@ _SECRET_OPTIONS = ("--api-key", "--hf-token")
 
 
 class VllmChild:
-    """A process that imports vLLM and answers what it found out, stage by stage."""
+    """A process that imports vLLM and answers what it found out, stage by stage.
+
+    Attributes:
+        is_given_up: Whether it took longer than it may, so that nothing is known of what is left.
+    """
 
     def __init__(
         self,
         settings: Settings,
         vllm_args: Sequence[str] | None,
         *,
-        pages: Sequence[str] = (),
+        pages: Sequence[str] | None = None,
         role: str = _ROLES[-1],
         deadline_s: float = DEADLINE_S,
     ) -> None:
@@ -302,48 +290,35 @@ class VllmChild:
         Args:
             settings: Those under examination.
             vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
-            pages: Pictures for the model's processor; empty for a blank page.
+            pages: Pictures for the model's processor; empty for a blank page, None to leave it out.
             role: vLLM's ``ec_role``.
             deadline_s: How long it may take.
         """
+        self.is_given_up = False
         self._deadline_s = deadline_s
         self._secrets = _secret_values(vllm_args or ())
-        self._messages = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
-        self._given_up = False
         self._stages: dict[str, Any] | None = None
         request = {
             "settings": settings.model_dump(mode="json"),
             "args": vllm_args,
-            "pages": list(pages),
+            "pages": None if pages is None else list(pages),
             "role": role,
         }
-        read_end, write_end = os.pipe()
-        try:
+        # Files without a name, which nobody else can read: arguments may hold keys.
+        self._messages = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
+        self._replies = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
+        replies = self._replies.fileno()
+        with tempfile.TemporaryFile() as asked:
+            asked.write(json.dumps(request).encode())
+            asked.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, str(_PACKAGES), str(write_end)],
-                stdin=subprocess.PIPE,
+                [sys.executable, "-P", "-c", _START, str(_PACKAGES), str(replies)],
+                stdin=asked,
                 stdout=self._messages,
                 stderr=self._messages,
-                pass_fds=(write_end,),
+                pass_fds=(replies,),
                 start_new_session=True,  # Ctrl-C is for this process, which then ends the child
             )
-        except BaseException:
-            os.close(read_end)
-            raise
-        finally:
-            os.close(write_end)
-        self._replies = os.fdopen(read_end, "rb")
-        self._send(json.dumps(request).encode())
-
-    def _send(self, request: bytes) -> None:
-        stdin = self._process.stdin
-        if stdin is None:
-            return
-        try:
-            stdin.write(request)
-            stdin.close()
-        except BrokenPipeError:
-            pass  # it died at once; its messages say why
 
     def stage(self, name: str) -> Mapping[str, Any] | None:
         """What the child found out in one of its stages, None where it did not get there.
@@ -354,11 +329,11 @@ class VllmChild:
             try:
                 self._process.wait(self._deadline_s)
             except subprocess.TimeoutExpired:
-                self._given_up = True
+                self.is_given_up = True
                 self._process.kill()
                 self._process.wait()
-            # A reply is a few kilobytes and fits the pipe, so the child never waited for us.
             self._stages = {}
+            self._replies.seek(0)
             for line in self._replies.read().splitlines():
                 self._stages.update(json.loads(line))
         found: Mapping[str, Any] | None = self._stages.get(name)
@@ -367,8 +342,8 @@ class VllmChild:
     def last_words(self) -> str:
         """Why the child ended early, in one line without secrets."""
         status = self._process.returncode
-        if self._given_up:
-            return f"no answer within {self._deadline_s:.0f} s"
+        if self.is_given_up:
+            return f"no answer within {self._deadline_s:g} s"
         self._messages.seek(0)
         text = self._messages.read().decode(errors="replace").strip()
         if status is not None and status < 0:  # such as SIGILL: built for another CPU
@@ -440,7 +415,7 @@ def answer_parent() -> None:
 
 
 def _describe(
-    args: Sequence[str], settings: Settings, pages: Sequence[str], role: str, reply: Any
+    args: Sequence[str], settings: Settings, pages: Sequence[str] | None, role: str, reply: Any
 ) -> None:
     from s3ec.connector.vllm_config import (
         FeatureReader,
@@ -453,10 +428,14 @@ def _describe(
 
     vllm_config, ignored = _vllm_config(args)
     problem = model_problem(vllm_config)
-    reply("model", model=vllm_config.model_config.model, problem=problem, ignored=ignored)
+    reply(
+        "model",
+        model=vllm_config.model_config.model,
+        problem=problem,
+        identifiers=None if problem else identifier_problem(vllm_config),
+        ignored=ignored,
+    )
     if problem is None:
-        reply("identifiers", problem=identifier_problem(vllm_config))
-        reply("encoder_cache", ignored=ignored, **_manager_of(vllm_config))
         possible = without_pixels_of(vllm_config, FeatureReader(vllm_config.model_config), role)
         reply("without_pixels", **asdict(possible))
         weights = encoder_weights(vllm_config, settings)
@@ -467,26 +446,10 @@ def _describe(
             descriptor=namespace and dict(namespace.descriptor),
             weights_problem=weights.problem,
         )
+    if problem is None and pages is not None:
         from s3ec.doctor.pages import describe_pages
 
-        try:
-            reply("pages", **describe_pages(vllm_config, pages))
-        except Exception as exc:  # noqa: BLE001 - a processor raises what it likes
-            words = " ".join(f"{type(exc).__name__}: {exc}".split())[:_SHOWN_CHARACTERS]
-            reply("no_pages", problem=words)
-
-
-def _manager_of(vllm_config: Any) -> dict[str, Any]:
-    """What the scheduler will take for a manager of the encoder cache; vLLM 0.32 and newer."""
-    config = getattr(vllm_config, "ec_manager_config", None)
-    name, problem = getattr(config, "encoder_cache_manager_cls", None), None
-    if config is not None:
-        try:
-            config.get_encoder_cache_manager_obj()
-        except Exception as exc:  # noqa: BLE001 - an import raises what it likes
-            words = " ".join(f"{type(exc).__name__}: {exc}".split())[:_SHOWN_CHARACTERS]
-            problem = f"vLLM will not find `{name}`: {words}"
-    return {"replaceable": config is not None, "name": name, "problem": problem}
+        reply("pages", **describe_pages(vllm_config, pages))
 
 
 def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:
@@ -511,6 +474,9 @@ def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:
         # vLLM would take it for a name on a hub, and say that it is a strange one.
         raise FileNotFoundError(f"no folder {found.model}")
     config = AsyncEngineArgs.from_cli_args(found).create_engine_config()
+    manager = getattr(config, "ec_manager_config", None)  # vLLM 0.32 and newer
+    if manager is not None:
+        manager.get_encoder_cache_manager_obj()  # as the scheduler does, and fails
     return config, [arg.partition("=")[0] for arg in parser.rest if arg.startswith("--")]
 
 

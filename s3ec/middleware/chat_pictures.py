@@ -12,9 +12,7 @@ part without pixels, and its conversations outlive a request, so it has no place
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from s3ec.middleware.bodies import TwiceSeen, compact_json
@@ -36,13 +34,11 @@ _OPTIONS = (
     "use_beam_search",
     "echo",
 )
-# Python's parser takes 10 ns for each character of a string, and finds nothing in these.
-_LONG_BYTES = 4096
-_DATA_URL = b'"data:'
 _TEXT_TYPES = ("text", "refusal")
 # vLLM takes a text part for a picture if it has a uuid and one of these.
 _NO_TEXT = ("uuid", "image_url", "image_pil", "image_embeds", "audio_embeds", "video_embeds",
             "prompt_embeds", "audio_url", "input_audio", "video_url", "tool_reference")  # fmt: skip
+# A name of the client's own stands for what the client says; here pictures go by their bytes.
 _PART = frozenset({"type", "image_url", "uuid"})
 _URL = frozenset({"url", "detail"})
 # vLLM reads `detail` and ignores it; another value is an error.
@@ -62,42 +58,23 @@ class UntouchedError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One part of a request.
-
-    Attributes:
-        url: Where vLLM would take it from; of any scheme.
-        uuid: What the client calls it; None where it has no name.
-    """
-
-    url: str
-    uuid: str | None
-
-
 class ChatRequest:
     """A chat request with pictures; changed once, by ``without_pixels``.
 
     Attributes:
-        pictures: In the order in which they are sent.
-        cut: How many of the pictures had something stand for their URL.
+        urls: Where vLLM would take its pictures from, in their order; of any scheme.
     """
 
-    def __init__(
-        self, content: dict[str, Any], parts: Sequence[dict[str, Any]], urls: Mapping[str, str]
-    ) -> None:
+    def __init__(self, content: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:
         """Take over a parsed request.
 
         Args:
             content: All of it.
             parts: Its pictures, inside ``content``.
-            urls: What stands for a URL in it, and that URL.
         """
         self._content = content
         self._parts = parts
-        named = [(part["image_url"]["url"], part.get("uuid")) for part in parts]
-        self.pictures = [Picture(urls.get(url, url), uuid) for url, uuid in named]
-        self.cut = sum(url in urls for url, _ in named)
+        self.urls: list[str] = [part["image_url"]["url"] for part in parts]
 
     def without_pixels(self, named: Sequence[tuple[str, Mapping[str, Any]]]) -> bytes:
         """The body with metadata instead of pictures.
@@ -119,47 +96,6 @@ def parse(body: bytes) -> ChatRequest:
     """
     if MARK not in body:
         raise UntouchedError("no_pictures")
-    short, urls = _without_long_urls(body)
-    request = _read(short, urls)
-    # A long data URL elsewhere, such as in a text: it must come out as it went in.
-    return request if request.cut == len(urls) else _read(body, {})
-
-
-def _without_long_urls(body: bytes) -> tuple[bytes, dict[str, str]]:
-    """Have something short stand for each long data URL; what is JSON stays that, and only that.
-
-    A quote without a backslash before it begins a string or ends one, and behind the end of one
-    there is no ``data:`` in JSON. The string has no escapes. Control characters may not be in it:
-    what is before the comma is looked through here, and where they are behind it, the base64 cannot
-    be read and the picture is never known.
-
-    Returns:
-        The shorter body, and what stands for each URL.
-    """
-    nonce = secrets.token_hex(8)  # so that nothing else in the body is called so
-    pieces: list[bytes] = []
-    urls: dict[str, str] = {}
-    done = start = 0
-    while (start := body.find(_DATA_URL, start)) >= 0:
-        first = start + 1
-        end = body.find(b'"', first)
-        url = body[first:end] if end - first >= _LONG_BYTES else b""
-        is_whole = url and body[start - 1 : start] != b"\\" and b"\\" not in url
-        if is_whole and url.isascii() and _has_plain_head(url):
-            name = f"data:{nonce}-{len(urls)}"
-            urls[name] = url.decode("ascii")
-            pieces += body[done:first], name.encode("ascii")
-            done = start = end
-        start += 1
-    return b"".join([*pieces, body[done:]]), urls
-
-
-def _has_plain_head(url: bytes) -> bool:
-    comma = url.find(b",", 0, _LONG_BYTES)
-    return comma >= 0 and url[:comma].decode("ascii").isprintable()
-
-
-def _read(body: bytes, urls: Mapping[str, str]) -> ChatRequest:
     seen = TwiceSeen()
     try:
         # As Starlette does, which finds out the encoding too.
@@ -178,7 +114,7 @@ def _read(body: bytes, urls: Mapping[str, str]) -> ChatRequest:
         raise UntouchedError("no_pictures")
     if len(parts) > MOST_PICTURES:
         raise UntouchedError("too_many")
-    return ChatRequest(content, parts, urls)
+    return ChatRequest(content, parts)
 
 
 def _pictures_of(message: Any) -> list[dict[str, Any]]:
@@ -198,13 +134,15 @@ def _pictures_of(message: Any) -> list[dict[str, Any]]:
             continue
         if kind != "image_url" or not _is_plain(part):
             raise UntouchedError("parts")
+        if part.get("uuid") is not None:
+            raise UntouchedError("client_ids")
         found.append(part)
     return found
 
 
 def _is_plain(part: dict[str, Any]) -> bool:
     """Whether a picture's part has nothing but what is understood here."""
-    image, name = part.get("image_url"), part.get("uuid")
+    image = part.get("image_url")
     return (
         part.keys() <= _PART
         and isinstance(image, dict)
@@ -212,5 +150,4 @@ def _is_plain(part: dict[str, Any]) -> bool:
         and isinstance(image.get("url"), str)
         and image["url"] != ""
         and image.get("detail", "auto") in _DETAILS
-        and (name is None or (isinstance(name, str) and name != ""))
     )

@@ -75,30 +75,28 @@ def rewrite(body: bytes, *, refuse: bool, must_be_json: bool = True) -> bytes:
     try:
         # As Starlette does, which finds out the encoding too.
         content = json.loads(body, object_pairs_hook=seen.pairs)
-        found = _strip(content)
+        has_chosen, has_hashes = _strip(content)
         # Of a name that is there twice another parser could take the other one.
-        changed = found.chosen or seen.found
+        changed = has_chosen or seen.found
         fresh = compact_json(content) if changed else body
     except (ValueError, RecursionError) as exc:
         if must_be_json:
             raise BodyError("the body is no JSON that can be read") from exc
         return body
-    if found.hashes:
+    if has_hashes:
         raise BodyError(f"`{_HASHES}` may not be given to this server")
-    if found.chosen and refuse:
+    if has_chosen and refuse:
         raise BodyError(f"`{_UUID}` may not be given to this server")
     return fresh
 
 
-class _Found:
-    def __init__(self) -> None:
-        self.chosen = False
-        self.hashes = False
+def _strip(content: Any) -> tuple[bool, bool]:
+    """Remove identifiers in place, wherever they are; no recursion, so any depth.
 
-
-def _strip(content: Any) -> _Found:
-    """Remove identifiers in place, wherever they are; no recursion, so any depth."""
-    found = _Found()
+    Returns:
+        Whether there was one, and whether there are hashes of another server's.
+    """
+    has_chosen = has_hashes = False
     waiting = [content]
     while waiting:
         value = waiting.pop()
@@ -110,11 +108,11 @@ def _strip(content: Any) -> _Found:
         for name in (_UUID, _UUIDS):
             # Null is what a client sends that fills in every field.
             if value.pop(name, None) is not None:
-                found.chosen = True
-        found.hashes = found.hashes or bool(value.get(_HASHES))
+                has_chosen = True
+        has_hashes = has_hashes or bool(value.get(_HASHES))
         foreign = _FOREIGN | {"input"} if value is not content and _is_call(value) else _FOREIGN
         waiting += [inner for name, inner in value.items() if name not in foreign]
-    return found
+    return has_chosen, has_hashes
 
 
 def _is_call(value: dict[str, Any]) -> bool:

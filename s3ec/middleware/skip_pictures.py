@@ -19,6 +19,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +45,9 @@ from s3ec.middleware.bodies import (
     with_length,
 )
 from s3ec.middleware.chat_pictures import MARK, UntouchedError, parse
-from s3ec.middleware.known_pictures import KnownPictures, Opened, Opener
-from s3ec.middleware.trusted_urls import are_trusted, trusted_urls
-from s3ec.runtime import DaemonPool, DiskCalls, DiskWatch, in_thread
+from s3ec.middleware.known_pictures import KnownPictures, Opener
+from s3ec.runtime import DaemonPool, in_thread
+from s3ec.tier.open_entry import OpenEntry
 from s3ec.trial import Trial
 
 log = logging.getLogger(__name__)
@@ -88,11 +89,11 @@ class WithoutPixels:
 
     Attributes:
         body: Of the request.
-        opened: What it counts on.
+        entries: The embeddings that it counts on, by identifier.
     """
 
     body: bytes
-    opened: Opened
+    entries: dict[str, OpenEntry]
 
 
 class SkipPictures:
@@ -127,13 +128,12 @@ class SkipPictures:
         self._app = app
         self._limit_bytes = limit_bytes()
         self._room = Room(self._limit_bytes)
-        are_trusted()  # or the server would start with a word that means nothing
         self._open_node = open_node or _open_node
         self._trial = Trial(clock)
         self._node: Node | None = None
-        self._calls: DiskCalls | None = None
-        self._watch = DiskWatch(self.counters)
+        self._pool: DaemonPool | None = None
         self._looking = 0
+        self._late: Future[WithoutPixels] | None = None
         self._complained: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,9 +157,9 @@ class SkipPictures:
 
     async def _handle(self, scope: Scope, received: Received, receive: Receive, send: Send) -> None:
         try:
-            node, calls = self._ready(scope)
+            node, pool = self._ready(scope)
             await read(receive, self._limit_bytes, received)
-            asked = await self._look(node, calls, received)
+            asked = await self._look(node, pool, received)
             if self._trial.rests:  # since the others began
                 self._give_back(asked)
                 raise UntouchedError("resting")
@@ -183,13 +183,13 @@ class SkipPictures:
 
     # -- what to ask -------------------------------------------------------------------------------
 
-    def _ready(self, scope: Scope) -> tuple[Node, DiskCalls]:
+    def _ready(self, scope: Scope) -> tuple[Node, DaemonPool]:
         """What looks for pictures, if the body of a request is worth reading.
 
         Raises:
             UntouchedError: It goes on as it came.
         """
-        if self._node is None or self._calls is None:
+        if self._node is None or self._pool is None:
             raise UntouchedError("off")
         if not has_key(scope, self._node.api_keys):
             raise UntouchedError("no_key")
@@ -197,9 +197,9 @@ class SkipPictures:
             raise UntouchedError("resting")
         if self._room.free_bytes <= 0:
             raise UntouchedError("busy")
-        return self._node, self._calls
+        return self._node, self._pool
 
-    async def _look(self, node: Node, calls: DiskCalls, received: Received) -> WithoutPixels:
+    async def _look(self, node: Node, pool: DaemonPool, received: Received) -> WithoutPixels:
         """What to ask in place of a request.
 
         Raises:
@@ -209,13 +209,21 @@ class SkipPictures:
             raise UntouchedError("too_large" if received.size > self._limit_bytes else "busy")
         if received.size <= _SMALL_BYTES and MARK not in received.body:
             raise UntouchedError("no_pictures")
-        if self._looking >= _MOST_AT_ONCE or self._watch.hangs:
+        hangs = self._late is not None and not self._late.done()
+        if self._looking >= _MOST_AT_ONCE or hangs:
             raise UntouchedError("busy")
-        self._looking += 1
         try:
-            made = calls.make(_without_pixels, (node, received), undo=self._give_back)
-            return await asyncio.wait_for(made, _PATIENCE_S)
+            call = pool.submit(_without_pixels, node, received)
+        except RuntimeError:  # the server ends
+            raise UntouchedError("off") from None
+        self._looking += 1
+        is_ours = False
+        try:
+            found = await asyncio.wait_for(asyncio.wrap_future(call), _PATIENCE_S)
+            is_ours = True
+            return found
         except TimeoutError:
+            self._late = call  # until it has ended, nobody waits for another one
             raise UntouchedError("slow") from None
         except UntouchedError:
             raise
@@ -224,11 +232,13 @@ class SkipPictures:
             raise UntouchedError("fault") from None
         finally:
             self._looking -= 1
+            if not is_ours:
+                call.add_done_callback(_let_go)
 
     def _give_back(self, asked: WithoutPixels) -> None:
-        if self._calls is not None:
+        if self._pool is not None:
             with suppress(RuntimeError):  # the server ends, and with it all that is open
-                self._calls.soon(asked.opened.entries.clear)
+                self._pool.submit(asked.entries.clear)
 
     def _complain(self, exc: Exception) -> None:
         kind = type(exc).__name__
@@ -288,10 +298,9 @@ class SkipPictures:
 
     def _start(self, scope: Scope) -> None:
         """Have the parts made in a thread of its own, once; returns at once."""
-        if self._calls is not None:
+        if self._pool is not None:
             return
-        pool = DaemonPool(_THREADS, "s3ec-skip")
-        self._calls = DiskCalls(asyncio.get_running_loop(), pool, _THREADS, self._watch)
+        self._pool = DaemonPool(_THREADS, "s3ec-skip")
         state = getattr(scope.get("app"), "state", None)
         try:
             in_thread(lambda: self._open(state), "s3ec-skip-start")
@@ -319,15 +328,22 @@ class SkipPictures:
             with suppress(TimeoutError):
                 ended = asyncio.wrap_future(in_thread(node.close, "s3ec-skip-end"))
                 await asyncio.wait_for(ended, _CLOSE_TIMEOUT_S)
-        if self._calls is not None:
-            self._calls.shutdown()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _without_pixels(node: Node, received: Received) -> WithoutPixels:
     request = parse(received.body)
-    wanted = [node.pictures.name(picture) for picture in request.pictures]
-    opened = node.opener.open(wanted)
-    return WithoutPixels(request.without_pixels(opened.named), opened)
+    names = [node.pictures.name(url) for url in request.urls]
+    entries = node.opener.open(names)
+    named = [(name, entries[name].header.placeholder or {}) for name in names]
+    return WithoutPixels(request.without_pixels(named), entries)
+
+
+def _let_go(call: Future[WithoutPixels]) -> None:
+    """Close what a call has opened for a request that does not wait for it any more."""
+    if not call.cancelled() and call.exception() is None:
+        call.result().entries.clear()
 
 
 @functools.cache
@@ -492,8 +508,6 @@ def _open_node(state: Any, counters: Counters) -> Node | str:
     problem = vllm_names.problem_of(config, settings)
     if problem is not None:
         return problem
-    fields = vllm_names.metadata_fields(config)
-    names = vllm_names.names_of(config, client, fields)
     namespace = namespace_of(config, settings)
     tier = Tier(
         settings.cache_dir,
@@ -503,19 +517,12 @@ def _open_node(state: Any, counters: Counters) -> Node | str:
         counters=counters,
         check_values=True,
     )
-    folder = getattr(config.model_config, "allowed_local_media_path", "") or ""
-    urls = None
-    if are_trusted():
-        domains = getattr(config.model_config, "allowed_media_domains", None) or ()
-        urls = trusted_urls(settings, namespace.name, domains)
-    pictures = KnownPictures(names, folder=folder, most_bytes=limit_bytes(), urls=urls)
     log.debug("SkipPictures reads namespace %s in %s", namespace.name, settings.cache_dir)
-
-    def close() -> None:
-        pictures.close()
-        if urls is not None:
-            urls.close()
-        tier.close()
-
-    hashed = hashed_keys(getattr(state, "args", None))
-    return Node(pictures, Opener(tier, naming_of(settings), fields), hashed, close)
+    folder = getattr(config.model_config, "allowed_local_media_path", "") or ""
+    name_of = vllm_names.names_of(config, client).name
+    return Node(
+        KnownPictures(name_of, folder=folder, most_bytes=limit_bytes()),
+        Opener(tier, naming_of(settings), vllm_names.metadata_fields(config)),
+        hashed_keys(getattr(state, "args", None)),
+        tier.close,
+    )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from s3ec.settings import Settings
@@ -27,42 +26,24 @@ _MODALITY = "image"
 _MODES = {
     "PNG": ("RGB", "RGBA", "L", "LA", "P", "1", "I;16"),
     "JPEG": ("RGB", "L", "CMYK"),
+    "WEBP": ("RGB", "RGBA"),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """What vLLM makes of a picture that it has decoded.
-
-    Attributes:
-        identifier: The name that its content gives it.
-        placeholder: What sizes its placeholder; None where that could not be found out.
-    """
-
-    identifier: str
-    placeholder: Mapping[str, Any] | None
-
-
 class VLLMNames:
-    """vLLM's names for pictures. Thread-safe: nothing of it tokenizes, or keeps anything.
+    """vLLM's names for pictures. Thread-safe: nothing of it tokenizes, or keeps anything."""
 
-    Attributes:
-        fields: What the model needs to know of a picture without pixels.
-    """
-
-    def __init__(self, processor: Any, fields: frozenset[str]) -> None:
+    def __init__(self, processor: Any) -> None:
         """Try which pictures can be named without decoding them.
 
         Args:
             processor: vLLM's, for this model.
-            fields: What the model declares.
         """
         from vllm import envs
         from vllm.multimodal.media import MediaWithBytes
         from vllm.multimodal.media.image import ImageMediaIO
         from vllm.multimodal.processing import ProcessorInputs
 
-        self.fields = fields
         self._processor = processor
         self._inputs = ProcessorInputs
         self._with_bytes = MediaWithBytes
@@ -77,27 +58,17 @@ class VLLMNames:
         )
         log.debug("named without decoding: %s", sorted(self._modes))
 
-    def quick(self, data: bytes) -> str | None:
+    def name(self, data: bytes) -> str | None:
         """The name of a picture by its header.
 
         Args:
             data: The file.
 
         Returns:
-            None where it takes ``decode`` to know, or vLLM would not decode it.
+            None where one would have to decode it to know, or vLLM would refuse its size.
         """
         found = self._look(data)
         return None if found is None or found not in self._modes else self._name(data, found[1])
-
-    def decode(self, data: bytes) -> Decoded:
-        """Name a picture as vLLM does for a request.
-
-        Raises:
-            Exception: vLLM refuses it.
-        """
-        media = self._media_io.load_bytes(data)
-        identifier = self._hash({_MODALITY: [media]})
-        return Decoded(identifier, self._placeholder(media))
 
     def _look(self, data: bytes) -> tuple[str, str] | None:
         from PIL import Image
@@ -136,16 +107,6 @@ class VLLMNames:
             hashes = inputs.get_mm_hashes(info.model_id, algorithm)
         return str(hashes[_MODALITY][0])
 
-    def _placeholder(self, media: Any) -> dict[str, Any] | None:
-        """By the part of the processor that has nothing to do with text."""
-        try:
-            processor = self._processor.info.get_hf_processor().image_processor
-            made = processor(images=[media.media], return_tensors="pt")
-            return {name: made[name][0].tolist() for name in self.fields}
-        except Exception:
-            log.debug("no size of a placeholder", exc_info=True)
-            return None
-
     def _try(self, form: str, mode: str) -> bool:
         from PIL import Image
 
@@ -162,14 +123,14 @@ class VLLMNames:
             return False
 
 
-def names_of(vllm_config: Any, engine_client: Any, fields: frozenset[str]) -> VLLMNames:
+def names_of(vllm_config: Any, engine_client: Any) -> VLLMNames:
     """The names that one server gives to pictures."""
     renderer = getattr(engine_client, "renderer", None)
     if renderer is not None:
-        return VLLMNames(renderer.get_mm_processor(), fields)
+        return VLLMNames(renderer.get_mm_processor())
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    return VLLMNames(MULTIMODAL_REGISTRY.create_processor(vllm_config.model_config), fields)
+    return VLLMNames(MULTIMODAL_REGISTRY.create_processor(vllm_config.model_config))
 
 
 def metadata_fields(vllm_config: Any) -> frozenset[str]:

@@ -24,7 +24,7 @@ from s3ec.tenant import read_secret
 PROBE_PREFIX = ".s3ec-probe/"
 KEPT_PROBE = f"{PROBE_PREFIX}kept"
 """For who may write and not delete: one small object stays, however often it is written."""
-_PROBE_BODY = b"s3ec asked whether If-None-Match is honoured here; this can be deleted\n"
+PROBE_BODY = b"s3ec asked whether If-None-Match is honoured here; this can be deleted\n"
 _answers: WeakKeyDictionary[Store, ConditionalPut] = WeakKeyDictionary()
 log = logging.getLogger(__name__)
 
@@ -221,8 +221,8 @@ async def with_conditional_put(store: Store) -> Store:
 
 async def _write_twice(store: Store, name: str) -> ConditionalPut:
     try:
-        await store.put_if_absent(name, [_PROBE_BODY])
-        await store.put_if_absent(name, [_PROBE_BODY])
+        await store.put_if_absent(name, [PROBE_BODY])
+        await store.put_if_absent(name, [PROBE_BODY])
     except ConflictError:
         # Also the first of the two may say so: a kept name, or a retry after a lost reply.
         return ConditionalPut.ENFORCED

@@ -19,7 +19,7 @@ from typing import Any
 
 import openai
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from s3ec import codec
 from s3ec.dev.rigs.api_server import ApiServer
@@ -261,24 +261,6 @@ def test_a_file_and_pictures_of_other_modes_are_known_too(rig: Rig) -> None:
         assert answer == rig.with_pixels(part, QUESTION)
 
 
-def test_a_clients_name_counts_as_it_does_with_pixels(rig: Rig) -> None:
-    part = image(data_url(rig.picture("shared")), uuid="the client's own")
-    answer = rig.until_replaced(part, QUESTION)
-    assert answer == rig.with_pixels(part, QUESTION)
-    # The same name for a picture that becomes another number of tokens.
-    with Image.open(rig.picture("shared")) as picture:
-        picture.resize((112, 112)).save(rig.home / "small.png")
-    small = image(data_url(rig.home / "small.png"), uuid="the client's own")
-    outcomes = {rig.outcome_of(small, QUESTION)[0]}
-    eventually(
-        lambda: (
-            outcomes.add(rig.outcome_of(small, QUESTION)[0]) or "untouched.other_size" in outcomes
-        ),
-        "the picture was looked at",
-    )
-    assert outcomes <= {"untouched.new", "untouched.other_size"}
-
-
 def test_one_unknown_picture_and_all_are_sent_with_their_pixels(rig: Rig) -> None:
     rig.warm("single")
     known, unknown = (image(data_url(rig.picture(name))) for name in ("single", "unknown"))
@@ -297,33 +279,48 @@ def test_an_error_is_the_one_that_pixels_give(rig: Rig) -> None:
     assert without.value.message == with_pixels.value.message
 
 
-def test_a_request_whose_embedding_vanished_is_asked_again_with_its_pixels(rig: Rig) -> None:
-    """Under names that the engine has never met: it keeps a hold on what it has used for 30 s."""
+@pytest.mark.filterwarnings("ignore")  # what vLLM imports
+def test_a_request_whose_embedding_vanished_is_asked_again_with_its_pixels(
+    rig: Rig, qwen: Path
+) -> None:
+    """Of pictures that the engine has never met: it keeps a hold on what it has used for 30 s."""
     rig.warm("single")
-    url = data_url(rig.picture("single"))
+    files = [rig.home / "gone 1.png", rig.home / "gone 2.png"]
+    with Image.open(rig.picture("single")) as picture:
+        for file in files:  # the same picture in other bytes
+            more = PngImagePlugin.PngInfo()
+            more.add_text("Comment", file.stem)
+            picture.save(file, pnginfo=more)
+    gone = names_of(qwen, files)
+    rig.put(*gone)
 
-    def is_decoded() -> bool:
-        return rig.outcome_of(image(url, uuid="nobody's"), QUESTION)[0] != "untouched.new"
-
-    eventually(is_decoded, "the picture is decoded, so that clients' names for it count")
-    rig.put("gone 1", "gone 2")
-
-    def ask(name: str, stream: bool) -> dict[str, Any]:
-        part = image(url, uuid=name)
-        return rig.ask(part, QUESTION, stream=stream, extra_headers={HEADER.decode(): name})
+    def ask(number: int, stream: bool) -> dict[str, Any]:
+        part, header = image(data_url(files[number])), {HEADER.decode(): gone[number]}
+        return rig.ask(part, QUESTION, stream=stream, extra_headers=header)
 
     before = rig.outcomes()
-    at_once, streamed = both(lambda: ask("gone 1", False), lambda: ask("gone 2", True))
+    at_once, streamed = both(lambda: ask(0, False), lambda: ask(1, True))
     eventually(lambda: rig.outcomes().get("repeated", 0) >= before.get("repeated", 0) + 2)
-    said = {"gone 1": [], "gone 2": []}
+    said: dict[str, list[Any]] = {name: [] for name in gone}
     for line in (rig.home / "seen.jsonl").read_text().splitlines():
         message = json.loads(line)
         said[message.pop("name")].append(message)
-    assert said["gone 1"][0]["status"] == 500
+    assert said[gone[0]][0]["status"] == 500
     # The role, then an error, though the status was good.
-    assert said["gone 2"][0]["status"] == 200
-    assert '"role":"assistant"' in said["gone 2"][1]["body"]
-    assert "Internal server error" in said["gone 2"][2]["body"]
-    expected = rig.with_pixels(image(url), QUESTION)
-    assert at_once == expected
+    assert said[gone[1]][0]["status"] == 200
+    assert '"role":"assistant"' in said[gone[1]][1]["body"]
+    assert "Internal server error" in said[gone[1]][2]["body"]
+    url = data_url(rig.picture("single"))
+    assert at_once == rig.with_pixels(image(url), QUESTION)
     assert streamed == rig.with_pixels(image(url), QUESTION, stream=True)
+
+
+def names_of(model: Path, files: list[Path]) -> list[str]:
+    """What vLLM calls some pictures, found out beside the server."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from s3ec.middleware.vllm_names import VLLMNames, names_of
+
+    options = {"model": str(model), "max_model_len": 2048, "enforce_eager": True}
+    found: VLLMNames = names_of(EngineArgs(**options).create_engine_config(), None)
+    return [str(found.name(file.read_bytes())) for file in files]

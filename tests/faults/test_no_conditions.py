@@ -81,7 +81,7 @@ def test_server_without_conditions_is_named_and_serves_right_bytes(
     assert json.loads(result.stdout)["entry_count"] == 2
     assert CliRunner().invoke(app, ["manifest", "verify"]).exit_code == 0
     monkeypatch.setitem(sys.modules, "vllm", None)  # whose start is not what this is about
-    report = CliRunner().invoke(app, ["doctor", "--json", "--timeout", "100"]).stdout
+    report = CliRunner().invoke(app, ["doctor", "--json"]).stdout
     checks = {check["name"]: check for check in json.loads(report)["checks"]}
     assert checks["conditional_put"]["verdict"] == "warn"
     assert "overwrites" in checks["conditional_put"]["found"]
@@ -113,7 +113,7 @@ def test_server_that_refuses_conditions_gets_every_entry_and_the_doctor_says_so(
     assert CliRunner().invoke(app, ["manifest", "rebuild"]).exit_code == 0
     assert CliRunner().invoke(app, ["manifest", "verify"]).exit_code == 0
     monkeypatch.setitem(sys.modules, "vllm", None)  # whose start is not what this is about
-    report = CliRunner().invoke(app, ["doctor", "--json", "--timeout", "100"]).stdout
+    report = CliRunner().invoke(app, ["doctor", "--json"]).stdout
     checks = {check["name"]: check for check in json.loads(report)["checks"]}
     assert checks["conditional_put"]["verdict"] == "warn"
     assert "refuses `If-None-Match: *`" in checks["conditional_put"]["found"]

@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from s3ec.doctor.advise import preset_of
 from s3ec.payoff import (
     DAYS_A_MONTH,
     GPUS,
@@ -17,8 +18,10 @@ from s3ec.payoff import (
     Payoff,
     StorePreset,
     advised_settings,
+    alike,
     estimate,
     figures,
+    find_model,
     given,
     pay_off,
     speed_up,
@@ -137,5 +140,27 @@ def test_large_gpus_are_faster_than_s3_and_small_ones_are_not() -> None:
 
 
 def test_what_costs_more_than_it_saves_is_stored_at_its_second_encode() -> None:
-    assert advised_settings(of_model("internvl3-38b")) == {"wait": "auto"}
-    assert advised_settings(of_model("pixtral-12b")) == {"wait": "auto", "save": "worth"}
+    assert advised_settings(of_model("internvl3-38b")) == {}  # the defaults
+    assert advised_settings(of_model("pixtral-12b")) == {"save": "worth"}
+
+
+def test_a_model_is_found_by_the_hubs_name_a_folder_or_its_short_name() -> None:
+    gemma = MODELS["gemma3-27b"]
+    for name in ("google/gemma-3-27b-it", "Google/Gemma-3-27B-it", "gemma-3-27b-it", "gemma3-27b",
+                 "/models/gemma-3-27b-it/"):  # fmt: skip
+        assert find_model(name) is gemma
+    assert find_model("google/gemma-3-27b") is None
+    assert alike("google/gemma-3-27b")[0] == "google/gemma-3-27b-it"
+    assert alike("Qwen/Qwen3-VL-8B")[0] == "Qwen/Qwen3-VL-8B-Instruct"
+    assert alike("0000") == []
+
+
+def test_devices_by_their_names() -> None:
+    assert preset_of("NVIDIA H100 80GB HBM3") is GPUS["h100"]
+    assert preset_of("NVIDIA A100-SXM4-80GB") is GPUS["a100"]
+    assert preset_of("NVIDIA L4") is GPUS["l4"]
+    assert preset_of("NVIDIA L40S") is GPUS["l40s"]
+    assert preset_of("NVIDIA H200") is GPUS["h200"]
+    assert preset_of("NVIDIA B200") is GPUS["b200"]
+    assert preset_of("AMD Instinct MI300X") is GPUS["mi300x"]
+    assert preset_of("NVIDIA L40") is None

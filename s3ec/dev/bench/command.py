@@ -89,7 +89,7 @@ ENTRIES: dict[str, Entry] = {
         "What weighing waits gains, in vLLM's scheduler with a virtual clock.", 600, alone=True
     ),
     "estimates": Entry(
-        "What one encode takes on this GPU, beside the estimate of `s3ec cost`.", 300, alone=True
+        "What one encode takes on this GPU, beside the estimate of `s3ec advise`.", 300, alone=True
     ),
     "gpu": Entry(
         "What only a GPU can tell, on both of vLLM's model runners; without one, a test of itself.",

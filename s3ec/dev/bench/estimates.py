@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench estimates``: what one encode takes on this GPU, beside the estimate of `s3ec cost`.
+"""``bench estimates``: what one encode takes on this GPU, beside the estimate of `s3ec advise`.
 
 Encoders have their published size and random weights, which take as long as trained ones. One A4
 page at 150 dots per inch is encoded after another, each alone. What s3ec has learned of it by

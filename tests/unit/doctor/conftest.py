@@ -78,18 +78,18 @@ def make_patient(
     for name, value in moto_server.env().items():
         monkeypatch.setenv(name, value)
 
-    def make(transfer: Mapping[str, Any] | None = None, **settings: Any) -> CheckContext:
+    def make(
+        transfer: Mapping[str, Any] | None = None, *, timeout_s: float = 30, **settings: Any
+    ) -> CheckContext:
         defaults = {
             "bucket": doctor_bucket,
             "prefix": tmp_path.name,
             "endpoint_url": proxy.url,
             "cache_dir": str(tmp_path / "cache"),
-            # Server, proxy and doctor share this process, and perhaps a busy machine.
-            "connect_timeout_s": 30,
-            "read_timeout_s": 30,
         }
         loaded = load_settings({**defaults, **settings})
-        patient = CheckContext(loaded, transfer or {}, None)
+        # Server, proxy and doctor share this process, and perhaps a busy machine.
+        patient = CheckContext(loaded, transfer or {}, None, timeout_s=timeout_s)
         patients.append(patient)
         return patient
 

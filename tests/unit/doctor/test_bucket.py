@@ -133,7 +133,7 @@ def test_endpoint_that_never_replies_fails_in_the_end(
     make_patient: MakePatient, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(Stall()))
-    says(bucket.endpoint(make_patient(read_timeout_s=0.3)), Verdict.FAIL)
+    says(bucket.endpoint(make_patient(timeout_s=0.3)), Verdict.FAIL)
 
 
 def test_the_proxy_on_the_way_is_blamed_by_name(
@@ -144,11 +144,36 @@ def test_the_proxy_on_the_way_is_blamed_by_name(
     says(dead, Verdict.FAIL, found="through the proxy http://127.0.0.1:1: ", mend="NO_PROXY")
     monkeypatch.setenv("HTTP_PROXY", proxy.url)
     proxy.add(Rule(Stall()))
-    silent = bucket.endpoint(make_patient(read_timeout_s=0.3))
+    silent = bucket.endpoint(make_patient(timeout_s=0.3))
     says(silent, Verdict.FAIL, found=f"through the proxy {proxy.url}", mend="NO_PROXY")
     monkeypatch.setenv("NO_PROXY", "127.0.0.0/8")
     proxy.clear()
     says(bucket.endpoint(make_patient()), Verdict.OK)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "verdict"),
+    [
+        ("eu-west-1", "us-east-1", Verdict.WARN),
+        ("us-east-1", "us-east-1", Verdict.OK),
+        ("", "us-east-1", Verdict.OK),
+        ("eu-west-1", None, Verdict.OK),
+    ],
+)
+def test_a_bucket_of_another_region_is_a_warning(
+    make_patient: MakePatient,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    here: str,
+    there: str | None,
+    verdict: Verdict,
+) -> None:
+    patient = make_patient()
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.setenv("AWS_REGION", here)
+    proxy.add(Rule(ReplyHeaders({"x-amz-bucket-region": there})))
+    outcome = bucket.endpoint(patient)
+    says(outcome, verdict, found="this machine in eu-west-1" if verdict == Verdict.WARN else "")
 
 
 @pytest.mark.parametrize("status", [200, 404, 503])
@@ -165,7 +190,7 @@ def test_answer_that_cannot_be_read_is_not_taken_for_s3s(
 ) -> None:
     page = f"<ListBucketResult><Contents><Key>a</Key>{entry}</Contents></ListBucketResult>"
     proxy.add(Rule(Answer(200, page.encode())))
-    says(bucket.endpoint(make_patient()), Verdict.FAIL, found="not as S3")
+    says(bucket.bucket(make_patient()), Verdict.FAIL, found="not an S3 server's")
 
 
 @pytest.mark.parametrize(
@@ -252,20 +277,6 @@ def test_absent_object_that_is_denied_names_the_right_to_list(
     says(bucket.read(patient), Verdict.WARN, found="missing s3:ListBucket")
 
 
-def listed(patient: CheckContext) -> CheckContext:
-    """The patient after the checks that `addressing` builds on."""
-    bucket.endpoint(patient)
-    bucket.bucket(patient)
-    return patient
-
-
-def test_path_style_on_an_address_has_no_alternative(make_patient: MakePatient) -> None:
-    outcome = bucket.addressing(listed(make_patient()))
-    assert outcome.verdict == Verdict.OK
-    assert "path style (auto)" in outcome.found
-    assert "not an address" in outcome.found
-
-
 @pytest.fixture
 def wildcard_dns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name below `localhost` leads to this machine, as many resolvers have it."""
@@ -302,13 +313,6 @@ def on_localhost(make_patient: MakePatient, proxy: FaultProxy) -> OnLocalhost:
 
 
 @pytest.mark.usefixtures("no_wildcard_dns")
-def test_virtual_style_without_its_dns_does_not_work(on_localhost: OnLocalhost) -> None:
-    outcome = bucket.addressing(listed(on_localhost()))
-    assert outcome.verdict == Verdict.OK
-    assert "virtual style does not work" in outcome.found
-
-
-@pytest.mark.usefixtures("no_wildcard_dns")
 def test_unreachable_virtual_host_is_an_unreachable_endpoint(on_localhost: OnLocalhost) -> None:
     says(
         bucket.endpoint(on_localhost(addressing_style="virtual")),
@@ -323,13 +327,20 @@ def test_server_that_knows_only_path_style_gets_that_remedy(
 ) -> None:
     # In virtual style the bucket does not stand in the path.
     proxy.add(Rule(s3_error(404, "NoSuchBucket"), target=r"^/\?"))
-    outcome = bucket.addressing(listed(on_localhost(addressing_style="virtual")))
-    assert outcome.verdict == Verdict.FAIL
-    assert outcome.mend == "set `addressing_style` = `path`"
+    patient = on_localhost(addressing_style="virtual")
+    bucket.endpoint(patient)
+    says(
+        bucket.bucket(patient),
+        Verdict.FAIL,
+        found="NoSuchBucket",
+        mend="set `addressing_style` = `path`",
+    )
 
 
-def test_neither_style_lists_is_left_to_the_bucket_check(
+def test_a_bucket_that_neither_style_lists_fails_for_its_own_reason(
     on_localhost: OnLocalhost, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(s3_error(403, "AccessDenied")))
-    assert bucket.addressing(listed(on_localhost())).verdict == Verdict.SKIP
+    patient = on_localhost()
+    bucket.endpoint(patient)
+    says(bucket.bucket(patient), Verdict.FAIL, mend="s3:ListBucket")

@@ -1,34 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that hang are given up; others come through as they are."""
+"""Each request has a time of its own; what hangs is given up."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.errors import UnavailableError
 from s3ec.store.base import Store
 from tests.unit.doctor.conftest import MakePatient
 
 
-def test_results_and_errors_of_a_call_come_through(make_patient: MakePatient) -> None:
-    patient = make_patient()
-    assert patient.ask(lambda: 7) == 7
-    with pytest.raises(KeyError):
-        patient.ask(lambda: {}["x"])
-
-    def call() -> None:
-        raise TimeoutError("mine")  # not taken for the deadline
-
-    with pytest.raises(TimeoutError, match="mine"):
-        patient.ask(call)
-
-
 def test_what_hangs_is_given_up_and_a_coroutine_cleans_up(make_patient: MakePatient) -> None:
-    cleaned, never = threading.Event(), threading.Event()
-    patient = make_patient(connect_timeout_s=0.01, read_timeout_s=0.01)
+    cleaned = threading.Event()
+    patient = make_patient(timeout_s=0.01)
 
     async def hang(store: Store) -> None:
         try:
@@ -36,12 +26,27 @@ def test_what_hangs_is_given_up_and_a_coroutine_cleans_up(make_patient: MakePati
         finally:
             cleaned.set()
 
-    with pytest.raises(UnavailableError, match="no answer within"):
-        patient.ask_store(hang)
-    with pytest.raises(UnavailableError, match="no answer within"):
-        patient.ask(never.wait)
-    never.set()
+    with pytest.raises(UnavailableError, match=r"timed out after 0\.02 s"):
+        patient.ask_store(hang, requests=2)
     assert cleaned.wait(60)
+
+
+def test_what_this_machine_takes_to_prepare_a_request_is_not_the_servers_time(
+    make_patient: MakePatient, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine clients take seconds to be made, and the server is as quick as ever."""
+    limits: list[tuple[float, str]] = []
+
+    def measured(limit_s: float, call: Callable[[], Any]) -> Any:
+        limits.append((limit_s, getattr(call, "func", call).__name__))
+        return call()
+
+    monkeypatch.setattr("s3ec.doctor.s3_probe.call_within", measured)
+    patient = make_patient()
+    patient.s3.credentials_method()
+    patient.s3.probe_server()
+    assert limits == [(30, "look"), (30, "send")]
+    assert len(proxy.requests) == 1
 
 
 def test_questions_to_the_store_share_one(make_patient: MakePatient) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from s3ec.doctor import node
 from s3ec.doctor.check import Verdict
-from s3ec.tier.files import free_bytes
 from tests.support.disks import dead_share
 from tests.unit.doctor.conftest import MakePatient, says
 
@@ -21,7 +20,7 @@ def test_absent_folder_is_tried_and_taken_away_again(
     make_patient: MakePatient, tmp_path: Path
 ) -> None:
     patient = make_patient(cache_dir=str(tmp_path / "a" / "b"))
-    for check in (node.cache_folder, node.cache_links, node.cache_space):
+    for check in (node.cache_folder, node.cache_space):
         assert check(patient).verdict != Verdict.FAIL
     assert os.listdir(tmp_path) == []
 
@@ -32,7 +31,6 @@ def test_present_folder_is_left_as_it_was(make_patient: MakePatient, tmp_path: P
     (folder / "other").write_text("mine")
     patient = make_patient()
     assert node.cache_folder(patient).verdict != Verdict.FAIL
-    assert node.cache_links(patient).verdict == Verdict.OK
     assert os.listdir(folder) == ["other"]
 
 
@@ -132,7 +130,7 @@ def test_no_hard_links_is_a_warning(
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", link)
-    outcome = node.cache_links(make_patient())
+    outcome = node.cache_folder(make_patient())
     assert outcome.verdict == Verdict.WARN
     assert "Operation not permitted" in outcome.found
     assert "not kept here" in outcome.mend
@@ -159,22 +157,6 @@ def test_few_descriptors_are_a_warning(
 
 def test_room_for_the_budget_is_well(make_patient: MakePatient) -> None:
     says(node.cache_space(make_patient(cache_bytes="1MiB", min_free_bytes=0)), Verdict.OK)
-
-
-def test_folder_that_another_check_takes_away_meanwhile_is_not_the_disk(
-    make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir()
-
-    def measure(path: Path) -> int:
-        if folder.exists():
-            folder.rmdir()
-        return free_bytes(path)
-
-    monkeypatch.setattr(node, "free_bytes", measure)
-    patient = make_patient(cache_bytes="1MiB", min_free_bytes=0)
-    says(node.cache_space(patient), Verdict.OK)
 
 
 def test_budget_larger_than_the_disk_is_a_warning(make_patient: MakePatient) -> None:

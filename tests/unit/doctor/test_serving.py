@@ -99,7 +99,7 @@ def test_missing_hooks_are_named_with_what_they_cost(
     install: Install, examine: Examine, hooks: Sequence[str], verdict: Verdict, part: str
 ) -> None:
     install("__version__ = '0.26.0'", hooks)
-    says(serving.hooks(examine()), verdict, found=part)
+    says(serving.vllm(examine()), verdict, found=part)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,6 @@ def test_vllm_that_does_not_import_fails_with_its_last_words(
     assert outcome.verdict == Verdict.FAIL
     assert part in outcome.found
     assert "\n" not in outcome.found
-    assert serving.hooks(patient).verdict == Verdict.SKIP
 
 
 def test_vllm_without_encoder_cache_connectors_is_too_old(
@@ -133,9 +132,15 @@ def test_vllm_without_encoder_cache_connectors_is_too_old(
     says(serving.vllm(examine()), Verdict.FAIL, found="no encoder-cache connectors")
 
 
-def test_vllm_that_hangs_is_given_up(install: Install, examine: Examine) -> None:
+def test_vllm_that_hangs_is_given_up_and_not_called_broken(
+    install: Install, examine: Examine
+) -> None:
     install("import threading; threading.Event().wait()")
-    says(serving.vllm(examine(deadline_s=0.5)), Verdict.FAIL, found="no answer within")
+    """On a busy machine its import takes minutes, which is no fault of the installation."""
+    patient = examine(["--model", "m"], deadline_s=0.5)
+    for check in (serving.vllm, serving.model, serving.namespace):
+        says(check(patient), Verdict.SKIP, found="not checked: no answer within 0.5 s")
+        assert check(patient).mend == ""
 
 
 def test_vllm_in_the_current_folder_is_not_the_installed_one(
@@ -150,7 +155,7 @@ def test_vllm_in_the_current_folder_is_not_the_installed_one(
 
 
 def test_model_that_was_not_named_is_skipped_with_how_to_ask(make_patient: MakePatient) -> None:
-    says(serving.model(make_patient()), Verdict.SKIP, mend="-- --model")
+    says(serving.model(make_patient()), Verdict.SKIP, found="-- --model")
 
 
 def test_refused_arguments_fail_without_their_secrets(install: Install, examine: Examine) -> None:

@@ -17,37 +17,26 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.identity import Key, KeyPolicy, make_key
-from s3ec.middleware.chat_pictures import Picture, UntouchedError
+from s3ec.middleware.chat_pictures import UntouchedError
 from s3ec.middleware.known_pictures import KnownPictures, Opener
-from s3ec.middleware.vllm_names import Decoded
 from s3ec.tier import Tier
 from tests.support.file_calls import open_below
 from tests.support.on_disk import evict
-from tests.support.waiting import eventually
 
 NAMESPACE = "tiny-qwen-0123456789abcdef"
 GRID = {"image_grid_thw": [1, 4, 4]}
 FIELDS = frozenset(GRID)
-LATER_NS = 10**19  # after whatever was written now
 
 
 class Names:
-    """Names pictures by SHA-256; those that begin with `odd` by decoding them only."""
+    """Names pictures by SHA-256, but for those that begin with `odd`."""
 
     def __init__(self) -> None:
-        self.quickly = 0
-        self.decoded = 0
-        self.grid: dict[str, Any] | None = GRID
+        self.asked = 0
 
-    def quick(self, data: bytes) -> str | None:
-        self.quickly += 1
+    def name(self, data: bytes) -> str | None:
+        self.asked += 1
         return None if data.startswith(b"odd") else name_of(data)
-
-    def decode(self, data: bytes) -> Decoded:
-        self.decoded += 1
-        if data.startswith(b"odd and broken"):
-            raise ValueError("no picture")
-        return Decoded(name_of(data), self.grid)
 
 
 def name_of(data: bytes) -> str:
@@ -67,86 +56,24 @@ Make = Callable[..., KnownPictures]
 
 
 @pytest.fixture
-def make(names: Names) -> Iterator[Make]:
-    made = []
-
-    def make_one(**more: Any) -> KnownPictures:
-        options = {"most_bytes": 1 << 20, "now_ns": lambda: LATER_NS, **more}
-        made.append(KnownPictures(names, **options))
-        return made[-1]
-
-    yield make_one
-    for one in made:
-        one.close()
+def make(names: Names) -> Make:
+    return lambda **more: KnownPictures(names.name, **{"most_bytes": 1 << 20, **more})
 
 
-def reason_of(known: KnownPictures, url: str, uuid: str | None = None) -> str:
+def reason_of(known: KnownPictures, url: str) -> str:
     with pytest.raises(UntouchedError) as caught:
-        known.name(Picture(url, uuid))
+        known.name(url)
     return caught.value.reason
 
 
-def test_a_picture_is_named_by_its_bytes_and_remembered_by_its_text(
-    make: Make, names: Names
-) -> None:
+def test_a_picture_is_named_by_its_bytes(make: Make) -> None:
     known = make()
-    for _ in range(2):
-        assert known.name(Picture(url_of(b"one"), None)) == (name_of(b"one"), None)
-    assert (names.quickly, names.decoded) == (1, 0)
-    assert known.name(Picture(url_of(b"two"), None))[0] == name_of(b"two")
+    assert known.name(url_of(b"one")) == name_of(b"one")
+    assert known.name(url_of(b"two")) == name_of(b"two")
 
 
-def test_a_picture_that_must_be_decoded_is_known_the_next_time(make: Make, names: Names) -> None:
-    known = make()
-    assert reason_of(known, url_of(b"odd")) == "new"
-    eventually(lambda: names.decoded == 1)
-
-    def is_known() -> bool:
-        try:
-            return known.name(Picture(url_of(b"odd"), None)) == (name_of(b"odd"), None)
-        except UntouchedError:
-            return False
-
-    eventually(is_known, "the picture is known")
-    assert names.decoded == 1
-
-
-def test_a_picture_that_vllm_refuses_is_never_known(make: Make, names: Names) -> None:
-    known = make()
-
-    def is_decoded_again() -> bool:
-        # Not at the first call for certain: while a picture is decoded no second try is begun.
-        assert reason_of(known, url_of(b"odd and broken")) == "new"
-        return names.decoded >= 2
-
-    eventually(is_decoded_again, "the picture is decoded again")
-
-
-def test_a_clients_name_counts_for_a_picture_that_was_decoded_and_is_of_the_stored_size(
-    make: Make, names: Names
-) -> None:
-    known = make()
-    picture = Picture(url_of(b"one"), "mine")
-    known.name(Picture(picture.url, None))  # named, but not decoded
-    assert reason_of(known, picture.url, "mine") == "new"
-
-    def is_known() -> bool:
-        try:
-            return known.name(picture) == ("mine", GRID)
-        except UntouchedError:
-            return False
-
-    eventually(is_known, "the picture is decoded")
-    assert known.name(Picture(picture.url, None)) == (name_of(b"one"), None)
-
-
-def test_a_clients_name_for_a_picture_whose_size_cannot_be_told_never_counts(
-    make: Make, names: Names
-) -> None:
-    names.grid = None
-    known = make()
-    url = url_of(b"one")
-    eventually(lambda: reason_of(known, url, "mine") == "client_ids")
+def test_a_picture_whose_name_the_bytes_do_not_say_is_left_alone(make: Make) -> None:
+    assert reason_of(make(), url_of(b"odd")) == "format"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +83,7 @@ def test_a_clients_name_for_a_picture_whose_size_cannot_be_told_never_counts(
 )  # fmt: skip
 def test_a_data_url_that_vllm_refuses_is_left_alone(make: Make, url: str, names: Names) -> None:
     assert reason_of(make(), url) == "unreadable"
-    assert (names.quickly, names.decoded) == (0, 0)
+    assert names.asked == 0
 
 
 @pytest.mark.parametrize("url", ["http://a/b.png", "https://a/b", "ftp://a", "", "png", "s3://b/k"])
@@ -167,29 +94,12 @@ def test_addresses_of_other_machines_are_left_alone(make: Make, url: str) -> Non
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_file_is_read_once_for_as_long_as_it_stays_as_it_is(
-    make: Make, names: Names, tmp_path: Path
-) -> None:
+def test_a_file_is_what_it_holds_now(make: Make, tmp_path: Path) -> None:
     path = tmp_path / "a b.png"
-    path.write_bytes(b"one")
     known = make(folder=str(tmp_path))
-    for _ in range(2):
-        assert known.name(Picture(path.as_uri(), None)) == (name_of(b"one"), None)
-    assert names.quickly == 1
-    path.write_bytes(b"two")
-    assert known.name(Picture(path.as_uri(), None)) == (name_of(b"two"), None)
-
-
-def test_a_file_that_was_written_a_moment_ago_is_read_each_time(
-    make: Make, names: Names, tmp_path: Path
-) -> None:
-    """Its size, its times and its inode would be the same for what is written in this very tick."""
-    path = tmp_path / "one.png"
-    path.write_bytes(b"one")
-    known = make(folder=str(tmp_path), now_ns=lambda: path.stat().st_mtime_ns + 1)
-    for number in (1, 2):
-        assert known.name(Picture(path.as_uri(), None))[0] == name_of(b"one")
-        assert names.quickly == number
+    for data in (b"one", b"two"):
+        path.write_bytes(data)
+        assert known.name(path.as_uri()) == name_of(data)
 
 
 def test_nothing_outside_of_the_allowed_folder_is_looked_at(make: Make, tmp_path: Path) -> None:
@@ -200,7 +110,7 @@ def test_nothing_outside_of_the_allowed_folder_is_looked_at(make: Make, tmp_path
     (inside / "link.png").symlink_to(outside / "one.png")
     os.mkfifo(inside / "pipe")
     known = make(folder=str(inside))
-    assert known.name(Picture((inside / "one.png").as_uri(), None))[0] == name_of(b"one")
+    assert known.name((inside / "one.png").as_uri()) == name_of(b"one")
     refused = [
         (outside / "one.png").as_uri(),
         (inside / "link.png").as_uri(),
@@ -221,7 +131,7 @@ def test_a_file_over_the_limit_is_not_read(make: Make, names: Names, tmp_path: P
     (tmp_path / "large.png").write_bytes(b"1" * 11)
     known = make(folder=str(tmp_path), most_bytes=10)
     assert reason_of(known, (tmp_path / "large.png").as_uri()) == "file"
-    assert names.quickly == 0
+    assert names.asked == 0
 
 
 # -- what the node has -----------------------------------------------------------------------------
@@ -257,8 +167,8 @@ def publish(
     tier.writer.publish(key_of(identifier), [codec.encode_header(header), data])
 
 
-def opener(tier: Tier, **policy: Any) -> Opener:
-    return Opener(tier, KeyPolicy(**policy), FIELDS)
+def opener(tier: Tier) -> Opener:
+    return Opener(tier, KeyPolicy(), FIELDS)
 
 
 def open_of(tier: Tier) -> list[str]:
@@ -267,18 +177,18 @@ def open_of(tier: Tier) -> list[str]:
 
 
 def test_what_is_open_outlives_eviction_until_it_is_let_go_of(tier: Tier) -> None:
-    one, two = name_of(b"one"), "the client's own"
+    one, two = name_of(b"one"), name_of(b"two")
     publish(tier, one)
     publish(tier, two)
-    opened = opener(tier).open([(one, None), (two, GRID), (one, None)])
-    assert opened.named == [(one, GRID), (two, GRID), (one, GRID)]
-    assert len(open_of(tier)) == len(opened.entries) == 2
-    for name, held in opened.entries.items():
+    opened = opener(tier).open([one, two, one])
+    assert len(open_of(tier)) == len(opened) == 2
+    for name, held in opened.items():
+        assert held.header.placeholder == GRID
         evict(tier, key_of(name))
         assert len(os.pread(held.fd, held.nbytes + 1, 0)) == held.nbytes
     del held
     for _ in range(2):
-        opened.entries.clear()
+        opened.clear()
     assert open_of(tier) == []
 
 
@@ -289,9 +199,9 @@ def test_what_a_request_counts_on_is_used_and_what_it_cannot_have_is_not(tier: T
     publish(tier, two, modality="video")
     for path in Path(tier.entries.objects).rglob("*.safetensors"):
         os.utime(path, (1000, 1000))
-    opener(tier).open([(one, None)])
+    opener(tier).open([one])
     with pytest.raises(UntouchedError):
-        opener(tier).open([(two, None)])
+        opener(tier).open([two])
     uses = dict(tier.entries.uses())
     assert abs(uses[key_of(one).name] / 1e9 - time.time()) < 600
     assert uses[key_of(two).name] == 1000 * 10**9
@@ -301,11 +211,11 @@ def test_one_picture_that_is_not_here_and_none_stays_open(tier: Tier) -> None:
     one, two = name_of(b"one"), name_of(b"two")
     publish(tier, one)
     with pytest.raises(UntouchedError, match="not_here"):
-        opener(tier).open([(one, None), (two, None)])
+        opener(tier).open([one, two])
     publish(tier, two)
     evict(tier, key_of(two))
     with pytest.raises(UntouchedError, match="not_here") as caught:
-        opener(tier).open([(one, None), (two, None)])
+        opener(tier).open([one, two])
     assert open_of(tier) == []
     assert caught.value  # which lives still, and has the frames
 
@@ -316,7 +226,7 @@ def test_bytes_that_are_not_what_was_stored_are_not_counted_on(tier: Tier) -> No
     (path,) = Path(tier.entries.objects).rglob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with pytest.raises(UntouchedError, match="not_here"):
-        opener(tier).open([(one, None)])
+        opener(tier).open([one])
     assert open_of(tier) == []
 
 
@@ -332,20 +242,6 @@ def test_an_entry_that_says_something_else_of_its_placeholder_is_not_used(
     one = name_of(b"one")
     publish(tier, one, **stored)
     with pytest.raises(UntouchedError, match="no_metadata") as caught:
-        opener(tier).open([(one, None)])
+        opener(tier).open([one])
     assert open_of(tier) == []
     assert caught.value
-
-
-def test_a_clients_name_for_another_size_than_the_stored_one_is_not_used(tier: Tier) -> None:
-    publish(tier, "mine")
-    with pytest.raises(UntouchedError, match="other_size") as caught:
-        opener(tier).open([("mine", {"image_grid_thw": [1, 8, 8]})])
-    assert open_of(tier) == []
-    assert caught.value
-
-
-def test_a_clients_name_is_not_used_where_clients_may_not_choose(tier: Tier) -> None:
-    publish(tier, "mine")
-    with pytest.raises(UntouchedError, match="client_ids"):
-        opener(tier, trust_client_ids=False).open([("mine", GRID)])
