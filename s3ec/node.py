@@ -128,8 +128,7 @@ class Node:
             settings: This process's settings.
             namespace: What this engine reads and writes.
             store: The bucket, without retries; opened from the settings if None.
-            endpoint: Its health and limits; None for this process's, or for fresh ones with a
-                ``store``.
+            endpoint: Its health and limits; None for those of the settings.
             name: The loop thread's.
 
         Raises:
@@ -149,8 +148,7 @@ class Node:
         self.naming = _naming(settings, namespace)
         self.layout = Layout(namespace.name)
         self.counters = Counters()
-        usual = Endpoint.of if store else Endpoint.shared
-        self.endpoint = endpoint or usual(settings)
+        self.endpoint = endpoint or Endpoint(settings.max_concurrency)
         self.breaker = self.endpoint.breaker
         self.loop = LoopThread(name, watch=DiskWatch(self.counters))
         self.store = resilient(

@@ -39,16 +39,16 @@ def open_store(settings: Settings, *, patient: bool = False) -> Store:
         ConfigError: Profile, region or CA file cannot be used, or the transport is not installed.
     """
     # The imports are here, because the SDK takes 0.3 s and not every command needs it.
-    transport = choose_transport(settings)
+    transport = choose_transport(settings).name
     if settings.url:
         from s3ec.store.url_store import UrlStore
 
         return UrlStore(settings)
-    if transport.name == "aioboto3":
+    if transport == "aioboto3":
         from s3ec.store.aioboto3_s3 import Aioboto3Store
 
         return Aioboto3Store(settings, patient=patient)
-    if transport.name == "botocore":
+    if transport == "botocore":
         from s3ec.store.botocore_s3 import BotocoreStore
 
         return BotocoreStore(settings, patient=patient)
@@ -94,14 +94,10 @@ def choose_transport(settings: Settings) -> Transport:
     try:
         importlib.import_module("obstore.store")
     except ImportError as exc:
-        if settings.url:
+        field = "url" if settings.url else "transport"
+        if settings.url or settings.transport == "obstore":
             raise ConfigError(
-                f"`url` needs obstore ({exc}): pip install obstore", field="url"
-            ) from exc
-        if settings.transport == "obstore":
-            raise ConfigError(
-                f"`transport` = `obstore`: {exc}; pip install obstore, or set `auto`",
-                field="transport",
+                f"`{field}` needs obstore ({exc}): pip install obstore", field=field
             ) from exc
         return Transport("botocore", f"no obstore ({exc}); pip install obstore")
     if settings.url:
