@@ -138,8 +138,7 @@ class Node:
             settings: This process's settings.
             namespace: What this engine reads and writes.
             store: The bucket, without retries; opened from the settings if None.
-            endpoint: Its health and limits; None for this process's, or for fresh ones with a
-                ``store``.
+            endpoint: Its health and limits; None for those of the settings.
             name: The loop thread's.
 
         Raises:
@@ -159,8 +158,7 @@ class Node:
         self.naming = _naming(settings, namespace)
         self.layout = Layout(namespace.name)
         self.counters = Counters()
-        usual = Endpoint.of if store else Endpoint.shared
-        self.endpoint = endpoint or usual(settings)
+        self.endpoint = endpoint or Endpoint(settings.max_concurrency)
         self.loop = LoopThread(name, watch=DiskWatch(self.counters))
         self.store = home = resilient(
             store or open_store(settings), self.endpoint, self.counters, hedge=settings.hedge

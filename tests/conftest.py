@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,14 +108,6 @@ def _credentials_are_waited_for() -> Iterator[None]:
         patch.setattr(ChainCredentials, "patience_s", DEADLINE_S)
         patch.setattr(ChainCredentials, "longest_look_s", DEADLINE_S)
         yield
-
-
-@pytest.fixture(autouse=True)
-def _endpoints_begin_anew() -> None:
-    """What an earlier test made of an address is not this one's: nodes of a process share that."""
-    endpoint = sys.modules.get("s3ec.store.endpoint")
-    if endpoint is not None:
-        endpoint._shared.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -81,10 +81,6 @@ _PLAIN = {
     "tier.errors": ("tier_errors", "Times that the disk refused."),
     "tier.hung": ("tier_hangs", "Times that the disk was found not to answer."),
     "store.retries": ("store_retries", "Requests to the store that were repeated."),
-    "store.slow_starts": (
-        "store_slow_starts",
-        "Requests without an answer after a time that is long for this store.",
-    ),
     "hedge.sent": ("hedges", "Late requests that were sent a second time."),
     "pace.slowed": ("slowdowns", "Times that the store asked for fewer requests."),
     "index.refresh_failed": ("index_failures", "Refreshes of the index that failed."),

@@ -29,7 +29,7 @@ from botocore.exceptions import (
     HTTPClientError,
 )
 
-from s3ec.store.botocore_s3 import BotocoreReply, BotocoreStore, RequestSlot
+from s3ec.store.botocore_s3 import BotocoreStore, SdkSlot
 from s3ec.store.s3_client import (
     Exchange,
     Opened,
@@ -45,25 +45,11 @@ from s3ec.store.s3_errors import reading_answer
 _exchange: ContextVar[Exchange] = ContextVar("s3ec-exchange")
 
 
-class Aioboto3Reply(BotocoreReply):
-    """What get_object of aioboto3 returned."""
-
-    async def _read(self, most: int | None) -> bytes:  # type: ignore[override]  # _run awaits it
-        if most is None:
-            return bytes(await self._body.read())
-        body = bytearray()
-        while len(body) < most and (piece := await self._body.read(most - len(body))):
-            body += piece
-        return bytes(body)
-
-
 class Aioboto3Store(BotocoreStore):
     """The bucket of ``settings``; names are relative to its prefix. See base.Store.
 
     Limits, deadlines and errors are those of BotocoreStore.
     """
-
-    _reply_kind = Aioboto3Reply
 
     async def _connect(self) -> Opened:
         settings = self._settings
@@ -83,7 +69,16 @@ class Aioboto3Store(BotocoreStore):
     async def _disconnect(self, opened: Opened) -> None:
         await opened.client.close()
 
-    async def _run(self, slot: RequestSlot, function: Callable[[], Any]) -> Any:
+    async def _read(self, stream: Any, most: int | None) -> bytes:
+        body = bytearray()
+        with contextlib.closing(stream):
+            if most is None:
+                return bytes(await stream.read())
+            while len(body) < most and (piece := await stream.read(most - len(body))):
+                body += piece
+        return bytes(body)
+
+    async def _run(self, slot: SdkSlot, function: Callable[[], Any]) -> Any:
         """Await what a call of aiobotocore returns."""
         _exchange.set(slot.exchange)
         with reading_answer(), _as_botocores():

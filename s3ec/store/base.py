@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from s3ec.counters import Report, unreported
-from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
+from s3ec.errors import CorruptEntryError, S3ECError, UnavailableError
 
 Blob: TypeAlias = bytes | memoryview
 """Bytes of an object, read-only, one byte an item; a view where the transport holds the memory."""
@@ -159,19 +159,6 @@ def content_type_of(key: str) -> str:
 T = TypeVar("T")
 
 
-class _SomeLeftError(UnavailableError):
-    """Some of several names are to be asked for again. Only ``_around`` sees this error."""
-
-    def __init__(self, reasons: Sequence[UnavailableError]) -> None:
-        worst = next((reason for reason in reasons if reason.is_throttle), reasons[0])
-        super().__init__(
-            str(worst),
-            status=worst.status,
-            retry_after_s=worst.retry_after_s,
-            is_throttle=worst.is_throttle,
-        )
-
-
 class Wrapper:
     """A Store whose operations are those of ``inner``, each awaited by ``_around``.
 
@@ -185,14 +172,12 @@ class Wrapper:
         return f"{type(self).__name__}({self._inner!r})"
 
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Await one operation, or one entry of a listing.
+        """Await one operation; all but ``list``, which is no single request.
 
         Args:
             op: Name of the method of Store.
-            name: Of the object, or the prefix that is listed; several names stand one a line.
-            call: Makes the request; may be called again, except for ``list``. For
-                ``delete_many`` it raises while some names are to be asked for again. The next
-                call asks for those alone.
+            name: Of the object, or the prefix; several names stand one a line.
+            call: Makes the request; may be called again.
         """
         return await call()
 
@@ -212,24 +197,13 @@ class Wrapper:
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         pages = self._inner.list(prefix, start_after=start_after)
-        next_entry = self._next_of(prefix, pages)
         try:
-            while True:
-                try:
-                    info = await next_entry()
-                except StopAsyncIteration:
-                    return
+            async for info in pages:
                 yield info
         finally:
             # A caller that leaves early must not leave a request behind.
             if isinstance(pages, AsyncGenerator):
                 await pages.aclose()
-
-    def _next_of(
-        self, prefix: str, pages: AsyncIterator[ObjectInfo]
-    ) -> Callable[[], Awaitable[ObjectInfo]]:
-        """What brings the next entry of a listing, or raises StopAsyncIteration."""
-        return lambda: self._around("list", prefix, pages.__anext__)
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
         return await self._around("list_folders", prefix, lambda: self._inner.list_folders(prefix))
@@ -238,29 +212,9 @@ class Wrapper:
         await self._around("delete", name, lambda: self._inner.delete(name))
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
-        left: dict[str, S3ECError] = {}
-        wanted = list(names)
-
-        async def ask() -> None:
-            nonlocal wanted
-            answer = await self._inner.delete_many(wanted)
-            for name in wanted:
-                left.pop(name, None)
-            left.update(answer)
-            reasons = {n: exc for n, exc in answer.items() if isinstance(exc, UnavailableError)}
-            wanted = list(reasons)
-            if reasons:
-                raise _SomeLeftError(list(reasons.values()))
-
-        try:
-            await self._around("delete_many", "\n".join(names), ask)
-        except _SomeLeftError:
-            pass
-        except (UnavailableError, AccessError) as exc:
-            if not left:  # there was no answer about any of them
-                raise
-            left.update(dict.fromkeys(wanted, exc))
-        return left
+        return await self._around(
+            "delete_many", "\n".join(names), lambda: self._inner.delete_many(names)
+        )
 
     async def close(self) -> None:
         await self._inner.close()

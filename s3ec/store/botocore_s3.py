@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import io
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
 from botocore.parsers import ResponseParserError
@@ -42,14 +41,7 @@ from s3ec.store.base import (
     content_type_of,
     delete_each,
 )
-from s3ec.store.concurrency import (
-    Extend,
-    Reply,
-    RequestSlots,
-    answer_begun,
-    page_begun,
-    read_body,
-)
+from s3ec.store.concurrency import RequestSlot, RequestSlots
 from s3ec.store.s3_client import (
     Exchange,
     Opened,
@@ -79,42 +71,30 @@ _NO_BATCHES = frozenset({"MethodNotAllowed", "NotImplemented"})
 _HEADER_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemented"})
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSlot:
-    """One operation's hold on the store.
+class SdkSlot(RequestSlot):
+    """A slot with what the SDK needs, and the error boundary around all of it.
+
+    A class: a generator costs a GET five times as much.
 
     Attributes:
         opened: The SDK's client, and what it works with.
-        extend: Grants the time that a body of so many bytes may take.
         exchange: What a thread does for it.
     """
 
-    opened: Opened
-    extend: Extend
-    exchange: Exchange = field(default_factory=Exchange)
+    __slots__ = ("_boundary", "_open", "exchange", "opened")
 
+    def __init__(self, store: BotocoreStore, verb: str, key: str) -> None:
+        super().__init__(store._slots, store._what(verb, key))
+        self._boundary = boundary(self.what, store._region, store._by)
+        self._open = store._open
+        self.exchange = Exchange()
 
-class _Slot(AbstractAsyncContextManager[RequestSlot]):
-    """See BotocoreStore._slot. A class: a generator costs a GET five times as much."""
-
-    __slots__ = ("_boundary", "_open", "_taken")
-
-    def __init__(
-        self,
-        boundary: AbstractContextManager[None],
-        open_: Callable[[], Awaitable[Opened]],
-        taken: AbstractAsyncContextManager[Extend],
-    ) -> None:
-        self._boundary = boundary
-        self._open = open_
-        self._taken = taken
-
-    async def __aenter__(self) -> RequestSlot:
+    async def __aenter__(self) -> Self:
         with self._boundary:
-            opened = await self._open()
+            self.opened = await self._open()
             # There are as many threads and connections as places, so nothing but what was
             # given up a moment ago is waited for behind the deadline.
-            return RequestSlot(opened, await self._taken.__aenter__())
+            return await super().__aenter__()
 
     async def __aexit__(
         self,
@@ -123,7 +103,7 @@ class _Slot(AbstractAsyncContextManager[RequestSlot]):
         traceback: TracebackType | None,
     ) -> None:
         with self._boundary:
-            await self._taken.__aexit__(kind, exc, traceback)
+            await super().__aexit__(kind, exc, traceback)
             if isinstance(exc, SDK_ERRORS):
                 raise exc
 
@@ -135,59 +115,12 @@ class Form(NamedTuple):
     condition: bool
 
 
-class BotocoreReply:
-    """What botocore's get_object returned.
-
-    Args:
-        response: botocore's.
-        run: Makes a call in a thread, where it is broken off with the operation.
-    """
-
-    def __init__(
-        self, response: Any, run: Callable[[Callable[[], bytes]], Awaitable[bytes]]
-    ) -> None:
-        self.nbytes: int | None = response.get("ContentLength")
-        # `rclone serve s3` sends a range with status 200.
-        is_206 = response["ResponseMetadata"]["HTTPStatusCode"] == 206
-        self.is_part = is_206 or "ContentRange" in response
-        self._body = response["Body"]
-        self._run = run
-        self._is_begun = False
-
-    async def read(self, max_bytes: int, what: str) -> bytes:
-        # A body sent in chunks has a length that nobody told.
-        most = max_bytes + 1 if self.nbytes is None else None
-        try:
-            body = await self._run(functools.partial(self._read, most))
-        except (IncompleteReadError, ResponseStreamingError) as exc:
-            if self.nbytes is None:
-                raise
-            raise CutBodyError(f"{what}: the body ended before its {self.nbytes} bytes") from exc
-
-        if len(body) > max_bytes:
-            raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")
-        return body
-
-    def _read(self, most: int | None) -> bytes:
-        self._is_begun = True
-        try:
-            return read_piece(self._body, most)
-        finally:
-            self._body.close()
-
-    def close(self) -> None:
-        # A thread that has begun to read closes it itself: two would wait for each other.
-        if not self._is_begun:
-            self._body.close()
-
-
 class BotocoreStore:
     """The bucket of ``settings``; names are relative to its prefix. See base.Store.
 
-    May be made before a loop exists; the SDK's client is made once, at the first call, and later
-    calls must come from the loop of that one. At most ``settings.max_concurrency`` requests are
-    out at a time; others wait for a slot without a limit. Then each is bounded by the timeouts of
-    ``settings`` and by the least throughput, see RequestSlots.
+    May be made before a loop exists; the SDK's client is made at the first call, and later calls
+    must come from the loop of that one. At most ``settings.max_concurrency`` requests are out at a
+    time, each bounded by the timeouts of ``settings`` and by the least throughput.
 
     Args:
         settings: Where the bucket is and how to reach it.
@@ -201,7 +134,6 @@ class BotocoreStore:
     """
 
     page_size = 1000
-    _reply_kind = BotocoreReply
 
     def __init__(self, settings: Settings, *, patient: bool = False) -> None:
         check_settings(settings)
@@ -223,36 +155,24 @@ class BotocoreStore:
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         key = self._key(name)
-        what = self._what("GET", key)
-        async with self._slot(what) as slot:
-            reply = await self._get_object(slot, key)
-            return None if reply is None else await read_body(reply, max_bytes, what, slot.extend)
+        async with self._slot("GET", key) as slot:
+            return await self._get_object(slot, key, max_bytes)
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         check_range(start, length)
         key = self._key(name)
-        what = self._what("GET", key)
-        async with self._slot(what) as slot:
-            wanted = range(start, start + length)
+        async with self._slot("GET", key) as slot:
             try:
-                reply = await self._get_object(slot, key, wanted)
+                return await self._get_object(slot, key, length, range(start, start + length))
             except ClientError as exc:
                 if status_of(exc) == 416:  # the object ends before `start`
                     return b""
                 raise
-            if reply is None:
-                return None
-            if reply.is_part:
-                return await read_body(reply, length, what, slot.extend)
-            # The whole object, from a server that knows no ranges or has none of an empty body.
-            whole = await read_body(reply, start + length, what, slot.extend)
-            return whole[start:]
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         key = self._key(name)
         nbytes = sum(memoryview(piece).nbytes for piece in body)
-        what = self._what("PUT", key)
-        async with self._slot(what) as slot:
+        async with self._slot("PUT", key) as slot:
             refusal: ClientError | None = None
             for form in self._forms():
                 slot.extend(nbytes)
@@ -287,20 +207,18 @@ class BotocoreStore:
 
     async def head(self, name: str) -> ObjectInfo | None:
         key = self._key(name)
-        what = self._what("HEAD", key)
-        async with self._slot(what) as slot:
+        async with self._slot("HEAD", key) as slot:
             response = await _unless_absent(self._call(slot, "head_object", Key=key))
             if response is None:
                 return None
             if "ETag" not in response:
-                raise UnavailableError(f"{what}: the answer is not an S3 server's")
+                raise UnavailableError(f"{slot.what}: the answer is not an S3 server's")
             with reading_answer():
                 return ObjectInfo(name, int(response.get("ContentLength", 0)), _written_s(response))
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         after = {"StartAfter": self._root + start_after} if start_after else {}
-        async for found, is_last in self._pages(prefix, after, self._entries_of):
-            page_begun(len(found), is_last=is_last)
+        async for found in self._pages(prefix, after, self._entries_of):
             for info in found:
                 yield info
 
@@ -312,11 +230,9 @@ class BotocoreStore:
                 name = key[len(self._root) :]
                 yield ObjectInfo(name, int(entry["Size"]), _written_s(entry))
 
-    async def list_tags(self) -> AsyncIterator[tuple[str, int, str]]:
-        """Name, bytes and ETag of all objects; not a part of Store."""
-        async for found, _ in self._pages("", {}, self._tags_of):
-            for one in found:
-                yield one
+    def list_tags(self) -> AsyncIterator[Sequence[tuple[str, int, str]]]:
+        """Name, bytes and ETag of all objects, page by page; not a part of Store."""
+        return self._pages("", {}, self._tags_of)
 
     def _tags_of(self, page: Any) -> Iterator[tuple[str, int, str]]:
         for entry in page.get("Contents", ()):
@@ -334,13 +250,13 @@ class BotocoreStore:
                 raise UnavailableError(f"{self._what('LIST', above)}: `delimiter` is not heeded")
             return _folders_of(page)
 
-        async for found, _ in self._pages(prefix, {"Delimiter": "/"}, folders_of):
+        async for found in self._pages(prefix, {"Delimiter": "/"}, folders_of):
             folders.update((folder.removeprefix(above), None) for folder in found)
         return tuple(folders)
 
     async def delete(self, name: str) -> None:
         key = self._key(name)
-        async with self._slot(self._what("DELETE", key)) as slot:
+        async with self._slot("DELETE", key) as slot:
             answer = await _unless_absent(self._call(slot, "delete_object", Key=key))
             about = answer["ResponseMetadata"] if answer else {}
             kind = about.get("HTTPHeaders", {}).get("content-type", "")
@@ -364,28 +280,23 @@ class BotocoreStore:
 
     async def _delete_objects(self, names: Sequence[str]) -> dict[str, S3ECError]:
         keys = {self._key(name): name for name in names}
-        what = self._what("DELETE", f"{next(iter(keys))} and {len(keys) - 1} more")
-        async with self._slot(what) as slot:
+        async with self._slot("DELETE", f"{next(iter(keys))} and {len(keys) - 1} more") as slot:
             slot.extend(_PAGE_BYTES)
             batch = {"Objects": [{"Key": key} for key in keys]}
             answer = await self._call(slot, "delete_objects", Delete=batch)
-        refused = answer.get("Errors", ())
-        told = {str(entry.get("Key")) for entry in answer.get("Deleted", ())}
-        if not told and not refused:
-            raise UnavailableError(f"{what}: the answer is not an S3 server's")
-        # What it is silent about may be there.
-        left: dict[str, S3ECError] = {
-            name: UnavailableError(f"{self._what('DELETE', key)}: the answer does not tell of it")
-            for key, name in keys.items()
-            if key not in told
-        }
-        for entry in refused:
-            key = str(entry.get("Key"))
-            error = error_of_key(entry, self._what("DELETE", key), self._region())
-            if key in keys and error is not None:
+            told = {str(entry.get("Key")) for entry in answer.get("Deleted", ())}
+            refused = {str(entry.get("Key")): entry for entry in answer.get("Errors", ())}
+            if not told and not refused:
+                raise UnavailableError(f"{slot.what}: the answer is not an S3 server's")
+        left: dict[str, S3ECError] = {}
+        for key in keys.keys() - (told - refused.keys()):
+            what = self._what("DELETE", key)
+            # What the answer is silent about may be there.
+            error: S3ECError | None = UnavailableError(f"{what}: the answer does not tell of it")
+            if key in refused:
+                error = error_of_key(refused[key], what, self._region())
+            if error is not None:
                 left[keys[key]] = error
-            else:
-                left.pop(keys.get(key, ""), None)
         return left
 
     async def close(self) -> None:
@@ -413,9 +324,9 @@ class BotocoreStore:
     def _by(self) -> str:
         return self._opened.way.by if self._opened is not None else ""
 
-    def _slot(self, what: str) -> AbstractAsyncContextManager[RequestSlot]:
+    def _slot(self, verb: str, key: str) -> SdkSlot:
         """The client, one of the places, a deadline and the error boundary around an operation."""
-        return _Slot(boundary(what, self._region, self._by), self._open, self._slots.take(what))
+        return SdkSlot(self, verb, key)
 
     async def _open(self) -> Opened:
         self._slots.check_loop()
@@ -438,7 +349,7 @@ class BotocoreStore:
         if opened.transport is not None:
             opened.transport.close()
 
-    async def _call(self, slot: RequestSlot, operation: str, **params: Any) -> Any:
+    async def _call(self, slot: SdkSlot, operation: str, **params: Any) -> Any:
         """Have the SDK make a request about the bucket; once more with renewed credentials.
 
         Args:
@@ -468,7 +379,7 @@ class BotocoreStore:
         slot.extend(max(len(body.getbuffer()), _PAGE_BYTES))
         return await self._run(slot, functools.partial(_ask, call))
 
-    async def _run(self, slot: RequestSlot, function: Callable[[], T]) -> T:
+    async def _run(self, slot: SdkSlot, function: Callable[[], T]) -> T:
         """Have a thread make a call that may wait for the server; cancelled, it ends that wait."""
         if self._slots.is_closed:
             raise UnavailableError("the store was closed")
@@ -480,25 +391,55 @@ class BotocoreStore:
             raise
 
     async def _get_object(
-        self, slot: RequestSlot, key: str, wanted: range | None = None
-    ) -> Reply | None:
-        """Ask for an object or a range of its bytes; None where it is absent.
+        self, slot: SdkSlot, key: str, most: int, wanted: range | None = None
+    ) -> Blob | None:
+        """Read an object, or a range of its bytes; None where it is absent.
+
+        Args:
+            most: Bytes that may come, of the range where there is one.
 
         Raises:
             ClientError: The SDK's, for any refusal.
+            CorruptEntryError: As Store.get.
         """
         part = {} if wanted is None else {"Range": f"bytes={wanted.start}-{wanted.stop - 1}"}
         response = await _unless_absent(self._call(slot, "get_object", Key=key, **part))
         if response is None:
             return None
-        reply = self._reply_kind(response, functools.partial(self._run, slot))
-        if "ETag" not in response:  # a portal's page: no object is bad for that
-            reply.close()
-            raise ResponseParserError("the answer is not an S3 server's")
-        return reply
+        status, before = response["ResponseMetadata"]["HTTPStatusCode"], 0
+        # `rclone serve s3` sends a range with status 200. Others send the whole object so: they
+        # know no ranges, or have none of an empty body.
+        if wanted is not None and status != 206 and "ContentRange" not in response:
+            before = wanted.start
+        most += before
+        nbytes: int | None = response.get("ContentLength")
+        stream = response["Body"]
+        try:
+            if "ETag" not in response:  # a portal's page: no object is bad for that
+                raise ResponseParserError("the answer is not an S3 server's")
+            slot.expect(nbytes, most)
+        except (CorruptEntryError, ResponseParserError):
+            stream.close()
+            raise
+        try:
+            # A body sent in chunks has a length that nobody told.
+            limit = most + 1 if nbytes is None else None
+            body: bytes = await self._run(slot, functools.partial(self._read, stream, limit))
+        except (IncompleteReadError, ResponseStreamingError) as exc:
+            if nbytes is None:
+                raise
+            raise CutBodyError(f"{slot.what}: the body ended before its {nbytes} bytes") from exc
+        if len(body) > most:
+            raise CorruptEntryError(f"{slot.what}: more than {most} bytes", reason="size")
+        return body[before:]
+
+    def _read(self, stream: Any, most: int | None) -> Any:
+        """In a thread: at most so many bytes of a body."""
+        with contextlib.closing(stream):
+            return read_piece(stream, most)
 
     async def _put_object(
-        self, slot: RequestSlot, key: str, body: Sequence[bytes | memoryview], form: Form
+        self, slot: SdkSlot, key: str, body: Sequence[bytes | memoryview], form: Form
     ) -> None:
         """Send an object that may not exist yet.
 
@@ -529,18 +470,17 @@ class BotocoreStore:
 
     async def _pages(
         self, prefix: str, extra: dict[str, str], items_of: Callable[[Any], Iterator[T]]
-    ) -> AsyncIterator[tuple[Sequence[T], bool]]:
-        """The items of each page of a listing, and whether it is the last one.
+    ) -> AsyncIterator[Sequence[T]]:
+        """The items of each page of a listing.
 
         Args:
             extra: Arguments for the SDK.
             items_of: Takes the items out of the SDK's page.
         """
-        what = self._what("LIST", self._root + prefix)
         token, first = "", None
         while True:
             resume = {"ContinuationToken": token} if token else {}
-            async with self._slot(what) as slot:
+            async with self._slot("LIST", self._root + prefix) as slot:
                 slot.extend(_PAGE_BYTES)
                 page = await self._call(
                     slot,
@@ -554,22 +494,20 @@ class BotocoreStore:
                     names = (*_objects_of(page), *_folders_of(page))
                     if not all(name.startswith(self._root + prefix) for name in names):
                         # Whoever deletes what is listed would delete what others hold.
-                        raise UnavailableError(f"{what}: other names were listed")
+                        raise UnavailableError(f"{slot.what}: other names were listed")
                     items = list(items_of(page))
-            answer_begun()
             # An empty page must be an S3 server's word: what is not listed may get deleted.
             if "IsTruncated" not in page:
-                raise UnavailableError(f"{what}: the answer is not a listing")
+                raise UnavailableError(f"{slot.what}: the answer is not a listing")
             if items and items[0] == first:  # each time with another token, or it would never end
-                raise UnavailableError(f"{what}: the listing does not advance")
+                raise UnavailableError(f"{slot.what}: the listing does not advance")
             first = next(iter(items), first)
-            is_last = not page["IsTruncated"]
-            yield items, is_last
-            if is_last:
+            yield items
+            if not page["IsTruncated"]:
                 return
             last, token = token, page.get("NextContinuationToken", "")
             if token in ("", last):
-                raise UnavailableError(f"{what}: the listing does not advance")
+                raise UnavailableError(f"{slot.what}: the listing does not advance")
 
 
 def _ask(call: Callable[[], Any]) -> Any:

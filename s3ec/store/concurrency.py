@@ -1,34 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds on requests: how many at a time, how long each may take, how large a body may be.
 
-A request knows its caller's deadline, so that nothing begins that cannot end before it. It tells
-its caller when an answer has begun: the end of an operation with a large body tells that too late.
+A request knows its caller's deadline, so that nothing begins that cannot end before it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Self, TypeVar
 
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.settings import Settings
-from s3ec.store.base import Blob
 
 T = TypeVar("T")
 R = TypeVar("R")
-Extend = Callable[[int], None]
-"""Grants the time that so many bytes may take."""
 
 _deadline: ContextVar[asyncio.Timeout | None] = ContextVar("s3ec_deadline", default=None)
-_on_answer: ContextVar[Callable[[], None] | None] = ContextVar("s3ec_on_answer", default=None)
-_on_page: ContextVar[Callable[[int], None] | None] = ContextVar("s3ec_on_page", default=None)
 
 
 def within(seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
@@ -74,59 +67,12 @@ def seconds_left() -> float:
     return math.inf if when is None else when - asyncio.get_running_loop().time()
 
 
-def listening(on_answer: Callable[[], None]) -> AbstractContextManager[None]:
-    """Have ``on_answer`` called when the answer to a request made inside begins."""
-    return _Set(_on_answer, on_answer)
-
-
-def answer_begun() -> None:
-    """For transports: the head of an answer is here, its body may follow."""
-    on_answer = _on_answer.get()
-    if on_answer is not None:
-        on_answer()
-
-
-def listening_for_pages(on_page: Callable[[int], None]) -> AbstractContextManager[None]:
-    """Have ``on_page`` called for each page of a listing, with its steps that need no request."""
-    return _Set(_on_page, on_page)
-
-
-def page_begun(entries: int, *, is_last: bool = False) -> None:
-    """For transports: a page of a listing is here.
-
-    Args:
-        entries: How many of its entries the listing will give.
-        is_last: Whether no other page is asked for after it.
-    """
-    answer_begun()
-    on_page = _on_page.get()
-    if on_page is not None:
-        on_page(entries + is_last)
-
-
-class _Set(AbstractContextManager[None], Generic[T]):
-    # Not by a token: a generator may be closed in another context than it was begun in.
-    __slots__ = ("_before", "_value", "_variable")
-
-    def __init__(self, variable: ContextVar[T], value: T) -> None:
-        self._variable = variable
-        self._value = value
-
-    def __enter__(self) -> None:
-        self._before = self._variable.get()
-        self._variable.set(self._value)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._variable.set(self._before)
-
-
 class RequestSlots:
     """One store's requests: how many are under way, and until when each of them may be.
 
     States: new, then bound to the loop of the first ``check_loop``, then closed for good by
-    ``close``. A request waits for a slot, is under way within its deadline, and gives the slot
-    back, however it ended. ``close`` ends those that are under way and those that wait, and
-    ``abandon`` ends only the former.
+    ``close``, which ends the requests that are under way and those that wait. ``abandon`` ends only
+    the former.
 
     Args:
         settings: ``max_concurrency`` slots, and the timeouts that a deadline is made of.
@@ -144,7 +90,7 @@ class RequestSlots:
         self._bytes_per_s = self.least_bytes_per_s
         # Connect, then the reply's head, then silence within the body: each may take its limit.
         self._budget_s = settings.connect_timeout_s + 2 * settings.read_timeout_s
-        self._slots = asyncio.Semaphore(settings.max_concurrency)
+        self._free = asyncio.Semaphore(settings.max_concurrency)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._under_way: set[asyncio.Timeout] = set()
 
@@ -160,46 +106,6 @@ class RequestSlots:
         if self.is_closed:
             raise RuntimeError("the store is closed")
         self._loop = loop
-
-    def take(self, what: str) -> AbstractAsyncContextManager[Extend]:
-        """Wait for a slot without a limit; what then happens has a deadline.
-
-        Yields:
-            Grants the time that a body of so many bytes may take, from the call on.
-
-        Raises:
-            UnavailableError: The store was closed meanwhile.
-            TimeoutError: The deadline has passed.
-        """
-        return _Taken(self, what)
-
-    async def begin(self, what: str) -> asyncio.Timeout:
-        """For ``take``: wait for a slot, and set a deadline.
-
-        Raises:
-            UnavailableError: As for take.
-        """
-        await self._slots.acquire()
-        try:
-            if self.is_closed:  # while this one waited
-                raise UnavailableError(f"{what}: the store was closed")
-            deadline = asyncio.timeout(self._limit_s(0))
-            await deadline.__aenter__()
-        except BaseException:
-            self._slots.release()
-            raise
-        self._under_way.add(deadline)
-        return deadline
-
-    def extend(self, deadline: asyncio.Timeout, nbytes: int) -> None:
-        """For ``take``: grant the time that so many bytes may take."""
-        if not self.is_closed:  # close() has set the last deadline there is
-            deadline.reschedule(asyncio.get_running_loop().time() + self._limit_s(nbytes))
-
-    def end(self, deadline: asyncio.Timeout) -> None:
-        """For ``take``: give the slot back."""
-        self._under_way.discard(deadline)
-        self._slots.release()
 
     def close(self) -> None:
         """End what is under way, and let nothing begin."""
@@ -221,18 +127,55 @@ class RequestSlots:
         return self._budget_s + nbytes / self._bytes_per_s
 
 
-class _Taken(AbstractAsyncContextManager[Extend]):
-    """See RequestSlots.take."""
+class RequestSlot(AbstractAsyncContextManager["RequestSlot"]):
+    """One request's hold on its store: it waits for a slot without a limit, then has a deadline.
 
-    __slots__ = ("_deadline", "_slots", "_what")
+    Raises:
+        UnavailableError: The store was closed meanwhile.
+        TimeoutError: The deadline has passed.
+    """
+
+    __slots__ = ("_deadline", "_slots", "what")
 
     def __init__(self, slots: RequestSlots, what: str) -> None:
         self._slots = slots
-        self._what = what
+        self.what = what
 
-    async def __aenter__(self) -> Extend:
-        deadline = self._deadline = await self._slots.begin(self._what)
-        return functools.partial(self._slots.extend, deadline)
+    async def __aenter__(self) -> Self:
+        slots = self._slots
+        await slots._free.acquire()
+        try:
+            if slots.is_closed:  # while this one waited
+                raise UnavailableError(f"{self.what}: the store was closed")
+            self._deadline = asyncio.timeout(slots._limit_s(0))
+            await self._deadline.__aenter__()
+        except BaseException:
+            slots._free.release()
+            raise
+        slots._under_way.add(self._deadline)
+        return self
+
+    def extend(self, nbytes: int) -> None:
+        """Grant the time that a body of so many bytes may take, from now on."""
+        slots = self._slots
+        if not slots.is_closed:  # close() has set the last deadline there is
+            self._deadline.reschedule(asyncio.get_running_loop().time() + slots._limit_s(nbytes))
+
+    def expect(self, nbytes: int | None, most: int) -> None:
+        """A body follows. It gets the time that it may take.
+
+        Args:
+            nbytes: Its announced length, None where none was announced.
+            most: A longer one is refused.
+
+        Raises:
+            CorruptEntryError: It is too long (reason ``size``).
+        """
+        if nbytes is not None and nbytes > most:
+            raise CorruptEntryError(
+                f"{self.what}: {nbytes} bytes, at most {most} expected", reason="size"
+            )
+        self.extend(most if nbytes is None else nbytes)
 
     async def __aexit__(
         self,
@@ -243,56 +186,8 @@ class _Taken(AbstractAsyncContextManager[Extend]):
         try:
             await self._deadline.__aexit__(kind, exc, traceback)
         finally:
-            self._slots.end(self._deadline)
-
-
-class Reply(Protocol):
-    """A GET's answer whose body has not been read.
-
-    Attributes:
-        nbytes: Announced length of the body, None where none was announced.
-        is_part: Whether it holds the range that was asked for, or the whole object.
-    """
-
-    nbytes: int | None
-    is_part: bool
-
-    async def read(self, max_bytes: int, what: str) -> Blob:
-        """The body; its announced length is within ``max_bytes``.
-
-        Raises:
-            CorruptEntryError: It ended before its announced length (reason ``length``), or it
-                went beyond what it may be (reason ``size``).
-        """
-        ...
-
-    def close(self) -> None:
-        """Give the connection back, or close it where the body was not read whole."""
-        ...
-
-
-async def read_body(reply: Reply, max_bytes: int, what: str, extend: Extend) -> Blob:
-    """The body of a GET; the reply is closed in any case.
-
-    Args:
-        reply: What the transport got.
-        max_bytes: A body that is announced as larger is refused unread.
-        what: Begins every message.
-        extend: Called with the length of the body, or the most that it may have.
-
-    Raises:
-        CorruptEntryError: See Reply.read, and reason ``size`` for one that is too large.
-    """
-    answer_begun()
-    try:
-        if reply.nbytes is not None and reply.nbytes > max_bytes:
-            raise CorruptEntryError(
-                f"{what}: {reply.nbytes} bytes, at most {max_bytes} expected", reason="size"
-            )
-        extend(max_bytes if reply.nbytes is None else reply.nbytes)
-        return await reply.read(max_bytes, what)
-    finally:
-        reply.close()
+            self._slots._under_way.discard(self._deadline)
+            self._slots._free.release()
 
 
 class Pace:

@@ -32,15 +32,11 @@ _HANGING_LOOKS = 4
 class ChainCredentials:
     """What signs all requests of one store, for one event loop.
 
-    States of the credentials:
-
-    - missing: the chain has given none yet. A request waits for a look.
-    - good: requests get them at once. A look beside the requests renews them now and then.
-    - expiring: their end is near. A request waits until the SDK's object has renewed them.
-
-    A request waits for a look no longer than ``patience_s``. A look that ended less than
-    ``look_every_s`` ago is not repeated: the request gets its error, or the credentials as they
-    are. One look is under way at a time. A refusal changes no state: see ``others``.
+    Its credentials are missing, good or expiring. Good ones are given at once, and a look beside
+    the requests renews them now and then; else a request waits for a look, no longer than
+    ``patience_s``. A look that ended less than ``look_every_s`` ago is not repeated: the request
+    gets its error, or the credentials as they are. One look is under way at a time. A refusal
+    changes no state: see ``others``.
 
     Of the SDK's own objects it needs ``get_frozen_credentials``, and ``refresh_needed`` where they
     expire; the former may take its time, in a thread.

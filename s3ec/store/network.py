@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment
 
 from botocore.httpsession import get_cert_path
@@ -85,7 +85,16 @@ def _covers(entry: str, host: str, port: int) -> bool:
 def _usable(name: str, value: str) -> Proxy:
     url = value if "://" in value else f"http://{value.lstrip('/')}"
     try:
-        is_usable = _is_usable(urlsplit(url))
+        parts = urlsplit(url)
+        is_usable = (
+            parts.scheme in _PORTS
+            and _HOST.fullmatch(parts.hostname or "") is not None
+            and parts.port != 0
+            # Such as half of a password with a `#`.
+            and not (parts.path.strip("/") + parts.query + parts.fragment)
+            # botocore cannot send others.
+            and unquote((parts.username or "") + (parts.password or "")).isascii()
+        )
     except ValueError:  # its text repeats what was given
         is_usable = False
     if not is_usable:
@@ -96,18 +105,6 @@ def _usable(name: str, value: str) -> Proxy:
             "there is no SOCKS. NO_PROXY names servers that need none"
         )
     return Proxy(url)
-
-
-def _is_usable(url: SplitResult) -> bool:
-    said = url.path.strip("/") + url.query + url.fragment  # such as half of a password with a `#`
-    credentials = unquote((url.username or "") + (url.password or ""))
-    return (
-        url.scheme in _PORTS
-        and _HOST.fullmatch(url.hostname or "") is not None
-        and url.port != 0
-        and not said
-        and credentials.isascii()  # botocore cannot send others
-    )
 
 
 def roots_for(settings: Settings, core: Any) -> str:

@@ -20,12 +20,13 @@ import atexit
 import os
 import time
 import weakref
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import obstore
 from obstore.store import MemoryStore
 
 from s3ec.errors import UnavailableError
+from s3ec.store.concurrency import RequestSlots
 
 T = TypeVar("T")
 _PAUSE_S = 0.005
@@ -49,16 +50,8 @@ class _Ref(weakref.ref[Any]):
     __eq__ = object.__eq__
 
 
-class User(Protocol):
-    """Something with requests of obstore under way."""
-
-    def abandon(self) -> None:
-        """End them soon; called from another thread."""
-        ...
-
-
 holding: set[_Ref] = set()
-_users: weakref.WeakSet[User] = weakref.WeakSet()
+_users: weakref.WeakSet[RequestSlots] = weakref.WeakSet()
 
 
 def obstacle() -> str:
@@ -72,8 +65,8 @@ def obstacle() -> str:
     return ""
 
 
-async def start(user: User) -> None:
-    """To be called before obstore's first request for a user.
+async def start(user: RequestSlots) -> None:
+    """To be called before obstore's first request for a store, whose slots these are.
 
     Waits for the answer of what starts the threads: one that came after the loop's end would
     print a traceback.
@@ -82,10 +75,9 @@ async def start(user: User) -> None:
         UnavailableError: There is an obstacle.
     """
     global _pid, _is_running  # noqa: PLW0603 -- obstore's runtime is one per process as well
+    if problem := obstacle():
+        raise UnavailableError(problem)
     if not _is_running:
-        problem = obstacle()
-        if problem:
-            raise UnavailableError(problem)
         _pid = os.getpid()
         atexit.register(_come_to_rest)
         _is_running = True

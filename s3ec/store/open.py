@@ -41,16 +41,16 @@ def open_store(settings: Settings, *, patient: bool = False) -> Store:
         ConfigError: Profile, region or CA file cannot be used, or the transport is not installed.
     """
     # The imports are here, because the SDK takes 0.3 s and not every command needs it.
-    transport = choose_transport(settings)
+    transport = choose_transport(settings).name
     if settings.url:
         from s3ec.store.url_store import UrlStore
 
         return UrlStore(settings)
-    if transport.name == "aioboto3":
+    if transport == "aioboto3":
         from s3ec.store.aioboto3_s3 import Aioboto3Store
 
         return Aioboto3Store(settings, patient=patient)
-    if transport.name == "botocore":
+    if transport == "botocore":
         from s3ec.store.botocore_s3 import BotocoreStore
 
         return BotocoreStore(settings, patient=patient)
@@ -76,10 +76,10 @@ def open_places(
     places = []
     for replica in settings.replicas:
         if replica.url is not None:
-            endpoint, opened = Endpoint.of(settings), _open_redis(settings, replica)
+            opened = _open_redis(settings, replica)
         else:
-            there = settings.at(replica)
-            endpoint, opened = Endpoint.shared(there), open_store(there)
+            opened = open_store(settings.at(replica))
+        endpoint = Endpoint(settings.max_concurrency)
         # Not hedged by itself: the next place is.
         store = resilient(opened, endpoint, counters, hedge=False)
         places.append(Place(replica.name, store, endpoint, counters, fill=replica.fill))
@@ -139,14 +139,10 @@ def choose_transport(settings: Settings) -> Transport:
     try:
         importlib.import_module("obstore.store")
     except ImportError as exc:
-        if settings.url:
+        field = "url" if settings.url else "transport"
+        if settings.url or settings.transport == "obstore":
             raise ConfigError(
-                f"`url` needs obstore ({exc}): pip install obstore", field="url"
-            ) from exc
-        if settings.transport == "obstore":
-            raise ConfigError(
-                f"`transport` = `obstore`: {exc}; pip install obstore, or set `auto`",
-                field="transport",
+                f"`{field}` needs obstore ({exc}): pip install obstore", field=field
             ) from exc
         return Transport("botocore", f"no obstore ({exc}); pip install obstore")
     if settings.url:

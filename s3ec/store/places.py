@@ -39,6 +39,7 @@ BAD_S = 3600.0
 """How long a place is not asked for an entry that came bad from it."""
 _MOST_NAMES = 100_000
 _SAMPLES, _FEWEST, _LATE = 128, 32, 0.95
+_LATE_AT_FIRST_S = 0.5  # while few times are known
 _served: ContextVar[set[Place] | None] = ContextVar("served", default=None)
 
 
@@ -130,7 +131,7 @@ class Place:
 
     def late_s(self) -> float:
         """An answer that takes longer than this is late: later than nineteen in twenty."""
-        return self._times.quantile(_LATE) or self.endpoint.breaker.slow_s / 2
+        return self._times.quantile(_LATE) or _LATE_AT_FIRST_S
 
     def took(self, seconds: float) -> None:
         """It delivered in so many seconds."""

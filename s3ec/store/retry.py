@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from s3ec.counters import Counters, RecentTimes
-from s3ec.errors import S3ECError, UnavailableError
+from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.runtime import jitter
 from s3ec.spans import note
 from s3ec.store.base import Blob, Store, Wrapper
@@ -69,7 +69,7 @@ class RetryStore(Wrapper):
         return await self._around(op, name, call)
 
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        if self._endpoint is not None and op != "list":  # whose entries are no requests
+        if self._endpoint is not None:
             self._endpoint.budget.pay_in()
         attempt = 1
         while True:
@@ -78,7 +78,7 @@ class RetryStore(Wrapper):
             except BreakerOpenError:
                 raise  # it will be open for longer than we would wait
             except UnavailableError as exc:
-                if op == "list" or attempt >= self._attempts:
+                if attempt >= self._attempts:
                     raise
                 delay_s = self._delay_s(attempt, exc)
                 if not self._may_repeat(delay_s):
@@ -87,6 +87,31 @@ class RetryStore(Wrapper):
                 self._counters.add("store.retries")
                 note("retries")
             await self._sleep(delay_s)
+
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        """As Store's; the names that may yet be deleted are asked for again, alone."""
+        left: dict[str, S3ECError] = {}
+        wanted = list(names)
+
+        async def ask() -> None:
+            nonlocal wanted
+            answer = await self._inner.delete_many(wanted)
+            for name in wanted:
+                left.pop(name, None)
+            left.update(answer)
+            reasons = [exc for exc in answer.values() if isinstance(exc, UnavailableError)]
+            wanted = [name for name, exc in answer.items() if exc in reasons]
+            if reasons:
+                raise reasons[0]
+
+        try:
+            await self._around("delete_many", "\n".join(names), ask)
+        except (UnavailableError, AccessError) as exc:
+            if not left:  # there was no answer about any of them
+                raise
+            if exc not in left.values():
+                left.update(dict.fromkeys(wanted, exc))
+        return left
 
     def _delay_s(self, attempt: int, exc: UnavailableError) -> float:
         drawn_s = self._uniform(0, _BASE_DELAY_S * 2 ** (attempt - 1))

@@ -17,26 +17,32 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import obstore
+from botocore.exceptions import ClientError
 from obstore import exceptions as obs
 from obstore.store import S3Store
 
 import s3ec
-from s3ec.errors import ConflictError, CutBodyError, UnavailableError
+from s3ec.errors import (
+    AccessError,
+    ConflictError,
+    CorruptEntryError,
+    CutBodyError,
+    UnavailableError,
+)
 from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
 from s3ec.store.base import Blob, content_type_of
-from s3ec.store.botocore_s3 import BotocoreStore, Form, RequestSlot
-from s3ec.store.concurrency import Reply
+from s3ec.store.botocore_s3 import BotocoreStore, Form, SdkSlot
+from s3ec.store.concurrency import RequestSlot
 from s3ec.store.network import certificates
 from s3ec.store.obstore_runtime import held
 from s3ec.store.s3_client import IDLE_S, Address, Way
-from s3ec.store.s3_errors import SDK_ERRORS, denied, error_of
+from s3ec.store.s3_errors import SDK_ERRORS, error_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -68,66 +74,62 @@ def http_options(settings: Settings) -> dict[str, Any]:
     }
 
 
-class ObstoreReply:
-    """What obstore's get returned.
+async def read_result(
+    result: Any, slot: RequestSlot, most: int, silence_s: float, *, is_part: bool
+) -> Blob:
+    """The body of what obstore's get returned.
 
     Args:
-        result: obstore's GetResult.
+        most: A longer one is refused unread.
         silence_s: After so long without a byte obstore gives up.
-        is_part: See Reply.
+        is_part: Whether a range was asked for.
+
+    Raises:
+        CorruptEntryError: As Store.get.
+        UnavailableError: obstore gave up.
     """
+    start, stop = result.range
+    expected = stop - start
+    slot.expect(expected, most)
+    begun_s = time.monotonic()
+    try:
+        if expected <= COLLECT_BYTES and not is_part:
+            # Collected in Rust; the view holds that memory, and nothing is copied here. Only of a
+            # whole object is `expected` what the connection goes by: a part can say one length for
+            # itself and another for the body.
+            body: Blob = memoryview(await held(result.bytes_async()))
+        else:
+            body = await _read_piecewise(result, expected)
+    except TimeoutError:  # a deadline of ours
+        raise
+    except OBSTORE_ERRORS:
+        if time.monotonic() - begun_s >= silence_s:
+            raise UnavailableError(f"{slot.what}: timed out") from None
+        raise CutBodyError(f"{slot.what}: the body ended before its {expected} bytes") from None
+    if len(body) != expected:
+        raise CutBodyError(f"{slot.what}: {len(body)} bytes where {expected} were announced")
+    return body
 
-    def __init__(self, result: Any, silence_s: float, *, is_part: bool) -> None:
-        start, stop = result.range
-        self.nbytes: int | None = stop - start
-        self.is_part = is_part
-        self._result = result
-        self._silence_s = silence_s
 
-    async def read(self, max_bytes: int, what: str) -> Blob:
-        expected = self.nbytes or 0
-        begun_s = time.monotonic()
-        try:
-            if expected <= COLLECT_BYTES and not self.is_part:
-                # Collected in Rust; the view holds that memory, and nothing is copied here.
-                # Only of a whole object is `expected` what the connection goes by: a part
-                # can say one length for itself and another for the body.
-                body: Blob = memoryview(await held(self._result.bytes_async()))
-            else:
-                body = await self._read_piecewise(expected)
-        except TimeoutError:  # a deadline of ours
-            raise
-        except OBSTORE_ERRORS:
-            if time.monotonic() - begun_s >= self._silence_s:
-                raise UnavailableError(f"{what}: timed out") from None
-            raise CutBodyError(f"{what}: the body ended before its {expected} bytes") from None
-        if len(body) != expected:
-            raise CutBodyError(f"{what}: {len(body)} bytes where {expected} were announced")
-        return body
-
-    async def _read_piecewise(self, expected: int) -> bytes:
-        """A body whose announced length may be a lie: little more is kept than it says."""
-        chunks: list[bytes] = []
-        nbytes = 0
-        # One byte more than an honest part has: that comes as one chunk, whose size says that it
-        # is the last. Nothing is joined, and nobody has to ask whether more comes.
-        wanted = min(expected + 1, _CHUNK_BYTES)
-        stream = self._result.stream(min_chunk_size=wanted)
-        with contextlib.suppress(StopAsyncIteration):
-            while nbytes <= expected:
-                chunk = await held(anext(stream))
-                chunks.append(chunk)
-                nbytes += len(chunk)
-                if len(chunk) < wanted:
-                    break
-        if len(chunks) == 1:
-            return bytes(chunks[0])
-        # In a thread, where joining lets go of the interpreter's lock.
-        return await asyncio.to_thread(b"".join, chunks)
-
-    def close(self) -> None:
-        # Dropping it gives the connection back, or closes it where the body was not read whole.
-        self._result = None
+async def _read_piecewise(result: Any, expected: int) -> bytes:
+    """A body whose announced length may be a lie: little more is kept than it says."""
+    chunks: list[bytes] = []
+    nbytes = 0
+    # One byte more than an honest part has: that comes as one chunk, whose size says that it is the
+    # last. Nothing is joined, and nobody has to ask whether more comes.
+    wanted = min(expected + 1, _CHUNK_BYTES)
+    stream = result.stream(min_chunk_size=wanted)
+    with contextlib.suppress(StopAsyncIteration):
+        while nbytes <= expected:
+            chunk = await held(anext(stream))
+            chunks.append(chunk)
+            nbytes += len(chunk)
+            if len(chunk) < wanted:
+                break
+    if len(chunks) == 1:
+        return bytes(chunks[0])
+    # In a thread, where joining lets go of the interpreter's lock.
+    return await asyncio.to_thread(b"".join, chunks)
 
 
 # Where nobody can listen.
@@ -137,51 +139,16 @@ OPINION_S = 1.0
 # What obstore cannot do is left to botocore for so long.
 _REST_S = 60.0
 _DENIED = (obs.PermissionDeniedError, obs.UnauthenticatedError)
-
-
-@dataclass(slots=True, eq=False)
-class _Client:
-    """A client of obstore, and with it a pool of connections.
-
-    Attributes:
-        answered: Kinds of requests that it has got an answer to.
-    """
-
-    store: S3Store
-    made_s: float
-    answered: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Opinion:
-    """What botocore was told where obstore had failed.
-
-    Attributes:
-        told_s: When.
-        error: What every request would be told: the SDK's error. None where it got an answer.
-    """
-
-    told_s: float
-    error: Exception | None
-
-    @property
-    def is_fresh(self) -> bool:
-        return time.monotonic() - self.told_s < OPINION_S
+_DENIAL = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
 
 
 class ObstoreStore(BotocoreStore):
     """The bucket of ``settings``; names are relative to its prefix. See base.Store.
 
     Limits, deadlines and errors are those of BotocoreStore. What obstore cannot do goes the SDK's
-    way: names with empty, ``.`` or ``..`` parts or control characters, and with a warning
-
-    - all of a bucket that is signed for otherwise, such as a directory bucket,
-    - all behind a proxy, and all that is signed with a session token for a server that is not
-      Amazon's, see _obstacle,
-    - all in a child that was forked after obstore had started its threads, and in a process that
-      is ending, see obstore_runtime,
-    - for a minute, each kind of request that obstore fails at and botocore does not: replies
-      without a length, a range not honoured, a certificate that is an authority's as well.
+    way: odd names, see _is_plain; with a warning, what _obstacle names; for a minute, all where
+    obstore fails twice at what botocore can do: replies without a length, a range not honoured, a
+    certificate that is an authority's as well.
 
     Where obstore fails and its error does not tell why, botocore makes the same request, one at a
     time. Its answer is the request's, and tells of the others that fail within a second:
@@ -189,16 +156,19 @@ class ObstoreStore(BotocoreStore):
     - It failed as well, or was refused for all: so did they, and botocore is not asked again. A
       store that fails or throttles gets one request a second more, and not twice as many.
     - It was answered: the connection was at fault, as one that was dropped while it was idle is.
-      They are repeated on connections of another client.
+      They are repeated on connections of another client. Until obstore gets an answer to such a
+      request, it is doubted, and rests after another failure.
     """
 
     def __init__(self, settings: Settings, *, patient: bool = False) -> None:
         super().__init__(settings, patient=patient)
         self._signed_by: Any = None
-        self._clients: dict[str, _Client] = {}
-        self._opinion = _Opinion(float("-inf"), None)
-        self._asking: asyncio.Future[None] | None = None
-        self._resting_until_s: dict[str, float] = {}
+        self._clients: dict[str, S3Store] = {}
+        self._asking = asyncio.Lock()
+        # What botocore was told last: an error that every request would get, None for an answer.
+        self._told_s, self._told = float("-inf"), cast(Exception | None, None)
+        self._doubts: set[str] = set()  # kinds of requests
+        self._resting_until_s = 0.0
         self._bucket_is_there = False
         self._warned: set[str] = set()
 
@@ -207,16 +177,12 @@ class ObstoreStore(BotocoreStore):
         # obstore closes a client's connections when nothing holds it any more.
         self._clients.clear()
 
-    def abandon(self) -> None:
-        """End the requests that are under way soon; for another thread, when the process ends."""
-        self._slots.abandon()
-
     async def _get_object(
-        self, slot: RequestSlot, key: str, wanted: range | None = None
-    ) -> Reply | None:
+        self, slot: SdkSlot, key: str, most: int, wanted: range | None = None
+    ) -> Blob | None:
         part: Any = {} if wanted is None else {"range": (wanted.start, wanted.stop)}
 
-        async def get(client: S3Store) -> Reply | None:
+        async def get(client: S3Store) -> Any:
             try:
                 result = await held(obstore.get_async(client, key, options=part))
             except FileNotFoundError:  # or there is no such bucket
@@ -224,18 +190,19 @@ class ObstoreStore(BotocoreStore):
                     raise
                 return None
             if result.meta["e_tag"] is None:  # a portal's page: no object is bad for that
-                raise UnavailableError(
-                    f"{self._what('GET', key)}: the answer is not an S3 server's"
-                )
-            silence_s = self._settings.read_timeout_s
-            return ObstoreReply(result, silence_s, is_part=wanted is not None)
+                raise UnavailableError(f"{slot.what}: the answer is not an S3 server's")
+            return result
 
         kind = "reads" if wanted is None else "reads of ranges"
-        sdk = functools.partial(super()._get_object, slot, key, wanted)
-        return await self._by_obstore(kind, key, self._what("GET", key), get, sdk)
+        sdk = functools.partial(super()._get_object, slot, key, most, wanted)
+        result = await self._by_obstore(slot, kind, key, get, sdk)
+        if result is None or isinstance(result, (bytes, memoryview)):  # by the SDK
+            return result
+        silence_s = self._settings.read_timeout_s
+        return await read_result(result, slot, most, silence_s, is_part=wanted is not None)
 
     async def _put_object(
-        self, slot: RequestSlot, key: str, body: Sequence[bytes | memoryview], form: Form
+        self, slot: SdkSlot, key: str, body: Sequence[bytes | memoryview], form: Form
     ) -> None:
         # obstore reads the pieces where they lie, but only as bytes.
         pieces = [memoryview(piece).cast("B") for piece in body]
@@ -253,13 +220,13 @@ class ObstoreStore(BotocoreStore):
         kind = "writes" + " without a checksum" * (not form.checksum)
         kind += " without a condition" * (not form.condition)
         sdk = functools.partial(super()._put_object, slot, key, body, form)
-        await self._by_obstore(kind, key, self._what("PUT", key), put, sdk, form)
+        await self._by_obstore(slot, kind, key, put, sdk, form)
 
     async def _by_obstore(
         self,
+        slot: SdkSlot,
         kind: str,
         key: str,
-        what: str,
         send: Callable[[S3Store], Awaitable[T]],
         ask_sdk: Callable[[], Awaitable[T]],
         form: Form | None = None,
@@ -272,12 +239,14 @@ class ObstoreStore(BotocoreStore):
             ask_sdk: Makes it by botocore.
             form: Of a write.
         """
-        client = await self._client_for(kind, key, what, form)
-        is_repeated = False
-        while client is not None:
+        what = slot.what
+        for _ in range(2):
+            client = await self._client_for(slot, kind, key, form)
+            if client is None:
+                break
             begun_s = time.monotonic()
             try:
-                result = await send(client.store)
+                result = await send(client)
             except TimeoutError:  # a deadline of ours
                 raise
             except OBSTORE_ERRORS as exc:
@@ -288,68 +257,67 @@ class ObstoreStore(BotocoreStore):
                 # Its own words went to stderr.
                 raise UnavailableError(f"{what}: obstore failed inside") from exc
             else:
-                client.answered.add(kind)
+                self._doubts.discard(kind)
                 self._bucket_is_there = True
                 return result
-            _believe(failure, what, is_write=form is not None)
-            is_answer = isinstance(failure, (*_DENIED, FileNotFoundError))
-            if not is_answer and time.monotonic() - begun_s >= self._settings.read_timeout_s:
+            if form is not None and isinstance(failure, obs.PreconditionError):
+                raise ConflictError(f"{what}: 412 PreconditionFailed")
+            if isinstance(failure, obs.AlreadyExistsError):
+                raise UnavailableError(f"{what}: 409 Conflict", status=409)
+            is_denied = isinstance(failure, _DENIED)
+            is_absent = isinstance(failure, FileNotFoundError)
+            is_generic = not is_denied and not is_absent
+            if is_generic and time.monotonic() - begun_s >= self._settings.read_timeout_s:
                 # Its time is over.
                 raise UnavailableError(f"{what}: timed out")
-            while True:
-                while self._asking is not None:
-                    await asyncio.wait({self._asking})
-                current = await self._client_for(kind, key, what, form)
-                if self._asking is None:
+            async with self._asking:
+                if self._is_resting:
                     break
-            opinion = self._opinion
-            if opinion.is_fresh:
-                if opinion.error is not None:
-                    raise opinion.error.with_traceback(None)
-                is_absent = isinstance(failure, FileNotFoundError)  # and by now that is known
-                if not is_repeated and (current is not client or is_absent):
-                    client, is_repeated = current, True
-                    continue
-            is_new = opinion.error is None and client.made_s > opinion.told_s > 0
-            if is_new and not is_answer and kind not in client.answered:
-                result = await ask_sdk()
-                self._rest(kind)
-                return result
-            if isinstance(failure, _DENIED) and opinion.is_fresh:
-                raise denied(what, "GetObject" if form is None else "PutObject")
-            return await self._second_opinion(client, what, ask_sdk, is_answer=is_answer)
+                if time.monotonic() - self._told_s < OPINION_S:
+                    if self._told is not None:
+                        raise self._told.with_traceback(None)
+                    if is_denied:
+                        raise ClientError(_DENIAL, "GetObject" if form is None else "PutObject")
+                    # By now it is known that there is a bucket.
+                    if is_absent or client not in self._clients.values():
+                        continue
+                return await self._second_opinion(slot, kind, ask_sdk, is_generic=is_generic)
         return await ask_sdk()
 
     async def _second_opinion(
-        self, client: _Client, what: str, ask_sdk: Callable[[], Awaitable[T]], *, is_answer: bool
+        self, slot: SdkSlot, kind: str, ask_sdk: Callable[[], Awaitable[T]], *, is_generic: bool
     ) -> T:
         """Have botocore make a request at which obstore failed, and note what it was told."""
-        asking = self._asking = asyncio.get_running_loop().create_future()
         try:
             result = await ask_sdk()
         except SDK_ERRORS as exc:
-            meaning = error_of(exc, what, self._region())
-            if isinstance(meaning, UnavailableError) or getattr(meaning, "is_general", False):
-                self._opinion = _Opinion(time.monotonic(), exc)
-            else:
-                self._answered(client, is_answer=True)  # it was this request that was refused
+            meaning = error_of(exc, slot.what, self._region())
+            is_for_all = isinstance(meaning, UnavailableError) or (
+                isinstance(meaning, AccessError) and meaning.is_general
+            )
+            self._note(exc if is_for_all else None)
             raise
-        else:
-            self._answered(client, is_answer=is_answer)
-            return result
-        finally:
-            self._asking = None
-            asking.set_result(None)
+        except CorruptEntryError:  # of which the body was read
+            self._note(None)
+            raise
+        self._note(None)
+        if is_generic:
+            if self._doubts:
+                self._rest(kind)
+            self._doubts.add(kind)
+            self._clients.clear()  # their connections are in doubt
+        return result
 
-    def _answered(self, client: _Client, *, is_answer: bool) -> None:
-        """Botocore got an answer where a client of obstore had none, or one without words."""
-        self._opinion = _Opinion(time.monotonic(), None)
-        self._bucket_is_there = True
-        if not is_answer:  # its connections are in doubt
-            self._clients = {p: one for p, one in self._clients.items() if one is not client}
+    def _note(self, told: Exception | None) -> None:
+        self._told_s, self._told = time.monotonic(), told
+        self._bucket_is_there |= told is None
+
+    @property
+    def _is_resting(self) -> bool:
+        return time.monotonic() < self._resting_until_s
 
     def _rest(self, kind: str) -> None:
-        self._resting_until_s[kind] = time.monotonic() + _REST_S
+        self._resting_until_s = time.monotonic() + _REST_S
         self._warn_once(f"obstore fails at {kind}, and botocore does not")
 
     def _warn_once(self, problem: str) -> None:
@@ -358,41 +326,33 @@ class ObstoreStore(BotocoreStore):
             log.warning("botocore does the work of obstore here: %s", problem)
 
     async def _client_for(
-        self, kind: str, key: str, what: str, form: Form | None
-    ) -> _Client | None:
-        """A client of obstore that signs with the SDK's credentials of this moment.
+        self, slot: SdkSlot, kind: str, key: str, form: Form | None
+    ) -> S3Store | None:
+        """A client of obstore that signs as the SDK would now; None where the SDK does the request.
 
         Renewed credentials get new clients, which happens about once an hour: it takes 5 to 15 ms
         and costs the open connections; a request under way keeps its own.
-
-        Args:
-            form: Of a write; None for a read.
-
-        Returns:
-            None where the request goes the SDK's way.
         """
-        opened = self._opened
-        if opened is None:
-            raise UnavailableError(f"{what}: the store was closed")
+        opened = slot.opened
         frozen = await opened.credentials.get_frozen_credentials()
         if problem := self._obstacle(opened.way, frozen):
             self._warn_once(problem)
             return None
-        if not _is_plain(key) or time.monotonic() < self._resting_until_s.get(kind, 0.0):
+        if self._is_resting or not _is_plain(key):
             return None
         if frozen != self._signed_by:
             self._signed_by = frozen
             self._clients.clear()
-        await obstore_runtime.start(self)
+            self._doubts.clear()  # it may have been refused for those before
+        await obstore_runtime.start(self._slots)
         purpose = "reads" if form is None else kind
         client = self._clients.get(purpose)
         if client is None:
             try:
-                client = _Client(self._new_client(form, opened.way, frozen), time.monotonic())
+                client = self._clients[purpose] = self._new_client(form, opened.way, frozen)
             except OBSTORE_ERRORS:  # such as a certificate that it cannot read
                 self._rest(kind)
                 return None
-            self._clients[purpose] = client
         return client
 
     def _obstacle(self, way: Way, frozen: Any) -> str:
@@ -472,14 +432,6 @@ class ObstoreStore(BotocoreStore):
             if self._settings.sse_kms_key_id:
                 options["sse_kms_key_id"] = self._settings.sse_kms_key_id
         return options
-
-
-def _believe(failure: Exception, what: str, *, is_write: bool) -> None:
-    """Raise what the type of an error of obstore tells for sure."""
-    if is_write and isinstance(failure, obs.PreconditionError):
-        raise ConflictError(f"{what}: 412 PreconditionFailed")
-    if isinstance(failure, obs.AlreadyExistsError):
-        raise UnavailableError(f"{what}: 409 Conflict", status=409)
 
 
 def _is_plain(key: str) -> bool:

@@ -69,11 +69,9 @@ ANSWER_BYTES = 8 * 2**20
 # it would never find it.
 codecs.lookup("idna")
 
-PIECE_BYTES = 256 * 1024
-"""What is read at a time of an answer that is not an object."""
-
+# What is read at a time of an answer that is not an object.
+_PIECE_BYTES = 256 * 1024
 _BODILESS = frozenset({204, 304})
-_of_thread = threading.local()
 
 
 class Exchange:
@@ -82,10 +80,9 @@ class Exchange:
     States:
 
     - idle: no thread works for it.
-    - running: a thread is in ``run``, for one of the operation's calls. ``uses`` and
-      ``is_done_with`` say which connection that thread has.
-    - aborted, by ``abort``, for good: a thread that is running gets an error from its socket, and
-      a later ``run`` fails at once. The connection is closed when no thread is running.
+    - running: a thread is in ``run``, with the connection that ``uses`` and ``is_done_with`` tell.
+    - aborted, for good: a thread that is running gets an error from its socket, and a later ``run``
+      fails at once. The connection is closed when no thread is running.
 
     Attributes:
         credentials: What signs the request, the SDK's tuple.
@@ -112,11 +109,11 @@ class Exchange:
             if self.is_aborted:
                 raise ConnectionClosedError(endpoint_url="", error="given up")
             self._is_running = True
-        _of_thread.exchange = self
+        before, _of_thread.exchange = _of_thread.exchange, self
         try:
             return function()
         finally:
-            _of_thread.exchange = None
+            _of_thread.exchange = before
             with self._lock:
                 self._is_running = False
                 self._close_aborted()
@@ -151,17 +148,26 @@ class Exchange:
                 self._connection = self._socket = None
 
 
+class _OfThread(threading.local):
+    """The exchange that a thread works for; where it has none, one that nobody ends."""
+
+    def __init__(self) -> None:
+        self.exchange = Exchange()
+
+
+_of_thread = _OfThread()
+
+
 class ThreadCredentials:
-    """What the SDK's client signs with: the credentials of the exchange that its thread makes."""
+    """What the SDK's client signs with: the credentials of its thread's exchange."""
 
     method = "s3ec"
 
     def get_frozen_credentials(self) -> Any:
-        """Access key, secret key and token, the SDK's tuple."""
         return _of_thread.exchange.credentials
 
     def get_deferred_property(self, name: str) -> Callable[[], None]:
-        """What the SDK asks for endpoints that are made of an account's id; S3 has none."""
+        """For endpoints that are made of an account's id; S3 has none."""
         return lambda: None
 
 
@@ -175,23 +181,20 @@ class _Connection:
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]
         self.idle_since_s = None
+        self._begin()
+
+    def request(self, *args: Any, **kwargs: Any) -> None:
+        if self.sock is not None:
+            self._begin()
+        super().request(*args, **kwargs)  # type: ignore[misc]
+
+    def _begin(self) -> None:
         # For sending; the answer is waited for with the limit for silence again. A body goes out
         # as long as its deadline lets it, which then shuts the socket down.
         self.sock.settimeout(None)
-        self._register()
-
-    def request(self, *args: Any, **kwargs: Any) -> None:
-        self.exchange = getattr(_of_thread, "exchange", None)
-        if self.sock is not None:
-            self.sock.settimeout(None)
-            self._register()
-        super().request(*args, **kwargs)  # type: ignore[misc]
-
-    def _register(self) -> None:
-        exchange = getattr(_of_thread, "exchange", None)
-        if exchange is not None:
-            exchange.is_reused = self.idle_since_s is not None
-            exchange.uses(self)
+        self.exchange = _of_thread.exchange
+        self.exchange.is_reused = self.idle_since_s is not None
+        self.exchange.uses(self)
 
 
 class _HttpConnection(_Connection, AWSHTTPConnection):  # type: ignore[misc]
@@ -211,10 +214,8 @@ class _Pool:
 
     def _get_conn(self, timeout: float | None = None) -> Any:
         conn = super()._get_conn(timeout)  # type: ignore[misc]
-        exchange = getattr(_of_thread, "exchange", None)
         if conn.idle_since_s is not None and (
-            time.monotonic() - conn.idle_since_s > IDLE_S
-            or (exchange is not None and exchange.wants_fresh)
+            time.monotonic() - conn.idle_since_s > IDLE_S or _of_thread.exchange.wants_fresh
         ):
             conn.close()  # and opened anew for the request
         return conn
@@ -236,21 +237,10 @@ class _HttpsPool(_Pool, AWSHTTPSConnectionPool):  # type: ignore[misc]
     ConnectionCls = _HttpsConnection
 
 
-class _Whole:
-    """The body of an answer that was read already."""
-
-    def __init__(self, body: bytes) -> None:
-        self._body = body
-
-    def stream(self) -> list[bytes]:
-        return [self._body]
-
-
 class BoundedSession(URLLib3Session):  # type: ignore[misc]
     """botocore's transport, with an end to every request and every answer."""
 
     def __init__(self, way: Way, settings: Settings) -> None:
-        """Make no connection yet."""
         super().__init__(
             verify=way.roots,
             proxies=way.proxies,
@@ -281,20 +271,24 @@ class BoundedSession(URLLib3Session):  # type: ignore[misc]
         if is_object and response.status_code < 300:
             return response
         has_body = request.method != "HEAD" and response.status_code not in _BODILESS
-        body = _read_answer(StreamingBody(response.raw, announced if has_body else None))
-        return AWSResponse(response.url, response.status_code, response.headers, _Whole(body))
+        # As botocore does where it reads the answer.
+        response._content = _read_answer(response.raw, announced if has_body else None)
+        return response
 
     def _send(self, request: Any) -> AWSResponse:
         """Send it, once more where it met a connection that had been dropped while it was idle."""
         try:
             return super().send(request)
         except (ConnectionClosedError, SSLError):
-            exchange = getattr(_of_thread, "exchange", None)
-            if exchange is None or exchange.is_aborted or not exchange.is_reused:
+            exchange = _of_thread.exchange
+            if exchange.is_aborted or not exchange.is_reused:
                 raise
             exchange.wants_fresh = True
             request.reset_stream()
-            return super().send(request)
+            try:
+                return super().send(request)
+            finally:
+                exchange.wants_fresh = False
 
 
 def read_piece(stream: StreamingBody, nbytes: int | None = None) -> bytes:
@@ -311,28 +305,23 @@ def read_piece(stream: StreamingBody, nbytes: int | None = None) -> bytes:
     return piece
 
 
-def _read_answer(stream: StreamingBody) -> bytes:
-    parts: list[bytes] = []
-    nbytes = 0
-    try:
-        while part := read_piece(stream, PIECE_BYTES):
-            parts.append(part)
-            nbytes += len(part)
-            if nbytes > ANSWER_BYTES:
+def _read_answer(raw: Any, announced: str | None) -> bytes:
+    body = bytearray()
+    with contextlib.closing(StreamingBody(raw, announced)) as stream:
+        while part := read_piece(stream, _PIECE_BYTES):
+            body += part
+            if len(body) > ANSWER_BYTES:
                 raise HTTPClientError(error=f"answered with more than {ANSWER_BYTES} bytes")
-    finally:
-        stream.close()
-    return b"".join(parts)
+    return bytes(body)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the SDK sends requests about the objects of one bucket.
+    """Where the SDK sends requests about the objects of one bucket, and what it signs them for.
 
     Attributes:
         url: Up to the slash before an object's key; the bucket stands in the host or in the path.
-        region: What is signed for.
-        service: What is signed for; ``s3`` for all but a few kinds of bucket.
+        service: ``s3`` for all but a few kinds of bucket.
     """
 
     url: str
@@ -372,14 +361,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The SDK's client, and what it works with.
-
-    Attributes:
-        client: The client.
-        credentials: What signs for it, and changes as they expire or are refused.
-        way: How its requests reach the server.
-        transport: What it sends with, where that is ours to close.
-    """
+    """The SDK's client, what signs for it, its way, and what it sends with where that is ours."""
 
     client: Any
     credentials: ChainCredentials
@@ -452,7 +434,7 @@ def open_client(settings: Settings, *, patient: bool = False) -> Opened:
         AccessError: Plain http to another machine that nobody has allowed.
     """
     core = new_session(settings)
-    core.get_component("credential_provider").providers.insert(0, _Provider())
+    core._credentials = ThreadCredentials()  # as set_credentials does
     client = _new_client(core, settings)
     way = _way_of(client, settings, core)
     transport = BoundedSession(way, settings)
@@ -497,7 +479,7 @@ def way_to(settings: Settings) -> Way:
 
 
 def _way_of(client: Any, settings: Settings, core: Any) -> Way:
-    """Ask a client of the SDK where it would send requests, and the environment how."""
+    """Where the SDK would send requests, and by the environment's word how."""
     address = address_of(client, settings.bucket)
     return Way(address, proxy_for(address.url), roots_for(settings, core))
 
@@ -567,7 +549,7 @@ def new_session(settings: Settings) -> Session:
 
 
 def configured(core: Any, settings: Settings) -> Any:
-    """A session of botocore or of aiobotocore, as the settings want it."""
+    """The session of either SDK, as the settings want it."""
     core.register_component("data_loader", _loader())
     core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=parse_time)
     if settings.profile is not None:
@@ -590,19 +572,15 @@ def parse_time(value: Any) -> datetime:
 
 def client_options(settings: Settings) -> dict[str, Any]:
     """What an S3 client is made with, beside its configuration."""
-    return {
-        "endpoint_url": settings.endpoint_url,
-        "region_name": settings.region,
-    }
+    return {"endpoint_url": settings.endpoint_url, "region_name": settings.region}
 
 
 def config_for(settings: Settings, core: Any) -> dict[str, Any]:
     """The configuration of each SDK's S3 client; ``core`` is its session."""
-    # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
-    # cost more than the transfer. Over HTTP the signature is all there is.
-    over_tls = not _endpoint_url(settings, core.get_scoped_config()).lower().startswith("http:")
     s3_options: dict[str, Any] = {"addressing_style": addressing_style(settings)}
-    if over_tls:
+    if not _endpoint_url(settings, core.get_scoped_config()).lower().startswith("http:"):
+        # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
+        # cost more than the transfer. Over HTTP the signature is all there is.
         s3_options["payload_signing_enabled"] = False
     return {
         **timeouts(settings),
@@ -643,16 +621,6 @@ def addressing_style(settings: Settings) -> str:
     if settings.path_style is None:
         return "auto"
     return "path" if settings.path_style else "virtual"
-
-
-class _Provider:
-    """What botocore calls a credential provider: the first one that loads something wins."""
-
-    METHOD = ThreadCredentials.method
-    CANONICAL_NAME = None
-
-    def load(self) -> ThreadCredentials:
-        return ThreadCredentials()
 
 
 def _drop_expect(params: dict[str, Any], **_: Any) -> None:

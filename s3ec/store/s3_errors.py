@@ -3,8 +3,7 @@
 
 Mapped on the HTTP status first, because HEAD replies carry no error code and servers spell
 codes differently. What obstore raises is no more than a type; where that does not do, botocore
-makes the same request, see s3.py. Checked against botocore 1.40 and 1.44, and aiobotocore 2.25. How
-long a server asks to be left alone is in the Retry-After header (RFC 9110, 10.2.3).
+makes the same request, see s3.py. Checked against botocore 1.40 and 1.44, and aiobotocore 2.25.
 """
 
 from __future__ import annotations
@@ -31,25 +30,14 @@ _LONGEST_S = 86400.0
 _NO_DATE = (ValueError, TypeError, AttributeError, IndexError, OverflowError, OSError)
 
 
-def retry_after_s(
-    headers: Mapping[str, str], *, clock: Callable[[], float] = time.time
-) -> float | None:
-    """Seconds, 0 to a day; None where the header is missing or says nothing that can be read.
-
-    A date is compared with the answer's own ``Date``, so that no clock need be right; with ours
-    where there is none.
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds for which a server asks to be left alone, 0 to a day; None where it does not.
 
     Args:
-        headers: Of the answer, names in lower case.
+        headers: Of the answer, names in lower case. A date in ``retry-after`` is not read.
     """
     said = headers.get("retry-after", "").strip()
-    if said.isascii() and said.isdigit():
-        return min(float(said[:9]), _LONGEST_S)
-    until_s = unix_s(said)
-    if until_s is None:
-        return None
-    now_s = unix_s(headers.get("date", ""))
-    return min(max(until_s - (clock() if now_s is None else now_s), 0.0), _LONGEST_S)
+    return min(float(said[:9]), _LONGEST_S) if said.isascii() and said.isdigit() else None
 
 
 def unix_s(text: Any) -> float | None:
@@ -69,52 +57,22 @@ SDK_ERRORS = (
 # What the SDK's parsers raise at an answer that no S3 server gives: no number, no date, or a field
 # is missing. So does what takes the answer apart after them.
 _UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RuntimeError)
-_OPERATIONS = frozenset(
-    {
-        "GetObject",
-        "PutObject",
-        "CopyObject",
-        "HeadObject",
-        "DeleteObject",
-        "DeleteObjects",
-        "ListObjectsV2",
-        "HeadBucket",
-    }
-)
+_OPERATIONS = frozenset({
+    "GetObject", "PutObject", "CopyObject", "HeadObject", "DeleteObject", "DeleteObjects",
+    "ListObjectsV2", "HeadBucket"
+})  # fmt: skip
 # Statuses that say "later"; those from 500 up do as well. The second set means "too much".
 _LATER = frozenset({408, 409, 420, 423, 425, 429, 499})
 _THROTTLES = frozenset({420, 429, 503})
 # "404" is how botocore spells a status without a code: a HEAD reply, or a page that is not XML.
 _ABSENT_CODES = frozenset({"NoSuchKey", "404", "NotFound"})
-# Said with 400 or 403 as well. "Too much":
-_THROTTLE_CODES = frozenset(
-    {
-        "BandwidthLimitExceeded",
-        "KMS.ThrottlingException",
-        "LimitExceededException",
-        "PriorRequestNotComplete",
-        "RequestLimitExceeded",
-        "RequestThrottled",
-        "RequestThrottledException",
-        "SlowDown",
-        "ThrottledException",
-        "Throttling",
-        "ThrottlingException",
-        "TooManyRequests",
-        "TooManyRequestsException",
-    }
-)
+# Codes that are said with 400 or 403 as well. "Too much":
+_THROTTLE_CODE = re.compile("Throttl|SlowDown|TooManyRequests|Limit.*Exceeded|PriorRequestNot")
 # "Later", or the fault lies in this transfer, not in the request:
-_LATER_CODES = _THROTTLE_CODES | {
-    "BadDigest",
-    "IncompleteBody",
-    "InternalError",
-    "RequestTimeout",
-    "ServiceUnavailable",
-    "XAmzContentChecksumMismatch",
-    "XAmzContentSHA256Mismatch",
-    "XMinioServerNotInitialized",
-}
+_LATER_CODES = frozenset({
+    "BadDigest", "IncompleteBody", "InternalError", "RequestTimeout", "ServiceUnavailable",
+    "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "XMinioServerNotInitialized"
+})  # fmt: skip
 # What the code of one object in an answer about many would have for a status by itself.
 _STATUS_OF_CODE = {
     "AccessDenied": 403,
@@ -126,29 +84,15 @@ _STATUS_OF_CODE = {
     "SlowDown": 503,
 }
 # Refusals that other credentials would end.
-_CREDENTIAL_CODES = frozenset(
-    {
-        "ExpiredToken",
-        "ExpiredTokenException",
-        "InvalidAccessKeyId",
-        "InvalidSecurity",
-        "InvalidToken",
-        "SignatureDoesNotMatch",
-        "TokenRefreshRequired",
-    }
-)
+_CREDENTIAL_CODES = frozenset({
+    "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidSecurity",
+    "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"
+})  # fmt: skip
 # Refusals of the one who asks, whatever is asked for; a status below 400 is one as well.
 _GENERAL_CODES = _CREDENTIAL_CODES | {
-    "404",
-    "407",
-    "AccountProblem",
-    "AllAccessDisabled",
-    "AuthorizationHeaderMalformed",
-    "NoSuchBucket",
-    "NotSignedUp",
-    "RequestExpired",
-    "RequestTimeTooSkewed",
-}
+    "404", "407", "AccountProblem", "AllAccessDisabled", "AuthorizationHeaderMalformed",
+    "NoSuchBucket", "NotSignedUp", "RequestExpired", "RequestTimeTooSkewed"
+}  # fmt: skip
 _NO_CREDENTIALS = (
     sdk.NoCredentialsError,
     sdk.PartialCredentialsError,
@@ -310,9 +254,7 @@ def error_of_key(entry: Any, what: str, region: str) -> S3ECError | None:
 def error_of(exc: Exception, what: str, region: str) -> S3ECError:
     """What an error of the SDK means for who asked; as ``boundary`` raises it."""
     if isinstance(exc, sdk.ClientError):
-        if exc.operation_name in _OPERATIONS:
-            return _from_answer(exc, what, region)
-        return _from_credential_service(exc, what)
+        return _from_answer(exc, what, region)
     if isinstance(exc, _NO_CREDENTIALS):
         return AccessError(
             f"{what}: no usable credentials ({exc}); {_CREDENTIALS_FIX}", code=type(exc).__name__
@@ -334,16 +276,26 @@ def error_of(exc: Exception, what: str, region: str) -> S3ECError:
 
 def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
     status, code = status_of(exc), code_of(exc)
+    # STS or SSO: a 404 or 412 of theirs says nothing about an object.
+    is_credential_service = exc.operation_name not in _OPERATIONS
+    if is_credential_service:
+        what = f"{what}: {exc.operation_name} for the credentials"
     message = one_line(exc.response.get("Error", {}).get("Message") or "")
     said = (
         f"{what}: {status}" + f" {code}" * (code != str(status)) + f" ({message})" * bool(message)
     )
-    if status == 412:
+    if status == 412 and not is_credential_service:
         return ConflictError(said)
-    if status == 501:
+    if status == 501 and not is_credential_service:
         return AccessError(f"{said}; {_FIXES['NotImplemented']}", code=code, is_general=False)
-    if status < 300 or _is_later(status) or code in _LATER_CODES:
-        return _unavailable(said, exc)
+    is_throttle = status in _THROTTLES or _THROTTLE_CODE.search(code) is not None
+    if status < 300 or status in _LATER or status >= 500 or is_throttle or code in _LATER_CODES:
+        headers = exc.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        wait_s = retry_after_s(headers)
+        return UnavailableError(said, status=status, retry_after_s=wait_s, is_throttle=is_throttle)
+    if is_credential_service:
+        fix = "correct the role, or the credentials that it needs"
+        return AccessError(f"{said}; {fix}", code=code)
     right = _right_region(exc.response)
     if right and right != region:
         return AccessError(f"{said}; the bucket is in region {right}, set `region`", code=code)
@@ -356,19 +308,6 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
         fix = f"allow this identity {_ACTIONS.get(exc.operation_name, 's3:ListBucket')}"
     return AccessError(
         f"{said}; {fix}" if fix else said, code=code, is_general=code in _GENERAL_CODES
-    )
-
-
-def denied(what: str, operation: str) -> AccessError:
-    """A refusal of which no more is known.
-
-    Args:
-        operation: The SDK's name of what was asked.
-    """
-    return AccessError(
-        f"{what}: refused; allow this identity {_ACTIONS[operation]}",
-        code="AccessDenied",
-        is_general=False,
     )
 
 
@@ -396,31 +335,6 @@ def _reason(exc: Exception) -> str:
     """What the operating system said, in brackets; empty where it did not."""
     first = _caused_by(exc, OSError)
     return f" ({first.strerror})" if first is not None and first.strerror else ""
-
-
-def _is_later(status: int) -> bool:
-    return status in _LATER or status >= 500
-
-
-def _unavailable(said: str, exc: sdk.ClientError) -> UnavailableError:
-    status = status_of(exc)
-    headers = exc.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    return UnavailableError(
-        said,
-        status=status,
-        retry_after_s=retry_after_s(headers),
-        is_throttle=status in _THROTTLES or code_of(exc) in _THROTTLE_CODES,
-    )
-
-
-def _from_credential_service(exc: sdk.ClientError, what: str) -> S3ECError:
-    """STS or SSO answered, not the bucket: a 404 or 412 of theirs says nothing about an object."""
-    status, code = status_of(exc), code_of(exc)
-    message = one_line(exc.response.get("Error", {}).get("Message") or "")
-    said = f"{what}: {exc.operation_name} for the credentials: {status} {code} ({message})"
-    if status == 429 or status >= 500 or code in _LATER_CODES:
-        return UnavailableError(said)
-    return AccessError(f"{said}; correct the role, or the credentials that it needs", code=code)
 
 
 def _skew(response: Any) -> str:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 from pydantic import ValidationError
 
+from s3ec.counters import Counters
 from s3ec.errors import ConfigError, UnavailableError
+from s3ec.runtime import call_within
 from s3ec.settings import Settings, parse_url
 from s3ec.store.botocore_s3 import BotocoreStore
+from s3ec.store.retry import RetryStore
 
 # An engine that has just streamed its weights from there waits no longer than that.
 _LONGEST_S = 5.0
-_PAUSE_S = 0.5
 
 
 def tags_below(url: str, *, allow_http: bool = False) -> list[tuple[str, int, str]]:
@@ -47,23 +48,19 @@ def tags_below(url: str, *, allow_http: bool = False) -> list[tuple[str, int, st
         )
     except (ValueError, ValidationError) as exc:
         raise ConfigError(f"{url} is no folder of a bucket") from exc
-    # On a thread of its own: the caller's may run a loop.
-    with ThreadPoolExecutor(1, thread_name_prefix="s3ec-tags") as pool:
-        return pool.submit(asyncio.run, _list(settings)).result()
+    try:
+        return call_within(_LONGEST_S, lambda: asyncio.run(_list(settings)))
+    except TimeoutError:
+        raise UnavailableError(f"{url}: no whole listing within {_LONGEST_S:.0f} s") from None
 
 
 async def _list(settings: Settings) -> list[tuple[str, int, str]]:
     store = BotocoreStore(settings, patient=True)
-    failure = UnavailableError(f"no whole listing within {_LONGEST_S:.0f} s")
+
+    async def every_tag() -> list[tuple[str, int, str]]:
+        return [one async for page in store.list_tags() for one in page]
+
     try:
-        async with asyncio.timeout(_LONGEST_S):
-            while True:
-                try:
-                    return [found async for found in store.list_tags()]
-                except UnavailableError as exc:
-                    failure = exc
-                await asyncio.sleep(_PAUSE_S)
-    except TimeoutError:
-        raise failure from None
+        return await RetryStore(store, Counters()).ask("tags", settings.prefix, every_tag)
     finally:
         await store.close()

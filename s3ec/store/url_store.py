@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
+import itertools
 import os
 import re
 import stat
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import obstore
@@ -37,16 +38,14 @@ from s3ec.store.base import (
     content_type_of,
     delete_each,
 )
-from s3ec.store.concurrency import Extend, RequestSlots, page_begun, read_body
+from s3ec.store.concurrency import RequestSlot, RequestSlots
 from s3ec.store.network import certificates
 from s3ec.store.obstore_runtime import held
-from s3ec.store.s3 import OBSTORE_ERRORS, ObstoreReply, http_options, is_panic
+from s3ec.store.s3 import OBSTORE_ERRORS, http_options, is_panic, read_result
 from s3ec.store.s3_errors import one_line
 
 # obstore's names for what it is still writing.
 _UNFINISHED = re.compile(r"#\d+$")
-
-
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG})
 
 
@@ -60,14 +59,7 @@ class UntoldError(UnavailableError):
 
 @contextlib.contextmanager
 def plain_errors(what: str) -> Iterator[None]:
-    """Let no error of obstore out of this block.
-
-    Args:
-        what: Begins every message, such as ``GET gs://bucket/name``.
-
-    Raises:
-        AbsentError, ConflictError, UnavailableError, AccessError: By the type of the error.
-    """
+    """Let no error of obstore out of this block; ``what`` begins every message."""
     try:
         yield
     except TimeoutError as exc:  # a deadline of ours
@@ -101,13 +93,13 @@ def _meaning(exc: Exception, what: str) -> S3ECError:
 
 
 class RealFolder:
-    """Looks at the names below ``root``. Every method touches the disk, one call per part.
+    """Looks at the names below ``root``. Every method touches the disk.
 
     It keeps out links that lie there, and what is no file: to open a pipe may take for ever.
     Somebody who may write to the folder can still make one between the look and the use.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: str) -> None:
         self._root = root
 
     def require(self, key: str) -> None:
@@ -119,17 +111,11 @@ class RealFolder:
             UnavailableError: The disk failed.
         """
         if _UNFINISHED.search(key):
-            raise AccessError(
-                "a file's name may not end with `#` and digits",
-                code="NameNotSupported",
-                is_general=False,
-            )
-        if self._leads_over_link(key.split("/"), {}):
-            raise AccessError(
-                "symbolic links are not followed", code="SymbolicLink", is_general=False
-            )
+            raise _refusal("a file's name may not end with `#` and digits", "NameNotSupported")
+        if not self.real([key]):
+            raise _refusal("symbolic links are not followed", "SymbolicLink")
         try:
-            mode = (self._root / key).lstat().st_mode
+            mode = os.lstat(f"{self._root}/{key}").st_mode
         except FileNotFoundError:
             return
         except NotADirectoryError as exc:
@@ -137,7 +123,7 @@ class RealFolder:
         except OSError as exc:
             raise _of_the_disk(exc) from exc
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise AccessError("it is no file", code="NoFile", is_general=False)
+            raise _refusal("it is no file", "NoFile")
 
     def why_not_written(self, nbytes: int) -> S3ECError | None:
         """What kept obstore from writing so many bytes; None where that cannot be seen."""
@@ -151,55 +137,37 @@ class RealFolder:
 
     def real(self, keys: Iterable[str]) -> set[str]:
         """Those of some names that lead over no link."""
-        seen: dict[str, bool] = {}
-        return {key for key in keys if not self._leads_over_link(key.split("/"), seen)}
+        is_link = functools.cache(os.path.islink)
+
+        def is_real(key: str) -> bool:
+            above = itertools.accumulate(key.split("/"), "{}/{}".format, initial=self._root)
+            return not any(is_link(path) for path in itertools.islice(above, 1, None))
+
+        return {key for key in keys if is_real(key)}
 
     def with_files(self, folders: Sequence[str]) -> list[str]:
         """Those of some folders that hold a file at any depth, links aside."""
         return [
-            name
-            for name in folders
-            if not self._leads_over_link(name.split("/"), {}) and self._holds_file(name)
+            folder
+            for folder in folders
+            if self.real([folder])
+            and any(
+                not _UNFINISHED.search(name)
+                for _, _, files in os.walk(f"{self._root}/{folder}")
+                for name in files
+            )
         ]
 
-    def _holds_file(self, folder: str) -> bool:
-        for _, _, files in os.walk(self._root / folder):
-            if any(not _UNFINISHED.search(name) for name in files):
-                return True
-        return False
 
-    def _leads_over_link(self, parts: Sequence[str], seen: dict[str, bool]) -> bool:
-        """Whether the name or a folder above it is a link; ``seen`` remembers folders."""
-        for end in range(1, len(parts) + 1):
-            path = "/".join(parts[:end])
-            if path not in seen:
-                found = _is_link(self._root / path)
-                if end < len(parts):
-                    seen[path] = found
-                if found:
-                    return True
-            elif seen[path]:
-                return True
-        return False
+def _refusal(said: str, code: str) -> AccessError:
+    return AccessError(said, code=code, is_general=False)
 
 
 def _of_the_disk(exc: OSError) -> S3ECError:
     name = errno.errorcode.get(exc.errno or 0, str(exc.errno))
     if exc.errno not in _REFUSED:
         return UnavailableError(f"{name} ({exc.strerror})")
-    return AccessError(f"{name}; give this user the right to do that", code=name, is_general=False)
-
-
-def _is_link(path: Path) -> bool:
-    return stat.S_ISLNK(_mode(path))
-
-
-def _mode(path: Path) -> int:
-    """What is there by that very name; 0 where that cannot be told."""
-    try:
-        return path.lstat().st_mode
-    except OSError:  # not there, or not to be looked at: what then is done with it will tell
-        return 0
+    return _refusal(f"{name}; give this user the right to do that", name)
 
 
 # A page of a listing: 1000 entries of a name of up to 1 KiB each.
@@ -209,14 +177,9 @@ _PAGE_BYTES = 2**21
 class UrlStore:
     """The corpus that ``settings.url`` names; names are relative to its prefix. See base.Store.
 
-    May be made before a loop exists; no request goes out before the first call. At most
-    ``settings.max_concurrency`` are out at a time, each bounded as BotocoreStore's are. Names with
-    empty, ``.`` or ``..`` parts or control characters are refused, in a folder also those that
-    end with ``#`` and digits and those that lead over a symbolic link. The folder of a ``file``
-    URL must exist, as a bucket must.
-
-    Args:
-        settings: With a ``url``.
+    May be made before a loop exists. Requests are bounded as BotocoreStore's are. Names with empty,
+    ``.`` or ``..`` parts or control characters are refused, in a folder also those that RealFolder
+    refuses. The folder of a ``file`` URL must exist, as a bucket must.
 
     Attributes:
         page_size: Entries asked for per page of a listing.
@@ -232,7 +195,7 @@ class UrlStore:
         self._folder: RealFolder | None = None
         inside = self._corpus.prefix
         if self._corpus.scheme == "file":
-            self._folder, inside = RealFolder(Path(inside)), ""
+            self._folder, inside = RealFolder(inside), ""
         self._root = f"{inside}/" if inside else ""
         self._slots = RequestSlots(settings)
         self._silence_s = settings.read_timeout_s
@@ -244,21 +207,17 @@ class UrlStore:
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         key = self._key(name)
-        what = self._what("GET", key)
         with contextlib.suppress(AbsentError):
-            async with self._slot(what) as (client, extend):
-                reply = await self._get_object(client, key, what)
-                return await read_body(reply, max_bytes, what, extend)
+            async with self._slot("GET", key) as slot:
+                return await self._get_object(slot, key, max_bytes)
         return None
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         check_range(start, length)
         key = self._key(name)
-        what = self._what("GET", key)
         try:
-            async with self._slot(what) as (client, extend):
-                reply = await self._get_object(client, key, what, (start, start + length))
-                return await read_body(reply, length, what, extend)
+            async with self._slot("GET", key) as slot:
+                return await self._get_object(slot, key, length, (start, start + length))
         except AbsentError:
             return None
         except UntoldError:
@@ -270,19 +229,18 @@ class UrlStore:
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         key = self._key(name)
         pieces = [held(memoryview(piece).cast("B")) for piece in body]
-        what = self._what("PUT", key)
         # A folder keeps no attributes.
         about = None if self._folder else {"Content-Type": content_type_of(key)}
         nbytes = sum(piece.nbytes for piece in pieces)
         try:
-            async with self._slot(what) as (client, extend):
-                extend(nbytes)
-                await self._require(key, what)
-                await held(
-                    obstore.put_async(
-                        client, key, pieces, attributes=about, mode="create", use_multipart=False
-                    )
+            async with self._slot("PUT", key) as slot:
+                slot.extend(nbytes)
+                await self._require(slot, key)
+                client = self._client
+                put = obstore.put_async(
+                    client, key, pieces, attributes=about, mode="create", use_multipart=False
                 )
+                await held(put)
         except UntoldError:
             if self._folder is not None:
                 found = await asyncio.to_thread(self._folder.why_not_written, nbytes)
@@ -292,28 +250,25 @@ class UrlStore:
 
     async def head(self, name: str) -> ObjectInfo | None:
         key = self._key(name)
-        what = self._what("HEAD", key)
         with contextlib.suppress(AbsentError):
-            async with self._slot(what) as (client, _):
-                await self._require(key, what)
-                return self._info(await held(obstore.head_async(client, key)))
+            async with self._slot("HEAD", key) as slot:
+                await self._require(slot, key)
+                return self._info(await held(obstore.head_async(self._client, key)))
         return None
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         wanted = self._root + prefix
-        what = self._what("LIST", wanted)
         after = self._root + start_after if start_after else None
         # obstore matches whole parts of names only.
         above = wanted.rpartition("/")[0]
         pages: Any = None
         while True:
             try:
-                async with self._slot(what) as (client, extend):
-                    extend(_PAGE_BYTES)
-                    if pages is None:
-                        pages = obstore.list(
-                            client, above or None, offset=after, chunk_size=self.page_size
-                        )
+                async with self._slot("LIST", wanted) as slot:
+                    slot.extend(_PAGE_BYTES)
+                    pages = pages or obstore.list(
+                        self._client, above or None, offset=after, chunk_size=self.page_size
+                    )
                     try:
                         page = await held(anext(pages))
                     except StopAsyncIteration:
@@ -328,20 +283,17 @@ class UrlStore:
                     raise UnorderedListingError(str(exc)) from exc
                 await self._check_rights(exc)
                 raise
-            page_begun(len(found))
             for entry in found:
                 yield self._info(entry)
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
         check_folder_name(prefix)
         above = self._root + prefix
-        what = self._what("LIST", above)
+        folder = above.rstrip("/") or None
         try:
-            async with self._slot(what) as (client, extend):
-                extend(_PAGE_BYTES)
-                listed = await held(
-                    obstore.list_with_delimiter_async(client, above.rstrip("/") or None)
-                )
+            async with self._slot("LIST", above) as slot:
+                slot.extend(_PAGE_BYTES)
+                listed = await held(obstore.list_with_delimiter_async(self._client, folder))
         except UntoldError as exc:
             await self._check_rights(exc)
             raise
@@ -352,35 +304,27 @@ class UrlStore:
 
     async def delete(self, name: str) -> None:
         key = self._key(name)
-        what = self._what("DELETE", key)
         with contextlib.suppress(AbsentError):
-            async with self._slot(what) as (client, _):
-                await self._require(key, what)
-                await held(obstore.delete_async(client, key))
+            async with self._slot("DELETE", key) as slot:
+                await self._require(slot, key)
+                await held(obstore.delete_async(self._client, key))
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
         check_batch(names)
         keys = [self._key(name) for name in dict.fromkeys(names)]
         if self._folder is None and keys:
-            what = self._what("DELETE", f"{keys[0]} and {len(keys) - 1} more")
-            try:
-                async with self._slot(what) as (client, extend):
-                    extend(_PAGE_BYTES)
-                    await held(obstore.delete_async(client, keys))
-            except AccessError:  # of one of them, or one was absent: it does not say which
-                pass
-            else:
-                return {}
+            # One of them may be refused or absent, and it does not say which.
+            with contextlib.suppress(AccessError):
+                async with self._slot("DELETE", f"{keys[0]} and {len(keys) - 1} more") as slot:
+                    slot.extend(_PAGE_BYTES)
+                    await held(obstore.delete_async(self._client, keys))
+                    return {}
         return await delete_each(self, names)
 
     async def close(self) -> None:
         self._slots.close()
         # obstore closes a client's connections when nothing holds it any more.
         self._client = None
-
-    def abandon(self) -> None:
-        """End the requests that are under way soon; for another thread, when the process ends."""
-        self._slots.abandon()
 
     def _key(self, name: str) -> str:
         # obstore silently changes such names, "a/" into "a".
@@ -390,30 +334,21 @@ class UrlStore:
             )
         return self._root + name
 
-    def _what(self, verb: str, key: str) -> str:
-        return f"{verb} {self._corpus.scheme}://{self._corpus.bucket or self._corpus.prefix}/{key}"
-
     def _info(self, entry: Any) -> ObjectInfo:
         name = str(entry["path"])[len(self._root) :]
         return ObjectInfo(name, int(entry["size"]), entry["last_modified"].timestamp())
 
     @contextlib.asynccontextmanager
-    async def _slot(self, what: str) -> AsyncIterator[tuple[Any, Extend]]:
-        """obstore's client, one of the slots, a deadline and the error boundary of one request.
-
-        Yields:
-            The client, and what grants the time that a body of so many bytes may take.
-        """
+    async def _slot(self, verb: str, key: str) -> AsyncIterator[RequestSlot]:
+        """One of the slots, a deadline and the error boundary of one request."""
+        what = f"{verb} {self._corpus.scheme}://{self._corpus.bucket or self._corpus.prefix}/{key}"
         self._slots.check_loop()
-        problem = obstore_runtime.obstacle()
-        if problem:
-            raise UnavailableError(f"{what}: {problem}")
-        await obstore_runtime.start(self)
         with plain_errors(what):
-            async with self._slots.take(what) as extend:
+            await obstore_runtime.start(self._slots)
+            async with RequestSlot(self._slots, what) as slot:
                 if self._client is None:
                     self._client = await asyncio.to_thread(self._open_folder)
-                yield self._client, extend
+                yield slot
 
     def _open_folder(self) -> LocalStore:
         try:
@@ -434,21 +369,22 @@ class UrlStore:
                 await self.head(".s3ec")
             exc.args = (f"{exc}; if that stays, correct `url`",)
 
-    async def _require(self, key: str, what: str) -> None:
+    async def _require(self, slot: RequestSlot, key: str) -> None:
         if self._folder is not None:
             try:
                 await asyncio.to_thread(self._folder.require, key)
             except (AccessError, UnavailableError) as exc:
-                exc.args = (f"{what}: {exc}",)
+                exc.args = (f"{slot.what}: {exc}",)
                 raise
 
     async def _get_object(
-        self, client: Any, key: str, what: str, wanted: tuple[int, int] | None = None
-    ) -> ObstoreReply:
-        await self._require(key, what)
+        self, slot: RequestSlot, key: str, most: int, wanted: tuple[int, int] | None = None
+    ) -> Blob:
+        await self._require(slot, key)
         part: Any = {} if wanted is None else {"range": wanted}
-        result = await held(obstore.get_async(client, key, options=part))
-        return ObstoreReply(result, self._silence_s, is_part=wanted is not None)
+        result = await held(obstore.get_async(self._client, key, options=part))
+        is_part = wanted is not None
+        return await read_result(result, slot, most, self._silence_s, is_part=is_part)
 
 
 def cloud_client(settings: Settings) -> GCSStore | AzureStore:

@@ -151,7 +151,7 @@ from s3ec.store.endpoint import Endpoint
 from s3ec.store.open import resilient
 
 async def use(kind, settings):
-    endpoint, counters = Endpoint.of(settings), Counters()
+    endpoint, counters = Endpoint(settings.max_concurrency), Counters()
     store = resilient(kind(settings), endpoint, counters, hedge=False)
     await store.put_if_absent("a", [b"body"])
     gets = (store.get("a", max_bytes=10) for _ in range(16))

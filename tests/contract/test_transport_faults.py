@@ -268,6 +268,63 @@ async def test_a_store_that_fails_is_not_sent_twice_what_was_asked(
     assert {str(one).partition(": ")[2] for one in errors} == {"503 SlowDown (told to say so)"}
 
 
+THROTTLES = (
+    (400, "SlowDown"), (403, "SlowDown"), (400, "Throttling"), (403, "ThrottlingException"),
+    (400, "KMS.ThrottlingException"), (403, "RequestThrottled"), (400, "TooManyRequestsException"),
+    (403, "RequestLimitExceeded"), (400, "BandwidthLimitExceeded"),
+)  # fmt: skip
+
+
+@everywhere
+@pytest.mark.parametrize("operation", ["get", "get_range", "put", "list", "delete", "delete_many"])
+async def test_too_much_is_throttling_with_status_400_and_403_too(
+    operation: str, store: BotocoreStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "OPINION_S", 0.0)  # the answers differ from one moment to the next
+    for status, code in THROTTLES:
+        proxy.add(Rule(faults.s3_error(status, code)))
+        error = await _fails(OPERATIONS[operation](store), UnavailableError, f"{status} {code}")
+        assert isinstance(error, UnavailableError)
+        assert (error.status, error.is_throttle) == (status, True)
+        proxy.clear()
+
+
+NOT_THE_ENDPOINTS = {
+    "denied": faults.s3_error(403, "AccessDenied"),
+    "a name too long": faults.s3_error(400, "KeyTooLongError"),
+    "a key that cannot be used": faults.s3_error(400, "KMS.DisabledException"),
+    "not there": faults.s3_error(404, "NoSuchKey"),
+    "taken": faults.s3_error(412, "PreconditionFailed"),
+    "a race": faults.s3_error(409, "ConditionalRequestConflict"),
+    "not implemented": faults.s3_error(501, "NotImplemented"),
+}
+
+
+@everywhere
+async def test_the_breaker_opens_by_faults_of_the_endpoint_and_by_no_others(
+    store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    endpoint = Endpoint(16)
+    whole: Any = resilient(store, endpoint, Counters(), hedge=False)
+
+    async def ask(operation: str) -> None:
+        with contextlib.suppress(S3ECError):
+            await OPERATIONS[operation](whole)
+
+    for fault in NOT_THE_ENDPOINTS.values():
+        rule = proxy.add(Rule(fault))
+        for _ in range(4):
+            for operation in ("get", "put"):
+                await ask(operation)
+                assert not endpoint.breaker.is_open, fault
+        assert rule.fired >= 8
+        proxy.clear()
+    rule = proxy.add(Rule(faults.s3_error(503, "SlowDown")))
+    while not endpoint.breaker.is_open:
+        await ask("get")
+    assert rule.fired <= 12
+
+
 class Dribble:
     """The head of an answer, which never ends."""
 

@@ -15,7 +15,7 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.store import base
 from s3ec.store.base import VanishedError, get_in_parts, parts_as_they_come
-from s3ec.store.endpoint import BreakerOptions, BreakerStore, Budget, Endpoint
+from s3ec.store.endpoint import Budget, Endpoint
 from s3ec.store.retry import RetryStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -98,20 +98,6 @@ async def test_a_whole_failure_is_repeated_within_the_budget(bucket: Asked) -> N
     with pytest.raises(UnavailableError):
         await retrying(faults, spent).delete_many(NAMES)
     assert await retrying(faults).delete_many(NAMES) == {}
-
-
-async def test_names_that_are_throttled_count_for_the_endpoint(bucket: Asked) -> None:
-    def throttled(message: str) -> UnavailableError:
-        return UnavailableError(message, status=503, is_throttle=True, retry_after_s=2.0)
-
-    fault = Fault(op="delete_many", name="b", error=throttled, partial=True)
-    endpoint = Endpoint(8, BreakerOptions(threshold=2))
-    store = BreakerStore(FaultStore(bucket, Script([fault])), endpoint, Counters())
-    assert list(await store.delete_many(NAMES)) == ["b"]
-    assert not endpoint.breaker.is_open
-    assert list(await store.delete_many(NAMES)) == ["b"]
-    assert endpoint.breaker.is_open
-    assert endpoint.places.used == 0
 
 
 # -- ranges of one object ------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from s3ec.config import load_settings
 from s3ec.counters import Counters
 from s3ec.errors import (
     AccessError,
@@ -20,9 +18,7 @@ from s3ec.errors import (
     S3ECError,
     UnavailableError,
 )
-from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store
-from s3ec.store.concurrency import page_begun
 from s3ec.store.endpoint import (
     Breaker,
     BreakerOpenError,
@@ -35,7 +31,7 @@ from s3ec.store.endpoint import (
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
-from tests.support.waiting import reached, until
+from tests.support.waiting import reached
 from tests.unit.store.conftest import (
     OPERATIONS,
     PATIENCE_S,
@@ -53,7 +49,7 @@ def clock() -> Clock:
 @pytest.fixture
 def endpoint(clock: Clock) -> Endpoint:
     """One that waits, since silence is not counted by ``clock``."""
-    return Endpoint(100, BreakerOptions(slow_s=3600.0), clock=clock)
+    return Endpoint(100, BreakerOptions(silence_s=3600.0), clock=clock)
 
 
 @pytest.fixture
@@ -92,13 +88,7 @@ async def open_up(store: Store, script: Script, times: int = 3) -> None:
 
 def open_by_hand(breaker: Breaker) -> None:
     for _ in range(3):
-        breaker.failed(admitted(breaker), UnavailableError(""))
-
-
-def admitted(breaker: Breaker) -> Ticket:
-    ticket = breaker.admit()
-    assert ticket is not None
-    return ticket
+        breaker.failed(breaker.admit(), UnavailableError(""))
 
 
 # -- the breaker -------------------------------------------------------------------------------
@@ -276,27 +266,25 @@ def end_by_hand(breaker: Breaker, ticket: Ticket, end: BaseException) -> None:
     if isinstance(end, (UnavailableError, AccessError)):
         breaker.failed(ticket, end)
     elif isinstance(end, S3ECError):
-        breaker.succeeded(ticket)
+        breaker.succeeded()
     else:
         breaker.abandoned(ticket)
 
 
 @pytest.mark.parametrize("end", PROBE_ENDS.values(), ids=PROBE_ENDS)
-@pytest.mark.parametrize("is_slow", [False, True], ids=["in time", "late"])
 def test_a_probe_that_ended_in_any_way_lets_a_later_one_out(
-    breaker: Breaker, clock: Clock, is_slow: bool, end: BaseException
+    breaker: Breaker, clock: Clock, end: BaseException
 ) -> None:
     open_by_hand(breaker)
     assert breaker.is_open
     clock.now_s += 1
-    probe = admitted(breaker)
-    assert breaker.admit() is None
-    if is_slow:
-        clock.now_s += 1.5
-        breaker.silent(probe)
+    probe = breaker.admit()
+    with pytest.raises(BreakerOpenError):
+        breaker.admit()
     end_by_hand(breaker, probe, end)
     clock.now_s += 100  # longer than any pause
-    breaker.succeeded(admitted(breaker))
+    breaker.admit()
+    breaker.succeeded()
     assert not breaker.is_open
 
 
@@ -351,11 +339,9 @@ async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() ->
     await reached(gate)
     waiting = [asyncio.create_task(store.head("a")) for _ in range(5)]
     await asyncio.sleep(0)
-    for _ in range(3):  # as requests of another thread's loop would
-        ticket = endpoint.breaker.admit()
-        assert ticket is not None
-        if endpoint.breaker.failed(ticket, UnavailableError("x")):
-            endpoint.places.wake_all()
+    for _ in range(3):
+        if endpoint.breaker.failed(endpoint.breaker.admit(), UnavailableError("x")):
+            endpoint.places.dismiss()
     async with asyncio.timeout(PATIENCE_S):
         for task in waiting:
             with pytest.raises(BreakerOpenError):
@@ -366,100 +352,60 @@ async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() ->
     assert endpoint.places.used == 0
 
 
-# -- listings --------------------------------------------------------------------------------------
-
-
-class Paged(MemoryStore):
-    """Lists pages of two, as a bucket does, and says so."""
-
-    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
-        found = [info async for info in super().list(prefix)]
-        for start in range(0, len(found), 2):
-            await asyncio.sleep(0)
-            page_begun(len(found[start : start + 2]), is_last=start + 2 >= len(found))
-            for info in found[start : start + 2]:
-                yield info
-
-
-async def paged(endpoint: Endpoint, names: str) -> AsyncIterator[ObjectInfo]:
-    inner = Paged()
-    for name in names:
-        await inner.put_if_absent(name, [b""])
-    return BreakerStore(inner, endpoint, Counters()).list("")
-
-
-async def test_entries_of_a_page_that_is_here_wait_for_no_place() -> None:
-    endpoint = Endpoint(1)
-    listing = await paged(endpoint, "abcd")
-    await anext(listing)
-    await endpoint.places.take()
-    async with asyncio.timeout(PATIENCE_S):
-        await anext(listing)
-    third = asyncio.ensure_future(anext(listing))
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert not third.done()  # another page is another request
-    endpoint.places.give_back()
-    await third
-    await endpoint.places.take()
-    async with asyncio.timeout(PATIENCE_S):
-        assert [info.name async for info in listing] == ["a"]
-
-
-async def test_entries_of_a_page_that_is_here_are_no_answers(clock: Clock) -> None:
-    endpoint = Endpoint(1, clock=clock)
-    breaker = endpoint.breaker
-    listing = await paged(endpoint, "abcd")
-    await anext(listing)
-    open_by_hand(breaker)
-    clock.now_s += 1000  # a probe is due
-    states = []
-    for _ in range(2):
-        await anext(listing)
-        states.append(breaker.is_open)
-    assert states == [True, False]  # the second one came with another page
-    open_by_hand(breaker)
-    clock.now_s += 1000
-    assert [info.name async for info in listing] == ["a"]
-    assert breaker.is_open
-
-
 # -- silence, and refusals that are about one request ----------------------------------------------
 
 
-async def test_one_read_without_an_answer_opens_it_where_nobody_else_got_one(
-    inner: FaultStore, script: Script, counters: Counters
-) -> None:
-    options = BreakerOptions(slow_s=0.02, max_pause_s=0.02, first_pause_s=0.02)
-    endpoint = Endpoint(100, options)
-    breaker, store = endpoint.breaker, guarded(inner, endpoint, counters)
-    gate = Gate()
-    script.faults = [Fault(op="get", gate=gate)]
-    hung = asyncio.create_task(store.get("a", max_bytes=10))
-    await reached(gate)
-    await until(lambda: breaker.is_open)
-    assert counters.get("store.slow_starts") == counters.get("breaker.opened") == 1
-    gate.release()
-    assert await hung is None
-    assert breaker.is_open  # that late an answer is no reason to ask for more
-    async with asyncio.timeout(PATIENCE_S):
-        while breaker.is_open:
-            with contextlib.suppress(UnavailableError):
-                await store.head("a")
-            await asyncio.sleep(0.005)
+def test_one_request_without_an_answer_opens_it_where_nobody_else_got_one(clock: Clock) -> None:
+    breaker = Breaker(BreakerOptions(silence_s=2.0), clock=clock)
+    quick = breaker.admit()
+    clock.now_s += 1.9
+    assert not breaker.failed(quick, UnavailableError("refused"))
+    breaker.succeeded()
+    clock.now_s += 10  # an answer of long ago says nothing
+    slow = breaker.admit()
+    clock.now_s += 2
+    assert breaker.failed(slow, UnavailableError("timed out"))
+    assert breaker.pause_s == 1
 
 
-def test_silence_while_others_are_answered_is_one_failure_among_others(
-    breaker: Breaker, clock: Clock
+def test_silence_while_others_are_answered_is_one_failure_among_others(clock: Clock) -> None:
+    breaker = Breaker(BreakerOptions(silence_s=1.0), clock=clock)
+    out = [breaker.admit() for _ in range(3)]
+    clock.now_s += 0.5
+    breaker.succeeded()
+    clock.now_s += 5
+    opened = [breaker.failed(slow, UnavailableError("timed out")) for slow in out]
+    assert opened == [False, False, True]
+
+
+FAULTS_OF_OTHERS: dict[str, Exception] = {
+    "a key that is denied": AccessError("x", code="AccessDenied", is_general=False),
+    "a feature that the server lacks": AccessError("x", code="NotImplemented", is_general=False),
+    "a writer that was faster": UnavailableError("x", status=409),
+    "a name that is taken": ConflictError("x"),
+    "a damaged body": corrupt("x"),
+    "a fault of ours": KeyError("x"),
+}
+
+
+@every_operation
+@pytest.mark.parametrize("what", FAULTS_OF_OTHERS)
+async def test_faults_that_are_not_the_endpoints_never_open_it(
+    store: BreakerStore,
+    breaker: Breaker,
+    script: Script,
+    counters: Counters,
+    clock: Clock,
+    operation: str,
+    what: str,
 ) -> None:
-    for number in range(3):
-        slow = admitted(breaker)
-        clock.now_s += 0.5
-        breaker.began()
-        clock.now_s += 0.6
-        assert breaker.silent(slow) == (number == 2)
-        breaker.abandoned(slow)
-    assert breaker.is_open
+    script.faults = [Fault(error=lambda _: FAULTS_OF_OTHERS[what])]
+    for _ in range(20):
+        clock.now_s += 10
+        with pytest.raises(type(FAULTS_OF_OTHERS[what])):
+            await OPERATIONS[operation](store)
+    assert not breaker.is_open
+    assert counters.get("breaker.opened") == 0
 
 
 def forbidden(message: str) -> AccessError:
@@ -478,17 +424,6 @@ async def test_refusals_of_single_keys_do_not_open_it_while_other_reads_succeed(
             with pytest.raises(AccessError):
                 await names(store)
         await store.get("there", max_bytes=10)
-    assert not breaker.is_open
-
-
-@every_operation
-async def test_refusals_of_single_requests_open_nothing(
-    store: BreakerStore, breaker: Breaker, script: Script, operation: str
-) -> None:
-    script.faults = [Fault(op=operation, error=forbidden)]
-    for _ in range(20):
-        with pytest.raises(AccessError):
-            await OPERATIONS[operation](store)
     assert not breaker.is_open
 
 
@@ -514,16 +449,6 @@ async def test_it_stays_open_for_as_long_as_the_server_asks(
         with pytest.raises(UnavailableError):
             await store.head("a")
     assert breaker.pause_s == 12
-
-
-def test_stores_of_one_place_share_its_health_and_others_do_not() -> None:
-    def settings(**changes: str) -> Settings:
-        return load_settings({"bucket": "corpus", **changes}).settings
-
-    one = Endpoint.shared(settings())
-    assert Endpoint.shared(settings(prefix="elsewhere")) is one
-    assert Endpoint.shared(settings(bucket="another")) is not one
-    assert Endpoint.shared(settings(endpoint_url="http://127.0.0.1:1")) is not one
 
 
 # -- the breaker and listings ------------------------------------------------------------------
@@ -629,7 +554,7 @@ class BreakerMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.clock = Clock(100.0)
         endpoint = Endpoint(
-            100, BreakerOptions(threshold=4, slow_s=3600.0, probe_s=1e9), clock=self.clock
+            100, BreakerOptions(threshold=4, silence_s=3600.0, probe_s=1e9), clock=self.clock
         )
         self.breaker = endpoint.breaker
         self.held = Held()
@@ -689,7 +614,7 @@ class BreakerMachine(RuleBasedStateMachine):
     @rule()
     def a_probe_is_due(self) -> None:
         while not self.breaker.is_open:
-            self.breaker.failed(admitted(self.breaker), UnavailableError("x"))
+            self.breaker.failed(self.breaker.admit(), UnavailableError("x"))
             self.points += 2
         self.clock.now_s += 40
 

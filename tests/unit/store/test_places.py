@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.identity import Layout
-from s3ec.store.endpoint import BreakerOptions, BreakerStore, Endpoint
+from s3ec.store.endpoint import BreakerStore, Endpoint
 from s3ec.store.places import BAD_S, LAG_S, AllPlaces, Place, PlacesStore, served_by
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, replace
 from s3ec.testing.memory_store import MemoryStore
@@ -34,8 +34,7 @@ class World:
         self.counters = Counters()
         self.scripts = [Script() for _ in range(3)]
         self.faulty = [FaultStore(MemoryStore(), script) for script in self.scripts]
-        options = BreakerOptions(slow_s=0.2)
-        self.endpoints = [Endpoint(16, options, clock=self.clock) for _ in range(3)]
+        self.endpoints = [Endpoint(16, clock=self.clock) for _ in range(3)]
         stores = [
             BreakerStore(store, endpoint, self.counters)
             for store, endpoint in zip(self.faulty, self.endpoints, strict=True)
@@ -187,7 +186,7 @@ async def test_a_late_place_is_raced_by_the_next_one(world: World) -> None:
     world.put(NAME, 0, 1, 2)
     gate = Gate()
     world.fault(0, Fault("get", gate=gate, times=1))
-    assert await world.get() == b"body"  # late by the breaker's measure, before any time is known
+    assert await world.get() == b"body"  # late, before any time is known
     assert world.counters.get("place.near.late") == 1
     assert world.endpoints[0].places.used == 0  # what lost gave back its place
 
@@ -198,7 +197,7 @@ async def test_all_late_requests_together_stay_within_the_budget(world: World) -
     world.fault(0, Fault("get", gate=gate))
     gets = [asyncio.ensure_future(world.get()) for _ in range(10)]
     await reached(gate)
-    done, waiting = await asyncio.wait(gets, timeout=0.5)
+    done, waiting = await asyncio.wait(gets, timeout=1.0)
     assert len(done) <= 2
     gate.release()
     assert await asyncio.gather(*waiting) == [b"body"] * len(waiting)

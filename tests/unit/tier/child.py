@@ -191,7 +191,6 @@ def fork(root: Path) -> None:
     from s3ec.config import load_settings
     from s3ec.identity import Namespace
     from s3ec.node import Node
-    from s3ec.store import endpoint
 
     given = {"bucket": "corpus", "cache_dir": str(root), "endpoint_url": "http://127.0.0.1:9"}
     settings, namespace = load_settings(given).settings, Namespace(NAMESPACE, {})
@@ -201,7 +200,7 @@ def fork(root: Path) -> None:
     assert isinstance(claim, Claim)
     ours, theirs = socket.socketpair()
     reader, _ = node.loop.run(_connect(ours), DEADLINE_S)
-    locked = _all_locked(node, Node._locks, endpoint._sharing)
+    locked = _all_locked(node, Node._locks)
     index = NodeFolder.of(node.tier.folders, NAMESPACE)
     making = index.try_claim("make")
     assert making is not None
