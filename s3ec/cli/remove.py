@@ -312,8 +312,7 @@ def _print_contents(namespace: str, contents: Contents) -> None:
     pairs: list[tuple[str, Any]] = [
         ("namespace", namespace),
         ("entries", f"{contents.entries:,} ({human_bytes(contents.entry_nbytes)})"),
-        ("index", f"{many(contents.index_files, 'object')} ({human_bytes(contents.index_nbytes)})"),
-        ("records", f"{contents.records:,}"),
+        ("in all", f"{many(contents.objects, 'object')} ({human_bytes(contents.nbytes)})"),
         ("last stored", f"{human_age(contents.idle_s(time.time()))} ago"),
     ]
     if contents.others:
