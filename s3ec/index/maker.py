@@ -339,7 +339,9 @@ async def rebuild(
     """
     clock = ServerClock()
     await clock.ask(store, layout)
-    ulid = Names().next(clock.now_s())
+    # Dates have whole seconds, so a listing that ended just before may have a later name.
+    listed = max((name.listed for name, _ in await list_snapshots(store, layout)), default=NEVER)
+    ulid = Names().next(clock.now_s(), at_least=listed)
     entries = 0
     with closing(Spill(folder)) as spill:
         async with aclosing(listing or list_objects(store, layout, report=report)) as batches:

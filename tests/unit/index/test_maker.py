@@ -295,6 +295,14 @@ async def test_half_a_listing_never_becomes_a_snapshot(
     assert corpus.index_names("snapshot") == []
 
 
+async def test_of_two_listings_within_a_second_the_later_one_counts(corpus: Corpus) -> None:
+    """The server's date has whole seconds, and each maker carries it on by itself."""
+    corpus.save("a", "b")
+    for _ in range(20):
+        first = (await rebuild(corpus.store, LAYOUT)).name
+        assert (await rebuild(corpus.store, LAYOUT)).name > first
+
+
 async def test_a_listing_in_no_order_is_good_where_it_is_whole(corpus: Corpus) -> None:
     """A set needs no order, and directory buckets give none; only what broke off cannot go on."""
 
