@@ -23,7 +23,7 @@ from s3ec.errors import (
     UnavailableError,
 )
 from s3ec.identity import Key, Layout
-from s3ec.index.reader import BAD_OBJECT_TTL_S, Index
+from s3ec.index.reader import BAD_OBJECT_TTL_S, ManifestIndex
 from s3ec.modality import ModalityRecords, Record
 from s3ec.runtime import LoopThread
 from s3ec.spans import Spans
@@ -134,7 +134,7 @@ class Sources:
     store: Store
     tier: Tier
     layout: Layout
-    index: Index
+    index: ManifestIndex
     records: ModalityRecords
     local: LocalKeys
     residents: Residents

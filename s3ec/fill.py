@@ -21,9 +21,8 @@ from s3ec.index.local import NodeFolder
 from s3ec.index.names import (
     SnapshotName,
     deltas_prefix,
-    first_ulid,
     snapshots_prefix,
-    window_start_s,
+    window_start,
 )
 from s3ec.index.reader import ManifestIndex
 from s3ec.runtime import LoopThread, contained, jitter
@@ -148,7 +147,7 @@ class Filler:
         """
         snapshot, ulids = index.files
         prefix = deltas_prefix(self._layout)
-        first = first_ulid(window_start_s(snapshot.ulid))
+        first = window_start(snapshot.ulid)
         near, modalities = self._place.store, self._layout.modalities
         there = {info.name async for info in near.list(prefix, start_after=prefix + first)}
         there |= {info.name async for info in near.list(modalities)}

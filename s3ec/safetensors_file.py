@@ -25,7 +25,7 @@ import re
 import stat
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -286,11 +286,14 @@ def encode_columns(
     return [encode_header({**metadata, "xxh3": running.hexdigest()}, tensors), *pieces]
 
 
-def parse_columns(whole: memoryview, *, kind: str, namespace: str, name: str) -> FileHeader:
+def parse_columns(
+    front: bytes | memoryview, nbytes: int, *, kind: str, namespace: str, name: str
+) -> FileHeader:
     """Read and check a header against the size of its file; allocates at most HEADER_LIMIT.
 
     Args:
-        whole: The file; of a mapped one only the header is read.
+        front: The file, of which only the header is read, or as much as parse_header needs.
+        nbytes: Size of the file.
         kind: What ``s3ec`` must say.
         namespace: Which one it must have been written for.
         name: What errors call the file.
@@ -299,7 +302,7 @@ def parse_columns(whole: memoryview, *, kind: str, namespace: str, name: str) ->
         CorruptEntryError: ``reason`` is ``version`` where the file is of another format.
     """
     try:
-        metadata, tensors, front = parse_header(whole, kind)
+        metadata, tensors, header = parse_header(front, kind)
     except CorruptEntryError as exc:
         raise CorruptEntryError(f"{name}: {exc}", reason=exc.reason) from exc
     if not CHECKSUM.fullmatch(metadata.get("xxh3", "")):
@@ -309,10 +312,10 @@ def parse_columns(whole: memoryview, *, kind: str, namespace: str, name: str) ->
             f"{name}: written for namespace {metadata.get('namespace')!r:.100}",
             reason="namespace",
         )
-    places, total = _places(tensors, len(front), name)
-    if whole.nbytes != total:
-        raise CorruptEntryError(f"{name}: {whole.nbytes} bytes, expected {total}", reason="length")
-    return FileHeader(metadata, places, len(front))
+    places, total = _places(tensors, len(header), name)
+    if nbytes != total:
+        raise CorruptEntryError(f"{name}: {nbytes} bytes, expected {total}", reason="length")
+    return FileHeader(metadata, places, len(header))
 
 
 def _places(
@@ -351,7 +354,7 @@ def _place(tensor: dict[str, Any], start: int) -> ColumnSpec:
 
 
 def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
-    """Map a whole file for reading; before Python 3.13 it keeps a descriptor.
+    """Map a whole file, and have it read ahead; before Python 3.13 it keeps a descriptor.
 
     Raises:
         CorruptEntryError: Not a regular file, or empty.
@@ -365,16 +368,10 @@ def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
                 f"{Path(path).name}: not a regular file, or empty", reason="length"
             )
         if sys.version_info >= (3, 13):
-            return mmap.mmap(fd, about.st_size, access=mmap.ACCESS_READ, trackfd=False)
-        return mmap.mmap(fd, about.st_size, access=mmap.ACCESS_READ)
+            whole = mmap.mmap(fd, about.st_size, access=mmap.ACCESS_READ, trackfd=False)
+        else:
+            whole = mmap.mmap(fd, about.st_size, access=mmap.ACCESS_READ)
+        whole.madvise(mmap.MADV_WILLNEED)  # a lookup must not wait for the disk
+        return whole
     finally:
         os.close(fd)
-
-
-def advise(whole: mmap.mmap, soon: Iterable[ColumnSpec]) -> None:
-    """Have some columns read ahead. Of the others only touched pages are read."""
-    whole.madvise(mmap.MADV_RANDOM)
-    for place in soon:
-        start = place.start // mmap.PAGESIZE * mmap.PAGESIZE
-        if place.nbytes:
-            whole.madvise(mmap.MADV_WILLNEED, start, place.start + place.nbytes - start)

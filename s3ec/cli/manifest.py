@@ -128,7 +128,8 @@ def verify(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption 
     """Compare the index with a listing of all objects; changes nothing.
 
     Exit status 1 where objects are missing in it, or where it holds what is not there. What is
-    stored or deleted meanwhile is not complained about.
+    stored or deleted meanwhile is not complained about. An entry that was deleted before is extra
+    until the next listing, such as that of `s3ec manifest rebuild`.
     """
     with counting("reading the index") as report, source.corpus() as corpus:
         namespace = choice.within(corpus)

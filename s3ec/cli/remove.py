@@ -239,8 +239,6 @@ def _contents(namespace: str, contents: Contents) -> dict[str, Any]:
     return {
         "namespace": namespace,
         "entry_count": contents.entries,
-        "index_file_count": contents.index_files,
-        "record_count": contents.records,
         "other_count": contents.others,
         "object_count": contents.objects,
         "bytes": contents.nbytes,

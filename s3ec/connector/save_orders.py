@@ -21,7 +21,7 @@ from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key
-from s3ec.index.reader import Index
+from s3ec.index.reader import ManifestIndex
 
 # A generation: 1 MiB. At 16 bits for each key, of which 4 are set, it takes 1 in 400 for one that
 # it holds, which is stored a little early.
@@ -149,7 +149,7 @@ class SaveOrders:
 
     def __init__(
         self,
-        index: Index,
+        index: ManifestIndex,
         placeholder_of: Callable[[Any], dict[str, Any] | None],
         clock: Callable[[], float],
         worth: SaveWorth | None,

@@ -43,7 +43,7 @@ from s3ec.connector.waiting import Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, KeyCache, KeyPolicy, ModalityScopes, without_key
-from s3ec.index.reader import Index
+from s3ec.index.reader import ManifestIndex
 from s3ec.prefetch import Prefetcher, Priority
 from s3ec.runtime import DiskWatch
 from s3ec.store.places import Health
@@ -93,7 +93,7 @@ class SchedulerHalf:
         self,
         role: Role,
         *,
-        index: Index,
+        index: ManifestIndex,
         local: LocalKeys,
         prefetcher: Prefetcher,
         residents: Residents,

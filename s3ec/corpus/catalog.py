@@ -259,6 +259,7 @@ class CatalogWriter:
         self._store = store
         self._layout = layout
         self._clock = ServerClock()
+        self._is_clock_set = False
         self._names = Names()
         self._own: set[str] = set()
 
@@ -279,7 +280,7 @@ class CatalogWriter:
                 be there or not, and may be appended again.
         """
         tables = [to_table(some) for some in in_parts(rows)]
-        if tables and not self._clock.is_set:
+        if tables and not self._is_clock_set:
             [about] = await read_namespaces(self._store, [self._layout.namespace])
             refuse_tenant("tenant" in about.descriptor)
         for table in tables:
@@ -367,8 +368,9 @@ class CatalogWriter:
 
     async def _next_name(self) -> str:
         """A name by the server's clock, later than all that were named so."""
-        if not self._clock.is_set:
+        if not self._is_clock_set:
             asked = await self._clock.ask(self._store, self._layout)
+            self._is_clock_set = True
             with suppress(UnavailableError, AccessError):  # whoever makes the index clears it away
                 await self._store.delete(asked)
         parts = await list_parts(self._store, self._layout)

@@ -22,7 +22,6 @@ from s3ec.identity import Key, Layout, make_key
 from s3ec.index.delete import delete_chosen, delete_entries, find_objects
 from s3ec.index.listing import list_objects
 from s3ec.index.local import NodeFolder
-from s3ec.index.maker import newest_rows
 from s3ec.index.names import ServerClock
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.tenant import Tenant
@@ -156,9 +155,7 @@ async def choose(
         names = await _made_by(store, choice, rules.made_by, headers, report)
         choice = Collection(rules, layout, now_s, names=names)
     found: list[tuple[Rank, int]] = []
-    expected = await newest_rows(store, layout)
-    listing = list_objects(store, layout, report=report, expected=expected)
-    async with aclosing(listing) as batches:
+    async with aclosing(list_objects(store, layout, report=report)) as batches:
         async for infos in batches:
             chosen = choice(infos)
             if rules.max_bytes is not None:

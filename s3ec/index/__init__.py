@@ -1,26 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys the corpus holds, answered from memory: a set that only grows, and listings.
 
-**In the bucket**, below ``NAMESPACE/manifest/v2/``::
-
-    delta/ULID            rows that one writer stored, named when its upload began
-    snapshot/ULID-LISTED  all rows, sorted; ULID: when its making began; LISTED: when the listing
-                          began that it descends from
-    claim/...             who makes a snapshot; an empty object with a date
-
-A row is a digest and a size. Nothing says "deleted": truth comes by listing. The newest snapshot
-is the one with the greatest (LISTED, ULID). A reader holds that one and the deltas whose name is
-not older than its ULID less 15 minutes. All names are made by the server's clock. ``docs/index.md``
-has the rules.
-
-**On the node's disk**, in the tier's folder of the namespace (``local.NodeFolder``)::
-
-    ULID-LISTED.rows      a snapshot, downloaded or made here; mapped by all engines of the node
-    ULID-LISTED.filter    its bloom filter, made by the child that downloaded or made it
-    overlay               rows of all deltas since, sorted, replaced as a whole by each refresh
-                          that brings news; its mtime says when the bucket was last asked
-    missing               digests that a GET or a deletion of this node found gone, appended
-    lock                  byte locks: one process at a time asks the bucket, or runs a child
+``docs/index-format.md`` has the files, in the bucket and on a node, and the rules.
 
 **A writer announces** through ``deltas.Announcer``: ``add(key, nbytes, done)`` after the object is
 stored, ``flush()``, ``close()``. It tells a 412 as well, unless ``ManifestIndex.is_announced``.

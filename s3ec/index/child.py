@@ -10,11 +10,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Literal, TypeAlias
+from typing import IO, Literal, TypeAlias
 
 from s3ec.counters import Counters
 from s3ec.errors import (
@@ -76,7 +76,7 @@ Raises UnavailableError, AccessError, CorruptEntryError or TierError as the work
 
 
 def in_child(settings: Settings) -> Jobs:
-    """Runs jobs in a child process, which ends with this one. The loop's thread stays free.
+    """Runs jobs in a child process, which ends with this one.
 
     Args:
         settings: With which the child opens the bucket.
@@ -85,17 +85,20 @@ def in_child(settings: Settings) -> Jobs:
     async def run(job: Job) -> str:
         # Settings go through a pipe, since everybody may read a command line.
         order = json.dumps({"job": asdict(job), "settings": settings.model_dump(mode="json")})
-        running = _Running()
+        with TemporaryFile("w+", errors="replace") as file:
+            child = _start(file)
+            try:
+                status = await asyncio.to_thread(_wait_for, child, order)
+            finally:
+                child.kill()  # where this was cancelled
+            file.seek(0)
+            said = file.read()
         try:
-            status, out, err = await asyncio.to_thread(running.run, order)
-        finally:
-            running.stop()  # where this was cancelled
-        try:
-            answer = json.loads(out.rpartition("\n")[2])  # what libraries print stands before it
+            answer = json.loads(said.rpartition("\n")[2])
         except ValueError:
             raise UnavailableError(
                 f"a child process that was to {job.kind} ended with {status}: "
-                f"{err[-_SAID_CHARACTERS:]}"
+                f"{said[-_SAID_CHARACTERS:]}"
             ) from None
         if "error" not in answer:
             return str(answer["snapshot"])
@@ -123,69 +126,43 @@ async def _work(job: Job, store: Store) -> str:
             raise CorruptEntryError(f"{job.snapshot!r:.100} is no snapshot", reason="header")
         await maker.fetch_snapshot(store, layout, node, name)
         return str(name)
-    if job.kind == "union":
-        made = await maker.make_union(store, layout, node)
-    else:
+    made = None
+    if job.kind == "listing":
         made = await maker.make_listing(store, layout, node, older_s=job.older_s)
+    if made is None:  # a listing whose snapshot was damaged is due here, and was made all the same
+        made = await maker.make_union(store, layout, node)
     return "" if made is None else str(made.name)
 
 
-class _Running:
-    """One child. ``run`` blocks until it has ended; ``stop`` ends it from another thread."""
+def _start(file: IO[str]) -> subprocess.Popen[str]:
+    """A child that writes what it says into a file. A millisecond; raises UnavailableError."""
+    command = [sys.executable, "-P", "-c", _PROGRAM]
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file, text=True)
+    except OSError as exc:
+        raise UnavailableError(f"cannot start a child process: {exc}") from exc
 
-    def __init__(self) -> None:
-        self._stopped = threading.Event()
-        self._child: subprocess.Popen[str] | None = None
 
-    def stop(self) -> None:
-        """Kill the child, also one that is just being started; fine after its end."""
-        self._stopped.set()
-        if self._child is not None:
-            self._child.kill()
+def _wait_for(child: subprocess.Popen[str], order: str) -> int:
+    """Give a child its order; returns its exit status. Raises UnavailableError where it hangs.
 
-    def run(self, order: str) -> tuple[int, str, str]:
-        """Give a child its order; returns its exit status, and what it wrote.
-
-        Its input stays open as long as this process lives: its end tells the child to end.
-
-        Raises:
-            UnavailableError: It cannot be started, or hangs.
-        """
-        with ExitStack() as files:
-            try:
-                said, errors = (
-                    files.enter_context(TemporaryFile("w+", errors="replace")) for _ in range(2)
-                )
-                child = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _PROGRAM],
-                    stdin=subprocess.PIPE,
-                    stdout=said,
-                    stderr=errors,
-                    text=True,
-                )
-            except OSError as exc:
-                raise UnavailableError(f"cannot start a child process: {exc}") from exc
-            self._child = child
-            if self._stopped.is_set():
-                child.kill()
-            with suppress(OSError):  # it says why, or ends without a word
-                if child.stdin is not None:
-                    child.stdin.write(f"{json.dumps(sys.path)}\n{order}\n")
-                    child.stdin.flush()
-            try:
-                status = child.wait(LONGEST_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(_LAST_S)
-                raise UnavailableError("a child process has not ended, and was killed") from None
-            finally:
-                with suppress(OSError):
-                    if child.stdin is not None:
-                        child.stdin.close()
-            said.seek(0)
-            errors.seek(0)
-            return status, said.read(), errors.read()
+    Its input stays open as long as this process lives: its end tells the child to end.
+    """
+    if child.stdin is None:
+        raise RuntimeError("a child process without an input")
+    with suppress(BrokenPipeError):  # it says why, or ends without a word
+        child.stdin.write(f"{json.dumps(sys.path)}\n{order}\n")
+        child.stdin.flush()
+    try:
+        return child.wait(LONGEST_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_LAST_S)
+        raise UnavailableError("a child process has not ended, and was killed") from None
+    finally:
+        with suppress(BrokenPipeError):
+            child.stdin.close()
 
 
 # -- in the child ----------------------------------------------------------------------------------
@@ -201,7 +178,7 @@ def main() -> None:
     except S3ECError as exc:
         answer = {"error": type(exc).__name__, "message": str(exc)}
         answer["reason"] = getattr(exc, "reason", "")
-    sys.stdout.write(json.dumps(answer))
+    sys.stdout.write(f"\n{json.dumps(answer)}")
     sys.stdout.flush()
     os._exit(0)  # without a wait for the store's threads
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,7 @@ from pathlib import Path
 from s3ec.counters import Report, unreported
 from s3ec.errors import ConflictError, S3ECError
 from s3ec.identity import Key, Layout
-from s3ec.index import listing as listing_module
 from s3ec.index.listing import (
-    FEW,
-    at_most,
     key_of_object,
     list_folders,
     list_objects,
@@ -29,7 +26,7 @@ from s3ec.index.listing import (
     listed,
 )
 from s3ec.index.local import NodeFolder
-from s3ec.index.maker import Made, listing_snapshot, newest_rows
+from s3ec.index.maker import Made, rebuild
 from s3ec.index.names import ServerClock
 from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
 from s3ec.store.concurrency import in_parallel
@@ -37,10 +34,6 @@ from s3ec.store.concurrency import in_parallel
 # Each takes a server half a second or more. S3 allows 3500 deletions a second below one prefix, and
 # what it refuses for that is sent again.
 _REQUESTS_AT_A_TIME = 10
-# Deleting is slower than listing page after page, which leaves more of the server to it.
-_PAGES_AHEAD = 16
-# From so many entries on, one listing of all objects is tried first.
-_MANY = 32
 
 
 async def delete_entries(
@@ -63,27 +56,42 @@ async def delete_entries(
         UnavailableError: The store does not answer now; some may be deleted.
         AccessError: It refuses.
     """
-    every = list(dict.fromkeys(keys))
+    every = {layout.object(key): key.digest for key in keys}
+
+    async def gone(names: Sequence[str]) -> None:
+        if node is not None:
+            await asyncio.to_thread(node.add_missing, [every[name] for name in names])
+
+    await _delete(store, list(every), gone, report)
+
+
+async def _nobody(names: Sequence[str]) -> None:
+    """For names that no engine asks for."""
+
+
+async def _delete(
+    store: Store,
+    names: Sequence[str],
+    gone: Callable[[Sequence[str]], Awaitable[None]] = _nobody,
+    report: Report = unreported,
+) -> None:
     done = 0
     errors: list[S3ECError] = []
 
     async def delete(start: int) -> None:
         nonlocal done
-        batch = {layout.object(key): key for key in every[start : start + DELETE_AT_A_TIME]}
-        left: dict[str, S3ECError] = {}
+        batch = names[start : start + DELETE_AT_A_TIME]
         try:
-            left = await store.delete_many(list(batch))
-            errors.extend(left.values())
+            left = await store.delete_many(batch)
         except S3ECError as exc:  # of the request as a whole: each may be there or not
-            errors.append(exc)
             left = dict.fromkeys(batch, exc)
-        gone = [key for name, key in batch.items() if name not in left]
-        if node is not None and gone:
-            await asyncio.to_thread(node.add_missing, [key.digest for key in gone])
-        done += len(gone)
-        report("deleting", done, len(every))
+        errors.extend(left.values())
+        deleted = [name for name in batch if name not in left]
+        await gone(deleted)
+        done += len(deleted)
+        report("deleting", done, len(names))
 
-    starts = range(0, len(every), DELETE_AT_A_TIME)
+    starts = range(0, len(names), DELETE_AT_A_TIME)
     await in_parallel(starts, delete, width=_REQUESTS_AT_A_TIME)
     if errors:
         raise errors[0]
@@ -105,43 +113,38 @@ async def delete_chosen(
         choose: Given some listed objects, says which of them go.
         deleted: Told of entries that are gone.
         node: This node's files, so that its engines are told.
-        folder: For temporary files, as of ``maker.listing_snapshot``.
+        folder: For temporary files, as of ``maker.rebuild``.
         report: Told how many objects were looked at.
 
     Raises:
         UnavailableError, AccessError: As delete_entries. No snapshot is written.
         TierError: The folder for temporary files is full.
     """
-    waiting: list[Key] = []  # what goes, until it fills the requests of a round
-    async with listing_snapshot(store, layout, folder=folder) as snapshot:
+    gone: list[bytes] = []
 
-        async def delete() -> None:
-            some = waiting[: DELETE_AT_A_TIME * _REQUESTS_AT_A_TIME]
-            del waiting[: len(some)]
-            await delete_entries(store, layout, some, node=node)
-            snapshot.deleted(some)
-            deleted(some)
+    async def delete(some: Sequence[Key]) -> None:
+        await delete_entries(store, layout, some, node=node)
+        gone.extend(key.digest for key in some)
+        deleted(some)
 
-        expected = await newest_rows(store, layout)
-        few = _PAGES_AHEAD * listing_module.FEW
-        listing = list_objects(store, layout, report=report, expected=expected, few=few)
-        async with aclosing(listing) as batches:
+    async def listing() -> AsyncGenerator[list[ObjectInfo], None]:
+        waiting: list[Key] = []  # what goes, until it fills the requests of a round
+        async with aclosing(list_objects(store, layout, report=report)) as batches:
             async for infos in batches:
-                await snapshot.add(infos)
+                yield infos
                 waiting += [key_of_object(layout, info.name) for info in choose(infos)]
                 if len(waiting) >= DELETE_AT_A_TIME * _REQUESTS_AT_A_TIME:
-                    await delete()
-        while waiting:
-            await delete()
-        return await snapshot.commit()
+                    await delete(waiting)
+                    waiting = []
+        await delete(waiting)
+
+    return await rebuild(store, layout, folder=folder, listing=listing(), gone=gone)
 
 
 async def find_objects(
     store: Store, layout: Layout, keys: Iterable[Key], *, report: Report = unreported
 ) -> dict[Key, ObjectInfo | None]:
-    """The object of each of some entries; None for one that is not there.
-
-    A request for each, 16 at a time; where many are asked for and few are there, one listing.
+    """The object of each of some entries, by a request for each; None for one that is not there.
 
     Args:
         report: Told how many were looked for.
@@ -151,11 +154,6 @@ async def find_objects(
         AccessError: It refuses.
     """
     wanted = list(dict.fromkeys(keys))
-    if len(wanted) > _MANY:
-        few = await at_most(store, layout.objects, FEW)
-        if few is not None:
-            there = {info.name: info for info in few}
-            return {key: there.get(layout.object(key)) for key in wanted}
     looked = itertools.count(1)
 
     async def find(key: Key) -> ObjectInfo | None:
@@ -171,30 +169,21 @@ class Contents:
     """What a namespace holds.
 
     Attributes:
-        entries: Objects below ``objects/``.
+        objects: How many objects there are in all.
+        nbytes: Their size.
+        entries: Those below ``objects/``.
         entry_nbytes: Their size.
-        index_files: Objects of the index.
-        index_nbytes: Their size.
-        records: ``namespace.json`` and what is below ``modality/`` and ``catalog/``.
         others: Objects that s3ec did not put there.
-        nbytes: Size of everything.
-        stored_s: When an entry or a record was last written, by the server's clock; 0 where it
-            does not say.
+        stored_s: When one was last written that is not of the index, by the server's clock; 0
+            where it does not say.
     """
 
+    objects: int = 0
+    nbytes: int = 0
     entries: int = 0
     entry_nbytes: int = 0
-    index_files: int = 0
-    index_nbytes: int = 0
-    records: int = 0
     others: int = 0
-    nbytes: int = 0
     stored_s: float = 0.0
-
-    @property
-    def objects(self) -> int:
-        """How many objects there are in all."""
-        return self.entries + self.index_files + self.records + self.others
 
     def idle_s(self, now_s: float) -> float | None:
         """Seconds since something was stored, None where the store does not say."""
@@ -205,20 +194,15 @@ class Contents:
 
         The index is no sign of life: deleting entries and merging what is known write there too.
         """
+        self.objects += 1
         self.nbytes += info.nbytes
         if info.name.startswith(layout.manifest):
-            self.index_files += 1
-            self.index_nbytes += info.nbytes
             return
         self.stored_s = max(self.stored_s, info.modified_s)
         if info.name.startswith(layout.objects):
             self.entries += 1
             self.entry_nbytes += info.nbytes
-        elif info.name == layout.descriptor or info.name.startswith(
-            (layout.modalities, layout.catalog)
-        ):
-            self.records += 1
-        else:
+        elif not info.name.startswith((layout.descriptor, layout.modalities, layout.catalog)):
             self.others += 1
 
 
@@ -233,32 +217,23 @@ async def survey(store: Store, layout: Layout, *, report: Report = unreported) -
         AccessError: It refuses.
     """
     contents = Contents()
-    expected: int | None = None
 
     async def prefixes() -> list[str]:
-        nonlocal expected
-        expected = await newest_rows(store, layout)
         folders = await list_folders(store, layout.everything)
         others = [folder for folder in folders if folder != layout.objects]
-        return [*others, *await list_folders(store, layout.objects)]
+        return [layout.descriptor, *others, *await list_folders(store, layout.objects)]
 
-    listing = list_side_by_side(store, layout.everything, prefixes)
-    has_descriptor = False
-    async with aclosing(listing) as batches:
+    async with aclosing(list_side_by_side(store, layout.everything, prefixes)) as batches:
         async for infos in batches:
             for info in infos:
-                has_descriptor = has_descriptor or info.name == layout.descriptor
-                # What lies in none of the folders does not count, however it is listed.
+                # Foreign objects beside the folders do not count, however they are listed.
                 above = info.name.rpartition("/")[0] + "/"
                 if info.name == layout.descriptor or above not in (
                     layout.everything,
                     layout.objects,
                 ):
                     contents.add(layout, info)
-            report("listing objects", contents.objects, expected)
-    # It lies in none of the folders, so a namespace that is read by folders leaves it out.
-    if not has_descriptor and (descriptor := await store.head(layout.descriptor)) is not None:
-        contents.add(layout, descriptor)
+            report("listing objects", contents.objects, None)
     return contents
 
 
@@ -291,31 +266,25 @@ async def remove_namespace(
             f"something was stored in {layout.namespace} {max(age_s, 0):.0f} s ago, so an engine "
             "may be writing there; stop it and wait, or give a lower `--idle`"
         )
-    waiting: list[str] = []  # until they fill a request
     done = 0
 
-    async def remove(prefix: str) -> None:
-        async for info in listed(store, prefix):
-            if info.name != layout.descriptor:
-                waiting.append(info.name)
-            if len(waiting) >= DELETE_AT_A_TIME:
-                await delete()
-
-    async def delete() -> None:
+    async def delete(names: list[str]) -> None:
         nonlocal done
-        names = waiting[:DELETE_AT_A_TIME]
-        del waiting[:DELETE_AT_A_TIME]
-        for error in (await store.delete_many(names)).values():
-            raise error
+        await _delete(store, names)
         done += len(names)
         report("deleting", done, max(done, contents.objects))
 
-    if contents.entries > FEW:  # side by side, then what is left
-        await in_parallel(await list_folders(store, layout.objects), remove)
-        await delete()
-    for prefix in (layout.objects, layout.everything):
-        await remove(prefix)
-        await delete()
+    entries = list_side_by_side(store, layout.objects, lambda: list_folders(store, layout.objects))
+    waiting: list[str] = []
+    async with aclosing(entries) as batches:
+        async for infos in batches:
+            waiting += [info.name for info in infos]
+            if len(waiting) >= DELETE_AT_A_TIME * _REQUESTS_AT_A_TIME:
+                await delete(waiting)
+                waiting = []
+    await delete(waiting)
+    rest = [info.name async for info in listed(store, layout.everything)]
+    await delete([name for name in rest if name != layout.descriptor])
     left = [info.name async for info in listed(store, layout.everything)]
     if left not in ([], [layout.descriptor]):
         raise ConflictError(

@@ -11,9 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -24,9 +22,11 @@ from s3ec.errors import (
     ConflictError,
     CorruptEntryError,
     CutBodyError,
+    S3ECError,
     UnavailableError,
 )
 from s3ec.identity import Key, Layout, is_ulid
+from s3ec.index.bloom import bloom, words_for
 from s3ec.index.names import (
     AHEAD_S,
     MARGIN_S,
@@ -38,20 +38,10 @@ from s3ec.index.names import (
     first_ulid,
     is_ahead,
     time_s,
-    window_start_s,
+    window_start,
     writer_of,
 )
-from s3ec.index.snapshot import (
-    Array,
-    Rows,
-    Segment,
-    checked_columns,
-    concat,
-    encode,
-    fences_of,
-    slot_bits,
-    sorted_order,
-)
+from s3ec.index.snapshot import Rows, Segment, columns_of, encode, merge
 from s3ec.runtime import Backoff, contained, jitter
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.concurrency import in_parallel
@@ -97,8 +87,7 @@ async def list_deltas(
         AccessError: It refuses.
     """
     prefix = deltas_prefix(layout)
-    since_s = max(window_start_s(snapshot.ulid), time_s(newest) - MARGIN_S - AHEAD_S)
-    first = first_ulid(since_s)
+    first = max(window_start(snapshot.ulid), first_ulid(time_s(newest) - MARGIN_S - AHEAD_S))
     found: dict[str, ObjectInfo] = {}
 
     async def collect(start_after: str) -> None:
@@ -123,20 +112,19 @@ async def list_deltas(
 
 async def read_deltas(
     store: Store, layout: Layout, ulids: Iterable[str]
-) -> dict[str, Rows | CorruptEntryError | UnavailableError | AccessError | None]:
+) -> dict[str, Rows | S3ECError | None]:
     """The rows of some deltas, in any order.
 
     Returns:
-        For each its rows, None where the bucket has it no more, or why there are none. One that
-        cannot be had keeps back no other.
+        For each its rows, None where the bucket has it no more, or the CorruptEntryError,
+        UnavailableError or AccessError for which there are none. One that cannot be had keeps back
+        no other.
     """
     wanted = list(ulids)
 
-    async def read(
-        ulid: str,
-    ) -> Rows | CorruptEntryError | UnavailableError | AccessError | None:
+    async def read(ulid: str) -> Rows | S3ECError | None:
         name = deltas_prefix(layout) + ulid
-        problem: CorruptEntryError | UnavailableError
+        problem: S3ECError
         for _ in range(2):  # what was damaged on its way is good the next time
             try:
                 body = await store.get(name, max_bytes=MAX_DELTA_BYTES)
@@ -162,55 +150,40 @@ def parse_delta(body: bytes | memoryview, layout: Layout, name: str) -> Rows:
 
 # -- a node's overlay ------------------------------------------------------------------------------
 
-KIND = "overlay-2"
-_FEW_ROWS = 2**14  # at a time, where numpy lets no other thread run: half a millisecond
-_COLUMNS = {
-    **dict.fromkeys(("digest_hi", "digest_lo"), "<u8"),
-    **dict.fromkeys(("nbytes", "named_s", "fences"), "<u4"),
-    **dict.fromkeys(("marks", "read"), "u1"),
-}
+KIND = "overlay-3"
 
 
 @dataclass(frozen=True, eq=False)
 class Overlay:
-    """The rows of all deltas that count for a snapshot. Immutable; any thread may look up.
+    """The rows of the deltas that were read for a snapshot. Immutable; any thread may look up.
 
     Attributes:
         snapshot: That one.
         segment: The rows, each digest once.
-        named_s: When the newest delta was named that has a row; uint32 seconds, shape (rows,).
-        marks: A bit for each value of the low bits of digests' first halves; most digests that
-            are not here find a 0. A power of two of bytes.
-        ulids: Of the deltas, in rising order, one behind the other.
+        words: Their filter, see ``bloom``.
+        read: ULIDs of the deltas, in rising order.
     """
 
     snapshot: SnapshotName
     segment: Segment
-    named_s: Array
-    marks: memoryview
-    ulids: str
+    words: memoryview[int]
+    read: Sequence[str]
 
     @classmethod
     def empty(cls, snapshot: SnapshotName) -> Overlay:
         """That of a snapshot of which no delta was read."""
-        rows = Rows.of([], [])
-        return cls(snapshot, Segment.of(rows), np.empty(0, "<u4"), memoryview(b"\0"), "")
-
-    @cached_property
-    def read(self) -> list[str]:
-        """ULIDs of the deltas, in rising order."""
-        width = len(NEVER)
-        return [self.ulids[at : at + width] for at in range(0, len(self.ulids), width)]
-
-    @cached_property
-    def fresh_rows(self) -> int:
-        """Rows that the snapshot does not hold for certain."""
-        return int(np.count_nonzero(self.named_s >= int(time_s(self.snapshot.ulid))))
+        words = memoryview(bytes(8)).cast("Q")
+        return cls(snapshot, Segment.of(Rows.of([], [])), words, ())
 
     @property
     def fresh_deltas(self) -> int:
-        """Deltas of these."""
+        """Deltas that are not older than the snapshot."""
         return len(self.read) - bisect_left(self.read, self.snapshot.ulid)
+
+    @property
+    def fresh_rows(self) -> int:
+        """About how many rows these have."""
+        return len(self.segment) * self.fresh_deltas // max(1, len(self.read))
 
     @property
     def writers(self) -> int:
@@ -220,48 +193,20 @@ class Overlay:
         first = first_ulid(time_s(self.read[-1]) - MARGIN_S)
         return len({writer_of(ulid) for ulid in self.read[bisect_left(self.read, first) :]})
 
-    def named(self, hi: int, lo: int) -> int:
-        """When the newest delta was named that has this digest, in seconds; -1 for none."""
-        row = self.segment.find(hi, lo)
-        return -1 if row < 0 else int(self.named_s[row])
-
-    def encode_with(
-        self, snapshot: SnapshotName, deltas: Mapping[str, Rows], namespace: str
-    ) -> list[bytes | memoryview]:
-        """The pieces of the file of the next overlay; 20 ms for 100,000 rows.
-
-        What does not count for its snapshot is left out.
+    def encode_with(self, deltas: Mapping[str, Rows], namespace: str) -> list[bytes | memoryview]:
+        """The pieces of the file of the next overlay of this snapshot; 20 ms for 100,000 rows.
 
         Args:
-            snapshot: The next overlay's.
             deltas: ULID to rows; none that is here already.
             namespace: Of all of them.
         """
-        start_s = window_start_s(snapshot.ulid)
-        first = first_ulid(start_s)
-        read = sorted(ulid for ulid in {*self.read, *deltas} if ulid >= first)
-        stay: Any = self.named_s >= start_s
-        if stay.all():
-            stay = slice(None)
-        parts, named = [self.segment.rows.select(stay)], [self.named_s[stay]]
-        for ulid, rows in deltas.items():
-            parts.append(rows)
-            named.append(np.full(len(rows), int(time_s(ulid)), "<u4"))
-        rows, named_s = _newest(concat(parts), np.concatenate(named))
+        rows = merge([self.segment.rows, *deltas.values()])
+        read = "".join(sorted((*self.read, *deltas)))
+        metadata = {"s3ec": KIND, "namespace": namespace, "of": str(self.snapshot)}
         columns = {
-            "digest_hi": rows.hi,
-            "digest_lo": rows.lo,
-            "nbytes": rows.nbytes,
-            "named_s": named_s,
-            "fences": fences_of(rows.hi, slot_bits(len(rows))),
-            "marks": _marks(rows.hi),
-            "read": np.frombuffer("".join(read).encode(), "u1"),
-        }
-        metadata = {
-            "s3ec": KIND,
-            "namespace": namespace,
-            "entries": str(len(rows)),
-            "of": str(snapshot),
+            "filter": np.concatenate(list(bloom(rows))),
+            **columns_of(rows),
+            "read": np.frombuffer(read.encode(), "u1"),
         }
         return safetensors_file.encode_columns(metadata, columns)
 
@@ -272,52 +217,16 @@ class Overlay:
         Raises:
             CorruptEntryError: It is damaged, or none of this namespace.
         """
-        whole, name = memoryview(blob), "overlay"
-        front = safetensors_file.parse_columns(whole, kind=KIND, namespace=namespace, name=name)
-        front.check_data(whole, name)
-        found = checked_columns(front, whole, _COLUMNS, name)
-        snapshot = SnapshotName.parse(front.metadata.get("of", ""))
-        marks, ulids = found["marks"], found["read"].tobytes().decode("ascii", "replace")
-        if (
-            snapshot is None
-            or len(found["named_s"]) != len(found["digest_hi"])
-            or len(ulids) % len(NEVER)
-            or len(marks) < 1
-            or len(marks) & (len(marks) - 1)
-        ):
+        more = {"filter": "<u8", "read": "u1"}
+        segment = Segment.parse(blob, namespace, name="overlay", kind=KIND, more=more)
+        segment.check_bytes()
+        words, text = segment.column("filter"), segment.column("read").tobytes().decode("latin-1")
+        width = len(NEVER)
+        read = [text[at : at + width] for at in range(0, len(text), width)]
+        snapshot = SnapshotName.parse(segment.metadata.get("of", ""))
+        if snapshot is None or len(words) != words_for(len(segment)) or not all(map(is_ulid, read)):
             raise CorruptEntryError("overlay: columns do not fit", reason="shape")
-        rows = Rows(found["digest_hi"], found["digest_lo"], found["nbytes"])
-        return cls(
-            snapshot,
-            Segment(rows, found["fences"], name=name, blob=whole),
-            found["named_s"],
-            marks.data,
-            ulids,
-        )
-
-
-def _newest(rows: Rows, named_s: Array) -> tuple[Rows, Array]:
-    """One row of each digest, with the latest time of all of its rows."""
-    if not len(rows):
-        return rows, named_s
-    order = sorted_order(rows.hi, rows.lo)
-    rows, named_s = rows.select(order), named_s.take(order)
-    begins = np.ones(len(rows), np.bool_)
-    begins[1:] = (rows.hi[1:] != rows.hi[:-1]) | (rows.lo[1:] != rows.lo[:-1])
-    if begins.all():
-        return rows, named_s
-    starts = np.flatnonzero(begins)
-    last = np.append(starts[1:], len(rows)) - 1
-    return rows.select(last), np.maximum.reduceat(named_s, starts)
-
-
-def _marks(hi: Array) -> Array:
-    """16 to 32 bits a digest; one in 20 that is not there finds a 1."""
-    bits = 8 << (2 * len(hi)).bit_length()
-    found = np.zeros(bits, np.bool_)
-    for start in range(0, len(hi), _FEW_ROWS):
-        found[hi[start : start + _FEW_ROWS] & np.uint64(bits - 1)] = True
-    return np.packbits(found, bitorder="little")
+        return cls(snapshot, segment, np.require(words, requirements="A").data, read)
 
 
 # -- announcing ------------------------------------------------------------------------------------
@@ -334,10 +243,9 @@ class _Item:
 class Announcer:
     """Collects what one process stored, and writes it until the bucket confirms it.
 
-    States of a key: waiting (after ``add``), sending (in the delta that is written), and then
-    confirmed or given up, which its callbacks are told once. A failed write stays in sending and
-    is tried again under a new name, without limit. It is given up by ``close``, by an error of
-    ours, and where too much waits.
+    A key waits from ``add`` on until a delta with its row is confirmed, or until it is given up;
+    then its callbacks are told once. A failed write is tried again under a new name, without limit.
+    A key is given up by ``close``, by an error of ours, and where too much waits.
 
     For the loop's thread only. The task runs while something waits.
 
@@ -370,8 +278,8 @@ class Announcer:
         self._newest = newest
         self._pause_s = pause_s
         self._waiting: dict[bytes, _Item] = {}
-        self._sending: dict[bytes, _Item] = {}
-        self._urgent = 0  # so many of those that wait are not held back
+        self._sending = 0  # so many of these, the first, are in the delta that is written
+        self._urgent = 0  # so many of the others are not held back
         self._hurry = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -384,7 +292,7 @@ class Announcer:
 
     def __len__(self) -> int:
         """How many keys wait for a confirmation."""
-        return len(self._sending.keys() | self._waiting.keys())
+        return len(self._waiting)
 
     def add(self, key: Key, nbytes: int, done: Callable[[bool], None]) -> None:
         """Announce one key soon; never waits.
@@ -394,8 +302,8 @@ class Announcer:
             done: Called once in the loop's thread: True when the bucket has confirmed the delta,
                 False when it was given up. Must not wait.
         """
-        waiting = self._waiting.get(key.digest)
-        if self._closed or (waiting is None and len(self._waiting) >= MAX_WAITING):
+        item = self._waiting.get(key.digest)
+        if self._closed or (item is None and len(self._waiting) >= MAX_WAITING):
             if not self._closed and not self._said_full:
                 self._said_full = True
                 log.error(
@@ -405,23 +313,23 @@ class Announcer:
                 )
             done(False)
             return
-        if waiting is None:
+        if item is None:
             self._waiting[key.digest] = _Item(nbytes, [done])
         else:
-            waiting.nbytes = nbytes or waiting.nbytes
-            waiting.done.append(done)
-        if len(self._waiting) >= BATCH_ROWS:
+            item.nbytes = nbytes or item.nbytes
+            item.done.append(done)
+        if not self._sending and len(self._waiting) >= BATCH_ROWS:
             self._hurry.set()
         self._start()
 
     def send_soon(self) -> None:
         """Send what waits now, without waiting out the pace or a pause after a failure."""
-        self._urgent = len(self._waiting)
+        self._urgent = len(self._waiting) - self._sending
         self._hurry.set()
 
     async def flush(self) -> None:
         """Return once all that waits now is confirmed or given up, however long that takes."""
-        items = [*self._sending.values(), *self._waiting.values()]
+        items = list(self._waiting.values())
         left = len(items)
         settled = asyncio.Event()
 
@@ -458,34 +366,36 @@ class Announcer:
                 self._start()
             return
         self._closed = True
-        left = [*self._sending.values(), *self._waiting.values()]
-        self._sending, self._waiting = {}, {}
-        _tell(left, confirmed=False)
+        self._settle(list(self._waiting), confirmed=False)
 
     async def _run(self) -> None:
         while self._waiting:
-            self._sending = await self._collect()
+            await self._wait_for_more()
+            batch = dict(islice(self._waiting.items(), BATCH_ROWS))
+            self._sending = len(batch)
+            self._urgent = max(0, self._urgent - len(batch))
+            self._sent_s = time.monotonic()
             confirmed = False
             # The other batches may do where this one fails.
-            with contained(self._counters, "announcing %d keys", len(self._sending)):
-                await self._put(self._sending)
+            with contained(self._counters, "announcing %d keys", len(batch)):
+                await self._put(batch)
                 confirmed = True
-            items, self._sending = list(self._sending.values()), {}
-            _tell(items, confirmed=confirmed)
+            self._settle(list(batch), confirmed=confirmed)
 
-    async def _collect(self) -> dict[bytes, _Item]:
-        """Wait for a batch, by the pace, and take it."""
+    def _settle(self, digests: list[bytes], *, confirmed: bool) -> None:
+        items = [self._waiting.pop(digest) for digest in digests]
+        self._sending = 0
+        for item in items:
+            for done in item.done:
+                done(confirmed)
+
+    async def _wait_for_more(self) -> None:
+        """Wait by the pace, until a batch is full, or until somebody hurries."""
         if not self._urgent and len(self._waiting) < BATCH_ROWS:
             self._hurry.clear()
             pace_s = max(self._pause_s, self._pause_s / PAUSE_S * self._writers())
             since_s = time.monotonic() - self._sent_s
             await _wait(self._hurry, max(self._pause_s, pace_s - since_s))
-        batch = dict(islice(self._waiting.items(), BATCH_ROWS))
-        for digest in batch:
-            del self._waiting[digest]
-        self._urgent = max(0, self._urgent - len(batch))
-        self._sent_s = time.monotonic()
-        return batch
 
     async def _put(self, batch: Mapping[bytes, _Item]) -> None:
         """Write one delta, until the bucket has it."""
@@ -516,13 +426,11 @@ class Announcer:
     async def _ask_clock(self) -> None:
         if self._until_ask > 0:
             return
-        try:
+        # One who may not read what it wrote goes by our own clock.
+        with suppress(AccessError):
             await self._clock.ask(self._store, self._layout)
-        except AccessError as exc:  # one who may not read what it wrote: by our own clock
-            log.debug("no look at the bucket's clock: %s", exc)
         self._until_ask = _ASK_CLOCK_EVERY
-        # Names by a clock that was ahead are not to be kept up with.
-        self._names = Names(of=self._names)
+        self._names = Names()  # those by a clock that was ahead are not to be kept up with
 
     def _failed(self, exc: UnavailableError | AccessError) -> None:
         self._counters.add("announce_failed")
@@ -538,15 +446,8 @@ class Announcer:
 def encode_delta(
     digests: Sequence[bytes], nbytes: Sequence[int], namespace: str
 ) -> list[bytes | memoryview]:
-    """The pieces of a delta; digests in any order, each once."""
-    rows = Rows.of(digests, nbytes)
-    return encode(rows.select(sorted_order(rows.hi, rows.lo)), namespace)
-
-
-def _tell(items: list[_Item], *, confirmed: bool) -> None:
-    for item in items:
-        for done in item.done:
-            done(confirmed)
+    """The pieces of a delta; digests in any order."""
+    return encode(merge([Rows.of(digests, nbytes)]), namespace)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

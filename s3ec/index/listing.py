@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 from s3ec.counters import Report, unreported
@@ -32,32 +32,25 @@ async def list_side_by_side(
     prefixes: Callable[[], Awaitable[Iterable[str]]],
     *,
     width: int = REQUESTS_AT_A_TIME,
-    few: int | None = None,
 ) -> AsyncGenerator[list[ObjectInfo], None]:
     """List objects, some at a time, in no order. To be closed.
 
-    What is found first comes after one request. Where there are more than FEW objects, the others
-    are listed by several requests at a time.
+    Where there are more than FEW objects, all are listed by several requests at a time.
 
     Args:
-        first: The prefix of all of them, which is listed page after page, up to FEW objects. None
-            to skip that.
-        prefixes: Finds prefixes that hold all of them; asked where there are more than FEW.
+        first: The prefix of all of them, to see whether they are few; None to skip that.
+        prefixes: Finds prefixes that hold all of them; asked where they are many.
         width: Prefixes that are listed at a time. Each waits until what it found is taken.
-        few: In place of FEW, for who is slower than a listing page after page.
 
     Raises:
         UnavailableError: The store does not answer now; part of the listing is missing.
         AccessError: Listing is refused.
     """
     found: asyncio.Queue[list[ObjectInfo]] = asyncio.Queue(1)
-    known: set[str] = set()  # what was listed before the prefixes
-    is_all = False  # that is all there is
-    most = FEW if few is None else few
 
-    async def hand_on(infos: AsyncIterator[ObjectInfo]) -> None:
+    async def read(prefix: str) -> None:
         batch: list[ObjectInfo] = []
-        async for info in infos:
+        async for info in listed(store, prefix):
             batch.append(info)
             if len(batch) == BATCH:
                 await found.put(batch)
@@ -65,23 +58,13 @@ async def list_side_by_side(
         if batch:
             await found.put(batch)
 
-    async def first_ones(prefix: str) -> AsyncIterator[ObjectInfo]:
-        nonlocal is_all
-        async for info in listed(store, prefix):
-            if len(known) == most:
-                return
-            known.add(info.name)
-            yield info
-        is_all = True
-
-    async def read(prefix: str) -> None:
-        await hand_on(info async for info in listed(store, prefix) if info.name not in known)
-
     async def read_all() -> None:
-        if first is not None:
-            await hand_on(first_ones(first))
-        if not is_all:
+        few = None if first is None else await at_most(store, first, FEW)
+        if few is None:
             await in_parallel(await prefixes(), read, width=width)
+            return
+        for start in range(0, len(few), BATCH):
+            await found.put(few[start : start + BATCH])
 
     reading = asyncio.create_task(read_all(), name="s3ec-list")
     taking: asyncio.Task[list[ObjectInfo]] | None = None
@@ -101,12 +84,7 @@ async def list_side_by_side(
 
 
 async def list_objects(
-    store: Store,
-    layout: Layout,
-    *,
-    report: Report = unreported,
-    expected: int | None = None,
-    few: int | None = None,
+    store: Store, layout: Layout, *, report: Report = unreported
 ) -> AsyncGenerator[list[ObjectInfo], None]:
     """List every entry. Objects that are empty or have no name of ours are left out.
 
@@ -114,11 +92,9 @@ async def list_objects(
 
     Args:
         report: Told how many were taken.
-        expected: How many there may be, for ``report``.
-        few: As for list_side_by_side.
     """
     objects, count = layout.objects, 0
-    listing = list_side_by_side(store, objects, lambda: leaf_folders(store, objects), few=few)
+    listing = list_side_by_side(store, objects, lambda: leaf_folders(store, objects))
     async with aclosing(listing) as batches:
         async for infos in batches:
             entries = [
@@ -129,8 +105,7 @@ async def list_objects(
             if entries:
                 yield entries
                 count += len(entries)
-                most = None if expected is None else max(expected, count)
-                report("listing objects", count, most)
+                report("listing objects", count, None)
 
 
 async def at_most(store: Store, prefix: str, most: int) -> list[ObjectInfo] | None:
@@ -170,12 +145,11 @@ async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
 
 async def leaf_folders(store: Store, objects: str) -> list[str]:
     """The folders that hold objects, by the first two digits of a hash, also those of adapters."""
-    top = await store.list_folders(objects)
-    adapters = [folder for folder in top if not _FAN_OUT.fullmatch(folder)]
-
-    nested = await in_parallel(adapters, lambda folder: list_folders(store, objects + folder))
-    direct = [objects + folder for folder in top if _FAN_OUT.fullmatch(folder)]
-    return [*direct, *(prefix for prefixes in nested for prefix in prefixes)]
+    top = await list_folders(store, objects)
+    found = [folder for folder in top if _FAN_OUT.fullmatch(folder.removeprefix(objects))]
+    adapters = [folder for folder in top if folder not in found]
+    nested = await in_parallel(adapters, lambda folder: list_folders(store, folder))
+    return found + [folder for folders in nested for folder in folders]
 
 
 async def list_folders(store: Store, prefix: str) -> list[str]:

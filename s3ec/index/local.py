@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from s3ec.errors import TierError
 from s3ec.index.names import SnapshotName
@@ -26,20 +26,6 @@ _TEMP = re.compile(r"[0-9a-f]{16}\.tmp")
 # Digest, and when it was found gone: seconds since the epoch, by this machine's clock.
 _MISSING = struct.Struct("<16sd")
 _MISSING_BYTES = 65_536 * _MISSING.size
-
-
-class FileId(NamedTuple):
-    """Tells a file from the one that replaced it.
-
-    Attributes:
-        inode: Of the file.
-        nbytes: Size.
-        modified_s: Seconds since the epoch.
-    """
-
-    inode: int
-    nbytes: int
-    modified_s: float
 
 
 def no_bound(nbytes: int) -> None:
@@ -107,13 +93,12 @@ class NodeFolder:
         """Where its filter lies; it is there before the rows are."""
         return self.path / f"{name}{FILTER}"
 
-    def find(self, name: str) -> FileId | None:
+    def find(self, name: str) -> os.stat_result | None:
         """A file of this folder; None where it is absent."""
         try:
-            found = os.lstat(self.path / name)
+            return os.lstat(self.path / name)
         except OSError:
             return None
-        return FileId(found.st_ino, found.st_size, found.st_mtime)
 
     @contextmanager
     def new_file(self, name: str, nbytes: int, *, synced: bool = True) -> Iterator[BinaryIO]:
@@ -210,17 +195,14 @@ class NodeFolder:
         """
         now_s = self.clock()
         body = b"".join(_MISSING.pack(digest, now_s) for digest in digests)
+        path = self.path / MISSING
         with suppress(OSError):
-            path = self.path / MISSING
-            with suppress(FileNotFoundError):
-                if os.lstat(path).st_size > _MISSING_BYTES:
-                    os.unlink(path)
+            found = self.find(MISSING)
+            if found is not None and found.st_size > _MISSING_BYTES:
+                path.unlink(missing_ok=True)
             flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(path, flags, 0o600)
-            try:
-                os.write(fd, body)  # one call: what several processes append is not mixed
-            finally:
-                os.close(fd)
+            with open(os.open(path, flags, 0o600), "ab", buffering=0) as file:
+                file.write(body)  # one call: what several processes append is not mixed
 
     def read_missing(self, inode: int, start: int) -> tuple[int, int, list[tuple[bytes, float]]]:
         """What was appended since the last call.

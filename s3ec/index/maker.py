@@ -10,19 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import mmap
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Sequence,
-)
-from contextlib import ExitStack, aclosing, asynccontextmanager, closing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, closing, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -34,11 +25,10 @@ from s3ec.errors import (
     AccessError,
     ConflictError,
     CorruptEntryError,
-    S3ECError,
     TierError,
     UnavailableError,
 )
-from s3ec.identity import Key, Layout, is_ulid
+from s3ec.identity import Layout, is_ulid
 from s3ec.index.bloom import write_bloom
 from s3ec.index.child import LISTING_EVERY_S, Job, Jobs
 from s3ec.index.deltas import list_deltas, read_deltas
@@ -59,15 +49,16 @@ from s3ec.index.names import (
 )
 from s3ec.index.reader import ManifestIndex
 from s3ec.index.snapshot import (
+    COLUMNS,
     KIND,
     MAX_BYTES,
     PARTS,
-    Array,
     Rows,
     Segment,
     Spill,
     anonymous_file,
     merge,
+    rows_in_header,
     without,
     write_rows,
 )
@@ -95,12 +86,8 @@ UNION_STALE_S, LISTING_STALE_S = 600.0, 7200.0
 YOUNG_S = 600.0
 """An object that is no older may still have to be announced."""
 LOOK_EVERY_S = 10.0
-_SPREAD_S = 30.0  # waited for at random: writers of other nodes see the same at the same time
-# After one was begun, whatever came of it: so long its claim is worth something, too.
-_RESTS_S = {"union": UNION_EVERY_S, "listing": LISTING_SOON_EVERY_S}
 _DELTAS_AT_A_TIME = 256
 _DOWNLOAD_PARTS = 2
-_FRESH_NAMES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +152,8 @@ async def fetch_snapshot(
         raise UnavailableError(f"snapshot {name} is gone")
     with node.new_file(f"{name}{ROWS}", info.nbytes) as file:
         segment = await _download(store, layout, info, file)
-        await asyncio.to_thread(_keep_filter, node, name, segment)
-
-
-def _keep_filter(node: NodeFolder, name: SnapshotName, segment: Segment) -> None:
-    with node.new_file(f"{name}{FILTER}", len(segment) * 2) as file:
-        parts = (segment.part(number) for number in range(PARTS))
-        write_bloom(file, len(segment), ((rows.hi, rows.lo) for rows in parts if len(rows)))
+        with node.new_file(f"{name}{FILTER}", 0) as filter_file:
+            await asyncio.to_thread(write_bloom, filter_file, segment.rows)
 
 
 async def _download(store: Store, layout: Layout, info: ObjectInfo, file: BinaryIO) -> Segment:
@@ -211,15 +193,10 @@ async def rows_in(store: Store, layout: Layout, info: ObjectInfo) -> int:
     front = await store.get_range(info.name, 0, 8 + safetensors_file.HEADER_LIMIT)
     if front is None:
         raise CorruptEntryError(f"{info.name} is gone", reason="length")
-    metadata, tensors, begin = safetensors_file.parse_header(front, KIND)
-    try:
-        end = max(int(tensor["data_offsets"][1]) for tensor in tensors.values())
-        rows = int(metadata["entries"])
-    except (KeyError, ValueError, TypeError, IndexError) as exc:
-        raise CorruptEntryError(f"{info.name}: {exc!r}", reason="header") from exc
-    if metadata.get("namespace") != layout.namespace or len(begin) + end != info.nbytes:
-        raise CorruptEntryError(f"{info.name}: of another size or namespace", reason="length")
-    return rows
+    header = safetensors_file.parse_columns(
+        front, info.nbytes, kind=KIND, namespace=layout.namespace, name=info.name
+    )
+    return rows_in_header(header, COLUMNS, info.name)
 
 
 async def newest_rows(store: Store, layout: Layout) -> int | None:
@@ -237,46 +214,11 @@ async def newest_rows(store: Store, layout: Layout) -> int | None:
 # -- writing one -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a snapshot is written: for the node, or into files without names.
-
-    Attributes:
-        node: Keeps it, with its filter; None for neither.
-        folder: For temporary files; None for the system's place.
-    """
-
-    node: NodeFolder | None
-    folder: Path | None
-
-    def write(
-        self, layout: Layout, name: SnapshotName, parts: Iterable[Rows], files: ExitStack
-    ) -> tuple[Segment, int]:
-        """Write rows part by part; files are named or freed when ``files`` ends. Blocking."""
-        if self.node is None:
-            rows_file = files.enter_context(anonymous_file(self.folder))
-
-            def keep(count: int, chunks: Iterable[tuple[Array, Array]]) -> None:
-                """Nobody looks up in it."""
-        else:
-            node = self.node
-            rows_file = files.enter_context(node.new_file(f"{name}{ROWS}", 0))
-
-            def keep(count: int, chunks: Iterable[tuple[Array, Array]]) -> None:
-                filter_file = files.enter_context(node.new_file(f"{name}{FILTER}", 0))
-                write_bloom(filter_file, count, chunks)
-
-        count = write_rows(rows_file, layout.namespace, parts, self.folder, keep)
-        return _mapped(rows_file, layout, str(name)), count
-
-
 def _parts(spill: Spill, base: Segment | None = None) -> Iterator[Rows]:
     """All rows of both, sorted, part by part; what was spilled wins."""
     for number in range(PARTS):
         rows = spill.part(number)
-        yield merge(rows if base is None else [base.part(number), *rows])
-        if base is not None:
-            base.forget_pages()
+        yield merge(rows if base is None else [base.rows.part(number), *rows])
 
 
 async def _write(
@@ -285,13 +227,26 @@ async def _write(
     clock: ServerClock,
     name: SnapshotName,
     parts: Iterable[Rows],
-    place: _Place,
+    *,
+    folder: Path | None,
+    node: NodeFolder | None,
 ) -> Made:
-    """Write a snapshot here, then to the bucket, then clear away what it replaces."""
+    """Write a snapshot here, then to the bucket, then clear away what it replaces.
+
+    Args:
+        folder: For temporary files; None for the system's place.
+        node: Keeps it, with its filter; None for neither.
+    """
     with ExitStack() as files:
-        segment, count = await asyncio.to_thread(place.write, layout, name, parts, files)
-        segment.forget_pages()
-        body = segment.blob()
+        rows_file = files.enter_context(
+            anonymous_file(folder) if node is None else node.new_file(f"{name}{ROWS}", 0)
+        )
+        await asyncio.to_thread(write_rows, rows_file, layout.namespace, parts, folder)
+        segment = _mapped(rows_file, layout, str(name))
+        count, body = len(segment), segment.blob
+        if node is not None:  # named before the rows are, since it leaves this block first
+            filter_file = files.enter_context(node.new_file(f"{name}{FILTER}", 0))
+            await asyncio.to_thread(write_bloom, filter_file, segment.rows)
         pieces = [body[at : at + PART_BYTES] for at in range(0, len(body), PART_BYTES)]
         with suppress(ConflictError):  # our own, its reply was lost
             await store.put_if_absent(snapshots_prefix(layout) + str(name), pieces)
@@ -315,23 +270,21 @@ async def clear(store: Store, layout: Layout, clock: ServerClock) -> int:
         AccessError: It refuses.
     """
     removed = 0
-    waiting: list[str] = []
-
-    async def delete() -> None:
-        nonlocal removed
-        for error in (await store.delete_many(waiting)).values():
-            raise error
-        removed += len(waiting)
-        waiting.clear()
-
     async with aclosing(_unneeded(store, layout, clock)) as names:
+        waiting: list[str] = []
         async for name in names:
             waiting.append(name)
             if len(waiting) == DELETE_AT_A_TIME:  # who may not would list all deltas for nothing
-                await delete()
-    if waiting:
-        await delete()
-    return removed
+                removed += await _delete(store, waiting)
+                waiting = []
+        return removed + await _delete(store, waiting)
+
+
+async def _delete(store: Store, names: Sequence[str]) -> int:
+    if names:
+        for error in (await store.delete_many(names)).values():
+            raise error
+    return len(names)
 
 
 async def _unneeded(store: Store, layout: Layout, clock: ServerClock) -> AsyncGenerator[str, None]:
@@ -347,75 +300,64 @@ async def _unneeded(store: Store, layout: Layout, clock: ServerClock) -> AsyncGe
         # Twice, since whoever reads an older snapshot reads deltas before its name, too.
         prefix, last_s = deltas_prefix(layout), time_s(readable[-1].listed) - 2 * MARGIN_S
         last = first_ulid(last_s)
-        fresh = 0
-        async with aclosing(_listed(store, prefix)) as deltas:
-            async for info in deltas:
-                ulid = info.name.removeprefix(prefix)
-                if is_ulid(ulid) and ulid < last:
-                    yield info.name
-                    continue
-                fresh += 1
-                if fresh > _FRESH_NAMES:  # the rest as well, unless the server lists in no order
-                    break
+        async for info in store.list(prefix):
+            ulid = info.name.removeprefix(prefix)
+            if is_ulid(ulid) and ulid < last:
+                yield info.name
     stale_s = clock.now_s() - 2 * LISTING_STALE_S
     async for info in store.list(claims_prefix(layout)):
         if 0 < info.modified_s < stale_s:
             yield info.name
 
 
-async def _listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
-    async for info in store.list(prefix):
-        yield info
-
-
 # -- listings --------------------------------------------------------------------------------------
 
 
-class ListingSnapshot:
-    """Collects a listing for a snapshot; made by ``listing_snapshot``. For one event loop.
+async def rebuild(
+    store: Store,
+    layout: Layout,
+    *,
+    folder: Path | None = None,
+    node: NodeFolder | None = None,
+    listing: AsyncGenerator[list[ObjectInfo], None] | None = None,
+    gone: Sequence[bytes] = (),
+    report: Report = unreported,
+) -> Made:
+    """List all objects and write that as a snapshot; takes no claim.
 
-    Attributes:
-        name: Its name.
+    Args:
+        folder: For temporary files, 60 bytes for each object; None for the system's place.
+        node: Keeps the snapshot on this node; None for the bucket only.
+        listing: What lists the entries, and has not begun; None for ``list_objects``.
+        gone: Digests that are left out; looked at when the listing has ended.
+        report: Told how many objects were listed.
+
+    Raises:
+        UnavailableError: The store does not answer now, or part of the listing is missing.
+        AccessError: It refuses.
+        TierError: The folder for temporary files is full.
     """
+    clock = ServerClock()
+    await clock.ask(store, layout)
+    # Dates have whole seconds, so a listing that ended just before may have a later name.
+    listed = max((name.listed for name, _ in await list_snapshots(store, layout)), default=NEVER)
+    ulid = Names().next(clock.now_s(), at_least=listed)
+    entries = 0
+    with closing(Spill(folder)) as spill:
+        async with aclosing(listing or list_objects(store, layout, report=report)) as batches:
+            async for infos in batches:
+                entries += len(infos)
+                await asyncio.to_thread(_spill_listed, layout, infos, spill)
+        if not entries:
+            await _require_listing(store, layout)
+        deleted = merge([Rows.of(gone, [0] * len(gone))])
+        parts = (without(rows, deleted) if gone else rows for rows in _parts(spill))
+        name = SnapshotName(ulid, ulid)
+        return await _write(store, layout, clock, name, parts, folder=folder, node=node)
 
-    def __init__(
-        self, store: Store, layout: Layout, clock: ServerClock, place: _Place, spill: Spill
-    ) -> None:
-        """Use listing_snapshot."""
-        ulid = Names().next(clock.now_s())
-        self.name = SnapshotName(ulid, ulid)
-        self._store = store
-        self._layout = layout
-        self._clock = clock
-        self._place = place
-        self._spill = spill
-        self._deleted: list[bytes] = []
-        self._entries = 0
 
-    async def add(self, infos: Sequence[ObjectInfo]) -> None:
-        """These entries were listed; about 3 us each, in another thread."""
-        self._entries += len(infos)
-        await asyncio.to_thread(_spill_listed, self._layout, infos, self._spill)
-
-    def deleted(self, keys: Iterable[Key]) -> None:
-        """These entries were deleted since they were listed: they are left out."""
-        self._deleted += [key.digest for key in keys]
-
-    async def commit(self) -> Made:
-        """Write the snapshot, and delete what it has replaced. Call it after a whole listing only.
-
-        Raises:
-            UnavailableError: The store does not answer now, or the listing cannot be true.
-            AccessError: It refuses.
-            TierError: The folder for temporary files is full.
-        """
-        if not self._entries:
-            await _require_listing(self._store, self._layout)
-        gone = merge([Rows.of(self._deleted, [0] * len(self._deleted))])
-        parts = _parts(self._spill)
-        if len(gone):
-            parts = (without(rows, gone) for rows in parts)
-        return await _write(self._store, self._layout, self._clock, self.name, parts, self._place)
+def _spill_listed(layout: Layout, infos: Sequence[ObjectInfo], spill: Spill) -> None:
+    spill.add(rows_of(layout, infos))
 
 
 async def _require_listing(store: Store, layout: Layout) -> None:
@@ -430,53 +372,6 @@ async def _require_listing(store: Store, layout: Layout) -> None:
         if info.name == layout.descriptor:
             return
     raise UnavailableError(f"the server lists nothing, though {layout.descriptor} is there")
-
-
-@asynccontextmanager
-async def listing_snapshot(
-    store: Store, layout: Layout, *, folder: Path | None = None, node: NodeFolder | None = None
-) -> AsyncIterator[ListingSnapshot]:
-    """Begin a snapshot by listing: enter before the first request of the listing goes out.
-
-    Leaving without ``commit`` writes nothing.
-
-    Args:
-        folder: For temporary files, 62 bytes for each object; None for the system's place.
-        node: Keeps the snapshot on this node; None for the bucket only.
-
-    Raises:
-        UnavailableError: The store does not answer now.
-        AccessError: This identity may not write.
-        TierError: The folder refused.
-    """
-    clock = ServerClock()
-    await clock.ask(store, layout)
-    with closing(Spill(folder)) as spill:
-        yield ListingSnapshot(store, layout, clock, _Place(node, folder), spill)
-
-
-async def rebuild(
-    store: Store,
-    layout: Layout,
-    *,
-    folder: Path | None = None,
-    node: NodeFolder | None = None,
-    report: Report = unreported,
-) -> Made:
-    """List all objects and write that as a snapshot; takes no claim.
-
-    Raises:
-        UnavailableError: The store does not answer now, or part of the listing is missing.
-        AccessError: It refuses.
-        TierError: The folder for temporary files is full.
-    """
-    async with listing_snapshot(store, layout, folder=folder, node=node) as snapshot:
-        expected = await newest_rows(store, layout)
-        listing = list_objects(store, layout, report=report, expected=expected)
-        async with aclosing(listing) as batches:
-            async for infos in batches:
-                await snapshot.add(infos)
-        return await snapshot.commit()
 
 
 async def make_listing(
@@ -536,21 +431,29 @@ async def make_union(store: Store, layout: Layout, node: NodeFolder) -> Made | N
     clock = ServerClock()
     await clock.ask(store, layout)
     begun_s = clock.now_s()
-    base, segment = await _newest_here(store, layout, node)
-    if begun_s - time_s(base.ulid) < UNION_EVERY_S:
+    snapshots = await list_snapshots(store, layout)
+    newest = snapshots[0][0] if snapshots else SnapshotName()
+    if begun_s - time_s(newest.ulid) < UNION_EVERY_S:
         return None
-    deltas = await list_deltas(store, layout, base)
-    fresh = [info.nbytes for name, info in deltas.items() if name >= base.ulid]
-    if not is_union_due(len(fresh), sum(fresh) // 20, len(segment or ())):
+    deltas = await list_deltas(store, layout, newest)
+    fresh = [info.nbytes for ulid, info in deltas.items() if ulid >= newest.ulid]
+    rows = snapshots[0][1].nbytes // 22 if snapshots else 0
+    if not is_union_due(len(fresh), sum(fresh) // 20, rows):
         return None
-    if not await _claim(store, layout, clock, f"union-{base}", UNION_STALE_S):
+    if not await _claim(store, layout, clock, f"union-{newest}", UNION_STALE_S):
         return None
-    with closing(Spill(node.path)) as spill:
-        await _read_all(store, layout, sorted(deltas), spill, {})
+    refused: dict[str, str] = {}
+    with ExitStack() as files:
+        base, segment = await _newest(store, layout, files, node.path, refused, node)
+        spill = files.enter_context(closing(Spill(node.path)))
+        deltas = await list_deltas(store, layout, base)
+        await _read_all(store, layout, sorted(deltas), spill, refused)
+        for problem in refused.values():
+            log.warning("left out of the index: %s", problem)
         # Dates have whole seconds, so what was made just before may have a later name.
-        name = SnapshotName(base.listed, Names().next(begun_s, at_least=base.ulid))
-        place = _Place(node, node.path)
-        return await _write(store, layout, clock, name, _parts(spill, segment), place)
+        made = SnapshotName(base.listed, Names().next(begun_s, at_least=base.ulid))
+        parts = _parts(spill, segment)
+        return await _write(store, layout, clock, made, parts, folder=node.path, node=node)
 
 
 def is_union_due(deltas: int, rows: int, snapshot_rows: int) -> bool:
@@ -558,22 +461,32 @@ def is_union_due(deltas: int, rows: int, snapshot_rows: int) -> bool:
     return deltas > UNION_DELTAS or rows > max(UNION_ROWS, UNION_SHARE * snapshot_rows)
 
 
-async def _newest_here(
-    store: Store, layout: Layout, node: NodeFolder
+async def _newest(
+    store: Store,
+    layout: Layout,
+    files: ExitStack,
+    folder: Path | None,
+    refused: dict[str, str],
+    node: NodeFolder | None = None,
 ) -> tuple[SnapshotName, Segment | None]:
-    """The newest snapshot that can be read, brought to this node; none where there is none."""
-    for name, _ in await list_snapshots(store, layout):
-        path = node.rows_path(name)
-        with suppress(OSError, CorruptEntryError):
-            # All of it: what this disk has damaged must not become a part of the next one.
-            return name, await asyncio.to_thread(_checked, path, layout)
+    """The newest snapshot that can be read; none where there is none.
+
+    Args:
+        files: Frees it.
+        folder: For temporary files.
+        refused: Gets the names of those that cannot be used, and why.
+        node: May have it already.
+    """
+    for name, info in await list_snapshots(store, layout):
+        if node is not None:
+            with suppress(OSError, CorruptEntryError):
+                # All of it: what this disk has damaged must not become a part of the next one.
+                return name, await asyncio.to_thread(_checked, node.rows_path(name), layout)
         try:
-            await fetch_snapshot(store, layout, node, name)
-            return name, Segment.open(path, layout.namespace)
+            file = files.enter_context(anonymous_file(folder))
+            return name, await _download(store, layout, info, file)
         except CorruptEntryError as exc:
-            log.warning("a snapshot of the index cannot be used: %s", exc)
-        except OSError as exc:
-            raise TierError(f"cannot read {path}: {exc}") from exc
+            refused[info.name] = str(exc)
     return SnapshotName(), None
 
 
@@ -609,27 +522,6 @@ async def _claim(
 # -- what commands ask -----------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def _merged(
-    store: Store, layout: Layout, folder: Path | None
-) -> AsyncIterator[tuple[SnapshotName, Segment | None, Spill, dict[str, str]]]:
-    """The newest snapshot that can be read, the rows of deltas, and what cannot be used."""
-    refused: dict[str, str] = {}
-    newest, segment = SnapshotName(), None
-    with ExitStack() as files:
-        for name, info in await list_snapshots(store, layout):
-            try:
-                file = files.enter_context(anonymous_file(folder))
-                segment, newest = await _download(store, layout, info, file), name
-                break
-            except CorruptEntryError as exc:
-                refused[info.name] = str(exc)
-        spill = files.enter_context(closing(Spill(folder)))
-        deltas = await list_deltas(store, layout, newest)
-        await _read_all(store, layout, sorted(deltas), spill, refused)
-        yield newest, segment, spill, refused
-
-
 async def verify(
     store: Store,
     layout: Layout,
@@ -643,32 +535,31 @@ async def verify(
     Args:
         look: Gets what the listing found, part by part, sorted; in another thread.
     """
-    with closing(Spill(folder)) as listed, closing(Spill(folder)) as young:
+    found = Verified()
+    with ExitStack() as files:
+        known, listed, young = (files.enter_context(closing(Spill(folder))) for _ in range(3))
         # The index first: what is announced while objects are listed is no row without an object.
-        async with _merged(store, layout, folder) as (name, base, spill, refused):
-            found = Verified(name, refused=refused)
-            young_s = time.time() - YOUNG_S
-            async with aclosing(list_objects(store, layout, report=report)) as batches:
-                async for infos in batches:
-                    await asyncio.to_thread(_spill_listed, layout, infos, listed)
-                    new = [info for info in infos if info.modified_s > young_s]
-                    await asyncio.to_thread(_spill_listed, layout, new, young)
-            for number, known in enumerate(_parts(spill, base)):
-                there = merge(listed.part(number))
-                unknown = without(there, known)
-                missing = without(unknown, merge(young.part(number)))
-                found.entries += len(known)
-                found.objects += len(there)
-                found.extra += len(without(known, there))
-                found.missing += len(missing)
-                found.unannounced += len(unknown) - len(missing)
-                if look is not None:
-                    await asyncio.to_thread(look, there)
-            return found
-
-
-def _spill_listed(layout: Layout, infos: Sequence[ObjectInfo], spill: Spill) -> None:
-    spill.add(rows_of(layout, infos))
+        found.snapshot, base = await _newest(store, layout, files, folder, found.refused)
+        deltas = await list_deltas(store, layout, found.snapshot)
+        await _read_all(store, layout, sorted(deltas), known, found.refused)
+        young_s = time.time() - YOUNG_S
+        async with aclosing(list_objects(store, layout, report=report)) as batches:
+            async for infos in batches:
+                await asyncio.to_thread(_spill_listed, layout, infos, listed)
+                new = [info for info in infos if info.modified_s > young_s]
+                await asyncio.to_thread(_spill_listed, layout, new, young)
+        for number, rows in enumerate(_parts(known, base)):
+            there = merge(listed.part(number))
+            unknown = without(there, rows)
+            missing = without(unknown, merge(young.part(number)))
+            found.entries += len(rows)
+            found.objects += len(there)
+            found.extra += len(without(rows, there))
+            found.missing += len(missing)
+            found.unannounced += len(unknown) - len(missing)
+            if look is not None:
+                await asyncio.to_thread(look, there)
+    return found
 
 
 # -- who makes them --------------------------------------------------------------------------------
@@ -678,8 +569,8 @@ class Maintainer:
     """Has snapshots made by a child when they are due; for a process that may write.
 
     A union is due by ``is_union_due``, a listing once a day, or once an hour where fetches find
-    nothing. Of a node one process is at it, and of a fleet one node, by claims. After a failure the
-    next one rests as after a success.
+    nothing. Of a node one process is at it, and of a fleet one node, by claims. After each try,
+    whatever came of it, this process rests for ten minutes.
 
     Counters: ``index.unions``, ``index.listings`` and ``index.make_failed``.
     """
@@ -708,23 +599,23 @@ class Maintainer:
         self._counters = counters
         self._pause = pause
         self._clock = clock
-        self._begun_s: dict[str, float] = {}  # by kind
 
     async def run_forever(self) -> None:
         """Look every ten seconds whether a snapshot is due, until cancelled."""
         while True:
             await self._pause(LOOK_EVERY_S * jitter.uniform(0.9, 1.1))
-            if self.due() is None:
-                continue
-            await self._pause(jitter.uniform(0, _SPREAD_S))
-            job = self.due()  # another node may have been faster
-            if job is None:
+            if (job := self.due()) is None:
                 continue
             with contained(self._counters, "a snapshot of the index of %s", self._layout.namespace):
                 try:
                     await self.make(job)
                 except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
-                    self._note(exc)
+                    if not self._counters.get("index.make_failed"):
+                        log.warning(
+                            "a snapshot of the index cannot be made now and will be later: %s", exc
+                        )
+                    self._counters.add("index.make_failed")
+            await self._pause(UNION_EVERY_S * jitter.uniform(0.9, 1.1))
 
     def due(self) -> Job | None:
         """What is due, as far as this process knows; no I/O."""
@@ -735,19 +626,14 @@ class Maintainer:
         listed_age_s = now_s - time_s(counts.snapshot.listed)
         older_s = LISTING_SOON_EVERY_S if self._index.wants_listing else LISTING_EVERY_S
         place = (self._layout.namespace, str(self._folder.path))
-        if listed_age_s >= older_s and self._may("listing", now_s):
+        if listed_age_s >= older_s:
             return Job("listing", *place, older_s=older_s)
-        is_due = is_union_due(counts.fresh_deltas, counts.fresh_rows, counts.snapshot_rows)
-        if is_due and self._may("union", now_s):
+        if is_union_due(counts.fresh_deltas, counts.fresh_rows, counts.snapshot_rows):
             return Job("union", *place)
         return None
 
-    def _may(self, kind: str, now_s: float) -> bool:
-        return not 0 <= now_s - self._begun_s.get(kind, -math.inf) < _RESTS_S[kind]
-
     async def make(self, job: Job) -> None:
         """Run a job, unless another process of this node is at one."""
-        self._begun_s[job.kind] = max(self._clock(), time_s(self._index.newest))
         claim = await asyncio.to_thread(self._folder.try_claim, "make")
         if claim is None:
             return
@@ -762,8 +648,3 @@ class Maintainer:
             kind = "index.unions" if job.kind == "union" else "index.listings"
             self._counters.add(kind)
             log.info("index of %s: snapshot %s was made", self._layout.namespace, made)
-
-    def _note(self, exc: S3ECError) -> None:
-        if not self._counters.get("index.make_failed"):
-            log.warning("a snapshot of the index cannot be made now and will be later: %s", exc)
-        self._counters.add("index.make_failed")

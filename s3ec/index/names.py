@@ -63,12 +63,9 @@ def first_ulid(at_s: float) -> str:
     return _spell(min(max(int(at_s * 1000), 0), _MAX_MS) << _RANDOM_BITS)
 
 
-def window_start_s(ulid: str) -> int:
-    """From when on deltas count for a snapshot, whole seconds since the epoch.
-
-    Whole seconds, since an overlay keeps the time of a delta for each row in four bytes.
-    """
-    return max(0, int(time_s(ulid)) - MARGIN_S)
+def window_start(ulid: str) -> str:
+    """The smallest name of a delta that counts for a snapshot."""
+    return first_ulid(time_s(ulid) - MARGIN_S)
 
 
 def writer_of(ulid: str) -> str:
@@ -136,21 +133,11 @@ class Names:
 
     Not thread-safe. The first half of a name's random bits is the writer's own, so that readers
     can count writers.
-
-    Attributes:
-        writer: That half.
     """
 
-    def __init__(
-        self, *, of: Names | None = None, random_bits: Callable[[int], int] = secrets.randbits
-    ) -> None:
-        """Set up.
-
-        Args:
-            of: The same writer's before its clock was set; those may have been ahead.
-        """
-        self.writer: int = of.writer if of else random_bits(_WRITER_BITS)
-        self._random_bits = random_bits
+    def __init__(self) -> None:
+        """A new writer."""
+        self._writer = secrets.randbits(_WRITER_BITS)
         self._ms = -1
         self._low = 0
 
@@ -166,11 +153,13 @@ class Names:
             ms = self._ms
             self._low += 1
         else:
-            self._low = self._random_bits(32)
+            self._low = secrets.randbits(32)
         if self._low >> (_RANDOM_BITS - _WRITER_BITS):
             ms, self._low = ms + 1, 0
         self._ms = ms
-        return _spell(ms << _RANDOM_BITS | self.writer << (_RANDOM_BITS - _WRITER_BITS) | self._low)
+        return _spell(
+            ms << _RANDOM_BITS | self._writer << (_RANDOM_BITS - _WRITER_BITS) | self._low
+        )
 
 
 class ServerClock:
@@ -189,20 +178,16 @@ class ServerClock:
 
         Args:
             clock: Monotonic seconds.
-            wall_clock: Seconds since the epoch; used where the server gives no dates.
+            wall_clock: Seconds since the epoch; goes where the server was not asked, or gives no
+                dates.
         """
         self._clock = clock
         self._wall_clock = wall_clock
-        self._ahead_s: float | None = None
-
-    @property
-    def is_set(self) -> bool:
-        """True if the server was asked."""
-        return self._ahead_s is not None
+        self._ahead_s = wall_clock() - clock()
 
     def now_s(self) -> float:
         """Seconds since the epoch, by the server's clock as far as it is known."""
-        return self._wall_clock() if self._ahead_s is None else self._clock() + self._ahead_s
+        return self._clock() + self._ahead_s
 
     async def ask(self, store: Store, layout: Layout) -> str:
         """Ask the server by a small object that makers clear away later: a PUT and a HEAD.
@@ -218,9 +203,9 @@ class ServerClock:
         with suppress(ConflictError):  # our own first attempt, whose reply was lost
             await store.put_if_absent(name, [b"s3ec asked what time it is here\n"])
         info = await store.head(name)
-        # The object's date is a moment before the answer: a name by this clock is never ahead.
-        date_s = info.modified_s if info else 0.0
-        self._ahead_s = (date_s or self._wall_clock()) - self._clock()
+        if info is not None and info.modified_s:
+            # The date is a moment before the answer: a name by this clock is never ahead.
+            self._ahead_s = info.modified_s - self._clock()
         return name
 
 

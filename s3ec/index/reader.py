@@ -6,34 +6,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import mmap
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from dataclasses import replace
+from typing import NamedTuple
 
 from s3ec import safetensors_file
 from s3ec.counters import Counters
-from s3ec.errors import (
-    CorruptEntryError,
-    S3ECError,
-    TierError,
-)
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, UnavailableError
 from s3ec.identity import Key, Layout, split_digest
-from s3ec.index.bloom import BLOCK_BYTES, blocks_for
-from s3ec.index.child import Job, Jobs
+from s3ec.index.bloom import MASKS, WORD_BYTES, words_for
+from s3ec.index.child import Job, Jobs, in_process
 from s3ec.index.deltas import Overlay, list_deltas, read_deltas
-from s3ec.index.local import OVERLAY, FileId, NodeFolder
-from s3ec.index.names import (
-    NEVER,
-    SnapshotName,
-    deltas_prefix,
-    list_snapshots,
-)
-from s3ec.index.snapshot import Rows, Segment
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.index.local import OVERLAY, NodeFolder
+from s3ec.index.names import NEVER, SnapshotName, deltas_prefix, list_snapshots, window_start
+from s3ec.index.snapshot import Rows, Segment, merge
+from s3ec.store.base import PART_BYTES, ObjectInfo, Store
 from s3ec.tier.entry_writer import Disk
 
 log = logging.getLogger(__name__)
@@ -43,57 +34,15 @@ NEGATIVE_TTL_S = 60.0
 BAD_OBJECT_TTL_S = 3600.0
 """How long a key is denied after its object came bad."""
 SNAPSHOTS_EVERY = 30
-"""Snapshots are looked for at every so manieth look at the bucket."""
-MAX_DENIED = 100_000
-MAX_STORED = 1_000_000
-"""Keys that this process stored and that no delta has told yet."""
+"""Snapshots are looked for, and all deltas listed, at every so manieth look at the bucket."""
+MAX_OWN = 2**18
+"""Keys that this process denies, or has stored and no delta has told yet."""
 # Before a download that failed is tried again; after each further one twice as many.
 _RETRY_REFRESHES = 3
 _TAKE_OVER = 3  # refreshes without the process that asks the bucket for this node
-# Keys that may be stored or denied before the next refresh without making other lookups slower.
-_ROOM = 256
 # One fetch in a hundred that finds nothing asks for a listing; of a few that says nothing.
 _MANY_VANISHED = 32
 _VANISHED_SHARE = 0.01
-
-
-class Index(Protocol):
-    """Which keys are worth fetching. Lookups are memory only and callable from any thread.
-
-    A True is a hint, never a promise: only bytes that are open on this node are granted.
-    """
-
-    def maybe_contains(self, key: Key) -> bool:
-        """Whether the corpus probably holds this key; no I/O, about a microsecond."""
-        ...
-
-    def nbytes(self, key: Key) -> int | None:
-        """Size of a key's object, 0 where it is not known; None where the key is not held."""
-        ...
-
-    def add(self, key: Key, nbytes: int = 0) -> None:
-        """The key was just confirmed stored."""
-        ...
-
-    def mark_missing(self, key: Key, *, absent: bool = False) -> None:
-        """The key is not to be had: deny it for a minute.
-
-        Args:
-            absent: The bucket said 404. Otherwise it refused.
-        """
-        ...
-
-    def mark_present(self, key: Key) -> None:
-        """A GET has found the key's object."""
-        ...
-
-    def mark_bad(self, key: Key) -> None:
-        """The key's object is unusable: deny it for an hour."""
-        ...
-
-    def is_bad(self, key: Key) -> bool:
-        """True if this process knows that the key's object is unusable; no I/O."""
-        ...
 
 
 class IndexCounts(NamedTuple):
@@ -114,37 +63,18 @@ class IndexCounts(NamedTuple):
     snapshot: SnapshotName
 
 
-class _Denied:
-    """Keys that are denied for now. Each is believed again after a while.
+class _Own(NamedTuple):
+    """What this process knows of a key, whatever the rows say.
 
-    ``until_s`` may be read by any thread without a lock; everything else is under the owner's.
+    Attributes:
+        nbytes: Size of the object that it stored, 0 if not known; None where the key is denied.
+        until_s: When that ends, by the monotonic clock.
+        is_bad: Denied because the object is unusable.
     """
 
-    def __init__(self, ttl_s: float, clock: Callable[[], float]) -> None:
-        self.until_s: dict[bytes, float] = {}
-        self._ttl_s = ttl_s
-        self._clock = clock
-
-    def holds(self, digest: bytes) -> bool:
-        until_s = self.until_s.get(digest)
-        return until_s is not None and self._clock() < until_s
-
-    def add_locked(self, digest: bytes, age_s: float = 0.0) -> None:
-        """Deny a key; the oldest ones make room where there are too many.
-
-        Args:
-            age_s: How long ago it was found gone.
-        """
-        self.until_s.pop(digest, None)
-        self.until_s[digest] = self._clock() + self._ttl_s - age_s
-        while len(self.until_s) > MAX_DENIED:
-            del self.until_s[next(iter(self.until_s))]
-
-    def sweep_locked(self) -> None:
-        """Drop the oldest keys whose time is over."""
-        now = self._clock()
-        while self.until_s and self.until_s[oldest := next(iter(self.until_s))] <= now:
-            del self.until_s[oldest]
+    nbytes: int | None
+    until_s: float = math.inf
+    is_bad: bool = False
 
 
 class _View(NamedTuple):
@@ -153,63 +83,47 @@ class _View(NamedTuple):
     Attributes:
         overlay: Rows of the deltas.
         snapshot: Rows of the snapshot.
-        blocks: Its filter.
-        marks: A byte for each value of the low bits of digests; 1 for what this process itself
-            knows more about. Marks are added and never taken out.
+        words: Its filter.
     """
 
     overlay: Overlay
     snapshot: Segment
-    blocks: memoryview
-    marks: bytearray
+    words: memoryview[int]
 
-    @property
-    def name(self) -> SnapshotName:
-        return self.overlay.snapshot
-
-    def holds(self, key: Key) -> bool:
-        """Whether any row names this key."""
-        hi, lo = key.digest_hi, key.digest_lo
-        return self.overlay.segment.find(hi, lo) >= 0 or self.snapshot.find(hi, lo) >= 0
-
-    def nbytes(self, key: Key) -> int | None:
+    def nbytes(self, hi: int, lo: int) -> int | None:
+        """Size of an object, 0 if not known; None where no row names it."""
         for segment in (self.overlay.segment, self.snapshot):
-            row = segment.find(key.digest_hi, key.digest_lo)
+            row = segment.find(hi, lo)
             if row >= 0:
                 return segment.nbytes(row)
         return None
 
-    def lookup(self, exceptions: Callable[[Key], bool]) -> Callable[[Key], bool]:
+    def lookup(self, own: dict[bytes, _Own], ask: Callable[[Key], bool]) -> Callable[[Key], bool]:
         """A function that says whether a key is held.
 
         A lookup is a dozen small steps, and each call in Python would cost as much as two, so
-        filter and rows are looked up inline.
+        filters and rows are looked up inline.
 
         Args:
-            exceptions: Answers for the keys that are marked.
+            own: What this process itself knows.
+            ask: Answers for these keys.
         """
-        marks, mask = self.marks, len(self.marks) - 1
-        recent, find_recent = self.overlay.marks, self.overlay.segment.find
-        recent_mask = len(recent) * 8 - 1
-        blocks, count = self.blocks, len(self.blocks) // BLOCK_BYTES
+        recent, find_recent = self.overlay.words, self.overlay.segment.find
+        words, masks, low_bits = self.words, MASKS, len(MASKS) - 1
+        recent_count, count = len(recent), len(words)
         shift, fences, his, los = self.snapshot.lookup_parts()
         find = self.snapshot.find
 
         def lookup(key: Key) -> bool:
-            hi = key.digest_hi
-            if marks[hi & mask]:
-                return exceptions(key)
-            lo = key.digest_lo
-            at = hi & recent_mask
-            if recent[at >> 3] >> (at & 7) & 1 and find_recent(hi, lo) >= 0:
+            if key.digest in own:
+                return ask(key)
+            hi, lo = key.digest_hi, key.digest_lo
+            top = hi >> 32
+            # As bloom.maybe, first of the overlay's filter, then of the snapshot's.
+            mask = masks[lo & low_bits]
+            if recent[top * recent_count >> 32] & mask == mask and find_recent(hi, lo) >= 0:
                 return True
-            # The filter, see bloom.maybe.
-            at = ((hi >> 32) * count >> 32) << 6
-            some = lo & 0x3FFFF  # numbers of up to 30 bits take half of the time
-            if not blocks[at + (some >> 3 & 63)] >> (some & 7) & 1:
-                return False
-            some >>= 9
-            if not blocks[at + (some >> 3)] >> (some & 7) & 1:
+            if words[top * count >> 32] & mask != mask:
                 return False
             # Segment.find, with the first two steps of its search: most slots hold two to four
             # rows.
@@ -230,26 +144,23 @@ class _View(NamedTuple):
         return lookup
 
 
-def _no_marks(keys: int) -> bytearray:
-    """Marks of no key, with room for so many: 8 to 16 bytes each."""
-    return bytearray(8 << (keys + _ROOM).bit_length())
-
-
-def _first_view() -> _View:
-    nothing = Segment.of(Rows.of([], []))
-    return _View(Overlay.empty(SnapshotName()), nothing, memoryview(bytes(64)), _no_marks(0))
+def _view_of_nothing() -> _View:
+    overlay = Overlay.empty(SnapshotName())
+    return _View(overlay, overlay.segment, overlay.words)
 
 
 class ManifestIndex:
-    """What the corpus holds, as far as this node was told. Lookups from any thread.
+    """Which keys are worth fetching, as far as this node was told. Lookups from any thread.
 
-    A lookup asks in this order: keys that are denied, keys that this process stored itself, rows
-    of the deltas, and the snapshot behind its filter.
+    A True is a hint, never a promise: only bytes that are open on this node are granted. A lookup
+    asks in this order: what this process itself knows, rows of the deltas, and the snapshot; a
+    filter is in front of both.
 
-    ``mark_missing`` makes a key denied; that ends after a minute, when the key is stored here, or
-    when a delta names it. ``mark_bad`` makes a key denied, too; that ends after an hour, or when
-    the key is stored here. ``add`` makes a key stored here; that ends when a delta or a snapshot
-    holds it, when it is denied, and where more than a million are stored here.
+    What this process knows of a key is one of these. It is *missing* after ``mark_missing`` here or
+    in another process of the node, for a minute, or until this process reads a delta that names it.
+    It is *bad* after ``mark_bad``, for an hour. It is *stored here* after ``add``, until a delta or
+    a snapshot holds it. The next call for the key ends each, but a bad key is not made a missing
+    one. Of too many the oldest are forgotten.
 
     Of a node's processes one asks the bucket: it holds the claim ``refresh``. The others take over
     the files that it writes. Where it has written nothing for three refreshes, each asks for
@@ -300,52 +211,40 @@ class ManifestIndex:
         self._clock = clock
         self.poll_s = refresh_s / 4
         self._loaded = False
-        self._refreshing: asyncio.Lock | None = None
+        self._asking = asyncio.Lock()
         self._claim: int | None = None
-        self._looks = 0
-        self._file: FileId | None = None  # the overlay that is open
+        self._until_whole = 0  # looks until one for snapshots and all deltas
+        self._inode = 0  # of the overlay that is open
         self._asked_s: float | None = None  # its time: when the bucket last answered
         self._begun_s = clock()
         self._tried_s = -math.inf  # when this process last asked the bucket, monotonic
         self._fetch: asyncio.Task[None] | None = None
-        self._fetched: SnapshotName | None = None  # lies here, and is not open yet
-        self._failures = 0  # of downloads, in a row
-        self._problem: BaseException | None = None  # of the last one, but for what is refused
-        self._refused: set[str] = set()  # names of files that cannot be used
-        # All deltas of this snapshot that came in time were read. By this process: where another
-        # one asked in between, the next look for a snapshot finds what that one has missed.
-        self._complete: SnapshotName | None = None
-        self._not_given: list[str] = []  # deltas that the bucket lists and did not give
-        self._unusable: set[str] = set()  # deltas that were damaged when they were read
-        self._missing_place = (0, 0)
-        # Held by writers of the dictionaries and the marks, never by lookups.
-        self._lock = threading.Lock()
-        self._missing = _Denied(NEGATIVE_TTL_S, clock)
-        self._bad = _Denied(BAD_OBJECT_TTL_S, clock)
-        self._stored: dict[bytes, tuple[Key, int]] = {}  # the oldest first
-        self._marked: list[int] = []  # first halves of digests that were marked in this view
+        self._failures = 0  # of these, in a row
+        self._newest = SnapshotName()  # that the bucket holds
+        self._refused: set[str] = set()  # names of files that could not be used
+        self._lock = threading.Lock()  # of writers of the next one, never of lookups
+        self._own: dict[bytes, _Own] = {}  # the oldest first
         self._gone: list[bytes] = []  # the node's other processes are to hear of these
+        self._missing_place = (0, 0)
         self._present = self._vanished = 0
         self._said_vanished = self._complained = False
-        self._view = _first_view()
-        self.maybe_contains: Callable[[Key], bool] = self._view.lookup(self._exception)
+        self._view = _view_of_nothing()
+        self.maybe_contains: Callable[[Key], bool] = self._view.lookup(self._own, self._holds)
 
     # -- lookups -----------------------------------------------------------------------------
 
-    def _exception(self, key: Key) -> bool:
-        """As maybe_contains, for a key about which this process may know more."""
-        digest = key.digest
-        if self._missing.holds(digest) or self._bad.holds(digest):
-            return False
-        return digest in self._stored or self._view.holds(key)
+    def _holds(self, key: Key) -> bool:
+        """As maybe_contains, of which it is the slow half."""
+        return self.nbytes(key) is not None
+
+    def _known(self, digest: bytes) -> _Own | None:
+        own = self._own.get(digest)
+        return own if own is not None and self._clock() < own.until_s else None
 
     def nbytes(self, key: Key) -> int | None:
         """Size of a key's object, 0 where it is not known; None where the key is not held."""
-        digest = key.digest
-        if self._missing.holds(digest) or self._bad.holds(digest):
-            return None
-        stored = self._stored.get(digest)
-        return self._view.nbytes(key) if stored is None else stored[1]
+        own = self._known(key.digest)
+        return self._view.nbytes(key.digest_hi, key.digest_lo) if own is None else own.nbytes
 
     def is_announced(self, key: Key) -> bool:
         """Whether all readers are told that the entry is there.
@@ -353,11 +252,14 @@ class ManifestIndex:
         What this process stored itself and no delta has told does not count, nor does a key that
         is denied: whoever finds its object tells that again.
         """
-        return not self._missing.holds(key.digest) and self._view.holds(key)
+        own = self._known(key.digest)
+        is_denied = own is not None and own.nbytes is None
+        return not is_denied and self._view.nbytes(key.digest_hi, key.digest_lo) is not None
 
     def is_bad(self, key: Key) -> bool:
-        """True if this process found the key's object unusable within the last hour."""
-        return self._bad.holds(key.digest)
+        """True if this process found the key's object unusable within the last hour; no I/O."""
+        own = self._known(key.digest)
+        return own is not None and own.is_bad
 
     @property
     def loaded(self) -> bool:
@@ -372,12 +274,14 @@ class ManifestIndex:
     @property
     def files(self) -> tuple[SnapshotName, Sequence[str]]:
         """The snapshot that is open, and the ULIDs of the deltas that were read since."""
-        return self._view.name, self._view.overlay.read
+        overlay = self._view.overlay
+        return overlay.snapshot, overlay.read
 
     @property
     def newest(self) -> str:
         """The newest name of a delta or snapshot that was accepted; names.NEVER for none."""
-        return max((self._view.name.ulid, *self._view.overlay.read[-1:]))
+        overlay = self._view.overlay
+        return max(overlay.snapshot.ulid, *overlay.read[-1:], NEVER)
 
     @property
     def wants_listing(self) -> bool:
@@ -411,15 +315,8 @@ class ManifestIndex:
     # -- what this process learns --------------------------------------------------------------
 
     def add(self, key: Key, nbytes: int = 0) -> None:
-        """The key was just confirmed stored: found from now on."""
-        with self._lock:
-            self._mark_locked(key.digest_hi)
-            self._missing.until_s.pop(key.digest, None)
-            self._bad.until_s.pop(key.digest, None)
-            self._stored.pop(key.digest, None)
-            self._stored[key.digest] = key, nbytes
-            while len(self._stored) > MAX_STORED:
-                del self._stored[next(iter(self._stored))]
+        """The key was just confirmed stored: found from now on; no I/O."""
+        self._learn(key.digest, _Own(nbytes))
 
     def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         """The key is not to be had: deny it for a minute; no I/O.
@@ -428,13 +325,14 @@ class ManifestIndex:
             absent: The bucket does not have it; the node's other engines hear of it with the next
                 refresh. Otherwise it refused.
         """
-        vanished = absent and self.maybe_contains(key)
-        self._deny(key, self._missing)
         if absent:
             self._gone.append(key.digest)
-        if vanished:
-            self._counters.add("index.vanished")
-            self._vanished += 1
+            if self.maybe_contains(key):
+                self._counters.add("index.vanished")
+                self._vanished += 1
+        self._counters.add("index.missing")
+        if not self.is_bad(key):
+            self._learn(key.digest, _Own(None, self._clock() + NEGATIVE_TTL_S))
 
     def mark_present(self, key: Key) -> None:
         """A GET has found the key's object; no I/O."""
@@ -442,20 +340,32 @@ class ManifestIndex:
 
     def mark_bad(self, key: Key) -> None:
         """The key's object is unusable: deny it for an hour; no I/O."""
-        self._deny(key, self._bad)
-
-    def _deny(self, key: Key, denied: _Denied) -> None:
-        with self._lock:
-            self._mark_locked(key.digest_hi)
-            denied.add_locked(key.digest)
-            self._stored.pop(key.digest, None)
         self._counters.add("index.missing")
+        self._learn(key.digest, _Own(None, self._clock() + BAD_OBJECT_TTL_S, is_bad=True))
 
-    def _mark_locked(self, hi: int) -> None:
-        # First of all: a lookup that finds no mark asks nothing else.
-        marks = self._view.marks
-        marks[hi & (len(marks) - 1)] = 1
-        self._marked.append(hi)
+    def _learn(self, digest: bytes, own: _Own) -> None:
+        with self._lock:
+            self._own[digest] = own
+
+    def _forget(self, view: _View | None, news: Sequence[Rows] = ()) -> None:
+        """Drop what is over, and the oldest of too many.
+
+        Args:
+            view: A new one: what it holds need not be remembered as stored here.
+            news: Rows of new deltas: what they name is missing no more.
+        """
+        now_s, known, named = self._clock(), list(self._own.items()), Segment.of(merge(news))
+        for number, (digest, own) in enumerate(known):
+            hi, lo = split_digest(digest)
+            is_over = own.until_s <= now_s or len(known) - number > MAX_OWN
+            if own.nbytes is not None:
+                is_over = is_over or (view is not None and view.nbytes(hi, lo) is not None)
+            elif not own.is_bad:
+                is_over = is_over or named.find(hi, lo) >= 0
+            if is_over:
+                with self._lock:
+                    if self._own.get(digest) is own:
+                        del self._own[digest]
 
     # -- the loop's thread -----------------------------------------------------------------
 
@@ -469,34 +379,15 @@ class ManifestIndex:
 
         Raises:
             UnavailableError, AccessError: The bucket did not answer; what is known stays.
-            CorruptEntryError: A snapshot cannot be used; another one, or the next, is tried.
             TierError: This node's disk refused; what is known stays.
         """
-        if self._refreshing is None:
-            self._refreshing = asyncio.Lock()
-        async with self._refreshing:
-            if not (await self._disk(self._take_over) or now):
-                return
-            self._tried_s = self._clock()
-            self._take_problem()
-            lost, refused = 0, len(self._refused)
-            await self._ask(now=now)
-            # A download may have failed already: of what is refused the predecessor is tried.
-            while now and (
-                self._fetch or self._fetched or self._problem or len(self._refused) > refused
-            ):
-                refused = len(self._refused)
-                if self._fetch is not None:
-                    await asyncio.wait({self._fetch})
-                if (problem := self._take_problem()) is not None:
-                    lost += 1  # by this disk, which is asked for it once more
-                    if lost > 1 or not isinstance(problem, CorruptEntryError):
-                        raise problem
-                await self._ask(now=True)
-
-    def _take_problem(self) -> BaseException | None:
-        problem, self._problem = self._problem, None
-        return problem
+        fetch = None
+        async with self._asking:
+            if await self._disk(self._take_over) or now:
+                self._tried_s = self._clock()
+                fetch = await self._ask(now=now)
+        if now and fetch is not None:
+            await fetch
 
     async def close(self) -> None:
         """End what runs in the background; lookups go on with what is known."""
@@ -530,107 +421,17 @@ class ManifestIndex:
         Returns:
             Whether it is this process's turn to ask the bucket.
         """
-        gone, self._gone = self._gone, []
-        if gone:
-            self._folder.add_missing(gone)
-        found = self._folder.find(OVERLAY)
-        if found is not None and (self._file is None or found.inode != self._file.inode):
-            try:
-                self._open(found)
-                self._loaded = True
-            except (OSError, CorruptEntryError) as exc:
-                # One of an earlier life, or a snapshot that was removed: begin anew.
+        is_other = False
+        try:
+            is_other = self._open()
+        except (OSError, CorruptEntryError) as exc:
+            # Of an earlier life, or its snapshot was removed: it is written again.
+            self._inode, self._asked_s = 0, None
+            if not isinstance(exc, FileNotFoundError):
                 self._refuse(OVERLAY, exc)
-                self._file = self._asked_s = None
-        elif found is None:
-            self._file = self._asked_s = None
-        if found is not None and self._file is not None:
-            self._file = found
-            self._asked_s = found.modified_s
-        *place, news = self._folder.read_missing(*self._missing_place)
-        self._missing_place = (place[0], place[1])
-        self._sweep(news)
-        return self._must_ask()
-
-    def _open(self, file: FileId) -> None:
-        path = self._folder.path / OVERLAY
-        whole = safetensors_file.map_file(path)
-        overlay = Overlay.parse(memoryview(whole), self._layout.namespace)
-        if overlay.snapshot == self._view.name:
-            snapshot, blocks = self._view.snapshot, self._view.blocks
-        else:
-            snapshot, blocks = self._open_snapshot(overlay.snapshot)
-        self._install(overlay, snapshot, blocks)
-        self._file, self._asked_s = file, file.modified_s
-
-    def _open_snapshot(self, name: SnapshotName) -> tuple[Segment, memoryview]:
-        """Map a snapshot and its filter; a millisecond.
-
-        Raises:
-            CorruptEntryError, OSError: They are not here, or not what they should be.
-        """
-        if name == SnapshotName():
-            empty = _first_view()
-            return empty.snapshot, empty.blocks
-        segment = Segment.open(self._folder.rows_path(name), self._layout.namespace)
-        mapped = safetensors_file.map_file(self._folder.filter_path(name))
-        mapped.madvise(mmap.MADV_WILLNEED)
-        blocks = memoryview(mapped)
-        if len(blocks) != blocks_for(len(segment)) * BLOCK_BYTES:
-            raise CorruptEntryError(f"{name}: filter of another size", reason="length")
-        return segment, blocks
-
-    def _install(self, overlay: Overlay, snapshot: Segment, blocks: memoryview) -> None:
-        """Have lookups use these from now on."""
-        old = self._view
-        view = _View(overlay, snapshot, blocks, old.marks)
-        # The lock is taken for moments only: hooks wait for it.
-        told = [digest for digest, (key, _) in self._stored.copy().items() if view.holds(key)]
-        named = [
-            digest
-            for digest in self._missing.until_s.copy()
-            if overlay.named(*split_digest(digest)) > old.overlay.named(*split_digest(digest))
-        ]
-        with self._lock:
-            for digest in told:
-                self._stored.pop(digest, None)
-            for digest in named:
-                self._missing.until_s.pop(digest, None)
-        self._show(view)
-        if overlay.snapshot.listed != old.name.listed:
-            self._present = self._vanished = 0
-
-    def _show(self, view: _View) -> None:
-        """Replace the view, with marks for what this process knows now."""
-        with self._lock:
-            self._marked = []
-        known = [*self._stored.copy(), *self._missing.until_s.copy(), *self._bad.until_s.copy()]
-        marks = _no_marks(len(known))
-        mask = len(marks) - 1
-        for digest in known:
-            marks[split_digest(digest)[0] & mask] = 1
-        with self._lock:
-            for hi in self._marked:  # since a moment ago
-                marks[hi & mask] = 1
-            self._view = view._replace(marks=marks)
-            self.maybe_contains = self._view.lookup(self._exception)
-
-    def _sweep(self, news: list[tuple[bytes, float]]) -> None:
-        """Deny what other processes found gone, and believe again what was denied long enough."""
-        now_s = self._folder.clock()
-        with self._lock:
-            for digest, at_s in news:
-                age_s = now_s - at_s
-                # Our own marks come back as well, and what was stored here since counts more.
-                is_known = digest in self._stored or self._missing.holds(digest)
-                if 0 <= age_s < NEGATIVE_TTL_S and not is_known:
-                    self._mark_locked(split_digest(digest)[0])
-                    self._missing.add_locked(digest, age_s)
-            self._missing.sweep_locked()
-            self._bad.sweep_locked()
-            marked = len(self._marked)
-        if marked > _ROOM:
-            self._show(self._view)
+        self._loaded = self._loaded or is_other
+        self._share_missing()
+        self._forget(self._view if is_other else None)
         if self.wants_listing and not self._said_vanished:
             self._said_vanished = True
             log.warning(
@@ -638,6 +439,58 @@ class ManifestIndex:
                 "writes there, run `s3ec manifest rebuild`",
                 self._layout.namespace,
             )
+        return self._must_ask()
+
+    def _share_missing(self) -> None:
+        gone, self._gone = self._gone, []
+        if gone:
+            self._folder.add_missing(gone)
+        *place, news = self._folder.read_missing(*self._missing_place)
+        self._missing_place = (place[0], place[1])
+        for digest, at_s in news:
+            left_s = NEGATIVE_TTL_S - (self._folder.clock() - at_s)
+            # Our own marks come back as well, and what was stored here since counts more.
+            if 0 < left_s <= NEGATIVE_TTL_S and digest not in self._own:
+                self._learn(digest, _Own(None, self._clock() + left_s))
+
+    def _open(self) -> bool:
+        """Have lookups use the node's overlay, and the snapshot that it names.
+
+        Returns:
+            Whether it was another one.
+
+        Raises:
+            CorruptEntryError, OSError: They are not here, or not what they should be.
+        """
+        path = self._folder.path / OVERLAY
+        about = path.lstat()
+        is_other = about.st_ino != self._inode
+        if is_other:
+            whole = memoryview(safetensors_file.map_file(path))
+            overlay = Overlay.parse(whole, self._layout.namespace)
+            old = self._view
+            _, snapshot, words = old
+            if overlay.snapshot != old.overlay.snapshot:
+                snapshot, words = self._open_snapshot(overlay.snapshot)
+            view = _View(overlay, snapshot, words)
+            self._view = view
+            self.maybe_contains = view.lookup(self._own, self._holds)
+            if overlay.snapshot.listed != old.overlay.snapshot.listed:
+                self._present = self._vanished = 0
+            self._inode = about.st_ino
+        self._asked_s = about.st_mtime
+        return is_other
+
+    def _open_snapshot(self, name: SnapshotName) -> tuple[Segment, memoryview[int]]:
+        """Map a snapshot and its filter; a millisecond. Raises as _open."""
+        if name == SnapshotName():
+            empty = _view_of_nothing()
+            return empty.snapshot, empty.words
+        segment = Segment.open(self._folder.rows_path(name), self._layout.namespace)
+        words = memoryview(safetensors_file.map_file(self._folder.filter_path(name)))
+        if len(words) != words_for(len(segment)) * WORD_BYTES:
+            raise CorruptEntryError(f"{name}: filter of another size", reason="length")
+        return segment, words.cast("Q")
 
     def _refuse(self, name: str, exc: Exception) -> None:
         self._counters.add("index.refused")
@@ -652,110 +505,127 @@ class ManifestIndex:
 
     # -- asking the bucket ---------------------------------------------------------------------
 
-    async def _ask(self, *, now: bool) -> None:
-        """Look for a new snapshot where that is due, then for new deltas."""
-        is_newest = False
-        if self._fetch is None and (now or self._looks % SNAPSHOTS_EVERY == 0):
-            self._unusable.clear()  # what was damaged on its way is good the next time
-            self._complete = None
-            is_newest = await self._look_for_snapshots()
-        self._looks += 1
-        overlay, fetched = self._view.overlay, self._fetched
-        name = max(overlay.snapshot, fetched or SnapshotName())
-        # All that count, beside looks for a snapshot; else those that may have come since.
-        newest = max(overlay.read, default=NEVER) if name == self._complete else NEVER
-        found = await list_deltas(self._store, self._layout, name, newest, left_out=self._leave_out)
-        new = found.keys() - set(overlay.read) - self._unusable
-        # Of those that the bucket did not give, one shows whether it does now: many refusals in a
-        # row would keep the breaker open.
-        again = [ulid for ulid in self._not_given if ulid in new]
-        answers = await read_deltas(self._store, self._layout, new - set(again[1:]))
-        rows: dict[str, Rows] = {}
-        failed: dict[str, S3ECError] = {}
-        for ulid, answer in answers.items():
-            if isinstance(answer, Rows):
-                rows[ulid] = answer
-                self._counters.add("index.downloads")
-            elif isinstance(answer, CorruptEntryError):
-                self._unusable.add(ulid)
-                self._refuse(deltas_prefix(self._layout) + ulid, answer)
-            elif answer is not None:
-                failed[ulid] = answer
-        await self._disk(self._write, overlay, name, rows)
-        self._complete = None if failed or again[1:] else name
-        if again and again[0] not in failed:
-            again = []  # they may be had now: the next refresh asks for all
-        self._not_given = [*again[1:], *failed]
-        if self._fetched == fetched:
-            self._fetched = None
-        self._loaded = self._loaded or is_newest or name != SnapshotName()
-        # Last: one delta that the bucket lists and cannot read must not keep back the others.
-        for exc in failed.values():
-            raise exc
-
-    async def _look_for_snapshots(self) -> bool:
-        """Begin to download the newest snapshot; True if there is none that is newer."""
-        mine = max(self._view.name, self._fetched or SnapshotName())
-        for name, info in await list_snapshots(self._store, self._layout, left_out=self._leave_out):
-            if name <= mine:
-                break
-            if info.name in self._refused:
-                continue
-            self._fetch = asyncio.create_task(self._bring(name, info), name="s3ec-index-fetch")
-            self._fetch.add_done_callback(self._brought)
-            return False
-        return True
-
-    async def _bring(self, name: SnapshotName, info: ObjectInfo) -> None:
-        path = self._folder.rows_path(name)
-        if not await self._disk(path.is_file):
-            job = Job("fetch", self._layout.namespace, str(self._folder.path), str(name))
-            try:
-                await self._disk(self._folder.need_room, info.nbytes)
-                await self._jobs(job)
-            except CorruptEntryError as exc:
-                self._refuse(info.name, exc)
-                raise
-            self._counters.add("index.downloads")
+    async def _ask(self, *, now: bool) -> asyncio.Task[None] | None:
+        """Look for new deltas, and for a new snapshot where that is due; returns its download."""
+        is_whole = now or self._until_whole <= 0
+        self._until_whole = (SNAPSHOTS_EVERY if is_whole else self._until_whole) - 1
         try:
-            await self._disk(self._open_snapshot, name)
-        except (OSError, CorruptEntryError) as exc:
-            await self._disk(path.unlink, True)  # this disk's fault: the next look brings it again
-            raise CorruptEntryError(f"{name} on this node: {exc}", reason="disk") from exc
-        self._fetched = name
+            if is_whole and self._fetch is None:
+                await self._look_for_snapshots()
+            fetch = self._fetch  # it may have failed when the deltas are read
+            await self._read_deltas(self._view.overlay, is_whole=is_whole)
+        except S3ECError:
+            self._until_whole = 0
+            raise
+        self._loaded = self._loaded or self._newest == self._view.overlay.snapshot
+        return fetch
+
+    async def _look_for_snapshots(self) -> None:
+        """Begin to download the newest snapshot, if there is a newer one."""
+        newer = [
+            (name, info)
+            for name, info in await list_snapshots(
+                self._store, self._layout, left_out=self._leave_out
+            )
+            if name > self._view.overlay.snapshot and info.name not in self._refused
+        ]
+        self._newest = newer[0][0] if newer else self._view.overlay.snapshot
+        if newer:
+            self._fetch = asyncio.create_task(self._bring(newer), name="s3ec-index-fetch")
+            self._fetch.add_done_callback(self._brought)
+
+    async def _bring(self, newer: Sequence[tuple[SnapshotName, ObjectInfo]]) -> None:
+        """Show the first one that can be used, once all of its deltas are read."""
+        self._failures = min(self._failures + 1, SNAPSHOTS_EVERY)
+        for name, info in newer:
+            try:
+                await self._disk(self._open_snapshot, name)
+            except (OSError, CorruptEntryError):  # not here, or this disk has damaged it
+                await self._disk(self._folder.need_room, info.nbytes)
+                job = Job("fetch", self._layout.namespace, str(self._folder.path), str(name))
+                # A child takes a second to start. What comes by one request is done sooner here,
+                # and holds no hook up.
+                is_small = info.nbytes <= PART_BYTES
+                try:
+                    await (in_process(self._store) if is_small else self._jobs)(job)
+                except CorruptEntryError as exc:
+                    self._refuse(info.name, exc)
+                    continue
+                self._counters.add("index.downloads")
+            async with self._asking:
+                overlay = self._view.overlay
+                if name > overlay.snapshot:
+                    # Of most snapshots the deltas that are known do not count any more.
+                    counts = not overlay.read or overlay.read[0] >= window_start(name.ulid)
+                    overlay = replace(overlay, snapshot=name) if counts else Overlay.empty(name)
+                    try:
+                        await self._read_deltas(overlay, is_whole=True)
+                    except (UnavailableError, AccessError):  # it is here, and costs no more
+                        self._failures = 0
+                        raise
+                self._loaded = True
+            return
 
     def _brought(self, task: asyncio.Task[None]) -> None:
         self._fetch = None
         if task.cancelled() or (exc := task.exception()) is None:
             self._failures = 0
             return
-        # Of one that is refused the predecessor is tried at once; another try takes a process.
-        is_refused = isinstance(exc, CorruptEntryError) and exc.reason != "disk"
-        rest = min(_RETRY_REFRESHES << self._failures, SNAPSHOTS_EVERY - 1)
-        self._failures = min(self._failures + 1, SNAPSHOTS_EVERY)
-        self._looks = 0 if is_refused else -rest
-        self._problem = None if is_refused else exc
+        rest = _RETRY_REFRESHES << self._failures - 1 if self._failures else 1
+        self._until_whole = min(rest, SNAPSHOTS_EVERY) - 1
         self._counters.add("index.fetch_failed")
-        if not self._complained and not isinstance(exc, CorruptEntryError):
+        if not self._complained:
             self._complained = True
             log.warning("a snapshot of the index cannot be had now: %s", exc)
 
-    def _write(self, overlay: Overlay, name: SnapshotName, rows: dict[str, Rows]) -> None:
-        """Write what was heard for the node, and open it."""
-        if not rows and name == overlay.snapshot and self._file is not None:
-            self._folder.touch(OVERLAY)
-            found = self._folder.find(OVERLAY)
-            if found is not None and found.inode == self._file.inode:
-                self._file, self._asked_s = found, found.modified_s
-                return
-        pieces = overlay.encode_with(name, rows, self._layout.namespace)
-        self._folder.write(OVERLAY, pieces)
+    async def _read_deltas(self, overlay: Overlay, *, is_whole: bool) -> None:
+        """Read what an overlay does not hold, and write and show the next one.
+
+        Args:
+            is_whole: List all deltas that count, and read again what could not be used. Otherwise
+                only those are listed that may have come since.
+        """
+        newest = NEVER if is_whole else max(overlay.read, default=NEVER)
+        # While the first snapshot is on its way, those that count for that one.
+        is_first = overlay.snapshot == SnapshotName()
+        since = self._newest if is_first else overlay.snapshot
+        found = await list_deltas(
+            self._store, self._layout, since, newest, left_out=self._leave_out
+        )
+        prefix = deltas_prefix(self._layout)
+        new = [
+            ulid
+            for ulid in found.keys() - set(overlay.read)
+            if is_whole or prefix + ulid not in self._refused
+        ]
+        rows: dict[str, Rows] = {}
+        failed: S3ECError | None = None
+        for ulid, answer in (await read_deltas(self._store, self._layout, new)).items():
+            if isinstance(answer, Rows):
+                rows[ulid] = answer
+                self._counters.add("index.downloads")
+            elif isinstance(answer, CorruptEntryError) or (
+                isinstance(answer, AccessError) and not answer.is_general
+            ):
+                self._refuse(prefix + ulid, answer)
+            elif answer is not None:
+                failed = answer
+        if failed is None or overlay is self._view.overlay:
+            await self._disk(self._write, overlay, rows)
+        # Last: one delta that cannot be had now must not keep back the others. A new snapshot waits
+        # for all of them, since those that it replaces are shown.
+        if failed is not None:
+            raise failed
+
+    def _write(self, overlay: Overlay, rows: dict[str, Rows]) -> None:
+        """Write what was read for the node, and open it. Raises TierError."""
+        if rows or overlay is not self._view.overlay or not self._inode:
+            pieces = overlay.encode_with(rows, self._layout.namespace)
+            self._folder.write(OVERLAY, pieces)
         self._folder.touch(OVERLAY)
-        written = self._folder.find(OVERLAY)
-        if written is None:
-            raise TierError(f"{self._folder.path / OVERLAY} vanished")
         try:
-            self._open(written)
+            self._open()
         except (OSError, CorruptEntryError) as exc:
             raise TierError(f"cannot read what was written: {exc}") from exc
-        self._folder.remove_older(name)
+        self._forget(self._view, list(rows.values()))
+        self._folder.remove_older(overlay.snapshot)

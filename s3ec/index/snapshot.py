@@ -7,7 +7,7 @@ A file has the columns ``digest_hi``, ``digest_lo`` (the digest's halves, read b
 average, so a lookup is a shift, two numbers of ``fences`` and one or two steps of bisection. Skewed
 digests cost more steps, never a wrong answer.
 
-More rows than fit into memory are spilled to files by leading bits, and merged part by part.
+More rows than fit into memory are spilled to files without names, and merged part by part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import mmap
 import os
 import tempfile
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -34,15 +35,13 @@ KIND = "rows-2"
 MAX_ROWS = 2**27
 """So a snapshot is less than 5 GiB, the limit of one PUT."""
 MAX_BYTES = 2**32
-CHUNK_ROWS = 2**18
-"""Rows looked at together where all are: a few MiB of temporaries."""
 PARTS = 64
 """Spilled rows are merged in so many parts, by the leading six bits of their digests."""
-_CHECK_BYTES = 2**25
+_FENCES_AT_A_TIME = 2**18
 _ROWS_PER_SLOT = 2  # at least, on average; up to twice as many
-_COLUMNS = {"digest_hi": "<u8", "digest_lo": "<u8", "nbytes": "<u4", "fences": "<u4"}
+_ROW_COLUMNS = {"digest_hi": "<u8", "digest_lo": "<u8", "nbytes": "<u4"}
+COLUMNS = {**_ROW_COLUMNS, "fences": "<u4"}
 _MAX_NBYTES = 2**32 - 1
-_ROW = np.dtype([("hi", "<u8"), ("lo", "<u8"), ("nbytes", "<u4")])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,10 +69,20 @@ class Rows:
         return len(self.hi)
 
     def select(self, which: Any) -> Rows:
-        """The rows of a slice (views), or of a mask or of positions (copies)."""
-        if isinstance(which, np.ndarray) and which.dtype.kind == "i":  # keeps no other thread out
-            return Rows(self.hi.take(which), self.lo.take(which), self.nbytes.take(which))
-        return Rows(self.hi[which], self.lo[which], self.nbytes[which])
+        """The rows of a slice (views), or at some positions (copies)."""
+        if isinstance(which, slice):
+            return Rows(self.hi[which], self.lo[which], self.nbytes[which])
+        # Unlike an index, `take` keeps no other thread out.
+        return Rows(self.hi.take(which), self.lo.take(which), self.nbytes.take(which))
+
+    def part(self, number: int) -> Rows:
+        """Views of those whose digest begins with ``number``, 0..PARTS-1; they must be sorted."""
+        shift = 64 - (PARTS.bit_length() - 1)
+        start = int(np.searchsorted(self.hi, np.uint64(number << shift)))
+        stop = len(self)
+        if number < PARTS - 1:
+            stop = int(np.searchsorted(self.hi, np.uint64((number + 1) << shift)))
+        return self.select(slice(start, stop))
 
 
 def is_sorted(hi: Array, lo: Array) -> bool:
@@ -100,21 +109,15 @@ def sorted_order(hi: Array, lo: Array) -> Array:
     return order
 
 
-def unique_order(hi: Array, lo: Array) -> Array:
-    """As sorted_order, with the last row of each digest only."""
-    if is_sorted(hi, lo):
-        return np.arange(len(hi))
-    order = sorted_order(hi, lo)
-    hi, lo = hi[order], lo[order]
-    last = np.ones(len(order), np.bool_)
-    last[:-1] = (hi[1:] != hi[:-1]) | (lo[1:] != lo[:-1])
-    return order[last]
-
-
 def merge(parts: Sequence[Rows]) -> Rows:
     """One row for each digest of all parts, sorted; that of the last part where several have it."""
-    whole = concat(parts)
-    return whole.select(unique_order(whole.hi, whole.lo))
+    rows = concat(parts)
+    if is_sorted(rows.hi, rows.lo):
+        return rows
+    rows = rows.select(sorted_order(rows.hi, rows.lo))
+    is_last = np.ones(len(rows), np.bool_)
+    is_last[:-1] = (rows.hi[1:] != rows.hi[:-1]) | (rows.lo[1:] != rows.lo[:-1])
+    return rows if is_last.all() else rows.select(np.flatnonzero(is_last))
 
 
 def concat(parts: Sequence[Rows]) -> Rows:
@@ -132,7 +135,7 @@ def concat(parts: Sequence[Rows]) -> Rows:
 
 def without(rows: Rows, others: Rows) -> Rows:
     """The rows whose digest is not among others; both sorted, without duplicates."""
-    return rows.select(~is_in(rows, others))
+    return rows.select(np.flatnonzero(~is_in(rows, others)))
 
 
 def is_in(rows: Rows, others: Rows) -> Array:
@@ -152,29 +155,57 @@ def slot_bits(rows: int) -> int:
     return max(0, (rows // _ROWS_PER_SLOT).bit_length() - 1)
 
 
-def fences_of(hi: Array, bits: int) -> Array:
+def fences_of(hi: Array) -> Array:
     """First row of each slot and, at the end, the number of rows; shape (2**bits + 1,)."""
-    firsts = np.arange(1, 1 << bits, dtype="<u8") << np.uint64(64 - bits) if bits else hi[:0]
-    inner = np.searchsorted(hi, firsts)
-    return np.concatenate([[0], inner, [len(hi)]]).astype("<u4")
+    bits = slot_bits(len(hi))
+    found = np.zeros((1 << bits) + 1, "<u4")
+    for start in range(1, 1 << bits, _FENCES_AT_A_TIME):
+        slots = np.arange(start, min(start + _FENCES_AT_A_TIME, 1 << bits), dtype="<u8")
+        found[start : start + len(slots)] = np.searchsorted(hi, slots << np.uint64(64 - bits))
+    found[-1] = len(hi)
+    return found
 
 
-def encode(rows: Rows, namespace: str) -> list[bytes | memoryview]:
-    """The pieces of a file of some rows, which are sorted and without duplicates (see merge).
+def columns_of(rows: Rows) -> dict[str, Array]:
+    """The columns of a file of some rows, which are sorted and without duplicates (see merge).
 
     Raises:
         CorruptEntryError: There are too many.
     """
     if len(rows) > MAX_ROWS:
         raise CorruptEntryError(f"{len(rows)} rows are over the limit", reason="size")
-    metadata = {"s3ec": KIND, "namespace": namespace, "entries": str(len(rows))}
-    columns = {
-        "digest_hi": rows.hi,
-        "digest_lo": rows.lo,
-        "nbytes": rows.nbytes,
-        "fences": fences_of(rows.hi, slot_bits(len(rows))),
-    }
-    return safetensors_file.encode_columns(metadata, columns)
+    fences = fences_of(rows.hi)
+    return dict(zip(COLUMNS, (rows.hi, rows.lo, rows.nbytes, fences), strict=True))
+
+
+def encode(rows: Rows, namespace: str) -> list[bytes | memoryview]:
+    """The pieces of a file of some rows. Takes and raises what columns_of does."""
+    metadata = {"s3ec": KIND, "namespace": namespace}
+    return safetensors_file.encode_columns(metadata, columns_of(rows))
+
+
+def rows_in_header(front: FileHeader, kinds: dict[str, str], name: str) -> int:
+    """How many rows a file has by its header, whose columns must be those of ``kinds``.
+
+    Columns beside those of rows may have any length.
+
+    Raises:
+        CorruptEntryError: They are others, or do not agree on the number of rows.
+    """
+    places = front.places
+    if {column: place.kind for column, place in places.items()} != kinds or any(
+        len(place.shape) != 1 for place in places.values()
+    ):
+        raise CorruptEntryError(f"{name}: has other columns", reason="shape")
+    count = places["digest_hi"].count
+    fences = places["fences"].count
+    if {places[column].count for column in _ROW_COLUMNS} != {count} or (
+        fences != (1 << slot_bits(count)) + 1
+    ):
+        raise CorruptEntryError(f"{name}: columns do not fit", reason="shape")
+    if count > MAX_ROWS:
+        raise CorruptEntryError(f"{name}: {count} rows", reason="size")
+    return count
 
 
 class Segment:
@@ -186,17 +217,18 @@ class Segment:
         name: What errors call it.
         rows: All rows, as views that keep the file mapped.
         fences: First row of each slot.
+        blob: The bytes of its file; empty for rows of memory.
         shift: How far the first half of a digest is shifted for its slot.
     """
 
-    __slots__ = ("_blob", "_fence", "_front", "_hi", "_lo", "fences", "name", "rows", "shift")
+    __slots__ = ("_fence", "_front", "_hi", "_lo", "blob", "fences", "name", "rows", "shift")
 
     def __init__(
         self,
         rows: Rows,
         fences: Array,
         *,
-        name: str,
+        name: str = "memory",
         front: FileHeader | None = None,
         blob: memoryview | None = None,
     ) -> None:
@@ -204,9 +236,9 @@ class Segment:
         self.name = name
         self.rows = rows
         self.fences = fences
+        self.blob = memoryview(b"") if blob is None else blob
         self.shift = 64 - ((len(fences) - 1).bit_length() - 1)
         self._front = front
-        self._blob = blob
         # Items of memoryviews cost half of what numpy's do. A blob from the network may lie at any
         # address, and where numbers are not aligned memoryviews give none: those are copied.
         self._hi, self._lo, self._fence = (
@@ -215,46 +247,61 @@ class Segment:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], namespace: str) -> Segment:
-        """Map a file that was checked before; reads its header, and asks for what lookups read.
+        """Map a file that was checked before; only its header is read.
 
         Raises:
             CorruptEntryError: Not a file of this namespace and size.
             OSError: It cannot be opened.
         """
         whole = safetensors_file.map_file(path)
-        segment = cls.parse(memoryview(whole), namespace, name=Path(path).name)
-        if segment._front is not None:
-            # A lookup reads these, and must not wait for the disk.
-            lookup = ("digest_hi", "digest_lo", "fences")
-            safetensors_file.advise(whole, [segment._front.places[column] for column in lookup])
-        return segment
+        return cls.parse(memoryview(whole), namespace, name=Path(path).name)
 
     @classmethod
-    def parse(cls, blob: bytes | memoryview, namespace: str, *, name: str = "rows") -> Segment:
+    def parse(
+        cls,
+        blob: bytes | memoryview,
+        namespace: str,
+        *,
+        name: str = "rows",
+        kind: str = KIND,
+        more: dict[str, str] | None = None,
+    ) -> Segment:
         """A file's bytes; checks the structure, not the columns (see check).
+
+        Args:
+            kind: What the file must be.
+            more: Its columns beside those of rows, name to type; see ``column``.
 
         Raises:
             CorruptEntryError: As for open. ``reason`` is ``version`` where it is of another
                 format.
         """
         whole = memoryview(blob)
-        front = safetensors_file.parse_columns(whole, kind=KIND, namespace=namespace, name=name)
-        columns = checked_columns(front, whole, _COLUMNS, name)
-        return cls(
-            Rows(columns["digest_hi"], columns["digest_lo"], columns["nbytes"]),
-            columns["fences"],
-            name=name,
-            front=front,
-            blob=whole,
+        front = safetensors_file.parse_columns(
+            whole, whole.nbytes, kind=kind, namespace=namespace, name=name
         )
+        rows_in_header(front, {**COLUMNS, **(more or {})}, name)
+        hi, lo, nbytes, fences = (front.places[column].of(whole) for column in COLUMNS)
+        return cls(Rows(hi, lo, nbytes), fences, name=name, front=front, blob=whole)
 
     @classmethod
-    def of(cls, rows: Rows, *, name: str = "memory") -> Segment:
+    def of(cls, rows: Rows) -> Segment:
         """Sorted rows in memory."""
-        return cls(rows, fences_of(rows.hi, slot_bits(len(rows))), name=name)
+        return cls(rows, fences_of(rows.hi))
 
     def __len__(self) -> int:
         return len(self._hi)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What its file says of itself."""
+        return dict(self._front.metadata) if self._front else {}
+
+    def column(self, name: str) -> Array:
+        """Another column of its file, as a view."""
+        if self._front is None:
+            raise KeyError(name)
+        return self._front.places[name].of(self.blob)
 
     def find(self, hi: int, lo: int) -> int:
         """Row of a digest, or -1; no I/O of its own beyond page faults.
@@ -273,49 +320,23 @@ class Segment:
                 return row
         except IndexError:  # behind the last row; fences of a broken file may point anywhere
             return -1
-        return self._find_lo(hi, lo, row)
+        # Several digests share their first half; that is rare.
+        end = bisect_right(his, hi, row)
+        row = bisect_left(self._lo, lo, row, end)
+        return row if row < end and self._lo[row] == lo else -1
 
     def lookup_parts(self) -> tuple[int, memoryview[int], memoryview[int], memoryview[int]]:
         """Shift, fences, first and second halves, for a caller that does ``find`` inline."""
         return self.shift, self._fence, self._hi, self._lo
 
-    def _find_lo(self, hi: int, lo: int, row: int) -> int:
-        """Find a row among several whose digests share their first half; that is rare."""
-        end = bisect_right(self._hi, hi, row)
-        row = bisect_left(self._lo, lo, row, end)
-        return row if row < end and self._lo[row] == lo else -1
-
     def nbytes(self, row: int) -> int:
         """Size of the object of a row that find gave; 0 where it is not known."""
         return int(self.rows.nbytes[row])
 
-    def part(self, number: int) -> Rows:
-        """Views of the rows whose digest begins with ``number``, 0..PARTS-1."""
-        width = 64 - (PARTS.bit_length() - 1)
-        start = int(np.searchsorted(self.rows.hi, np.uint64(number << width)))
-        stop = len(self)
-        if number < PARTS - 1:
-            stop = int(np.searchsorted(self.rows.hi, np.uint64((number + 1) << width)))
-        return self.rows.select(slice(start, stop))
-
-    def _true_fences(self, start: int, count: int) -> Array:
-        """Fences from ``start`` on, as the rows have them."""
-        slots = np.arange(start, start + count, dtype="<u8")
-        if start + count < len(self.fences):
-            return np.searchsorted(self.rows.hi, slots << np.uint64(self.shift))
-        # The last one is the end, which no shift of 64 bits says.
-        inner = np.searchsorted(self.rows.hi, slots[:-1] << np.uint64(min(self.shift, 63)))
-        return np.append(inner, len(self))
-
-    def blob(self) -> memoryview:
-        """The bytes of its file; empty for rows of memory."""
-        return memoryview(b"") if self._blob is None else self._blob
-
-    def forget_pages(self) -> None:
-        """Give the mapped pages back to the system: what is read once does not stay in memory."""
-        whole = self._blob.obj if self._blob is not None else None
-        if isinstance(whole, mmap.mmap):
-            whole.madvise(mmap.MADV_DONTNEED)
+    def check_bytes(self) -> None:
+        """Read everything, for its checksum. Raises CorruptEntryError."""
+        if self._front is not None:
+            self._front.check_data(self.blob, self.name)
 
     def check(self) -> None:
         """Read everything: checksum, order and fences.
@@ -323,79 +344,33 @@ class Segment:
         Raises:
             CorruptEntryError: ``reason`` is ``checksum`` or ``order``.
         """
-        if self._front is not None and self._blob is not None:
-            running = safetensors_file.running_checksum()
-            for start in range(self._front.data_start, len(self._blob), _CHECK_BYTES):
-                running.update(self._blob[start : start + _CHECK_BYTES])
-                self.forget_pages()
-            if running.hexdigest() != self._front.metadata["xxh3"]:
-                raise CorruptEntryError(f"{self.name}: checksum differs", reason="checksum")
-        hi, lo = self.rows.hi, self.rows.lo
-        for start in range(0, len(hi), CHUNK_ROWS):
-            some = slice(start, start + CHUNK_ROWS + 1)  # one row of overlap
-            if not is_sorted(hi[some], lo[some]):
-                raise CorruptEntryError(f"{self.name}: rows are not sorted", reason="order")
-            self.forget_pages()
-        for start in range(0, len(self.fences), CHUNK_ROWS):
-            fences = self.fences[start : start + CHUNK_ROWS]
-            if not np.array_equal(fences, self._true_fences(start, len(fences))):
-                raise CorruptEntryError(f"{self.name}: fences do not fit the rows", reason="order")
-            self.forget_pages()
-
-
-def checked_columns(
-    front: FileHeader, whole: memoryview, kinds: dict[str, str], name: str
-) -> dict[str, Array]:
-    """Views of the columns of a file, which must be those of ``kinds`` and agree on the rows.
-
-    Columns beside those of rows may have any length.
-
-    Raises:
-        CorruptEntryError: They are others.
-    """
-    places = front.places
-    text = front.metadata.get("entries", "")
-    if not (text.isascii() and text.isdigit() and len(text) <= 12 and int(text) <= MAX_ROWS):
-        raise CorruptEntryError(f"{name}: {text!r:.40} rows", reason="size")
-    if {column: place.kind for column, place in places.items()} != kinds or any(
-        len(place.shape) != 1 for place in places.values()
-    ):
-        raise CorruptEntryError(f"{name}: has other columns", reason="shape")
-    entries = int(text)
-    for column in ("digest_hi", "digest_lo", "nbytes"):
-        if places[column].count != entries:
-            raise CorruptEntryError(f"{name}: column {column} does not fit", reason="shape")
-    if places["fences"].count != (1 << slot_bits(entries)) + 1:
-        raise CorruptEntryError(f"{name}: fences do not fit", reason="shape")
-    return {column: place.of(whole) for column, place in places.items()}
+        self.check_bytes()
+        if not is_sorted(self.rows.hi, self.rows.lo):
+            raise CorruptEntryError(f"{self.name}: rows are not sorted", reason="order")
+        if not np.array_equal(self.fences, fences_of(self.rows.hi)):
+            raise CorruptEntryError(f"{self.name}: fences do not fit the rows", reason="order")
 
 
 # -- more rows than fit into memory ----------------------------------------------------------------
 
-_RUN_ROWS = 2**19  # in memory before they are written: 20 bytes each, three times while sorted
-_PART_SHIFT = 64 - (PARTS.bit_length() - 1)
+_RUN_ROWS = 2**20  # in memory before they are written: 20 bytes each, three times while sorted
 
 
 class Spill:
     """Collects rows of any order and number, and gives them back part by part.
 
-    They lie in a file without a name, which ends with the process. Blocking.
+    They lie in files without names, which end with the process. Blocking.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Opens the file.
+        """Touches nothing.
 
         Args:
-            folder: Where; None for the system's place.
-
-        Raises:
-            TierError: The disk refused.
+            folder: For the files; None for the system's place.
         """
-        self._file = anonymous_file(folder)
+        self._folder = folder
         self._waiting: list[Rows] = []
-        self._waiting_rows = 0
-        self._runs: list[tuple[int, Array]] = []  # first row in the file, first row of each part
-        self._rows = 0
+        self._runs: list[Rows] = []
 
     def add(self, rows: Rows) -> None:
         """Take some rows; later ones win.
@@ -404,28 +379,14 @@ class Spill:
             TierError: The disk did not take them.
         """
         self._waiting.append(rows)
-        self._waiting_rows += len(rows)
-        if self._waiting_rows >= _RUN_ROWS:
-            self.flush()
+        if sum(map(len, self._waiting)) >= _RUN_ROWS:
+            self._flush()
 
-    def flush(self) -> None:
-        """Write what waits. Raises as add."""
-        if not self._waiting_rows:
-            return
-        rows = merge(self._waiting)
-        self._waiting, self._waiting_rows = [], 0
-        table = np.empty(len(rows), _ROW)
-        table["hi"], table["lo"], table["nbytes"] = rows.hi, rows.lo, rows.nbytes
-        starts = np.arange(PARTS, dtype="<u8") << np.uint64(_PART_SHIFT)
-        bounds = np.append(np.searchsorted(rows.hi, starts), len(rows))
-        try:
-            self._file.seek(self._rows * _ROW.itemsize)
-            self._file.write(table.data.cast("B"))
-            self._file.flush()
-        except OSError as exc:
-            raise TierError(f"cannot write a temporary file: {exc}") from exc
-        self._runs.append((self._rows, bounds))
-        self._rows += len(rows)
+    def _flush(self) -> None:
+        if self._waiting:
+            run = merge(self._waiting)
+            self._waiting = []
+            self._runs.append(on_disk([run], self._folder))
 
     def part(self, number: int) -> list[Rows]:
         """What was added of one part, in the order in which it came; for ``merge``.
@@ -433,21 +394,37 @@ class Spill:
         Raises:
             TierError: The disk refused.
         """
-        self.flush()
-        found = []
-        for first, bounds in self._runs:
-            count = int(bounds[number + 1] - bounds[number])
-            if count:
-                offset = (first + int(bounds[number])) * _ROW.itemsize
-                table = read_array(self._file, _ROW, count, offset)
-                found.append(
-                    Rows(*(np.ascontiguousarray(table[name]) for name in ("hi", "lo", "nbytes")))
-                )
-        return found
+        self._flush()
+        return [run.part(number) for run in self._runs]
 
     def close(self) -> None:
-        """Free the disk."""
-        self._file.close()
+        """Free memory and disk."""
+        self._waiting, self._runs = [], []
+
+
+def on_disk(parts: Iterable[Rows], folder: Path | None) -> Rows:
+    """All parts one after the other, in mapped files without names. Blocking.
+
+    Raises:
+        TierError: The disk refused.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(anonymous_file(folder)) for _ in _ROW_COLUMNS]
+        try:
+            for rows in parts:
+                for file, column in zip(files, (rows.hi, rows.lo, rows.nbytes), strict=True):
+                    file.write(np.ascontiguousarray(column).data)
+            hi, lo, nbytes = map(_mapped_column, files, _ROW_COLUMNS.values())
+        except OSError as exc:
+            raise TierError(f"cannot write a temporary file: {exc}") from exc
+        return Rows(hi, lo, nbytes)
+
+
+def _mapped_column(file: BinaryIO, kind: str) -> Array:
+    file.flush()
+    if not file.tell():  # nothing cannot be mapped
+        return np.empty(0, kind)
+    return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), kind)
 
 
 def anonymous_file(folder: Path | None) -> BinaryIO:
@@ -458,87 +435,23 @@ def anonymous_file(folder: Path | None) -> BinaryIO:
         raise TierError(f"cannot make a temporary file: {exc}") from exc
 
 
-def read_array(file: BinaryIO, kind: Any, count: int, offset: int) -> Array:
-    """Some items of a file, from an offset in bytes; TierError where it ends early."""
-    kind = np.dtype(kind)
-    body = os.pread(file.fileno(), count * kind.itemsize, offset)
-    if len(body) != count * kind.itemsize:
-        raise TierError("a temporary file is shorter than what was written to it")
-    return np.frombuffer(body, kind)
-
-
-def write_rows(
-    file: BinaryIO,
-    namespace: str,
-    parts: Iterable[Rows],
-    folder: Path | None,
-    write_filter: Callable[[int, Iterable[tuple[Array, Array]]], None],
-) -> int:
+def write_rows(file: BinaryIO, namespace: str, parts: Iterable[Rows], folder: Path | None) -> None:
     """Write a whole file of rows that come part by part, each sorted, and one behind the other.
 
-    The disk holds everything twice meanwhile; memory a part.
+    The disk holds everything twice meanwhile; memory a part and the fences.
 
     Args:
         file: Empty.
         parts: By rising digests.
         folder: For temporary files.
-        write_filter: Gets the number of rows, and first and second halves of them in chunks.
-
-    Returns:
-        The number of rows.
 
     Raises:
         CorruptEntryError: There are too many.
         TierError: The disk refused.
     """
-    kinds = dict(list(_COLUMNS.items())[:3])
-    columns = {name: anonymous_file(folder) for name in kinds}
+    pieces = encode(on_disk(parts, folder), namespace)
     try:
-        count = 0
-        for rows in parts:
-            for name, values in zip(columns, (rows.hi, rows.lo, rows.nbytes), strict=True):
-                columns[name].write(np.ascontiguousarray(values, kinds[name]).data)
-            count += len(rows)
-        if count > MAX_ROWS:
-            raise CorruptEntryError(f"{count} rows are over the limit", reason="size")
-        for column in columns.values():
-            column.flush()
-
-        def chunks(name: str) -> Iterator[Array]:
-            kind = np.dtype(kinds[name])
-            for start in range(0, count, CHUNK_ROWS):
-                some = min(CHUNK_ROWS, count - start)
-                yield read_array(columns[name], kind, some, start * kind.itemsize)
-
-        bits = slot_bits(count)
-        counted = np.zeros((1 << bits) + 1, "<u4")
-        for hi in chunks("digest_hi"):
-            slots = (hi >> np.uint64(64 - bits)).astype(np.intp) if bits else np.zeros(len(hi), int)
-            first = int(slots[0])
-            found = np.bincount(slots - first)
-            counted[first + 1 : first + 1 + len(found)] += found.astype("<u4")
-        fences = np.cumsum(counted, dtype="<u4")
-        running, tensors, at = safetensors_file.running_checksum(), {}, 0
-        for name, kind in _COLUMNS.items():
-            items = len(fences) if name == "fences" else count
-            nbytes = items * np.dtype(kind).itemsize
-            spelling = "U64" if kind == "<u8" else "U32"
-            tensors[name] = {"dtype": spelling, "shape": [items], "data_offsets": [at, at + nbytes]}
-            at += nbytes
-            for piece in chunks(name) if name in columns else [fences]:
-                running.update(piece.data)
-        metadata = {"s3ec": KIND, "namespace": namespace, "entries": str(count)}
-        metadata["xxh3"] = running.hexdigest()
-        file.write(safetensors_file.encode_header(metadata, tensors))
-        for name in columns:
-            for piece in chunks(name):
-                file.write(piece.data)
-        file.write(fences.data)
+        file.writelines(pieces)
         file.flush()
-        write_filter(count, zip(chunks("digest_hi"), chunks("digest_lo"), strict=True))
-        return count
     except OSError as exc:
-        raise TierError(f"cannot write a temporary file: {exc}") from exc
-    finally:
-        for column in columns.values():
-            column.close()
+        raise TierError(f"cannot write a file of the index: {exc}") from exc

@@ -51,21 +51,22 @@ def store_of(pages: Pages, cache_dir: Path) -> Store:
     )
 
 
-async def listed_into(store: Store, spill: Spill, *, few: int | None = None) -> None:
-    async with aclosing(list_objects(store, LAYOUT, few=few)) as batches:
+async def listed_into(store: Store, spill: Spill) -> None:
+    async with aclosing(list_objects(store, LAYOUT)) as batches:
         async for infos in batches:
             await asyncio.to_thread(spill.add, rows_of(LAYOUT, infos))
 
 
 def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_left_out(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(listing, "FEW", 100_000)
     loop = LoopThread("listing")
     with Pages(f"corpus/{LAYOUT.objects}", 8_000, breaks=3) as pages:
         store = store_of(pages, tmp_path)
         try:
             with closing(Spill(tmp_path)) as spill:
-                loop.run(listed_into(store, spill, few=100_000), _TIMEOUT_S)
+                loop.run(listed_into(store, spill), _TIMEOUT_S)
                 parts = [Segment.of(merge(spill.part(number))) for number in range(PARTS)]
                 found = {digest for part in parts for digest in sizes_in(part)}
         finally:

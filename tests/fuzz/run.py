@@ -25,8 +25,8 @@ FOUND = ROOT / "build" / "fuzz"
 DICTIONARY = (
     *("__metadata__", "ec_cache", "dtype", "shape", "data_offsets", "BF16", "F16", "F32", "U8"),
     *("U32", "U64", "s3ec", "namespace", "identifier", "xxh3", "header_xxh3", "placeholder"),
-    *("entries", "of", "fences", "marks", "digest_hi", "digest_lo", "read_hi", "read_lo"),
-    *("format", "version", "rows", "width", "nbytes", "named_s", "rows-2", "overlay-2"),
+    *("entries", "of", "fences", "filter", "digest_hi", "digest_lo", "read"),
+    *("format", "version", "rows", "width", "nbytes", "rows-2", "overlay-3"),
     *("uuid", "multi_modal_uuids", "mm_hashes", "messages", "content", "tool_use", "input", "type"),
     *("null", "true", "1e999", "NaN", "-1", "281474976710656", "18446744073709551616", "../"),
     *("s3://", "gs://", "file:///", "env:", "file:/", "http://", "renderer0-mm-1-image-0"),

@@ -178,8 +178,7 @@ def test_a_node_that_ends_in_the_middle_of_a_refresh_leaves_no_file_half(
 
 
 def make_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_EVERY_S", "_SPREAD_S"):
-        monkeypatch.setattr(maker, name, 0.01)
+    monkeypatch.setattr(maker, "LOOK_EVERY_S", 0.01)
 
 
 def test_a_node_makes_a_union_of_what_piles_up(

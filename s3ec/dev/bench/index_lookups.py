@@ -297,10 +297,10 @@ def measure_filters(context: Context, made: Made) -> None:
     context.say("filters")
     count = _MISSES_QUICK if context.quick else _MISSES
     keys = Keys(made.segment(), seed=1)
-    blocks = memoryview(made.folder.filter_path(made.name).read_bytes())
+    words = memoryview(made.folder.filter_path(made.name).read_bytes()).cast("Q")
 
     def contains(key: Key) -> bool:
-        return maybe(blocks, key.digest_hi, key.digest_lo)
+        return maybe(words, key.digest_hi, key.digest_lo)
 
     check_answers(contains, keys.hits(_MISSES_AT_A_TIME), expected=True)
     wrong = 0

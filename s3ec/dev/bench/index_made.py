@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -82,12 +81,11 @@ def make(scratch: Path, entries: int) -> Made:
     made = Made(entries, SnapshotName(ulid, ulid), scratch / f"node-{entries}")
     with reader(made, follow=False):  # makes the folders
         rows, bloom = made.folder.rows_path(made.name), made.folder.filter_path(made.name)
-        with (
-            made.folder.new_file(bloom.name, 0, synced=False) as filter_file,
-            made.folder.new_file(rows.name, 0, synced=False) as file,
-        ):
-            parts = (rows_of(entries, part) for part in range(PARTS))
-            write_rows(file, NAMESPACE.name, parts, scratch, partial(write_bloom, filter_file))
+        parts = (rows_of(entries, part) for part in range(PARTS))
+        with made.folder.new_file(rows.name, 0, synced=False) as file:
+            write_rows(file, NAMESPACE.name, parts, scratch)
+        with made.folder.new_file(bloom.name, 0, synced=False) as file:
+            write_bloom(file, made.segment().rows)
     return made
 
 

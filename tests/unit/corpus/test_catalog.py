@@ -556,6 +556,6 @@ async def test_namespace_is_removed_with_its_catalogue() -> None:
     store = MemoryStore()
     await append_rows(store, LAYOUT, [row()])
     contents = await survey(store, LAYOUT)
-    assert (contents.records, contents.others) == (1, 0)
+    assert (contents.objects, contents.others) == (1, 0)
     await remove_namespace(store, LAYOUT, 0.0)
     assert store.bucket.objects == {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.index import snapshot as snapshot_module
-from s3ec.index.bloom import BLOCK_BYTES, blocks_for, maybe, write_bloom
+from s3ec.index.bloom import WORD_BYTES, maybe, words_for, write_bloom
 from s3ec.index.deltas import Overlay, parse_delta
 from s3ec.index.names import Names, SnapshotName, first_ulid, time_s
 from s3ec.index.snapshot import (
@@ -73,7 +73,7 @@ def test_sets_of_rows_equal_dictionaries(
     assert contents(merge([first, second])) == mine | theirs
     assert contents(without(first, second)) == {k: v for k, v in mine.items() if k not in theirs}
     assert is_in(first, second).tolist() == [pair in theirs for pair in contents(first)]
-    parts = [Segment.of(first).part(number) for number in range(PARTS)]
+    parts = [first.part(number) for number in range(PARTS)]
     assert contents(snapshot_module.concat(parts)) == mine
 
 
@@ -84,38 +84,35 @@ def test_a_file_written_part_by_part_equals_one_written_at_once(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot_module, "_RUN_ROWS", 40)
-        patch.setattr(snapshot_module, "CHUNK_ROWS", 7)
+        patch.setattr(snapshot_module, "_FENCES_AT_A_TIME", 7)
         spill = Spill(None)
         for batch in batches:
             spill.add(rows_of(batch))
-        file, blocks = io.BytesIO(), io.BytesIO()
-        count = write_rows(
-            file,
-            NAMESPACE,
-            (merge(spill.part(number)) for number in range(PARTS)),
-            None,
-            lambda rows, chunks: write_bloom(blocks, rows, chunks),
-        )
+        file = io.BytesIO()
+        parts = (merge(spill.part(number)) for number in range(PARTS))
+        write_rows(file, NAMESPACE, parts, None)
         spill.close()
     expected = merge([rows_of(batch) for batch in batches])
     assert file.getvalue() == b"".join(encode(expected, NAMESPACE))
-    assert count == len(expected)
-    bits = memoryview(blocks.getvalue())
-    assert len(bits) == blocks_for(count) * BLOCK_BYTES
-    assert all(maybe(bits, hi, lo) for hi, lo in contents(expected))
+    words = filter_of(expected)
+    assert words.nbytes == words_for(len(expected)) * WORD_BYTES
+    assert all(maybe(words, hi, lo) for hi, lo in contents(expected))
 
 
-def test_a_filter_lets_two_in_a_hundred_by() -> None:
+def filter_of(rows: Rows) -> memoryview[int]:
+    file = io.BytesIO()
+    write_bloom(file, rows)
+    return memoryview(file.getvalue()).cast("Q")
+
+
+def test_a_filter_lets_less_than_one_in_a_hundred_by() -> None:
     rng = np.random.default_rng(3)
     rows = merge([_random(rng, 20_000)])
-    file = io.BytesIO()
-    chunks = ((rows.hi[at : at + 999], rows.lo[at : at + 999]) for at in range(0, len(rows), 999))
-    write_bloom(file, len(rows), chunks)
-    bits = memoryview(file.getvalue())
+    words = filter_of(rows)
     others = _random(rng, 20_000)
-    passed = sum(map(maybe, [bits] * 20_000, others.hi.tolist(), others.lo.tolist()))
-    assert passed < 0.03 * 20_000
-    assert all(map(maybe, [bits] * len(rows), rows.hi.tolist(), rows.lo.tolist()))
+    passed = sum(map(maybe, [words] * 20_000, others.hi.tolist(), others.lo.tolist()))
+    assert passed < 0.01 * 20_000
+    assert all(map(maybe, [words] * len(rows), rows.hi.tolist(), rows.lo.tolist()))
 
 
 def _random(rng: np.random.Generator, count: int) -> Rows:
@@ -141,7 +138,7 @@ def test_every_flipped_byte_of_a_delta_is_found() -> None:
 def test_every_flipped_byte_of_an_overlay_is_found() -> None:
     ulid = Names().next(START_S)
     pieces = Overlay.empty(SnapshotName()).encode_with(
-        SnapshotName(), {ulid: merge([rows_for(range(9))])}, NAMESPACE
+        {ulid: merge([rows_for(range(9))])}, NAMESPACE
     )
     blob = b"".join(pieces)
     assert len(Overlay.parse(blob, NAMESPACE).segment) == 9
@@ -163,7 +160,7 @@ def test_rows_that_are_not_sorted_are_refused() -> None:
 def test_fences_that_lie_are_refused_and_make_no_lookup_wrong() -> None:
     rows = merge([rows_for(range(200))])
     for lie in (0, 100, 2**32 - 1):
-        fences = snapshot_module.fences_of(rows.hi, snapshot_module.slot_bits(200))
+        fences = snapshot_module.fences_of(rows.hi)
         segment = Segment(rows, np.full_like(fences, lie), name="x")
         with pytest.raises(CorruptEntryError):
             segment.check()
@@ -178,12 +175,14 @@ def test_too_many_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CorruptEntryError):
         encode(rows, NAMESPACE)
     with pytest.raises(CorruptEntryError):
-        write_rows(io.BytesIO(), NAMESPACE, [rows], None, lambda *_: None)
+        write_rows(io.BytesIO(), NAMESPACE, [rows], None)
 
 
 def test_a_folder_that_is_absent_is_a_tier_error(tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "absent")
+    spill.add(rows_for(range(3)))
     with pytest.raises(TierError):
-        Spill(tmp_path / "absent")
+        spill.part(0)
 
 
 def test_sizes_that_do_not_fit_count_as_not_known() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from s3ec.errors import AccessError, UnavailableError
+from s3ec.index import reader as reader_module
 from s3ec.index.names import NEVER, deltas_prefix, snapshots_prefix
 from s3ec.index.reader import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S, SNAPSHOTS_EVERY
 from s3ec.testing.fault_store import Fault, Gate, cut
@@ -161,7 +162,7 @@ async def test_new_snapshots_are_looked_for_at_every_thirtieth_look(
         reader.pass_time(REFRESH_S)
         await reader.refresh(now=False)
         looks += 1
-    assert looks == SNAPSHOTS_EVERY + 2  # the download ends, and the next refresh opens it
+    assert looks == SNAPSHOTS_EVERY + 1
 
 
 async def test_a_download_that_fails_is_tried_again_after_three_refreshes_and_then_after_six(
@@ -443,8 +444,8 @@ async def test_foreign_files_below_the_manifest_do_not_stop_a_reader(
     assert reader.counters.get("index.refused") == 0
 
 
-async def test_of_deltas_that_are_refused_one_is_asked_for_again_at_each_refresh(
-    corpus: Corpus, reader: Reader
+async def test_deltas_that_are_refused_are_asked_for_again_beside_looks_for_snapshots_only(
+    corpus: Corpus, reader: Reader, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Such as archived ones. Many refusals in a row would keep the breaker open."""
     refused = [corpus.delta(f"refused {number}") for number in range(10)]
@@ -454,16 +455,43 @@ async def test_of_deltas_that_are_refused_one_is_asked_for_again_at_each_refresh
         return AccessError(message, is_general=False)
 
     faults = [reader.fault(Fault(op="get", name=ulid, error=denied)) for ulid in refused]
-    for asked in (10, 11, 12):
-        with pytest.raises(AccessError):
-            await reader.refresh()
-        assert sum(fault.struck for fault in faults) == asked
+    await reader.refresh()
+    for _ in range(5):
+        assert sum(fault.struck for fault in faults) == 10
         assert reader.holds("a") == ["a"]
-    assert max(fault.struck for fault in faults) == 2  # each in its turn
+        reader.pass_time(REFRESH_S)
+        await reader.refresh(now=False)
+    assert all(caplog.text.count(ulid) == 1 for ulid in refused)
     corpus.delta("b")
     reader.script.faults.clear()
     await reader.refresh()
-    assert reader.holds("a", "b") == ["a", "b"]
-    await reader.refresh()
     texts = [f"refused {number}" for number in range(10)]
-    assert reader.holds(*texts) == texts
+    assert reader.holds("a", "b", *texts) == ["a", "b", *texts]
+
+
+async def test_a_new_snapshot_is_shown_with_all_of_its_deltas_or_not_at_all(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.snapshot("a", ulid=corpus.ulid(ago_s=3000))
+    corpus.delta("old", ago_s=2500)
+    ulid = corpus.delta("b", ago_s=1000)
+    await reader.refresh()
+    second = corpus.snapshot("a", "c", ulid=corpus.ulid(ago_s=500))
+    fault = reader.fault(Fault(op="get", name=ulid, error=UnavailableError))
+    with pytest.raises(UnavailableError):
+        await reader.refresh()
+    assert reader.holds("a", "b", "c") == ["a", "b"]
+    fault.times = fault.struck
+    await reader.refresh()
+    assert reader.index.counts().snapshot == second
+    assert reader.holds("a", "b", "c") == ["a", "b", "c"]
+
+
+async def test_of_too_many_keys_that_this_process_knows_the_oldest_are_forgotten(
+    corpus: Corpus, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "MAX_OWN", 100)
+    for number in range(150):
+        reader.index.add(key_of(number))
+    await reader.refresh()
+    assert reader.holds(*range(150)) == list(range(50, 150))

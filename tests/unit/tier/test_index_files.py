@@ -45,7 +45,7 @@ def test_a_file_is_there_whole_under_its_name(tier: Tier, root: Path, name: str)
     assert (root / "v1" / "index" / NAMESPACE / name).read_bytes() == b"rows"
     found = files.find(name)
     assert found is not None
-    assert found.nbytes == 4
+    assert found.st_size == 4
     assert here(files) == {name}
     assert audit_of(tier) == []
 
