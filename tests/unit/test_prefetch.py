@@ -25,7 +25,7 @@ from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout
 from s3ec.index.child import in_process
 from s3ec.index.local import NodeFolder
-from s3ec.index.reader import Index, ManifestIndex
+from s3ec.index.reader import ManifestIndex
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import (
     FetchOutcome,
@@ -115,7 +115,7 @@ class Bench:
         self.script = Script()
         self.store = Watch(self.memory, self.script)
         self.counters = Counters()
-        self.index: Index = FakeIndex(self.counters, self.now)
+        self.index: ManifestIndex = FakeIndex(self.counters, self.now)
         self.local = LocalKeys()
         watch = DiskWatch(self.counters, patience_s=600)  # a slow disk is not a hung one
         self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4, watch=watch)

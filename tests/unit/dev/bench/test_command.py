@@ -44,7 +44,7 @@ ROWS = {
         *("lookup_p50_us", "lookup_ratio_to_example", "lookup_ratio_to_head", "growth_1e6_to_max"),
         *("private_bytes_per_key", "/bloom.bytes_per_key", "/bloom.fpr", "open_ms"),
         *("cold_ratio_to_raw", "/union.peak_mib", "/union.seconds", "visible_p99_s"),
-        "idle_lists_per_refresh",
+        *("idle_lists_per_refresh", "listing_ratio_to_raw", "hooks_p99_ratio"),
     ],
     "evict": ["lost", "wrong", "refused", "budgets_per_s", "loads"],
     "payoff": [
@@ -67,6 +67,10 @@ ROWS = {
         *("/rag.warm_encodes", "/rag.warm_legs"),
     ],
     "weights": ["fingerprint_ms"],
+    "regions": [
+        *("wrong_answers", "failed_requests", "near_p50_ratio", "lag_p50_ratio"),
+        *("home_requests_per_key", "redis_ratio"),
+    ],
     "dead": ["ttft_p99_ratio", "step_p99_ratio"],
     "soak": [
         *("wrong_answers", "dead_engines", "lost_entries", "memory_growth", "hits_not_back"),
