@@ -24,7 +24,7 @@ from s3ec.identity import Key, Layout
 from s3ec.namespaces import Wording, choose_namespace, require_ours
 from s3ec.runtime import LoopThread
 from s3ec.store.base import Store
-from s3ec.store.open import open_store, with_conditional_put
+from s3ec.store.open import deleting_everywhere, open_store, with_conditional_put
 from s3ec.store.retry import RetryStore
 from s3ec.store.unreachable import in_plain_words
 from s3ec.tenant import Tenant
@@ -74,9 +74,10 @@ class OpenBucket:
             ConfigError: Profile, region or CA file cannot be used.
         """
         self.settings = settings
-        self._store = RetryStore(
-            store or open_store(settings, patient=True), Counters(), attempts=attempts
-        )
+        opened = store or open_store(settings, patient=True)
+        self._store: Store = RetryStore(opened, Counters(), attempts=attempts)
+        if store is None:
+            self._store = deleting_everywhere(settings, self._store)
         self._wording = wording or Wording()
         self._note = note or (lambda text: log.info("%s", text))
         # Nobody's scheduler is beside it, as beside a node's.

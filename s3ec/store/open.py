@@ -17,7 +17,7 @@ from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableErro
 from s3ec.settings import Replica, Settings
 from s3ec.store.base import Store, Wrapper, refuses_conditions
 from s3ec.store.endpoint import BreakerStore, Endpoint
-from s3ec.store.places import Place, PlacesStore
+from s3ec.store.places import DeletesEverywhere, Place, PlacesStore
 from s3ec.store.retry import HedgeStore, RetryStore
 from s3ec.tenant import read_secret
 
@@ -71,19 +71,32 @@ def open_places(
     Raises:
         ConfigError: As open_store, for a replica.
     """
-    if not settings.replicas:
-        return None
+    places = _open_replicas(settings, counters)
+    return PlacesStore(home, places, counters, is_entry=is_entry) if places else None
+
+
+def deleting_everywhere(settings: Settings, home: Store) -> Store:
+    """Home for a command, which reads there alone, and deletes in the replicas as well.
+
+    Raises:
+        ConfigError: As open_store, for a replica.
+    """
+    places = _open_replicas(settings, Counters(), patient=True)
+    return DeletesEverywhere(home, places) if places else home
+
+
+def _open_replicas(settings: Settings, counters: Counters, *, patient: bool = False) -> list[Place]:
     places = []
     for replica in settings.replicas:
         if replica.url is not None:
             opened = _open_redis(settings, replica)
         else:
-            opened = open_store(settings.at(replica))
+            opened = open_store(settings.at(replica), patient=patient)
         endpoint = Endpoint(settings.max_concurrency)
         # Not hedged by itself: the next place is.
         store = resilient(opened, endpoint, counters, hedge=False)
         places.append(Place(replica.name, store, endpoint, counters, fill=replica.fill))
-    return PlacesStore(home, places, counters, is_entry=is_entry)
+    return places
 
 
 def _open_redis(settings: Settings, replica: Replica) -> Store:

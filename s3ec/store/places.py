@@ -177,7 +177,54 @@ class _Asked:
     started_s: float
 
 
-class PlacesStore(Wrapper):
+class DeletesEverywhere(Wrapper):
+    """A Store over home whose deletions go to the replicas as well.
+
+    Only home's answer counts. Where a replica does not delete, that is said once, and counted.
+
+    Args:
+        home: With retries.
+        replicas: Any number.
+    """
+
+    def __init__(self, home: Store, replicas: Sequence[Place]) -> None:
+        super().__init__(home)
+        self.replicas = tuple(replicas)
+        self._named_places: set[str] = set()
+
+    async def delete(self, name: str) -> None:
+        await super().delete(name)
+        for place in self.replicas:
+            with self._named(place):
+                await place.store.delete(name)
+
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        left = await super().delete_many(names)
+        gone = [name for name in names if name not in left]
+        for place in self.replicas:
+            with self._named(place):
+                refused = await place.store.delete_many(gone)
+                for exc in refused.values():
+                    raise exc
+        return left
+
+    @contextlib.contextmanager
+    def _named(self, place: Place) -> Iterator[None]:
+        try:
+            yield
+        except S3ECError as exc:
+            place.count("undeleted")
+            if place.name not in self._named_places:
+                self._named_places.add(place.name)
+                log.warning("what is deleted stays in %s: %s", place.name, exc)
+
+    async def close(self) -> None:
+        await super().close()
+        for place in self.replicas:
+            await place.store.close()
+
+
+class PlacesStore(DeletesEverywhere):
     """A Store over home that reads entries from the replicas first.
 
     Args:
@@ -194,11 +241,9 @@ class PlacesStore(Wrapper):
         *,
         is_entry: Callable[[str], bool],
     ) -> None:
-        super().__init__(home)
+        super().__init__(home, replicas)
         self._counters = counters
-        self.replicas = tuple(replicas)
         self._is_entry = is_entry
-        self._complained = False
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         return await self._read(name, lambda store: store.get(name, max_bytes=max_bytes))
@@ -336,37 +381,3 @@ class PlacesStore(Wrapper):
         elif isinstance(exc, AccessError) and not exc.is_general:
             # S3 denies an absent key to who may not list.
             place.lag(name)
-
-    # -- deletions -------------------------------------------------------------------------------
-
-    async def delete(self, name: str) -> None:
-        await super().delete(name)
-        for place in self.replicas:
-            with self._named(place):
-                await place.store.delete(name)
-
-    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
-        left = await super().delete_many(names)
-        gone = [name for name in names if name not in left]
-        for place in self.replicas:
-            with self._named(place):
-                refused = await place.store.delete_many(gone)
-                for exc in refused.values():
-                    raise exc
-        return left
-
-    @contextlib.contextmanager
-    def _named(self, place: Place) -> Iterator[None]:
-        """Say once where a deletion failed: home's alone decides what the corpus holds."""
-        try:
-            yield
-        except S3ECError as exc:
-            place.count("undeleted")
-            if not self._complained:
-                self._complained = True
-                log.warning("what is deleted stays in %s: %s", place.name, exc)
-
-    async def close(self) -> None:
-        await super().close()
-        for place in self.replicas:
-            await place.store.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from s3ec.corpus import Corpus
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Answer
 from s3ec.dev.rigs.valkey import Valkey
@@ -253,6 +254,23 @@ def test_a_redis_near_is_filled_read_and_forgets_without_an_error(
             refresh(node)
             assert serve(node, ASKED) == set(ASKED)
             eventually(lambda: filled(node), "all are copied again")
+
+
+def test_commands_read_home_and_delete_everywhere_and_name_a_place_that_refuses(
+    regions: Regions, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    regions.replicate()
+    gone = [LAYOUT.object(key_at(number)) for number in (0, 1)]
+    settings = Settings.model_validate(regions.settings(tmp_path / "cache"))
+    with Corpus.open(settings) as corpus:
+        corpus.delete([key_at(0).identifier])
+        assert regions.asked()[0] == 0  # deletions of many names name none in the path
+        denied = Answer(403, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>")
+        regions.near_proxy.add(Rule(denied, method="POST"))
+        corpus.delete([key_at(1).identifier])
+    assert not set(gone) & set(regions.home.names())
+    assert set(gone) & set(regions.near.names()) == {gone[1]}
+    assert caplog.text.count("what is deleted stays in") == 1
 
 
 def test_settings_of_a_replica_are_checked_and_named(tmp_path: Path) -> None:
