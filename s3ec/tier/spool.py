@@ -209,8 +209,10 @@ class Spool:
         try:
             with open(open_entry(spooled.path), "rb") as file:
                 nbytes = os.fstat(file.fileno()).st_size
+                # Before its length, so that the key is known where that is wrong.
+                front = codec.parse_header(os.pread(file.fileno(), 8 + codec.HEADER_LIMIT, 0))
+                key = check_place(front, self._namespace, digest)
                 header = read_header(file.fileno(), nbytes)
-                key = check_place(header, self._namespace, digest)
                 blob = file.read(nbytes)
             codec.check_data(header, memoryview(blob)[header.data_start :])
             return Loaded(key, header, blob)
