@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from s3ec.testing.server import LocalS3
 
 HOOKS, LISTING = "index.hooks_p99_ratio", "index.listing_ratio_to_raw"
-_ROUNDS = 5
+_ROUNDS = 3
 _OBJECTS, _OBJECTS_QUICK = 1_000_000, 20_000
 _LOOKUPS = 16  # a pass: some requests of some pictures
 _PAUSE_S = 0.001
-_QUIET_S, _QUIET_QUICK_S = 4.0, 0.5
+_QUIET_S, _QUIET_QUICK_S = 3.0, 0.5
 # What this machine costs a lookup, whoever uses it: no part of the reach.
 _CONTROL = "a process of low priority copies memory"
 _FOLDERS = 256
