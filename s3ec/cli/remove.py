@@ -271,4 +271,4 @@ def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> C
                 raise NotFoundError(f"no namespace `{namespace}`; there are:{listed or ' none'}")
             return contents
 
-        return corpus.run(work)
+        return corpus.change(work, namespace) if delete else corpus.run(work)

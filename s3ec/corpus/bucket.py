@@ -75,9 +75,7 @@ class OpenBucket:
         """
         self.settings = settings
         opened = store or open_store(settings, patient=True)
-        self._store: Store = RetryStore(opened, Counters(), attempts=attempts)
-        if store is None:
-            self._store = deleting_everywhere(settings, self._store)
+        self._store = RetryStore(opened, Counters(), attempts=attempts)
         self._wording = wording or Wording()
         self._note = note or (lambda text: log.info("%s", text))
         # Nobody's scheduler is beside it, as beside a node's.
@@ -95,7 +93,7 @@ class OpenBucket:
         if self._closed:
             return
         with suppress(UnavailableError, TimeoutError):
-            self.run(lambda store: asyncio.wait_for(store.close(), _CLOSE_S))
+            self.run(lambda store: asyncio.wait_for((self._writable or store).close(), _CLOSE_S))
         self._closed = True
         self._thread.stop(_CLOSE_S)
 
@@ -208,7 +206,8 @@ class OpenBucket:
         async def call(store: Store) -> T:
             await require_ours(store, namespace)
             if self._writable is None:
-                self._writable = await with_conditional_put(store)
+                store = await with_conditional_put(store)
+                self._writable = deleting_everywhere(self.settings, store)
             return await work(self._writable)
 
         return self.run(call)
