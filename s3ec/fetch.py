@@ -139,7 +139,7 @@ class Sources:
     local: LocalKeys
     residents: Residents
     spans: Spans = field(default_factory=Spans)
-    fetched: Callable[[Key, OpenEntry], None] = lambda _key, _entry: None
+    fetched: Callable[[Key], None] = lambda _: None
 
 
 class Fetcher:
@@ -325,7 +325,7 @@ class Fetcher:
                 return FetchResult(want, FetchOutcome.ABSENT)
             self._index.mark_present(key)
             if answer.entry is not None:
-                self._fetched(key, answer.entry)
+                self._fetched(key)
             return answer
         return FetchResult(want, FetchOutcome.CORRUPT)
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from s3ec import safetensors_file
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, ConflictError, S3ECError
+from s3ec.errors import AccessError, ConflictError, S3ECError, TierError
 from s3ec.identity import Key, Layout
 from s3ec.index.local import NodeFolder
 from s3ec.index.names import (
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 MIRROR_EVERY_S = 300.0
 """How often a node looks whether the replica has the index."""
 _LOADED_S = 1.0  # how often it is looked whether there is an index
-_MOST_WAITING = 256  # each is an open file
+_MOST_WAITING = 100_000  # keys
 _MAX_RECORD_BYTES = 2**21
 
 
@@ -53,6 +53,7 @@ class Filler:
         layout: Layout,
         loop: LoopThread,
         counters: Counters,
+        open_entry: Callable[[Key], OpenEntry | None],
         *,
         bytes_per_minute: int,
         mirrors: bool = True,
@@ -62,6 +63,7 @@ class Filler:
 
         Args:
             home: Where records and deltas are read.
+            open_entry: Opens an entry of this node's disk; blocking.
             mirrors: The replica is a bucket, and takes the index, too.
             pause: Waits for so many seconds.
         """
@@ -71,20 +73,21 @@ class Filler:
         self._layout = layout
         self._loop = loop
         self._counters = counters
+        self._open_entry = open_entry
         self._bytes_per_s = bytes_per_minute / 60
         self._pause = pause
-        self._waiting: deque[tuple[Key, OpenEntry]] = deque()
+        self._waiting: deque[Key] = deque()
         self._task: asyncio.Task[None] | None = None
         self._refused = False
 
-    def offer(self, key: Key, entry: OpenEntry) -> None:
+    def offer(self, key: Key) -> None:
         """An entry was fetched: copy it if the replica lacks it. Never waits."""
         if self._refused or not self._place.lacks(self._layout.object(key)):
             return
         if len(self._waiting) >= _MOST_WAITING:
             self._place.count("unfilled")
             return
-        self._waiting.append((key, entry))
+        self._waiting.append(key)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="s3ec-fill")
 
@@ -97,14 +100,26 @@ class Filler:
     async def _run(self) -> None:
         try:
             while self._waiting:
-                key, entry = self._waiting.popleft()
+                key = self._waiting.popleft()
                 with contained(self._counters, "a copy to %s", self._place.name):
-                    body = await self._loop.disk(_read, entry)
-                    name = self._layout.object(key)
-                    if await self._put(name, [body]):
-                        self._place.has(name)
+                    await self._copy(key)
         finally:
             self._task = None
+
+    async def _copy(self, key: Key) -> None:
+        try:
+            body = await self._loop.disk(self._read, key)
+        except (OSError, TierError):
+            body = None
+        if body is None:  # it was evicted
+            self._place.count("unfilled")
+        elif await self._put(name := self._layout.object(key), [body]):
+            self._place.has(name)
+
+    def _read(self, key: Key) -> bytes | None:
+        """The bytes of an entry, which were verified when it came; blocking."""
+        entry = self._open_entry(key)
+        return None if entry is None else os.pread(entry.fd, entry.nbytes, 0)
 
     async def _put(self, name: str, body: Sequence[bytes | memoryview]) -> bool:
         """Copy one object; True if the replica has it now."""
@@ -172,8 +187,3 @@ class Filler:
             return
         pieces = [whole[at : at + PART_BYTES] for at in range(0, len(whole), PART_BYTES)]
         await self._put(name, pieces)
-
-
-def _read(entry: OpenEntry) -> bytes:
-    """The bytes of an open entry, which was verified when it came; blocking."""
-    return os.pread(entry.fd, entry.nbytes, 0)

@@ -45,7 +45,7 @@ from s3ec.store.open import open_places, open_store, resilient
 from s3ec.store.places import AllPlaces, Health
 from s3ec.tenant import FIELD as TENANT_FIELD
 from s3ec.tenant import exposure
-from s3ec.tier import LocalKeys, OpenEntry, Tier
+from s3ec.tier import LocalKeys, Tier
 
 log = logging.getLogger(__name__)
 
@@ -164,22 +164,21 @@ class Node:
             store or open_store(settings), self.endpoint, self.counters, hedge=settings.hedge
         )
         self.breaker: Health = self.endpoint.breaker
-        self._fillers: list[Filler] = []
         places = open_places(settings, home, self.counters, is_entry=self.layout.is_entry)
+        near = () if places is None else places.replicas
         if places is not None:
             self.store = places
-            near = [place.endpoint for place in places.replicas]
-            self.breaker = AllPlaces([*near, self.endpoint])
-            self._fillers = [
-                Filler(
-                    *(place, home, self.layout, self.loop, self.counters),
-                    bytes_per_minute=replica.fill_bytes_per_minute,
-                    mirrors=replica.bucket is not None,
-                )
-                for place, replica in zip(places.replicas, settings.replicas, strict=True)
-                if place.fill
-            ]
+            self.breaker = AllPlaces([*(place.endpoint for place in near), self.endpoint])
         self.tier = open_tier(settings, namespace.name, self.counters)
+        self._fillers = [
+            Filler(
+                *(place, home, self.layout, self.loop, self.counters, self.tier.entries.open),
+                bytes_per_minute=replica.fill_bytes_per_minute,
+                mirrors=replica.bucket is not None,
+            )
+            for place, replica in zip(near, settings.replicas, strict=True)
+            if place.fill
+        ]
         self.destination = destination_of(settings)
         self.local = LocalKeys()
         self._news = self.tier.follow_news(self.local.add_all)
@@ -234,9 +233,9 @@ class Node:
             self._following.append(self.loop.submit(mirror))
         self.keep_levels(self._levels)
 
-    def _fetched(self, key: Key, entry: OpenEntry) -> None:
+    def _fetched(self, key: Key) -> None:
         for filler in self._fillers:
-            filler.offer(key, entry)
+            filler.offer(key)
 
     # -- what the gauges say -----------------------------------------------------------------
 

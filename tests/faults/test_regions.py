@@ -18,6 +18,7 @@ from s3ec.errors import UnavailableError
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
 from s3ec.settings import Settings
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.server import LocalS3
 from tests.faults.embeddings import LAYOUT, body_at, key_at
 from tests.faults.indexed import Bucket, evict, fetch, noding, refresh, run_rebuild, serve
@@ -207,6 +208,32 @@ def test_what_came_from_home_is_copied_near_and_the_index_as_well(
         refresh(node)
         assert serve(node, ASKED) == set(ASKED)
     assert regions.asked() == (len(ASKED), 0)
+
+
+def test_a_burst_is_copied_whole_but_for_what_was_evicted_meanwhile(
+    regions: Regions, tmp_path: Path
+) -> None:
+    gate = Gate()
+    with noding(regions.settings(tmp_path / "cache", fill=True)) as node:
+        (filler,) = node._fillers
+        filler._place.store = FaultStore(
+            filler._place.store, Script([Fault("put_if_absent", gate=gate)])
+        )
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+        assert gate.reached.wait(60)  # the first copy is under way, the others wait
+        evict(node, [7])
+        gate.release()
+
+        def ended() -> bool:
+            counted = [
+                node.counters.get(f"place.{filler._place.name}.{what}")
+                for what in ("filled", "unfilled")
+            ]
+            return sum(counted) == len(ASKED)
+
+        eventually(ended, "all copies have ended")
+    assert len(regions.near.names(LAYOUT.objects)) >= len(ASKED) - 1
 
 
 def test_a_place_that_takes_no_copies_is_left_alone(
