@@ -42,8 +42,8 @@ _MAX_RECORD_BYTES = 2**21
 class Filler:
     """Copies to one replica; one object at a time, behind everything else. The loop's thread only.
 
-    Counters: ``place.NAME.filled`` and ``.unfilled`` (copies that failed or found no room in the
-    queue or the budget).
+    Counters: ``place.NAME.filled`` and ``.unfilled`` (copies that failed, found no
+    room in the queue, or whose entry was evicted).
     """
 
     def __init__(

@@ -224,7 +224,7 @@ class Replica(BaseModel):
     profile: str | None = None
     ca_bundle: Path | None = None
     fill: bool = False
-    fill_bytes_per_minute: ByteSize = ByteSize(2**30)
+    fill_bytes_per_minute: ByteSize = Field(ByteSize(2**30), gt=0)
 
     @property
     def name(self) -> str:

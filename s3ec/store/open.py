@@ -72,7 +72,7 @@ def open_places(
         ConfigError: As open_store, for a replica.
     """
     places = _open_replicas(settings, counters)
-    return PlacesStore(home, places, counters, is_entry=is_entry) if places else None
+    return PlacesStore(home, places, is_entry=is_entry) if places else None
 
 
 def deleting_everywhere(settings: Settings, home: Store) -> Store:

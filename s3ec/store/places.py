@@ -92,9 +92,9 @@ class Place:
         self._times = RecentTimes(_SAMPLES, few=_FEWEST)
         self._complained = False
 
-    def count(self, what: str, amount: float = 1) -> None:
+    def count(self, what: str) -> None:
         """Add to one of its counters."""
-        self._counters.add(f"place.{self.name}.{what}", amount)
+        self._counters.add(f"place.{self.name}.{what}")
 
     def is_worth_asking(self, name: str) -> bool:
         """False while its breaker is open, and for what it did not have or had bad lately."""
@@ -135,9 +135,11 @@ class Place:
         found = self._times.quantile(_LATE)
         return _LATE_AT_FIRST_S if found is None else _TIMES * found
 
-    def took(self, seconds: float) -> None:
-        """It delivered in so many seconds."""
+    def delivered(self, nbytes: int, seconds: float) -> None:
+        """It gave so many bytes in so many seconds."""
         self._times.add(seconds)
+        self.count("hits")
+        self._counters.add(f"place_bytes.{self.name}", nbytes)
 
 
 @contextlib.contextmanager
@@ -239,12 +241,10 @@ class PlacesStore(DeletesEverywhere):
         self,
         home: Store,
         replicas: Sequence[Place],
-        counters: Counters,
         *,
         is_entry: Callable[[str], bool],
     ) -> None:
         super().__init__(home, replicas)
-        self._counters = counters
         self._is_entry = is_entry
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
@@ -275,6 +275,8 @@ class PlacesStore(DeletesEverywhere):
         return (place for place in self.replicas if not place.endpoint.breaker.refuses)
 
     async def head(self, name: str) -> ObjectInfo | None:
+        if self._is_entry(name):  # asked before a write, where home's word alone counts
+            return await super().head(name)
         return await self._home_first(lambda store: store.head(name))
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncGenerator[ObjectInfo, None]:
@@ -348,7 +350,7 @@ class PlacesStore(DeletesEverywhere):
                         error = exc if asked.place is None else error or exc
                     else:
                         if body is not None:
-                            self._delivered(asked.place, name, body, clock() - asked.started_s)
+                            self._delivered(asked.place, body, clock() - asked.started_s)
                             return body
                         if asked.place is None:
                             return None
@@ -364,12 +366,10 @@ class PlacesStore(DeletesEverywhere):
             if under_way:  # they give back what they hold
                 await asyncio.gather(*under_way, return_exceptions=True)
 
-    def _delivered(self, place: Place | None, name: str, body: Blob, seconds: float) -> None:
+    def _delivered(self, place: Place | None, body: Blob, seconds: float) -> None:
         if place is None:
             return
-        place.took(seconds)
-        place.count("hits")
-        self._counters.add(f"place_bytes.{place.name}", len(body))
+        place.delivered(len(body), seconds)
         served = _served.get()
         if served is not None:
             served.add(place)

@@ -310,6 +310,7 @@ def test_settings_of_a_replica_are_checked_and_named(tmp_path: Path) -> None:
         ({"bucket": "near", "prefix": "../x"}, "prefix"),
         ({"region": "eu"}, "bucket"),
         ({"bucket": "near", "secret": "s"}, "secret"),
+        ({"bucket": "near", "fill_bytes_per_minute": 0}, "fill_bytes_per_minute"),
     ):
         with pytest.raises(ValueError, match=f"(?s)replicas.*{field}"):
             Settings.model_validate({"bucket": "home", "replicas": [replica]})

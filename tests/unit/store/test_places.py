@@ -43,7 +43,7 @@ class World:
             Place(name, store, endpoint, self.counters, clock=self.clock)
             for name, store, endpoint in zip(("near", "far"), stores, self.endpoints, strict=False)
         ]
-        self.store = PlacesStore(stores[2], self.places, self.counters, is_entry=LAYOUT.is_entry)
+        self.store = PlacesStore(stores[2], self.places, is_entry=LAYOUT.is_entry)
 
     def put(self, name: str, *where: int, body: bytes = b"body") -> None:
         for number in where:
@@ -229,6 +229,14 @@ async def test_the_index_is_homes_and_a_replicas_while_home_does_not_answer(worl
     assert [info.name async for info in world.store.list(LAYOUT.manifest)] == [DELTA]
     head = await world.store.head(DELTA)
     assert head is not None
+
+
+async def test_whether_an_entry_is_stored_is_homes_word_alone(world: World) -> None:
+    world.put(NAME, 0)
+    assert await world.store.head(NAME) is None
+    world.fault(2, Fault("head", error=UnavailableError))
+    with pytest.raises(UnavailableError):  # else a save would count as stored already
+        await world.store.head(NAME)
 
 
 async def test_a_refusal_of_home_is_no_reason_to_read_an_old_index(world: World) -> None:
