@@ -28,7 +28,7 @@ from s3ec.modality import ModalityRecords, Record
 from s3ec.runtime import LoopThread
 from s3ec.spans import Spans
 from s3ec.store.base import Blob, Store, parts_as_they_come
-from s3ec.store.places import served_by
+from s3ec.store.places import past_bad_copies
 from s3ec.tier import Claim, Incoming, LocalKeys, OpenEntry, Residents, Tier
 
 log = logging.getLogger(__name__)
@@ -297,18 +297,14 @@ class Fetcher:
         key = want.key
         # Whether the index tells of an object of this size.
         fits = expected.nbytes < (self._index.nbytes(key) or 0) <= _most_bytes(expected)
-        attempt = 0
-        while attempt < 2:
+        for attempt in (1, 2):
             try:
-                with served_by() as replicas:
-                    answer = await self._attempt(want, expected, part_bytes, at_once=fits)
+                answer = await past_bad_copies(
+                    self._layout.object(key),
+                    lambda _: self._attempt(want, expected, part_bytes, at_once=fits),
+                    lambda exc: self._counters.add(f"corrupt.{exc.reason}"),
+                )
             except CorruptEntryError as exc:
-                for place in replicas:  # which are not asked for it again
-                    place.refuse(self._layout.object(key))
-                if replicas:
-                    self._counters.add(f"corrupt.{exc.reason}")
-                    continue
-                attempt += 1
                 if exc.reason == "size" and not fits:
                     # Of no use to this request, whose rows a client may have made up; it
                     # may be what the next one needs.

@@ -28,7 +28,7 @@ from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key
 from s3ec.node import Node
 from s3ec.runtime import PASS_THROUGH, DaemonPool
-from s3ec.store.places import served_by
+from s3ec.store.places import Place, past_bad_copies
 from s3ec.tier.files import touch
 
 log = logging.getLogger(__name__)
@@ -348,16 +348,14 @@ class Loader:
         # Also where this process has found the object bad: the engine ends without it.
         limit = load.shape.nbytes + 8 + codec.HEADER_LIMIT
         name = self._sources.layout.object(self._key_of(load))
-        while True:
-            with served_by() as replicas:
-                blob = await self._sources.store.get(name, max_bytes=limit)
-            try:
-                if blob is not None and replicas:
-                    await asyncio.to_thread(self._verified, load, blob)
-                return blob
-            except CorruptEntryError:
-                for place in replicas:  # which are not asked for it again
-                    place.refuse(name)
+
+        async def read(replicas: set[Place]) -> _Blob:
+            blob = await self._sources.store.get(name, max_bytes=limit)
+            if blob is not None and replicas:
+                await asyncio.to_thread(self._verified, load, blob)
+            return blob
+
+        return await past_bad_copies(name, read)
 
     def _key_of(self, load: Load) -> Key:
         key = self._naming.make_key(load.identifier, load.renamed)

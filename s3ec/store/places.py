@@ -25,7 +25,13 @@ from typing import Protocol, TypeVar
 from cachetools import TTLCache
 
 from s3ec.counters import Counters, RecentTimes
-from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
+from s3ec.errors import (
+    AccessError,
+    CorruptEntryError,
+    CutBodyError,
+    S3ECError,
+    UnavailableError,
+)
 from s3ec.store.base import Blob, ObjectInfo, Store, Wrapper
 from s3ec.store.endpoint import Endpoint
 
@@ -118,8 +124,15 @@ class Place:
         """It has an entry again."""
         self._lag.pop(name, None)
 
+    def blame(self, name: str, exc: CorruptEntryError) -> None:
+        """Its copy of an entry came cut, or is bad: a miss of this place alone."""
+        if isinstance(exc, CutBodyError):  # on its way; the object may be whole
+            self.lag(name)
+        else:
+            self.refuse(name)
+
     def refuse(self, name: str) -> None:
-        """Its copy of an entry is bad: a miss of this place alone."""
+        """Its copy of an entry is bad."""
         self._bad[name] = True
         self.count("bad")
         if not self._complained:
@@ -144,16 +157,40 @@ class Place:
 
 @contextlib.contextmanager
 def served_by() -> Iterator[set[Place]]:
-    """Collects the replicas that served the reads inside the block; empty where all were home's.
-
-    Who finds bytes bad calls ``Place.refuse`` for each and asks again: each time one place less.
-    """
+    """Collects the replicas that served the reads inside the block; empty where all were home's."""
     places: set[Place] = set()
     token = _served.set(places)
     try:
         yield places
     finally:
         _served.reset(token)
+
+
+async def past_bad_copies(
+    name: str,
+    read: Callable[[set[Place]], Awaitable[T]],
+    told: Callable[[CorruptEntryError], None] = lambda _: None,
+) -> T:
+    """Read and check an entry, again without each replica whose copy is bad.
+
+    Args:
+        read: Gets the replicas that serve it, as they do. Raises CorruptEntryError for bad bytes;
+            called again then, if a replica gave them.
+        told: Told of each bad copy of a replica.
+
+    Raises:
+        CorruptEntryError: The bytes were home's.
+    """
+    while True:
+        with served_by() as replicas:
+            try:
+                return await read(replicas)
+            except CorruptEntryError as exc:
+                if not replicas:
+                    raise
+                told(exc)
+                for place in replicas:
+                    place.blame(name, exc)
 
 
 class AllPlaces:
@@ -379,7 +416,7 @@ class PlacesStore(DeletesEverywhere):
             return
         place.count("failed")
         if isinstance(exc, CorruptEntryError):
-            place.refuse(name)
+            place.blame(name, exc)
         elif isinstance(exc, AccessError) and not exc.is_general:
             # S3 denies an absent key to who may not list.
             place.lag(name)

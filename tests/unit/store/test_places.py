@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
+from s3ec.errors import AccessError, CorruptEntryError, CutBodyError, S3ECError, UnavailableError
 from s3ec.identity import Layout
 from s3ec.store.endpoint import BreakerStore, Endpoint
 from s3ec.store.places import BAD_S, LAG_S, AllPlaces, Place, PlacesStore, served_by
@@ -161,6 +161,17 @@ async def test_a_bad_copy_is_a_miss_of_its_place_alone(world: World) -> None:
     world.put("other", 0)
     world.clock.now_s += BAD_S + 1
     world.scripts[0].faults.clear()
+    assert await world.get() == b"body"
+    assert world.asked() == [1, 0, 0]
+
+
+async def test_a_body_that_was_cut_on_its_way_is_lag_and_no_bad_copy(world: World) -> None:
+    world.put(NAME, 0, 1, 2)
+    cut = Fault(error=lambda text: CutBodyError(text), times=1)
+    world.fault(0, cut)
+    assert await world.get() == b"body"
+    assert world.asked() == [1, 1, 0]
+    world.clock.now_s += LAG_S + 1
     assert await world.get() == b"body"
     assert world.asked() == [1, 0, 0]
 
