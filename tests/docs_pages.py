@@ -193,7 +193,7 @@ def payoff_table() -> str:
 MADE: dict[tuple[str, str], Callable[[], str]] = {
     ("settings.md", "settings"): settings_table,
     ("commands.md", "commands"): commands_reference,
-    ("cli.md", "keys"): vocabulary,
+    ("commands.md", "keys"): vocabulary,
     ("metrics.md", "metrics"): metrics_tables,
     ("does-it-pay.md", "models"): payoff_table,
 }

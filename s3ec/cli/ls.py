@@ -36,7 +36,7 @@ _COLUMNS = ("label", "bytes", "age_s", "stored_at")
 
 @dataclass(frozen=True, slots=True)
 class EntryRow:
-    """What the listing says of an entry; the fields are keys of docs/cli.md."""
+    """What the listing says of an entry; the fields are keys of docs/commands.md."""
 
     label: str
     identifier: str | None

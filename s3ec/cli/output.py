@@ -374,7 +374,7 @@ def title(key: str) -> str:
 
 
 def human(key: str, value: Any) -> str:
-    """A value as people read it; its key tells the unit, as docs/cli.md has it."""
+    """A value as people read it; its key tells the unit, as docs/commands.md has it."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -512,7 +512,7 @@ def timestamp(seconds: float | None) -> str | None:
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-# The first that fits counts. docs/cli.md says what they mean.
+# The first that fits counts. docs/commands.md says what they mean.
 _KINDS: tuple[tuple[type[BaseException], str, int], ...] = (
     (AmbiguousError, "ambiguous", EXIT_USAGE),
     (ConfigError, "usage", EXIT_USAGE),

@@ -25,7 +25,7 @@ from tests.support.corpora import Bucket
 from tests.unit.cli.corpus import MODEL
 
 pytestmark = pytest.mark.s3
-PAGE = Path(__file__).parents[2] / "docs/corpus.md"
+PAGE = Path(__file__).parents[2] / "docs/catalogue.md"
 WRITERS, APPENDS = 4, 6
 
 

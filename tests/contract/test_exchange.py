@@ -29,7 +29,7 @@ from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import content_hash
 
 pytestmark = pytest.mark.s3
-PAGE = Path(__file__).parents[2] / "docs/corpus.md"
+PAGE = Path(__file__).parents[2] / "docs/maintenance.md"
 Prefix = Callable[[str], str]
 
 

@@ -38,7 +38,7 @@ ERRORS: list[S3ECError] = [
 
 
 def test_the_page_has_the_kinds_and_exit_statuses_of_the_code() -> None:
-    page = (Path(__file__).parents[3] / "docs/cli.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/commands.md").read_text()
     written = {kind: int(code) for code, kind in re.findall(r"^\| ([12]) \| `(\w+)`", page, re.M)}
     made = {failure.kind: failure.exit_code for failure in map(Failure.of, ERRORS)}
     assert written == made

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's examples in docs/corpus.md run."""
+"""The client's examples in docs/without-pixels.md run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from s3ec.corpus.catalog_file import to_table
 from s3ec.corpus.catalog_query import export_table
 from tests.unit.client.conftest import WITHOUT, Server, row_of
 
-PAGE = Path(__file__).parents[3] / "docs/corpus.md"
+PAGE = Path(__file__).parents[3] / "docs/without-pixels.md"
 
 
 def test_the_examples_ask_without_pixels(
