@@ -19,6 +19,7 @@ OUTSIDE = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "examples/epd/README.md",
     "examples/kubernetes/README.md",
     "examples/minio/README.md",
     "examples/observability/README.md",

@@ -140,7 +140,9 @@ def test_the_page_says_how_another_tool_copies_between_buckets(
     said = block.replace("\\\n", " ")
     for name, place in places.items():
         said = said.replace(name, place)
-    copying, rebuilding = map(shlex.split, said.splitlines())
+    need, *commands = said.splitlines()
+    assert need == "# needs the AWS CLI"
+    copying, rebuilding = map(shlex.split, commands)
     assert (copying[:3], rebuilding[:3]) == (["aws", "s3", "sync"], ["s3ec", "manifest", "rebuild"])
     if tool == "aws":
         copy_by_aws(local_s3, copying)

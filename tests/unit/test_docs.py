@@ -17,6 +17,7 @@ import yaml
 from s3ec.cli.app import app
 from s3ec.settings import Settings
 from tests import docs_pages
+from tests.support import pages
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = "docs/vllm-versions.md"
@@ -27,6 +28,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "examples/epd/README.md",
     "examples/kubernetes/README.md",
     "examples/minio/README.md",
     "examples/observability/README.md",
@@ -91,6 +93,13 @@ def test_every_page_is_on_the_site_and_in_the_list_of_pages() -> None:
         assert name == "index.md" or f"({name})" in index
 
 
+@pytest.mark.parametrize("page", pages.pages())
+def test_blocks_say_what_they_need_in_the_same_words(page: str) -> None:
+    """tests/release/test_pages.py pastes those that need nothing."""
+    assert pages.blocks(page)
+    assert not re.findall(r"^ +```bash", (ROOT / page).read_text(), re.M), "is not pasted"
+
+
 def test_nothing_says_to_install_a_name_that_is_on_no_index() -> None:
     """s3ec is on none: what lacks is named by its own packages."""
     said = re.compile(r"""pip install (?:-\S+ )*['"]?s3ec\b|s3ec\[[a-z]""")
@@ -129,11 +138,12 @@ def test_links_of_the_site_are_those_of_the_checkout() -> None:
 
 def test_readme_and_deployment_give_the_same_commands() -> None:
     said = [
-        set(re.findall(r"^```bash\n(.*?)^```$", (ROOT / document).read_text(), re.S | re.M))
+        {block.text for block in pages.blocks(document)}
         for document in ("README.md", "docs/deployment.md")
     ]
     for command in ("pip install", "vllm serve", "s3ec doctor"):
-        assert [block for block in said[0] & said[1] if block.startswith(command)], command
+        same = said[0] & said[1]
+        assert [one for one in same if re.match(f"(# needs .+\n)?{command}", one)], command
 
 
 # -- what they say about the code --------------------------------------------------------------
@@ -216,7 +226,11 @@ def test_shell_blocks_call_commands_and_targets_that_exist(document: str) -> Non
         words = shlex.split(line, comments=True)[1:]
         words = words[: words.index("--")] if "--" in words else words
         command, context = command_of(words)
-        assert not hasattr(command, "commands") or not words[0].startswith("-"), line
+        assert (
+            not hasattr(command, "commands")
+            or not words[0].startswith("-")
+            or (words == ["--version"])
+        ), line
         options = {name for each in command.get_params(context) for name in each.opts}
         given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         assert given <= options, line
