@@ -19,9 +19,11 @@ OUTSIDE = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "examples/epd/README.md",
     "examples/kubernetes/README.md",
     "examples/minio/README.md",
     "examples/observability/README.md",
+    "examples/rag/README.md",
     "terraform/README.md",
     "tests/faults/README.md",
 )
