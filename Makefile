@@ -145,14 +145,16 @@ fuzz: setup  ## inputs that a reader cannot bear, in FUZZ_SECONDS; ARGS names so
 	$(PY) -c "import atheris" 2>/dev/null || $(PY) -m pip install -qq --requirement requirements/fuzz.txt
 	$(PY) -m tests.fuzz.run --seconds $(FUZZ_SECONDS) $(ARGS)
 
-dist:  ## wheel and source archive of the last commit, the same bytes each time
+dist:  ## wheel and source archive of the last commit, the same bytes each time, checked
 	@rm -rf build/dist dist
 	mkdir -p build/dist
 	[ -x build/hatchling/bin/python ] || python3 -m venv build/hatchling
 	build/hatchling/bin/python -m pip install -qq --requirement requirements/dist.txt
 	git archive HEAD | tar -x -C build/dist
+	export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct)
 	cd build/dist
-	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) "$(CURDIR)/build/hatchling/bin/python" -m hatchling build -d "$(CURDIR)/dist"
+	"$(CURDIR)/build/hatchling/bin/python" -m hatchling build -d "$(CURDIR)/dist" >&2
+	"$(CURDIR)/build/hatchling/bin/python" -m tests.release.check_dist "$(CURDIR)/dist"
 	cd "$(CURDIR)/dist" && sha256sum *
 
 audit-terraform: setup  ## what checkov finds in terraform/, by .checkov.yaml

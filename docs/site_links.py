@@ -23,6 +23,7 @@ OUTSIDE = (
     "examples/kubernetes/README.md",
     "examples/minio/README.md",
     "examples/observability/README.md",
+    "examples/rag/README.md",
     "terraform/README.md",
     "tests/faults/README.md",
 )

@@ -9,7 +9,7 @@ in every process. What it names is imported with its first use.
 from __future__ import annotations
 
 __all__ = ["Corpus", "LRUEncoderCacheManager", "TieredEncoderCacheManager", "__version__"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 TYPE_CHECKING = False  # mypy knows the name; `typing` itself would take 10 ms to import
 if TYPE_CHECKING:

@@ -419,7 +419,7 @@ def quiet_sdk_logs() -> None:
     for name in ("aioboto3", "aiobotocore", "boto3", "botocore"):
         logger = logging.getLogger(name)
         if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
+            logger.setLevel(max(logging.INFO, logger.getEffectiveLevel()))
 
 
 def open_client(settings: Settings, *, patient: bool = False) -> Opened:

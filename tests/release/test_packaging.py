@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from s3ec import __version__
+from tests.release.check_dist import WrongDistError, check
 from tests.release.closure import Closure, closure_of, requirements_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -83,6 +86,54 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     }
     assert inside == package
     assert {"s3ec/py.typed", "s3ec/cli/bench.py", "s3ec/testing/contract.py"} <= inside
+
+
+@pytest.fixture
+def dist(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the archives, to be published or spoilt."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", _EPOCH)
+    return Path(shutil.copytree(built / "dist", tmp_path / "dist"))
+
+
+def test_archives_may_be_published_and_have_the_version_of_the_code(dist: Path) -> None:
+    assert check(dist) == __version__
+
+
+def test_nothing_that_is_wrong_may_be_published(dist: Path) -> None:
+    def spoilt(name: str, body: bytes) -> str:
+        """What is said of a wheel with one file more, or another one."""
+        with zipfile.ZipFile(good) as file:
+            files = {info: file.read(info) for info in file.namelist()} | {name: body}
+        with zipfile.ZipFile(path, "w") as file:
+            for each, content in files.items():
+                file.writestr(each, content)
+        with pytest.raises(WrongDistError) as caught:
+            check(dist)
+        return str(caught.value)
+
+    path = next(dist.glob("*.whl"))
+    good = io.BytesIO(path.read_bytes())
+    info = f"s3ec-{__version__}.dist-info"
+    assert "no part of the package" in spoilt("tests/conftest.py", b"")
+    assert "no part of the package" in spoilt("s3ec/dev/demo.py", b"")
+    assert "RECORD" in spoilt("s3ec/codec.py", b"")
+    assert "entry points" in spoilt(f"{info}/entry_points.txt", b"[console_scripts]\na = b:c\n")
+    assert "lack: summary" in spoilt(
+        f"{info}/METADATA",
+        f"Metadata-Version: 2.4\nName: s3ec\nVersion: {__version__}\n"
+        "License-Expression: Apache-2.0\nLicense-File: LICENSE\n"
+        "Description-Content-Type: text/markdown\n\nreadme\n".encode(),
+    )
+    path.unlink()
+    with pytest.raises(WrongDistError, match="0 files"):
+        check(dist)
+
+
+def test_metadata_invent_no_address(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        [name] = [each for each in file.namelist() if each.endswith(".dist-info/METADATA")]
+        headers = file.read(name).decode().partition("\n\n")[0]
+    assert not re.search(r"^(Project-URL|Home-page|Author-email):", headers, re.M)
 
 
 def test_source_archive_holds_what_the_readme_links_to(built: Path) -> None:

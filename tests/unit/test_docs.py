@@ -32,6 +32,7 @@ DOCUMENTS = [
     "examples/kubernetes/README.md",
     "examples/minio/README.md",
     "examples/observability/README.md",
+    "examples/rag/README.md",
     "tests/faults/README.md",
     "terraform/README.md",
     *PAGES,

@@ -528,3 +528,11 @@ def test_log_level_that_somebody_chose_for_the_sdk_stays(sdk_levels: None) -> No
     logging.getLogger("botocore").setLevel(logging.DEBUG)
     BotocoreStore(offline())
     assert logging.getLogger("botocore").level == logging.DEBUG
+
+
+def test_sdk_says_no_more_than_the_application_wants(
+    sdk_levels: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        BotocoreStore(offline())
+    assert logging.getLogger("botocore").level == logging.ERROR
