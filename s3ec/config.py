@@ -259,7 +259,8 @@ def _readable(exc: ValidationError, origins: Mapping[str, str], as_arguments: bo
     for error in exc.errors(include_url=False, include_context=False):
         field = str(error["loc"][0]) if error["loc"] else None
         reason = error["msg"].removeprefix("Value error, ")
-        if field is None:
+        if field is None:  # of several settings together; the message begins with one of them
+            field = reason.split("`")[1] if reason.startswith("`") else None
             lines.append(reason)
         elif field == "bucket" and origins[field] == "default":
             places = f"in the JSON, as {ENV_PREFIX}BUCKET, or with --bucket"
@@ -269,8 +270,13 @@ def _readable(exc: ValidationError, origins: Mapping[str, str], as_arguments: bo
         else:
             if error["type"].startswith("byte_size"):
                 reason = "no size; write it as `50GiB`, `500MB` or a number of bytes"
+            if error["type"] == "extra_forbidden":
+                reason = "no such key, and no key holds credentials; see docs/regions.md"
+            label = f"`{field}`"
+            for inner in error["loc"][1:]:  # the number of a replica, and its key
+                label += f" {inner + 1}" if isinstance(inner, int) else f", `{inner}`"
             kind = type(error["input"]).__name__
-            lines.append(f"`{field}` ({kind}, from {origins.get(field, '?')}): {reason}")
+            lines.append(f"{label} ({kind}, from {origins.get(field, '?')}): {reason}")
     separator = " " if len(lines) == 1 else "\n  "
     return ConfigError(f"bad settings:{separator}{separator.join(lines)}", field=field)
 

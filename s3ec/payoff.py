@@ -146,6 +146,39 @@ STORES: Mapping[str, StorePreset] = {
 }
 
 
+# Dollars for 10^9 bytes from a region of AWS to another one, by the one that they leave: "Data
+# transfer out from Amazon S3 to another AWS Region", https://aws.amazon.com/s3/pricing/.
+_CROSSING: Mapping[str, float] = {
+    "af-south-1": 0.147,
+    "ap-east-1": 0.09,
+    "ap-northeast-1": 0.09,
+    "ap-northeast-2": 0.08,
+    "ap-northeast-3": 0.09,
+    "ap-south-1": 0.086,
+    "ap-southeast-1": 0.09,
+    "ap-southeast-2": 0.098,
+    "ap-southeast-3": 0.1,
+    "me-south-1": 0.1105,
+    "sa-east-1": 0.138,
+    "us-gov-east-1": 0.03,
+    "us-gov-west-1": 0.03,
+}
+_CROSSING_DOLLARS = 0.02  # from all others in America and Europe
+_OHIO_VIRGINIA_DOLLARS = 0.01
+
+
+def crossing_dollars_gb(source: str | None, target: str | None) -> float | None:
+    """What 10^9 bytes cost from one region of AWS to another; None where that is not known."""
+    if source is None or target is None:
+        return None
+    if source == target:
+        return 0.0
+    if {source, target} == {"us-east-1", "us-east-2"}:
+        return _OHIO_VIRGINIA_DOLLARS
+    usual = _CROSSING_DOLLARS if source.startswith(("us-", "ca-", "eu-")) else None
+    return _CROSSING.get(source, usual)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelEstimate:
     """One picture of an A4 page at 150 dots per inch (1240 x 1754), or 30 s of audio.

@@ -494,24 +494,44 @@ class Settings(BaseModel):
             )
         if self.url and self.replicas:
             raise ValueError("`replicas` go together with `bucket`, not with `url`")
-        names = [replica.name for replica in self.replicas]
-        if len(set(names)) < len(names):
-            raise ValueError("two `replicas` have one name of a bucket; their metrics need two")
+        self._check_replicas()
+        if self.url and self.transport == "aioboto3":
+            raise ValueError("`transport` = `aioboto3` knows S3 only; `url` needs `obstore`")
+        return self
+
+    def _check_replicas(self) -> None:
+        """Each can be opened, and is a place of its own: counters are by its name."""
+        taken = {self._bucket: "the corpus itself"} if self.bucket else {}
+        names: dict[str, str] = {}
         for number, replica in enumerate(self.replicas):
+            this = f"`replicas` {number + 1}"
             plain = replica.url is not None and is_plain_http_elsewhere(replica.url, "redis")
             if plain and not (replica.allow_http or self.allow_http):
-                raise ValueError(f"`replicas` {number + 1}, `url`: take rediss://, or `allow_http`")
+                raise ValueError(f"{this}, `url`: take rediss://, or `allow_http`")
             try:
                 if replica.bucket is not None:
-                    self.at(replica)
+                    other = taken.setdefault(self.at(replica)._bucket, this)
+                    if other != this:
+                        raise ValueError(f"{this}, `bucket`: the very bucket of {other}; remove it")
             except ValidationError as exc:
                 found = exc.errors(include_url=False, include_context=False)[0]
                 field = ".".join(map(str, found["loc"])) or "replicas"
                 reason = found["msg"].removeprefix("Value error, ")
-                raise ValueError(f"`replicas` {number + 1}, `{field}`: {reason}") from None
-        if self.url and self.transport == "aioboto3":
-            raise ValueError("`transport` = `aioboto3` knows S3 only; `url` needs `obstore`")
-        return self
+                raise ValueError(f"{this}, `{field}`: {reason}") from None
+            other = names.setdefault(replica.name, this)
+            if other != this:
+                field = "url" if replica.url else "bucket"
+                raise ValueError(
+                    f"{this}, `{field}`: named as {other}, and metrics need two names; remove or "
+                    "rename one"
+                )
+
+    @property
+    def _bucket(self) -> tuple[str | None, str, str]:
+        """What tells one place from another; Amazon's buckets have one name in all regions."""
+        endpoint = self.endpoint_url
+        server = None if endpoint is None or is_amazons(endpoint) else endpoint.casefold()
+        return server, self.bucket, self.prefix
 
     def at(self, replica: Replica) -> Settings:
         """The settings with which a replica is opened: these, with its place for the corpus's."""

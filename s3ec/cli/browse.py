@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -35,6 +35,7 @@ from s3ec.cli.output import (
     print_error,
     print_json,
     print_note,
+    safe,
     show,
     table,
     timestamp,
@@ -102,7 +103,8 @@ def ns(
 ) -> None:
     """List the namespaces of a bucket: one per model, revision, weights and settings that count.
 
-    Of fingerprints there are 12 digits; `s3ec ns show` has all that describes one.
+    Of fingerprints there are 12 digits; `s3ec ns show` has all that describes one. Of each replica
+    it says how many of the newest entries it lacks, and what a month of new entries costs to cross.
     """
     if ctx.invoked_subcommand is not None:
         if source != SettingsSource() or count or as_json:
@@ -111,11 +113,13 @@ def ns(
         return
     with counting("reading namespaces"), source.corpus(attempts=1) as corpus:
         found = corpus.namespaces(count=count)
+        replicas = _replica_rows(corpus, found) if corpus.settings.replicas else []
     now_s = time.time()
     rows = [_namespace_row(each, now_s, count) for each in found]
     if as_json:
-        print_json({"namespaces": rows})
-    elif rows:
+        print_json({"namespaces": rows, "replicas": replicas})
+        return
+    if rows:
         columns = (
             "namespace",
             "dtype",
@@ -131,6 +135,28 @@ def ns(
         )
     else:
         print_note("no namespace here yet; a producer makes it with its first save")
+    if replicas:
+        table(replicas, [name for name in replicas[0] if name != "problem"])
+    for row in replicas:
+        if row["problem"]:
+            print_note(f"{row['replica']}: {safe(row['problem'])}")
+
+
+def _replica_rows(corpus: Corpus, found: Sequence[NamespaceInfo]) -> list[dict[str, Any]]:
+    from s3ec.doctor.replicas import replica_states
+
+    states = corpus.run(lambda store: replica_states(store, corpus.settings, found))
+    return [
+        {
+            "replica": one.name,
+            "sampled_count": one.sampled,
+            "missing_count": one.missing,
+            "month_bytes": one.month_bytes,
+            "month_dollars": one.month_dollars,
+            "problem": one.problem or None,
+        }
+        for one in states
+    ]
 
 
 def _namespace_row(found: NamespaceInfo, now_s: float, count: bool) -> dict[str, Any]:

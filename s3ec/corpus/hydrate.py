@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hydrate: fill this node's tier from the bucket before traffic comes, with every byte verified.
 
+Entries are read from the replicas first, as an engine reads them, and what there is home says.
+
 It goes beside an engine's prefetcher and not through it. A prefetcher brings what a request needs,
 by rows, width and modality, holds it open for that request, and evicts for it. Here nobody knows
 these before the object says them, nobody waits, and nothing may go for what comes. The parts below
@@ -37,6 +39,8 @@ from s3ec.node import open_tier
 from s3ec.runtime import LoopThread
 from s3ec.store.base import Blob, Store, parts_as_they_come
 from s3ec.store.concurrency import Pace, in_parallel
+from s3ec.store.open import open_places
+from s3ec.store.places import past_bad_copies
 from s3ec.tenant import Tenant
 from s3ec.tier import Claim, Incoming, OpenEntry, Tier
 from s3ec.tier.claims import LookAgain
@@ -226,12 +230,17 @@ async def hydrate(
     tier = await loop.disk_long(
         partial(open_tier, settings, layout.namespace, counters, evicts=False), undo=_close
     )
+    places = None
     try:
-        work = _Hydrator(store, layout, loop, tier, options, report)
+        wide = settings.model_copy(update={"max_concurrency": options.max_concurrency})
+        places = open_places(wide, store, counters, is_entry=layout.is_entry)
+        work = _Hydrator(places or store, layout, loop, tier, options, report)
         source = everything(store, layout) if wanted is None else _each(wanted)
         async with aclosing(source):
             return await work.run(source)
     finally:
+        for place in places.replicas if places else ():  # home is the caller's
+            await place.store.close()
         await loop.disk_long(tier.close)
 
 
@@ -469,7 +478,9 @@ class _Hydrator:
             held_bytes = min(nbytes or PART_BYTES, PARTS_AT_A_TIME * PART_BYTES)
             await self._budget.take(held_bytes)
             try:
-                received = await self._receive(one, name, nbytes, used_s)
+                received = await past_bad_copies(
+                    name, lambda _: self._receive(one, name, nbytes, used_s)
+                )
             except CorruptEntryError as exc:
                 reason = exc.reason
                 if reason == "size" and nbytes:  # a catalogue may be older than it

@@ -134,7 +134,7 @@ class CheckContext:
         return self.loaded.settings
 
     @cached_property
-    def _patient(self) -> Settings:
+    def patient(self) -> Settings:
         """The same, for clients that wait as long as a check does: an engine has no time, this has.
 
         A busy machine answers late, which says nothing about the bucket.
@@ -147,33 +147,40 @@ class CheckContext:
         """Requests that the Store protocol does not have. The first use imports the SDK."""
         from s3ec.doctor.s3_probe import S3Probe
 
-        return S3Probe(self._patient)
+        return S3Probe(self.patient)
 
     @cached_property
     def _store(self) -> Store:
         from s3ec.store.open import open_store
 
-        return open_store(self._patient, patient=True)
+        return open_store(self.patient, patient=True)
 
     @property
     def only_reads(self) -> bool:
         """Whether --ec-transfer-config says that this is a consumer, which never writes."""
         return self.transfer.get("ec_role") == "ec_consumer"
 
-    def ask_store(self, call: Callable[[Store], Awaitable[T]], *, requests: int = 1) -> T:
-        """Run a coroutine with the store that the connector would use.
+    def ask_store(
+        self,
+        call: Callable[[Store], Awaitable[T]],
+        *,
+        requests: int = 1,
+        store: Store | None = None,
+    ) -> T:
+        """Run a coroutine with the store that the connector would use, or another one.
 
         Args:
             call: What to do with the store.
             requests: How many it sends one after another; each may take ``timeout_s``.
+            store: A replica; None for home.
 
         Raises:
             UnavailableError: No answer in time.
         """
-        store, limit_s = self._store, requests * self.timeout_s
+        asked, limit_s = store or self._store, requests * self.timeout_s
 
         async def run() -> T:
-            return await call(store)
+            return await call(asked)
 
         try:
             return self._loop.run(run(), limit_s)

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from s3ec.config import LoadedSettings
-from s3ec.doctor import bucket, node, serving
+from s3ec.doctor import bucket, node, replicas, serving
 from s3ec.doctor.check import (
     REQUEST_S,
     Check,
@@ -22,6 +22,7 @@ from s3ec.doctor.check import (
     warn,
 )
 from s3ec.errors import ConfigError
+from s3ec.settings import Replica
 from s3ec.store.open import choose_transport, open_store
 from s3ec.tenant import Tenant, exposure
 
@@ -35,17 +36,19 @@ class Step:
         run: The check; its name is the function's.
         needs: Checks without which this one would only repeat their failure.
         only_s3: Whether it says nothing about corpora elsewhere than in S3.
+        about: Which of several replicas it looks at.
     """
 
     group: str
     run: Callable[[CheckContext], Outcome]
     needs: tuple[str, ...] = ()
     only_s3: bool = False
+    about: Replica | None = None
 
     @property
     def name(self) -> str:
         """For people and machines."""
-        return self.run.__name__
+        return self.run.__name__ if self.about is None else f"replica:{self.about.name}"
 
 
 def settings(context: CheckContext) -> Outcome:
@@ -84,7 +87,12 @@ def transport(context: CheckContext) -> Outcome:
     return ok(f"{chosen.name} {version(chosen.name)}; {chosen.reason}")
 
 
+def _of_replica(place: Replica) -> Step:
+    return Step("Replicas", lambda context: replicas.replica(context, place), about=place)
+
+
 _BUCKET, _NODE, _VLLM = "Bucket", "This node", "vLLM"
+_FIRST_OF_NODE = Step(_NODE, node.cache_folder)
 STEPS = (
     Step("Settings", settings),
     Step("Settings", transport),
@@ -98,7 +106,7 @@ STEPS = (
     Step(_BUCKET, bucket.conditional_put, ("write", "sse")),
     Step(_BUCKET, bucket.ranges, ("write",), only_s3=True),
     Step(_BUCKET, bucket.listing, ("write",), only_s3=True),
-    Step(_NODE, node.cache_folder),
+    _FIRST_OF_NODE,
     Step(_NODE, node.open_files),
     Step(_NODE, node.cache_space, ("cache_folder",)),
     Step(_VLLM, serving.vllm),
@@ -139,7 +147,9 @@ def examine(
     context = CheckContext(loaded, transfer, vllm_args, with_vllm, timeout_s)
     verdicts: dict[str, Verdict] = {}
     try:
-        for step in STEPS:
+        first = STEPS.index(_FIRST_OF_NODE)
+        near = map(_of_replica, context.settings.replicas)
+        for step in (*STEPS[:first], *near, *STEPS[first:]):
             if step.only_s3 and context.settings.url is not None:
                 continue
             starting(step)

@@ -88,10 +88,7 @@ def deleting_everywhere(settings: Settings, home: Store) -> Store:
 def _open_replicas(settings: Settings, counters: Counters, *, patient: bool = False) -> list[Place]:
     places = []
     for replica in settings.replicas:
-        if replica.url is not None:
-            opened = _open_redis(settings, replica)
-        else:
-            opened = open_store(settings.at(replica), patient=patient)
+        opened = open_replica(settings, replica, patient=patient)
         endpoint = Endpoint(settings.max_concurrency)
         # Not hedged by itself: the next place is.
         store = resilient(opened, endpoint, counters, hedge=False)
@@ -99,12 +96,15 @@ def _open_replicas(settings: Settings, counters: Counters, *, patient: bool = Fa
     return places
 
 
-def _open_redis(settings: Settings, replica: Replica) -> Store:
+def open_replica(settings: Settings, replica: Replica, *, patient: bool = False) -> Store:
+    """A replica of the settings, as open_store; no request goes out yet."""
+    if replica.url is None:
+        return open_store(settings.at(replica), patient=patient)
     from s3ec.store.redis_store import RedisStore
 
     secret = replica.password
     return RedisStore(
-        replica.url or "",
+        replica.url,
         password=None if secret is None else read_secret(secret, "replicas").decode(),
         prefix=settings.prefix if replica.prefix is None else replica.prefix,
         cluster=replica.cluster,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.corpus import Corpus
+from s3ec.counters import Counters
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Answer
 from s3ec.dev.rigs.valkey import Valkey
@@ -18,7 +20,10 @@ from s3ec.errors import UnavailableError
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
 from s3ec.settings import Settings
+from s3ec.store.base import Blob
+from s3ec.store.open import open_places
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
+from s3ec.testing.memory_store import MemoryStore
 from s3ec.testing.server import LocalS3
 from tests.faults.embeddings import LAYOUT, body_at, key_at
 from tests.faults.indexed import Bucket, evict, fetch, noding, refresh, run_rebuild, serve
@@ -298,6 +303,57 @@ def test_commands_read_home_and_delete_everywhere_and_name_a_place_that_refuses(
     assert not set(gone) & set(regions.home.names())
     assert set(gone) & set(regions.near.names()) == {gone[1]}
     assert caplog.text.count("what is deleted stays in") == 1
+
+
+def test_hydrate_reads_near_and_at_home_what_near_lacks_or_has_bad(
+    regions: Regions, tmp_path: Path
+) -> None:
+    regions.replicate()
+    settings = Settings.model_validate(regions.settings(tmp_path / "cache"))
+    with Corpus.open(settings) as corpus:
+        assert corpus.hydrate().fetched == len(ASKED)
+    assert regions.asked() == (len(ASKED), 0)
+    regions.near.delete(LAYOUT.object(key_at(0)))
+    regions.near.put(LAYOUT.object(key_at(1)), body_at(2))
+    settings = Settings.model_validate(regions.settings(tmp_path / "other"))
+    with Corpus.open(settings) as corpus:
+        found = corpus.hydrate()
+        assert (found.fetched, found.status) == (len(ASKED), "complete")
+    assert regions.asked()[1] == 2
+    with noding(settings.model_dump(mode="json")) as node:
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+    assert regions.asked() == (0, 0)
+
+
+def test_each_place_is_asked_with_the_credentials_of_its_profile(
+    regions: Regions, local_s3: LocalS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    regions.replicate()
+    keys = local_s3.env()
+    shared = tmp_path / "credentials"
+    shared.write_text(
+        f"[second]\naws_access_key_id = {keys['AWS_ACCESS_KEY_ID']}\n"
+        f"aws_secret_access_key = {keys['AWS_SECRET_ACCESS_KEY']}\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(shared))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "OFHOME")  # which the server does not know
+    given = regions.settings(tmp_path / "cache")
+    [replica] = given["replicas"]
+    variable = json.dumps([{**replica, "profile": "second"}])
+    settings = Settings.model_validate({**given, "replicas": variable})
+    places = open_places(settings, MemoryStore(), Counters(), is_entry=LAYOUT.is_entry)
+    assert places is not None
+
+    async def read() -> Blob | None:
+        try:
+            return await places.get(LAYOUT.object(key_at(0)), max_bytes=2**20)
+        finally:
+            await places.close()
+
+    assert asyncio.run(read()) == body_at(0)
+    [asked] = regions.near_proxy.requests
+    assert f"Credential={keys['AWS_ACCESS_KEY_ID']}/" in asked.headers["authorization"]
 
 
 def test_settings_of_a_replica_are_checked_and_named(tmp_path: Path) -> None:

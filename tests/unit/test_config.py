@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -533,6 +534,60 @@ def test_a_url_and_a_setting_of_s3_are_refused_together(name: str, value: str) -
     error = refusal({"url": "file:///data", name: value})
     assert error.field == name
     assert "does not go together with `url`; remove one" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "says"),
+    [
+        ([{"bucket": "corpus"}], "`replicas` 1, `bucket`: the very bucket of the corpus itself"),
+        ([{"bucket": "corpus", "region": "eu-west-1"}], "the very bucket of the corpus itself"),
+        (
+            [{"bucket": "corpus", "endpoint_url": "https://s3.eu-west-1.amazonaws.com"}],
+            "the very bucket of the corpus itself; remove it",
+        ),
+        ([{"bucket": "near"}, {"bucket": "near"}], "`replicas` 2, `bucket`: the very bucket of `r"),
+        ([{"bucket": "near"}, {"bucket": "near", "prefix": "a"}], "rename one"),
+        ([{"url": "rediss://a:1"}, {"url": "rediss://a:1/2"}], "`replicas` 2, `url`: named as"),
+    ],
+)
+def test_a_place_twice_is_refused(replicas: list[dict[str, str]], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        load_settings({"bucket": "corpus", "replicas": replicas})
+    assert caught.value.field == "replicas"
+
+
+def test_another_server_or_folder_is_another_place() -> None:
+    server = {"bucket": "corpus", "endpoint_url": "http://127.0.0.1:9000"}
+    load_settings({"bucket": "corpus", "replicas": [server, {"bucket": "near"}]})
+    load_settings({"bucket": "corpus", "replicas": [{"bucket": "corpus", "prefix": "a"}]})
+    with pytest.raises(ConfigError, match="the very bucket"):
+        load_settings({**server, "replicas": [server]})
+
+
+@pytest.mark.parametrize(
+    ("replica", "says"),
+    [
+        ({"url": "rediss://u:open-sesame@a"}, "`replicas` 1, `url`"),
+        ({"url": "rediss://a", "password": "open-sesame"}, "`replicas` 1, `password`"),
+        (
+            {"bucket": "near", "endpoint_url": "https://key:open-sesame@a"},
+            "`endpoint_url`: no cred",
+        ),
+        ({"bucket": "near", "aws_secret_access_key": "open-sesame"}, "no key holds credentials"),
+    ],
+)
+@pytest.mark.parametrize("where", ["json", "env"])
+def test_a_replica_holds_no_secret(
+    replica: dict[str, str], says: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"bucket": "corpus"}
+    if where == "json":
+        given["replicas"] = [replica]
+    else:
+        monkeypatch.setenv("S3EC_REPLICAS", json.dumps([replica]))
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        load_settings(given)
+    assert "sesame" not in str(caught.value)
 
 
 def test_a_url_and_the_sdk_are_refused_together() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from s3ec.testing.server import MotoServer
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, OTHER, Corpus, content_hash, entry_bytes
 
@@ -53,7 +54,7 @@ def test_ns_shows_half_a_surrogate_pair_as_jsons_escape(cli: Cli, corpus: Corpus
 
 
 def test_ns_of_an_empty_bucket_is_empty_and_well(cli: Cli, corpus: Corpus) -> None:
-    assert cli.json("ns") == {"namespaces": []}
+    assert cli.json("ns") == {"namespaces": [], "replicas": []}
     assert "no namespace here yet" in cli("ns").stderr
 
 
@@ -246,3 +247,23 @@ def test_missing_bucket_is_one_line_and_exit_code_1(cli: Cli, corpus: Corpus) ->
     out = cli("ns", "--bucket", "nosuchbucket", code=1)
     assert out.stderr.count("\n") == 1
     assert "NoSuchBucket" in out.stderr
+
+
+def test_ns_shows_replicas_with_what_they_lack(
+    cli: Cli, corpus: Corpus, moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus.entry(corpus.namespace(MODEL), content_hash("a"))
+    near = moto_server.create_bucket("cli-near")
+    places = [{"bucket": near}, {"bucket": "cli-none", "endpoint_url": "http://127.0.0.1:1"}]
+    places[0]["endpoint_url"] = moto_server.endpoint_url
+    monkeypatch.setenv("S3EC_REPLICAS", json.dumps(places))
+    found, gone = cli.json("ns")["replicas"]
+    assert (found["replica"], found["sampled_count"], found["missing_count"]) == (near, 1, 1)
+    assert found["month_bytes"] > 0
+    assert found["month_dollars"] is found["problem"] is None
+    assert (gone["missing_count"], gone["sampled_count"]) == (None, 1)
+    assert gone["problem"]
+    shown = cli("ns")
+    assert near in shown.stdout
+    assert "cli-none: " in shown.stderr
+    moto_server.delete_bucket(near)

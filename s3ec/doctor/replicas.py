@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at replicas: whether each can be used, what it lacks, and what crossing a region costs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+from s3ec.doctor.bucket import outcome_of
+from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
+from s3ec.errors import ConfigError, ConflictError, CorruptEntryError, S3ECError
+from s3ec.identity import Layout, is_object_name
+from s3ec.namespaces import NamespaceInfo, list_namespaces
+from s3ec.payoff import DAYS_A_MONTH, crossing_dollars_gb
+from s3ec.settings import Replica, Settings, is_amazons
+from s3ec.store.base import ObjectInfo, Store, Wrapper
+from s3ec.store.concurrency import in_parallel
+from s3ec.store.open import KEPT_PROBE, PROBE_BODY, open_replica
+
+SAMPLED = 32
+"""Entries that a replica is asked for: the newest of those that were listed at home."""
+_LISTED = 1000  # of a namespace; one page
+_NAMESPACES = 64
+_REPLICATION_S = 15 * 60.0  # what S3 promises with replication time control
+_MOST_COMPARED_BYTES = 2**26
+_WRITES = 3  # requests of one attempt to write
+_REQUESTS = 16  # as long as so many requests may take, one after another
+
+
+async def listed_entries(home: Store, layout: Layout) -> list[ObjectInfo]:
+    """Some entries of a namespace, all if there are few: a page from anywhere in it."""
+    found: dict[str, ObjectInfo] = {}
+    for start_after in (layout.objects + secrets.token_hex(1), ""):
+        pages = Wrapper(home).list(layout.objects, start_after=start_after)
+        async with aclosing(pages) as infos:
+            async for info in infos:
+                if is_object_name(info.name.removeprefix(layout.objects)):
+                    found[info.name] = info
+                if len(found) >= _LISTED:
+                    return list(found.values())
+    return list(found.values())
+
+
+def newest(entries: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+    """The sample, the newest first."""
+    return sorted(entries, key=lambda info: -info.modified_s)[:SAMPLED]
+
+
+async def missing_in(near: Store, sample: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+    """Those of a sample that a replica does not have; a HEAD for each."""
+    found = await in_parallel(sample, lambda info: near.head(info.name))
+    return [info for info, there in zip(sample, found, strict=True) if there is None]
+
+
+# -- doctor ----------------------------------------------------------------------------------------
+
+
+def replica(context: CheckContext, place: Replica) -> Outcome:
+    """Whether a replica can be used, and has what home has. An engine runs without it, so it warns.
+
+    Where engines copy there, one small object is written, and deleted if that is allowed.
+    """
+    try:
+        near = open_replica(context.patient, place, patient=True)
+    except ConfigError as exc:  # no engine starts so
+        found, _, mend = str(exc).rpartition("; ")
+        return fail(found or str(exc), mend or "correct `replicas`")
+    try:
+        return _replica(context, place, near)
+    finally:
+        with suppress(S3ECError):
+            context.ask_store(lambda store: store.close(), store=near)
+
+
+def _replica(context: CheckContext, place: Replica, near: Store) -> Outcome:
+    try:
+        # No HEAD: its 404 does not tell an absent bucket.
+        context.ask_store(lambda store: store.get_range(KEPT_PROBE, 0, 1), store=near)
+        if place.fill:
+            context.ask_store(_write, requests=_WRITES, store=near)
+    except S3ECError as exc:
+        needed = "s3:GetObject, s3:ListBucket" + " and s3:PutObject" * place.fill
+        refused = outcome_of(exc, needed)
+        return warn(f"{refused.found}; all is read at home", refused.mend)
+    usable = f"can be read{' and written' * place.fill}"
+    try:
+        sample = context.ask_store(_sample, requests=_REQUESTS)
+        missing = context.ask_store(
+            lambda store: missing_in(store, sample), requests=_REQUESTS, store=near
+        )
+        there = [info for info in sample if info not in missing]
+        # The smallest one will do.
+        for info in sorted(there, key=lambda info: info.nbytes)[:1]:
+            if info.nbytes <= _MOST_COMPARED_BYTES and not _is_equal(context, near, info):
+                return warn(
+                    f"{usable}, but its copy of {info.name} is not home's",
+                    "find out who writes there; `s3ec verify --deep --repair` with its bucket "
+                    "deletes what is bad",
+                )
+    except S3ECError as exc:
+        return warn(f"{usable}; what it lacks is not known: {exc}", "see `bucket` and `read`")
+    if not sample:
+        return ok(f"{usable}; home has no entries to compare with")
+    found = f"{usable}; it has {len(there)} of {len(sample)} entries, the newest of home's"
+    late_s = max((time.time() - info.modified_s for info in missing), default=0.0)
+    if late_s > _REPLICATION_S and not place.fill:
+        return warn(
+            f"{found}, and lacks one that is {late_s / 60:,.0f} minutes old",
+            "set `fill`, or look at the bucket's replication rule and its prefix",
+        )
+    return ok(found)
+
+
+async def _write(near: Store) -> None:
+    with suppress(ConflictError):  # it was kept
+        await near.put_if_absent(KEPT_PROBE, [PROBE_BODY])
+    with suppress(S3ECError):
+        await near.delete(KEPT_PROBE)
+
+
+async def _sample(home: Store) -> list[ObjectInfo]:
+    entries: list[ObjectInfo] = []
+    for name in (await list_namespaces(home))[:_NAMESPACES]:
+        entries += await listed_entries(home, Layout(name))
+    return newest(entries)
+
+
+def _is_equal(context: CheckContext, near: Store, info: ObjectInfo) -> bool:
+    async def read(store: Store) -> bytes | None:
+        body = await store.get(info.name, max_bytes=info.nbytes)
+        return None if body is None else bytes(body)
+
+    try:
+        return context.ask_store(read, store=near) == context.ask_store(read)
+    except CorruptEntryError:  # it is longer
+        return False
+
+
+# -- s3ec ns ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """What ``s3ec ns`` says of a replica.
+
+    Attributes:
+        name: Of its bucket or server.
+        sampled: Entries that it was asked for.
+        missing: Those that it does not have; None where it did not answer.
+        month_bytes: What was stored at home within a month, and crosses once to each replica.
+        month_dollars: What that costs; None where a region or its price is not known.
+        problem: Why it did not answer, else empty.
+    """
+
+    name: str
+    sampled: int
+    missing: int | None
+    month_bytes: int
+    month_dollars: float | None
+    problem: str = ""
+
+
+async def replica_states(
+    home: Store, settings: Settings, namespaces: Sequence[NamespaceInfo]
+) -> list[ReplicaState]:
+    """Ask each replica for the newest entries; a LIST for each namespace and 32 HEADs a replica."""
+    entries: list[ObjectInfo] = []
+    month_bytes, since_s = 0.0, time.time() - DAYS_A_MONTH * 86400
+    for one in namespaces[:_NAMESPACES]:
+        listed = await listed_entries(home, Layout(one.name))
+        fresh_bytes = sum(info.nbytes for info in listed if info.modified_s >= since_s)
+        whole = max(1.0, (one.indexed or 0) / _LISTED) if len(listed) == _LISTED else 1.0
+        month_bytes += fresh_bytes * whole
+        entries += listed
+    sample, states = newest(entries), []
+    for place in settings.replicas:
+        missing, problem = None, ""
+        near = open_replica(settings, place, patient=True)
+        try:
+            missing = len(await missing_in(near, sample))
+        except S3ECError as exc:
+            problem = str(exc)
+        finally:
+            await near.close()
+        price = crossing_price(settings, place)
+        dollars = None if price is None else price * month_bytes / 1e9
+        states.append(
+            ReplicaState(place.name, len(sample), missing, int(month_bytes), dollars, problem)
+        )
+    return states
+
+
+def crossing_price(settings: Settings, place: Replica) -> float | None:
+    """Dollars for 10^9 bytes from home to a replica; None where that is not known."""
+    if settings.endpoint_url and not is_amazons(settings.endpoint_url):
+        return None
+    here = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return crossing_dollars_gb(settings.region or here, place.region or here)
