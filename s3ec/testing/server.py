@@ -285,7 +285,7 @@ class LocalS3(S3Server):
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for this process, which then closes us
             )
-        self._watchdog = _watch(self._process.pid, [run_dir, *self._sockets()])
+        self._watchdog = end_with_us(self._process.pid, [run_dir, *self._sockets()])
 
     def _options(self, run_dir: Path, users: Path) -> list[str]:
         ports = {"s3": self._port, **self._side_ports}
@@ -456,7 +456,7 @@ def _last_words(run_dir: Path) -> str:
     return "\n".join(lines[-5:]) or (run_dir / "server.log").read_text(errors="replace")[-1500:]
 
 
-def _watch(pid: int, leftovers: Sequence[Path]) -> subprocess.Popen[bytes]:
+def end_with_us(pid: int, leftovers: Sequence[Path]) -> subprocess.Popen[bytes]:
     """Start a shell that kills `pid` and deletes its files when this process is gone.
 
     It reads from a pipe whose other end only we hold, so the end of this process is the end

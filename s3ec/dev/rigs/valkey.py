@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from s3ec.errors import ConfigError, UnavailableError
-from s3ec.testing.server import HOST, free_port
+from s3ec.testing.server import HOST, end_with_us, free_port
 
 
 def find_valkey() -> str:
@@ -33,7 +33,7 @@ _PATIENCE_S = 60.0
 
 
 class Valkey:
-    """One server, as a context manager; keeps all in memory."""
+    """One server, as a context manager; keeps all in memory. It ends with this process."""
 
     def __init__(self, *options: str) -> None:
         """Describe it.
@@ -44,6 +44,7 @@ class Valkey:
         self.port = free_port()
         self._options = ("--port", str(self.port), *options)
         self._process: subprocess.Popen[bytes] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
 
     @property
@@ -86,7 +87,9 @@ class Valkey:
                 stdout=out,
                 stderr=out,
                 cwd=folder,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends it
             )
+        self._watchdog = end_with_us(self._process.pid, [folder])
         end_s = time.monotonic() + _PATIENCE_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end_s:
@@ -103,3 +106,7 @@ class Valkey:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
+        if self._watchdog is not None:
+            self._watchdog.kill()
+            self._watchdog.communicate()
+            self._watchdog = None

@@ -31,6 +31,13 @@ server = LocalS3().start()
 print(server.endpoint_url, flush=True)
 sys.stdin.read()
 """
+_CHILD_WITH_VALKEY = """
+import sys
+from s3ec.dev.rigs.valkey import Valkey
+server = Valkey().__enter__()
+print(server.url, flush=True)
+sys.stdin.read()
+"""
 
 
 def _refuses(endpoint_url: str) -> bool:
@@ -122,9 +129,10 @@ def test_server_killed_from_outside_can_be_restarted() -> None:
         assert [bucket["Name"] for bucket in server.client().list_buckets()["Buckets"]] == ["kept"]
 
 
-def test_sigkilled_parent_leaves_no_server_and_no_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("child", [_CHILD, _CHILD_WITH_VALKEY], ids=["s3", "valkey"])
+def test_sigkilled_parent_leaves_no_server_and_no_files(tmp_path: Path, child: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _CHILD],
+        [sys.executable, "-c", child],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
