@@ -36,10 +36,7 @@ if TYPE_CHECKING:
 
 # As many problems are named for people; --json names all.
 _SHOWN = 20
-_STOPPED = {
-    "full": "the tier is full, and nothing that is in it goes for them",
-    "max_bytes": "`--max-bytes` is reached",
-}
+_FULL = "the tier is full, and nothing that is in it goes for them"
 
 
 def register(app: App) -> None:
@@ -65,15 +62,6 @@ def hydrate(
     rate_limit: Annotated[
         str | None, option("--rate-limit", "SIZE", "Bytes per second, such as `100MB`.")
     ] = None,
-    max_bytes: Annotated[
-        str | None, option("--max-bytes", "SIZE", "Bring no more than this.")
-    ] = None,
-    max_concurrency: Annotated[
-        int, option("--max-concurrency", "N", "Objects asked for at a time.")
-    ] = 16,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be brought.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Bring entries to this node's disk tier before engines ask for them, every byte checked.
@@ -84,22 +72,17 @@ def hydrate(
 
     Exit status 3 where anything that was wanted is not on this node afterwards.
     """
-    from s3ec.corpus.hydrate import HydrateOptions
-
     if ids is not None and where is not None:
         raise ConfigError("`--ids` and `--where` say what is wanted; give one of them")
-    options = HydrateOptions(
-        max_concurrency=max_concurrency,
-        rate_limit_bytes_per_s=optional(size_bytes, rate_limit, "rate_limit"),
-        max_bytes=optional(size_bytes, max_bytes, "max_bytes"),
-        dry_run=dry_run,
-    )
+    rate = optional(size_bytes, rate_limit, "rate_limit")
     given = None if ids is None else lines_of(ids)
     with source.with_options(cache).corpus() as corpus:
         name = choice.within(corpus)
         wanted = _wanted(corpus, name, given, where)
         with counting("hydrating", in_bytes=True, resume=RESUMES) as report:
-            found = corpus.hydrate(wanted, namespace=name, options=options, report=report)
+            found = corpus.hydrate(
+                wanted, namespace=name, rate_limit_bytes_per_s=rate, report=report
+            )
     kinds = {"absent": dict.fromkeys(found.absent, "the bucket does not have it")}
     kinds |= {"damaged": found.damaged, "failed": found.failed}
     failures = [
@@ -117,9 +100,8 @@ def hydrate(
         "fetched_bytes": found.fetched_bytes,
         "left_out_count": found.left_out,
         "left_out_bytes": found.left_out_bytes,
-        "problem": _STOPPED.get(found.stopped, found.stopped) or None,
+        "problem": _FULL if found.stopped == "full" else found.stopped or None,
         "seconds": found.seconds,
-        "dry_run": found.dry_run,
         "failures": failures,
     }
     show(document, as_json=as_json, hide={"failures"})

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from s3ec.cli.options import (
     JsonOption,
     NamespaceChoice,
-    OptionGroup,
     SettingsSource,
     lines_of,
     option,
-    size_bytes,
     with_namespace,
 )
 from s3ec.cli.output import (
@@ -35,59 +32,9 @@ from s3ec.cli.output import (
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from s3ec.corpus.exchange import TransferOptions, Transferred
-    from s3ec.counters import Report
+    from s3ec.corpus.exchange import Transferred
 
 _SHOWN_FAILURES = 20
-
-
-def _options(given: Mapping[str, Any], report: Report) -> TransferOptions:
-    """What is copied, and how.
-
-    Raises:
-        ConfigError: The list cannot be read, or has nothing in it; the rate is none.
-    """
-    from s3ec.corpus.exchange import TransferOptions
-
-    identifiers = None if given["ids"] is None else lines_of(given["ids"])
-    if identifiers == []:
-        raise ConfigError(
-            "`--ids` has no line with an identifier; leave it out for all entries", field="ids"
-        )
-    rate = given["rate_limit"]
-    bytes_per_s = None if rate is None else size_bytes(rate, "rate_limit")
-    if bytes_per_s == 0:
-        raise ConfigError(
-            "`--rate-limit` 0 would copy nothing; leave it out for no limit", field="rate_limit"
-        )
-    return TransferOptions(identifiers, given["where"], bytes_per_s, report)
-
-
-_OPTIONS: OptionGroup = (
-    {
-        "ids": Annotated[
-            str | None,
-            option(
-                "--ids",
-                "FILE",
-                "Only these: a file with one identifier, or what `s3ec ls` prints, a line, or -.",
-            ),
-        ],
-        "where": Annotated[
-            str | None,
-            option(
-                "--where",
-                "SQL",
-                "Only those in the catalogue for which this is true, such as `modality = "
-                "'image' AND rows > 1000`.",
-            ),
-        ],
-        "rate_limit": Annotated[
-            str | None, option("--rate-limit", "SIZE", "Bytes per second, such as `100MB`.")
-        ],
-    },
-    dict,
-)
 
 
 def register(app: App) -> None:
@@ -96,19 +43,35 @@ def register(app: App) -> None:
         "export",
         ("s3ec export /media/disk/corpus", "everything of the newest namespace"),
         ("s3ec export corpus --where \"document LIKE '%/manuals/%'\"", "a part of it"),
-    )(with_namespace(export, _OPTIONS))
+    )(with_namespace(export))
     app.command(
         "import",
         ("s3ec import /media/disk/corpus", "what an export wrote, into the bucket"),
         ("s3ec import ec --layout vllm --model vision-9b", "what ECExampleConnector wrote"),
-    )(with_namespace(import_, _OPTIONS))
+    )(with_namespace(import_))
 
 
 def export(
     source: SettingsSource,
     choice: NamespaceChoice,
-    asked: dict[str, Any],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is absent.")],
+    ids: Annotated[
+        str | None,
+        option(
+            "--ids",
+            "FILE",
+            "Only these: a file with one identifier, or what `s3ec ls` prints, a line, or -.",
+        ),
+    ] = None,
+    where: Annotated[
+        str | None,
+        option(
+            "--where",
+            "SQL",
+            "Only those in the catalogue for which this is true, such as `modality = "
+            "'image' AND rows > 1000`.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Copy a namespace into a folder; every byte is checked as it is read.
@@ -117,17 +80,23 @@ def export(
     second run copies what is missing. Exit status 3 where some entries could not be copied, 1 where
     none could.
     """
+    identifiers = None if ids is None else lines_of(ids)
+    if identifiers == []:
+        raise ConfigError(
+            "`--ids` has no line with an identifier; leave it out for all entries", field="ids"
+        )
     with source.corpus() as corpus:
         name = choice.within(corpus)
         with counting("copying", resume=RESUMES) as report:
-            done = corpus.export(folder, _options(asked, report), namespace=name)
+            done = corpus.export(
+                folder, namespace=name, identifiers=identifiers, where=where, report=report
+            )
     _tell(done, f"from {name} to {safe(str(folder))}", as_json=as_json)
 
 
 def import_(
     source: SettingsSource,
     choice: NamespaceChoice,
-    asked: dict[str, Any],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `s3ec export` wrote.")],
     layout: Annotated[
         Literal["s3ec", "vllm"],
@@ -158,16 +127,17 @@ def import_(
             field="modality",
         )
     with source.corpus() as corpus, counting("copying", resume=RESUMES) as report:
-        options = _options(asked, report)
         if layout == "vllm":
             done = corpus.import_example(
                 folder,
-                options,
                 namespace=choice.within(corpus),
                 modality=modality or "image",
+                report=report,
             )
         else:
-            done = corpus.import_from(folder, options, namespace=choice.name, model=choice.model)
+            done = corpus.import_from(
+                folder, namespace=choice.name, model=choice.model, report=report
+            )
     _tell(done, f"from {safe(str(folder))} to {done.namespace}", as_json=as_json)
 
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from s3ec.corpus.audit import Audit
     from s3ec.corpus.catalog import Catalog
     from s3ec.corpus.collect import Collection, Deletion
-    from s3ec.corpus.exchange import TransferOptions, Transferred
-    from s3ec.corpus.hydrate import HydrateOptions, Hydration, Wanted
+    from s3ec.corpus.exchange import Transferred
+    from s3ec.corpus.hydrate import Hydration, Wanted
     from s3ec.corpus.precompute import PrecomputeReport
     from s3ec.corpus.ray_encoder import RayOptions
     from s3ec.corpus.reading import ReadOptions
@@ -257,7 +257,7 @@ class Corpus(OpenBucket):
         namespace: str | None = None,
         model: str | None = None,
         by_name: bool = False,
-        options: HydrateOptions | None = None,
+        rate_limit_bytes_per_s: int | None = None,
         report: Report = unreported,
     ) -> Hydration:
         """Bring entries to this node's disk tier before engines ask for them, every byte checked.
@@ -271,18 +271,19 @@ class Corpus(OpenBucket):
             wanted: Identifiers as vLLM spells them, or entries of this corpus; the most wanted
                 first. None for everything, in no order.
             by_name: The texts are labels or objects' names, as list has them.
-            options: How fast, how much, or not at all.
+            rate_limit_bytes_per_s: From the bucket at most, on average; None for as fast as they
+                come.
             report: Told how many bytes have come.
 
         Returns:
             Counts, and names of what is absent or damaged or did not come.
 
         Raises:
-            ConfigError: Nothing is ever stored under an identifier.
+            ConfigError: Nothing is ever stored under an identifier, or the rate is less than 1.
             TierError: The tier cannot be opened; the message names the fix.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
-        from s3ec.corpus.hydrate import HydrateOptions, hydrate
+        from s3ec.corpus.hydrate import hydrate
 
         chosen = None if wanted is None else [self._wanted(one, by_name) for one in wanted]
 
@@ -293,7 +294,7 @@ class Corpus(OpenBucket):
                 chosen,
                 settings=self.settings,
                 loop=self._thread,
-                options=options or HydrateOptions(),
+                rate_limit_bytes_per_s=rate_limit_bytes_per_s,
                 report=report,
             )
 
@@ -601,10 +602,12 @@ class Corpus(OpenBucket):
     def export(
         self,
         folder: str | Path,
-        options: TransferOptions | None = None,
         *,
         namespace: str | None = None,
         model: str | None = None,
+        identifiers: Sequence[str] | None = None,
+        where: str | None = None,
+        report: Report = unreported,
     ) -> Transferred:
         """Copy a namespace into a folder, every byte checked. A second call copies what is missing.
 
@@ -612,23 +615,28 @@ class Corpus(OpenBucket):
 
         Args:
             folder: Made if it is absent.
-            options: Which entries, and how fast; None for all of them.
+            identifiers: Only these: identifiers in full, or labels as ``s3ec ls`` prints them.
+            where: Only those in the catalogue for which this condition of SQL is true.
+            report: Told how many entries are done.
 
         Returns:
             What was copied; ``failures`` says of what could not be copied why.
 
         Raises:
-            ConfigError: The folder cannot be made, or an option is wrong.
+            ConfigError: The folder cannot be made, or an argument is wrong.
             NoSpaceError: Its disk is full. What was copied stays, as in all these cases.
             TierError: The folder for temporary files is full.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
-        from s3ec.corpus.exchange import TransferOptions, export
+        from s3ec.corpus.exchange import export
 
-        given = options or TransferOptions()
         return self.within(
             lambda store, layout: export(
-                store, layout, Path(folder), given, settings=self.settings
+                *(store, layout, Path(folder)),
+                settings=self.settings,
+                identifiers=identifiers,
+                where=where,
+                report=report,
             ),
             namespace,
             model=model,
@@ -637,10 +645,10 @@ class Corpus(OpenBucket):
     def import_from(
         self,
         folder: str | Path,
-        options: TransferOptions | None = None,
         *,
         namespace: str | None = None,
         model: str | None = None,
+        report: Report = unreported,
     ) -> Transferred:
         """Copy a namespace from a folder that ``export`` made. Nothing in the bucket is replaced.
 
@@ -649,21 +657,21 @@ class Corpus(OpenBucket):
 
         Args:
             namespace, model: In the folder, see the class.
+            report: Told how many entries are done.
 
         Raises:
             ConfigError: There is no such folder, or it is of a newer format.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
             TierError: The folder for temporary files is full.
         """
-        from s3ec.corpus.exchange import TransferOptions, folder_settings, import_folder
+        from s3ec.corpus.exchange import folder_settings, import_folder
 
-        given = options or TransferOptions()
         there = folder_settings(Path(folder), self.settings)
         with Corpus(there, wording=self._wording, note=self._note) as source:
             name = source.choose(namespace, model=model)
         return self.change(
             lambda store: import_folder(
-                Path(folder), store, Layout(name), given, settings=self.settings
+                *(Path(folder), store, Layout(name)), settings=self.settings, report=report
             ),
             name,
         )
@@ -671,11 +679,11 @@ class Corpus(OpenBucket):
     def import_example(
         self,
         folder: str | Path,
-        options: TransferOptions | None = None,
         *,
         namespace: str | None = None,
         model: str | None = None,
         modality: str = "image",
+        report: Report = unreported,
     ) -> Transferred:
         """Copy entries from a folder in the layout of vLLM's ECExampleConnector.
 
@@ -685,18 +693,21 @@ class Corpus(OpenBucket):
         Args:
             namespace, model: Where to, see the class.
             modality: Of all files, such as ``image``.
+            report: Told how many entries are done.
 
         Raises:
             ConfigError: There is no such folder.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
             TierError: The folder for temporary files is full.
         """
-        from s3ec.corpus.exchange import TransferOptions, import_example
+        from s3ec.corpus.exchange import import_example
 
-        given, settings = options or TransferOptions(), self.settings
         return self.within(
             lambda store, layout: import_example(
-                Path(folder), store, layout, given, modality=modality, settings=settings
+                *(Path(folder), store, layout),
+                modality=modality,
+                settings=self.settings,
+                report=report,
             ),
             namespace,
             model=model,

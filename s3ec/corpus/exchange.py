@@ -18,11 +18,11 @@ import errno
 import os
 import re
 import struct
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from s3ec import codec
 from s3ec.corpus.bucket import ATTEMPTS
@@ -50,7 +50,7 @@ from s3ec.index.maker import newest_rows, rebuild
 from s3ec.modality import ModalityRecords, Record
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import NoSpaceError, Store, Wrapper
-from s3ec.store.concurrency import Pace, in_parallel
+from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import open_store
 from s3ec.store.retry import RetryStore
 from s3ec.tenant import Tenant
@@ -70,23 +70,6 @@ _OUTAGE = 32
 _EXAMPLE = re.compile(r"([0-9a-f]{64})/encoder_cache\.safetensors")
 _EXAMPLE_NAME = "encoder_cache.safetensors"
 _UNFINISHED = re.compile(r"\.tmp-[0-9a-f]{16}")
-
-
-@dataclass(frozen=True, slots=True)
-class TransferOptions:
-    """What is copied, and how.
-
-    Attributes:
-        identifiers: Only these: identifiers in full, or labels as ``s3ec ls`` prints them.
-        where: Only those in the source's catalogue for which this condition of SQL is true.
-        rate_limit_bytes_per_s: At most so many on average; None for no limit.
-        report: Told how many entries are done.
-    """
-
-    identifiers: Sequence[str] | None = None
-    where: str | None = None
-    rate_limit_bytes_per_s: int | None = None
-    report: Report = unreported
 
 
 @dataclass(slots=True)
@@ -123,80 +106,85 @@ async def export(
     store: Store,
     layout: Layout,
     folder: Path,
-    options: TransferOptions,
     *,
     settings: Settings,
+    identifiers: Sequence[str] | None = None,
+    where: str | None = None,
+    report: Report = unreported,
 ) -> Transferred:
     """Copy the wanted entries of a namespace into a folder; see Corpus.export."""
-    names = await _wanted_names(store, layout, options, settings)
+    names = await _wanted_names(store, layout, identifiers, where, settings)
     await asyncio.to_thread(_begin, folder, layout)
     async with _opened(folder, settings, writes=True) as target:
-        result = await _copy_namespace(store, target, layout, names, options, settings)
+        result = await _copy_namespace(store, target, layout, settings, names, report)
     # The files have their names; this brings their bytes to the disk, which may be pulled out.
     await asyncio.to_thread(os.sync)
     return result
 
 
 async def import_folder(
-    folder: Path, store: Store, layout: Layout, options: TransferOptions, *, settings: Settings
+    folder: Path,
+    store: Store,
+    layout: Layout,
+    *,
+    settings: Settings,
+    report: Report = unreported,
 ) -> Transferred:
-    """Copy the wanted entries of a namespace from a folder; see Corpus.import_from.
+    """Copy a namespace from a folder; see Corpus.import_from.
 
     Args:
         store: The bucket, which honours conditional writes or looks before it writes.
         settings: Of the bucket's corpus.
     """
     async with _opened(folder, settings) as source:
-        names = await _wanted_names(source, layout, options, settings)
-        return await _copy_namespace(source, store, layout, names, options, settings)
+        return await _copy_namespace(source, store, layout, settings, None, report)
 
 
 async def import_example(
     folder: Path,
     store: Store,
     layout: Layout,
-    options: TransferOptions,
     *,
     modality: str,
     settings: Settings,
+    report: Report = unreported,
 ) -> Transferred:
-    """Copy the wanted entries of a folder in vLLM's layout; see Corpus.import_example.
+    """Copy a folder in vLLM's layout; see Corpus.import_example.
 
     Shape, type and finite numbers are checked, and the namespace's record.
 
     Args:
         store, settings: As for import_folder.
     """
-    names = await _wanted_names(store, layout, options, settings)
     async with _opened(folder, settings) as source:
-        tenant = Tenant.read(settings.tenant_key)
-        origin = _ExampleSource(source, layout, modality, tenant)
-        target = _NamespacePlace(store, layout)
-        await target.look(names)
-        result = Transferred(layout.namespace)
-        await _Copying(origin, target, options, settings).run(names, result, None)
-        result.skipped += origin.skipped
-    await rebuild(store, layout, report=options.report)
-    return result
+        origin = _ExampleSource(source, layout, modality, Tenant.read(settings.tenant_key))
+        copying = _Copying(store, layout, origin.read, settings, report)
+        await copying.run(origin.entries(), None)
+        copying.result.skipped = origin.skipped
+    await rebuild(store, layout, report=report)
+    return copying.result
 
 
 async def _wanted_names(
-    store: Store, layout: Layout, options: TransferOptions, settings: Settings
+    store: Store,
+    layout: Layout,
+    texts: Sequence[str] | None,
+    where: str | None,
+    settings: Settings,
 ) -> dict[str, str] | None:
-    """Names of the objects that the options choose, and how the caller calls them; None for all.
+    """Names of the chosen objects, and how the caller calls them; None for all.
 
     Raises:
         ConfigError: A list and a condition; an identifier under which nothing is stored; a
             condition that DuckDB does not take.
     """
-    texts = options.identifiers
-    if options.where is not None:
+    if where is not None:
         from s3ec.corpus.catalog import read_table
         from s3ec.corpus.catalog_query import select
 
         if texts is not None:
             raise ConfigError("a list and `where` at once; give one of the two", field="where")
-        rows = select(await read_table(store, layout), options.where)
+        rows = select(await read_table(store, layout), where)
         texts = rows.column("identifier").to_pylist()
     if texts is None:
         return None
@@ -221,61 +209,57 @@ async def _wanted_names(
 _Checked = tuple[codec.Header, Sequence[bytes | memoryview]]
 
 
-class _Source(Protocol):
-    """Where entries are copied from."""
-
-    def entries(self, names: Collection[str] | None) -> AsyncGenerator[Sequence[CorpusEntry], None]:
-        """The entries of these names that are there, or all; to be closed."""
-        ...
-
-    async def read(self, entry: CorpusEntry) -> _Checked | None:
-        """An entry; None where it is gone. Raises CorruptEntryError where it is bad."""
-        ...
-
-
 class _Copying:
-    """One run over all wanted entries.
+    """One run over all wanted entries of a namespace. Nothing in the target is ever replaced.
 
     An entry ends as present, as copied, or as a failure with its reason, and the others go on.
 
+    Args:
+        target: A store that honours conditional writes, or looks before it writes.
+        read: Reads an entry of the source, checked; None where it is gone. Raises
+            CorruptEntryError where it is bad.
+
     Attributes:
+        result: What came of it so far.
         there: Digests of the entries that the target has now.
     """
 
     def __init__(
-        self, source: _Source, target: _NamespacePlace, options: TransferOptions, settings: Settings
+        self,
+        target: Store,
+        layout: Layout,
+        read: Callable[[CorpusEntry], Awaitable[_Checked | None]],
+        settings: Settings,
+        report: Report,
     ) -> None:
-        self._source, self._target = source, target
-        self._report = options.report
+        self._target = target
+        self._layout = layout
+        self._read = read
+        self._records = ModalityRecords(target, layout)
+        self._report = report
         self._width = settings.max_concurrency
-        self._pace = Pace(options.rate_limit_bytes_per_s)
         self._memory = ByteBudget(_INFLIGHT_BYTES)
         self._done = self._failed_in_a_row = 0
+        self.result = Transferred(layout.namespace)
         self.there: set[bytes] = set()
 
     async def run(
-        self, names: Mapping[str, str] | None, result: Transferred, total: int | None
+        self, batches: AsyncGenerator[Sequence[CorpusEntry], None], total: int | None
     ) -> None:
         """Copy all.
 
         Args:
-            names: As _wanted_names.
-            result: Filled.
-            total: About how many entries there are, for the report.
+            batches: The entries; it is closed.
+            total: About how many there are, for the report.
 
         Raises:
             NoSpaceError: The disk is full.
             UnavailableError, AccessError: A store does not answer, or refuses all.
         """
-        self._total = total if names is None else len(names)
-        self._result = result
-        async with aclosing(self._source.entries(names)) as batches:
+        self._total = total
+        async with aclosing(batches):
             async for entries in batches:
                 await in_parallel(entries, self._copy, width=self._width)
-        for name, text in (names or {}).items():
-            label = CorpusEntry("", name, 0, 0.0).label
-            if digest_of_name(name) not in self.there and label not in result.failures:
-                result.failures[text] = "it is not there"
 
     async def _copy(self, entry: CorpusEntry) -> None:
         await self._memory.take(entry.nbytes)
@@ -284,7 +268,7 @@ class _Copying:
         except NoSpaceError:
             raise
         except (CorruptEntryError, UnavailableError, AccessError) as exc:
-            self._result.failures[entry.label] = str(exc)
+            self.result.failures[entry.label] = str(exc)
             is_bad = isinstance(exc, CorruptEntryError)
             self._failed_in_a_row = 0 if is_bad else self._failed_in_a_row + 1
             is_general = isinstance(exc, AccessError) and exc.is_general
@@ -293,44 +277,98 @@ class _Copying:
         else:
             self._failed_in_a_row = 0
             self.there.add(digest_of_name(entry.name))
-            self._result.copied += is_new
-            self._result.present += not is_new
-            self._result.nbytes += entry.nbytes if is_new else 0
+            self.result.copied += is_new
+            self.result.present += not is_new
+            self.result.nbytes += entry.nbytes if is_new else 0
         finally:
             self._memory.free(entry.nbytes)
         self._done += 1
         self._report("copying", self._done, self._total)
 
     async def _copy_if_absent(self, entry: CorpusEntry) -> bool:
-        if await self._target.has(entry):
+        """False where the target has it already."""
+        name = self._layout.objects + entry.name
+        info = await self._target.head(name)
+        if info is not None:
+            if info.nbytes != entry.nbytes:
+                await self._require_good(entry, info.nbytes)
             return False
         if entry.nbytes > MAX_ENTRY_BYTES:
             raise CorruptEntryError(f"{entry.nbytes} bytes, more than any entry has", reason="size")
-        await self._pace.take(entry.nbytes)
-        checked = await self._source.read(entry)
+        checked = await self._read(entry)
         if checked is None:
             raise CorruptEntryError("it is gone", reason="length")
-        return await self._target.write(entry, checked)
+        header, pieces = checked
+        mine = Record(header.shape.width, header.shape.dtype)
+        record = await self._records.settle(header.modality, mine)
+        if record != mine:  # no engine would take it
+            raise CorruptEntryError(
+                f"its width is {mine.width} and its type {mine.dtype}, and the namespace "
+                f"has {record.width} and {record.dtype} for {header.modality}",
+                reason="shape",
+            )
+        try:
+            await self._target.put_if_absent(name, pieces)
+        except ConflictError:  # another one was faster, or it is an empty file
+            info = await self._target.head(name)
+            await self._require_good(entry, 0 if info is None else info.nbytes)
+            return False
+        return True
+
+    async def _require_good(self, entry: CorpusEntry, nbytes: int) -> None:
+        """Look at the header of an entry that is there: a power cut may have left half of it."""
+        with suppress(CorruptEntryError):
+            if await read_header(self._target, replace(entry, nbytes=nbytes)) is not None:
+                return
+        raise CorruptEntryError(
+            "what is there is bad, and nothing is replaced; `s3ec verify --deep --repair` deletes "
+            "it",
+            reason="checksum",
+        )
 
 
 async def _copy_namespace(
     source: Store,
     target: Store,
     layout: Layout,
-    names: Mapping[str, str] | None,
-    options: TransferOptions,
     settings: Settings,
+    names: Mapping[str, str] | None,
+    report: Report,
 ) -> Transferred:
-    """Copy entries, the descriptor, the records and the catalogue's rows; then list the target."""
+    """Copy entries, the descriptor, the records and the catalogue's rows; then list the target.
+
+    Args:
+        names: As _wanted_names.
+    """
     await _agree(source, target, layout)
-    place = _NamespacePlace(target, layout)
-    await place.look(names)
-    result = Transferred(layout.namespace)
-    copying = _Copying(_NamespacePlace(source, layout), place, options, settings)
-    await copying.run(names, result, await newest_rows(source, layout))
+
+    async def read(entry: CorpusEntry) -> _Checked | None:
+        found = await read_entry(source, entry, unreported)
+        return None if found is None else (found.header, [found.file])
+
+    copying = _Copying(target, layout, read, settings, report)
+    result = copying.result
+    if names is None:
+        await copying.run(scan(source, layout.namespace), await newest_rows(source, layout))
+    else:
+        await copying.run(_entries_of(source, layout, names), len(names))
+        for name, text in names.items():
+            label = CorpusEntry("", name, 0, 0.0).label
+            if digest_of_name(name) not in copying.there and label not in result.failures:
+                result.failures[text] = "it is not there"
     await _copy_rows(source, target, layout, copying.there, result)
-    await rebuild(target, layout, report=options.report)
+    await rebuild(target, layout, report=report)
     return result
+
+
+async def _entries_of(
+    source: Store, layout: Layout, names: Mapping[str, str]
+) -> AsyncGenerator[Sequence[CorpusEntry], None]:
+    """Those entries of these names that are there."""
+    keys = [Key("", name, digest_of_name(name)) for name in names]
+    for start in range(0, len(keys), BATCH):
+        found = await find_objects(source, layout, keys[start : start + BATCH])
+        yield list(entries_of(layout, filter(None, found.values())))
 
 
 async def _agree(source: Store, target: Store, layout: Layout) -> None:
@@ -394,84 +432,6 @@ async def _copy_rows(
 
 def _key_of_row(row: CatalogRow) -> tuple[object, ...]:
     return row.document, row.page, row.modality, row.uri
-
-
-# -- our layout ------------------------------------------------------------------------------------
-
-
-class _NamespacePlace:
-    """A namespace of a bucket or a folder. Nothing in it is ever replaced.
-
-    Memory: about 150 bytes for each entry that ``look`` has seen.
-
-    Args:
-        store: To write, one that honours conditional writes, or looks before it writes.
-    """
-
-    def __init__(self, store: Store, layout: Layout) -> None:
-        self._store = store
-        self._layout = layout
-        self._records = ModalityRecords(store, layout)
-        self._nbytes: dict[bytes, int] = {}
-
-    async def look(self, names: Collection[str] | None) -> None:
-        """See which entries of these names are there, or all; before anything is copied here."""
-        async with aclosing(self.entries(names)) as batches:
-            async for entries in batches:
-                self._nbytes |= {digest_of_name(one.name): one.nbytes for one in entries}
-
-    async def entries(
-        self, names: Collection[str] | None
-    ) -> AsyncGenerator[Sequence[CorpusEntry], None]:
-        if names is None:
-            async with aclosing(scan(self._store, self._layout.namespace)) as batches:
-                async for entries in batches:
-                    yield entries
-            return
-        keys = [Key("", name, digest_of_name(name)) for name in names]
-        for start in range(0, len(keys), BATCH):
-            found = await find_objects(self._store, self._layout, keys[start : start + BATCH])
-            yield list(entries_of(self._layout, filter(None, found.values())))
-
-    async def read(self, entry: CorpusEntry) -> _Checked | None:
-        found = await read_entry(self._store, entry, unreported)
-        return None if found is None else (found.header, [found.file])
-
-    async def has(self, entry: CorpusEntry) -> bool:
-        nbytes = self._nbytes.get(digest_of_name(entry.name))
-        if nbytes is not None and nbytes != entry.nbytes:
-            await self._require_good(entry)
-        return nbytes is not None
-
-    async def _require_good(self, entry: CorpusEntry) -> None:
-        """Look at the header of an entry that is there: a power cut may have left half of it."""
-        info = await self._store.head(self._layout.objects + entry.name)
-        there = replace(entry, nbytes=0 if info is None else info.nbytes)
-        with suppress(CorruptEntryError):
-            if await read_header(self._store, there) is not None:
-                return
-        raise CorruptEntryError(
-            "what is there is bad, and nothing is replaced; `s3ec verify --deep --repair` deletes "
-            "it",
-            reason="checksum",
-        )
-
-    async def write(self, entry: CorpusEntry, checked: _Checked) -> bool:
-        header, pieces = checked
-        mine = Record(header.shape.width, header.shape.dtype)
-        record = await self._records.settle(header.modality, mine)
-        if record != mine:  # no engine would take it
-            raise CorruptEntryError(
-                f"its width is {mine.width} and its type {mine.dtype}, and the namespace "
-                f"has {record.width} and {record.dtype} for {header.modality}",
-                reason="shape",
-            )
-        try:
-            await self._store.put_if_absent(self._layout.objects + entry.name, pieces)
-        except ConflictError:  # another one was faster, or it is an empty file
-            await self._require_good(entry)
-            return False
-        return True
 
 
 # -- the folder ------------------------------------------------------------------------------------
@@ -590,26 +550,26 @@ class _ExampleSource:
         self._hashes: dict[str, str] = {}
         self.skipped = 0
 
-    async def entries(
-        self, names: Collection[str] | None
-    ) -> AsyncGenerator[Sequence[CorpusEntry], None]:
+    async def entries(self) -> AsyncGenerator[Sequence[CorpusEntry], None]:
+        """All of them, some at a time; to be closed."""
         batch: list[CorpusEntry] = []
         async for info in listed(self._store, ""):
             match = _EXAMPLE.fullmatch(info.name)
             key = make_key(match[1], self._tenant) if match else None
             if match is None or key is None:
                 self.skipped += info.name.endswith(f"/{_EXAMPLE_NAME}")
-            elif names is None or key.name in names:
-                self._hashes[key.name] = match[1]
-                batch.append(
-                    CorpusEntry(self._layout.namespace, key.name, info.nbytes, info.modified_s)
-                )
+                continue
+            self._hashes[key.name] = match[1]
+            batch.append(
+                CorpusEntry(self._layout.namespace, key.name, info.nbytes, info.modified_s)
+            )
             if len(batch) == BATCH:
                 yield batch
                 batch = []
         yield batch
 
     async def read(self, entry: CorpusEntry) -> _Checked | None:
+        """An entry in our layout; None where it is gone."""
         content_hash = self._hashes[entry.name]
         name = f"{content_hash}/{_EXAMPLE_NAME}"
         blob = await self._store.get(name, max_bytes=entry.nbytes)

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -60,49 +59,13 @@ _MAX_INFLIGHT_BYTES = 2**30
 _FIRST_LOOK_S = 0.01
 _LAST_LOOK_S = 0.25
 _CLAIM_PATIENCE_S = 30.0
-# Entries that are looked at in one call of a disk thread.
+# Entries that are looked at in one call of a disk thread, with the room that is left.
 _LOOKS = 16
-# The room on the disk is looked at again after so long, since others write there too.
-_ROOM_EVERY_S = 0.5
 # Each of them was asked for five times. A store that is down is not asked for everything.
 _FAILURES_IN_A_ROW = 32
 # Entries come with times of use in the order in which they are wanted, so that the least wanted is
 # evicted first. Files keep microseconds of them; a float of today's time is not exact to one.
 _RANK_S = 2e-6
-
-
-@dataclass(frozen=True, slots=True)
-class HydrateOptions:
-    """How a tier is filled.
-
-    Attributes:
-        max_concurrency: Objects that are asked for at a time.
-        rate_limit_bytes_per_s: Bytes per second from the bucket at most, on average; None for as
-            fast as they come.
-        max_bytes: Bring no more than this; None for what the tier has room for.
-        dry_run: Only find out what would be brought.
-
-    Raises:
-        ConfigError: One is out of range.
-    """
-
-    max_concurrency: int = 16
-    rate_limit_bytes_per_s: int | None = None
-    max_bytes: int | None = None
-    dry_run: bool = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_concurrency <= 1024:
-            raise ConfigError(
-                f"`max_concurrency` {self.max_concurrency} is out of range; take 1 to 1024",
-                field="max_concurrency",
-            )
-        for name in ("rate_limit_bytes_per_s", "max_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(
-                    f"`{name}` {value} is out of range; take 1 or more, or leave it out", field=name
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +83,8 @@ class Wanted:
     nbytes: int = 0
 
 
-ENOUGH = ("full", "max_bytes")
-"""Reasons to stop that are no fault: what was begun comes."""
+FULL = "full"
+"""The reason to stop that is no fault: what was begun comes."""
 
 
 @dataclass(slots=True)
@@ -131,7 +94,6 @@ class Hydration:
     Attributes:
         namespace: Of the entries.
         folder: The tier's, ``cache_dir``.
-        dry_run: Nothing was brought; ``fetched`` is what would have been.
         here: Entries that were on this node already, or were brought by others meanwhile.
         fetched: Entries that were brought...
         fetched_bytes: ...and their size.
@@ -140,14 +102,13 @@ class Hydration:
         absent: What the bucket does not have, as it was named.
         damaged: What cannot be used, and in a word why.
         failed: What the store did not give, and why.
-        stopped: Why entries were left out, the first reason: ``full`` (the tier), ``max_bytes``, or
-            a sentence of what the store or the disk said. Empty where none was.
+        stopped: Why entries were left out, the first reason: ``full`` (the tier), or a sentence of
+            what the store or the disk said. Empty where none was.
         seconds: How long it took.
     """
 
     namespace: str
     folder: str
-    dry_run: bool = False
     here: int = 0
     fetched: int = 0
     fetched_bytes: int = 0
@@ -214,40 +175,43 @@ async def hydrate(
     *,
     settings: Settings,
     loop: LoopThread,
-    options: HydrateOptions,
+    rate_limit_bytes_per_s: int | None = None,
     report: Report = unreported,
 ) -> Hydration:
     """Bring entries into this node's tier; runs on ``loop``. See Corpus.hydrate.
 
     Args:
-        settings: Say where the tier is and what it may take.
+        settings: Say where the tier is, what it may take, and how many objects are asked for at a
+            time.
         loop: Makes the disk calls.
+
+    Raises:
+        ConfigError: ``rate_limit_bytes_per_s`` is less than 1.
 
     Returns:
         What came of it, also where the store or the disk gave up in the middle.
     """
+    if rate_limit_bytes_per_s is not None and rate_limit_bytes_per_s < 1:
+        raise ConfigError(
+            f"`rate_limit_bytes_per_s` {rate_limit_bytes_per_s} is out of range; take 1 or more, "
+            "or leave it out",
+            field="rate_limit_bytes_per_s",
+        )
     counters = Counters()
     tier = await loop.disk_long(
         partial(open_tier, settings, layout.namespace, counters, evicts=False), undo=_close
     )
     places = None
     try:
-        wide = settings.model_copy(update={"max_concurrency": options.max_concurrency})
-        places = open_places(wide, store, counters, is_entry=layout.is_entry)
-        work = _Hydrator(places or store, layout, loop, tier, options, report)
+        places = open_places(settings, store, counters, is_entry=layout.is_entry)
+        work = _Hydrator(places or store, layout, loop, tier, Pace(rate_limit_bytes_per_s), report)
         source = everything(store, layout) if wanted is None else _each(wanted)
         async with aclosing(source):
-            return await work.run(source)
+            return await work.run(source, settings.max_concurrency)
     finally:
         for place in places.replicas if places else ():  # home is the caller's
             await place.store.close()
         await loop.disk_long(tier.close)
-
-
-class _Look(Enum):
-    HERE = "here"
-    ABSENT = "absent"  # and there is room for it
-    LEFT_OUT = "left out"
 
 
 class _MisfitError(Exception):
@@ -268,7 +232,7 @@ class _Hydrator:
         layout: Layout,
         loop: LoopThread,
         tier: Tier,
-        options: HydrateOptions,
+        pace: Pace,
         report: Report,
     ) -> None:
         self._store = store
@@ -276,12 +240,11 @@ class _Hydrator:
         self._disk = loop.disk
         self._disk_soon = loop.disk_soon
         self._tier = tier
-        self._options = options
+        self._pace = pace
         self._report = report
         self._records = ModalityRecords(store, layout)
         self._budget = ByteBudget(_MAX_INFLIGHT_BYTES)
-        self._pace = Pace(options.rate_limit_bytes_per_s)
-        self._found = Hydration(layout.namespace, str(tier.folders.root), options.dry_run)
+        self._found = Hydration(layout.namespace, str(tier.folders.root))
         self._turn = asyncio.Lock()
         self._learning = asyncio.Lock()
         self._looked_at: deque[tuple[Wanted, bool]] = deque()
@@ -289,26 +252,32 @@ class _Hydrator:
         self._rank = 0
         self._failures = 0
         self._has_given_up = False
-        # What may still come, and until when that is believed; and what was begun.
-        self._room_bytes = 0
-        self._room_until_s = 0.0
-        self._coming_bytes = 0
+        # What may still come, by the last look; and what was begun.
+        self._room_bytes = self._coming_bytes = 0
 
-    async def run(self, wanted: AsyncIterator[Wanted]) -> Hydration:
+    async def run(self, wanted: AsyncIterator[Wanted], width: int) -> Hydration:
         started_s = time.monotonic()
         self._wanted = wanted
-        width = self._options.max_concurrency
         await in_parallel(range(width), self._work, width=width)
         self._found.seconds = time.monotonic() - started_s
         return self._found
 
     async def _work(self, _number: int) -> None:
         while (taken := await self._next()) is not None:
-            await self._bring(*taken)
+            one, is_here = taken
+            self._rank += 1
+            used_s = self._began_s - self._rank * _RANK_S
+            if is_here:
+                self._found.here += 1
+            elif self._has_given_up or not self._reserve(one.nbytes):
+                self._found.left_out += 1
+                self._found.left_out_bytes += one.nbytes
+            else:
+                await self._bring(one, used_s)
             self._report("hydrating", self._found.fetched_bytes, None)
 
-    async def _next(self) -> tuple[Wanted, float, _Look] | None:
-        """What is next, with its time of use and how it was found; None at the end.
+    async def _next(self) -> tuple[Wanted, bool] | None:
+        """What is next, and whether it is here; None at the end.
 
         Some are looked at together: handing a call to a disk thread takes longer than the look.
         """
@@ -319,29 +288,25 @@ class _Hydrator:
                     some.append(one)
                 if not some:
                     return None
-                are_here = await self._disk(self._are_here, some)
+                try:
+                    are_here, room_bytes = await self._disk(self._look, some)
+                except (OSError, TierError) as exc:
+                    self._stop(f"the disk refuses: {exc}")
+                    are_here, room_bytes = [False] * len(some), 0
+                self._room_bytes = room_bytes - self._coming_bytes
                 self._looked_at.extend(zip(some, are_here, strict=True))
-            one, is_here = self._looked_at.popleft()
-            look = _Look.HERE
-            if not is_here:
-                look = _Look.ABSENT if await self._reserve(one.nbytes) else _Look.LEFT_OUT
-            self._rank += 1
-            return one, self._began_s - self._rank * _RANK_S, look
+            return self._looked_at.popleft()
 
-    async def _bring(self, one: Wanted, used_s: float, look: _Look) -> None:
+    def _look(self, some: Sequence[Wanted]) -> tuple[list[bool], int]:
+        """Whether entries are here, and how much room there is, which others take too; blocking."""
+        are_here = [self._tier.entries.contains(one.key) for one in some]
+        return are_here, 0 if all(are_here) else self._tier.evictor.room_bytes()
+
+    async def _bring(self, one: Wanted, used_s: float) -> None:
         """Bring an entry that is absent; count it in any case."""
         found = self._found
-        if look is _Look.HERE:
-            found.here += 1
-            return
-        if look is _Look.LEFT_OUT:
-            self._leave_out(one)
-            return
         brought_bytes = 0
         try:
-            if self._has_given_up:
-                self._leave_out(one)
-                return
             brought_bytes = await self._take(one, used_s)
             self._failures = 0
         except _MisfitError as exc:
@@ -350,19 +315,16 @@ class _Hydrator:
             self._fail(one, exc)
         except TierError as exc:
             self._stop(_full_or(exc))
-            self._leave_out(one)
+            found.left_out += 1
+            found.left_out_bytes += one.nbytes
         finally:
             self._coming_bytes -= one.nbytes
             self._room_bytes += one.nbytes - brought_bytes
 
-    def _leave_out(self, one: Wanted) -> None:
-        self._found.left_out += 1
-        self._found.left_out_bytes += one.nbytes
-
     def _stop(self, reason: str) -> None:
         """The first reason counts."""
         self._found.stopped = self._found.stopped or reason
-        self._has_given_up = self._has_given_up or reason not in ENOUGH
+        self._has_given_up = self._has_given_up or reason != FULL
 
     def _fail(self, one: Wanted, exc: UnavailableError | AccessError) -> None:
         self._found.failed[one.label] = str(exc)
@@ -372,10 +334,6 @@ class _Hydrator:
             self._stop(str(exc))
 
     # -- what is here ----------------------------------------------------------------------------
-
-    def _are_here(self, some: Sequence[Wanted]) -> list[bool]:
-        """Whether entries are here; blocking."""
-        return [self._tier.entries.contains(one.key) for one in some]
 
     async def _claim_patiently(self, one: Wanted) -> Claim | None:
         """Claim an entry; None where it is here by now.
@@ -396,29 +354,14 @@ class _Hydrator:
                 return None
             waited_s += await looks.pause()
 
-    async def _reserve(self, nbytes: int) -> bool:
-        """Set room aside for so much more; False where there is none. One call at a time.
+    def _reserve(self, nbytes: int) -> bool:
+        """Set room aside for so much more; False where there is none.
 
         Smaller ones that come later may still fit. Of unknown size nothing is tried any more once
         something was left out: it would be downloaded in vain.
         """
-        most, found = self._options.max_bytes, self._found
-        if not nbytes and found.stopped:
-            return False
-        if most is not None and found.fetched_bytes + self._coming_bytes + nbytes > most:
-            self._stop("max_bytes")
-            return False
-        if time.monotonic() >= self._room_until_s:
-            try:
-                room_bytes = await self._disk(self._tier.evictor.room_bytes)
-            except (OSError, TierError) as exc:
-                self._stop(f"the disk refuses: {exc}")
-                return False
-            not_there_bytes = found.fetched_bytes if self._options.dry_run else 0
-            self._room_bytes = room_bytes - self._coming_bytes - not_there_bytes
-            self._room_until_s = time.monotonic() + _ROOM_EVERY_S
-        if nbytes > self._room_bytes:
-            self._stop("full")
+        if nbytes > self._room_bytes or (not nbytes and self._found.stopped):
+            self._stop(FULL)
             return False
         self._room_bytes -= nbytes
         self._coming_bytes += nbytes
@@ -432,8 +375,6 @@ class _Hydrator:
         Returns:
             Bytes that were brought.
         """
-        if self._options.dry_run:
-            return await self._take_nothing(one)
         # Before the claim: who has one and waits keeps others waiting.
         await self._pace.take(one.nbytes)
         claim = await self._claim_patiently(one)
@@ -453,18 +394,6 @@ class _Hydrator:
             self._found.fetched_bytes += answer
             return answer
         return 0
-
-    async def _take_nothing(self, one: Wanted) -> int:
-        nbytes = one.nbytes
-        if not nbytes:
-            info = await self._store.head(self._layout.object(one.key))
-            if info is None:
-                self._found.absent.append(one.label)
-                return 0
-            nbytes = info.nbytes
-        self._found.fetched += 1
-        self._found.fetched_bytes += nbytes
-        return nbytes
 
     async def _twice(self, one: Wanted, used_s: float) -> int | str | None:
         """Fetch one object, once more if it is bad.
@@ -594,7 +523,7 @@ def _identifier(key: Key, front: Blob) -> str:
 def _full_or(exc: TierError) -> str:
     cause = exc.__cause__
     full = isinstance(exc, NoRoomError) or (isinstance(cause, OSError) and is_full(cause))
-    return "full" if full else str(exc)
+    return FULL if full else str(exc)
 
 
 async def _each(wanted: Iterable[Wanted]) -> AsyncGenerator[Wanted, None]:

@@ -65,10 +65,14 @@ def test_a_bucket_goes_to_a_folder_and_into_another_bucket(
 
 IMPORT = """
 import json, sys
+from s3ec.config import load_settings
 from s3ec.corpus import Corpus
-from s3ec.corpus.exchange import TransferOptions
-with Corpus.open(json.loads(sys.argv[1])) as corpus:
-    corpus.import_from(sys.argv[2], TransferOptions(rate_limit_bytes_per_s=3000))
+from s3ec.store.open import open_store
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
+settings = load_settings(json.loads(sys.argv[1])).settings
+held = Script([Fault("put_if_absent", name="/objects/", skip=20, gate=Gate())])
+with Corpus(settings, store=FaultStore(open_store(settings), held)) as corpus:
+    corpus.import_from(sys.argv[2])
 """
 
 

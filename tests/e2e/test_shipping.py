@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from s3ec.corpus import Corpus as Bucket
-from s3ec.corpus.exchange import TransferOptions
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, STEADY
@@ -66,7 +65,7 @@ def shipped(
     with pytest.MonkeyPatch.context() as patch:
         _move(patch, local_s3)
         with Bucket.open(_place(local_s3, corpus.bucket)) as source:
-            done = source.export(folder / "disk", TransferOptions(hashes))
+            done = source.export(folder / "disk", identifiers=hashes)
             assert done.copied == len(hashes)
         _move(patch, elsewhere)
         with Bucket.open(_place(elsewhere, bucket)) as target:

@@ -53,7 +53,6 @@ def test_everything_comes_and_the_second_run_has_nothing_to_do(
         "left_out_bytes": 0,
         "problem": None,
         "seconds": found["seconds"],
-        "dry_run": False,
         "failures": [],
     }
     assert len(here(tmp_path / "s3ec-cache")) == 4
@@ -87,17 +86,10 @@ def test_what_is_missing_is_named_and_ends_with_3(
 
 @pytest.mark.usefixtures("namespace")
 def test_a_full_tier_says_what_was_left_out(cli: Cli) -> None:
-    result = cli("hydrate", "--max-bytes", "1", code=3)
+    result = cli("hydrate", "--cache-bytes", "1", code=3)
     assert "left out" in result.stdout
     assert re.search(r"^left out +4$", result.stdout, re.M)
-    assert "`--max-bytes` is reached" in result.stdout
-
-
-def test_a_dry_run_says_what_would_come(cli: Cli, namespace: str, tmp_path: Path) -> None:
-    result = cli("hydrate", "--dry-run")
-    assert re.search(r"^fetched +4$", result.stdout, re.M)
-    assert re.search(r"^dry run +yes$", result.stdout, re.M)
-    assert here(tmp_path / "s3ec-cache") == set()
+    assert "the tier is full" in result.stdout
 
 
 def use(folder: Path, namespace: str, *identifiers: str) -> None:
@@ -164,7 +156,6 @@ def test_a_query_of_the_catalogue_says_what_comes(
         (("--ids", "a", "--where", "b"), "`--ids` and `--where` say what is wanted; give one"),
         (("--ids", "not-there"), "cannot read not-there: No such file or directory"),
         (("--rate-limit", "fast"), "`--rate-limit` 'fast' is no size; write it as `10GiB`"),
-        (("--max-concurrency", "0"), "`max_concurrency` 0 is out of range; take 1 to 1024"),
     ],
 )
 @pytest.mark.usefixtures("namespace")

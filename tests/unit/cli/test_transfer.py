@@ -79,8 +79,6 @@ def test_a_list_may_come_from_stdin_or_a_file_of_windows(
     [
         (["--ids", "NOTHING"], "ids"),
         (["--ids", "EMPTY"], "ids"),
-        (["--rate-limit", "fast"], "rate_limit"),
-        (["--rate-limit", "0"], "rate_limit"),
     ],
 )
 def test_bad_options_are_named(

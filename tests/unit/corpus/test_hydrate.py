@@ -17,7 +17,6 @@ import pytest
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus, hydrate
 from s3ec.corpus.hydrate import (
-    HydrateOptions,
     Hydration,
     of_catalog,
 )
@@ -42,7 +41,6 @@ ROWS = 64  # of the entries that have a size to speak of
 NBYTES = len(entry_bytes(IDS[0], "x" * 30, rows=ROWS))
 
 RECORD = b'{"width": 8, "dtype": "bfloat16"}'
-ONE_BY_ONE = HydrateOptions(max_concurrency=1)
 
 
 class Rig:
@@ -230,27 +228,11 @@ def test_without_free_space_nothing_comes(rig: Rig) -> None:
     assert (found.fetched, found.left_out, found.stopped) == (0, 2, "full")
 
 
-def test_a_limit_of_bytes_is_kept(rig: Rig) -> None:
-    rig.fill(*IDS)
-    options = HydrateOptions(max_bytes=3 * NBYTES + NBYTES // 2, max_concurrency=4)
-    found = rig.open().hydrate(options=options)
-    assert (found.fetched, found.left_out, found.stopped) == (3, 9, "max_bytes")
-
-
 def test_a_rate_limit_is_kept(rig: Rig) -> None:
     rig.fill(*IDS[:5])
-    found = rig.open().hydrate(options=HydrateOptions(rate_limit_bytes_per_s=20 * NBYTES))
+    found = rig.open().hydrate(rate_limit_bytes_per_s=20 * NBYTES)
     assert found.fetched == 5
     assert found.seconds >= 4 * 0.99 * NBYTES / (20 * NBYTES)  # the first one waits for nobody
-
-
-def test_a_dry_run_brings_nothing(rig: Rig) -> None:
-    rig.fill(*IDS[:3])
-    found = rig.open().hydrate([IDS[0], content_hash("none")], options=HydrateOptions(dry_run=True))
-    assert (found.fetched, found.absent) == (1, [content_hash("none")])
-    assert found.fetched_bytes == len(entry_bytes(IDS[0], rig.name, rows=ROWS))
-    assert rig.names() == set()
-    assert rig.requests() == 0
 
 
 # -- what goes wrong ---------------------------------------------------------------------------
@@ -306,23 +288,15 @@ def test_a_store_that_is_down_is_not_asked_for_everything(
 ) -> None:
     monkeypatch.setattr("s3ec.corpus.hydrate._FAILURES_IN_A_ROW", 3)
     rig.fill(*IDS)
-    found = rig.open(Fault("get", error=UnavailableError)).hydrate(options=ONE_BY_ONE)
+    found = rig.open(Fault("get", error=UnavailableError), max_concurrency=1).hydrate()
     assert (len(found.failed), found.left_out, found.status) == (3, 9, "partial")
     assert found.stopped
     assert rig.open().hydrate().status == "complete"
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"max_concurrency": 0}, "`max_concurrency` 0 is out of range; take 1 to 1024"),
-        ({"rate_limit_bytes_per_s": 0}, "`rate_limit_bytes_per_s` 0 is out of range; take 1"),
-        ({"max_bytes": -1}, "`max_bytes` -1 is out of range; take 1 or more, or leave it out"),
-    ],
-)
-def test_options_out_of_range_name_the_field(options: dict[str, int], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        HydrateOptions(**options)  # type: ignore[arg-type]
+def test_rate_out_of_range_is_refused(rig: Rig) -> None:
+    with pytest.raises(ConfigError, match="`rate_limit_bytes_per_s` 0 is out of range; take 1"):
+        rig.open().hydrate(rate_limit_bytes_per_s=0)
 
 
 def test_what_nothing_is_stored_under_is_refused(rig: Rig) -> None:
