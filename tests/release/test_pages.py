@@ -4,7 +4,8 @@
 Each page is pasted into one shell, in a folder with a copy of the checkout, some pictures and a PDF
 file. The environment is a fresh one: what vLLM and s3ec depend on comes from the environment of the
 tests, and s3ec is what the README's own command installs. The bucket is a real one. A block whose
-first line says what it needs (``tests.support.pages.NEEDS``) is not run.
+first line says what it needs (``tests.support.pages.NEEDS``) is not run. A block that several pages
+have is pasted once.
 
 What a user would have otherwise:
 
@@ -22,8 +23,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -63,23 +64,26 @@ class Place:
     Attributes:
         folder: Where blocks are pasted: the checkout.
         env: What a shell has.
+        pasted: Texts of blocks.
     """
 
     folder: Path
     env: Mapping[str, str]
+    pasted: set[str] = field(default_factory=set)
 
-    def paste(self, page: str) -> None:
-        """Paste all blocks of a page that this machine can run.
+    def paste(self, page: str, page_blocks: Sequence[Block]) -> None:
+        """Paste those blocks of a page that this machine can run.
 
         Raises:
-            AssertionError: A command failed; with the page, the line and what it printed.
+            pytest.fail.Exception: A command failed; with page and line, and what was printed.
         """
         scripts = self.folder.parent / "blocks" / page.replace("/", "-")
         scripts.mkdir(parents=True)
         lines = ["set -eEuo pipefail", "trap 'echo \"-- failed: $BASH_SOURCE:$LINENO\"' ERR"]
-        for block in blocks(page):
-            if block.needs:
+        for block in page_blocks:
+            if block.needs or block.text in self.pasted:
                 continue
+            self.pasted.add(block.text)
             script = scripts / f"line-{block.line}"
             # So that bash counts the lines of the page.
             script.write_text("\n" * (block.line - 1) + substituted(block))
@@ -95,7 +99,6 @@ class Place:
             timeout=300,
             check=False,
         )
-        print(done.stdout)
         if done.returncode:
             failed = re.findall(r"^-- failed: .*:(\d+)$", done.stdout, re.M)
             pytest.fail(
@@ -162,7 +165,7 @@ def place(local_s3: LocalS3, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     }
     place = Place(checkout, env)
     try:
-        place.paste("README.md")
+        place.paste("README.md", blocks("README.md"))
         yield place
     finally:
         local_s3.delete_bucket(BUCKET)
@@ -179,4 +182,14 @@ def test_readme_installs_and_fills_a_bucket(place: Place) -> None:
 
 @pytest.mark.parametrize("page", [page for page in pages() if page != "README.md"])
 def test_page_can_be_pasted(place: Place, page: str) -> None:
-    place.paste(page)
+    place.paste(page, blocks(page))
+
+
+def test_a_command_that_fails_is_named_by_page_and_line(tmp_path: Path) -> None:
+    (tmp_path / "checkout").mkdir()
+    place = Place(tmp_path / "checkout", os.environ)
+    good, bad = Block("a.md", 3, "true\n", ()), Block("a.md", 7, "echo hello\nfalse | cat\n", ())
+    unable = Block("a.md", 5, "false\n", ("a GPU",))
+    place.paste("b.md", [good, unable])
+    with pytest.raises(pytest.fail.Exception, match=r"^a.md:8 failed\n(.*\n)*hello\n"):
+        place.paste("a.md", [good, unable, bad])

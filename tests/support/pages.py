@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What a block may need beyond a bucket, a model and a machine with vLLM. Such a block says so in its
-# first line, for people: `# needs a GPU`, `# needs an account and the internet`.
+# What a block may need beyond a bucket, a model and a machine with vLLM. Its first line says so to
+# people: `# needs a GPU`, `# needs an account and the internet`.
 NEEDS = (
     "a cluster",
     "a GPU",
