@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.tiny and not options.questions:
         parser.error("give a folder and a question, or --tiny")
+    if not options.tiny and not options.folder.is_dir():
+        parser.error(f"no folder {options.folder}")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -21,7 +21,6 @@ import pypdfium2.raw as pdfium
 
 from s3ec.dev.demo import forget_other_stores
 from s3ec.dev.rigs.api_server import ApiServer
-from s3ec.dev.rigs.models import write_qwen2_vl
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, engine_env
 from s3ec.errors import UnavailableError
@@ -76,7 +75,8 @@ def everything() -> Iterator[Path]:
         }
         with _step("writing PDF files, and a model with random weights whose answers are noise"):
             folder = write_pdfs(work / "documents", DOCUMENTS)
-            model = write_qwen2_vl(work / "model")
+            model = work / "model"
+            _run(vllm, work / "model.log", "s3ec.dev.rigs.models", "qwen2-vl", str(model))
         with _step(f"s3ec precompute {folder.name}"):
             _precompute(vllm, folder, model, work)
         write_pdfs(folder, ADDED_LATER)
@@ -98,6 +98,18 @@ def everything() -> Iterator[Path]:
             yield folder
 
 
+def _run(vllm: EngineForkServer, log_path: Path, module: str, *arguments: str) -> None:
+    """Run a module as `python -m` does, in a process that has vLLM imported."""
+    with open(log_path, "ab") as log:
+        env = engine_env({**os.environ, **ONE_PROCESS})
+        job = vllm.fork_module(module, env, arguments, log.fileno())
+    try:
+        job.wait()
+    finally:
+        job.terminate()  # after Ctrl-C
+        job.wait()
+
+
 def _precompute(vllm: EngineForkServer, folder: Path, model: Path, work: Path) -> None:
     """Encode all pages into the bucket.
 
@@ -105,18 +117,9 @@ def _precompute(vllm: EngineForkServer, folder: Path, model: Path, work: Path) -
         UnavailableError: It failed; the message has its last lines.
     """
     report, log_path = work / "report.json", work / "precompute.log"
-    arguments = [
-        *("precompute", str(folder), "--model", str(model), "--report", str(report)),
-        *("--engine-args", json.dumps(_ENGINE), "--verbose"),
-    ]
-    with open(log_path, "ab") as log:
-        env = engine_env({**os.environ, **ONE_PROCESS})
-        job = vllm.fork_module("s3ec", env, arguments, log.fileno())
-    try:
-        job.wait()
-    finally:
-        job.terminate()  # after Ctrl-C
-        job.wait()
+    words = ["precompute", str(folder), "--model", str(model), "--report", str(report)]
+    words += ["--engine-args", json.dumps(_ENGINE), "--verbose"]
+    _run(vllm, log_path, "s3ec", *words)
     if not report.exists() or json.loads(report.read_text())["status"] != "complete":
         raise UnavailableError(f"s3ec precompute failed: {log_path.read_text()[-4000:]}")
 

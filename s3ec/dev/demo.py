@@ -72,6 +72,11 @@ class _Encoder:
     pause_s: float = 0.0
     dtype: str = "bfloat16"
 
+    @property
+    def kind(self) -> str:
+        """What it is, in two words or three."""
+        return "simulated encoder" if self.pause_s else "real encoder, random weights"
+
 
 _ENCODERS = {
     Preset.GEMMA3_27B: _Encoder(
@@ -175,6 +180,32 @@ class Report:
         could be measured.
         """
         return statistics.median(p.encode_s + p.with_s - p.without_s for p in self.pictures)
+
+    @property
+    def totals_s(self) -> dict[str, float]:
+        """Seconds for all pictures, to encode them and to the first token."""
+        times = [(one.encode_s, one.with_s, one.without_s) for one in self.pictures]
+        sums = map(sum, zip(*times, strict=True))
+        return dict(zip(("encode", "with_s3ec", "without_s3ec"), sums, strict=True))
+
+    @property
+    def headline(self) -> str:
+        """The total and the kind of encoder, without which no figure of the run may be shown."""
+        totals_s = self.totals_s
+        return (
+            f"total of {len(self.pictures)} pictures: {_seconds(totals_s['with_s3ec'])} with s3ec, "
+            f"{_seconds(totals_s['without_s3ec'])} without ({_ENCODERS[self.preset].kind})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, and what the figures are of."""
+        return {
+            "headline": self.headline,
+            "encoder": _ENCODERS[self.preset].meaning,
+            "totals_s": self.totals_s,
+            "problems": self.problems(),
+            **asdict(self),
+        }
 
     def problems(self) -> list[str]:
         """What the run failed to show, a sentence each; empty if all is well."""
@@ -363,14 +394,14 @@ def _step(title: str) -> Iterator[None]:
 
 def show(report: Report, console: Console) -> None:
     """Print the whole report for a person."""
+    console.print(Text(report.headline, style="bold"))
     table = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False)
     table.add_column("picture", f"{len(report.pictures)} pictures")
     same = all(picture.identical for picture in report.pictures)
     times = [(one.encode_s, one.with_s, one.without_s) for one in report.pictures]
-    sums = [sum(column) for column in zip(*times, strict=True)]
     for header, footer in zip(
         ("encode", "with s3ec", "without s3ec", "same answer"),
-        (*map(_seconds, sums), _yes(same)),
+        (*map(_seconds, report.totals_s.values()), _yes(same)),
         strict=True,
     ):
         table.add_column(header, footer, justify="right", no_wrap=True)
@@ -475,8 +506,7 @@ def main(
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     show(report, Console(file=sys.stdout, highlight=False, width=width))
     if json_file is not None:
-        document = {"problems": report.problems(), **asdict(report)}
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
+        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     if keep is not None:
         data = shlex.quote(str(work_dir / "s3"))
         print_note(f"to look into the bucket: s3ec serve-s3 --data {data} --bucket {report.bucket}")

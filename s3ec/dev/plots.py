@@ -67,16 +67,23 @@ def save_rag(result: Mapping[str, Any], folder: Path) -> list[Path]:
         raise ValueError("nothing was measured in this result")
     about, machine = row["detail"]["about"], result["machine"]
     legs = sorted(row["detail"]["legs"], key=lambda leg: (leg["number"], leg["latency_ms"]))
-    small = (
-        f"{about['requests']} requests, {about['object_bytes'] / 1e6:.3g} MB "
-        f"each embedding; {machine['cpus']} x {machine['cpu_model']}, no GPU"
-    )
+    small = rag_caption(about, machine)
     paths = []
     for name, figure in (("rag-ttft.png", _first_token(legs)), ("rag-total.png", _total(legs))):
         figure.suptitle(small, fontsize=7.5, color="#555555")
         figure.savefig(folder / name, format="png", facecolor="white", metadata={"Software": None})
         paths.append(folder / name)
     return paths
+
+
+def rag_caption(about: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
+    """What stands in each plot: of what it is, and that its encoder is simulated, where it is."""
+    encoder = about["encoder"].partition(";")[0]
+    return (
+        f"{about['requests']} requests, {about['object_bytes'] / 1e6:.3g} MB each embedding; "
+        f"{'simulated ' if encoder.startswith('sleeps') else ''}encoder: {encoder}; "
+        f"{machine['cpus']} x {machine['cpu_model']}, no GPU"
+    )
 
 
 def _first_token(legs: Sequence[_Leg]) -> Figure:

@@ -115,6 +115,26 @@ def test_show_has_a_line_per_picture_and_one_of_totals() -> None:
     assert "PROBLEM" not in text
 
 
+@pytest.mark.parametrize(
+    ("preset", "kind"),
+    [
+        (Preset.GEMMA3_27B, "simulated encoder"),
+        (Preset.TINY, "real encoder, random weights"),
+        (Preset.ENCODER_27B, "real encoder, random weights"),
+    ],
+)
+def test_report_says_in_itself_the_total_and_whether_its_encoder_is_simulated(
+    preset: Preset, kind: str
+) -> None:
+    one = report(preset=preset)
+    said = f"total of 3 pictures: 1.50 s with s3ec, 15.00 s without ({kind})"
+    assert shown(one).splitlines()[0] == said
+    document = one.to_json()
+    assert document["headline"] == said
+    assert document["totals_s"] == {"encode": 12.0, "with_s3ec": 1.5, "without_s3ec": 15.0}
+    assert ("sleeps" in document["encoder"]) == (kind == "simulated encoder")
+
+
 def test_show_says_how_far_probabilities_are_apart() -> None:
     text = shown(report([picture(0, answer(0, 7, shift=0.125))]))
     assert "log probabilities apart by up to 0.125" in text

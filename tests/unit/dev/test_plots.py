@@ -28,6 +28,14 @@ def rgb(colour: str) -> tuple[int, ...]:
     return tuple(bytes.fromhex(colour[1:]))
 
 
+def test_plots_of_rag_say_that_their_encoder_is_simulated() -> None:
+    machine = {"cpus": 2, "cpu_model": "CPU"}
+    about = {"requests": 16, "object_bytes": 2_752_512, "encoder": "sleeps 1.6 s; the engines run"}
+    assert plots.rag_caption(about, machine) == (
+        "16 requests, 2.75 MB each embedding; simulated encoder: sleeps 1.6 s; 2 x CPU, no GPU"
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("matplotlib")
 def test_both_plots_of_rag_show_every_configuration_and_are_the_same_again(tmp_path: Path) -> None:
