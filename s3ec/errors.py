@@ -69,6 +69,10 @@ class UnavailableError(S3ECError):
         self.is_throttle = is_throttle
 
 
+TOO_LARGE = "EntityTooLarge"
+"""``AccessError.code`` where a store has no room for one object, and may have for the next."""
+
+
 class AccessError(S3ECError):
     """The store answered and refused: denied, expired, no such bucket, wrong region.
 

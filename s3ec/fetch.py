@@ -28,7 +28,7 @@ from s3ec.modality import ModalityRecords, Record
 from s3ec.runtime import LoopThread
 from s3ec.spans import Spans
 from s3ec.store.base import Blob, Store, parts_as_they_come
-from s3ec.store.places import past_bad_copies
+from s3ec.store.places import Place, past_bad_copies
 from s3ec.tier import Claim, Incoming, LocalKeys, OpenEntry, Residents, Tier
 
 log = logging.getLogger(__name__)
@@ -297,11 +297,19 @@ class Fetcher:
         key = want.key
         # Whether the index tells of an object of this size.
         fits = expected.nbytes < (self._index.nbytes(key) or 0) <= _most_bytes(expected)
+
+        async def read(replicas: set[Place]) -> FetchResult | None:
+            found = await self._attempt(want, expected, part_bytes, at_once=fits)
+            if found is not None and found.outcome is FetchOutcome.MISMATCH and replicas:
+                # Sound, and of no use: an older one, perhaps. Home may have what is.
+                raise CorruptEntryError("a copy of a replica does not fit", reason="size")
+            return found
+
         for attempt in (1, 2):
             try:
                 answer = await past_bad_copies(
                     self._layout.object(key),
-                    lambda _: self._attempt(want, expected, part_bytes, at_once=fits),
+                    read,
                     lambda exc: self._counters.add(f"corrupt.{exc.reason}"),
                 )
             except CorruptEntryError as exc:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from s3ec import safetensors_file
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, ConflictError, S3ECError, TierError
+from s3ec.errors import TOO_LARGE, AccessError, ConflictError, S3ECError, TierError
 from s3ec.identity import Key, Layout
 from s3ec.index.local import NodeFolder
 from s3ec.index.names import (
@@ -43,7 +43,7 @@ class Filler:
     """Copies to one replica; one object at a time, behind everything else. The loop's thread only.
 
     Counters: ``place.NAME.filled`` and ``.unfilled`` (copies that failed, found no
-    room in the queue, or whose entry was evicted).
+    room in the queue, or whose entry was evicted or damaged).
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Filler:
             body = await self._loop.disk(self._read, key)
         except (OSError, TierError):
             body = None
-        if body is None:  # it was evicted
+        if body is None:  # it was evicted, or damaged
             self._place.count("unfilled")
         elif await self._put(name := self._layout.object(key), [body]):
             self._place.has(name)
@@ -131,7 +131,7 @@ class Filler:
             return True
         except S3ECError as exc:
             self._place.count("unfilled")
-            if isinstance(exc, AccessError) and not self._refused:
+            if isinstance(exc, AccessError) and exc.code != TOO_LARGE and not self._refused:
                 self._refused = True
                 self._waiting.clear()
                 log.warning("%s takes no copies until the next start: %s", self._place.name, exc)

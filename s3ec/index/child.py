@@ -28,6 +28,7 @@ from s3ec.errors import (
 from s3ec.identity import Layout
 from s3ec.settings import Settings
 from s3ec.store.base import Store
+from s3ec.store.places import served_by
 
 LISTING_EVERY_S = 86400.0
 """Of a fleet that writes one engine lists the objects so often."""
@@ -124,7 +125,14 @@ async def _work(job: Job, store: Store) -> str:
         name = SnapshotName.parse(job.snapshot)
         if name is None:
             raise CorruptEntryError(f"{job.snapshot!r:.100} is no snapshot", reason="header")
-        await maker.fetch_snapshot(store, layout, node, name)
+        with served_by() as replicas:
+            try:
+                await maker.fetch_snapshot(store, layout, node, name)
+            except CorruptEntryError as exc:
+                if not replicas:
+                    raise
+                # Says nothing of home's, which does not answer now.
+                raise UnavailableError(f"the copy of a replica: {exc}") from exc
         return str(name)
     made = None
     if job.kind == "listing":
@@ -189,7 +197,7 @@ def _end_with_parent() -> None:
 
 
 async def _open_and_work(order: dict[str, dict[str, object]]) -> str:
-    from s3ec.store.open import open_places, open_store
+    from s3ec.store.open import deleting_everywhere, open_places, open_store
     from s3ec.store.retry import RetryStore
 
     settings = Settings.model_validate(order["settings"])
@@ -200,8 +208,11 @@ async def _open_and_work(order: dict[str, dict[str, object]]) -> str:
         raise AccessError(str(exc)) from exc
     # As a command: nobody waits for it, so it needs no breaker.
     store: Store = RetryStore(opened, Counters(), attempts=_ATTEMPTS)
-    is_entry = Layout(job.namespace).is_entry
-    store = open_places(settings, store, Counters(), is_entry=is_entry) or store
+    if job.kind == "fetch":
+        is_entry = Layout(job.namespace).is_entry
+        store = open_places(settings, store, Counters(), is_entry=is_entry) or store
+    else:  # an index is made of what home holds, or not at all
+        store = deleting_everywhere(settings, store)
     try:
         return await _work(job, store)
     finally:

@@ -25,6 +25,7 @@ from s3ec.index.local import OVERLAY, NodeFolder
 from s3ec.index.names import NEVER, SnapshotName, deltas_prefix, list_snapshots, window_start
 from s3ec.index.snapshot import Rows, Segment, merge
 from s3ec.store.base import PART_BYTES, ObjectInfo, Store
+from s3ec.store.places import Place, served_by
 from s3ec.tier.entry_writer import Disk
 
 log = logging.getLogger(__name__)
@@ -510,14 +511,18 @@ class ManifestIndex:
         is_whole = now or self._until_whole <= 0
         self._until_whole = (SNAPSHOTS_EVERY if is_whole else self._until_whole) - 1
         try:
-            if is_whole and self._fetch is None:
-                await self._look_for_snapshots()
-            fetch = self._fetch  # it may have failed when the deltas are read
-            await self._read_deltas(self._view.overlay, is_whole=is_whole)
+            with served_by() as replicas:
+                if is_whole and self._fetch is None:
+                    await self._look_for_snapshots()
+                fetch = self._fetch  # it may have failed when the deltas are read
+                await self._read_deltas(self._view.overlay, replicas, is_whole=is_whole)
         except S3ECError:
             self._until_whole = 0
             raise
-        self._loaded = self._loaded or self._newest == self._view.overlay.snapshot
+        if replicas:  # of what home has they say nothing: it is asked as soon as it answers
+            self._until_whole = 0
+        else:
+            self._loaded = self._loaded or self._newest == self._view.overlay.snapshot
         return fetch
 
     async def _look_for_snapshots(self) -> None:
@@ -559,7 +564,8 @@ class ManifestIndex:
                     counts = not overlay.read or overlay.read[0] >= window_start(name.ulid)
                     overlay = replace(overlay, snapshot=name) if counts else Overlay.empty(name)
                     try:
-                        await self._read_deltas(overlay, is_whole=True)
+                        with served_by() as replicas:
+                            await self._read_deltas(overlay, replicas, is_whole=True)
                     except (UnavailableError, AccessError):  # it is here, and costs no more
                         self._failures = 0
                         raise
@@ -578,10 +584,11 @@ class ManifestIndex:
             self._complained = True
             log.warning("a snapshot of the index cannot be had now: %s", exc)
 
-    async def _read_deltas(self, overlay: Overlay, *, is_whole: bool) -> None:
+    async def _read_deltas(self, overlay: Overlay, replicas: set[Place], *, is_whole: bool) -> None:
         """Read what an overlay does not hold, and write and show the next one.
 
         Args:
+            replicas: Those that served this look so far, while home does not answer.
             is_whole: List all deltas that count, and read again what could not be used. Otherwise
                 only those are listed that may have come since.
         """
@@ -611,18 +618,23 @@ class ManifestIndex:
             elif answer is not None:
                 failed = answer
         if failed is None or overlay is self._view.overlay:
-            await self._disk(self._write, overlay, rows)
+            await self._disk(self._write, overlay, rows, not replicas)
         # Last: one delta that cannot be had now must not keep back the others. A new snapshot waits
         # for all of them, since those that it replaces are shown.
         if failed is not None:
             raise failed
 
-    def _write(self, overlay: Overlay, rows: dict[str, Rows]) -> None:
-        """Write what was read for the node, and open it. Raises TierError."""
+    def _write(self, overlay: Overlay, rows: dict[str, Rows], is_homes: bool) -> None:
+        """Write what was read for the node, and open it. Raises TierError.
+
+        Args:
+            is_homes: The bucket itself has answered, which is what the file's time says.
+        """
         if rows or overlay is not self._view.overlay or not self._inode:
             pieces = overlay.encode_with(rows, self._layout.namespace)
             self._folder.write(OVERLAY, pieces)
-        self._folder.touch(OVERLAY)
+        if is_homes:
+            self._folder.touch(OVERLAY)
         try:
             self._open()
         except (OSError, CorruptEntryError) as exc:

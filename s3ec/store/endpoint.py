@@ -58,6 +58,7 @@ class BreakerOptions:
         max_pause_s: The longest pause.
         probe_s: A probe keeps others out for so long at most.
         silence_s: A request that failed after so long, while nobody was answered, opens it alone.
+            So does one that was given up.
     """
 
     threshold: int = 6
@@ -101,6 +102,7 @@ class Breaker:
         self.is_open = False
         self._clock = clock
         self._answered_s = clock()
+        self._silent_since_s: float | None = None  # when the first was asked of those since then
         self._points = self._failures = 0
         self._pause_s = self._options.first_pause_s
         self._probe_at_s = 0.0
@@ -135,6 +137,8 @@ class Breaker:
         if self.refuses:
             raise BreakerOpenError
         ticket = Ticket(self._clock())
+        if self._silent_since_s is None:
+            self._silent_since_s = ticket.asked_s
         if self.is_open:
             self._probe = ticket
         return ticket
@@ -143,7 +147,7 @@ class Breaker:
         """The endpoint answered."""
         if self.is_open:
             log.info("the store answers again; the breaker is closed")
-        self._answered_s = self._clock()
+        self._answered_s, self._silent_since_s = self._clock(), None
         self.is_open = False
         self._probe = None
         self._points = self._failures = 0
@@ -163,7 +167,7 @@ class Breaker:
         now_s = self._clock()
         is_alone = self._answered_s <= ticket.asked_s <= now_s - self._options.silence_s
         if is_refusal or status:
-            self._answered_s = now_s
+            self._answered_s, self._silent_since_s = now_s, None
             self._points += _REFUSAL
         else:
             self._points += self._options.threshold if is_alone else _NO_ANSWER
@@ -175,11 +179,18 @@ class Breaker:
             return False
         else:
             self.is_open = True
-            log.warning("the breaker is open, images are encoded meanwhile: %s", error)
+            log.warning("the breaker is open, and nothing is asked there meanwhile: %s", error)
         asked_s = getattr(error, "retry_after_s", None) or 0.0
         self._probe = None
         self._probe_at_s = now_s + min(max(self._pause_s, asked_s), self._options.max_pause_s)
         return not is_probe
+
+    def missed(self, error: UnavailableError) -> bool:
+        """Somebody waits no longer for an answer; as ``failed`` where all are silent for long."""
+        since_s = self._silent_since_s
+        if since_s is None or self._clock() - since_s < self._options.silence_s:
+            return False
+        return self.failed(self._probe or Ticket(since_s), error)
 
     def abandoned(self, ticket: Ticket) -> None:
         """It was cancelled, or ended in a fault of ours: nothing was learnt."""

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -43,10 +43,11 @@ LAG_S = 60.0
 """How long a place is not asked for an entry that it did not have."""
 BAD_S = 3600.0
 """How long a place is not asked for an entry that came bad from it."""
+LATE_AT_FIRST_S = 0.5
+"""An answer that takes longer is late, while few times are known."""
 _MOST_NAMES = 100_000
 # Rarer than a second request to one place: this one may cross a region.
 _SAMPLES, _FEWEST, _LATE, _TIMES = 128, 32, 0.95, 2.0
-_LATE_AT_FIRST_S = 0.5  # while few times are known
 _served: ContextVar[set[Place] | None] = ContextVar("served", default=None)
 
 
@@ -72,6 +73,7 @@ class Place:
     (its breaker is open); ``place_bytes.NAME``.
 
     Attributes:
+        answers: How many it has given, of any kind.
         name: For people and counters: of its bucket or server, and no dot in it.
         store: With breaker and retries.
         endpoint: Its health.
@@ -92,6 +94,7 @@ class Place:
         self.store = store
         self.endpoint = endpoint
         self.fill = fill
+        self.answers = 0
         self._counters = counters
         self._lag: TTLCache[str, bool] = TTLCache(_MOST_NAMES, LAG_S, clock)
         self._bad: TTLCache[str, bool] = TTLCache(_MOST_NAMES, BAD_S, clock)
@@ -117,6 +120,7 @@ class Place:
 
     def lag(self, name: str) -> None:
         """It does not have an entry."""
+        self.answers += 1
         self._lag[name] = True
         self.count("lag")
 
@@ -125,14 +129,17 @@ class Place:
         self._lag.pop(name, None)
 
     def blame(self, name: str, exc: CorruptEntryError) -> None:
-        """Its copy of an entry came cut, or is bad: a miss of this place alone."""
-        if isinstance(exc, CutBodyError):  # on its way; the object may be whole
+        """Its copy of an entry came cut, does not fit, or is bad: a miss of this place alone."""
+        # What was cut on its way may be whole, and what does not fit, fit the next request: a
+        # client may have made up the rows of this one.
+        if isinstance(exc, CutBodyError) or exc.reason == "size":
             self.lag(name)
         else:
             self.refuse(name)
 
     def refuse(self, name: str) -> None:
         """Its copy of an entry is bad."""
+        self.answers += 1
         self._bad[name] = True
         self.count("bad")
         if not self._complained:
@@ -144,15 +151,28 @@ class Place:
             )
 
     def late_s(self) -> float:
-        """An answer that takes longer is late: twice as long as nineteen in twenty take."""
+        """An answer that takes longer is late: twice as long as nineteen in twenty take.
+
+        A probe of its breaker is late at once, since no request shall wait for it.
+        """
+        if self.endpoint.breaker.is_open:
+            return 0.0
         found = self._times.quantile(_LATE)
-        return _LATE_AT_FIRST_S if found is None else _TIMES * found
+        return LATE_AT_FIRST_S if found is None else _TIMES * found
 
     def delivered(self, nbytes: int, seconds: float) -> None:
         """It gave so many bytes in so many seconds."""
+        self.answers += 1
         self._times.add(seconds)
         self.count("hits")
         self._counters.add(f"place_bytes.{self.name}", nbytes)
+
+    def missed(self) -> None:
+        """It has answered nobody since a request went out, and another place was faster."""
+        silence = UnavailableError(f"{self.name} does not answer, another place does")
+        if self.endpoint.breaker.missed(silence):
+            self._counters.add("breaker.opened")
+            self.endpoint.places.dismiss()
 
 
 @contextlib.contextmanager
@@ -164,6 +184,12 @@ def served_by() -> Iterator[set[Place]]:
         yield places
     finally:
         _served.reset(token)
+
+
+def _note_served(place: Place) -> None:
+    served = _served.get()
+    if served is not None:
+        served.add(place)
 
 
 async def past_bad_copies(
@@ -212,10 +238,21 @@ class AllPlaces:
 
 @dataclass(slots=True)
 class _Asked:
-    """A request under way. No place: home."""
+    """A request under way.
+
+    Attributes:
+        place: None for home.
+        answers: Of the place, when this was asked or last found late.
+    """
 
     place: Place | None
     started_s: float
+    answers: int
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the place has answered nobody since."""
+        return self.place is not None and self.place.answers == self.answers
 
 
 class DeletesEverywhere(Wrapper):
@@ -305,6 +342,7 @@ class PlacesStore(DeletesEverywhere):
                 with contextlib.suppress(S3ECError):
                     found = await read(place.store)
                     if found is not None:
+                        _note_served(place)
                         return found
             raise
 
@@ -340,7 +378,10 @@ class PlacesStore(DeletesEverywhere):
             return None
         for place in self._answering():
             with contextlib.suppress(S3ECError):
-                return [info async for info in place.store.list(prefix, start_after=start_after)]
+                listing = place.store.list(prefix, start_after=start_after)
+                found = [info async for info in listing]
+                _note_served(place)
+                return found
         return None
 
     # -- entries ---------------------------------------------------------------------------------
@@ -353,31 +394,32 @@ class PlacesStore(DeletesEverywhere):
         clock = asyncio.get_running_loop().time
         under_way: dict[asyncio.Task[Blob | None], _Asked] = {}
         error: S3ECError | None = None
-        newest: Place | None = None
 
-        def ask_next() -> None:
-            nonlocal newest
-            newest = left.pop(0)
-            if newest is not None:
-                newest.endpoint.budget.pay_in()
-            store = self._inner if newest is None else newest.store
-            task = asyncio.ensure_future(read(store))
-            under_way[task] = _Asked(newest, clock())
+        def ask_next() -> _Asked:
+            place = left.pop(0)
+            if place is not None:
+                place.endpoint.budget.pay_in()
+            task = asyncio.ensure_future(read(self._inner if place is None else place.store))
+            asked = _Asked(place, clock(), 0 if place is None else place.answers)
+            under_way[task] = asked
+            return asked
 
         try:
-            ask_next()
+            newest = ask_next()
             while under_way:
-                patience_s = newest.late_s() if left and newest is not None else None
+                place = newest.place
+                patience_s = place.late_s() if left and place is not None else None
                 done, _ = await asyncio.wait(
                     under_way, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
                 )
-                if not done and newest is not None:
-                    # Late: the next place is asked as well, where that is affordable.
-                    if newest.endpoint.budget.take():
-                        newest.count("late")
-                        ask_next()
+                if not done and place is not None:
+                    # Late: the next place is asked as well, where that is affordable. Of a place
+                    # that answers nobody it is: its breaker opens soon.
+                    if newest.is_silent or place.endpoint.budget.take():
+                        place.count("late")
+                        newest = ask_next()
                     else:
-                        newest = None
+                        newest.answers = place.answers
                 for task in done:
                     asked = under_way.pop(task)
                     try:
@@ -386,14 +428,13 @@ class PlacesStore(DeletesEverywhere):
                         self._failed(asked.place, name, exc)
                         error = exc if asked.place is None else error or exc
                     else:
-                        if body is not None:
-                            self._delivered(asked.place, body, clock() - asked.started_s)
+                        if body is None and asked.place is not None:
+                            asked.place.lag(name)
+                        else:
+                            self._won(asked, body, clock(), under_way.values())
                             return body
-                        if asked.place is None:
-                            return None
-                        asked.place.lag(name)
-                    if left and (asked.place is newest or not under_way):
-                        ask_next()
+                    if left and (asked is newest or not under_way):
+                        newest = ask_next()
             if error is None:
                 raise RuntimeError(f"nobody was asked for {name}")
             raise error
@@ -403,13 +444,15 @@ class PlacesStore(DeletesEverywhere):
             if under_way:  # they give back what they hold
                 await asyncio.gather(*under_way, return_exceptions=True)
 
-    def _delivered(self, place: Place | None, body: Blob, seconds: float) -> None:
-        if place is None:
-            return
-        place.delivered(len(body), seconds)
-        served = _served.get()
-        if served is not None:
-            served.add(place)
+    def _won(
+        self, asked: _Asked, body: Blob | None, now_s: float, losers: Iterable[_Asked]
+    ) -> None:
+        if asked.place is not None and body is not None:
+            asked.place.delivered(len(body), now_s - asked.started_s)
+            _note_served(asked.place)
+        for loser in losers:
+            if loser.place is not None and loser.is_silent:
+                loser.place.missed()
 
     def _failed(self, place: Place | None, name: str, exc: S3ECError) -> None:
         if place is None:

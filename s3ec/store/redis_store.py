@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from s3ec.errors import (
+    TOO_LARGE,
     AccessError,
     ConfigError,
     ConflictError,
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # A longer value would keep the server's only thread from everybody else for milliseconds.
 _MOST_BYTES = 64 * 2**20
-_CONNECTIONS = 64
+# More than there are places for requests, which wait for those; beyond, redis-py refuses.
+_CONNECTIONS = 1024
 
 
 class RedisStore:
@@ -151,7 +153,7 @@ class RedisStore:
         if len(whole) > _MOST_BYTES:
             raise AccessError(
                 f"PUT {name}: {len(whole)} bytes, more than fit into a value ({_MOST_BYTES})",
-                code="EntityTooLarge",
+                code=TOO_LARGE,
                 is_general=False,
             )
         done = await self._ask(name, self._client.set(key, whole, nx=True, ex=self._ttl_s))
@@ -201,7 +203,8 @@ class RedisStore:
         """Await a reply.
 
         Raises:
-            AccessError: User, password or rights.
+            AccessError: User, password or rights; or a server that is full.
+            CorruptEntryError: It holds another kind of value.
             UnavailableError: Everything else that goes wrong.
         """
         errors = self._errors
@@ -213,6 +216,12 @@ class RedisStore:
             ) from exc
         except (errors.AuthenticationError, errors.AuthorizationError) as exc:
             raise AccessError(f"{self._where} refuses: {exc}", code="Authentication") from exc
-        except (TimeoutError, errors.RedisError, OSError) as exc:
+        except errors.OutOfMemoryError as exc:
+            raise AccessError(
+                f"{self._where} has no room for {name}: {exc}", code=TOO_LARGE, is_general=False
+            ) from exc
+        except (TimeoutError, errors.RedisError, errors.RedisClusterException, OSError) as exc:
             said = str(exc) or type(exc).__name__
+            if "WRONGTYPE" in said:  # what a pipeline raises has no type for it
+                raise CorruptEntryError(f"{name} is no string: {said}", reason="header") from exc
             raise UnavailableError(f"{self._where} did not answer for {name}: {said}") from exc

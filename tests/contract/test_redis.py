@@ -13,7 +13,14 @@ import redis
 
 from s3ec.counters import Counters
 from s3ec.dev.rigs.valkey import Valkey
-from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
+from s3ec.errors import (
+    TOO_LARGE,
+    AccessError,
+    ConfigError,
+    ConflictError,
+    CorruptEntryError,
+    UnavailableError,
+)
 from s3ec.settings import Settings
 from s3ec.store.open import open_places
 from s3ec.store.redis_store import RedisStore
@@ -149,8 +156,46 @@ async def test_a_full_server_takes_nothing_and_still_answers(
         await store.put_if_absent("small", [b"x"])
         puts = (store.put_if_absent(f"large-{n}", [bytes(2**20)]) for n in range(10))
         ends = await asyncio.gather(*puts, return_exceptions=True)
-        assert any(isinstance(end, UnavailableError) for end in ends)
+        refused = [end for end in ends if isinstance(end, AccessError)]
+        assert refused
+        assert {(end.code, end.is_general) for end in refused} == {(TOO_LARGE, False)}
         assert await store.get("small", max_bytes=1) == b"x"
+
+
+async def test_as_many_reads_as_there_are_places_go_out_at_once(
+    alone: Valkey, opened: Callable[..., RedisStore]
+) -> None:
+    store = opened(alone.url, prefix="many")
+    await store.put_if_absent("one", [b"x"])
+    reads = (store.get("one", max_bytes=1) for _ in range(256))  # the most of max_concurrency
+    assert await asyncio.gather(*reads) == [b"x"] * 256
+
+
+async def test_a_value_of_another_kind_is_a_bad_copy_and_no_failure_of_the_server(
+    alone: Valkey, opened: Callable[..., RedisStore]
+) -> None:
+    admin = redis.Redis(host=HOST, port=alone.port)
+    admin.rpush("kinds/one", "x")
+    admin.close()
+    store = opened(alone.url, prefix="kinds")
+    for read in (store.get("one", max_bytes=1), store.get_range("one", 0, 1), store.head("one")):
+        with pytest.raises(CorruptEntryError, match="no string"):
+            await read
+
+
+async def test_what_is_no_cluster_or_lacks_a_part_of_one_is_unavailable(
+    alone: Valkey, opened: Callable[..., RedisStore]
+) -> None:
+    with Valkey("--cluster-enabled", "yes", "--cluster-config-file", "nodes") as no_slots:
+        for url in (alone.url, no_slots.url):
+            store = opened(url, cluster=True)
+            for ask in (
+                store.get("one", max_bytes=1),
+                store.put_if_absent("one", [b"x"]),
+                store.delete_many(["one"]),
+            ):
+                with pytest.raises(UnavailableError):
+                    await ask
 
 
 async def test_a_value_that_is_too_large_is_refused_before_it_is_sent(

@@ -4,29 +4,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import redis
 
 from s3ec.corpus import Corpus
 from s3ec.counters import Counters
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
-from s3ec.dev.rigs.proxy_faults import Answer
+from s3ec.dev.rigs.proxy_faults import Answer, Stall, s3_error
 from s3ec.dev.rigs.valkey import Valkey
-from s3ec.errors import UnavailableError
+from s3ec.errors import TOO_LARGE, UnavailableError
+from s3ec.index.child import Job, in_child
+from s3ec.index.maker import UNION_ROWS
+from s3ec.index.names import snapshots_prefix
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
 from s3ec.settings import Settings
+from s3ec.store import places
 from s3ec.store.base import Blob
 from s3ec.store.open import open_places
+from s3ec.store.places import LATE_AT_FIRST_S
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.testing.server import LocalS3
+from s3ec.testing.server import HOST, LocalS3
 from tests.faults.embeddings import LAYOUT, body_at, key_at
 from tests.faults.indexed import Bucket, evict, fetch, noding, refresh, run_rebuild, serve
+from tests.support import damage
+from tests.support.indexes import delta_bytes, delta_name
 from tests.support.waiting import eventually
 
 ASKED = range(8)
@@ -74,6 +84,8 @@ def regions(local_s3: LocalS3, s3_bucket: str, signed: None, tmp_path: Path) -> 
         home.stock(*ASKED)
         with noding(home.settings(tmp_path / "maker")) as node:
             run_rebuild(node, ago_s=10)
+        # On a busy machine, where requests are counted, nothing is late.
+        stack.enter_context(mock.patch.object(places, "LATE_AT_FIRST_S", 60.0))
         yield Regions(home, near, (proxies[0], proxies[1]))
     local_s3.delete_bucket(away)
 
@@ -110,7 +122,13 @@ def test_what_lags_is_read_at_home_and_near_once_it_has_come(
     assert regions.asked() == (len(ASKED), 0)
 
 
-@pytest.mark.parametrize("lie", ["another entry", "cut", "web page", "zeros", "empty"])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        *("another entry", "cut", "web page", "zeros", "empty"),
+        *("other rows", "other width", "other modality", "larger"),
+    ],
+)
 def test_a_place_that_lies_is_a_miss_of_this_place_alone(
     regions: Regions, tmp_path: Path, lie: str
 ) -> None:
@@ -124,6 +142,10 @@ def test_a_place_that_lies_is_a_miss_of_this_place_alone(
             "web page": page,
             "zeros": bytes(len(sound)),
             "empty": b"",
+            "other rows": damage.other_rows(sound),
+            "other width": damage.other_width(sound),
+            "other modality": damage.other_modality(sound),
+            "larger": sound + bytes(2**17),
         }[lie]
         regions.near.put(LAYOUT.object(key_at(number)), body)
     with noding(regions.settings(tmp_path / "cache")) as node:
@@ -134,6 +156,23 @@ def test_a_place_that_lies_is_a_miss_of_this_place_alone(
         evict(node, ASKED)
         assert serve(node, ASKED) == set(ASKED)
         assert regions.asked()[0] == 0
+
+
+def test_a_place_that_hangs_is_left_alone_and_delays_nobody_for_long(
+    regions: Regions, tmp_path: Path
+) -> None:
+    """Else each of these would wait for the timeout of the read, a minute here."""
+    regions.replicate()
+    stall = regions.near_proxy.add(Rule(Stall(), target="/objects/"))
+    with (
+        mock.patch.object(places, "LATE_AT_FIRST_S", LATE_AT_FIRST_S),
+        noding(regions.settings(tmp_path / "cache")) as node,
+    ):
+        refresh(node)
+        for number in ASKED:  # one after the other
+            assert serve(node, [number]) == {number}
+        assert stall.fired < len(ASKED)
+        assert node.counters.get("breaker.opened") == 1
 
 
 def test_a_portal_in_front_of_the_near_place_costs_no_answer(
@@ -190,6 +229,50 @@ def test_old_manifests_near_take_nothing_away(regions: Regions, tmp_path: Path) 
         with regions.home_proxy.refusing():
             refresh(node)
             assert node.index.maybe_contains(key_at(8))
+
+
+def test_no_snapshot_is_made_of_what_a_replica_lists(regions: Regions, tmp_path: Path) -> None:
+    """One that lags would leave out what home was told since, until the next listing."""
+    regions.home.delete(*regions.home.names(snapshots_prefix(LAYOUT)))
+    many = {number.to_bytes(4, "big") * 4: 1 for number in range(UNION_ROWS + 1)}
+    regions.home.put(delta_name(LAYOUT, ago_s=3000), delta_bytes(many, LAYOUT))
+    with noding(regions.home.settings(tmp_path / "other")) as node:
+        run_rebuild(node, ago_s=7200)
+    regions.replicate()
+    regions.home.stock(8)
+    regions.home.announce(8, ago_s=2000)
+    told = regions.home.names(snapshots_prefix(LAYOUT))
+    regions.home_proxy.add(Rule(s3_error(503, "SlowDown"), method="GET", target="list-type=2"))
+    settings = Settings.model_validate(regions.settings(tmp_path / "cache"))
+    job = Job("union", LAYOUT.namespace, str(tmp_path / "index"))
+    with pytest.raises(UnavailableError):
+        asyncio.run(in_child(settings)(job))
+    assert regions.home.names(snapshots_prefix(LAYOUT)) == told
+
+
+def test_what_is_copied_after_its_deletion_is_not_read_once_the_index_has_heard(
+    regions: Regions, tmp_path: Path
+) -> None:
+    gate = Gate()
+    gone = LAYOUT.object(key_at(0))
+    with noding(regions.settings(tmp_path / "cache", fill=True)) as node:
+        (filler,) = node._fillers
+        filler._place.store = FaultStore(
+            filler._place.store, Script([Fault("put_if_absent", gate=gate)])
+        )
+        refresh(node)
+        assert serve(node, [0]) == {0}
+        assert gate.reached.wait(60)
+        settings = Settings.model_validate(regions.settings(tmp_path / "command"))
+        with Corpus.open(settings) as corpus:
+            corpus.delete([key_at(0).identifier])
+        assert gone not in regions.home.names()
+        gate.release()
+        eventually(lambda: gone in regions.near.names(), "it is copied all the same")
+        run_rebuild(node)
+    with noding(regions.settings(tmp_path / "other")) as node:
+        refresh(node)
+        assert serve(node, ASKED) == {*ASKED} - {0}
 
 
 def test_what_came_from_home_is_copied_near_and_the_index_as_well(
@@ -254,6 +337,61 @@ def test_a_place_that_takes_no_copies_is_left_alone(
         evict(node, ASKED)
         assert serve(node, ASKED) == set(ASKED)
     assert caplog.text.count("takes no copies") == 1
+
+
+def test_one_entry_that_is_too_large_for_a_place_keeps_no_other_from_it(
+    regions: Regions, tmp_path: Path
+) -> None:
+    regions.near_proxy.add(Rule(s3_error(400, TOO_LARGE), method="PUT", times=2))
+    with noding(regions.settings(tmp_path / "cache", fill=True)) as node:
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+        rest = len(ASKED) - 1
+        eventually(lambda: len(regions.near.names(LAYOUT.objects)) == rest, "the rest is copied")
+
+
+def test_what_this_disk_has_damaged_since_is_not_copied(regions: Regions, tmp_path: Path) -> None:
+    gate = Gate()
+    with noding(regions.settings(tmp_path / "cache", fill=True), audit=False) as node:
+        (filler,) = node._fillers
+        filler._place.store = FaultStore(
+            filler._place.store, Script([Fault("put_if_absent", gate=gate)])
+        )
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+        assert gate.reached.wait(60)
+        path = tmp_path / "cache" / "v1" / "objects" / LAYOUT.namespace / key_at(7).name
+        path.write_bytes(damage.flipped(path.read_bytes()))
+        gate.release()
+        name = f"place.{filler._place.name}"
+        eventually(lambda: node.counters.get(f"{name}.unfilled") == 1, "one is left out")
+        eventually(lambda: node.counters.get(f"{name}.filled") == len(ASKED) - 1, "others are not")
+    assert LAYOUT.object(key_at(7)) not in regions.near.names()
+
+
+def test_a_full_redis_is_still_read(regions: Regions, tmp_path: Path) -> None:
+    with Valkey("--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as valkey:
+        replica = {"url": valkey.url, "fill": True}
+        settings = {**regions.settings(tmp_path / "cache"), "replicas": [replica]}
+        client = redis.Redis(host=HOST, port=valkey.port)
+        near = f"{regions.home.prefix}/{LAYOUT.object(key_at(0))}"
+        client.set(near, body_at(0))
+        with contextlib.suppress(redis.OutOfMemoryError):
+            for number in range(100):
+                client.set(f"other-{number}", bytes(2**17))
+        client.close()
+        with noding(settings) as node:
+            refresh(node)
+            assert serve(node, ASKED) == set(ASKED)
+            name = f"place.{node._fillers[0]._place.name}"
+            eventually(
+                lambda: node.counters.get(f"{name}.unfilled") == len(ASKED) - 1, "none finds room"
+            )
+            regions.asked()
+            evict(node, [0])
+            assert serve(node, [0]) == {0}
+            assert node.counters.get(f"{name}.skipped") == 0
+        assert regions.asked() == (0, 0)
 
 
 def test_a_redis_near_is_filled_read_and_forgets_without_an_error(

@@ -17,6 +17,9 @@ from s3ec.index.local import NodeFolder
 from s3ec.index.names import Names, SnapshotName, deltas_prefix, snapshots_prefix
 from s3ec.index.reader import ManifestIndex
 from s3ec.index.snapshot import Rows, encode, merge
+from s3ec.store.base import Store
+from s3ec.store.endpoint import Endpoint
+from s3ec.store.places import Place, PlacesStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
@@ -110,19 +113,29 @@ class Reader:
     """One process of a node: an index over a folder that others may share."""
 
     def __init__(
-        self, corpus: Corpus, folder: Path, *, script: Script | None = None, **options: Any
+        self,
+        corpus: Corpus,
+        folder: Path,
+        *,
+        script: Script | None = None,
+        near: Corpus | None = None,
+        **options: Any,
     ) -> None:
+        store: Store
         self.corpus = corpus
         self.clock = Clock(0.0)
         self.counters = Counters()
         self.script = script or Script()
-        self.store = FaultStore(corpus.store, self.script)
+        self.store = store = FaultStore(corpus.store, self.script)
+        if near is not None:
+            place = Place("near", near.store, Endpoint(16), self.counters)
+            store = PlacesStore(store, [place], is_entry=LAYOUT.is_entry)
         self.folder = NodeFolder(folder, clock=corpus.clock)
         self.index = ManifestIndex(
-            self.store,
+            store,
             LAYOUT,
             self.folder,
-            jobs=options.pop("jobs", in_process(self.store)),
+            jobs=options.pop("jobs", in_process(store)),
             disk=in_thread,
             counters=self.counters,
             refresh_s=REFRESH_S,

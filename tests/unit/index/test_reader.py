@@ -495,3 +495,79 @@ async def test_of_too_many_keys_that_this_process_knows_the_oldest_are_forgotten
         reader.index.add(key_of(number))
     await reader.refresh()
     assert reader.holds(*range(150)) == list(range(50, 150))
+
+
+# -- while home does not answer, and a replica does ------------------------------------------------
+
+
+def near_of(corpus: Corpus) -> Corpus:
+    """A replica that has all that home has now."""
+    near = Corpus()
+    near.objects.update(corpus.objects)
+    near.store.bucket.modified_s.update(corpus.store.bucket.modified_s)
+    return near
+
+
+async def test_home_is_looked_at_whole_as_soon_as_it_answers_again(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    corpus.snapshot("old", ulid=corpus.ulid(ago_s=9000))
+    near = near_of(corpus)
+    corpus.snapshot("old", "new")
+    reader = make_reader(near=near)
+    down = reader.fault(Fault(error=UnavailableError))
+    await reader.refresh()
+    assert reader.holds("old", "new") == ["old"]
+    down.times = down.struck
+    reader.pass_time(REFRESH_S)
+    await reader.refresh(now=False)
+    assert reader.holds("old", "new") == ["old", "new"]
+
+
+async def test_an_empty_replica_is_no_empty_corpus(corpus: Corpus, make_reader: MakeReader) -> None:
+    corpus.snapshot("a")
+    reader = make_reader(near=Corpus())
+    down = reader.fault(Fault(error=UnavailableError))
+    await reader.refresh()
+    assert not reader.index.loaded
+    down.times = down.struck
+    reader.pass_time(REFRESH_S)
+    await reader.refresh(now=False)
+    assert reader.index.loaded
+    assert reader.holds("a") == ["a"]
+
+
+async def test_a_damaged_copy_of_the_index_says_nothing_of_homes(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    name = corpus.snapshot("a")
+    delta = corpus.delta("b")
+    near = near_of(corpus)
+    for path in (snapshots_prefix(LAYOUT) + str(name), deltas_prefix(LAYOUT) + delta):
+        near.put(path, near.objects[path][:-1] + b"?")
+    reader = make_reader(near=near)
+    down = reader.fault(Fault(error=UnavailableError))
+    with suppress(UnavailableError):
+        await reader.refresh()
+    assert reader.holds("a", "b") == []
+    down.times = down.struck
+    with suppress(UnavailableError):
+        await reader.refresh()
+    assert reader.holds("a", "b") == ["a", "b"]
+
+
+async def test_what_a_replica_says_is_no_answer_of_the_bucket(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    """A grant at once counts on home's copy, should this node's have rotted."""
+    corpus.snapshot("a")
+    reader = make_reader(near=near_of(corpus))
+    await reader.refresh()
+    reader.fault(Fault(error=UnavailableError))
+    for _ in range(3):
+        reader.pass_time(1000)
+        await reader.refresh()
+    age_s = reader.index.answered_s()
+    assert age_s is not None
+    assert age_s >= 3000
+    assert reader.holds("a") == ["a"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, CutBodyError, S3ECError, UnavailableError
 from s3ec.identity import Layout
-from s3ec.store.endpoint import BreakerStore, Endpoint
+from s3ec.store.endpoint import BreakerOptions, BreakerStore, Endpoint
 from s3ec.store.places import BAD_S, LAG_S, AllPlaces, Place, PlacesStore, served_by
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, replace
 from s3ec.testing.memory_store import MemoryStore
@@ -183,11 +183,20 @@ async def test_what_home_served_names_no_replica(world: World) -> None:
     assert not places
 
 
-async def test_an_oversized_copy_is_bad(world: World) -> None:
+async def test_a_copy_larger_than_asked_is_passed_over_for_a_minute(world: World) -> None:
+    """Perhaps the request is wrong, whose rows a client may have made up: not for an hour."""
     world.put(NAME, 0, body=b"x" * 101)
     world.put(NAME, 2)
     assert await world.get() == b"body"
-    assert world.counters.get("place.near.bad") == 1
+    assert world.asked() == [1, 1, 1]
+    assert await world.get() == b"body"
+    assert world.asked() == [0, 0, 1]
+    assert world.counters.get("place.near.bad") == 0
+    world.clock.now_s += LAG_S + 1
+    world.put(NAME, 0)
+    assert await world.get() == b"body"
+    assert world.asked() == [1, 0, 0]
+    world.put(NAME, 0, body=b"x" * 101)
     world.put(NAME, 2, body=b"x" * 101)
     with pytest.raises(CorruptEntryError):
         await world.get()
@@ -208,10 +217,47 @@ async def test_all_late_requests_together_stay_within_the_budget(world: World) -
     world.fault(0, Fault("get", gate=gate))
     gets = [asyncio.ensure_future(world.get()) for _ in range(10)]
     await reached(gate)
-    done, waiting = await asyncio.wait(gets, timeout=1.0)
+    for _ in range(10):
+        done, waiting = await asyncio.wait(gets, timeout=0.1)
+        world.places[0].answers += 1  # others are answered meanwhile
     assert len(done) <= 2
     gate.release()
     assert await asyncio.gather(*waiting) == [b"body"] * len(waiting)
+
+
+async def test_a_place_that_answers_nobody_is_passed_over_and_left_alone(world: World) -> None:
+    world.put(NAME, 0, 1, 2)
+    world.fault(0, Fault("get", gate=Gate()))
+    assert await asyncio.gather(*(world.get() for _ in range(10))) == [b"body"] * 10
+    assert not world.endpoints[0].breaker.is_open
+    world.clock.now_s += BreakerOptions().silence_s
+    assert await world.get() == b"body"
+    assert world.endpoints[0].breaker.is_open
+    assert world.counters.get("breaker.opened") == 1
+    assert world.endpoints[0].places.used == 0
+    world.asked()
+    assert await world.get() == b"body"
+    assert world.asked() == [0, 1, 0]
+
+
+async def test_no_request_waits_for_the_probe_of_a_place(world: World) -> None:
+    world.put(NAME, 0, 1, 2)
+    fault = world.fault(0, Fault("get", gate=Gate()))
+    breaker = world.endpoints[0].breaker
+    breaker.admit()
+    world.clock.now_s += BreakerOptions().silence_s
+    assert breaker.missed(UnavailableError("silent"))
+    pauses_s = []
+    for _ in range(3):
+        world.clock.now_s += breaker.pause_s
+        assert await world.get() == b"body"  # of the far place, though the near one is asked
+        pauses_s.append(breaker.pause_s)
+    assert pauses_s == [2.0, 4.0, 8.0]
+    world.clock.now_s += breaker.pause_s
+    fault.times = fault.struck
+    world.fault(1, Fault("get", gate=Gate()))
+    assert await world.get() == b"body"
+    assert not breaker.is_open
 
 
 async def test_cancelling_a_read_cancels_all_of_its_requests(world: World) -> None:
