@@ -69,8 +69,8 @@ def test_server_answers_until_a_signal_ends_it(
     for name, value in document["env"].items():
         monkeypatch.setenv(name, value)
     config = json.dumps(document["ec_transfer_config"])
-    assert cli.json("ns", "--config", config) == {"namespaces": []}
-    assert cli.json("ns", "--config", config, "--bucket", "two") == {"namespaces": []}
+    assert cli.json("ns", "--config", config) == {"namespaces": [], "replicas": []}
+    assert cli.json("ns", "--config", config, "--bucket", "two") == {"namespaces": [], "replicas": []}
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
@@ -96,7 +96,7 @@ def test_objects_in_a_data_folder_outlive_the_server(
     first.send_signal(signal.SIGTERM)
     first.communicate()
     config = json.dumps(ready(serve(*data))["ec_transfer_config"])
-    assert cli.json("ns", "--config", config) == {"namespaces": []}
+    assert cli.json("ns", "--config", config) == {"namespaces": [], "replicas": []}
 
 
 def test_given_secret_is_not_printed_and_the_rest_can_be_pasted(serve: Serve) -> None:
