@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 # More than anybody reads at a terminal.
 _SHOWN_ROWS = 1000
+_SUMMED = ("document", "identifier", "modality", "bytes", "time")
 _COLUMNS = ("document", "page", "modality", "rows", "bytes", "age_s", "identifier")
 
 
@@ -92,7 +93,7 @@ def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = 
         parts = await list_parts(store, layout)
         problems: list[str] = []
         try:
-            table = await read_table(store, layout, note=problems.append)
+            table = await read_table(store, layout, columns=_SUMMED, note=problems.append)
         except CorruptEntryError as exc:  # all of them
             from s3ec.corpus.catalog_file import schema
 

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from s3ec.corpus.catalog_file import (
     COLUMNS,
+    KEY,
     MAX_PART_BYTES,
     MAX_UNPACKED_BYTES,
     OWN_ROWS,
@@ -43,6 +44,7 @@ from s3ec.corpus.catalog_file import (
     check_row,
     decode_part,
     encode_part,
+    free_unused,
     in_parts,
     newest,
     require_pyarrow,
@@ -166,6 +168,7 @@ async def read_parts(
                 else:
                     yield ulid, answer
                 del answer  # not in memory while others come
+            free_unused()
         if not has_vanished or only is not None:
             return
     raise UnavailableError(f"{layout.catalog}: its parts are folded over and over")
@@ -220,13 +223,18 @@ async def _read_part(store: Store, layout: Layout, ulid: str, info: ObjectInfo) 
 
 
 async def read_table(
-    store: Store, layout: Layout, *, note: Callable[[str], None] | None = None
+    store: Store,
+    layout: Layout,
+    *,
+    columns: Sequence[str] = COLUMNS,
+    note: Callable[[str], None] | None = None,
 ) -> pa.Table:
     """The whole catalogue, sorted by document and page, the newest row of each.
 
-    Memory: some 500 bytes a row.
+    Memory: some 500 bytes a row, and up to half as much again while it is sorted.
 
     Args:
+        columns: Those that are kept.
         note: Told of each part that cannot be used and was left out; the log if None.
 
     Raises:
@@ -236,14 +244,15 @@ async def read_table(
     """
     problems: list[CorruptEntryError] = []
     async with aclosing(read_parts(store, layout, problem=problems.append)) as coming:
-        tables = [table async for _, table in coming]
+        kept = [name for name in (*COLUMNS, PART) if name in {*KEY, PART, *columns}]
+        tables = [table.select(kept) async for _, table in coming]
     if problems and not tables:
         raise problems[0]
     for exc in problems:
         (note or log.warning)(f"this part of the catalogue is left out: {exc}")
     if not tables:
-        return schema().empty_table()
-    return (await asyncio.to_thread(newest, tables)).select(COLUMNS)
+        return schema().empty_table().select(columns)
+    return (await asyncio.to_thread(newest, tables)).select(columns)
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -300,7 +300,8 @@ def newest(tables: list[pa.Table]) -> pa.Table:
     for table in tables:
         winners.add(table)
     for number, mask in enumerate(winners.masks()):
-        tables[number] = tables[number].filter(pa.array(mask))
+        if not mask.all():
+            tables[number] = tables[number].filter(pa.array(mask))
     whole = pa.concat_tables(tables)
     tables.clear()
     fields, columns = whole.schema, []
@@ -308,7 +309,15 @@ def newest(tables: list[pa.Table]) -> pa.Table:
     for name in fields.names:  # one by one, so that each is freed once it is sorted
         columns.append(whole.column(name).take(order).combine_chunks())
         whole = whole.drop_columns([name])
+        free_unused()
     return pa.table(columns, schema=fields)
+
+
+def free_unused() -> None:
+    """Give memory back that Arrow has freed: its pool keeps it, to a multiple of what it needs."""
+    import pyarrow as pa
+
+    pa.default_memory_pool().release_unused()
 
 
 # -- files -----------------------------------------------------------------------------------------
