@@ -8,7 +8,7 @@ what the objects hold with what they should by ``deep_check``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,10 +20,9 @@ from s3ec.corpus.deep_check import AuditState, DeepCheck, check_objects
 from s3ec.counters import Report, unreported
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import Layout, make_key
-from s3ec.index.listing import FEW
 from s3ec.index.maker import Verified, verify
 from s3ec.index.snapshot import Rows, is_in, merge
-from s3ec.store.base import ObjectInfo, Store, Wrapper
+from s3ec.store.base import Store
 from s3ec.tenant import Tenant
 
 if TYPE_CHECKING:
@@ -105,8 +104,6 @@ async def audit(
             is_there = await rows.read(store, layout)
         except (ConfigError, CorruptEntryError) as exc:
             problem = str(exc)
-    if deep:
-        store = _ListedOnce(store, layout.objects)
     look = rows.look if is_there else None
     found = Audit(await verify(store, layout, look=look, report=report))
     if is_there:
@@ -118,34 +115,6 @@ async def audit(
             store, layout, state, expected=found.index.objects, report=report
         )
     return found
-
-
-class _ListedOnce(Wrapper):
-    """Remembers the listing of one prefix that has few objects, for who asks for it again.
-
-    Servers exist that take a tenth of the time of reading large objects to list them.
-    """
-
-    def __init__(self, inner: Store, prefix: str) -> None:
-        super().__init__(inner)
-        self._prefix = prefix
-        self._infos: list[ObjectInfo] | None = None
-
-    async def list(self, prefix: str, *, start_after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        # One that goes on after a failure has not all of it.
-        is_whole = prefix == self._prefix and not start_after
-        if is_whole and self._infos is not None:
-            for info in self._infos:
-                yield info
-            return
-        infos: list[ObjectInfo] = []
-        async with aclosing(super().list(prefix, start_after=start_after)) as listing:
-            async for info in listing:
-                if is_whole and len(infos) <= FEW:
-                    infos.append(info)
-                yield info
-        if is_whole and len(infos) <= FEW:
-            self._infos = infos
 
 
 # -- the catalogue -----------------------------------------------------------------------------

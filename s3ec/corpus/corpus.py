@@ -444,7 +444,7 @@ class Corpus(OpenBucket):
             there is nothing of that.
 
         Raises:
-            ConfigError: ``state`` is that of another corpus, or in use.
+            ConfigError: ``state`` is that of another corpus.
             TierError: The folder for temporary files, or that of ``state``, cannot be written.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
@@ -473,11 +473,7 @@ class Corpus(OpenBucket):
                 report=report,
             )
 
-        try:
-            return self.within(work, name)
-        finally:
-            if opened is not None:
-                opened.close()
+        return self.within(work, name)
 
     def repair(
         self,
