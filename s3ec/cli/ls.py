@@ -147,7 +147,7 @@ def ls(
     if as_json:
         sys.stdout.write(f'{{"namespace": {json_text(name)}, "entries": [')
         for number, row in enumerate(rows):
-            sys.stdout.write((",\n" if number else "\n") + json_text(row))
+            sys.stdout.write((", " if number else "") + json_text(row))
         rest = {"entry_count": count, "bytes": nbytes, "more": len(entries) < count}
         sys.stdout.write(f"], {json_text(rest)[1:]}\n")
     elif as_lines:
