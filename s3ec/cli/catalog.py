@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from datetime import datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,10 +20,10 @@ from s3ec.cli.output import (
     print_json,
     print_note,
     safe,
-    table,
     timestamp,
 )
 from s3ec.cli.output import show as show_document
+from s3ec.cli.output import table as table_of
 from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
 # More than anybody reads at a terminal.
 _SHOWN_ROWS = 1000
+_SUMMED = ("document", "identifier", "modality", "bytes", "time")
 _COLUMNS = ("document", "page", "modality", "rows", "bytes", "age_s", "identifier")
 
 
@@ -63,16 +63,8 @@ def register(app: App) -> None:
     group.command(
         "export",
         ("s3ec catalog export catalog.parquet", "for DuckDB, pandas, Spark"),
-        ("s3ec catalog export catalog.jsonl", "one JSON object for each row"),
+        ("s3ec catalog export catalog.parquet --model gemma-3", "of a model"),
     )(with_namespace(export))
-    group.command(
-        "sql",
-        (
-            "s3ec catalog sql 'SELECT document, count(*) FROM catalog GROUP BY ALL'",
-            "pages of each document",
-        ),
-        ("s3ec catalog sql 'SELECT sum(bytes) FROM catalog' --json", "for machines"),
-    )(with_namespace(sql))
     app.add_typer(group, name="catalog")
 
 
@@ -101,7 +93,7 @@ def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = 
         parts = await list_parts(store, layout)
         problems: list[str] = []
         try:
-            table = await read_table(store, layout, note=problems.append)
+            table = await read_table(store, layout, columns=_SUMMED, note=problems.append)
         except CorruptEntryError as exc:  # all of them
             from s3ec.corpus.catalog_file import schema
 
@@ -190,71 +182,45 @@ def find(
     if as_json:
         print_json({"namespace": name, "entries": rows})
     else:
-        _print_table(_COLUMNS, rows, len(rows))
+        table_of(rows[:_SHOWN_ROWS], _COLUMNS)
+        if len(rows) > _SHOWN_ROWS:
+            print_note(f"and {len(rows) - _SHOWN_ROWS:,} more; --json prints all")
 
 
 def _matching(table: pa.Table, column: str, text: str, page: int | None) -> list[dict[str, Any]]:
     import pyarrow.compute as pc
 
-    from s3ec.corpus.catalog_query import plain_rows
+    from s3ec.corpus.catalog_file import to_rows
 
     found = table.filter(pc.equal(table.column(column), text))
-    if page is not None:
-        found = found.filter(pc.equal(found.column("page"), page))
     rows = []
-    for row in plain_rows(found):
-        stored_s = datetime.fromisoformat(row.pop("time")).timestamp()
-        rows.append({**row, "age_s": time.time() - stored_s, "stored_at": timestamp(stored_s)})
+    for row in map(asdict, to_rows(found)):
+        if page in (None, row["page"]):
+            stored_s = row.pop("stored_s")
+            age = {"age_s": time.time() - stored_s, "stored_at": timestamp(stored_s)}
+            rows.append({**row, "bytes": row.pop("nbytes"), **age})
     return rows
-
-
-def _print_table(names: Sequence[str], rows: Sequence[dict[str, Any]], count: int) -> None:
-    table(rows[:_SHOWN_ROWS], names)
-    if count > _SHOWN_ROWS:
-        print_note(f"and {count - _SHOWN_ROWS:,} more; --json prints all")
 
 
 def export(
     source: SettingsSource,
     choice: NamespaceChoice,
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="Its suffix says how: `.parquet`, `.csv` or `.jsonl`."),
-    ],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A Parquet file.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Write the whole catalogue to a file; one that is there is replaced."""
-    from s3ec.corpus.catalog_query import export_table, require_suffix
+    """Write the whole catalogue to a Parquet file; one that is there is replaced.
 
-    require_suffix(path)
+    DuckDB, pandas, Polars and Spark read it, and answer questions in SQL.
+    """
+    from s3ec.corpus.catalog_query import export_table
+
+    if path.suffix.lower() != ".parquet":
+        raise ConfigError(
+            f"`{path.name}` is to be a Parquet file; let it end with .parquet", field="path"
+        )
     name, table = _read(source, choice)
     export_table(table, path)
     if as_json:
         print_json({"namespace": name, "file": str(path), "row_count": len(table)})
     else:
         print_note(f"{many(len(table), 'row')} written to {safe(str(path))}")
-
-
-def sql(
-    source: SettingsSource,
-    choice: NamespaceChoice,
-    query: Annotated[
-        str, typer.Argument(metavar="QUERY", help="SQL of DuckDB over the table `catalog`.")
-    ],
-    as_json: JsonOption = False,
-) -> None:
-    """Ask the catalogue in SQL, by DuckDB in memory, which sees no file and no network.
-
-    Columns: document, page, uri, sha256, identifier, modality, rows, width, dtype, placeholder
-    (JSON), bytes, time, extra (JSON).
-    """
-    from s3ec.corpus.catalog_query import plain_values, run_sql
-
-    name, table = _read(source, choice)
-    with counting("asking"):
-        answer = run_sql(table, query)
-    if as_json:
-        print_json({"namespace": name, "answer": list(plain_values(answer))})
-        return
-    rows = list(plain_values(answer.slice(0, _SHOWN_ROWS)))
-    _print_table(answer.schema.names, rows, len(answer))

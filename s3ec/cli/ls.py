@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import enum
 import heapq
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,8 +19,8 @@ from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, option
 from s3ec.cli.output import (
     counting,
     human_bytes,
+    json_text,
     many,
-    print_json,
     print_json_line,
     print_note,
     table,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from s3ec.corpus import Corpus, CorpusEntry
 
 _LIMIT = 100
+# Then the titles of the columns come again.
+_TABLE_ROWS = 10_000
 _COLUMNS = ("label", "bytes", "age_s", "stored_at")
 
 
@@ -139,23 +143,20 @@ def ls(
             entries = first(limit, counted(), key=order)
         else:
             entries = sorted(counted(), key=order, reverse=reverse)
-    rows = [EntryRow.of(entry, now_s) for entry in entries]
+    rows = (EntryRow.of(entry, now_s) for entry in entries)  # one at a time: there may be millions
     if as_json:
-        print_json(
-            {
-                "namespace": name,
-                "entries": rows,
-                "entry_count": count,
-                "bytes": nbytes,
-                "more": len(rows) < count,
-            }
-        )
+        sys.stdout.write(f'{{"namespace": {json_text(name)}, "entries": [')
+        for number, row in enumerate(rows):
+            sys.stdout.write((", " if number else "") + json_text(row))
+        rest = {"entry_count": count, "bytes": nbytes, "more": len(entries) < count}
+        sys.stdout.write(f"], {json_text(rest)[1:]}\n")
     elif as_lines:
         for row in rows:
             print_json_line(row)
     else:
-        table(rows, _COLUMNS)
-    page = "" if as_lines or len(rows) == count else f"; {len(rows)} shown (--limit 0: all)"
+        while some := list(islice(rows, _TABLE_ROWS)):
+            table(some, _COLUMNS)
+    page = "" if as_lines or len(entries) == count else f"; {len(entries)} shown (--limit 0: all)"
     in_words = many(count, "entry", "entries")
     print_note(f"{in_words}, {human_bytes(nbytes)}, in {name}{page}")
 

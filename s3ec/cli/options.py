@@ -464,16 +464,14 @@ def entry_of(corpus: Corpus, namespace: str, text: str, *, full: bool = False) -
     """
     from s3ec.corpus import CorpusEntry, is_hash_prefix
 
-    key = None
-    digits = text.rpartition(":")[2]
-    if digits.startswith(("x-", "t-")):  # it says where it lies, whoever gave its identifier
-        key = corpus.key_of(text, by_name=True)
-    if key is not None:
+    key = corpus.key_of(text)
+    if key is not None and not key.identifier:  # a label
         return CorpusEntry(namespace, key.name, 0, 0.0)
-    if corpus.key_of(text) is None:
+    if key is None:
         raise ConfigError(
             f"{text!r:.100} is an identifier under which nothing is stored; `s3ec ls` prints labels"
         )
+    digits = text.rpartition(":")[2]
     if not full and is_hash_prefix(text) and len(digits) < _HASH_DIGITS:
         return corpus.find(text, namespace=namespace) or text
     return text

@@ -7,7 +7,8 @@ what the objects hold with what they should by ``deep_check``.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,10 +20,9 @@ from s3ec.corpus.deep_check import AuditState, DeepCheck, check_objects
 from s3ec.counters import Report, unreported
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import Layout, make_key
-from s3ec.index.listing import FEW
 from s3ec.index.maker import Verified, verify
-from s3ec.index.snapshot import Rows, is_in
-from s3ec.store.base import ObjectInfo, Store, Wrapper
+from s3ec.index.snapshot import Rows, is_in, merge
+from s3ec.store.base import Store
 from s3ec.tenant import Tenant
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class CatalogCheck:
         rows: Of the catalogue, the newest of each document and place.
         gone: Rows whose entry has no object.
         unlisted: Entries without a row; that is no fault.
-        gone_identifiers: Those of the rows in ``gone``.
+        gone_digests: Of the entries of the rows in ``gone``; zeros where nothing can be stored
+            under an identifier.
         examples: Documents of some of these rows.
         problem: Why the catalogue cannot be read; empty where it can.
     """
@@ -47,7 +48,7 @@ class CatalogCheck:
     rows: int = 0
     gone: int = 0
     unlisted: int = 0
-    gone_identifiers: set[str] = field(default_factory=set)
+    gone_digests: set[bytes] = field(default_factory=set)
     examples: list[str] = field(default_factory=list)
     problem: str = ""
 
@@ -87,8 +88,8 @@ async def audit(
 ) -> Audit:
     """Compare index, listing and catalogue of a namespace; see Corpus.verify.
 
-    Memory: some 200 MiB for the index, the catalogue's identifiers, and 16 objects of up to 8 MiB;
-    larger ones come in parts of 8 MiB.
+    Memory: some 200 MiB for the index, 200 bytes for each row of the catalogue, and 16 objects of
+    up to 8 MiB; larger ones come in parts of 8 MiB.
 
     Args:
         tenant: Whose secret is in the names.
@@ -96,46 +97,24 @@ async def audit(
             came where the store or the disk fails.
     """
     # First the catalogue, then the listing: a row comes after its entry.
-    rows = await _CatalogRows.read(store, layout, tenant) if catalog else None
-    if deep:
-        store = _ListedOnce(store, layout.objects)
-    look = rows.look if isinstance(rows, _CatalogRows) else None
+    rows = _CatalogRows(tenant)
+    is_there, problem = False, ""
+    if catalog:
+        try:
+            is_there = await rows.read(store, layout)
+        except (ConfigError, CorruptEntryError) as exc:
+            problem = str(exc)
+    look = rows.look if is_there else None
     found = Audit(await verify(store, layout, look=look, report=report))
-    if rows is not None:
-        found.catalog = rows.result() if isinstance(rows, _CatalogRows) else rows
+    if is_there:
+        found.catalog = await rows.result(store, layout)
+    elif problem:
+        found.catalog = CatalogCheck(problem=problem)
     if deep:
         found.deep = await check_objects(
             store, layout, state, expected=found.index.objects, report=report
         )
     return found
-
-
-class _ListedOnce(Wrapper):
-    """Remembers the listing of one prefix that has few objects, for who asks for it again.
-
-    Servers exist that take a tenth of the time of reading large objects to list them.
-    """
-
-    def __init__(self, inner: Store, prefix: str) -> None:
-        super().__init__(inner)
-        self._prefix = prefix
-        self._infos: list[ObjectInfo] | None = None
-
-    async def list(self, prefix: str, *, start_after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        # One that goes on after a failure has not all of it.
-        is_whole = prefix == self._prefix and not start_after
-        if is_whole and self._infos is not None:
-            for info in self._infos:
-                yield info
-            return
-        infos: list[ObjectInfo] = []
-        async with aclosing(super().list(prefix, start_after=start_after)) as listing:
-            async for info in listing:
-                if is_whole and len(infos) <= FEW:
-                    infos.append(info)
-                yield info
-        if is_whole and len(infos) <= FEW:
-            self._infos = infos
 
 
 # -- the catalogue -----------------------------------------------------------------------------
@@ -144,31 +123,54 @@ class _ListedOnce(Wrapper):
 class _CatalogRows:
     """The catalogue's entries as digests, and which of them a listing has shown."""
 
-    def __init__(self, table: pa.Table, tenant: Tenant | None) -> None:
-        self._table = table
-        names = table.column("identifier").unique().to_pylist()
-        keys = {name: make_key(name, tenant) for name in names}
-        # What can have no object is gone in any case.
-        self._keyed = {key.digest: name for name, key in keys.items() if key is not None}
-        self._unkeyed = [name for name, key in keys.items() if key is None]
-        self._digests = sorted(self._keyed)
-        self._rows = Rows.of(self._digests, [0] * len(self._digests))
-        self._there: npt.NDArray[np.bool_] = np.zeros(len(self._digests), np.bool_)
+    def __init__(self, tenant: Tenant | None) -> None:
+        self._tenant = tenant
+        self._counts: dict[str, npt.NDArray[np.bool_]] = {}
+        self._rows = Rows.of([], [])
+        self._there: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._unlisted = 0
 
-    @classmethod
-    async def read(
-        cls, store: Store, layout: Layout, tenant: Tenant | None
-    ) -> _CatalogRows | CatalogCheck | None:
-        """None where there is no catalogue; what is wrong where it cannot be read."""
-        from s3ec.corpus.catalog import list_parts, read_table
+    async def read(self, store: Store, layout: Layout) -> bool:
+        """False where there is no catalogue.
+
+        Raises:
+            ConfigError: pyarrow is missing.
+            CorruptEntryError: None of its parts can be used.
+        """
+        from s3ec.corpus.catalog import list_parts, read_parts
+        from s3ec.corpus.catalog_file import Winners
 
         if not await list_parts(store, layout):
-            return None
-        try:
-            return cls(await read_table(store, layout), tenant)
-        except (ConfigError, CorruptEntryError) as exc:
-            return CatalogCheck(problem=str(exc))
+            return False
+        winners, ulids = Winners(), []
+        digests: list[npt.NDArray[np.void]] = []
+        problems: list[CorruptEntryError] = []
+
+        def take(table: pa.Table) -> None:
+            winners.add(table)
+            every = b"".join(self._digests(table))
+            digests.append(np.frombuffer(every, "V16"))
+
+        async with aclosing(read_parts(store, layout, problem=problems.append)) as coming:
+            async for ulid, table in coming:
+                ulids.append(ulid)
+                await asyncio.to_thread(take, table)
+                del table
+        if problems and not ulids:
+            raise problems[0]
+        masks = winners.masks()
+        self._counts = dict(zip(ulids, masks, strict=True))
+        newest = b"".join(some[mask].tobytes() for some, mask in zip(digests, masks, strict=True))
+        self._rows = merge([Rows.of([newest], [0] * (len(newest) // 16))])
+        self._there = np.zeros(len(self._rows), np.bool_)
+        return True
+
+    def _digests(self, table: pa.Table) -> Iterator[bytes]:
+        """The digest of each row's entry; zeros for what can have no object."""
+        for batch in table.column("identifier").chunks:
+            for identifier in batch.to_pylist():
+                key = make_key(identifier, self._tenant)
+                yield bytes(16) if key is None else key.digest
 
     def look(self, there: Rows) -> None:
         """Note the entries of one range of the listing, which are sorted."""
@@ -180,15 +182,25 @@ class _CatalogRows:
         self._there[first:stop] |= found
         self._unlisted += len(there) - int(found.sum())
 
-    def result(self) -> CatalogCheck:
-        """What came out, when all ranges were looked at."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
+    async def result(self, store: Store, layout: Layout) -> CatalogCheck:
+        """What came out, when all ranges were looked at; rows that are gone are read again."""
+        from s3ec.corpus.catalog import read_parts
 
-        absent = [self._digests[row] for row in np.flatnonzero(~self._there)]
-        gone = {self._keyed[digest] for digest in absent} | set(self._unkeyed)
-        wanted = pa.array(sorted(gone), pa.string())
-        column = self._table.column("identifier").cast(pa.string())
-        rows = self._table.filter(pc.is_in(column, value_set=wanted))
-        examples = rows.column("document").slice(0, _SHOWN).to_pylist()
-        return CatalogCheck(len(self._table), len(rows), self._unlisted, gone, examples)
+        absent = self._rows.select(np.flatnonzero(~self._there))
+        halves = np.stack([absent.hi, absent.lo], axis=1).astype(">u8").tobytes()
+        gone = {halves[at : at + 16] for at in range(0, len(halves), 16)}
+        total = sum(int(mask.sum()) for mask in self._counts.values())
+        found = CatalogCheck(total, unlisted=self._unlisted, gone_digests=gone)
+
+        def take(table: pa.Table, counts: npt.NDArray[np.bool_]) -> None:
+            documents = table.column("document")
+            for row, digest in enumerate(self._digests(table)):
+                if counts[row] and digest in gone:
+                    found.gone += 1
+                    if len(found.examples) < _SHOWN:
+                        found.examples.append(documents[row].as_py())
+
+        async with aclosing(read_parts(store, layout, only=self._counts if gone else ())) as coming:
+            async for ulid, table in coming:
+                await asyncio.to_thread(take, table, self._counts[ulid])
+        return found

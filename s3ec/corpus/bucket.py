@@ -106,13 +106,13 @@ class OpenBucket:
         """
         return Tenant.read(self.settings.tenant_key)
 
-    def key_of(self, text: str, *, by_name: bool = False) -> Key | None:
-        """The key of an identifier; with ``by_name`` that of a label or an object's name.
+    def key_of(self, text: str) -> Key | None:
+        """The key of an identifier, a label or an object's name.
 
         Returns:
             None where nothing can be stored under it.
         """
-        return key_of(text, self.tenant, by_name=by_name)
+        return key_of(text, self.tenant)
 
     def choose(self, namespace: str | None = None, *, model: str | None = None) -> str:
         """The name of the namespace that fits, see ``Corpus``.

@@ -19,21 +19,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 from s3ec.corpus.catalog_file import (
     COLUMNS,
+    KEY,
     MAX_PART_BYTES,
-    MAX_PART_ROWS,
     MAX_UNPACKED_BYTES,
+    OWN_ROWS,
     PART,
     CatalogRow,
+    Winners,
     check_row,
     decode_part,
     encode_part,
+    free_unused,
     in_parts,
     newest,
     require_pyarrow,
@@ -42,7 +53,7 @@ from s3ec.corpus.catalog_file import (
     to_table,
 )
 from s3ec.corpus.catalog_index import CatalogIndex
-from s3ec.corpus.catalog_query import export_table, require_suffix, run_sql, select
+from s3ec.corpus.catalog_query import select
 from s3ec.errors import (
     AccessError,
     ConfigError,
@@ -58,6 +69,8 @@ from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store, VanishedError, 
 from s3ec.store.concurrency import in_parallel
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import pyarrow as pa
 
     from s3ec.corpus.bucket import OpenBucket
@@ -78,10 +91,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-FOLDED_BYTES = 16 * 2**20
+FOLDED_BYTES = 4 * 2**20
 """Parts are folded into one of at most so many bytes, of which each is less than half: so a large
-catalogue is not written again and again. In memory they take some 250 MiB."""
-_PARTS_AT_A_TIME = 4
+catalogue is not written again and again. In memory they take some 50 MiB."""
+_RANGES_AT_A_TIME = 4
 # Each one after a fold has taken away what the one before had named.
 _LISTINGS = 10
 
@@ -107,19 +120,18 @@ async def read_parts(
     store: Store,
     layout: Layout,
     *,
-    problem: Callable[[CorruptEntryError], object],
+    problem: Callable[[CorruptEntryError], object] = log.debug,
     only: Collection[str] | None = None,
-    at_a_time: int = _PARTS_AT_A_TIME,
 ) -> AsyncGenerator[tuple[str, pa.Table], None]:
     """Each part once, with its ULID, also while others are folded; to be closed.
 
     When it has ended, every part that the bucket lists was read. Those that a fold takes away
-    meanwhile are in the part that it wrote, and that is read as well.
+    meanwhile are in the part that it wrote, and that is read as well. Memory: parts of FOLDED_BYTES
+    together, or one that is larger.
 
     Args:
         problem: Told of each part that cannot be used.
         only: ULIDs of the parts that are meant; None for all. Those that are gone are left out.
-        at_a_time: Parts that are read, and in memory, at once.
 
     Raises:
         ConfigError: pyarrow is missing.
@@ -139,14 +151,14 @@ async def read_parts(
     known: set[str] = set()
     for _ in range(_LISTINGS):
         parts = await list_parts(store, layout)
-        new = [each for each in parts.items() if each[0] not in known]
+        new = {ulid: info for ulid, info in parts.items() if ulid not in known}
         if only is not None:
-            new = [each for each in new if each[0] in only]
+            new = {ulid: info for ulid, info in new.items() if ulid in only}
         has_vanished = False
-        for start in range(0, len(new), at_a_time):
-            some = new[start : start + at_a_time]
-            answers = await in_parallel(some, read)
-            for (ulid, _info), answer in zip(some, answers, strict=True):
+        for some in _groups(new):
+            answers = await in_parallel([(ulid, new[ulid]) for ulid in some], read)
+            for ulid in some:
+                answer = answers.pop(0)
                 if answer is None:
                     has_vanished = True
                     continue
@@ -155,10 +167,25 @@ async def read_parts(
                     problem(answer)
                 else:
                     yield ulid, answer
-            del answers, answer  # not in memory while others come
+                del answer  # not in memory while others come
+            free_unused()
         if not has_vanished or only is not None:
             return
     raise UnavailableError(f"{layout.catalog}: its parts are folded over and over")
+
+
+def _groups(parts: Mapping[str, ObjectInfo]) -> Iterator[list[str]]:
+    """Parts of FOLDED_BYTES together, or one that is larger, in their order."""
+    group: list[str] = []
+    nbytes = 0
+    for ulid, info in parts.items():
+        if group and nbytes + info.nbytes > FOLDED_BYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(ulid)
+        nbytes += info.nbytes
+    if group:
+        yield group
 
 
 async def _read_part(store: Store, layout: Layout, ulid: str, info: ObjectInfo) -> pa.Table:
@@ -182,7 +209,7 @@ async def _read_part(store: Store, layout: Layout, ulid: str, info: ObjectInfo) 
         )
 
     async def read() -> pa.Table:
-        blob = await get_in_parts(store, info.name, info.nbytes, at_a_time=_PARTS_AT_A_TIME)
+        blob = await get_in_parts(store, info.name, info.nbytes, at_a_time=_RANGES_AT_A_TIME)
         return await asyncio.to_thread(
             decode_part, blob, layout.namespace, ulid=ulid, name=info.name
         )
@@ -196,13 +223,18 @@ async def _read_part(store: Store, layout: Layout, ulid: str, info: ObjectInfo) 
 
 
 async def read_table(
-    store: Store, layout: Layout, *, note: Callable[[str], None] | None = None
+    store: Store,
+    layout: Layout,
+    *,
+    columns: Sequence[str] = COLUMNS,
+    note: Callable[[str], None] | None = None,
 ) -> pa.Table:
     """The whole catalogue, sorted by document and page, the newest row of each.
 
-    Memory: some 350 bytes a row, and 1,250 while it is made.
+    Memory: some 500 bytes a row, and up to half as much again while it is sorted.
 
     Args:
+        columns: Those that are kept.
         note: Told of each part that cannot be used and was left out; the log if None.
 
     Raises:
@@ -212,14 +244,15 @@ async def read_table(
     """
     problems: list[CorruptEntryError] = []
     async with aclosing(read_parts(store, layout, problem=problems.append)) as coming:
-        tables = [table async for _, table in coming]
+        kept = [name for name in (*COLUMNS, PART) if name in {*KEY, PART, *columns}]
+        tables = [table.select(kept) async for _, table in coming]
     if problems and not tables:
         raise problems[0]
     for exc in problems:
         (note or log.warning)(f"this part of the catalogue is left out: {exc}")
     if not tables:
-        return schema().empty_table()
-    return (await asyncio.to_thread(newest, tables)).select(COLUMNS)
+        return schema().empty_table().select(columns)
+    return (await asyncio.to_thread(newest, tables)).select(columns)
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -298,14 +331,23 @@ class CatalogWriter:
                 lost.
         """
         parts = await list_parts(self._store, self._layout)
-        mine = {ulid: info for ulid, info in parts.items() if everything or ulid in self._own}
-        for group in _groups(mine):
-            coming = read_parts(self._store, self._layout, problem=log.debug, only=group)
+        small = {
+            ulid: info
+            for ulid, info in parts.items()
+            if info.nbytes < FOLDED_BYTES // 2 and (everything or ulid in self._own)
+        }
+        for group in _groups(small):
+            if len(group) < 2:
+                continue
+            coming = read_parts(self._store, self._layout, only=group)
             async with aclosing(coming):
                 read = {ulid: table async for ulid, table in coming}
             if len(read) > 1:
-                whole = await asyncio.to_thread(newest, list(read.values()))
-                await self._replace(read.keys(), whole)
+                await self._require_deletions()
+                ulids, tables = list(read), list(read.values())
+                del read
+                await self._write(await asyncio.to_thread(newest, tables))
+                await self._delete(ulids)
 
     async def drop(self, is_suspect: Callable[[str], bool], *, tenant: Tenant | None = None) -> int:
         """Write the catalogue again without rows whose entry is gone, and delete its old parts.
@@ -314,7 +356,7 @@ class CatalogWriter:
         that was stored again, by whoever fills the corpus meanwhile, keeps its row. An older row of
         the same document and place goes with a newer one: it is of what the document was before. A
         fold that is under way may bring rows back; they are found again by the next audit. Costs a
-        HEAD for each suspect. Memory: as read_table.
+        HEAD for each suspect. Memory: some 100 bytes a row, 120 for each suspect, and a part.
 
         Args:
             is_suspect: True if the entry of an identifier may be gone. Called in another thread.
@@ -328,38 +370,58 @@ class CatalogWriter:
                 is lost.
         """
         store, layout = self._store, self._layout
-        async with aclosing(read_parts(store, layout, problem=log.debug)) as coming:
-            read = {ulid: table async for ulid, table in coming}
-        if not read:
-            return 0
-        whole = await asyncio.to_thread(newest, list(read.values()))
-        ulids = list(read)
-        del read
-        suspects = await asyncio.to_thread(_those, whole, is_suspect)
+        winners, ulids = Winners(), []
+        suspects: set[str] = set()
+
+        def take(table: pa.Table) -> None:
+            winners.add(table)
+            suspects.update(filter(is_suspect, table.column("identifier").unique().to_pylist()))
+
+        async with aclosing(read_parts(store, layout)) as coming:
+            async for ulid, table in coming:
+                ulids.append(ulid)
+                await asyncio.to_thread(take, table)
+                del table
 
         async def is_gone(identifier: str) -> bool:
             key = make_key(identifier, tenant)
             return key is None or await store.head(layout.object(key)) is None
 
-        looked = await in_parallel(suspects, is_gone)
-        gone = [identifier for identifier, absent in zip(suspects, looked, strict=True) if absent]
-        left = await asyncio.to_thread(_without, whole, gone)
-        dropped = len(whole) - len(left)
-        if dropped:
-            await self._replace(ulids, left)
+        names = list(suspects)
+        looked = await in_parallel(names, is_gone)
+        gone = {name for name, absent in zip(names, looked, strict=True) if absent}
+        if not gone:
+            return 0
+        await self._require_deletions()
+        counts = dict(zip(ulids, winners.masks(), strict=True))
+        dropped, old = 0, []
+        # Again, since only the rows' keys were kept. All is written before anything is deleted: an
+        # older row must not count meanwhile.
+        async with aclosing(read_parts(store, layout, only=ulids)) as coming:
+            async for ulid, table in coming:
+                left, went = await asyncio.to_thread(_without, table, counts[ulid], gone)
+                dropped += went
+                if len(left) < len(table):
+                    old.append(ulid)
+                    await self._write(left)
+                del table, left
+        await self._delete(old)
         return dropped
 
-    async def _replace(self, ulids: Collection[str], table: pa.Table) -> None:
-        """Write these rows, then delete the parts in which they were."""
-        name = await self._next_name()
-        # Who may not delete would add a part with each fold. A name that nobody has tells.
-        await self._store.delete(self._layout.catalog_part(name))
+    async def _require_deletions(self) -> None:
+        """Who may not delete would add a part with each fold. A name that nobody has tells."""
+        await self._store.delete(self._layout.catalog_part(await self._next_name()))
+
+    async def _write(self, table: pa.Table) -> None:
+        """Write rows with their ``part``, as one part or several."""
         while len(table):
-            some = table.slice(0, MAX_PART_ROWS)
+            some = table.slice(0, OWN_ROWS)
             while len(some) > 1 and some.nbytes > MAX_UNPACKED_BYTES // 2:
                 some = some.slice(0, len(some) // 2)
-            await self._put(name, some)
-            name, table = self._names.next(self._clock.now_s()), table.slice(len(some))
+            await self._put(self._names.next(self._clock.now_s()), some)
+            table = table.slice(len(some))
+
+    async def _delete(self, ulids: Sequence[str]) -> None:
         old = [self._layout.catalog_part(ulid) for ulid in ulids]
         for start in range(0, len(old), DELETE_AT_A_TIME):
             left = await self._store.delete_many(old[start : start + DELETE_AT_A_TIME])
@@ -390,34 +452,18 @@ def _last_of_each(table: pa.Table, ulid: str) -> pa.Table:
     return newest([table.append_column(schema(part=True).field(PART), part)])
 
 
-def _groups(parts: Mapping[str, ObjectInfo]) -> Iterator[list[str]]:
-    """Parts that become one each: two or more small ones, in their order."""
-    group: list[str] = []
-    nbytes = 0
-    for ulid, info in parts.items():
-        if info.nbytes >= FOLDED_BYTES // 2:
-            continue
-        if nbytes + info.nbytes > FOLDED_BYTES:
-            yield group
-            group, nbytes = [], 0
-        group.append(ulid)
-        nbytes += info.nbytes
-    if len(group) > 1:
-        yield group
-
-
-def _those(table: pa.Table, is_suspect: Callable[[str], bool]) -> list[str]:
-    return list(filter(is_suspect, table.column("identifier").unique().to_pylist()))
-
-
-def _without(table: pa.Table, identifiers: list[str]) -> pa.Table:
-    """The rows that are not of these entries."""
+def _without(
+    table: pa.Table, counts: npt.NDArray[np.bool_], gone: Set[str]
+) -> tuple[pa.Table, int]:
+    """The rows that count and are not of these entries, and how many are only not that."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     column = table.column("identifier")
-    wanted = pa.array(identifiers, column.type)
-    return table.filter(pc.invert(pc.is_in(column, value_set=wanted)))
+    is_gone = pc.is_in(column, value_set=pa.array(gone, column.type))
+    newest_rows = pa.chunked_array([pa.array(counts)])
+    left = table.filter(pc.and_not(newest_rows, is_gone))
+    return left, int(counts.sum()) - len(left)
 
 
 # -- for programs ----------------------------------------------------------------------------------
@@ -499,31 +545,3 @@ class Catalog:
             return self._known[1]
 
         return self._corpus.within(work, self.namespace)
-
-    def export(self, path: str | os.PathLike[str]) -> int:
-        """Write all rows to a file, whole or not at all.
-
-        Args:
-            path: Its suffix says how: ``.parquet``, ``.csv`` or ``.jsonl``.
-
-        Returns:
-            How many rows.
-
-        Raises:
-            ConfigError: The suffix is none of those.
-            TierError: The file cannot be written.
-        """
-        require_suffix(path)
-        table = self.table()
-        export_table(table, path)
-        return len(table)
-
-    def sql(self, query: str) -> pa.Table:
-        """What DuckDB answers to a question about the table ``catalog``.
-
-        It sees the catalogue and nothing else: no file, no network.
-
-        Raises:
-            ConfigError: DuckDB does not take the question, or is not installed.
-        """
-        return run_sql(self.table(), query)

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import xxhash
+
 from s3ec.codec import MADE_BY, MADE_BY_CHARACTERS
 from s3ec.corpus.parquet_pages import unpacked_bytes
 from s3ec.corpus.reading import without_secrets
@@ -22,6 +25,7 @@ from s3ec.safetensors_file import plain_json
 from s3ec.store.base import Blob
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import pyarrow as pa
 
 KIND = "catalog-1"
@@ -31,10 +35,9 @@ MAX_PART_BYTES = 128 * 2**20
 MAX_PART_ROWS = 2**20
 MAX_UNPACKED_BYTES = 512 * 2**20
 """Of a part's columns in memory."""
-# What an append writes into one part at most: some MiB of memory, however much is appended.
-_APPEND_ROWS = 2**16
+OWN_ROWS = 2**16
+"""Of a part that is written here at most, so that who reads parts one by one needs little."""
 _APPEND_BYTES = 64 * 2**20
-_GROUP_ROWS = 2**16
 _BATCH_ROWS = 4096
 # Of a footer: that of a full part, whose statistics may hold long texts, has 2 MiB. Of its lists,
 # each item of which takes a reader up to 1 KiB: a part has 16 groups of some 15 columns.
@@ -235,28 +238,86 @@ def in_parts(rows: Iterable[CatalogRow]) -> Iterator[list[CatalogRow]]:
         some.append(row)
         texts = (row.document, row.uri, row.identifier, row.placeholder, row.extra)
         nbytes += sum(len(str(text)) for text in texts)
-        if len(some) == _APPEND_ROWS or nbytes >= _APPEND_BYTES:
+        if len(some) == OWN_ROWS or nbytes >= _APPEND_BYTES:
             yield some
             some, nbytes = [], 0
     if some:
         yield some
 
 
-def newest(tables: Sequence[pa.Table]) -> pa.Table:
+class Winners:
+    """Which rows of some tables count: of rows with equal keys that of the newest part.
+
+    Memory: some 100 bytes a row, whatever is in the tables.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[npt.NDArray[np.uint64]] = []
+        self._parts: list[tuple[list[str], npt.NDArray[np.int32]]] = []
+
+    def add(self, table: pa.Table) -> None:
+        """Take in the next table, with its ``part``; blocking, some 2 us a row."""
+        keys = bytearray()
+        for batch in table.select(KEY).to_batches(max_chunksize=_BATCH_ROWS):
+            columns = (column.to_pylist() for column in batch.columns)
+            for key in zip(*columns, strict=True):
+                keys += xxhash.xxh3_128_digest(repr(key).encode())
+        self._keys.append(np.frombuffer(keys, np.uint64).reshape(-1, 2))
+        parts = table.column(PART).combine_chunks().dictionary_encode()
+        numbers = parts.indices.to_numpy().astype(np.int32)
+        self._parts.append((parts.dictionary.to_pylist(), numbers))
+
+    def masks(self) -> list[npt.NDArray[np.bool_]]:
+        """For each table which of its rows count; of equal ones of one part the last."""
+        names = sorted({name for known, _ in self._parts for name in known})
+        ranks = {name: number for number, name in enumerate(names)}
+        rank = [np.array([ranks[n] for n in known], np.int32)[at] for known, at in self._parts]
+        if not rank:
+            return []
+        keys = np.concatenate(self._keys)
+        order = np.lexsort((np.concatenate(rank), keys[:, 1], keys[:, 0]))
+        counts = np.zeros(len(keys), np.bool_)
+        sorted_keys = keys[order]
+        is_last = np.ones(len(keys), np.bool_)
+        is_last[:-1] = (sorted_keys[1:] != sorted_keys[:-1]).any(axis=1)
+        counts[order[is_last]] = True
+        return np.split(counts, np.cumsum([len(one) for one in rank])[:-1])
+
+
+def newest(tables: list[pa.Table]) -> pa.Table:
     """Tables with their ``part`` as one: of rows with equal keys the one of the newest part.
 
-    The result is sorted by document and page, and has one chunk. Memory: about three
-    times the result.
+    The result is sorted by document and page, and has one chunk. Memory: the tables, and some of
+    their columns once more.
+
+    Args:
+        tables: One or more. Emptied, so that each is freed once its rows are chosen.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    table = pa.concat_tables(tables)
-    order = pc.sort_indices(table, [(PART, "ascending")])
-    table = table.take(order).append_column("row", pa.array(range(len(order)), pa.int64()))
-    last = table.select([*KEY, "row"]).group_by(list(KEY)).aggregate([("row", "max")])
-    last = last.sort_by([(name, "ascending") for name in KEY])
-    return table.drop_columns("row").take(last.column("row_max")).combine_chunks()
+    winners = Winners()
+    for table in tables:
+        winners.add(table)
+    for number, mask in enumerate(winners.masks()):
+        if not mask.all():
+            tables[number] = tables[number].filter(pa.array(mask))
+    whole = pa.concat_tables(tables)
+    tables.clear()
+    fields, columns = whole.schema, []
+    order = pc.sort_indices(whole, [(name, "ascending") for name in KEY])
+    for name in fields.names:  # one by one, so that each is freed once it is sorted
+        columns.append(whole.column(name).take(order).combine_chunks())
+        whole = whole.drop_columns([name])
+        free_unused()
+    return pa.table(columns, schema=fields)
+
+
+def free_unused() -> None:
+    """Give memory back that Arrow has freed: its pool keeps it, to a multiple of what it needs."""
+    import pyarrow as pa
+
+    pa.default_memory_pool().release_unused()
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -281,7 +342,7 @@ def encode_part(table: pa.Table, namespace: str) -> Blob:
     with pq.ParquetWriter(
         sink, table.schema, compression="zstd", store_schema=False, write_page_checksum=True
     ) as writer:
-        writer.write_table(table, row_group_size=_GROUP_ROWS)
+        writer.write_table(table, row_group_size=OWN_ROWS)
         writer.add_key_value_metadata({"s3ec": KIND, "namespace": namespace})
     whole = memoryview(sink.getvalue())
     if len(whole) > MAX_PART_BYTES:

@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions to a catalogue in SQL, and a catalogue as a file."""
+"""Conditions on a catalogue in SQL, and a catalogue as a file."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from s3ec.corpus.catalog_file import COLUMNS, schema
 from s3ec.errors import ConfigError, TierError
-from s3ec.safetensors_file import plain_json
 from s3ec.tier.files import TempFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _NAME = "catalog"
-_BATCH = 4096
 # Whoever asks may have got the question from somewhere else. It sees the catalogue and nothing
 # else: no file, no network, no variable of Python, and it cannot allow itself more.
 # The folder for temporary files stays allowed without external access (DuckDB 2.0): there is none.
@@ -77,89 +72,19 @@ def select(table: pa.Table, where: str) -> pa.Table:
     return found.cast(schema())
 
 
-def _write_parquet(table: pa.Table, path: str) -> None:
-    import pyarrow.parquet as pq
-
-    pq.write_table(table, path, compression="zstd", store_schema=False)
-
-
-def _write_csv(table: pa.Table, path: str) -> None:
-    from pyarrow import csv
-
-    csv.write_csv(table, path)
-
-
-def _write_jsonl(table: pa.Table, path: str) -> None:
-    with Path(path).open("w", encoding="utf-8") as file:
-        for row in plain_rows(table):
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-_WRITERS: dict[str, Callable[[pa.Table, str], None]] = {
-    ".parquet": _write_parquet,
-    ".csv": _write_csv,
-    ".jsonl": _write_jsonl,
-}
-
-
-def plain_values(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Rows of any table as JSON has them: times in ISO 8601, what it has no word for as text."""
-    for batch in table.to_batches(max_chunksize=_BATCH):
-        for row in batch.to_pylist():
-            yield {name: _plain(value) for name, value in row.items()}
-
-
-def plain_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """As plain_values, of rows of the catalogue: JSON texts become what they say."""
-    for row in plain_values(table):
-        for name in ("placeholder", "extra"):
-            row[name] = None if row[name] is None else plain_json(row[name])
-        yield row
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, bytes):
-        return value.hex()
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
-
-
-def require_suffix(path: str | os.PathLike[str]) -> str:
-    """The suffix of a file to write.
-
-    Raises:
-        ConfigError: It is none that says how.
-    """
-    suffix = Path(path).suffix.lower()
-    if suffix not in _WRITERS:
-        raise ConfigError(
-            f"`{Path(path).name}` ends with none of {', '.join(_WRITERS)}, which say how to "
-            "write it",
-            field="path",
-        )
-    return suffix
-
-
 def export_table(table: pa.Table, path: str | os.PathLike[str]) -> None:
-    """Write a table to a file, whole or not at all; its suffix says how.
+    """Write a table to a Parquet file, whole or not at all.
 
     Raises:
-        ConfigError: The suffix is none of those.
         TierError: The file cannot be written.
     """
+    import pyarrow.parquet as pq
+
     target = Path(path)
-    write = _WRITERS[require_suffix(path)]
     try:
         with TempFile(os.fspath(target.parent), private=False) as temp:
             temp.close()
-            write(table, temp.path)
+            pq.write_table(table, temp.path, compression="zstd", store_schema=False)
             os.replace(temp.path, target)
             temp.is_named = True
     except OSError as exc:

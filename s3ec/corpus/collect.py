@@ -251,17 +251,17 @@ async def collect_garbage(
         choice = await choose(store, layout, rules, now_s, headers=headers, report=report)
     if dry_run:
         return choice
-    names: set[str] = set()
+    digests: set[bytes] = set()
     done = await collect(
         store,
         layout,
         choice,
-        deleted=lambda keys: names.update(key.name for key in keys),
+        deleted=lambda keys: digests.update(key.digest for key in keys),
         node=node,
         report=report,
     )
     done.done = True
-    done.dropped_rows, done.problem = await drop_deleted_rows(store, layout, names, tenant)
+    done.dropped_rows, done.problem = await drop_deleted_rows(store, layout, digests, tenant)
     done.problem = done.problem or await _fold_catalog(store, layout)
     return done
 
@@ -328,13 +328,13 @@ async def delete(
     if dry_run:
         return Deletion(layout.namespace, by_text, done=False)
     await delete_entries(store, layout, found, node=node, report=report)
-    names = {key.name for key in keys.values()}
-    dropped, problem = await drop_deleted_rows(store, layout, names, tenant)
+    digests = {key.digest for key in keys.values()}
+    dropped, problem = await drop_deleted_rows(store, layout, digests, tenant)
     return Deletion(layout.namespace, by_text, True, dropped, problem)
 
 
 async def drop_deleted_rows(
-    store: Store, layout: Layout, names: Set[str], tenant: Tenant | None
+    store: Store, layout: Layout, digests: Set[bytes], tenant: Tenant | None
 ) -> tuple[int, str]:
     """Drop the catalogue's rows of entries that were deleted, and were not stored again since.
 
@@ -342,7 +342,7 @@ async def drop_deleted_rows(
     of these entries that it has.
 
     Args:
-        names: Of the entries' objects, below ``objects/``.
+        digests: Of the entries.
 
     Returns:
         How many, and why they are left: pyarrow is missing, or the store does not answer; empty
@@ -352,10 +352,10 @@ async def drop_deleted_rows(
 
     def was_deleted(identifier: str) -> bool:
         key = make_key(identifier, tenant)
-        return key is not None and key.name in names
+        return key is not None and key.digest in digests
 
     try:
-        if not names or not await list_parts(store, layout):
+        if not digests or not await list_parts(store, layout):
             return 0, ""
         return await CatalogWriter(store, layout).drop(was_deleted, tenant=tenant), ""
     except (ConfigError, UnavailableError, AccessError) as exc:

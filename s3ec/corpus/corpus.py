@@ -27,7 +27,7 @@ from s3ec.corpus.entries import (
 )
 from s3ec.counters import Report, unreported
 from s3ec.errors import ConfigError, S3ECError
-from s3ec.identity import Key, Layout, make_key
+from s3ec.identity import Key, Layout
 from s3ec.namespaces import (
     NamespaceInfo,
     describe_namespace,
@@ -256,7 +256,6 @@ class Corpus(OpenBucket):
         *,
         namespace: str | None = None,
         model: str | None = None,
-        by_name: bool = False,
         rate_limit_bytes_per_s: int | None = None,
         report: Report = unreported,
     ) -> Hydration:
@@ -270,7 +269,6 @@ class Corpus(OpenBucket):
         Args:
             wanted: Identifiers as vLLM spells them, or entries of this corpus; the most wanted
                 first. None for everything, in no order.
-            by_name: The texts are labels or objects' names, as list has them.
             rate_limit_bytes_per_s: From the bucket at most, on average; None for as fast as they
                 come.
             report: Told how many bytes have come.
@@ -285,7 +283,7 @@ class Corpus(OpenBucket):
         """
         from s3ec.corpus.hydrate import hydrate
 
-        chosen = None if wanted is None else [self._wanted(one, by_name) for one in wanted]
+        chosen = None if wanted is None else [self._wanted(one) for one in wanted]
 
         async def work(store: Store, layout: Layout) -> Hydration:
             return await hydrate(
@@ -306,7 +304,6 @@ class Corpus(OpenBucket):
         *,
         namespace: str | None = None,
         model: str | None = None,
-        by_name: bool = False,
         dry_run: bool = False,
         report: Report = unreported,
     ) -> Deletion:
@@ -321,7 +318,6 @@ class Corpus(OpenBucket):
         Args:
             identifiers: In full, as vLLM spells them; or entries, all of one namespace, which need
                 not be named then.
-            by_name: The texts are labels or objects' names, as list has them.
             dry_run: Only say what would go.
             report: Told how many entries are gone.
 
@@ -335,7 +331,7 @@ class Corpus(OpenBucket):
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         given = (identifiers,) if isinstance(identifiers, str | CorpusEntry) else (*identifiers,)
-        keys = dict(self._key_of_one(one, by_name, "identifiers") for one in given)
+        keys = dict(self._key_of_one(one, "identifiers") for one in given)
         places = {one.namespace for one in given if isinstance(one, CorpusEntry)}
         if places and namespace is None and model is None:
             namespace = min(places)
@@ -448,7 +444,7 @@ class Corpus(OpenBucket):
             there is nothing of that.
 
         Raises:
-            ConfigError: ``state`` is that of another corpus, or in use.
+            ConfigError: ``state`` is that of another corpus.
             TierError: The folder for temporary files, or that of ``state``, cannot be written.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
@@ -477,11 +473,7 @@ class Corpus(OpenBucket):
                 report=report,
             )
 
-        try:
-            return self.within(work, name)
-        finally:
-            if opened is not None:
-                opened.close()
+        return self.within(work, name)
 
     def repair(
         self,
@@ -723,35 +715,29 @@ class Corpus(OpenBucket):
         root = Path(os.path.realpath(self.settings.cache_dir))
         return NodeFolder.of(Folders(root), layout.namespace)
 
-    def _key_of_one(self, one: str | CorpusEntry, by_name: bool, argument: str) -> tuple[str, Key]:
-        if isinstance(one, CorpusEntry):
-            one, by_name = one.name, True
-        key = self.key_of(_text(one), by_name=by_name)
-        if key is None and by_name:
-            raise ConfigError(
-                f"{one!r:.100} in `{argument}` is no name of an entry; `list` has their labels",
-                field=argument,
-            )
+    def _key_of_one(self, one: str | CorpusEntry, argument: str) -> tuple[str, Key]:
+        text = one.name if isinstance(one, CorpusEntry) else _text(one)
+        key = self.key_of(text)
         if key is None:
-            raise _never_stored(one, argument)
-        return one, key
+            raise _never_stored(text, argument)
+        return text, key
 
-    def _wanted(self, one: str | CorpusEntry | Wanted, by_name: bool) -> Wanted:
+    def _wanted(self, one: str | CorpusEntry | Wanted) -> Wanted:
         from s3ec.corpus.hydrate import Wanted, wanted_by_name
 
         if isinstance(one, Wanted):
             return one
         if isinstance(one, CorpusEntry):
             return wanted_by_name(one.name, one.nbytes)
-        key = self._key_of_one(one, by_name, "wanted")[1]
-        return Wanted(key, one) if key.identifier else wanted_by_name(key.name)
+        text, key = self._key_of_one(one, "wanted")
+        return Wanted(key, text) if key.identifier else wanted_by_name(key.name)
 
     def _entry(
         self, what: str | CorpusEntry, namespace: str | None, model: str | None
     ) -> CorpusEntry | None:
         if isinstance(what, CorpusEntry):
             return what
-        if make_key(_text(what), self.tenant) is None:
+        if self.key_of(_text(what)) is None:
             raise _never_stored(what, "identifier")
         return self.find(what, namespace=namespace, model=model)
 

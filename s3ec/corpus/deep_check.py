@@ -37,7 +37,7 @@ from s3ec.index.listing import FEW, at_most, leaf_folders, listed
 from s3ec.namespaces import read_namespaces
 from s3ec.store.base import PART_BYTES, ObjectInfo, Store, VanishedError, whole_parts
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
-from s3ec.tier.files import TempFile, try_lock
+from s3ec.tier.files import TempFile
 
 MOST_KEPT = 10_000
 """Bad objects whose names are kept, for a repair; further ones are only counted."""
@@ -407,13 +407,12 @@ async def _read_parts(store: Store, entry: CorpusEntry) -> Outcome:
 
 
 class AuditState:
-    """How far a deep check of one namespace is, in a file; one process at a time.
+    """How far a deep check of one namespace is, in a file.
 
     The file is written again at most once a second: a line that says what it is of, and one with
     the cursor and all that was found. So a run that is killed reads again what it has read since.
-
-    States: open, until ``close``. A check that is complete begins from the start when it is opened
-    again, unless the caller wants its result.
+    Of two at once each writes all that it knows, and the last one counts. A check that is complete
+    begins from the start when it is opened again, unless the caller wants its result.
 
     Attributes:
         found: What was found so far.
@@ -431,7 +430,7 @@ class AuditState:
             again: Begin from the start where it is complete.
 
         Raises:
-            ConfigError: It is that of another corpus, in use, or no state at all.
+            ConfigError: It is that of another corpus, or no state at all.
             TierError: The disk refuses.
         """
         self.path = Path(folder) / f"{of['namespace']}.jsonl"
@@ -441,33 +440,9 @@ class AuditState:
         self._due_s = 0.0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            self._lock = os.open(self.path.with_suffix(".lock"), flags, 0o600)
         except OSError as exc:
             raise TierError(f"cannot write {self.path}: {exc.strerror}") from exc
-        try:
-            if not try_lock(self._lock):
-                raise ConfigError(
-                    f"`--state`: another audit uses {self.path}; wait for its end, or name "
-                    "another folder",
-                    field="state",
-                )
-            self._read(again=again)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> AuditState:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let others have it."""
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
+        self._read(again=again)
 
     def is_due(self, cursor: str) -> bool:
         """True if it is time to write, and there is something to say."""

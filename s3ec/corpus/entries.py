@@ -349,21 +349,22 @@ async def _download(store: Store, entry: CorpusEntry, report: Report) -> Blob | 
     return memoryview(whole).toreadonly()
 
 
-def key_of(text: str, tenant: Tenant | None, *, by_name: bool = False) -> Key | None:
-    """The key of an identifier; with ``by_name`` that of a label or an object's name.
+def key_of(text: str, tenant: Tenant | None) -> Key | None:
+    """The key of an ID: an identifier as vLLM spells it, a label, or an object's name.
+
+    A label says where its entry lies, whoever gave its identifier.
 
     Returns:
         None where nothing can be stored under it.
     """
-    if not by_name:
-        return make_key(text, tenant)
+    lora, _, stem = text.rpartition(":")
     name = text
-    if not text.endswith(OBJECT_SUFFIX):
-        lora, _, stem = text.rpartition(":")
+    if stem[:2] in ("x-", "t-") or _HASHED_ADAPTER.fullmatch(lora):
         folder = f"{lora}/" if lora else ""
-        fan_out = stem.removeprefix("x-").removeprefix("t-")[:2]
-        name = f"{folder}{fan_out}/{stem}{OBJECT_SUFFIX}"
-    return Key("", name, digest_of_name(name)) if is_object_name(name) else None
+        name = f"{folder}{stem.removeprefix('x-').removeprefix('t-')[:2]}/{stem}{OBJECT_SUFFIX}"
+    if is_object_name(name):
+        return Key("", name, digest_of_name(name))
+    return make_key(text, tenant)
 
 
 def adapter_folder(adapter: str | None, tenant: Tenant | None) -> str | None:

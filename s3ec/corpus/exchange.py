@@ -191,10 +191,8 @@ async def _wanted_names(
     tenant = Tenant.read(settings.tenant_key)
     names = {}
     for text in texts:
-        # A label says which one it is also where nobody knows the identifier.
-        is_label = text.rpartition(":")[2][:2] in ("x-", "t-")
-        key = (is_label and key_of(text, tenant, by_name=True)) or key_of(text, tenant)
-        if not key:
+        key = key_of(text, tenant)
+        if key is None:
             raise ConfigError(
                 f"{text!r:.100} is an identifier under which nothing is stored; take it out",
                 field="identifiers",

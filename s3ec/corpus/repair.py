@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from s3ec.corpus.deep_check import BadObject, check_object
 from s3ec.counters import Report, unreported
-from s3ec.identity import Key, Layout, is_object_name
+from s3ec.identity import Key, Layout, is_object_name, make_key
 from s3ec.index.delete import delete_entries
 from s3ec.index.listing import key_of_object
 from s3ec.index.local import NodeFolder
@@ -74,12 +74,16 @@ async def repair(
         await _delete_corrupt(store, layout, found.deep.bad, done, node, report)
     if done.deleted or not found.index.index_agrees:
         done.snapshot = str((await rebuild(store, layout, report=report)).name)
-    if found.catalog is not None and found.catalog.gone_identifiers:
+    if found.catalog is not None and found.catalog.gone:
         from s3ec.corpus.catalog import CatalogWriter
 
-        suspects = found.catalog.gone_identifiers
-        writer = CatalogWriter(store, layout)
-        done.dropped = await writer.drop(suspects.__contains__, tenant=tenant)
+        gone = found.catalog.gone_digests
+
+        def is_gone(identifier: str) -> bool:
+            key = make_key(identifier, tenant)
+            return key is None or key.digest in gone
+
+        done.dropped = await CatalogWriter(store, layout).drop(is_gone, tenant=tenant)
     return done
 
 

@@ -221,8 +221,6 @@ class CorpusSuite:
                 assert "; take a content hash" in str(caught.value)
         with pytest.raises(ConfigError, match="not int"):
             filled.corpus.stat(7)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="no name of an entry"):
-            filled.corpus.delete("page 12", by_name=True)
         with pytest.raises(ConfigError, match="`adapter`") as caught:
             filled.corpus.list(adapter="\ud800")
         assert caught.value.field == "adapter"

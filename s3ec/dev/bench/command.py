@@ -125,23 +125,21 @@ ENTRIES: dict[str, Entry] = {
         alone=True,
     ),
     "precompute": Entry(
-        "A job that fills a corpus beside vLLM's own loop; run again; and asked by a server.",
-        1500,
+        "A job that fills a corpus, run again, and asked by a server.",
+        400,
         alone=True,
     ),
     "hydrate": Entry(
         "A corpus to a node's tier, verified, beside raw loops that write files to the same disk.",
-        900,
+        150,
         alone=True,
     ),
     "verify": Entry(
         "Every byte of a corpus checked, beside loops that read the same and check nothing.",
-        240,
+        90,
         alone=True,
     ),
-    "gc": Entry(
-        "20,000 small objects deleted, beside boto3 with batches of 1000.", 240, alone=True
-    ),
+    "gc": Entry("3,000 small objects deleted, beside boto3 with batches of 1000.", 80, alone=True),
 }
 # `s3ec bench data`: how bytes move. `s3ec bench corpus`: jobs over a corpus.
 DATA = ("fetch", "fetch80", "fetch_8kb", "fetch_30mb", "load", "save")

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _ROW = "gc.deletes_per_s_ratio"
 _SPEED = "gc.deletes_per_s"
 ROWS = (Spec(_ROW, "ratio", ">= 0.8"), Spec(_SPEED, "1/s"))
-_ROUNDS = 3
-_OBJECTS = 20_000
-_OBJECTS_QUICK = 2000
+_ROUNDS = 2
+_OBJECTS = 3000
+_OBJECTS_QUICK = 1000
 _BODY = bytes(1024)
 _OURS = "s3ec gc"
 _THREADS = (4, 16)

@@ -1,61 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench precompute``: a job beside vLLM's own loop, run again, and asked by a server.
-
-The encoder of the first figure is real: the vision side of Gemma3-27B at half its resolution. The
-job and vLLM's loop get other pictures of the same size, in turn, each in a process of its own. The
-loop saves by vLLM's ECExampleConnector, so neither of them runs a language model.
-"""
+"""``bench precompute``: a job that is run again, and a server whose clients ask what it encoded."""
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
-from s3ec.dev.bench import engines, measure
+from s3ec.dev.bench import engines
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
-from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS, engine_env
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, engine_env
 
 if TYPE_CHECKING:
-    from s3ec.corpus.encoder import Encoded, Picture
     from s3ec.testing.server import LocalS3
 
-_OVERHEAD = "precompute.overhead"
 _ENCODES = "precompute.resume_encodes"
 _PER_ITEM = "precompute.resume_ms_per_item"
 _HITS = "corpus.server_hit_ratio"
 ROWS = (
-    Spec(_OVERHEAD, "ratio", "<= 0.03"),
     Spec(_ENCODES, "1", "<= 0"),
     Spec(_PER_ITEM, "ms", "<= 2"),
     Spec(_HITS, "ratio", ">= 1"),
 )
-_ROUNDS = 5
-# In each round as many as keep an encoder busy for a while: an encode takes 1 to 25 s on a core.
-_FIRST_PICTURES, _MOST_PICTURES = 2, 8
-_ROUND_S = 30.0
 _ITEMS, _QUICK_ITEMS = 10_000, 200
 _ASKED = 12
-_SIDE = 448
 _ENGINE = {
     "enforce_eager": True,
     "gpu_memory_utilization": 0.3,
     "max_model_len": 4096,
     "max_num_seqs": 8,
 }
-# Where a processor does not compute with bfloat16, such an encoder takes minutes for a picture.
-_LARGE_ENGINE = {**_ENGINE, "dtype": "float32"}
-_START_S = 900.0
 _BUCKET = "precompute"
 
 
@@ -64,7 +45,6 @@ def run(context: Context) -> None:
     with engines.local_server(_BUCKET) as server:
         _measure_hits(context, server)
         _measure_resume(context, server)
-        _measure_overhead(context, server)
 
 
 def _settings(server: LocalS3, cache_dir: Path, **more: Any) -> dict[str, Any]:
@@ -89,156 +69,6 @@ def _write_pictures(folder: Path, count: int, side: int, *, seed: int) -> list[P
         Image.frombytes("RGB", (side, side), noise).save(path)
         paths.append(path)
     return paths
-
-
-# -- beside vLLM's own loop ------------------------------------------------------------------------
-
-
-def _measure_overhead(context: Context, server: LocalS3) -> None:
-    """What a job takes beyond its encoder's time, and beyond vLLM's loop."""
-    from s3ec.dev.bench.children import Child
-    from s3ec.dev.rigs.models import write_gemma3
-
-    context.say("writing an encoder like Gemma3-27B's")
-    model = write_gemma3(context.scratch / "model-27b", preset="encoder-27b")
-    rounds = context.rounds(_ROUNDS) + 1  # the first one warms up
-    env = {**ONE_PROCESS, **engine_env()}
-    settings = _settings(server, context.scratch / "tier-27b")
-    took: dict[str, list[dict[str, float]]] = {"job": [], "loop": []}
-    count = _FIRST_PICTURES
-    with (
-        mock.patch.dict("os.environ", env),
-        Child(_job_child, str(model), settings) as job,
-        Child(_loop_child, str(model), str(context.scratch)) as loop,
-    ):
-        for number in range(rounds):
-            context.say(f"encoding, round {number} of {rounds - 1}, {count} pictures each")
-            # In turn, and who is first changes: the machine is not the same from one to the next.
-            pair = [("job", job), ("loop", loop)]
-            answers = {}
-            for whose, child in pair if number % 2 else reversed(pair):
-                folder = context.scratch / f"pages-{number}-{whose}"
-                _write_pictures(folder, count, 2 * _SIDE, seed=2 * number + (whose == "job"))
-                child.tell(str(folder))
-                answers[whose] = child.answer(_START_S)
-            if number:
-                for whose, answer in answers.items():
-                    took[whose].append(answer)
-            elif not context.quick:
-                count = _pictures_a_round(answers["job"]["encoder_s"] / count)
-    alone = [each["seconds"] / each["encoder_s"] - 1 for each in took["job"]]
-    # The loop's own time beside its encoder: two encoders of one model differ by more than that.
-    its_own = [each["seconds"] / each["encoder_s"] - 1 for each in took["loop"]]
-    beside = [mine - its for mine, its in zip(alone, its_own, strict=True)]
-    context.report_slowest(
-        _OVERHEAD,
-        {"over encoding alone": alone, "over vLLM's own loop": beside},
-        samples=len(alone) * count,
-        others={"vLLM's own loop over encoding alone": measure.medians({"": its_own})[""]},
-        detail={
-            "encode_s": measure.medians({"": [each["encoder_s"] / count for each in took["job"]]})[
-                ""
-            ],
-            "confirm_s": measure.medians({"": [each["confirm_s"] for each in took["job"]]})[""],
-        },
-    )
-
-
-def _pictures_a_round(encode_s: float) -> int:
-    return max(_FIRST_PICTURES, min(_MOST_PICTURES, round(_ROUND_S / encode_s)))
-
-
-class _Clock:
-    """Sums up the time inside of the model's encoder. For an engine in this process."""
-
-    def __init__(self, llm: Any) -> None:
-        self.seconds = 0.0
-        core = llm.llm_engine.engine_core.engine_core  # VLLM_ENABLE_V1_MULTIPROCESSING=0
-        model = core.model_executor.driver_worker.get_model()
-        encode = model.embed_multimodal
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.perf_counter()
-            try:
-                return encode(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - began_s
-
-        model.embed_multimodal = timed
-
-
-def _job_child(pipe: Connection, model: str, settings: Mapping[str, Any]) -> None:
-    """For each folder a job; all of them with one engine."""
-    from s3ec.corpus import Corpus
-    from s3ec.corpus.encoder import VllmEncoder
-    from s3ec.corpus.precompute import Job
-    from s3ec.corpus.sources import open_source
-
-    class Kept(VllmEncoder):
-        """An encoder that outlives its jobs, and knows how long it was asked to work."""
-
-        seconds = 0.0
-        clock: _Clock | None = None
-
-        def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
-            if self.clock is None:
-                self._vllm_config()
-                self._start()
-                self.clock = _Clock(self._llm)
-            self.clock.seconds = 0.0
-            began_s = time.perf_counter()
-            yield from super().encode(pictures)
-            self.seconds = time.perf_counter() - began_s
-
-        def close(self) -> None:
-            """Not yet."""
-
-        def end(self) -> None:
-            super().close()
-
-    with Corpus.open(settings) as corpus:
-        encoder = Kept(model, corpus.settings, engine_args=_LARGE_ENGINE)
-        with contextlib.suppress(EOFError):
-            while True:
-                folder = pipe.recv()
-                report = Job(corpus, open_source(folder), encoder).run()
-                if report.status != "complete" or encoder.clock is None:
-                    raise RuntimeError(f"the job ended so: {report.to_json()}")
-                pipe.send(
-                    {
-                        "seconds": encoder.seconds,
-                        "encoder_s": encoder.clock.seconds,
-                        "confirm_s": report.seconds - encoder.seconds,
-                    }
-                )
-        encoder.end()
-
-
-def _loop_child(pipe: Connection, model: str, folder: str) -> None:
-    """vLLM's own: one chat call for each folder of pictures."""
-    from vllm import LLM, SamplingParams
-    from vllm.config import ECTransferConfig
-
-    example = ECTransferConfig(
-        ec_connector="ECExampleConnector",
-        ec_role="ec_producer",
-        ec_connector_extra_config={"shared_storage_path": f"{folder}/example"},
-    )
-    options: dict[str, Any] = {**NEW_PICTURES, **_LARGE_ENGINE}
-    llm = LLM(model=model, allowed_local_media_path=folder, ec_transfer_config=example, **options)
-    clock = _Clock(llm)
-    with contextlib.suppress(EOFError):
-        while True:
-            pictures = sorted(Path(pipe.recv()).iterdir())
-            parts = [
-                {"type": "image_url", "image_url": {"url": path.as_uri()}} for path in pictures
-            ]
-            messages: Any = [[{"role": "user", "content": [part]}] for part in parts]
-            clock.seconds = 0.0
-            began_s = time.perf_counter()
-            llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)
-            pipe.send({"seconds": time.perf_counter() - began_s, "encoder_s": clock.seconds})
-    llm.llm_engine.engine_core.shutdown()
 
 
 # -- the command, twice ----------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sys
 from pathlib import Path
@@ -68,7 +67,6 @@ def test_empty_catalogue_is_shown_and_has_nothing(cli: Cli, corpus: Corpus) -> N
     )
     assert re.search(r"^parts +0$", cli("catalog", "show").stdout, re.M)
     assert "catalog show" in cli("catalog", "find", "a.pdf", code=1).stderr
-    assert cli.json("catalog", "sql", "SELECT count(*) AS n FROM catalog")["answer"] == [{"n": 0}]
 
 
 @pytest.mark.parametrize(
@@ -113,47 +111,19 @@ def test_find_looks_for_one_thing(cli: Cli, namespace: str, words: list[str]) ->
 
 
 def test_export_writes_a_file(cli: Cli, namespace: str, tmp_path: Path) -> None:
-    for name in ("c.parquet", "c.csv", "c.jsonl"):
-        found = cli.json("catalog", "export", str(tmp_path / name))
-        assert found == {"namespace": namespace, "file": str(tmp_path / name), "row_count": 4}
-    assert pq.read_table(tmp_path / "c.parquet").num_rows == 4
-    lines = (tmp_path / "c.jsonl").read_text().splitlines()
-    assert json.loads(lines[1])["extra"] == {"title": "B"}
-    assert "4 rows written" in cli("catalog", "export", str(tmp_path / "c.csv")).stderr
-    assert ".jsonl" in cli("catalog", "export", str(tmp_path / "c.xls"), code=2).stderr
+    path = str(tmp_path / "c.parquet")
+    found = cli.json("catalog", "export", path)
+    assert found == {"namespace": namespace, "file": path, "row_count": 4}
+    assert pq.read_table(path).num_rows == 4
+    assert "4 rows written" in cli("catalog", "export", path).stderr
+    assert ".parquet" in cli("catalog", "export", str(tmp_path / "c.xls"), code=2).stderr
 
 
-def test_sql_asks_and_prints(cli: Cli, namespace: str) -> None:
-    query = "SELECT document, count(*) AS pages FROM catalog GROUP BY ALL ORDER BY ALL"
-    assert cli.json("catalog", "sql", query) == {
-        "namespace": namespace,
-        "answer": [
-            {"document": "a.wav", "pages": 1},
-            {"document": "b.pdf", "pages": 2},
-            {"document": "copy.png", "pages": 1},
-        ],
-    }
-    assert "pages" in cli("catalog", "sql", query).stdout
-    strange = (
-        "SELECT 'nan'::DOUBLE AS a, 1.5::DECIMAL AS b, 'x'::BLOB AS c, [1] AS d, time FROM catalog"
-    )
-    assert list(cli.json("catalog", "sql", strange)["answer"][0].values()) == [
-        *(None, "1.500", "78", [1], "2023-11-14T22:13:20.250000+00:00"),
-    ]
-
-
-def test_sql_shows_some_rows_and_says_so(
+def test_find_shows_some_rows_and_says_so(
     cli: Cli, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("s3ec.cli.catalog._SHOWN_ROWS", 3)
-    result = cli("catalog", "sql", "SELECT document FROM catalog")
-    assert "and 1 more" in result.stderr
-
-
-@pytest.mark.parametrize("query", ["SELEC", "SELECT * FROM '/etc/passwd'", "SELECT * FROM other"])
-def test_sql_that_is_refused_is_an_error_of_usage(cli: Cli, namespace: str, query: str) -> None:
-    document = cli.json("catalog", "sql", query, code=2)
-    assert (document["error"]["kind"], document["error"]["field"]) == ("usage", "query")
+    monkeypatch.setattr("s3ec.cli.catalog._SHOWN_ROWS", 1)
+    assert "and 1 more" in cli("catalog", "find", "b.pdf").stderr
 
 
 def test_damaged_part_is_named(cli: Cli, corpus: Corpus, namespace: str) -> None:
@@ -177,7 +147,7 @@ def test_catalogue_of_damaged_parts_alone(cli: Cli, corpus: Corpus) -> None:
 
 def test_missing_extra_is_named(cli: Cli, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    assert "pip install duckdb" in cli("catalog", "sql", "SELECT 1", code=2).stderr
+    assert "pip install duckdb" in cli("hydrate", "--where", "rows > 1", code=2).stderr
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     for words in (["show"], ["find", "b.pdf"]):
         assert "pip install pyarrow" in cli("catalog", *words, code=2).stderr

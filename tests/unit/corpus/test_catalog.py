@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +35,7 @@ from s3ec.corpus.catalog_file import (
     encode_part,
     to_rows,
 )
+from s3ec.corpus.catalog_query import export_table, run_sql
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError, TierError
 from s3ec.identity import Layout, Namespace
@@ -131,7 +131,7 @@ async def test_name_of_a_part_is_by_the_clock_of_the_server() -> None:
 
 
 async def test_many_rows_become_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("s3ec.corpus.catalog_file._APPEND_ROWS", 4)
+    monkeypatch.setattr("s3ec.corpus.catalog_file.OWN_ROWS", 4)
     store = MemoryStore()
     given = [row(f"{number}.png", rows=number + 1) for number in range(10)]
     await append_rows(store, LAYOUT, [*given, row("0.png", rows=99)])
@@ -419,8 +419,6 @@ def test_catalog_is_asked_from_a_program(catalog: Catalog) -> None:
     assert [found.page for found in catalog.find("b.pdf")] == [1, 2]
     assert [found.rows for found in catalog.find("b.pdf", 2)] == [200]
     assert len(catalog.index()) == 3
-    answer = catalog.sql("SELECT modality, count(*) AS n FROM catalog GROUP BY ALL ORDER BY ALL")
-    assert answer.to_pylist() == [{"modality": "audio", "n": 1}, {"modality": "image", "n": 2}]
     assert repr(catalog) == f"Catalog(Corpus('s3://corpus'), {catalog.namespace!r})"
 
 
@@ -457,7 +455,7 @@ def test_index_learns_what_was_appended_since(catalog: Catalog) -> None:
 )
 def test_question_sees_the_catalogue_and_nothing_else(catalog: Catalog, query: str) -> None:
     with pytest.raises(ConfigError, match="`query`") as caught:
-        catalog.sql(query)
+        run_sql(catalog.table(), query)
     assert caught.value.field == "query"
 
 
@@ -466,7 +464,7 @@ def test_question_sees_the_catalogue_and_nothing_else(catalog: Catalog, query: s
 )
 def test_question_writes_nothing(catalog: Catalog, tmp_path: Path, statement: str) -> None:
     with pytest.raises(ConfigError):
-        catalog.sql(statement.format(tmp_path / "x"))
+        run_sql(catalog.table(), statement.format(tmp_path / "x"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -493,7 +491,7 @@ def test_question_sees_no_folder_for_temporary_files(
     (tmp_path / ".tmp").mkdir()
     (tmp_path / ".tmp/there").write_text("not for questions")
     with pytest.raises(ConfigError):
-        catalog.sql(statement)
+        run_sql(catalog.table(), statement)
     assert [path.name for path in (tmp_path / ".tmp").iterdir()] == ["there"]
 
 
@@ -503,30 +501,20 @@ def test_condition_that_is_none_is_refused(catalog: Catalog, where: str) -> None
         list(catalog.rows(where))
 
 
-def test_export_writes_what_the_suffix_says(catalog: Catalog, tmp_path: Path) -> None:
-    for name in ("c.parquet", "c.csv", "c.JSONL"):
-        (tmp_path / name).write_bytes(b"old")
-        assert catalog.export(tmp_path / name) == 3
+def test_export_is_plain_parquet_and_replaces_a_file(catalog: Catalog, tmp_path: Path) -> None:
+    (tmp_path / "c.parquet").write_bytes(b"old")
+    export_table(catalog.table(), tmp_path / "c.parquet")
     table = pq.read_table(tmp_path / "c.parquet")
     assert table.schema.names == list(COLUMNS)
     assert table.column("rows").to_pylist() == [300, 100, 200]
-    question = f"SELECT document, page, extra FROM '{tmp_path / 'c.csv'}' WHERE page = 1"
+    question = f"SELECT document, page, extra FROM '{tmp_path / 'c.parquet'}' WHERE page = 1"
     assert duckdb.sql(question).fetchall() == [("b.pdf", 1, '{"title":"a \\"b\\", c"}')]
-    first, second, _ = map(json.loads, (tmp_path / "c.JSONL").read_text().splitlines())
-    assert (first["page"], first["time"]) == (None, "2023-11-14T22:13:20.250000+00:00")
-    assert (second["extra"], second["placeholder"]) == (
-        {"title": 'a "b", c'},
-        {"image_grid_thw": [1, 16, 16]},
-    )
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_export_names_what_it_cannot_write(catalog: Catalog, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\.parquet, \.csv, \.jsonl") as caught:
-        catalog.export(tmp_path / "c.xlsx")
-    assert caught.value.field == "path"
     with pytest.raises(TierError, match="cannot be written"):
-        catalog.export(tmp_path / "nowhere" / "c.csv")
+        export_table(catalog.table(), tmp_path / "nowhere" / "c.parquet")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -546,7 +534,7 @@ def test_namespace_that_is_not_there_is_an_error(make: Make) -> None:
 def test_missing_extra_is_named(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(ConfigError, match=r"pip install duckdb"):
-        catalog.sql("SELECT 1")
+        list(catalog.rows("rows > 1"))
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ConfigError, match=r"pip install pyarrow"):
         catalog.table()

@@ -144,9 +144,13 @@ def test_a_list_names_identifiers_labels_and_entries(rig: Rig) -> None:
     assert corpus.hydrate([IDS[0], CLIENTS]).fetched == 2
     entries = [one for one in corpus.list() if one.identifier == IDS[1]]
     assert corpus.hydrate(entries).fetched == 1
-    assert corpus.hydrate([IDS[2]], by_name=True).fetched == 1
-    assert rig.is_here(*IDS[:3], CLIENTS)
-    assert not rig.is_here(IDS[3])
+    [label] = [one.label for one in corpus.list() if one.label.startswith("x-")]
+    rig.fill(ADAPTERS)
+    [other] = [one.label for one in corpus.list(adapter="my-lora")]
+    found = corpus.hydrate([label, other])
+    assert (found.here, found.fetched) == (1, 1)
+    assert rig.is_here(*IDS[:2], CLIENTS, ADAPTERS)
+    assert not rig.is_here(IDS[2])
 
 
 def test_large_entries_come_by_ranges(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
