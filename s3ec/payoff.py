@@ -317,6 +317,7 @@ class Inputs:
         node_mb_s: What a node can fetch at most.
         reads: Of one entry from the bucket, in a month.
         store: For its prices.
+        crossing_dollars_gb: For 10^9 bytes from home to a replica; None without one.
         tier_ms: One embedding from this node's disk; None where it is not known.
         processor_ms: CPU time before the encoder; None where it is not known.
     """
@@ -331,6 +332,7 @@ class Inputs:
     node_mb_s: Value
     reads: Value
     store: StorePreset
+    crossing_dollars_gb: float | None = None
     tier_ms: Value | None = None
     processor_ms: Value | None = None
 
@@ -351,6 +353,7 @@ class Known:
         gpus: How many of them.
         gpu_dollars_an_hour: Of one.
         store: Preset for prices, and for times that are not measured.
+        crossing_dollars_gb: As in Inputs.
     """
 
     like: ModelEstimate | None = None
@@ -363,6 +366,7 @@ class Known:
     gpus: int | None = None
     gpu_dollars_an_hour: float | None = None
     store: StorePreset | None = None
+    crossing_dollars_gb: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,6 +505,8 @@ def advised_settings(payoff: Payoff) -> dict[str, str]:
 
 def figures(inputs: Inputs, payoff: Payoff) -> list[dict[str, Any]]:
     """Every figure with unit and source, in the order in which people read them."""
+    crossing = inputs.crossing_dollars_gb
+    once = None if crossing is None else assumed(payoff.nbytes / 1e3 * crossing, "once a replica")
     rows: list[tuple[str, Value | float | None, str]] = [
         ("rows", inputs.rows, "rows"),
         ("width", inputs.width, "values"),
@@ -519,6 +525,7 @@ def figures(inputs: Inputs, payoff: Payoff) -> list[dict[str, Any]]:
         ("encode_price", payoff.encode_dollars * 1e6, "$ per million"),
         ("storage_price", payoff.month_dollars * 1e6, "$ per million and month"),
         ("read_price", payoff.read_dollars * 1e6, "$ per million"),
+        ("crossing_price", once, "$ per million"),
         ("reads", inputs.reads, "a month"),
         ("break_even_reads", payoff.break_even_reads, "a month"),
         ("keep", payoff.keep_days, "days"),

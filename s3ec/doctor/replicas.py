@@ -194,9 +194,10 @@ async def replica_states(
     return states
 
 
-def crossing_price(settings: Settings, place: Replica) -> float | None:
-    """Dollars for 10^9 bytes from home to a replica; None where that is not known."""
+def crossing_price(settings: Settings, place: Replica | None = None) -> float | None:
+    """Dollars for 10^9 bytes from home to a replica, or to this machine; None if not known."""
     if settings.endpoint_url and not is_amazons(settings.endpoint_url):
         return None
+    # As ECS, EKS and Lambda say it to what they run.
     here = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return crossing_dollars_gb(settings.region or here, place.region or here)
+    return crossing_dollars_gb(settings.region or here, (place and place.region) or here)
