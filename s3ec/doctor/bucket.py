@@ -122,10 +122,12 @@ def bucket(context: CheckContext) -> Outcome:
     try:
         context.first_object = context.ask_store(_first_object)
     except S3ECError as exc:
-        style = _other_style(context)
-        if style is None:
-            return outcome_of(exc, "s3:ListBucket")
-        return fail(f"{exc}; {style} style works", f"set `addressing_style` = `{style}`")
+        refused = outcome_of(exc, "s3:ListBucket")
+        if isinstance(exc, AccessError) and exc.code == "NoSuchBucket":
+            other = "virtual" if context.settings.path_style else "path"
+            more = f"; if the bucket is there, set `addressing_style` = `{other}`"
+            return fail(refused.found, refused.mend + more)
+        return refused
     state = "holds objects" if context.first_object else "is empty"
     return ok(f"{context.settings.corpus} can be listed and {state}")
 
@@ -134,18 +136,6 @@ async def _first_object(store: Store) -> str | None:
     async for info in store.list(""):
         return info.name
     return None
-
-
-def _other_style(context: CheckContext) -> str | None:
-    """The place of the bucket's name, path or host, in which it can be listed though it was not."""
-    if context.server is None:
-        return None
-    style = "path" if context.server.virtual_host else "virtual"
-    try:
-        context.s3.pages("", most=1, style=style)
-    except S3ECError:
-        return None
-    return style
 
 
 def read(context: CheckContext) -> Outcome:

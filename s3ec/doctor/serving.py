@@ -24,7 +24,6 @@ from s3ec.doctor.check import CheckContext, Outcome, fail, ok, skip, warn
 from s3ec.errors import S3ECError
 from s3ec.identity import Namespace
 from s3ec.namespaces import (
-    NamespaceInfo,
     Neighbour,
     list_namespaces,
     neighbours,
@@ -209,9 +208,9 @@ async def _corpus(store: Store, context: CheckContext) -> Outcome:
     shown = ", ".join(names[:_SHOWN_NAMESPACES])
     more = f" and {len(names) - _SHOWN_NAMESPACES} more" if len(names) > _SHOWN_NAMESPACES else ""
     found = f"{len(names)} in the bucket: {shown}{more}" if names else "none in the bucket yet"
-    stored = await read_namespaces(store, names[:_READ_NAMESPACES])
     if ours is None:
-        return ok("; ".join([found, *_pairs(stored)]))
+        return ok(found)
+    stored = await read_namespaces(store, names[:_READ_NAMESPACES])
     near = neighbours(ours.descriptor, [one for one in stored if one.name != ours.name])
     alone = [f"{one.name} differs from it in {one.differences[0]}" for one in near if one.only]
     if ours.name in names:
@@ -239,18 +238,6 @@ def _unshared(nearest: Neighbour) -> Outcome:
         "serve with the same settings as the producer (or set `model_identity` where only "
         "the path differs) to share its embeddings",
     )
-
-
-def _pairs(stored: Sequence[NamespaceInfo]) -> list[str]:
-    """Namespaces that differ in one field alone: often two fleets that were meant to share."""
-    described = [one for one in stored if one.descriptor]
-    told = [
-        f"{one.name} and {other.name} differ in `{other.only}` alone"
-        for number, one in enumerate(described)
-        for other in neighbours(one.descriptor, described[number + 1 :])
-        if other.only
-    ]
-    return told[:_SHOWN_DIFFERENCES]
 
 
 # Importing vLLM takes 5 to 20 s, ten times that on a busy machine; describing a model may fetch its
