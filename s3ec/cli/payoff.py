@@ -201,13 +201,10 @@ def _pages(
     if images and not files:
         raise ConfigError(f"`--images` {images} holds no pictures", field="images")
     child = VllmChild(settings, vllm_args, pages=[str(path) for path in files])
-    try:
-        pages = child.stage("pages")
-        if pages is None:
-            found.notes.append(f"vLLM's processor gave no answer: {child.last_words()}")
-        return pages
-    finally:
-        child.close()
+    pages = child.stage("pages")
+    if pages is None:
+        found.notes.append(f"vLLM's processor gave no answer: {child.last_words()}")
+    return pages
 
 
 def _show(known: Known, found: Measured, as_json: bool) -> None:

@@ -6,6 +6,7 @@ vLLM is asked about itself in a child process: it may hang, crash, exit or print
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -257,7 +258,7 @@ _SECRET_OPTIONS = ("--api-key", "--hf-token")
 
 
 class VllmChild:
-    """A process that imports vLLM and answers what it found out, stage by stage.
+    """What a process that imported vLLM found out, stage by stage.
 
     Attributes:
         is_given_up: Whether it took longer than it may, so that nothing is known of what is left.
@@ -272,7 +273,7 @@ class VllmChild:
         role: str = _ROLES[-1],
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """Start it.
+        """Run it to its end. An interrupt ends it.
 
         Args:
             settings: Those under examination.
@@ -282,75 +283,64 @@ class VllmChild:
             deadline_s: How long it may take.
         """
         self.is_given_up = False
+        self._status = 0
         self._deadline_s = deadline_s
         self._secrets = _secret_values(vllm_args or ())
-        self._stages: dict[str, Any] | None = None
         request = {
             "settings": settings.model_dump(mode="json"),
             "args": vllm_args,
             "pages": None if pages is None else list(pages),
             "role": role,
         }
-        # Files without a name, which nobody else can read: arguments may hold keys.
-        self._messages = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
-        self._replies = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
-        replies = self._replies.fileno()
-        with tempfile.TemporaryFile() as asked:
+        with contextlib.ExitStack() as stack:
+            # Files without a name, which nobody else can read: arguments may hold keys.
+            asked, messages, replies = (
+                stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)
+            )
             asked.write(json.dumps(request).encode())
             asked.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, str(_PACKAGES), str(replies)],
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, str(_PACKAGES), str(replies.fileno())],
                 stdin=asked,
-                stdout=self._messages,
-                stderr=self._messages,
-                pass_fds=(replies,),
+                stdout=messages,
+                stderr=messages,
+                pass_fds=(replies.fileno(),),
                 start_new_session=True,  # Ctrl-C is for this process, which then ends the child
             )
-
-    def stage(self, name: str) -> Mapping[str, Any] | None:
-        """What the child found out in one of its stages, None where it did not get there.
-
-        Waits for the child to end, at most so long as it may take.
-        """
-        if self._stages is None:
             try:
-                self._process.wait(self._deadline_s)
+                self._status = process.wait(deadline_s)
             except subprocess.TimeoutExpired:
                 self.is_given_up = True
-                self._process.kill()
-                self._process.wait()
-            self._stages = {}
-            self._replies.seek(0)
-            for line in self._replies.read().splitlines():
+            finally:
+                process.kill()
+                process.wait()
+            messages.seek(0)
+            self._messages = messages.read().decode(errors="replace").strip()
+            replies.seek(0)
+            self._stages: dict[str, Any] = {}
+            for line in replies.read().splitlines():
                 self._stages.update(json.loads(line))
+
+    def stage(self, name: str) -> Mapping[str, Any] | None:
+        """What the child found out in one of its stages, None where it did not get there."""
         found: Mapping[str, Any] | None = self._stages.get(name)
         return found
 
     def last_words(self) -> str:
         """Why the child ended early, in one line without secrets."""
-        status = self._process.returncode
         if self.is_given_up:
             return f"no answer within {self._deadline_s:g} s"
-        self._messages.seek(0)
-        text = self._messages.read().decode(errors="replace").strip()
-        if status is not None and status < 0:  # such as SIGILL: built for another CPU
-            return f"killed by {signal.Signals(-status).name}"
+        text = self._messages
+        if self._status < 0:  # such as SIGILL: built for another CPU
+            return f"killed by {signal.Signals(-self._status).name}"
         if not text:
-            return f"exit status {status} and no message"
+            return f"exit status {self._status} and no message"
         starts = [found.start() for found in _EXCEPTION.finditer(text)]
         message = text[starts[-1] :] if starts else text.splitlines()[-1]
         message = " ".join(_NOISE.sub("", message).split())[:400]
         for secret in self._secrets:
             message = message.replace(secret, "***")
         return message
-
-    def close(self) -> None:
-        """End the child if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        self._replies.close()
-        self._messages.close()
 
 
 def _secret_values(args: Sequence[str]) -> list[str]:
