@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -69,18 +68,30 @@ def doctor(
     source = completed(source, vllm_args or [])
     if no_vllm and vllm_args:
         raise ConfigError("`--no-vllm` and vLLM's arguments do not go together; leave one out")
+    from rich.console import Console
+
     from s3ec.doctor.run import examine
 
-    with _Spinner() as spinner:
+    # Nothing where stderr is no terminal. Both streams usually end at one, so it is stopped while a
+    # check is printed.
+    spinner = Console(stderr=True).status("examining")
+
+    def starting(step: Step) -> None:
+        spinner.update(f"examining: {step.name}")
+        spinner.start()
+
+    try:
         found = examine(
             source.load(),
             source.transfer(),
             vllm_args=vllm_args,
             with_vllm=not no_vllm,
             timeout_s=timeout_s,
-            starting=spinner.show,
+            starting=starting,
         )
         checks = _shown(found, spinner, as_json)
+    finally:
+        spinner.stop()
     failed = any(check.outcome.verdict == "fail" for check in checks)
     if as_json:
         print_json({"ok": not failed, "checks": [check.to_json() for check in checks]})
@@ -103,7 +114,7 @@ def completed(source: SettingsSource, vllm_args: Sequence[str]) -> SettingsSourc
     return source
 
 
-def _shown(found: Iterable[Check], spinner: _Spinner, as_json: bool) -> list[Check]:
+def _shown(found: Iterable[Check], spinner: Status, as_json: bool) -> list[Check]:
     """Print each check as it comes, and return all of them."""
     out = None if as_json else console()
     checks: list[Check] = []
@@ -117,37 +128,6 @@ def _shown(found: Iterable[Check], spinner: _Spinner, as_json: bool) -> list[Che
     if out is not None:
         _print_counts(out, checks)
     return checks
-
-
-class _Spinner:
-    """Names the running check on stderr; does nothing where that is not a terminal.
-
-    Both streams usually end at one terminal, so it is stopped while a check is printed.
-    """
-
-    def __init__(self) -> None:
-        self._status: Status | None = None
-
-    def __enter__(self) -> _Spinner:
-        if sys.stderr.isatty():
-            from rich.console import Console
-
-            self._status = Console(stderr=True).status("examining")
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    def show(self, step: Step) -> None:
-        """Begin to spin for one check."""
-        if self._status is not None:
-            self._status.update(f"examining: {step.name}")
-            self._status.start()
-
-    def stop(self) -> None:
-        """Clear the line."""
-        if self._status is not None:
-            self._status.stop()
 
 
 def _print(out: Console, check: Check, *, heading: bool) -> None:
