@@ -139,7 +139,7 @@ def advise(
     embedding costs and saves. No weights and no GPU are needed. What is not known is estimated,
     and each figure says so.
     """
-    from s3ec.doctor.advise import Measured, measure_here, models_of, use_prices
+    from s3ec.doctor.advise import Measured, measure_here, named_model, use_prices
 
     vllm_args = vllm_args or []
     source = completed(source, vllm_args)
@@ -149,7 +149,7 @@ def advise(
     if vllm_args:
         with counting("asking vLLM's processor (its import takes 5 to 20 s)"):
             found.pages = _pages(loaded.settings, vllm_args, images, found)
-        known.like = known.like or next(filter(None, map(find_model, models_of(vllm_args))), None)
+        known.like = known.like or named_model(vllm_args)
     elif images:
         raise ConfigError("`--images` needs the model: add `-- --model MODEL`", field="images")
     if not no_probe:

@@ -20,7 +20,6 @@ from s3ec.doctor.check import CheckContext
 from s3ec.doctor.latency import MOST_REQUESTS, StoreLatency, measure_store
 from s3ec.doctor.node import at_folder, probe_file
 from s3ec.doctor.replicas import crossing_price
-from s3ec.doctor.serving import without_command
 from s3ec.errors import ConfigError, S3ECError
 from s3ec.payoff import (
     ASSUMED_READS,
@@ -29,9 +28,11 @@ from s3ec.payoff import (
     Gpu,
     Inputs,
     Known,
+    ModelEstimate,
     StorePreset,
     Value,
     assumed,
+    find_model,
     given,
     measured,
     speed_up,
@@ -40,7 +41,6 @@ from s3ec.payoff import (
 from s3ec.settings import Settings, is_amazons
 from s3ec.store.open import probe_name
 
-_MODEL_OPTIONS = ("--model", "--served-model-name")
 _TIER_READS = 20
 _LARGE_ENCODER = 2e9  # parameters
 
@@ -170,17 +170,9 @@ def _work(known: Known, pages: Mapping[str, Any], gpu: Gpu) -> tuple[float, floa
     return tflop, gpu.large_tflops if is_large else gpu.tflops
 
 
-def models_of(vllm_args: Sequence[str]) -> list[str]:
-    """Names under which arguments of ``vllm serve`` may have their model served."""
-    names, is_one = list[str](), False
-    for arg in without_command(vllm_args):
-        option, _, value = arg.partition("=")
-        if arg.startswith("-"):
-            is_one = option.replace("_", "-") in _MODEL_OPTIONS
-            names += [value] * (is_one and value != "")
-        elif is_one:
-            names.append(arg)
-    return names
+def named_model(vllm_args: Sequence[str]) -> ModelEstimate | None:
+    """The model of the table that arguments of ``vllm serve`` name."""
+    return next(filter(None, (find_model(arg.rpartition("=")[2]) for arg in vllm_args)), None)
 
 
 # -- bucket and disk -----------------------------------------------------------------------------

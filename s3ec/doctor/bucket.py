@@ -26,18 +26,6 @@ from s3ec.store.unreachable import mend_endpoint
 WARN_SKEW_S = 60.0
 FAIL_SKEW_S = 900.0  # S3 refuses requests that are signed further away from its own clock
 
-_METHODS = {
-    "env": "variables AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "shared-credentials-file": "shared credentials file",
-    "config-file": "shared configuration file",
-    "custom-process": "credential_process of the shared configuration",
-    "assume-role": "role of a profile",
-    "assume-role-with-web-identity": "web identity token (IRSA)",
-    "sso": "single sign-on of a profile",
-    "container-role": "container's role (ECS, EKS Pod Identity)",
-    "iam-role": "instance role",
-}
-
 
 def outcome_of(exc: S3ECError, action: str) -> Outcome:
     """What a refused request means.
@@ -75,7 +63,7 @@ def credentials(context: CheckContext) -> Outcome:
             "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a `profile`, or give the "
             "pod or instance a role",
         )
-    return ok(f"{method} ({_METHODS[method]})" if method in _METHODS else method)
+    return ok(method)
 
 
 def endpoint(context: CheckContext) -> Outcome:
@@ -94,11 +82,11 @@ def endpoint(context: CheckContext) -> Outcome:
         )
     # As ECS, EKS and Lambda say it to what they run; empty elsewhere.
     here = os.environ.get("AWS_REGION", "") or os.environ.get("AWS_DEFAULT_REGION", "")
-    if here and found.region and here != found.region:
+    if here and found.region and here != found.region and not context.settings.replicas:
         return warn(
             f"{answers}; the bucket is in {found.region}, this machine in {here}",
-            "read a copy that is near (terraform/ replicates buckets): a read from another region "
-            "takes longer and costs more than most encodes",
+            "name a copy that is near in `replicas`: a read from another region takes longer and "
+            "costs more than most encodes",
         )
     return ok(answers)
 
