@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,7 @@ def vllm(context: CheckContext) -> Outcome:
             "run the doctor again where vLLM runs; looking into a corpus does without",
         )
     if context.child is None:
-        role = role_of(context)
-        context.child = VllmChild(context.settings, context.vllm_args, role=role)
+        context.child = VllmChild(context.settings, context.vllm_args)
     version, hooks = _answer(context, "version"), _answer(context, "hooks")
     if version is None:
         found = "installed, but does not import"
@@ -116,7 +114,7 @@ def connector(context: CheckContext) -> Outcome:
     named = context.transfer.get("ec_connector", _CONNECTOR)
     if named != _CONNECTOR:
         return fail(f"ec_connector is `{named}`", f"set it to `{_CONNECTOR}`")
-    role = role_of(context)
+    role = context.transfer.get("ec_role", _ROLES[-1])
     if role not in _ROLES:
         return fail(f"ec_role is `{role}`", f"set it to one of {', '.join(_ROLES)}")
     if context.transfer.get("ec_connector_module_path"):
@@ -134,11 +132,6 @@ def connector(context: CheckContext) -> Outcome:
             f"add `{_PLUGIN}` to VLLM_PLUGINS, or {by_path}",
         )
     return ok(f"vLLM finds {_CONNECTOR} by its name ({_PLUGIN_GROUP})")
-
-
-def role_of(context: CheckContext) -> str:
-    """The ``ec_role`` under examination; where nobody said one, that which does all."""
-    return str(context.transfer.get("ec_role", _ROLES[-1]))
 
 
 def model(context: CheckContext) -> Outcome:
@@ -164,17 +157,6 @@ def model(context: CheckContext) -> Outcome:
         problem, _, mend = str(answer["identifiers"]).rpartition("; ")
         return fail(f"{found}: {problem}", mend)
     return ok(found)
-
-
-def without_pixels(context: CheckContext) -> Outcome:
-    """Whether requests can name pictures of the corpus and leave them out."""
-    answer = _answer(context, "without_pixels")
-    if answer is None:
-        return skip("vLLM could not be asked")
-    if answer["problem"]:
-        # An encoder needs none, and neither does who sends pixels.
-        return skip("; ".join(filter(None, (f"not possible: {answer['problem']}", answer["mend"]))))
-    return ok(f"possible, for {' and '.join(answer['modalities'])}")
 
 
 def namespace(context: CheckContext) -> Outcome:
@@ -270,7 +252,6 @@ class VllmChild:
         vllm_args: Sequence[str] | None,
         *,
         pages: Sequence[str] | None = None,
-        role: str = _ROLES[-1],
         deadline_s: float = DEADLINE_S,
     ) -> None:
         """Run it to its end. An interrupt ends it.
@@ -279,7 +260,6 @@ class VllmChild:
             settings: Those under examination.
             vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
             pages: Pictures for the model's processor; empty for a blank page, None to leave it out.
-            role: vLLM's ``ec_role``.
             deadline_s: How long it may take.
         """
         self.is_given_up = False
@@ -290,7 +270,6 @@ class VllmChild:
             "settings": settings.model_dump(mode="json"),
             "args": vllm_args,
             "pages": None if pages is None else list(pages),
-            "role": role,
         }
         with contextlib.ExitStack() as stack:
             # Files without a name, which nobody else can read: arguments may hold keys.
@@ -388,20 +367,18 @@ def answer_parent() -> None:
             newest=compat.NEWEST_TESTED,
         )
         if request["args"] is not None:
-            _describe(request["args"], settings, request["pages"], request["role"], reply)
+            _describe(request["args"], settings, request["pages"], reply)
 
 
 def _describe(
-    args: Sequence[str], settings: Settings, pages: Sequence[str] | None, role: str, reply: Any
+    args: Sequence[str], settings: Settings, pages: Sequence[str] | None, reply: Any
 ) -> None:
     from s3ec.connector.vllm_config import (
-        FeatureReader,
         encoder_weights,
         identifier_problem,
         model_problem,
         namespace_of,
     )
-    from s3ec.connector.vllm_config import without_pixels as without_pixels_of
 
     vllm_config, ignored = _vllm_config(args)
     problem = model_problem(vllm_config)
@@ -413,8 +390,6 @@ def _describe(
         ignored=ignored,
     )
     if problem is None:
-        possible = without_pixels_of(vllm_config, FeatureReader(vllm_config.model_config), role)
-        reply("without_pixels", **asdict(possible))
         weights = encoder_weights(vllm_config, settings)
         namespace = None if weights.problem else namespace_of(vllm_config, settings, weights)
         reply(
