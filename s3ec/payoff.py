@@ -149,20 +149,11 @@ STORES: Mapping[str, StorePreset] = {
 # Dollars for 10^9 bytes from a region of AWS to another one, by the one that they leave: "Data
 # transfer out from Amazon S3 to another AWS Region", https://aws.amazon.com/s3/pricing/.
 _CROSSING: Mapping[str, float] = {
-    "af-south-1": 0.147,
-    "ap-east-1": 0.09,
-    "ap-northeast-1": 0.09,
-    "ap-northeast-2": 0.08,
-    "ap-northeast-3": 0.09,
-    "ap-south-1": 0.086,
-    "ap-southeast-1": 0.09,
-    "ap-southeast-2": 0.098,
-    "ap-southeast-3": 0.1,
-    "me-south-1": 0.1105,
-    "sa-east-1": 0.138,
-    "us-gov-east-1": 0.03,
-    "us-gov-west-1": 0.03,
-}
+    "af-south-1": 0.147, "ap-east-1": 0.09, "ap-northeast-1": 0.09, "ap-northeast-2": 0.08,
+    "ap-northeast-3": 0.09, "ap-south-1": 0.086, "ap-southeast-1": 0.09, "ap-southeast-2": 0.098,
+    "ap-southeast-3": 0.1, "me-south-1": 0.1105, "sa-east-1": 0.138,
+    "us-gov-east-1": 0.03, "us-gov-west-1": 0.03,
+}  # fmt: skip
 _CROSSING_DOLLARS = 0.02  # from all others in America and Europe
 _OHIO_VIRGINIA_DOLLARS = 0.01
 
