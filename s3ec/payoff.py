@@ -149,20 +149,11 @@ STORES: Mapping[str, StorePreset] = {
 # Dollars for 10^9 bytes from a region of AWS to another one, by the one that they leave: "Data
 # transfer out from Amazon S3 to another AWS Region", https://aws.amazon.com/s3/pricing/.
 _CROSSING: Mapping[str, float] = {
-    "af-south-1": 0.147,
-    "ap-east-1": 0.09,
-    "ap-northeast-1": 0.09,
-    "ap-northeast-2": 0.08,
-    "ap-northeast-3": 0.09,
-    "ap-south-1": 0.086,
-    "ap-southeast-1": 0.09,
-    "ap-southeast-2": 0.098,
-    "ap-southeast-3": 0.1,
-    "me-south-1": 0.1105,
-    "sa-east-1": 0.138,
-    "us-gov-east-1": 0.03,
-    "us-gov-west-1": 0.03,
-}
+    "af-south-1": 0.147, "ap-east-1": 0.09, "ap-northeast-1": 0.09, "ap-northeast-2": 0.08,
+    "ap-northeast-3": 0.09, "ap-south-1": 0.086, "ap-southeast-1": 0.09, "ap-southeast-2": 0.098,
+    "ap-southeast-3": 0.1, "me-south-1": 0.1105, "sa-east-1": 0.138,
+    "us-gov-east-1": 0.03, "us-gov-west-1": 0.03,
+}  # fmt: skip
 _CROSSING_DOLLARS = 0.02  # from all others in America and Europe
 _OHIO_VIRGINIA_DOLLARS = 0.01
 
@@ -317,6 +308,7 @@ class Inputs:
         node_mb_s: What a node can fetch at most.
         reads: Of one entry from the bucket, in a month.
         store: For its prices.
+        crossing_dollars_gb: For 10^9 bytes from home to a replica; None without one.
         tier_ms: One embedding from this node's disk; None where it is not known.
         processor_ms: CPU time before the encoder; None where it is not known.
     """
@@ -331,6 +323,7 @@ class Inputs:
     node_mb_s: Value
     reads: Value
     store: StorePreset
+    crossing_dollars_gb: float | None = None
     tier_ms: Value | None = None
     processor_ms: Value | None = None
 
@@ -351,6 +344,7 @@ class Known:
         gpus: How many of them.
         gpu_dollars_an_hour: Of one.
         store: Preset for prices, and for times that are not measured.
+        crossing_dollars_gb: As in Inputs.
     """
 
     like: ModelEstimate | None = None
@@ -363,6 +357,7 @@ class Known:
     gpus: int | None = None
     gpu_dollars_an_hour: float | None = None
     store: StorePreset | None = None
+    crossing_dollars_gb: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,6 +496,8 @@ def advised_settings(payoff: Payoff) -> dict[str, str]:
 
 def figures(inputs: Inputs, payoff: Payoff) -> list[dict[str, Any]]:
     """Every figure with unit and source, in the order in which people read them."""
+    crossing = inputs.crossing_dollars_gb
+    once = None if crossing is None else assumed(payoff.nbytes / 1e3 * crossing, "once a replica")
     rows: list[tuple[str, Value | float | None, str]] = [
         ("rows", inputs.rows, "rows"),
         ("width", inputs.width, "values"),
@@ -519,6 +516,7 @@ def figures(inputs: Inputs, payoff: Payoff) -> list[dict[str, Any]]:
         ("encode_price", payoff.encode_dollars * 1e6, "$ per million"),
         ("storage_price", payoff.month_dollars * 1e6, "$ per million and month"),
         ("read_price", payoff.read_dollars * 1e6, "$ per million"),
+        ("crossing_price", once, "$ per million"),
         ("reads", inputs.reads, "a month"),
         ("break_even_reads", payoff.break_even_reads, "a month"),
         ("keep", payoff.keep_days, "days"),

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -113,7 +113,11 @@ def ns(
         return
     with counting("reading namespaces"), source.corpus(attempts=1) as corpus:
         found = corpus.namespaces(count=count)
-        replicas = _replica_rows(corpus, found) if corpus.settings.replicas else []
+        replicas = []
+        if corpus.settings.replicas:
+            from s3ec.doctor.replicas import replica_rows
+
+            replicas = corpus.run(lambda store: replica_rows(store, corpus.settings, found))
     now_s = time.time()
     rows = [_namespace_row(each, now_s, count) for each in found]
     if as_json:
@@ -135,28 +139,10 @@ def ns(
         )
     else:
         print_note("no namespace here yet; a producer makes it with its first save")
-    if replicas:
-        table(replicas, [name for name in replicas[0] if name != "problem"])
+    table([{**row, "problem": None} for row in replicas])
     for row in replicas:
         if row["problem"]:
             print_note(f"{row['replica']}: {safe(row['problem'])}")
-
-
-def _replica_rows(corpus: Corpus, found: Sequence[NamespaceInfo]) -> list[dict[str, Any]]:
-    from s3ec.doctor.replicas import replica_states
-
-    states = corpus.run(lambda store: replica_states(store, corpus.settings, found))
-    return [
-        {
-            "replica": one.name,
-            "sampled_count": one.sampled,
-            "missing_count": one.missing,
-            "month_bytes": one.month_bytes,
-            "month_dollars": one.month_dollars,
-            "problem": one.problem or None,
-        }
-        for one in states
-    ]
 
 
 def _namespace_row(found: NamespaceInfo, now_s: float, count: bool) -> dict[str, Any]:

@@ -108,10 +108,6 @@ def register(app: App) -> None:
             "s3ec advise --no-probe --rows 256 --width 5376 --encode-ms 20 --gpu h100 --reads 4",
             "figures of your own",
         ),
-        (
-            "s3ec advise --from-metrics http://localhost:8000/metrics",
-            "what an engine that runs has learned of its model",
-        ),
     )(with_settings(advise, (_FIGURES, _known)))
 
 
@@ -131,9 +127,6 @@ def advise(
             help="Pictures as your requests have them. Unset: one blank A4 page.",
         ),
     ] = None,
-    from_metrics: Annotated[
-        str | None, option("--from-metrics", "URL", "/metrics of an engine that runs with s3ec.")
-    ] = None,
     no_probe: Annotated[
         bool, typer.Option("--no-probe", help="Measure neither the bucket nor the disk tier.")
     ] = False,
@@ -146,19 +139,17 @@ def advise(
     embedding costs and saves. No weights and no GPU are needed. What is not known is estimated,
     and each figure says so.
     """
-    from s3ec.doctor.advise import Measured, measure_here, models_of, prices_of, use_engine
+    from s3ec.doctor.advise import Measured, measure_here, named_model, use_prices
 
     vllm_args = vllm_args or []
     source = completed(source, vllm_args)
     loaded = source.load(need_bucket=False)
-    known.store = known.store or prices_of(loaded.settings)
+    use_prices(loaded.settings, known)
     found = Measured()
-    if from_metrics:
-        use_engine(from_metrics, known, found, vllm_args)
     if vllm_args:
         with counting("asking vLLM's processor (its import takes 5 to 20 s)"):
             found.pages = _pages(loaded.settings, vllm_args, images, found)
-        known.like = known.like or next(filter(None, map(find_model, models_of(vllm_args))), None)
+        known.like = known.like or named_model(vllm_args)
     elif images:
         raise ConfigError("`--images` needs the model: add `-- --model MODEL`", field="images")
     if not no_probe:
@@ -210,13 +201,10 @@ def _pages(
     if images and not files:
         raise ConfigError(f"`--images` {images} holds no pictures", field="images")
     child = VllmChild(settings, vllm_args, pages=[str(path) for path in files])
-    try:
-        pages = child.stage("pages")
-        if pages is None:
-            found.notes.append(f"vLLM's processor gave no answer: {child.last_words()}")
-        return pages
-    finally:
-        child.close()
+    pages = child.stage("pages")
+    if pages is None:
+        found.notes.append(f"vLLM's processor gave no answer: {child.last_words()}")
+    return pages
 
 
 def _show(known: Known, found: Measured, as_json: bool) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import re
 import statistics
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from s3ec.config import LoadedSettings
 from s3ec.doctor.check import CheckContext
 from s3ec.doctor.latency import MOST_REQUESTS, StoreLatency, measure_store
 from s3ec.doctor.node import at_folder, probe_file
-from s3ec.doctor.serving import without_command
+from s3ec.doctor.replicas import crossing_price
 from s3ec.errors import ConfigError, S3ECError
 from s3ec.payoff import (
     ASSUMED_READS,
@@ -30,6 +28,7 @@ from s3ec.payoff import (
     Gpu,
     Inputs,
     Known,
+    ModelEstimate,
     StorePreset,
     Value,
     assumed,
@@ -39,15 +38,9 @@ from s3ec.payoff import (
     speed_up,
     transformer_tflop,
 )
-from s3ec.settings import Settings
+from s3ec.settings import Settings, is_amazons
 from s3ec.store.open import probe_name
 
-_METRICS_TIMEOUT_S = 5.0
-_MOST_METRICS_BYTES = 16 * 2**20
-_SECONDS, _ROWS = "vllm:s3ec_encode_seconds_total", "vllm:s3ec_encoded_rows_total"
-_SAMPLE = re.compile(rf"^({_SECONDS}|{_ROWS})(?:\{{([^}}]*)\}})?\s+([0-9.eE+-]+)", re.MULTILINE)
-_MODEL_NAME = re.compile(r'\bmodel_name="([^"]*)"')
-_MODEL_OPTIONS = ("--model", "--served-model-name")
 _TIER_READS = 20
 _LARGE_ENCODER = 2e9  # parameters
 
@@ -58,14 +51,12 @@ class Measured:
 
     Attributes:
         pages: Of the model's processor, as describe_pages returns it.
-        encode_ms_a_row: Of a running engine.
         latency: Of the store, at the size of one embedding.
         tier_ms: Of this node's disk, at that size.
         notes: What failed and why, for people.
     """
 
     pages: Mapping[str, Any] | None = None
-    encode_ms_a_row: float | None = None
     latency: StoreLatency | None = None
     tier_ms: float | None = None
     notes: list[str] = field(default_factory=list)
@@ -91,9 +82,9 @@ def inputs_of(known: Known, found: Measured) -> Inputs:
     encode_ms = _best(
         "encode_ms",
         known.encode_ms,
-        None if found.encode_ms_a_row is None else found.encode_ms_a_row * rows.value,
+        None,
         None if tflop is None else tflop / tflops * 1e3 / speed_up(gpus.value),
-        "in the engine of `--from-metrics`",
+        "",
         f"{tflop or 0:.2g} TFLOP, within 40%, on {gpus.value:g} {gpu.label}, {gpu_note}",
     )
     price, of_price = gpu.dollars_an_hour, f"{gpu.label} on demand; {gpu_note}"
@@ -115,6 +106,7 @@ def inputs_of(known: Known, found: Measured) -> Inputs:
         node_mb_s=_best("node", None, node_mb_s, store.node_mb_s, "16 at a time", store.label),
         reads=_best("reads", known.reads, None, ASSUMED_READS, "", "`--reads` says what you see"),
         store=store,
+        crossing_dollars_gb=known.crossing_dollars_gb,
         tier_ms=None if tier_ms is None else measured(tier_ms, of_tier),
         processor_ms=measured(pages["processor_ms"], of_pages) if pages else None,
     )
@@ -178,100 +170,29 @@ def _work(known: Known, pages: Mapping[str, Any], gpu: Gpu) -> tuple[float, floa
     return tflop, gpu.large_tflops if is_large else gpu.tflops
 
 
-# -- an engine that runs -------------------------------------------------------------------------
-
-
-def use_engine(url: str, known: Known, found: Measured, vllm_args: Sequence[str]) -> None:
-    """Take the encode time of a running engine, if it serves the model that is asked about.
-
-    Where none is asked about, it is the engine's; of another one a note says so.
-
-    Raises:
-        ConfigError: As read_metrics.
-    """
-    served = read_metrics(url)
-    asked = [known.like.hub] if known.like else models_of(vllm_args)
-    names = [name for name in served if any(_is_same(name, one) for one in asked)]
-    if not asked and len(served) == 1:
-        names = list(served)
-        known.like = find_model(names[0])
-    if names:
-        found.encode_ms_a_row = served[names[0]]
-        return
-    found.notes.append(
-        f"{url} is not used: it serves {', '.join(served)}, and you ask about "
-        f"{' or '.join(asked) or 'none of them by name'}"
-    )
-
-
-def models_of(vllm_args: Sequence[str]) -> list[str]:
-    """Names under which arguments of ``vllm serve`` may have their model served."""
-    names, is_one = list[str](), False
-    for arg in without_command(vllm_args):
-        option, _, value = arg.partition("=")
-        if arg.startswith("-"):
-            is_one = option.replace("_", "-") in _MODEL_OPTIONS
-            names += [value] * (is_one and value != "")
-        elif is_one:
-            names.append(arg)
-    return names
-
-
-def _is_same(one: str, other: str) -> bool:
-    """Whether two names are of one model, be they of a hub, of a folder or of the table."""
-    if one.rstrip("/") == other.rstrip("/"):
-        return True
-    model = find_model(one)
-    return model is not None and model is find_model(other)
-
-
-def read_metrics(url: str) -> dict[str, float]:
-    """Milliseconds that engines with s3ec take to encode one row, by the model's name.
-
-    Args:
-        url: Of a /metrics page, http or https.
-
-    Raises:
-        ConfigError: It cannot be read, or has no such figures yet.
-    """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError("`--from-metrics` takes an http:// or https:// URL", field="from_metrics")
-    try:
-        with urllib.request.urlopen(url, timeout=_METRICS_TIMEOUT_S) as answer:  # noqa: S310
-            text = answer.read(_MOST_METRICS_BYTES).decode(errors="replace")
-    except (OSError, ValueError) as exc:  # URLError is an OSError
-        reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
-        raise ConfigError(
-            f"`--from-metrics` {url}: {reason}; it is the engine's /metrics page",
-            field="from_metrics",
-        ) from exc
-    sums: dict[str, dict[str, float]] = {_SECONDS: {}, _ROWS: {}}
-    for name, labels, value in _SAMPLE.findall(text):
-        model = _MODEL_NAME.search(labels)
-        of_model = sums[name]
-        served = model[1] if model else "a model without a name"
-        of_model[served] = of_model.get(served, 0.0) + float(value)
-    times_ms = {
-        model: sums[_SECONDS].get(model, 0.0) / rows * 1e3
-        for model, rows in sums[_ROWS].items()
-        if rows > 0 and sums[_SECONDS].get(model, 0.0) > 0
-    }
-    if not times_ms:
-        raise ConfigError(
-            f"`--from-metrics` {url}: no {_SECONDS} above 0; ask an engine with s3ec and `wait` = "
-            "auto that has encoded something",
-            field="from_metrics",
-        )
-    return times_ms
+def named_model(vllm_args: Sequence[str]) -> ModelEstimate | None:
+    """The model of the table that arguments of ``vllm serve`` name."""
+    return next(filter(None, (find_model(arg.rpartition("=")[2]) for arg in vllm_args)), None)
 
 
 # -- bucket and disk -----------------------------------------------------------------------------
 
 
-def prices_of(settings: Settings) -> StorePreset:
-    """The preset of a corpus: AWS's, or that of disks in the same room."""
-    elsewhere = settings.endpoint_url and "amazonaws.com" not in settings.endpoint_url
-    return STORES["minio-nvme" if elsewhere else "aws"]
+def use_prices(settings: Settings, known: Known) -> None:
+    """Take the preset of a corpus where none is given, and the price of bringing it to replicas."""
+    if settings.replicas:
+        known.crossing_dollars_gb = crossing_price(settings, settings.replicas[0])
+    known.store = known.store or _prices_of(settings)
+
+
+def _prices_of(settings: Settings) -> StorePreset:
+    """AWS's prices, those of another region's bucket, or of disks in the same room."""
+    if settings.endpoint_url and not is_amazons(settings.endpoint_url):
+        return STORES["minio-nvme"]
+    crossing = None if settings.replicas else crossing_price(settings)
+    if crossing:
+        return replace(STORES["aws-other-region"], dollars_gb_read=crossing)
+    return STORES["aws"]
 
 
 def measure_tier(folder: Path, nbytes: int) -> float:

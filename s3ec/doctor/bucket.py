@@ -26,18 +26,6 @@ from s3ec.store.unreachable import mend_endpoint
 WARN_SKEW_S = 60.0
 FAIL_SKEW_S = 900.0  # S3 refuses requests that are signed further away from its own clock
 
-_METHODS = {
-    "env": "variables AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "shared-credentials-file": "shared credentials file",
-    "config-file": "shared configuration file",
-    "custom-process": "credential_process of the shared configuration",
-    "assume-role": "role of a profile",
-    "assume-role-with-web-identity": "web identity token (IRSA)",
-    "sso": "single sign-on of a profile",
-    "container-role": "container's role (ECS, EKS Pod Identity)",
-    "iam-role": "instance role",
-}
-
 
 def outcome_of(exc: S3ECError, action: str) -> Outcome:
     """What a refused request means.
@@ -75,7 +63,7 @@ def credentials(context: CheckContext) -> Outcome:
             "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a `profile`, or give the "
             "pod or instance a role",
         )
-    return ok(f"{method} ({_METHODS[method]})" if method in _METHODS else method)
+    return ok(method)
 
 
 def endpoint(context: CheckContext) -> Outcome:
@@ -94,11 +82,11 @@ def endpoint(context: CheckContext) -> Outcome:
         )
     # As ECS, EKS and Lambda say it to what they run; empty elsewhere.
     here = os.environ.get("AWS_REGION", "") or os.environ.get("AWS_DEFAULT_REGION", "")
-    if here and found.region and here != found.region:
+    if here and found.region and here != found.region and not context.settings.replicas:
         return warn(
             f"{answers}; the bucket is in {found.region}, this machine in {here}",
-            "read a copy that is near (terraform/ replicates buckets): a read from another region "
-            "takes longer and costs more than most encodes",
+            "name a copy that is near in `replicas`: a read from another region takes longer and "
+            "costs more than most encodes",
         )
     return ok(answers)
 
@@ -122,10 +110,12 @@ def bucket(context: CheckContext) -> Outcome:
     try:
         context.first_object = context.ask_store(_first_object)
     except S3ECError as exc:
-        style = _other_style(context)
-        if style is None:
-            return outcome_of(exc, "s3:ListBucket")
-        return fail(f"{exc}; {style} style works", f"set `addressing_style` = `{style}`")
+        refused = outcome_of(exc, "s3:ListBucket")
+        if isinstance(exc, AccessError) and exc.code == "NoSuchBucket":
+            other = "virtual" if context.settings.path_style else "path"
+            more = f"; if the bucket is there, set `addressing_style` = `{other}`"
+            return fail(refused.found, refused.mend + more)
+        return refused
     state = "holds objects" if context.first_object else "is empty"
     return ok(f"{context.settings.corpus} can be listed and {state}")
 
@@ -134,18 +124,6 @@ async def _first_object(store: Store) -> str | None:
     async for info in store.list(""):
         return info.name
     return None
-
-
-def _other_style(context: CheckContext) -> str | None:
-    """The place of the bucket's name, path or host, in which it can be listed though it was not."""
-    if context.server is None:
-        return None
-    style = "path" if context.server.virtual_host else "virtual"
-    try:
-        context.s3.pages("", most=1, style=style)
-    except S3ECError:
-        return None
-    return style
 
 
 def read(context: CheckContext) -> Outcome:

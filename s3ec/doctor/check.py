@@ -107,7 +107,7 @@ class CheckContext:
         vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
         with_vllm: Whether to look at vLLM at all.
         timeout_s: Longest wait for one answer of the store.
-        child: The process that imports vLLM, None before it runs and where vLLM is not installed.
+        child: What vLLM said of itself; None before, and where vLLM is not installed.
         server: The endpoint's answer, once there is one.
         first_object: Name of some object in the bucket, once listed.
         may_delete: Whether probe objects can be taken away again.
@@ -188,7 +188,7 @@ class CheckContext:
             raise UnavailableError(f"timed out after {limit_s:.3g} s") from exc
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Close connections, and end vLLM's process and every request that is still under way.
+        """Close connections, and end every request that is still under way.
 
         Args:
             timeout_s: How long the store may take to close its connections.
@@ -200,5 +200,3 @@ class CheckContext:
             with suppress(Exception):  # it did its work, or told what was wrong
                 self._loop.run(self._store.close(), timeout_s)
         self._loop.stop(timeout_s)
-        if self.child is not None:
-            self.child.close()

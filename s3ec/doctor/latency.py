@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from s3ec.errors import CorruptEntryError, S3ECError
 from s3ec.store.base import Store
+from s3ec.store.concurrency import in_parallel
 
 READS = 50
 AT_ONCE = 16
@@ -107,13 +108,10 @@ async def _times(
     """Seconds of each of so many reads, or of those that fit into the time."""
     end_s = time.perf_counter() + longest_s
     times: list[float] = []
-    left = iter(range(reads))
 
-    async def lane() -> None:
-        for _ in left:
+    async def one(_: int) -> None:
+        if time.perf_counter() < end_s or len(times) < _FEWEST:
             times.append(await read())
-            if time.perf_counter() > end_s and len(times) >= _FEWEST:
-                return
 
-    await asyncio.gather(*(lane() for _ in range(at_once)))
+    await in_parallel(range(reads), one, width=at_once)
     return times

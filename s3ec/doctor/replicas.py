@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from typing import Any
 
 from s3ec.doctor.bucket import outcome_of
 from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
@@ -143,31 +143,17 @@ def _is_equal(context: CheckContext, near: Store, info: ObjectInfo) -> bool:
 # -- s3ec ns ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaState:
-    """What ``s3ec ns`` says of a replica.
-
-    Attributes:
-        name: Of its bucket or server.
-        sampled: Entries that it was asked for.
-        missing: Those that it does not have; None where it did not answer.
-        month_bytes: What was stored at home within a month, and crosses once to each replica.
-        month_dollars: What that costs; None where a region or its price is not known.
-        problem: Why it did not answer, else empty.
-    """
-
-    name: str
-    sampled: int
-    missing: int | None
-    month_bytes: int
-    month_dollars: float | None
-    problem: str = ""
-
-
-async def replica_states(
+async def replica_rows(
     home: Store, settings: Settings, namespaces: Sequence[NamespaceInfo]
-) -> list[ReplicaState]:
-    """Ask each replica for the newest entries; a LIST for each namespace and 32 HEADs a replica."""
+) -> list[dict[str, Any]]:
+    """What each replica lacks of the newest entries, and what a month's entries cost to cross.
+
+    A LIST for each namespace, and 32 HEADs for each replica.
+
+    Returns:
+        Rows of ``s3ec ns --json``. A count is None where a replica did not answer, and the price
+        where a region or its price is not known. The bytes of a large namespace are estimated.
+    """
     entries: list[ObjectInfo] = []
     month_bytes, since_s = 0.0, time.time() - DAYS_A_MONTH * 86400
     for one in namespaces[:_NAMESPACES]:
@@ -176,9 +162,9 @@ async def replica_states(
         whole = max(1.0, (one.indexed or 0) / _LISTED) if len(listed) == _LISTED else 1.0
         month_bytes += fresh_bytes * whole
         entries += listed
-    sample, states = newest(entries), []
+    sample, rows = newest(entries), []
     for place in settings.replicas:
-        missing, problem = None, ""
+        missing, problem = None, None
         near = open_replica(settings, place, patient=True)
         try:
             missing = len(await missing_in(near, sample))
@@ -187,16 +173,21 @@ async def replica_states(
         finally:
             await near.close()
         price = crossing_price(settings, place)
-        dollars = None if price is None else price * month_bytes / 1e9
-        states.append(
-            ReplicaState(place.name, len(sample), missing, int(month_bytes), dollars, problem)
-        )
-    return states
+        rows.append({
+            "replica": place.name,
+            "sampled_count": len(sample),
+            "missing_count": missing,
+            "month_bytes": int(month_bytes),
+            "month_dollars": None if price is None else price * month_bytes / 1e9,
+            "problem": problem,
+        })  # fmt: skip
+    return rows
 
 
-def crossing_price(settings: Settings, place: Replica) -> float | None:
-    """Dollars for 10^9 bytes from home to a replica; None where that is not known."""
+def crossing_price(settings: Settings, place: Replica | None = None) -> float | None:
+    """Dollars for 10^9 bytes from home to a replica, or to this machine; None if not known."""
     if settings.endpoint_url and not is_amazons(settings.endpoint_url):
         return None
+    # As ECS, EKS and Lambda say it to what they run.
     here = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return crossing_dollars_gb(settings.region or here, place.region or here)
+    return crossing_dollars_gb(settings.region or here, (place and place.region) or here)

@@ -41,7 +41,6 @@ class ServerProbe:
     Attributes:
         url: Where it was sent, scheme and host.
         server: The server's name for itself, or empty.
-        virtual_host: Whether the bucket stood in the host name.
         skew_s: The server's clock minus ours, None where it does not say.
         is_s3: Whether the answer looks like S3's.
         region: Of the bucket, or empty where the server does not say.
@@ -49,7 +48,6 @@ class ServerProbe:
 
     url: str
     server: str
-    virtual_host: bool
     skew_s: float | None
     is_s3: bool
     region: str = ""
@@ -69,7 +67,6 @@ class S3Probe:
         quiet_sdk_logs()
         self._settings = settings
         self._session = new_session(settings)
-        self._clients: dict[str, Any] = {}
 
     def credentials_method(self) -> str | None:
         """The SDK's name for the source of its credentials, or None. Never their values.
@@ -96,32 +93,21 @@ class S3Probe:
             headers = self._send(AWSRequest("GET", url).prepare()).headers
         skew_s = unix_s(headers.get("date", ""))
         parts = urlsplit(url)
-        virtual = (parts.hostname or "").startswith(f"{self._settings.bucket.lower()}.")
-        host = parts.netloc.partition(".")[2] if virtual else parts.netloc
         return ServerProbe(
-            url=f"{parts.scheme}://{host}",
+            url=f"{parts.scheme}://{parts.netloc}",
             server=headers.get("server", ""),
-            virtual_host=virtual,
             skew_s=None if skew_s is None else skew_s - (before_s + time.time()) / 2,
             is_s3="html" not in headers.get("content-type", "") or "x-amz-request-id" in headers,
             region=headers.get("x-amz-bucket-region", ""),
         )
 
-    def pages(
-        self, prefix: str, *, most: int = MOST_PAGES, style: str | None = None
-    ) -> list[list[str]]:
-        """List the names that begin with ``prefix``, one to a page.
-
-        Args:
-            prefix: Of the names.
-            most: So many pages at most.
-            style: ``path`` or ``virtual``; None for that of the settings.
-        """
+    def pages(self, prefix: str) -> list[list[str]]:
+        """List the names that begin with ``prefix``, one to a page."""
         root, pages = self._key(""), list[list[str]]()
         more = {"Prefix": root + prefix}
-        while len(pages) < most:
+        while len(pages) < MOST_PAGES:
             with self._boundary("list page by page"):
-                reply = self._ask(self._client(style), "list_objects_v2", MaxKeys=1, **more)
+                reply = self._ask(self._client, "list_objects_v2", MaxKeys=1, **more)
                 with reading_answer():
                     keys = [entry["Key"] for entry in reply.get("Contents", [])]
             pages.append([key.removeprefix(root) for key in keys])
@@ -133,16 +119,15 @@ class S3Probe:
     def encryption_of(self, name: str) -> str | None:
         """How the server says that it has encrypted an object; None if it says nothing."""
         with self._boundary("HEAD"):
-            reply = self._ask(self._client(), "head_object", Key=self._key(name))
+            reply = self._ask(self._client, "head_object", Key=self._key(name))
         said: str | None = reply.get("ServerSideEncryption")
         return said
 
     def close(self) -> None:
         """Close all connections."""
-        for client in self._clients.values():
-            client.close()
-        if "_transport" in vars(self):
-            self._transport.close()
+        for name in ("_client", "_transport"):
+            if name in vars(self):
+                getattr(self, name).close()
 
     def _boundary(self, what: str) -> AbstractContextManager[None]:
         return boundary(what, lambda: self._settings.region or "", self._by)
@@ -171,12 +156,10 @@ class S3Probe:
     def _key(self, name: str) -> str:
         return f"{self._settings.prefix}/{name}" if self._settings.prefix else name
 
-    def _client(self, style: str | None = None) -> Any:
-        style = style or addressing_style(self._settings)
-        if style not in self._clients:
-            config = Config(retries={"total_max_attempts": 1}, s3={"addressing_style": style})
-            options = client_options(self._settings)
-            client = self._session.create_client("s3", config=config, **options)
-            client.meta.events.register("before-send.s3", self._send)
-            self._clients[style] = client
-        return self._clients[style]
+    @cached_property
+    def _client(self) -> Any:
+        style = {"addressing_style": addressing_style(self._settings)}
+        config = Config(retries={"total_max_attempts": 1}, s3=style)
+        client = self._session.create_client("s3", config=config, **client_options(self._settings))
+        client.meta.events.register("before-send.s3", self._send)
+        return client

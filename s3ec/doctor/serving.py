@@ -6,6 +6,7 @@ vLLM is asked about itself in a child process: it may hang, crash, exit or print
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from s3ec.doctor.check import CheckContext, Outcome, fail, ok, skip, warn
 from s3ec.errors import S3ECError
 from s3ec.identity import Namespace
 from s3ec.namespaces import (
-    NamespaceInfo,
     Neighbour,
     list_namespaces,
     neighbours,
@@ -65,8 +64,7 @@ def vllm(context: CheckContext) -> Outcome:
             "run the doctor again where vLLM runs; looking into a corpus does without",
         )
     if context.child is None:
-        role = role_of(context)
-        context.child = VllmChild(context.settings, context.vllm_args, role=role)
+        context.child = VllmChild(context.settings, context.vllm_args)
     version, hooks = _answer(context, "version"), _answer(context, "hooks")
     if version is None:
         found = "installed, but does not import"
@@ -116,7 +114,7 @@ def connector(context: CheckContext) -> Outcome:
     named = context.transfer.get("ec_connector", _CONNECTOR)
     if named != _CONNECTOR:
         return fail(f"ec_connector is `{named}`", f"set it to `{_CONNECTOR}`")
-    role = role_of(context)
+    role = context.transfer.get("ec_role", _ROLES[-1])
     if role not in _ROLES:
         return fail(f"ec_role is `{role}`", f"set it to one of {', '.join(_ROLES)}")
     if context.transfer.get("ec_connector_module_path"):
@@ -134,11 +132,6 @@ def connector(context: CheckContext) -> Outcome:
             f"add `{_PLUGIN}` to VLLM_PLUGINS, or {by_path}",
         )
     return ok(f"vLLM finds {_CONNECTOR} by its name ({_PLUGIN_GROUP})")
-
-
-def role_of(context: CheckContext) -> str:
-    """The ``ec_role`` under examination; where nobody said one, that which does all."""
-    return str(context.transfer.get("ec_role", _ROLES[-1]))
 
 
 def model(context: CheckContext) -> Outcome:
@@ -164,17 +157,6 @@ def model(context: CheckContext) -> Outcome:
         problem, _, mend = str(answer["identifiers"]).rpartition("; ")
         return fail(f"{found}: {problem}", mend)
     return ok(found)
-
-
-def without_pixels(context: CheckContext) -> Outcome:
-    """Whether requests can name pictures of the corpus and leave them out."""
-    answer = _answer(context, "without_pixels")
-    if answer is None:
-        return skip("vLLM could not be asked")
-    if answer["problem"]:
-        # An encoder needs none, and neither does who sends pixels.
-        return skip("; ".join(filter(None, (f"not possible: {answer['problem']}", answer["mend"]))))
-    return ok(f"possible, for {' and '.join(answer['modalities'])}")
 
 
 def namespace(context: CheckContext) -> Outcome:
@@ -209,9 +191,9 @@ async def _corpus(store: Store, context: CheckContext) -> Outcome:
     shown = ", ".join(names[:_SHOWN_NAMESPACES])
     more = f" and {len(names) - _SHOWN_NAMESPACES} more" if len(names) > _SHOWN_NAMESPACES else ""
     found = f"{len(names)} in the bucket: {shown}{more}" if names else "none in the bucket yet"
-    stored = await read_namespaces(store, names[:_READ_NAMESPACES])
     if ours is None:
-        return ok("; ".join([found, *_pairs(stored)]))
+        return ok(found)
+    stored = await read_namespaces(store, names[:_READ_NAMESPACES])
     near = neighbours(ours.descriptor, [one for one in stored if one.name != ours.name])
     alone = [f"{one.name} differs from it in {one.differences[0]}" for one in near if one.only]
     if ours.name in names:
@@ -241,18 +223,6 @@ def _unshared(nearest: Neighbour) -> Outcome:
     )
 
 
-def _pairs(stored: Sequence[NamespaceInfo]) -> list[str]:
-    """Namespaces that differ in one field alone: often two fleets that were meant to share."""
-    described = [one for one in stored if one.descriptor]
-    told = [
-        f"{one.name} and {other.name} differ in `{other.only}` alone"
-        for number, one in enumerate(described)
-        for other in neighbours(one.descriptor, described[number + 1 :])
-        if other.only
-    ]
-    return told[:_SHOWN_DIFFERENCES]
-
-
 # Importing vLLM takes 5 to 20 s, ten times that on a busy machine; describing a model may fetch its
 # configuration.
 DEADLINE_S = 600.0
@@ -270,7 +240,7 @@ _SECRET_OPTIONS = ("--api-key", "--hf-token")
 
 
 class VllmChild:
-    """A process that imports vLLM and answers what it found out, stage by stage.
+    """What a process that imported vLLM found out, stage by stage.
 
     Attributes:
         is_given_up: Whether it took longer than it may, so that nothing is known of what is left.
@@ -282,88 +252,74 @@ class VllmChild:
         vllm_args: Sequence[str] | None,
         *,
         pages: Sequence[str] | None = None,
-        role: str = _ROLES[-1],
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """Start it.
+        """Run it to its end. An interrupt ends it.
 
         Args:
             settings: Those under examination.
             vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
             pages: Pictures for the model's processor; empty for a blank page, None to leave it out.
-            role: vLLM's ``ec_role``.
             deadline_s: How long it may take.
         """
         self.is_given_up = False
+        self._status = 0
         self._deadline_s = deadline_s
         self._secrets = _secret_values(vllm_args or ())
-        self._stages: dict[str, Any] | None = None
         request = {
             "settings": settings.model_dump(mode="json"),
             "args": vllm_args,
             "pages": None if pages is None else list(pages),
-            "role": role,
         }
-        # Files without a name, which nobody else can read: arguments may hold keys.
-        self._messages = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
-        self._replies = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
-        replies = self._replies.fileno()
-        with tempfile.TemporaryFile() as asked:
+        with contextlib.ExitStack() as stack:
+            # Files without a name, which nobody else can read: arguments may hold keys.
+            asked, messages, replies = (
+                stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)
+            )
             asked.write(json.dumps(request).encode())
             asked.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, str(_PACKAGES), str(replies)],
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, str(_PACKAGES), str(replies.fileno())],
                 stdin=asked,
-                stdout=self._messages,
-                stderr=self._messages,
-                pass_fds=(replies,),
+                stdout=messages,
+                stderr=messages,
+                pass_fds=(replies.fileno(),),
                 start_new_session=True,  # Ctrl-C is for this process, which then ends the child
             )
-
-    def stage(self, name: str) -> Mapping[str, Any] | None:
-        """What the child found out in one of its stages, None where it did not get there.
-
-        Waits for the child to end, at most so long as it may take.
-        """
-        if self._stages is None:
             try:
-                self._process.wait(self._deadline_s)
+                self._status = process.wait(deadline_s)
             except subprocess.TimeoutExpired:
                 self.is_given_up = True
-                self._process.kill()
-                self._process.wait()
-            self._stages = {}
-            self._replies.seek(0)
-            for line in self._replies.read().splitlines():
+            finally:
+                process.kill()
+                process.wait()
+            messages.seek(0)
+            self._messages = messages.read().decode(errors="replace").strip()
+            replies.seek(0)
+            self._stages: dict[str, Any] = {}
+            for line in replies.read().splitlines():
                 self._stages.update(json.loads(line))
+
+    def stage(self, name: str) -> Mapping[str, Any] | None:
+        """What the child found out in one of its stages, None where it did not get there."""
         found: Mapping[str, Any] | None = self._stages.get(name)
         return found
 
     def last_words(self) -> str:
         """Why the child ended early, in one line without secrets."""
-        status = self._process.returncode
         if self.is_given_up:
             return f"no answer within {self._deadline_s:g} s"
-        self._messages.seek(0)
-        text = self._messages.read().decode(errors="replace").strip()
-        if status is not None and status < 0:  # such as SIGILL: built for another CPU
-            return f"killed by {signal.Signals(-status).name}"
+        text = self._messages
+        if self._status < 0:  # such as SIGILL: built for another CPU
+            return f"killed by {signal.Signals(-self._status).name}"
         if not text:
-            return f"exit status {status} and no message"
+            return f"exit status {self._status} and no message"
         starts = [found.start() for found in _EXCEPTION.finditer(text)]
         message = text[starts[-1] :] if starts else text.splitlines()[-1]
         message = " ".join(_NOISE.sub("", message).split())[:400]
         for secret in self._secrets:
             message = message.replace(secret, "***")
         return message
-
-    def close(self) -> None:
-        """End the child if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        self._replies.close()
-        self._messages.close()
 
 
 def _secret_values(args: Sequence[str]) -> list[str]:
@@ -411,20 +367,18 @@ def answer_parent() -> None:
             newest=compat.NEWEST_TESTED,
         )
         if request["args"] is not None:
-            _describe(request["args"], settings, request["pages"], request["role"], reply)
+            _describe(request["args"], settings, request["pages"], reply)
 
 
 def _describe(
-    args: Sequence[str], settings: Settings, pages: Sequence[str] | None, role: str, reply: Any
+    args: Sequence[str], settings: Settings, pages: Sequence[str] | None, reply: Any
 ) -> None:
     from s3ec.connector.vllm_config import (
-        FeatureReader,
         encoder_weights,
         identifier_problem,
         model_problem,
         namespace_of,
     )
-    from s3ec.connector.vllm_config import without_pixels as without_pixels_of
 
     vllm_config, ignored = _vllm_config(args)
     problem = model_problem(vllm_config)
@@ -436,8 +390,6 @@ def _describe(
         ignored=ignored,
     )
     if problem is None:
-        possible = without_pixels_of(vllm_config, FeatureReader(vllm_config.model_config), role)
-        reply("without_pixels", **asdict(possible))
         weights = encoder_weights(vllm_config, settings)
         namespace = None if weights.problem else namespace_of(vllm_config, settings, weights)
         reply(

@@ -31,7 +31,6 @@ WITHOUT_VLLM = {
     "vllm": "warn",
     "connector": "ok",
     "model": "skip",
-    "without_pixels": "skip",
     "namespace": "skip",
 }
 NODE = {"cache_folder": "ok", "open_files": "ok", "cache_space": "ok"}
@@ -477,8 +476,6 @@ def test_real_vllm_names_the_namespace_of_its_model(
     out = run_process("doctor", "--json", *asked, env=env)
     report = Report(out.stdout, out.returncode)
     with_model = dict.fromkeys(("vllm", "connector", "model", "namespace"), "ok")
-    # A Gemma3 has one size for all pictures, and vLLM takes none for it.
-    with_model["without_pixels"] = "skip"
     assert report.verdicts() == {**HEALTHY, **with_model, "corpus": "warn"}, out.stderr
     assert report.code == 0
     assert report["namespace"]["found"].startswith("acme-tiny-")

@@ -3,51 +3,24 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from s3ec.payoff import GPUS, MODELS, STORES
-from tests.support.serving import running
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import Corpus
 
 OWN = ("--rows", "256", "--width", "5376", "--encode-ms", "100")
 GEMMA = "google/gemma-3-27b-it"
-METRICS = """# TYPE vllm:s3ec_encode_seconds_total counter
-vllm:s3ec_encode_seconds_total{engine="0",model_name="google/gemma-3-27b-it"} 1.5
-vllm:s3ec_encode_seconds_total{engine="1",model_name="google/gemma-3-27b-it"} 0.5
-vllm:s3ec_encoded_rows_total{engine="0",model_name="google/gemma-3-27b-it"} 3000.0
-vllm:s3ec_encoded_rows_total{engine="1",model_name="google/gemma-3-27b-it"} 1000.0
-"""
 CALCULATE = ("advise", "--no-probe")
 
 
 def row(document: Any, name: str) -> Any:
     return next(figure for figure in document["figures"] if figure["name"] == name)
-
-
-@contextmanager
-def page(text: str) -> Iterator[str]:
-    """Serves one text."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    with running(server):
-        yield f"http://127.0.0.1:{server.server_address[1]}/metrics"
 
 
 def test_it_calculates_with_what_is_given(cli: Cli) -> None:
@@ -141,39 +114,25 @@ def test_no_probe_touches_nothing(cli: Cli, tmp_path: Path) -> None:
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("asked", [("--like", GEMMA), ("--like", "gemma-3-27b-it"), ()])
-def test_encode_time_of_an_engine_that_runs(cli: Cli, asked: tuple[str, ...]) -> None:
-    with page(METRICS) as url:
-        document = cli.json(*CALCULATE, "--from-metrics", url, *asked)
-    found = row(document, "encode")
-    assert found["source"] == "measured"
-    assert found["value"] == pytest.approx(256 * 0.5)
+def test_a_read_from_another_region_is_priced_by_the_region_that_it_leaves(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    gigabytes = 256 * 5376 * 2 / 1e9
 
+    def prices(region: str, *more: str) -> tuple[float, float | None]:
+        where = ("--bucket", "embeddings", "--region", region, *more)
+        document = cli.json("advise", *OWN, "--no-probe", *where)
+        names = [one["name"] for one in document["figures"]]
+        crossing = row(document, "crossing_price") if "crossing_price" in names else {}
+        return row(document, "read_price")["value"], crossing.get("value")
 
-def test_the_figures_of_another_models_engine_are_not_used(cli: Cli) -> None:
-    pixtral = "mistralai/Pixtral-12B-2409"
-    with page(METRICS) as url:
-        document = cli.json(*CALCULATE, "--from-metrics", url, "--like", pixtral)
-        other = (*OWN[:4], "--json", "--", "--model", "me/mine")
-        served = json.loads(cli(*CALCULATE, "--from-metrics", url, *other, code=2).stdout)
-    assert row(document, "encode")["source"] == "assumed"
-    assert document["notes"] == [
-        f"{url} is not used: it serves {GEMMA}, and you ask about {pixtral}"
-    ]
-    assert "and you ask about me/mine" in served["error"]["message"]
-
-
-def test_metrics_without_encodes_are_refused(cli: Cli) -> None:
-    with page("# nothing yet\n") as url:
-        error = cli.json("advise", "--like", GEMMA, "--from-metrics", url, code=2)["error"]
-    assert error["field"] == "from_metrics"
-    assert "s3ec_encode_seconds_total" in error["message"]
-
-
-@pytest.mark.parametrize("url", ["file:///etc/hosts", "http://127.0.0.1:9/metrics"])
-def test_metrics_that_cannot_be_read_are_refused(cli: Cli, url: str) -> None:
-    error = cli.json("advise", "--like", GEMMA, "--from-metrics", url, code=2)["error"]
-    assert error["field"] == "from_metrics"
+    get = STORES["aws"].dollars_get
+    assert prices("eu-central-1") == (pytest.approx(get * 1e6), None)
+    assert prices("sa-east-1") == (pytest.approx((get + gigabytes * 0.138) * 1e6), None)
+    # Near a replica each entry crosses once, and reads are those of a region.
+    monkeypatch.setenv("S3EC_REPLICAS", '[{"bucket": "near", "region": "eu-central-1"}]')
+    assert prices("sa-east-1") == pytest.approx((get * 1e6, gigabytes * 0.138 * 1e6))
 
 
 def test_advise_without_vllm_says_so_where_it_needs_it(cli: Cli, tmp_path: Path) -> None:

@@ -95,7 +95,6 @@ def make_patient(
 
     yield make
     for patient in patients:
-        patient.child = None  # a test that starts one ends it
         patient.close(60)
 
 

@@ -154,13 +154,13 @@ async def test_of_a_large_namespace_a_page_is_looked_at_and_the_month_is_estimat
         "region": "us-east-1",
         "replicas": [{"bucket": "near", "region": "sa-east-1"}],
     })  # fmt: skip
-    [state] = await replicas.replica_states(
-        home, settings, [NamespaceInfo(LAYOUT.namespace, indexed=10**8)]
-    )
-    assert (state.sampled, state.missing, state.problem) == (replicas.SAMPLED, 0, "")
+    namespaces = [NamespaceInfo(LAYOUT.namespace, indexed=10**8)]
+    [row] = await replicas.replica_rows(home, settings, namespaces)
+    assert (row["sampled_count"], row["missing_count"]) == (replicas.SAMPLED, 0)
+    assert row["problem"] is None
     # About half of 10^8 entries of 10 bytes, at 2 cents for a gigabyte.
-    assert state.month_bytes == pytest.approx(5e8, rel=0.1)
-    assert state.month_dollars == pytest.approx(0.01, rel=0.1)
+    assert row["month_bytes"] == pytest.approx(5e8, rel=0.1)
+    assert row["month_dollars"] == pytest.approx(0.01, rel=0.1)
 
 
 def test_the_price_of_a_crossing_is_that_of_the_region_it_leaves(

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -54,20 +56,16 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
 
 
 @pytest.fixture
-def examine(make_patient: MakePatient) -> Iterator[Examine]:
-    """Starts the child of a patient."""
-    children = []
+def examine(make_patient: MakePatient) -> Examine:
+    """Asks the child of a patient."""
 
     def start(vllm_args: list[str] | None = None, **options: float) -> CheckContext:
         patient = make_patient()
         patient.vllm_args = vllm_args
         patient.child = VllmChild(patient.settings, vllm_args, **options)
-        children.append(patient.child)
         return patient
 
-    yield start
-    for child in children:
-        child.close()
+    return start
 
 
 @pytest.mark.parametrize(
@@ -238,15 +236,24 @@ def test_connector_is_found_by_name_or_path(
     says(serving.connector(make_patient(transfer)), verdict, found=part)
 
 
-def test_child_is_ended_when_nobody_waits_for_it(
+def test_an_interrupt_ends_the_child(
     install: Install, make_patient: MakePatient, tmp_path: Path
 ) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     install(f"import threading; file = open({str(pipe)!r}, 'w'); threading.Event().wait()")
     before = sys.modules.get("vllm")
-    child = VllmChild(make_patient().settings, None)
-    with pipe.open() as end:  # once the child has it open too
-        child.close()
-        assert end.read() == ""  # nobody has it open any more
+    left: list[str] = []
+
+    def interrupt() -> None:
+        with pipe.open() as end:  # once the child has it open too
+            _thread.interrupt_main()
+            left.append(end.read())  # until nobody has it open any more
+
+    waiting = threading.Thread(target=interrupt)
+    waiting.start()
+    with pytest.raises(KeyboardInterrupt):
+        VllmChild(make_patient().settings, None)
+    waiting.join()
+    assert left == [""]
     assert sys.modules.get("vllm") is before  # asked in the child, never imported here

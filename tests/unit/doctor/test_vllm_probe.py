@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from s3ec.dev.rigs.models import write_gemma3, write_qwen_vl
+from s3ec.dev.rigs.models import write_gemma3
 from s3ec.doctor import serving
 from s3ec.doctor.check import Verdict
 from s3ec.settings import Settings
@@ -40,13 +40,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gemma3(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def ask(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *vllm_args: str, role: str = "ec_both"
-) -> dict[str, Any]:
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *vllm_args: str) -> dict[str, Any]:
     """The stages of a child that was asked about these arguments."""
     settings = Settings.model_validate({"bucket": "corpus", "cache_dir": tmp_path / "cache"})
-    request = {"settings": settings.model_dump(mode="json"), "args": vllm_args}
-    request |= {"pages": None, "role": role}
+    request = {"settings": settings.model_dump(mode="json"), "args": vllm_args, "pages": None}
     replies = tmp_path / "replies"
     descriptor = os.open(replies, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # the probe closes it
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
@@ -86,26 +83,6 @@ def test_a_manager_of_the_encoder_cache_that_vllm_will_not_find_is_named(
     assert "model" in asked("s3ec.TieredEncoderCacheManager")
     with pytest.raises(AttributeError, match="Nothing"):
         asked("s3ec.Nothing")
-
-
-@pytest.mark.slow
-def test_whether_requests_may_come_without_pixels_depends_on_model_and_role(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path, make_patient: MakePatient
-) -> None:
-    qwen = {kind: write_qwen_vl(tmp_path / kind, kind) for kind in ("qwen2-vl", "qwen2.5-vl")}
-    patient = make_patient()
-    for path, role, verdict, words in (
-        (qwen["qwen2-vl"], "ec_consumer", Verdict.OK, "for image and video"),
-        # Its videos would be answered otherwise.
-        (qwen["qwen2.5-vl"], "ec_both", Verdict.OK, "for image"),
-        (qwen["qwen2-vl"], "ec_producer", Verdict.SKIP, "`ec_role` is ec_producer"),
-        (model, "ec_consumer", Verdict.SKIP, "declares no sizes for models of type `gemma3`"),
-    ):
-        stages = ask(monkeypatch, tmp_path, "--model", str(path), role=role)
-        patient.child = SimpleNamespace(stage=stages.get)
-        told = serving.without_pixels(patient)
-        assert told.verdict == verdict
-        assert words in told.found
 
 
 @pytest.mark.parametrize("ignored", [["--port"], ["--port", "--ec-manager-config"]])
