@@ -23,8 +23,8 @@ from tests.release.closure import Closure, closure_of, requirements_of
 
 REPOSITORY = Path(__file__).parents[2]
 _BUILT_FROM = (
-    "s3ec", "tests/conftest.py", "tests/faults/README.md", "terraform", "examples", "docs",
-    "mkdocs.yml",
+    "s3ec", "tests/conftest.py", "tests/faults/README.md", "terraform", "examples", "docker",
+    "docs", "mkdocs.yml",
     ".gitignore", "pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "ARCHITECTURE.md",
     "SECURITY.md", "CHANGELOG.md",
 )  # fmt: skip
@@ -140,7 +140,7 @@ def test_source_archive_holds_what_the_readme_links_to(built: Path) -> None:
     with tarfile.open(next((built / "dist").glob("*.tar.gz"))) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     links = set(re.findall(r"\]\((?!https?:)([^)#]+)", (REPOSITORY / "README.md").read_text()))
-    assert {"terraform/", "examples/minio/", "CONTRIBUTING.md"} <= links
+    assert {"terraform/", "examples/", "CONTRIBUTING.md"} <= links
     missing = [link for link in links if not any(f"{name}/".startswith(link) for name in names)]
     assert missing == []
 

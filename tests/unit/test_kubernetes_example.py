@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,12 @@ def read(path: Path) -> Any:
 
 def validate(resource: Resource) -> None:
     """Compare a resource with the schemas of its kind; unknown fields are refused."""
+    _validate(json.dumps(resource, sort_keys=True))
+
+
+@cache  # builds have most of their resources in common
+def _validate(text: str) -> None:
+    resource = json.loads(text)
     if resource["apiVersion"] == "monitoring.coreos.com/v1":
         schema = _object(
             ["apiVersion", "kind", "metadata", "spec"],

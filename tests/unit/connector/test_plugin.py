@@ -17,7 +17,7 @@ from tests.terraform.cases import transfer_json
 
 FACTORY = "vllm.distributed.ec_transfer.ec_connector.factory"
 REPOSITORY = Path(__file__).parents[3]
-MINIO = REPOSITORY / "examples" / "minio" / "settings.json"
+KUBERNETES = REPOSITORY / "examples/kubernetes/site/values/ec-transfer-config.json"
 # Where the other two examples made a bucket.
 HERE = {"bucket": "corpus", "prefix": "team-a", "region": "eu-central-1"}
 
@@ -78,11 +78,11 @@ def test_a_real_vllm_knows_the_name() -> None:
 @pytest.mark.parametrize(
     ("text", "bucket", "prefix"),
     [
-        (MINIO.read_text(), "embeddings", ""),
+        (KUBERNETES.read_text(), "embeddings", "corpus"),
         (transfer_json("ec_both", **HERE, endpoint_url="https://minio:9000"), "corpus", "team-a"),
         (transfer_json("ec_producer", **HERE), "corpus", "team-a"),
     ],
-    ids=["compose", "terraform, S3-compatible", "terraform, AWS"],
+    ids=["kubernetes", "terraform, S3-compatible", "terraform, AWS"],
 )
 def test_what_examples_give_for_the_flag_is_taken_by_a_real_vllm_and_by_the_connector(
     tmp_path: Path, text: str, bucket: str, prefix: str
