@@ -17,6 +17,7 @@ import yaml
 
 from s3ec.config import load_settings
 from s3ec.settings import ENV_PREFIX, Settings
+from tests.support.pages import blocks
 
 COMPOSE = Path(__file__).parents[2] / "examples" / "compose"
 SERVICES = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
@@ -87,6 +88,16 @@ def test_every_file_of_the_example_is_named_in_its_readme() -> None:
     text = (COMPOSE / "README.md").read_text()
     names = {path.name for path in COMPOSE.iterdir()} - {"README.md", "certs", ".env", "s3.json"}
     assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+@pytest.mark.parametrize("name", ["compose", "kubernetes"])
+def test_blocks_say_that_they_need_docker_or_a_cluster(name: str) -> None:
+    found = blocks(f"examples/{name}/README.md")
+    assert found
+    for block in found:
+        needs = {"docker": "Docker", "kubectl": "a cluster", "helm": "a cluster"}
+        called = set(re.findall(r"^(docker|kubectl|helm) ", block.text, re.M))
+        assert {needs[command] for command in called} <= set(block.needs), block.line
 
 
 def test_the_page_says_what_is_wrong_with_the_last_image_of_minio() -> None:
