@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from s3ec.config import load_settings
 from s3ec.connector.plugin import NAME, register
@@ -99,3 +101,28 @@ def test_what_examples_give_for_the_flag_is_taken_by_a_real_vllm_and_by_the_conn
         (tmp_path / "ca.pem").touch()
     settings = load_settings(extra).settings
     assert (settings.bucket, settings.prefix) == (bucket, prefix)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_arguments_of_the_examples_are_those_of_a_real_vllm() -> None:
+    arguments = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
+    parser = pytest.importorskip("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    parser = arguments.make_arg_parser(parser)
+    examples = REPOSITORY / "examples"
+    compose = yaml.safe_load((examples / "compose/compose.yaml").read_text())
+    deployment = yaml.safe_load((examples / "kubernetes/base/deployment.yaml").read_text())
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    values = yaml.safe_load((examples / "kubernetes/production-stack/values.yaml").read_text())
+    [model] = values["servingEngineSpec"]["modelSpec"]
+    given = {"MODEL": "model", "GPUS": "1", "EC_TRANSFER_CONFIG": KUBERNETES.read_text()}
+    for words in (
+        compose["services"]["vllm"]["command"],
+        container["args"],
+        ["model", *model["vllmConfig"]["extraArgs"]],
+    ):
+        # As Compose and Kubernetes put variables in.
+        line = [re.sub(r"\$[({](\w+).*[)}]", lambda found: given[found[1]], word) for word in words]
+        parsed = parser.parse_args(line)
+        assert parsed.ec_transfer_config.ec_connector == NAME
+        assert parsed.shutdown_timeout > 0
