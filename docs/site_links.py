@@ -21,7 +21,7 @@ OUTSIDE = (
     "SECURITY.md",
     "examples/epd/README.md",
     "examples/kubernetes/README.md",
-    "examples/minio/README.md",
+    "examples/compose/README.md",
     "examples/observability/README.md",
     "examples/rag/README.md",
     "terraform/README.md",

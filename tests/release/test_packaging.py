@@ -23,8 +23,8 @@ from tests.release.closure import Closure, closure_of, requirements_of
 
 REPOSITORY = Path(__file__).parents[2]
 _BUILT_FROM = (
-    "s3ec", "tests/conftest.py", "tests/faults/README.md", "terraform", "examples", "docs",
-    "mkdocs.yml",
+    "s3ec", "tests/conftest.py", "tests/faults/README.md", "terraform", "examples", "docker",
+    "docs", "mkdocs.yml",
     ".gitignore", "pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "ARCHITECTURE.md",
     "SECURITY.md", "CHANGELOG.md",
 )  # fmt: skip

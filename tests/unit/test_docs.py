@@ -30,7 +30,7 @@ DOCUMENTS = [
     "SECURITY.md",
     "examples/epd/README.md",
     "examples/kubernetes/README.md",
-    "examples/minio/README.md",
+    "examples/compose/README.md",
     "examples/observability/README.md",
     "examples/rag/README.md",
     "tests/faults/README.md",
@@ -127,11 +127,11 @@ def test_links_of_the_site_are_those_of_the_checkout() -> None:
 
     for name in OUTSIDE:
         assert (ROOT / name).is_file()
-    pages = {"a.md", "b.md", "SECURITY.md", "examples/minio/README.md"}
+    pages = {"a.md", "b.md", "SECURITY.md", "examples/compose/README.md"}
     assert rewritten("[x](b.md#y)", "a.md", pages) == "[x](b.md#y)"
     assert rewritten("[x](../SECURITY.md#y)", "a.md", pages) == "[x](SECURITY.md#y)"
     assert rewritten("[x](docs/a.md)", "SECURITY.md", pages) == "[x](a.md)"
-    deep = "examples/minio/README.md"
+    deep = "examples/compose/README.md"
     assert rewritten("[x](../../SECURITY.md)", deep, pages) == "[x](../../SECURITY.md)"
     assert rewritten("[x](../s3ec/node.py)", "a.md", pages) == "x"
     assert rewritten("[x](https://example.org/a)", "a.md", pages) == "[x](https://example.org/a)"
@@ -186,7 +186,7 @@ def test_documents_name_only_metrics_that_exist() -> None:
 
 def test_documents_name_only_settings_that_exist() -> None:
     known = set(Settings.model_fields)
-    for document in ["README.md", *PAGES, "examples/minio/README.md"]:
+    for document in ["README.md", *PAGES, "examples/compose/README.md"]:
         text = (ROOT / document).read_text()
         for text_of_one in re.findall(r'"ec_connector_extra_config": (\{[^{}]*\})', text):
             assert set(json.loads(text_of_one)) <= known

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,12 @@ def read(path: Path) -> Any:
 
 def validate(resource: Resource) -> None:
     """Compare a resource with the schemas of its kind; unknown fields are refused."""
+    _validate(json.dumps(resource, sort_keys=True))
+
+
+@cache  # builds have most of their resources in common
+def _validate(text: str) -> None:
+    resource = json.loads(text)
     if resource["apiVersion"] == "monitoring.coreos.com/v1":
         schema = _object(
             ["apiVersion", "kind", "metadata", "spec"],
@@ -392,20 +399,23 @@ def test_pods_run_as_nobody_special_and_write_into_volumes_only(copy: Path, fold
 def test_sizes_come_from_one_file_and_fit_each_other(copy: Path, folder: str) -> None:
     fleet = copy / "site/values/fleet.env"
     changed = fleet.read_text().replace("GPUS=1", "GPUS=2").replace("REPLICAS=2", "REPLICAS=7")
+    changed = changed.replace("CPU=6", "CPU=5").replace("MEMORY=26Gi", "MEMORY=27Gi")
     changed = changed.replace("SHARDS=4", "SHARDS=9").replace("=documents", "=pages")
     fleet.write_text(
-        changed.replace("60Gi", "61Gi").replace("100Gi", "101Gi").replace("200", "201")
+        changed.replace("60Gi", "61Gi").replace("100Gi", "103Gi").replace("20Gi", "21Gi")
     )
     [[workload, pod]] = pods(build(copy / folder))
     [container] = pod["containers"]
     sizes = {
         each["name"]: each["emptyDir"]["sizeLimit"] for each in pod["volumes"] if "emptyDir" in each
     }
-    assert (sizes["tier"], sizes["weights"]) == ("61Gi", "101Gi")
+    assert (sizes["tier"], sizes["weights"]) == ("61Gi", "21Gi")
     resources = container["resources"]
-    assert {resources[each]["ephemeral-storage"] for each in resources} == {"201Gi"}
+    assert {resources[each]["ephemeral-storage"] for each in resources} == {"103Gi"}
+    assert {resources[each]["memory"] for each in resources} == {"27Gi"}
+    assert resources["requests"]["cpu"] == "5"
     on_disk = sum(nbytes(size) for name, size in sizes.items() if name != "shm")
-    assert on_disk <= nbytes("201Gi")
+    assert on_disk <= nbytes("103Gi")
     assert nbytes(sizes["shm"]) < nbytes(resources["limits"]["memory"])
     assert nbytes(variables()["S3EC_CACHE_BYTES"]) < nbytes(variables()["TIER_VOLUME"])
     mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}

@@ -44,7 +44,7 @@ variable "versioning" {
 }
 
 variable "policy_json" {
-  description = "Bucket policy; null for none. MinIO gives rights to users by its own policies (see examples/minio), Ceph and SeaweedFS may want one here."
+  description = "Bucket policy; null for none. MinIO gives rights to users by its own policies, Ceph and SeaweedFS may want one here."
   type        = string
   default     = null
 

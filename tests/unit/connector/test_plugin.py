@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from s3ec.config import load_settings
 from s3ec.connector.plugin import NAME, register
@@ -17,7 +19,7 @@ from tests.terraform.cases import transfer_json
 
 FACTORY = "vllm.distributed.ec_transfer.ec_connector.factory"
 REPOSITORY = Path(__file__).parents[3]
-MINIO = REPOSITORY / "examples" / "minio" / "settings.json"
+KUBERNETES = REPOSITORY / "examples/kubernetes/site/values/ec-transfer-config.json"
 # Where the other two examples made a bucket.
 HERE = {"bucket": "corpus", "prefix": "team-a", "region": "eu-central-1"}
 
@@ -78,11 +80,11 @@ def test_a_real_vllm_knows_the_name() -> None:
 @pytest.mark.parametrize(
     ("text", "bucket", "prefix"),
     [
-        (MINIO.read_text(), "embeddings", ""),
+        (KUBERNETES.read_text(), "embeddings", "corpus"),
         (transfer_json("ec_both", **HERE, endpoint_url="https://minio:9000"), "corpus", "team-a"),
         (transfer_json("ec_producer", **HERE), "corpus", "team-a"),
     ],
-    ids=["compose", "terraform, S3-compatible", "terraform, AWS"],
+    ids=["kubernetes", "terraform, S3-compatible", "terraform, AWS"],
 )
 def test_what_examples_give_for_the_flag_is_taken_by_a_real_vllm_and_by_the_connector(
     tmp_path: Path, text: str, bucket: str, prefix: str
@@ -99,3 +101,28 @@ def test_what_examples_give_for_the_flag_is_taken_by_a_real_vllm_and_by_the_conn
         (tmp_path / "ca.pem").touch()
     settings = load_settings(extra).settings
     assert (settings.bucket, settings.prefix) == (bucket, prefix)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_arguments_of_the_examples_are_those_of_a_real_vllm() -> None:
+    arguments = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
+    parser = pytest.importorskip("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    parser = arguments.make_arg_parser(parser)
+    examples = REPOSITORY / "examples"
+    compose = yaml.safe_load((examples / "compose/compose.yaml").read_text())
+    deployment = yaml.safe_load((examples / "kubernetes/base/deployment.yaml").read_text())
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    values = yaml.safe_load((examples / "kubernetes/production-stack/values.yaml").read_text())
+    [model] = values["servingEngineSpec"]["modelSpec"]
+    given = {"MODEL": "model", "GPUS": "1", "EC_TRANSFER_CONFIG": KUBERNETES.read_text()}
+    for words in (
+        compose["services"]["vllm"]["command"],
+        container["args"],
+        ["model", *model["vllmConfig"]["extraArgs"]],
+    ):
+        # As Compose and Kubernetes put variables in.
+        line = [re.sub(r"\$[({](\w+).*[)}]", lambda found: given[found[1]], word) for word in words]
+        parsed = parser.parse_args(line)
+        assert parsed.ec_transfer_config.ec_connector == NAME
+        assert parsed.shutdown_timeout > 0
