@@ -109,7 +109,8 @@ docs: setup  ## write the tables of docs/ that come from the code; build the sit
 	@$(PY) -m tests.docs_pages
 	[ -x build/docs/bin/python ] || $(PY) -m venv build/docs
 	build/docs/bin/python -m pip install -qq --requirement requirements/docs.txt
-	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
+	$(PY) -m docs.site_links build/pages
+	build/docs/bin/zensical build --strict
 	echo "docs: build/site/index.html"
 
 # Extracted, not installed: no root, no service, nothing outside of build/. Without package lists, as

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mkdocs hook: links that leave docs/ work in a checkout; this makes them work on the site too.
+"""The pages of the site: links that leave docs/ work in a checkout, and here on the site too.
 
 The pages below OUTSIDE become pages of the site. A link to any other file of the repository
 becomes plain text, since the site does not hold that file.
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import posixpath
 import re
+import shutil
+import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = (
@@ -50,15 +51,21 @@ def rewritten(text: str, page: str, pages: Collection[str]) -> str:
     return _LINK.sub(link, text)
 
 
-def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie outside docs/."""
-    from mkdocs.structure.files import File
+def main(folder: Path) -> None:
+    """Write all pages, and the pictures of docs/, to a folder that a site is built from."""
+    shutil.rmtree(folder, ignore_errors=True)
+    here = ROOT / "docs"
+    sources = {
+        path.name: path for path in here.iterdir() if path.suffix != ".py" and path.is_file()
+    }
+    sources |= {name: ROOT / name for name in OUTSIDE}
+    for name, source in sources.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if source.suffix == ".md":
+            (folder / name).write_text(rewritten(source.read_text(), name, sources))
+        else:
+            shutil.copyfile(source, folder / name)
 
-    for name in OUTSIDE:
-        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
-    return files
 
-
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn the links of one page into those of the site."""
-    return rewritten(markdown, page.file.src_uri, {one.src_uri for one in files})
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plots of README and docs, drawn by matplotlib.
 
-* ``python -m s3ec.dev.plots rag RESULT.json FOLDER`` writes ``rag-ttft.png`` and ``rag-total.png``
-  from what ``s3ec bench rag --json RESULT.json`` wrote.
+* ``python -m s3ec.dev.plots rag RESULT.json OUT.png`` draws what ``bench rag --json`` printed.
 * ``python -m s3ec.dev.plots payoff FILE.svg`` writes the plot of docs/does-it-pay.md.
 """
 
@@ -52,12 +51,12 @@ def _figure(width: float, height: float, *, dpi: float = 100) -> Figure:
     return Figure(figsize=(width, height), layout="constrained", dpi=dpi)
 
 
-def save_rag(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write both plots of ``bench rag``; the same result gives the same bytes.
+def save_rag(result: Mapping[str, Any], out: Path) -> None:
+    """Write the plot of ``bench rag``: a bar for each leg; the same result gives the same bytes.
 
     Args:
         result: The JSON document of the benchmark.
-        folder: Where the files come.
+        out: A PNG file.
 
     Raises:
         ValueError: The result has no legs.
@@ -67,82 +66,49 @@ def save_rag(result: Mapping[str, Any], folder: Path) -> list[Path]:
         raise ValueError("nothing was measured in this result")
     about, machine = row["detail"]["about"], result["machine"]
     legs = sorted(row["detail"]["legs"], key=lambda leg: (leg["number"], leg["latency_ms"]))
-    small = rag_caption(about, machine)
-    paths = []
-    for name, figure in (("rag-ttft.png", _first_token(legs)), ("rag-total.png", _total(legs))):
-        figure.suptitle(small, fontsize=7.5, color="#555555")
-        figure.savefig(folder / name, format="png", facecolor="white", metadata={"Software": None})
-        paths.append(folder / name)
-    return paths
+    figure = _figure(9, 1.3 + 0.36 * len(legs), dpi=130)
+    total, first = figure.subplots(1, 2, sharey=True)
+    for place, leg in enumerate(legs):
+        colour, times = RAG_COLOURS[leg["number"]], leg["ttft_s"]
+        total.barh(place, leg["seconds"], color=colour, height=0.62)
+        _say(total, place, leg["seconds"], leg["seconds"])
+        first.barh(place, times["p50"], color=colour, height=0.62)
+        first.plot([times["p50"], times["p99"]], [place, place], color="#444", linewidth=0.8)
+        first.plot([times["p99"]], [place], "|", color="#444", markersize=7)
+        _say(first, place, times["p99"], times["p50"])
+    total.set_yticks(range(len(legs)), [leg["name"] for leg in legs], fontsize=8)
+    total.invert_yaxis()
+    total.set_xlabel("seconds for all questions", fontsize=8)
+    first.set_xlabel("seconds to the first token: bar p50, mark p99", fontsize=8)
+    for axes in (total, first):
+        axes.margins(x=0.15, y=0.02)
+        axes.set_xlim(left=0)
+        axes.grid(axis="x", alpha=0.3)
+        axes.tick_params(labelsize=8)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    figure.suptitle(rag_caption(about, machine), fontsize=7.5, color="#555555")
+    figure.savefig(out, format="png", facecolor="white", metadata={"Software": None})
 
 
 def rag_caption(about: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
-    """What stands in each plot: of what it is, and that its encoder is simulated, where it is."""
+    """What stands in the plot: of what it is, and that its encoder is simulated, where it is."""
     encoder = about["encoder"].partition(";")[0]
     return (
-        f"{about['requests']} requests, {about['object_bytes'] / 1e6:.3g} MB each embedding; "
-        f"{'simulated ' if encoder.startswith('sleeps') else ''}encoder: {encoder}; "
-        f"{machine['cpus']} x {machine['cpu_model']}, no GPU"
+        f"{about['requests']} questions, {about['object_bytes'] / 1e6:.3g} MB each embedding; "
+        f"{'simulated ' if encoder.startswith('sleeps') else ''}encoder: {encoder} for each page\n"
+        f"{machine['cpus']} x {machine['cpu_model']}, load {machine['load_1min']:.0f}, no GPU"
     )
 
 
-def _first_token(legs: Sequence[_Leg]) -> Figure:
-    """A bar for each leg, as long as the median time to the first token; marks at p90 and p99."""
-    figure = _figure(7.4, 0.9 + 0.36 * len(legs), dpi=130)
-    axes = figure.subplots()
-    for place, leg in enumerate(legs):
-        times = leg["ttft_s"]
-        axes.barh(place, times["p50"], color=RAG_COLOURS[leg["number"]], height=0.62)
-        axes.plot([times["p50"], times["p99"]], [place, place], color="#444", linewidth=0.8)
-        axes.plot([times["p90"], times["p99"]], [place] * 2, "|", color="#444", markersize=7)
-        axes.annotate(f"  {times['p50']:.3g} s", (times["p99"], place), va="center", fontsize=8)
-    axes.set_yticks(range(len(legs)), [leg["name"] for leg in legs], fontsize=8)
-    axes.set_xscale("log")
-    axes.margins(x=0.12, y=0.02)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds to the first token: bar p50, marks p90 and p99", fontsize=8)
-    _quiet(axes, "x")
-    return figure
-
-
-def _total(legs: Sequence[_Leg]) -> Figure:
-    """Seconds for all requests over the latency; a line for each configuration."""
-    figure = _figure(7.4, 3.4, dpi=130)
-    axes = figure.subplots()
-    furthest = max(leg["latency_ms"] for leg in legs)
-    for number in dict.fromkeys(leg["number"] for leg in legs):
-        same = [leg for leg in legs if leg["number"] == number]
-        points = [(leg["latency_ms"], leg["seconds"]) for leg in same]
-        if len(points) == 1:
-            points = [(0, points[0][1]), (furthest, points[0][1])]
-        axes.plot(
-            *zip(*points, strict=True),
-            color=RAG_COLOURS[number],
-            linestyle="--" if number == 2 else "-",
-            marker="o" if len(same) > 1 else "",
-            markersize=4,
-            linewidth=2,
-            label=same[0]["name"].partition(", 0 ms")[0],
-        )
-    axes.set_yscale("log")
-    axes.set_xlabel("milliseconds added to each request to the bucket", fontsize=8)
-    axes.set_ylabel("seconds for all questions", fontsize=8)
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _quiet(axes, "y")
-    return figure
-
-
-def _quiet(axes: Axes, grid: str) -> None:
-    axes.grid(axis=grid, alpha=0.3)  # type: ignore[arg-type]
-    (axes.xaxis if grid == "x" else axes.yaxis).set_major_formatter("{x:g}")
-    axes.tick_params(labelsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+def _say(axes: Axes, place: int, end: float, seconds: float) -> None:
+    """Write the seconds behind a bar that ends there."""
+    axes.annotate(f"  {seconds:.3g} s", (end, place), va="center", fontsize=8)
 
 
 _PAYOFF_LINES = {"aws": ("S3, same region", _ORANGE), "minio-nvme": ("local network", _BLUE)}
 _PAYOFF_LABELLED = (
-    "gemma3-27b", "internvl3-38b", "internvl3-78b", "glm-4.5v", "qwen2.5-vl-7b", "qwen3-vl-8b",
+    "gemma3-27b", "internvl3-38b", "internvl3-78b", "qwen2.5-vl-7b", "qwen3-vl-8b",
     "pixtral-12b", "kimi-vl-a3b-2506", "ultravox-8b", "internvl3.5-8b",
 )  # fmt: skip
 
@@ -158,7 +124,7 @@ def save_payoff(out: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "s3ec"
     figure = _figure(8, 4.5)
     axes = figure.subplots()
-    sizes = [10 ** (step / 20) * 1e6 for step in range(42)]
+    sizes = [step * 1e6 for step in range(1, 96)]
     for name, (label, colour) in _PAYOFF_LINES.items():
         times = [STORES[name].fetch_ms(nbytes) for nbytes in sizes]
         axes.plot([size / 1e6 for size in sizes], times, color=colour, label=f"download: {label}")
@@ -171,9 +137,9 @@ def save_payoff(out: Path) -> None:
     axes.plot(
         [], [], "o", color="#333333", markersize=4, label="one encode, H100 engine (estimate)"
     )
-    axes.set(xscale="log", yscale="log", xlabel="MB of one embedding", ylabel="milliseconds")
+    axes.set(xlim=(0, 95), ylim=(0, 190), xlabel="MB of one embedding", ylabel="milliseconds")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", fontsize=8)
+    axes.legend(loc="upper right", fontsize=8)
     figure.savefig(out, format="svg", metadata={"Date": None})
 
 
@@ -185,9 +151,9 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: The arguments are others.
     """
     match arguments:
-        case ["rag", result, folder]:
+        case ["rag", result, out]:
             need_matplotlib()
-            save_rag(json.loads(Path(result).read_text()), Path(folder))
+            save_rag(json.loads(Path(result).read_text()), Path(out))
         case ["payoff", out]:
             need_matplotlib()
             save_payoff(Path(out))

@@ -87,7 +87,7 @@ class Place:
             script = scripts / f"line-{block.line}"
             # So that bash counts the lines of the page.
             script.write_text("\n" * (block.line - 1) + substituted(block))
-            lines += [f"echo '-- {page}:{block.line}'", f"source {script}"]
+            lines += [f'echo "-- {page}:{block.line} after $SECONDS s"', f"source {script}"]
         done = subprocess.run(
             ["bash", "--norc", "--noprofile", "-c", "\n".join(lines)],
             cwd=self.folder,

@@ -47,7 +47,7 @@ def prose(document: str) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub makes of the headings; mkdocs checks those of the site itself."""
+    """The anchors that GitHub makes of the headings; Zensical checks those of the site."""
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.S | re.M)
     headings = re.findall(r"^#+ +(.+?) *$", text, re.M)
     words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
