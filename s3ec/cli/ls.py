@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, option
-from s3ec.cli.output import (
-    counting,
-    human_bytes,
-    many,
-    print_json,
-    print_json_line,
-    print_note,
-    table,
-    timestamp,
-)
+from s3ec.cli.output import counting, note_page, print_json_line, show_page, timestamp
 from s3ec.counters import unreported
 from s3ec.errors import ConfigError
 
@@ -140,24 +131,12 @@ def ls(
         else:
             entries = sorted(counted(), key=order, reverse=reverse)
     rows = [EntryRow.of(entry, now_s) for entry in entries]
-    if as_json:
-        print_json(
-            {
-                "namespace": name,
-                "entries": rows,
-                "entry_count": count,
-                "bytes": nbytes,
-                "more": len(rows) < count,
-            }
-        )
-    elif as_lines:
+    if as_lines:
         for row in rows:
             print_json_line(row)
+        note_page(count, (name, count, nbytes))
     else:
-        table(rows, _COLUMNS)
-    page = "" if as_lines or len(rows) == count else f"; {len(rows)} shown (--limit 0: all)"
-    in_words = many(count, "entry", "entries")
-    print_note(f"{in_words}, {human_bytes(nbytes)}, in {name}{page}")
+        show_page(rows, (name, count, nbytes), as_json=as_json, keys=_COLUMNS)
 
 
 def _indexed(corpus: Corpus, namespace: str) -> int | None:

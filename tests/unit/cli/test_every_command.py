@@ -51,7 +51,7 @@ COMMANDS: list[tuple[str, str, int]] = [
     ("gc", "--older-than 1d", 0),
     ("manifest show", "", 0),
     ("manifest rebuild", "", 0),
-    ("manifest verify", "", 0),
+    ("verify", "", 0),
     ("manifest show", "", 0),
     ("verify", "--deep --repair", 1),
     ("catalog show", "", 0),
@@ -209,7 +209,7 @@ LONG = [
     ("rm", f"{ONE} --yes", "goes on"),
     ("ns rm", "NAMESPACE --idle 0 --yes", "nothing was changed"),
     ("manifest rebuild", "", "nothing was changed"),
-    ("manifest verify", "", "nothing was changed"),
+    ("verify", "", "nothing was changed"),
     ("verify", "--deep", "--state"),
     ("verify", "--deep --state FOLDER/state", "goes on"),
     ("hydrate", "", "goes on"),
@@ -236,7 +236,7 @@ def test_ctrl_c_says_what_was_done_and_how_to_get_the_rest(
     words = words_of(path, options, namespace, tmp_path)
     with monkeypatch.context() as patch:
         # Where the work is told of, in the thread that does it.
-        patch.setattr("s3ec.cli.output.Lines.__call__", lambda *_: _thread.interrupt_main())
+        patch.setattr("s3ec.cli.output.Progress.__call__", lambda *_: _thread.interrupt_main())
         result = cli(*words, "--json", code=130)
     document = json.loads(result.stdout)
     FITS.validate(document)
