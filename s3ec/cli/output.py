@@ -465,7 +465,8 @@ def facts(pairs: Sequence[tuple[str, Any]]) -> None:
 def table(rows: Sequence[Any], keys: Sequence[str] = ()) -> None:
     """Print rows as a table; a column without any value is left out.
 
-    At a terminal the last column is broken where a line is too long.
+    At a terminal the last column is broken where a line is too long; where that is not enough, the
+    first one has a line of its own.
 
     Args:
         rows: Mappings or dataclasses, of the same keys.
@@ -484,11 +485,16 @@ def table(rows: Sequence[Any], keys: Sequence[str] = ()) -> None:
         ">" if any(isinstance(row[key], int | float) for row in documents) else "<" for key in keys
     ]
     before = sum(width + 2 for width in widths[:-1])
+    is_narrow = before + min(widths[-1], 20) > columns()  # the name then has a line of its own
     for line in cells:
         if sides[-1] == "<":
             line[-1] = wrapped(line[-1], before)
         padded = zip(line, sides, widths, strict=True)
-        echo("  ".join(f"{cell:{side}{width}}" for cell, side, width in padded).rstrip())
+        first, *rest = (f"{cell:{side}{width}}" for cell, side, width in padded)
+        if is_narrow:
+            echo(first.rstrip())
+            first = ""
+        echo("  ".join([first, *rest]).rstrip())
 
 
 def show_page(
@@ -581,6 +587,7 @@ _KINDS: tuple[tuple[type[BaseException], str, int], ...] = (
     (AccessError, "access", EXIT_WRONG),
     (ConflictError, "conflict", EXIT_WRONG),
     (TierError, "disk", EXIT_WRONG),
+    (OSError, "disk", EXIT_WRONG),
     (KeyboardInterrupt, "interrupted", EXIT_INTERRUPTED),
     (Exception, "failed", EXIT_WRONG),
 )
@@ -617,6 +624,8 @@ class Failure:
             interrupted = {"step": now.what, "done": now.done, "total": now.total}
         elif isinstance(exc, _UsageError):
             message, field = _of_usage(exc)
+        elif isinstance(exc, OSError) and exc.filename is not None:
+            message = f"{exc.filename}: {exc.strerror}"
         # By our convention a message that knows a remedy ends with it; below it stand choices.
         first, line_break, choices = message.partition("\n")
         _, separator, fix = first.rpartition("; ")
@@ -647,11 +656,9 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
     """End with the documented exit status where the block raises, and say why.
 
     Args:
-        words: The command line, which says whether JSON is wanted: it may be so wrong that no
-            command has seen it.
+        words: As for ``ended_by``.
     """
     Progress.current = Progress()
-    own = list(words)[: words.index("--")] if "--" in words else words
     code = EXIT_OK
     try:
         try:
@@ -659,14 +666,10 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
         except typer.Exit as exc:
             code = exc.exit_code
             raise
-        except (S3ECError, _UsageError, KeyboardInterrupt) as exc:
-            failure = Failure.of(exc)
-            code = failure.exit_code
-            print_error(failure.message)
-            if "--ndjson" in own:
-                print_json_line(failure.document)
-            elif "--json" in own:
-                print_json(failure.document)
+        except StdoutError:
+            raise
+        except (S3ECError, OSError, _UsageError, KeyboardInterrupt) as exc:
+            code = ended_by(exc, words)
             raise typer.Exit(code) from exc
         finally:
             sys.stdout.flush()  # later nobody could say what is wrong
@@ -676,6 +679,23 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
             raise typer.Exit(code) from exc
         print_error(f"cannot write to stdout: {exc.strerror}")
         raise typer.Exit(EXIT_WRONG) from exc
+
+
+def ended_by(exc: BaseException, words: Sequence[str]) -> int:
+    """Say why a command failed, and return its exit status.
+
+    Args:
+        words: The command line, which says whether JSON is wanted: it may be so wrong that no
+            command has seen it.
+    """
+    failure = Failure.of(exc)
+    print_error(failure.message)
+    own = list(words)[: words.index("--")] if "--" in words else words
+    if "--ndjson" in own:
+        print_json_line(failure.document)
+    elif "--json" in own:
+        print_json(failure.document)
+    return failure.exit_code
 
 
 # -- progress --------------------------------------------------------------------------------------
