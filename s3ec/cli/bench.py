@@ -80,6 +80,10 @@ def encode(
     counted. The whole model must fit. `s3ec advise` takes the result.
     """
     given = engine_arguments(engine_args)
+    from s3ec.doctor.serving import has_vllm
+
+    if not has_vllm():
+        raise ConfigError("an encode needs vLLM; install it, or see `s3ec advise --like MODEL`")
     with (
         tempfile.TemporaryDirectory(prefix="s3ec-bench-") as scratch,
         stdout_to_stderr(),

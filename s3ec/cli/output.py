@@ -743,13 +743,13 @@ class Progress:
 
     def __post_init__(self) -> None:
         self._shown_s = self._began_s = self.clock()
-        self._first = 0
+        self._first, self._counted = 0, ""
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         now_s = self.clock()
-        is_new = what != self.what
+        is_new = what != self._counted
         if is_new:
-            self._began_s, self._first = now_s, done
+            self._began_s, self._first, self._counted = now_s, done, what
         self.what, self.done, self.total = what, done, total
         # People see at once what is done now.
         if now_s - self._shown_s >= self.every_s or (is_new and self.write is _rewrite):

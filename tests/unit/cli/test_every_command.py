@@ -240,6 +240,7 @@ CHILDREN = """
 import json, os, signal, sys
 from s3ec.cli import main, output
 from s3ec.corpus import Corpus, encoder
+from s3ec.doctor import run, serving
 from s3ec.store import s3_client
 import s3ec.cli.app
 
@@ -249,6 +250,7 @@ class Encoder:
     def close(self): pass
 
 encoder.VllmEncoder = Encoder
+serving.has_vllm = lambda: True
 report = output.Progress.__call__
 
 def interrupted(self, *told):
