@@ -70,7 +70,10 @@ def test_server_answers_until_a_signal_ends_it(
         monkeypatch.setenv(name, value)
     config = json.dumps(document["ec_transfer_config"])
     assert cli.json("ns", "--config", config) == {"namespaces": [], "replicas": []}
-    assert cli.json("ns", "--config", config, "--bucket", "two") == {"namespaces": [], "replicas": []}
+    assert cli.json("ns", "--config", config, "--bucket", "two") == {
+        "namespaces": [],
+        "replicas": [],
+    }
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
