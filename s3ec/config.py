@@ -154,7 +154,7 @@ def _take_apart(merged: dict[str, Any], origins: dict[str, str]) -> None:
         if name != given and merged.get(name):
             raise ConfigError(
                 f"`{name}` (from {origins[name]}) does not go together with `{given}` "
-                f"(from {origin}); remove one of the two",
+                f"{merged[given]!r:.200} (from {origin}); remove one of the two",
                 field=name,
             )
     try:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from s3ec.counters import Report, unreported
 from s3ec.errors import AmbiguousError, ConfigError, CorruptEntryError, NotFoundError
 from s3ec.identity import (
     DESCRIPTOR_BYTES,
@@ -115,8 +117,20 @@ async def require_ours(store: Store, namespace: str) -> None:
         )
 
 
-async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool) -> NamespaceInfo:
-    """Add what three more requests tell, and with ``count`` a listing of all objects."""
+async def describe_namespace(
+    store: Store,
+    found: NamespaceInfo,
+    *,
+    count: bool,
+    report: Report = unreported,
+    numbers: Iterator[int] | None = None,
+) -> NamespaceInfo:
+    """Add what three more requests tell, and with ``count`` a listing of all objects.
+
+    Args:
+        report: Told of each object of the listing.
+        numbers: Count these objects, together with those of other namespaces.
+    """
     from s3ec.index.maker import newest_rows
 
     layout = Layout(found.name)
@@ -124,11 +138,11 @@ async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool)
     sizes = None
     if count:
         objects = layout.objects
-        sizes = [
-            each.nbytes
-            async for each in store.list(objects)
-            if is_object_name(each.name.removeprefix(objects))
-        ]
+        sizes, numbers = [], numbers or itertools.count(1)
+        async for each in store.list(objects):
+            report("counting objects", next(numbers), None)
+            if is_object_name(each.name.removeprefix(objects)):
+                sizes.append(each.nbytes)
     return replace(
         found,
         stored_s=info.modified_s if info else 0.0,

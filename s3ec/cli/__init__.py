@@ -5,13 +5,24 @@ from __future__ import annotations
 
 import atexit
 import gc
+import signal
 import sys
+from types import FrameType
 
 
 def main() -> None:
     """Entry point of the console script ``s3ec``."""
     # At its end the interpreter would look through all that was imported, which takes 0.2 s.
     atexit.register(gc.freeze)
+    told: list[int] = []
+
+    def on_ctrl_c(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
+        told.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, on_ctrl_c)
     try:
         from s3ec.cli.app import app
         from s3ec.cli.output import open_stdout, plain_logs
@@ -19,5 +30,12 @@ def main() -> None:
         open_stdout()
         plain_logs()
         app()
-    except KeyboardInterrupt:  # before any command began
-        sys.exit(130)
+    except SystemExit:
+        raise
+    except BaseException:
+        # Before any command began, or in C code, which makes another error of it.
+        if not told:
+            raise
+        from s3ec.cli.output import ended_by
+
+        sys.exit(ended_by(KeyboardInterrupt(), sys.argv[1:]))

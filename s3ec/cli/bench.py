@@ -80,6 +80,10 @@ def encode(
     counted. The whole model must fit. `s3ec advise` takes the result.
     """
     given = engine_arguments(engine_args)
+    from s3ec.doctor.serving import has_vllm
+
+    if not has_vllm():
+        raise ConfigError("an encode needs vLLM; install it, or see `s3ec advise --like MODEL`")
     with (
         tempfile.TemporaryDirectory(prefix="s3ec-bench-") as scratch,
         stdout_to_stderr(),
@@ -135,9 +139,9 @@ def _pages(count: int) -> Iterator[Picture]:
 def _measure(
     model: str, scratch: Path, given: Mapping[str, Any], pictures: Iterator[Picture]
 ) -> dict[str, Any]:
-    from s3ec.config import load_settings
     from s3ec.corpus import Corpus
     from s3ec.corpus.encoder import VllmEncoder
+    from s3ec.settings import Settings
 
     values = {
         "url": (scratch / "bucket").as_uri(),
@@ -146,7 +150,7 @@ def _measure(
         "weights": "name",
     }
     (scratch / "bucket").mkdir()
-    settings = load_settings(values).settings
+    settings = Settings.model_validate(values)  # variables are about another corpus
     encoder = VllmEncoder(model, settings, engine_args={**_ENGINE_DEFAULTS, **given}, batch=1)
     first: tuple[float, float] | None = None
     try:

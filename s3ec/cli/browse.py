@@ -45,6 +45,7 @@ from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError, TierError
 
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus, CorpusEntry
+    from s3ec.counters import Report
     from s3ec.namespaces import NamespaceInfo
     from s3ec.store.base import Blob, Store
 
@@ -111,8 +112,8 @@ def ns(
             command = f"s3ec ns {ctx.invoked_subcommand}"
             raise ConfigError(f"write options after the command: `{command} ...`")
         return
-    with counting("reading namespaces"), source.corpus(attempts=1) as corpus:
-        found = corpus.namespaces(count=count)
+    with counting("reading namespaces") as report, source.corpus(attempts=1) as corpus:
+        found = corpus.namespaces(count=count, report=report)
         replicas = []
         if corpus.settings.replicas:
             from s3ec.doctor.replicas import replica_rows
@@ -165,18 +166,18 @@ def ns_show(
     as_json: JsonOption = False,
 ) -> None:
     """Show all that describes a namespace: what must be the same for two engines to share it."""
-    with counting("reading the namespace"), source.corpus(attempts=1) as corpus:
+    with counting("reading the namespace") as report, source.corpus(attempts=1) as corpus:
         name = choice.within(corpus)
-        found = corpus.run(lambda store: _describe(store, name, count))
+        found = corpus.run(lambda store: _describe(store, name, count, report))
     document = _namespace_row(found, time.time(), count)
     show(document, as_json=as_json, hide={"model", "dtype", "revision", "weights"})
 
 
-async def _describe(store: Store, name: str, count: bool) -> NamespaceInfo:
+async def _describe(store: Store, name: str, count: bool, report: Report) -> NamespaceInfo:
     from s3ec.namespaces import describe_namespace, read_namespaces
 
     [found] = await read_namespaces(store, [name])
-    return await describe_namespace(store, found, count=count)
+    return await describe_namespace(store, found, count=count, report=report)
 
 
 def stat(

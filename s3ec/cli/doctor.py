@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -11,19 +10,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
-from s3ec.cli.output import EXIT_WRONG, App, console, print_json, safe
+from s3ec.cli.output import (
+    EXIT_WRONG,
+    App,
+    counting,
+    print_json,
+    safe,
+    styled,
+    wrapped,
+    write,
+)
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.status import Status
-
     from s3ec.doctor.check import Check
-    from s3ec.doctor.run import Step
 
 _TRANSFER = "--ec-transfer-config"
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
-_NAME_WIDTH = 15
+_COLORS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
+# Columns before what was found: verdict and name.
+_INDENT = 23
 
 
 def register(app: App) -> None:
@@ -68,30 +73,18 @@ def doctor(
     source = completed(source, vllm_args or [])
     if no_vllm and vllm_args:
         raise ConfigError("`--no-vllm` and vLLM's arguments do not go together; leave one out")
-    from rich.console import Console
-
     from s3ec.doctor.run import examine
 
-    # Nothing where stderr is no terminal. Both streams usually end at one, so it is stopped while a
-    # check is printed.
-    spinner = Console(stderr=True).status("examining")
-
-    def starting(step: Step) -> None:
-        spinner.update(f"examining: {step.name}")
-        spinner.start()
-
-    try:
+    with counting("examining") as report:
         found = examine(
             source.load(),
             source.transfer(),
             vllm_args=vllm_args,
             with_vllm=not no_vllm,
             timeout_s=timeout_s,
-            starting=starting,
+            report=report,
         )
-        checks = _shown(found, spinner, as_json)
-    finally:
-        spinner.stop()
+        checks = list(found) if as_json else _shown(found)
     failed = any(check.outcome.verdict == "fail" for check in checks)
     if as_json:
         print_json({"ok": not failed, "checks": [check.to_json() for check in checks]})
@@ -114,52 +107,20 @@ def completed(source: SettingsSource, vllm_args: Sequence[str]) -> SettingsSourc
     return source
 
 
-def _shown(found: Iterable[Check], spinner: Status, as_json: bool) -> list[Check]:
-    """Print each check as it comes, and return all of them."""
-    out = None if as_json else console()
+def _shown(found: Iterable[Check]) -> list[Check]:
+    """Print each check as it comes, under headings, and return all of them."""
     checks: list[Check] = []
     for check in found:
-        spinner.stop()
-        if out is not None:
-            if checks and checks[-1].group != check.group:
-                out.print()
-            _print(out, check, heading=not checks or checks[-1].group != check.group)
+        if not checks or check.group != checks[-1].group:
+            write("\n" * bool(checks) + styled(check.group, bold=True))
         checks.append(check)
-    if out is not None:
-        _print_counts(out, checks)
-    return checks
-
-
-def _print(out: Console, check: Check, *, heading: bool) -> None:
-    """Print one check: what was found, and the remedy below it; at a terminal in its width."""
-    from rich.text import Text
-
-    outcome, indent = check.outcome, " " * (_NAME_WIDTH + 8)
-    if heading:
-        out.print(Text(check.group, style="bold"))
-    head = Text.assemble(
-        "  ",
-        (f"{outcome.verdict:<4}", _STYLES[outcome.verdict]),
-        f" {check.name:<{_NAME_WIDTH}} ",
-    )
-    for begin, text in (
-        (head, outcome.found),
-        (Text(indent), outcome.mend and f"-> {outcome.mend}"),
-    ):
-        told = safe(text, limit=1000)
-        if out.is_terminal:
-            width = max(out.width, 2 * len(indent))
-            told = textwrap.fill(indent + told, width, subsequent_indent=indent)[len(indent) :]
-        if told:
-            out.print(begin + Text(told), soft_wrap=True)
-
-
-def _print_counts(out: Console, checks: Sequence[Check]) -> None:
-    from rich.text import Text
-
+        verdict = check.outcome.verdict
+        label = f"  {styled(f'{verdict:<4}', _COLORS[verdict])} {check.name:<15} "
+        write(label + wrapped(safe(check.outcome.found, limit=1000), _INDENT))
+        if check.outcome.mend:
+            mend = wrapped(safe(f"-> {check.outcome.mend}", limit=1000), _INDENT)
+            write(" " * _INDENT + mend)
     counts = Counter(str(check.outcome.verdict) for check in checks)
-    line = Text("\n")
-    for position, (verdict, style) in enumerate(_STYLES.items()):
-        line.append(", " if position else "")
-        line.append(f"{counts[verdict]} {verdict}", style=style if counts[verdict] else "dim")
-    out.print(line)
+    told = (styled(f"{counts[one]} {one}", color) for one, color in _COLORS.items())
+    write(f"\n{', '.join(told)}")
+    return checks

@@ -5,27 +5,16 @@ from __future__ import annotations
 
 import enum
 import heapq
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, option
-from s3ec.cli.output import (
-    counting,
-    human_bytes,
-    json_text,
-    many,
-    print_json_line,
-    print_note,
-    table,
-    timestamp,
-)
+from s3ec.cli.output import counting, note_page, print_json_line, show_page, timestamp
 from s3ec.counters import unreported
 from s3ec.errors import ConfigError
 
@@ -33,8 +22,6 @@ if TYPE_CHECKING:
     from s3ec.corpus import Corpus, CorpusEntry
 
 _LIMIT = 100
-# Then the titles of the columns come again.
-_TABLE_ROWS = 10_000
 _COLUMNS = ("label", "bytes", "age_s", "stored_at")
 
 
@@ -144,21 +131,13 @@ def ls(
         else:
             entries = sorted(counted(), key=order, reverse=reverse)
     rows = (EntryRow.of(entry, now_s) for entry in entries)  # one at a time: there may be millions
-    if as_json:
-        sys.stdout.write(f'{{"namespace": {json_text(name)}, "entries": [')
-        for number, row in enumerate(rows):
-            sys.stdout.write((", " if number else "") + json_text(row))
-        rest = {"entry_count": count, "bytes": nbytes, "more": len(entries) < count}
-        sys.stdout.write(f"], {json_text(rest)[1:]}\n")
-    elif as_lines:
+    sums = name, count, nbytes
+    if as_lines:
         for row in rows:
             print_json_line(row)
+        note_page(count, sums)
     else:
-        while some := list(islice(rows, _TABLE_ROWS)):
-            table(some, _COLUMNS)
-    page = "" if as_lines or len(entries) == count else f"; {len(entries)} shown (--limit 0: all)"
-    in_words = many(count, "entry", "entries")
-    print_note(f"{in_words}, {human_bytes(nbytes)}, in {name}{page}")
+        show_page(rows, len(entries), sums, as_json=as_json, keys=_COLUMNS)
 
 
 def _indexed(corpus: Corpus, namespace: str) -> int | None:

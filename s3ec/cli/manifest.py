@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec manifest``: what the index in the bucket holds, whether that is true, rebuilding it."""
+"""``s3ec manifest``: what the index in the bucket holds, and rebuilding it."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, with_namespace
-from s3ec.cli.output import EXIT_WRONG, App, counting, epilog, print_note, safe, show, timestamp
+from s3ec.cli.output import App, counting, epilog, print_note, safe, show, timestamp
 
 if TYPE_CHECKING:
     from s3ec.identity import Layout
@@ -29,11 +27,11 @@ ABOUT = {
 def register(app: App) -> None:
     """Add ``manifest`` to the tree."""
     group = App(
-        help="The index in the bucket: what it holds, whether that is true, rebuilding it.",
+        help="The index in the bucket: what it holds, and rebuilding it. `s3ec verify` compares it "
+        "with the bucket.",
         no_args_is_help=True,
         epilog=epilog(
             ("s3ec manifest show", "how large is the index, and when was the bucket listed?"),
-            ("s3ec manifest verify", "does it hold what the bucket holds?"),
             ("s3ec manifest rebuild", "make it from what the bucket holds"),
         ),
     )
@@ -42,11 +40,6 @@ def register(app: App) -> None:
         ("s3ec manifest show s3://embeddings", "of the only namespace"),
         ("s3ec manifest show --json | jq .deltas.delta_count", "for machines"),
     )(with_namespace(show_index))
-    group.command(
-        "verify",
-        ("s3ec manifest verify", "exit status 1 where it differs from the bucket"),
-        ("s3ec manifest verify --json | jq .extra_count", "for machines"),
-    )(with_namespace(verify))
     group.command(
         "rebuild",
         ("s3ec manifest rebuild", "after objects were deleted or copied by other means"),
@@ -122,23 +115,6 @@ def rebuild(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption
         "deleted": made.removed,
     }
     show(document, as_json=as_json, about={"deleted": "older objects of the index"})
-
-
-def verify(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
-    """Compare the index with a listing of all objects; changes nothing.
-
-    Exit status 1 where objects are missing in it, or where it holds what is not there. What is
-    stored or deleted meanwhile is not complained about. An entry that was deleted before is extra
-    until the next listing, such as that of `s3ec manifest rebuild`.
-    """
-    with counting("reading the index") as report, source.corpus() as corpus:
-        namespace = choice.within(corpus)
-        found = corpus.verify(namespace, catalog=False, report=report)
-    document = {"namespace": namespace, "ok": found.agrees, **index_document(found.index)}
-    show(document, as_json=as_json, hide={"refused"}, about=ABOUT)
-    note_index(found.index)
-    if not found.agrees:
-        raise typer.Exit(EXIT_WRONG)
 
 
 def index_document(found: Verified) -> dict[str, Any]:

@@ -75,10 +75,6 @@ _SETTINGS_OPTIONS = {
 }
 
 
-_PLACE = ("url", "bucket", "prefix")
-_S3_OPTIONS = ("endpoint_url", "region", "profile", "ca_bundle", "allow_http")
-
-
 _NAMESPACE_OPTIONS = {
     "namespace": Annotated[
         str | None,

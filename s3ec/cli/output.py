@@ -6,23 +6,25 @@ Documents and tables go to stdout, progress and errors to stderr. Errors become 
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import inspect
 import io
 import json
 import logging
-import math
 import os
 import re
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO, TypeVar
 
 import typer
 from rich.markup import escape
@@ -51,6 +53,9 @@ else:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Of a list; then the titles of its columns come again.
+_TABLE_ROWS = 10_000
+
 EXIT_OK = 0
 EXIT_WRONG = 1
 EXIT_USAGE = 2
@@ -69,23 +74,20 @@ PLACE = "s3://BUCKET/PREFIX"
 _PLACE = re.compile(r"(?:s3|gs|az|file)://")
 
 
-def _with_place(command: Any, ctx: Any, args: list[str], *, stop_at_word: bool) -> list[str]:
+def _with_place(command: Any, ctx: Any, args: list[str]) -> list[str]:
     """Give the argument that is a corpus's URL to ``--url``.
 
     It is an option beside that, so that it may stand anywhere and other arguments stay optional.
-
-    Args:
-        stop_at_word: The first other word is the name of a command, whose arguments follow.
     """
     options = {name: one for one in command.get_params(ctx) for name in one.opts}
-    # `cp` has two places of its own.
-    if "--url" not in options or any(one.name == "dst" for one in options.values()):
+    if "--url" not in options:
         return args
     given: list[str] = []
     found = is_value = False
     for position, word in enumerate(args):
         is_place = not is_value and _PLACE.match(word) is not None
-        if word == "--" or (stop_at_word and not (is_value or is_place or word.startswith("-"))):
+        is_word = not (is_value or is_place or word.startswith("-"))
+        if word == "--" or (is_word and isinstance(command, Group)):  # of vLLM, or of a command
             return given + args[position:]
         if is_place and found:
             raise typer.BadParameter(f"two places, {word!r:.200} is the second; leave one out")
@@ -97,8 +99,6 @@ def _with_place(command: Any, ctx: Any, args: list[str], *, stop_at_word: bool) 
 
 class _Ours(_Base):
     """What commands and groups have in common: the place as an argument, and their help."""
-
-    _begins_a_command = False  # the first word, which is no option
 
     def __init__(self, *args: Any, help: str | None = None, **more: Any) -> None:
         super().__init__(*args, help=help and unwrapped(help), **more)
@@ -113,8 +113,7 @@ class _Ours(_Base):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options, and the place wherever it stands."""
-        words = _with_place(self, ctx, args, stop_at_word=self._begins_a_command)
-        parsed: list[str] = super().parse_args(ctx, words)
+        parsed: list[str] = super().parse_args(ctx, _with_place(self, ctx, args))
         return parsed
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -131,8 +130,6 @@ class Command(_Ours, TyperCommand):
 
 class Group(_Ours, TyperGroup):
     """A group that prints its help and exits with 0 where no command of it was named."""
-
-    _begins_a_command = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Print the help here: by itself it would be an error for newer clicks."""
@@ -289,8 +286,33 @@ def json_text(document: object, indent: int | None = None) -> str:
 
 def echo(text: str) -> None:
     """Print lines on stdout, before whatever is printed on stderr next."""
-    sys.stdout.write("\n".join(map(printable, text.split("\n"))) + "\n")
+    write("\n".join(map(printable, text.split("\n"))))
+
+
+def write(text: str) -> None:
+    """The same for text that is printable, but for colours."""
+    _erase()
+    sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def styled(text: str, color: str = "", *, bold: bool = False) -> str:
+    """Text in a colour, where stdout is a terminal whose user has no NO_COLOR."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return typer.style(text, fg=color or None, bold=bold or None)
+
+
+def columns() -> int:
+    """How wide stdout is: a terminal's width; without one nothing is to be broken."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+
+
+def wrapped(text: str, indent: int) -> str:
+    """Text that begins in this column, in lines of which each begins there."""
+    width = max(20, columns() - indent)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return ("\n" + indent * " ").join(lines)
 
 
 def print_error(message: str) -> None:
@@ -298,13 +320,15 @@ def print_error(message: str) -> None:
 
     One line, and further ones only where the message lists choices.
     """
+    _erase()
     lines = [safe(line, limit=2000) for line in message.splitlines()]
-    sys.stderr.write(f"{_erased()}error: " + "\n".join(lines) + "\n")
+    sys.stderr.write("error: " + "\n".join(lines) + "\n")
 
 
 def print_note(message: str) -> None:
     """Print lines for people on stderr."""
-    sys.stderr.write(_erased() + "\n".join(map(printable, message.split("\n"))) + "\n")
+    _erase()
+    sys.stderr.write("\n".join(map(printable, message.split("\n"))) + "\n")
 
 
 class _Plain(logging.Formatter):
@@ -384,7 +408,8 @@ def human(key: str, value: Any) -> str:
             return human_bytes(value)
         if key.endswith("_s"):
             return human_age(value)
-        return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+        is_whole = isinstance(value, int) or abs(value) >= 1000
+        return f"{value:,.0f}" if is_whole else f"{value:.3g}"
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -441,33 +466,83 @@ def facts(pairs: Sequence[tuple[str, Any]]) -> None:
     echo("\n".join(f"{safe(name):<{width}}  {safe(str(value))}" for name, value in pairs))
 
 
-def table(rows: Sequence[Any], columns: Sequence[str] = ()) -> None:
+def table(rows: Sequence[Any], keys: Sequence[str] = ()) -> None:
     """Print rows as a table; a column without any value is left out.
+
+    At a terminal the last column is broken where a line is too long; where that is not enough, the
+    first one has a line of its own.
 
     Args:
         rows: Mappings or dataclasses, of the same keys.
-        columns: Keys of the columns; all where none is named.
+        keys: Of the columns; all where none is named.
     """
     if not rows:
         return
     documents = [plain(row) for row in rows]
-    names = [
-        key
-        for key in columns or documents[0]
-        if any(row[key] not in (None, "") for row in documents)
+    keys = [
+        key for key in keys or documents[0] if any(row[key] not in (None, "") for row in documents)
     ]
-    cells = [[safe(title(key)) for key in names]]
-    cells += [[_cell(key, row[key]) for key in names] for row in documents]
+    cells = [[safe(title(key)) for key in keys]]
+    cells += [[_cell(key, row[key]) for key in keys] for row in documents]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    is_number = [
-        all(isinstance(row[key], int | float | None) for row in documents) for key in names
+    sides = [
+        ">" if any(isinstance(row[key], int | float) for row in documents) else "<" for key in keys
     ]
-    forms = [
-        f"{{:{'>' if right else '<'}{width}}}"
-        for right, width in zip(is_number, widths, strict=True)
-    ]
-    line = "  ".join(forms)
-    echo("\n".join(line.format(*row).rstrip() for row in cells))
+    before = sum(width + 2 for width in widths[:-1])
+    is_narrow = before + min(widths[-1], 20) > columns()  # the name then has a line of its own
+    for line in cells:
+        if sides[-1] == "<":
+            line[-1] = wrapped(line[-1], before)
+        padded = zip(line, sides, widths, strict=True)
+        first, *rest = (f"{cell:{side}{width}}" for cell, side, width in padded)
+        if is_narrow:
+            echo(first.rstrip())
+            first = ""
+        echo("  ".join([first, *rest]).rstrip())
+
+
+def show_page(
+    rows: Iterable[Any],
+    shown: int,
+    sums: tuple[str | None, int, int],
+    *,
+    as_json: bool,
+    keys: Sequence[str] = (),
+) -> None:
+    """Print the first entries of a namespace one by one, and how many there are.
+
+    Args:
+        rows: The first, as for ``table``; there may be millions.
+        shown: How many rows there are.
+        sums: As for ``note_page``.
+        keys: Of the columns.
+    """
+    if as_json:
+        name, count, nbytes = sums
+        sys.stdout.write(f'{{"namespace": {json_text(name)}, "entries": [')
+        for number, row in enumerate(rows):
+            sys.stdout.write((", " if number else "") + json_text(row))
+        rest = {"entry_count": count, "bytes": nbytes, "more": shown < count}
+        sys.stdout.write(f"], {json_text(rest)[1:]}\n")
+    else:
+        rest_of = iter(rows)
+        while some := list(islice(rest_of, _TABLE_ROWS)):
+            table(some, keys)
+    note_page(shown, sums)
+
+
+def note_page(shown: int, sums: tuple[str | None, int, int]) -> None:
+    """Say how many entries there are.
+
+    Args:
+        shown: How many were printed.
+        sums: The namespace, None where there is none; how many entries it has; their bytes.
+    """
+    namespace, count, nbytes = sums
+    if namespace is not None:
+        page = "" if shown == count else f"; {shown} shown (--limit 0: all)"
+        entries = many(count, "entry", "entries")
+        print_note(f"{entries}, {human_bytes(nbytes)}, in {namespace}{page}")
 
 
 def human_bytes(nbytes: float) -> str:
@@ -523,6 +598,7 @@ _KINDS: tuple[tuple[type[BaseException], str, int], ...] = (
     (AccessError, "access", EXIT_WRONG),
     (ConflictError, "conflict", EXIT_WRONG),
     (TierError, "disk", EXIT_WRONG),
+    (OSError, "disk", EXIT_WRONG),
     (KeyboardInterrupt, "interrupted", EXIT_INTERRUPTED),
     (Exception, "failed", EXIT_WRONG),
 )
@@ -538,47 +614,52 @@ class Failure:
         message: For people; may have lines that list choices.
         field: The setting or option at fault, or None.
         fix: What to do, the part of the message that says so, or None.
+        interrupted: For Ctrl-C, what it ended and how far that was.
     """
 
     kind: str
     exit_code: int
     message: str
-    field: str | None
-    fix: str | None
+    field: str | None = None
+    fix: str | None = None
+    interrupted: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, exc: BaseException) -> Failure:
         """Make one from an error of ours or of the parser of the command line, or from Ctrl-C."""
         kind, exit_code = next(row[1:] for row in _KINDS if isinstance(exc, row[0]))
-        if isinstance(exc, _UsageError):
-            return _of_usage(exc, kind, exit_code)
-        message = str(exc)
+        message, field, interrupted = str(exc), getattr(exc, "field", None), {}
         if isinstance(exc, KeyboardInterrupt):
-            message = f"interrupted{_step.so_far}; {_step.resume}"
+            now = Progress.current
+            message = f"interrupted{now.so_far}; {now.resume}"
+            interrupted = {"step": now.what, "done": now.done, "total": now.total}
+        elif isinstance(exc, _UsageError):
+            message, field = _of_usage(exc)
+        elif isinstance(exc, OSError) and exc.filename is not None:
+            message = f"{exc.filename}: {exc.strerror}"
         # By our convention a message that knows a remedy ends with it; below it stand choices.
         first, line_break, choices = message.partition("\n")
         _, separator, fix = first.rpartition("; ")
-        return cls(
-            kind,
-            exit_code,
-            message,
-            getattr(exc, "field", None),
-            fix + line_break + choices if separator else None,
-        )
+        fixes = fix + line_break + choices if separator else None
+        return cls(kind, exit_code, message, field, fixes, interrupted)
 
     @property
     def document(self) -> dict[str, Any]:
         """The object for ``--json``. It stands alone or beside other keys."""
         names = ("kind", "message", "field", "fix")
-        return {"error": {name: getattr(self, name) for name in names}}
+        return {"error": {name: getattr(self, name) for name in names}, **self.interrupted}
 
 
-def _of_usage(exc: Any, kind: str, exit_code: int) -> Failure:
-    """Make one from an error of the parser, which knows the parameter, the option, or neither."""
+def _of_usage(exc: Any) -> tuple[str, str | None]:
+    """Message and field of an error of the parser, which knows parameter, option or neither."""
     param = getattr(exc, "param", None)
     field = param.name if param is not None else getattr(exc, "option_name", None)
-    command = exc.ctx.command_path if exc.ctx is not None else "s3ec"
-    return Failure(kind, exit_code, exc.format_message(), field, f"see `{command} --help`")
+    message = exc.format_message().strip().removesuffix(".")
+    if "; " not in message:
+        command = exc.ctx.command_path if exc.ctx is not None else "s3ec"
+        first, line_break, choices = message.partition("\n")
+        message = f"{first}; see `{command} --help`{line_break}{choices}"
+    return message, field
 
 
 @contextmanager
@@ -586,11 +667,9 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
     """End with the documented exit status where the block raises, and say why.
 
     Args:
-        words: The command line, which says whether JSON is wanted: it may be so wrong that no
-            command has seen it.
+        words: As for ``ended_by``.
     """
-    _step.begin("", UNCHANGED)
-    own = list(words)[: words.index("--")] if "--" in words else words
+    Progress.current = Progress()
     code = EXIT_OK
     try:
         try:
@@ -598,20 +677,10 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
         except typer.Exit as exc:
             code = exc.exit_code
             raise
-        except (S3ECError, _UsageError, KeyboardInterrupt) as exc:
-            failure = Failure.of(exc)
-            code = failure.exit_code
-            if not isinstance(exc, _UsageError):  # typer prints that, with the usage
-                print_error(failure.message)
-            document = failure.document
-            if isinstance(exc, KeyboardInterrupt):
-                document |= {"step": _step.what, "done": _step.done, "total": _step.total}
-            if "--ndjson" in own:
-                print_json_line(document)
-            elif "--json" in own:
-                print_json(document)
-            if isinstance(exc, _UsageError):
-                raise
+        except StdoutError:
+            raise
+        except (S3ECError, OSError, _UsageError, KeyboardInterrupt) as exc:
+            code = ended_by(exc, words)
             raise typer.Exit(code) from exc
         finally:
             sys.stdout.flush()  # later nobody could say what is wrong
@@ -621,6 +690,23 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
             raise typer.Exit(code) from exc
         print_error(f"cannot write to stdout: {exc.strerror}")
         raise typer.Exit(EXIT_WRONG) from exc
+
+
+def ended_by(exc: BaseException, words: Sequence[str]) -> int:
+    """Say why a command failed, and return its exit status.
+
+    Args:
+        words: The command line, which says whether JSON is wanted: it may be so wrong that no
+            command has seen it.
+    """
+    failure = Failure.of(exc)
+    print_error(failure.message)
+    own = list(words)[: words.index("--")] if "--" in words else words
+    if "--ndjson" in own:
+        print_json_line(failure.document)
+    elif "--json" in own:
+        print_json(failure.document)
+    return failure.exit_code
 
 
 # -- progress --------------------------------------------------------------------------------------
@@ -634,40 +720,81 @@ RESUMES = "the same command goes on where this one ended"
 UNCHANGED = "nothing was changed, and the same command begins again"
 
 
-@dataclass(slots=True)
-class _Step:
-    """What a command does right now, for who breaks it off.
+@dataclass
+class Progress:
+    """How far a command is: a line now and then, and the words for whoever breaks it off.
 
     Attributes:
-        what: In words; empty before anything long.
+        current: That of the command that runs; a process runs one.
+        what: What is done now; empty before anything long.
+        resume: What Ctrl-C is answered with: how to get what is not done then.
+        in_bytes: The counts are bytes.
+        more: Asked for what stands behind them.
+        write: Takes a line.
+        every_s: Seconds between lines, so work that takes less has none; 0 for a terminal, where
+            each line takes the place of the one before.
+        clock: Seconds, from any start.
         done: Entries, objects or bytes.
         total: Of how many; None where that is not known.
-        resume: How to get the rest.
-        on_screen: Whether a line of it is on the terminal.
+        is_shown: Whether a line is on the terminal.
     """
 
+    current: ClassVar[Progress]
+
     what: str = ""
-    done: int = 0
-    total: int | None = None
     resume: str = UNCHANGED
     in_bytes: bool = False
-    on_screen: bool = False
+    more: Callable[[], str] = str
+    write: Callable[[str], None] = print_note
+    every_s: float = EVERY_S
+    clock: Callable[[], float] = time.monotonic
+    done: int = 0
+    total: int | None = None
+    is_shown: bool = False
 
-    def begin(self, what: str, resume: str, *, in_bytes: bool = False) -> None:
-        """Begin something else."""
-        self.what, self.done, self.total = what, 0, None
-        self.resume, self.in_bytes = resume, in_bytes
+    def __post_init__(self) -> None:
+        self._shown_s = self._began_s = self.clock()
+        self._first, self._counted = 0, ""
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        now_s = self.clock()
+        is_new = what != self._counted
+        if is_new:
+            self._began_s, self._first, self._counted = now_s, done, what
+        self.what, self.done, self.total = what, done, total
+        # People see at once what is done now.
+        if now_s - self._shown_s >= self.every_s or (is_new and self.write is _rewrite):
+            self._shown_s = now_s
+            self.write(self._line(now_s - self._began_s))
+
+    def _line(self, took_s: float) -> str:
+        speed = (self.done - self._first) / took_s if took_s >= _LEAST_S else None
+        line = f"{self.what}: {self._counts}"
+        if speed:
+            line += f", {self._shown(speed)} a second"
+        line += self.more()
+        if speed and self.total is not None:
+            line += f", {human_age((self.total - self.done) / speed)} left"
+        return line
+
+    @property
+    def _counts(self) -> str:
+        of = "" if self.total is None else f" of {self._shown(self.total)}"
+        return f"{self._shown(self.done)}{of}"
+
+    def _shown(self, number: float) -> str:
+        return human_bytes(number) if self.in_bytes else f"{number:,.0f}"
 
     @property
     def so_far(self) -> str:
         """What was done, behind a verb."""
         if not self.what:
             return ""
-        counts = _counts(self.done, self.total, None, in_bytes=self.in_bytes)
-        return f" while {self.what}" + (f": {counts} done" if self.done or self.total else "")
+        counts = f": {self._counts} done" if self.done or self.total else ""
+        return f" while {self.what}{counts}"
 
 
-_step = _Step()
+Progress.current = Progress()
 
 
 @contextmanager
@@ -684,91 +811,29 @@ def counting(
         message: What is done, until the first report says so.
         in_bytes: The counts are bytes.
         more: Asked for what stands behind them.
-        resume: What Ctrl-C is answered with: how to get what is not done then.
+        resume: What Ctrl-C is answered with.
     """
-    _step.begin(message, resume, in_bytes=in_bytes)
-
-    lines = Lines(in_bytes=in_bytes, more=more)
-    if on_screen := sys.stderr.isatty():
-        lines = Lines(in_bytes=in_bytes, more=more, write=_rewrite, every_s=_SCREEN_S)
+    now = Progress.current = Progress(message, resume, in_bytes, more, every_s=EVERY_S)
+    if sys.stderr.isatty():
+        now.write, now.every_s = _rewrite, _SCREEN_S
         _rewrite(message)
-
-    def report(what: str, done: int, total: int | None) -> None:
-        _step.what, _step.done, _step.total = what, done, total
-        lines(what, done, total)
-
     try:
-        yield report
+        yield now
     finally:
-        if on_screen:
-            sys.stderr.write(_erased())
+        _erase()
 
 
 def _rewrite(line: str) -> None:
     """Put a line in the place of the one that is on the terminal."""
-    columns = shutil.get_terminal_size().columns
-    sys.stderr.write(f"{_CLEAR}{printable(line)[: columns - 1]}")
+    width = shutil.get_terminal_size().columns
+    sys.stderr.write(f"{_CLEAR}{printable(line)[: width - 1]}")
     sys.stderr.flush()
-    _step.on_screen = True
+    Progress.current.is_shown = True
 
 
-def _erased() -> str:
-    """What clears the line of progress, before something else is printed on stderr."""
-    cleared, _step.on_screen = _CLEAR if _step.on_screen else "", False
-    return cleared
-
-
-class Lines:
-    """Writes a line every ten seconds. Work of less than ten seconds writes none.
-
-    Args:
-        in_bytes: The counts are bytes.
-        more: Asked for what stands behind them.
-        clock: Seconds, from any start.
-        write: Takes a line.
-        every_s: Seconds between lines; None for EVERY_S.
-    """
-
-    def __init__(
-        self,
-        *,
-        in_bytes: bool = False,
-        more: Callable[[], str] = str,
-        clock: Callable[[], float] = time.monotonic,
-        write: Callable[[str], None] = print_note,
-        every_s: float | None = None,
-    ) -> None:
-        self._in_bytes = in_bytes
-        self._more = more
-        self._clock = clock
-        self._write = write
-        self._every_s = every_s
-        self._told_s = clock()
-        self._what = ""
-        self._began_s, self._first = self._told_s, 0
-
-    def __call__(self, what: str, done: int, total: int | None) -> None:
-        now_s = self._clock()
-        if what != self._what:
-            self._what, self._began_s, self._first = what, now_s, done
-            if self._every_s is not None:  # people see at once what is done now
-                self._told_s = -math.inf
-        if now_s - self._told_s < (EVERY_S if self._every_s is None else self._every_s):
-            return
-        self._told_s = now_s
-        took_s = now_s - self._began_s
-        speed = (done - self._first) / took_s if took_s >= _LEAST_S else None
-        line = f"{what}: {_counts(done, total, speed, in_bytes=self._in_bytes)}{self._more()}"
-        if speed and total is not None:
-            line += f", {human_age((total - done) / speed)} left"
-        self._write(line)
-
-
-def _counts(done: int, total: int | None, speed: float | None, *, in_bytes: bool) -> str:
-    """Such as ``1,200 of 3,000, 400 a second``."""
-
-    def shown(number: float) -> str:
-        return human_bytes(number) if in_bytes else f"{number:,.0f}"
-
-    text = shown(done) if total is None else f"{shown(done)} of {shown(total)}"
-    return f"{text}, {shown(speed)} a second" if speed else text
+def _erase() -> None:
+    """Clear the line of progress, before something else is printed."""
+    if Progress.current.is_shown:
+        sys.stderr.write(_CLEAR)
+        sys.stderr.flush()
+        Progress.current.is_shown = False

@@ -17,7 +17,18 @@ import typer
 
 from s3ec.cli.doctor import completed
 from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
-from s3ec.cli.output import App, console, counting, print_json, print_note, safe
+from s3ec.cli.output import (
+    App,
+    counting,
+    echo,
+    print_json,
+    print_note,
+    safe,
+    styled,
+    table,
+    wrapped,
+    write,
+)
 from s3ec.errors import ConfigError
 from s3ec.payoff import (
     GPUS,
@@ -39,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_STYLES = {"yes": "green", "even": "yellow", "no": "bold red"}
+_COLORS = {"yes": "green", "even": "yellow", "no": "red"}
 _QUESTIONS = {
     "latency": "is a request faster with a hit from the bucket?",
     "throughput": "does a busy engine answer more requests?",
@@ -158,14 +169,14 @@ def advise(
     _show(known, found, as_json)
 
 
-def _choice(name: str, given: str | None, table: Mapping[str, T]) -> T | None:
+def _choice(name: str, given: str | None, known: Mapping[str, T]) -> T | None:
     if given is None:
         return None
-    if given.lower() not in table:
+    if given.lower() not in known:
         raise ConfigError(
-            f"`--{name}` {given!r:.50} is unknown; it is one of {', '.join(table)}", field=name
+            f"`--{name}` {given!r:.50} is unknown; it is one of {', '.join(known)}", field=name
         )
-    return table[given.lower()]
+    return known[given.lower()]
 
 
 def _model(given: str | None) -> ModelEstimate | None:
@@ -182,8 +193,8 @@ def _model(given: str | None) -> ModelEstimate | None:
 
 def _known(given: dict[str, Any]) -> Known:
     given["like"] = _model(given["like"])
-    for name, table in {"gpu": GPUS, "store": STORES}.items():
-        given[name] = _choice(name, given[name], table)
+    given["gpu"] = _choice("gpu", given["gpu"], GPUS)
+    given["store"] = _choice("store", given["store"], STORES)
     return Known(gpu_dollars_an_hour=given.pop("gpu_dollars"), **given)
 
 
@@ -243,38 +254,27 @@ def _document(inputs: Inputs, payoff: Payoff, found: Measured) -> dict[str, Any]
 
 
 def _print(inputs: Inputs, payoff: Payoff, found: Measured) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    out = console()
-    table = Table("figure", "value", "unit", "source", "note", box=None, pad_edge=False)
-    table.columns[1].justify = "right"
-    for row in figures(inputs, payoff):
-        value = "no limit" if row["value"] is None else _number(row["value"])
-        name = row["name"].replace("_", " ")
-        table.add_row(name, value, row["unit"], row["source"], safe(row["note"]))
-    out.print(table)
-    out.print()
-    verdicts = Table.grid(padding=(0, 2))
+    rows = [
+        {
+            "figure": row["name"].replace("_", " "),
+            **{key: row[key] for key in ("value", "unit", "source", "note")},
+        }
+        for row in figures(inputs, payoff)
+    ]
+    table([{**row, "value": "no limit" if row["value"] is None else row["value"]} for row in rows])
+    echo("")
     for name, question in _QUESTIONS.items():
         one = getattr(payoff, name)
-        verdicts.add_row(Text(one.word, style=_STYLES[one.word]), name, f"{question} {one.why}")
-    out.print(verdicts)
-    out.print()
+        label = f"{styled(f'{one.word:<4}', _COLORS[one.word])}  {name:<10}  "
+        write(label + wrapped(f"{question} {one.why}", 18))
+    echo("")
     settings = json.dumps(advised_settings(payoff))
-    out.print(f"for `ec_connector_extra_config`, beside the bucket: {settings}")
+    echo(f"for `ec_connector_extra_config`, beside the bucket: {settings}")
     if math.isfinite(payoff.keep_days) and payoff.keep_days >= 1:
-        out.print(
+        echo(
             f"an entry that is not read from the bucket within {payoff.keep_days:.0f} days has "
             "cost more than it saves"
         )
-    out.print(
-        f"prices of {PRICES_AS_OF}; a GPU that would be idle otherwise saves no money",
-        style="dim",
-    )
+    echo(f"prices of {PRICES_AS_OF}; a GPU that would be idle otherwise saves no money")
     for note in found.notes:
         print_note(safe(note))
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

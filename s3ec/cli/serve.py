@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.options import JsonOption
-from s3ec.cli.output import App, counting, print_json, print_note
+from s3ec.cli.output import App, counting, echo, print_json, print_note
 from s3ec.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
@@ -98,44 +98,33 @@ def _make_buckets(server: LocalS3, buckets: list[str]) -> None:
 def _announce(
     server: LocalS3, buckets: list[str], data: Path | None, *, own_keys: bool, as_json: bool
 ) -> None:
+    extra = {"bucket": buckets[0], "endpoint_url": server.endpoint_url}
     transfer = {
         "ec_connector": "S3ECConnector",
         "ec_role": "ec_both",
-        "ec_connector_extra_config": {"bucket": buckets[0], "endpoint_url": server.endpoint_url},
+        "ec_connector_extra_config": extra,
     }
     environment = server.env()
     if own_keys:  # the caller has them already, and they may be keys to more than this
         environment = {name: value for name, value in environment.items() if name not in _KEYS}
     if as_json:
-        document: dict[str, Any] = {
-            "endpoint_url": server.endpoint_url,
-            "buckets": buckets,
-            "data": str(data) if data else None,
-            "env": environment,
-            "ec_transfer_config": transfer,
-        }
-        print_json(document)
-    else:
-        where = f"objects in {data}" if data else "objects gone at the end (--data keeps them)"
-        typer.echo(f"# SeaweedFS on {server.endpoint_url}, {where}")
-        _print_for_people(environment, transfer, own_keys=own_keys)
-    # Scripts read this through a pipe while we run on.
-    sys.stdout.flush()
-
-
-def _print_for_people(
-    environment: dict[str, str], transfer: dict[str, Any], *, own_keys: bool
-) -> None:
-    typer.echo("# In the shell that runs vLLM or s3ec:")
-    if own_keys:
-        typer.echo("# (the keys are those that you have there)")
-    for name, value in environment.items():
-        typer.echo(f"export {name}={shlex.quote(value)}")
-    extra = transfer["ec_connector_extra_config"]
-    for name, value in extra.items():
-        typer.echo(f"export S3EC_{name.upper()}={shlex.quote(value)}")
-    typer.echo("\n# For vLLM:")
-    typer.echo(f"vllm serve MODEL --ec-transfer-config {shlex.quote(json.dumps(transfer))}")
+        document: dict[str, Any] = {"endpoint_url": server.endpoint_url, "buckets": buckets}
+        document |= {"data": str(data) if data else None, "env": environment}
+        print_json(document | {"ec_transfer_config": transfer})
+        sys.stdout.flush()  # scripts read this through a pipe while we run on
+        return
+    where = f"objects in {data}" if data else "objects gone at the end (--data keeps them)"
+    keys = ["# (the keys are those that you have there)"] if own_keys else []
+    settings = {f"S3EC_{name.upper()}": value for name, value in extra.items()}
+    lines = [
+        f"# SeaweedFS on {server.endpoint_url}, {where}",
+        "# In the shell that runs vLLM or s3ec:",
+        *keys,
+        *(f"export {name}={shlex.quote(it)}" for name, it in (environment | settings).items()),
+        "\n# For vLLM:",
+        f"vllm serve MODEL --ec-transfer-config {shlex.quote(json.dumps(transfer))}",
+    ]
+    echo("\n".join(lines))
     print_note("\nCtrl-C ends the server.")
 
 

@@ -27,18 +27,19 @@ from s3ec.cli.output import (
     epilog,
     human_bytes,
     many,
+    note_page,
     print_json,
     print_note,
     safe,
     show,
-    table,
+    show_page,
     timestamp,
 )
 from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
-    from s3ec.tier.inspection import Freed, Inspection, Sum, TierReport
+    from s3ec.tier.inspection import Freed, Inspection, Sum
     from s3ec.tier.scan import ScannedEntry
 
 _LIMIT = 100
@@ -97,9 +98,22 @@ def tier(source: SettingsSource, ctx: typer.Context, as_json: JsonOption = False
     document = {"cache_dir": str(settings.cache_dir), "bytes": 0, "entry_count": 0}
     document |= {"budget_bytes": int(settings.cache_bytes), "namespaces": []}
     if inspection is not None:
-        with counting("counting"):
-            report = inspection.report(now_s=time.time())
-        document |= _document(settings, report)
+        with counting("counting entries") as report:
+            found = inspection.report(now_s=time.time(), report=report)
+        usage = found.usage
+        document |= {
+            "bytes": usage.total_nbytes,
+            "disk_free_bytes": found.free_bytes,
+            "min_free_bytes": int(settings.min_free_bytes),
+            "entry_count": usage.entries,
+            "entry_bytes": usage.nbytes,
+            "evicted_open_bytes": found.open_nbytes,
+            "held_bytes": usage.held_nbytes,
+            "spool": {"entry_count": found.spooled_files, "bytes": usage.spooled_nbytes},
+            "index": {"index_file_count": found.index_files, "bytes": usage.index_nbytes},
+            "ages": _rows("last_used", found.ages),
+            "namespaces": _rows("namespace", found.namespaces),
+        }
     if inspection is not None or as_json:
         show(document, as_json=as_json)
 
@@ -135,15 +149,14 @@ def ls(
     # A folder without namespaces is that of a node on which nothing was stored yet.
     if inspection is not None and (namespace is not None or inspection.namespaces()):
         name = _choose(inspection, namespace)
-        with counting("listing"):
-            scanned = inspection.entries(name, now_s=now_s)
+        with counting("counting entries") as report:
+            scanned = inspection.entries(name, now_s=now_s, report=report)
     if limit is None:
         limit = 0 if names else _LIMIT
     shown = [
         CorpusEntry(one.namespace, one.name, one.nbytes, one.mtime_ns / 1e9)
         for one in scanned[: limit or None]
     ]
-    nbytes = sum(one.nbytes for one in scanned)
     rows = [
         {
             "label": one.label,
@@ -153,18 +166,13 @@ def ls(
         }
         for one in shown
     ]
-    if as_json:
-        document = {"namespace": name, "entries": rows, "entry_count": len(scanned)}
-        print_json({**document, "bytes": nbytes, "more": len(shown) < len(scanned)})
-        return
+    sums = name, len(scanned), sum(one.nbytes for one in scanned)
     if names:
-        echo("\n".join(one.label for one in shown)) if shown else None
+        if shown:
+            echo("\n".join(one.label for one in shown))
+        note_page(len(shown), sums)
     else:
-        table(rows)
-    if name is not None:
-        page = "" if len(shown) == len(scanned) else f"; {len(shown)} shown (--limit 0: all)"
-        counted = many(len(scanned), "entry", "entries")
-        print_note(f"{counted}, {human_bytes(nbytes)}, in {name}{page}")
+        show_page(rows, len(rows), sums, as_json=as_json)
 
 
 def check(source: SettingsSource, as_json: JsonOption = False) -> None:
@@ -222,10 +230,14 @@ def evict(
     def evict_to(dry_run: bool) -> Freed:
         if inspection is None:
             return Freed(Evicted(0, 0), 0, 0)
-        message = "counting" if dry_run else "evicting entries"
-        with counting(message, resume=UNCHANGED if dry_run else RESUMES):
+        resume = UNCHANGED if dry_run else RESUMES
+        with counting("counting entries", resume=resume) as report:
             return inspection.evict_to(
-                target_bytes, now_s=time.time(), namespace=chosen, dry_run=dry_run
+                target_bytes,
+                now_s=time.time(),
+                namespace=chosen,
+                dry_run=dry_run,
+                report=report,
             )
 
     def told(freed: Freed) -> tuple[int, str]:
@@ -294,25 +306,7 @@ def _choose(inspection: Inspection, begin: str | None) -> str:
     raise ConfigError(f"{problem}; here are:\n{listed}", field="namespace")
 
 
-def _document(settings: Settings, report: TierReport) -> dict[str, Any]:
-    usage = report.usage
-
-    def rows(key: str, sums: dict[str, Sum]) -> list[dict[str, Any]]:
-        return [
-            {key: label, "entry_count": one.entries, "bytes": one.nbytes}
-            for label, one in sums.items()
-        ]
-
-    return {
-        "bytes": usage.total_nbytes,
-        "disk_free_bytes": report.free_bytes,
-        "min_free_bytes": int(settings.min_free_bytes),
-        "entry_count": usage.entries,
-        "entry_bytes": usage.nbytes,
-        "evicted_open_bytes": report.open_nbytes,
-        "held_bytes": usage.held_nbytes,
-        "spool": {"entry_count": report.spooled_files, "bytes": usage.spooled_nbytes},
-        "index": {"index_file_count": report.index_files, "bytes": usage.index_nbytes},
-        "ages": rows("last_used", report.ages),
-        "namespaces": rows("namespace", report.namespaces),
-    }
+def _rows(key: str, sums: dict[str, Sum]) -> list[dict[str, Any]]:
+    return [
+        {key: label, "entry_count": one.entries, "bytes": one.nbytes} for label, one in sums.items()
+    ]

@@ -20,6 +20,7 @@ from s3ec.cli.options import (
 from s3ec.cli.output import (
     EXIT_WRONG,
     RESUMES,
+    UNCHANGED,
     App,
     counting,
     echo,
@@ -89,7 +90,9 @@ def verify(
         namespace = choice.within(corpus)
         if repair:  # before all of it is read
             corpus.run(lambda store: require_ours(store, namespace))
-        resume = RESUMES if state else "with --state FOLDER the next one goes on there"
+        resume = RESUMES if state else UNCHANGED
+        if deep and not state:
+            resume = "with --state FOLDER the next one goes on there"
         with counting("reading the index", resume=resume) as report:
             found = corpus.verify(
                 namespace, deep=deep, state=state, resume_complete=repair, report=report

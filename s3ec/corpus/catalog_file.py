@@ -132,7 +132,7 @@ def require_pyarrow() -> None:
         import pyarrow.parquet  # noqa: F401
     except ImportError as exc:
         raise ConfigError(
-            f"the catalogue needs pyarrow ({exc}): pip install pyarrow", field="catalog"
+            f"the catalogue needs pyarrow ({exc}); pip install pyarrow", field="catalog"
         ) from exc
 
 

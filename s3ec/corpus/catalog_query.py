@@ -39,7 +39,7 @@ def run_sql(table: pa.Table, query: str, *, field: str = "query") -> pa.Table:
         import duckdb
     except ImportError as exc:
         raise ConfigError(
-            f"questions in SQL need DuckDB ({exc}): pip install duckdb", field=field
+            f"questions in SQL need DuckDB ({exc}); pip install duckdb", field=field
         ) from exc
     try:
         with duckdb.connect(

@@ -8,6 +8,7 @@ do the work, each a function of a store and a layout; none of them imports this 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -130,18 +131,27 @@ class Corpus(OpenBucket):
 
     # -- namespaces ----------------------------------------------------------------------------
 
-    def namespaces(self, *, count: bool = False) -> Sequence[NamespaceInfo]:
+    def namespaces(
+        self, *, count: bool = False, report: Report = unreported
+    ) -> Sequence[NamespaceInfo]:
         """All namespaces, sorted by name; none where nothing was stored yet.
 
         Costs one listing and four requests for each of them.
 
         Args:
             count: Count entries and bytes too; lists every object, 1000 a request.
+            report: Told how many objects were counted.
         """
+        numbers = itertools.count(1)
 
         async def look(store: Store) -> list[NamespaceInfo]:
             found = await read_namespaces(store, await list_namespaces(store))
-            return await in_parallel(found, lambda one: describe_namespace(store, one, count=count))
+            return await in_parallel(
+                found,
+                lambda one: describe_namespace(
+                    store, one, count=count, report=report, numbers=numbers
+                ),
+            )
 
         return self.run(look)
 

@@ -316,7 +316,10 @@ class VllmEncoder:
 
     def _all_arguments(self) -> dict[str, Any]:
         transfer_config = _import("vllm.config", "ECTransferConfig")
-        extra = json.loads(self._settings.model_dump_json(exclude_unset=True))
+        # All of them: the engine reads variables too, and those may name another corpus.
+        extra = json.loads(self._settings.model_dump_json())
+        if "save_overflow" not in self._settings.model_fields_set:
+            extra["save_overflow"] = "block"  # a job is to be complete: it waits for a slow store
         return {
             **self._arguments,
             "model": self._model,
@@ -324,8 +327,7 @@ class VllmEncoder:
                 ec_connector="S3ECConnector",
                 ec_connector_module_path="s3ec.connector",
                 ec_role="ec_producer",
-                # A job is to be complete, so it waits for a store that is slow.
-                ec_connector_extra_config={"save_overflow": "block", **extra},
+                ec_connector_extra_config=extra,
             ),
         }
 

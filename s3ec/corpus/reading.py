@@ -102,7 +102,7 @@ def require(module: str, package: str, why: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as exc:
-        raise ConfigError(f"{why} needs {module} ({exc}): pip install {package}") from exc
+        raise ConfigError(f"{why} needs {module} ({exc}); pip install {package}") from exc
 
 
 def scheme_of(uri: str) -> str:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from s3ec.config import LoadedSettings
+from s3ec.counters import Report, unreported
 from s3ec.doctor import bucket, node, replicas, serving
 from s3ec.doctor.check import (
     REQUEST_S,
@@ -119,7 +120,7 @@ def examine(
     vllm_args: Sequence[str] | None = None,
     with_vllm: bool = True,
     timeout_s: float = REQUEST_S,
-    starting: Callable[[Step], None] = lambda step: None,
+    report: Report = unreported,
 ) -> Iterator[Check]:
     """Run every check in a fixed order, and yield each outcome as soon as it is known.
 
@@ -133,7 +134,7 @@ def examine(
         vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
         with_vllm: Whether to look at vLLM.
         timeout_s: Longest wait for one answer of the store.
-        starting: Called with the check that is waited for.
+        report: Told of each check that begins.
 
     Raises:
         ConfigError: The transport cannot be used, or the SDK not use profile, region or CA file.
@@ -143,10 +144,10 @@ def examine(
     try:
         first = STEPS.index(_FIRST_OF_NODE)
         near = map(_of_replica, context.settings.replicas)
-        for step in (*STEPS[:first], *near, *STEPS[first:]):
-            if step.only_s3 and context.settings.url is not None:
-                continue
-            starting(step)
+        steps = [*STEPS[:first], *near, *STEPS[first:]]
+        steps = [one for one in steps if context.settings.url is None or not one.only_s3]
+        for number, step in enumerate(steps):
+            report(f"examining {step.name}", number, len(steps))
             outcome = _blocked(step, verdicts) or step.run(context)
             verdicts[step.name] = outcome.verdict
             yield Check(step.name, outcome, step.group)

@@ -80,7 +80,7 @@ class RedisStore:
             from redis.backoff import NoBackoff
         except ImportError as exc:
             raise ConfigError(
-                f"a replica at redis:// needs redis-py ({exc}): pip install redis", field="replicas"
+                f"a replica at redis:// needs redis-py ({exc}); pip install redis", field="replicas"
             ) from exc
         self._errors = redis.exceptions
         parts = urlsplit(url)

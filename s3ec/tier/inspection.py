@@ -7,6 +7,7 @@ For people and commands, while engines use the folder or not.
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import stat
 from collections import defaultdict
@@ -33,7 +34,14 @@ from s3ec.tier.files import (
     open_entry,
     require_own_folder,
 )
-from s3ec.tier.scan import ScannedEntry, SpoolFileName, TierScan, Usage, scan_tier
+from s3ec.tier.scan import (
+    FILES_PER_PAUSE,
+    ScannedEntry,
+    SpoolFileName,
+    TierScan,
+    Usage,
+    scan_tier,
+)
 
 # Longer than any round takes.
 LOCK_TIMEOUT_S = 60.0
@@ -139,13 +147,17 @@ class Inspection:
             raise TierError(f"cannot read `cache_dir` {root}: {exc.strerror}") from exc
         return cls(folders)
 
-    def report(self, *, now_s: float) -> TierReport:
+    def report(self, *, now_s: float, report: Report = unreported) -> TierReport:
         """Count everything; walks the folder, about 10 us per file.
+
+        Args:
+            now_s: Seconds since the epoch.
+            report: Told how many entries were found.
 
         Raises:
             TierError: It cannot be read.
         """
-        scan = self._scan()
+        scan = self._scan(report)
         ages = {label: Sum() for label in (*_AGES_S, _OLDEST)}
         namespaces: defaultdict[str, Sum] = defaultdict(Sum)
         for entry in scan.entries:
@@ -175,15 +187,21 @@ class Inspection:
         except OSError as exc:
             raise TierError(f"cannot read {self.folders.objects}: {exc.strerror}") from exc
 
-    def entries(self, namespace: str, *, now_s: float) -> list[ScannedEntry]:
+    def entries(
+        self, namespace: str, *, now_s: float, report: Report = unreported
+    ) -> list[ScannedEntry]:
         """Entries of a namespace, the most recently used first: the last one is evicted first.
 
         Walks the folder, about 10 us per file.
 
+        Args:
+            now_s: Seconds since the epoch.
+            report: Told how many entries of all namespaces were found.
+
         Raises:
             TierError: It cannot be read.
         """
-        mine = [entry for entry in self._scan().entries if entry.namespace == namespace]
+        mine = [entry for entry in self._scan(report).entries if entry.namespace == namespace]
         return list(oldest_first(mine, now_s=now_s))[::-1]
 
     def evict_to(
@@ -193,6 +211,7 @@ class Inspection:
         now_s: float,
         namespace: str | None = None,
         dry_run: bool = False,
+        report: Report = unreported,
     ) -> Freed:
         """Remove the least recently used entries, down to a size.
 
@@ -205,35 +224,52 @@ class Inspection:
             now_s: Seconds since the epoch.
             namespace: Only its entries; None takes from all.
             dry_run: Only count.
+            report: Told how many entries were found, then how many of which are gone.
 
         Raises:
             TierError: The folder cannot be written, or an eviction does not come to its end.
         """
         try:
             if dry_run:
-                return self._evict_to(target_bytes, now_s, namespace, remove=False)
+                return self._evict_to(target_bytes, now_s, namespace, report, remove=False)
             with evict_lock(self.folders, wait_s=LOCK_TIMEOUT_S) as alone:
                 if not alone:
                     raise TierError(
                         f"another process has been evicting for {LOCK_TIMEOUT_S:.0f} s; try later"
                     )
-                return self._evict_to(target_bytes, now_s, namespace, remove=True)
+                return self._evict_to(target_bytes, now_s, namespace, report, remove=True)
         except OSError as exc:
             raise TierError(f"cannot evict in {self.folders.root}: {exc}") from exc
 
     def _evict_to(
-        self, target_bytes: int, now_s: float, namespace: str | None, *, remove: bool
+        self,
+        target_bytes: int,
+        now_s: float,
+        namespace: str | None,
+        report: Report,
+        *,
+        remove: bool,
     ) -> Freed:
         total = RunningTotal(self.folders)
         before_bytes = total.read() or 0
-        scan = self._scan()
+        scan = self._scan(report)
         mine = [e for e in scan.entries if namespace in (None, e.namespace)]
         free = [e for e in mine if e.inode not in scan.kept]
         in_entries = _bytes_of(mine)
         before = scan.total_bytes if namespace is None else in_entries
+        goal_bytes = before - target_bytes
+        oldest = list(oldest_first(free, now_s=now_s))
+        sizes = itertools.accumulate(entry.nbytes for entry in oldest)
+        count = sum(1 for _ in itertools.takewhile(lambda size: size < goal_bytes, sizes)) + 1
+
+        def told() -> Iterator[ScannedEntry]:
+            for number, entry in enumerate(oldest):
+                report("evicting entries", number, min(count, len(oldest)))
+                yield entry
+
         gone = evict(
-            oldest_first(free, now_s=now_s),
-            before - target_bytes,
+            told() if remove else oldest,
+            goal_bytes,
             objects=self.folders.objects,
             remove=remove,
             pause=yield_gil,
@@ -242,8 +278,17 @@ class Inspection:
             total.recount(before_bytes, scan.total_bytes - gone.nbytes)
         return Freed(gone, before, in_entries - _bytes_of(free))
 
-    def _scan(self) -> TierScan:
-        scan = scan_tier(self.folders, yield_gil)
+    def _scan(self, report: Report) -> TierScan:
+        found = 0
+
+        def pause() -> None:
+            nonlocal found
+            found += FILES_PER_PAUSE
+            report("counting entries", found, None)
+            yield_gil()
+
+        scan = scan_tier(self.folders, pause)
+        report("counting entries", len(scan.entries), None)
         if scan.troubles:
             raise TierError("; ".join(scan.troubles[:3]))
         return scan

@@ -449,7 +449,9 @@ def test_process_ends_with_the_documented_status(
     else:
         assert " skip" in out.stdout.splitlines()[-1]  # nothing for a table of stores
         assert f"{code} fail" in out.stdout
-        assert out.stderr == ""
+        # A busy machine takes so long that it is told how far the checks are.
+        told = out.stderr.splitlines()
+        assert [line for line in told if not line.startswith("examining ")] == []
 
 
 needs_vllm = pytest.mark.skipif(

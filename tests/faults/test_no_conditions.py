@@ -79,7 +79,7 @@ def test_server_without_conditions_is_named_and_serves_right_bytes(
     result = CliRunner().invoke(app, ["manifest", "rebuild", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["entry_count"] == 2
-    assert CliRunner().invoke(app, ["manifest", "verify"]).exit_code == 0
+    assert CliRunner().invoke(app, ["verify"]).exit_code == 0
     monkeypatch.setitem(sys.modules, "vllm", None)  # whose start is not what this is about
     report = CliRunner().invoke(app, ["doctor", "--json"]).stdout
     checks = {check["name"]: check for check in json.loads(report)["checks"]}
@@ -111,7 +111,7 @@ def test_server_that_refuses_conditions_gets_every_entry_and_the_doctor_says_so(
     for name, value in careless.settings().items():
         monkeypatch.setenv(f"S3EC_{name.upper()}", value)
     assert CliRunner().invoke(app, ["manifest", "rebuild"]).exit_code == 0
-    assert CliRunner().invoke(app, ["manifest", "verify"]).exit_code == 0
+    assert CliRunner().invoke(app, ["verify"]).exit_code == 0
     monkeypatch.setitem(sys.modules, "vllm", None)  # whose start is not what this is about
     report = CliRunner().invoke(app, ["doctor", "--json"]).stdout
     checks = {check["name"]: check for check in json.loads(report)["checks"]}

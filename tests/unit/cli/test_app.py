@@ -82,6 +82,7 @@ def test_of_the_benchmarks_the_package_has_encode_alone_and_says_where_the_other
     assert cli.json("bench", "encode", "M", "--engine-args", "[]", code=2)["error"]["field"] == (
         "engine_args"
     )
+    assert cli.json("bench", "encode", "M", code=2)["error"]["fix"].startswith("install it")
 
 
 def test_sizes_and_ages_are_short() -> None:

@@ -59,7 +59,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         ["gc", "--older-than", "0s"],
         ["stat", f"id{EVIL}"],
         ["rm", f"id{EVIL}"],
-        ["manifest", "verify"],
+        ["verify"],
         ["catalog", "export", f"no such folder{EVIL}/x.csv"],
     ],
     ids=lambda words: ascii(" ".join(words)),

@@ -97,7 +97,7 @@ def test_a_large_entry_comes_by_ranges_and_is_the_same(
     monkeypatch.setattr("s3ec.corpus.entries.PART_BYTES", 100)
     monkeypatch.setattr("s3ec.store.base.PART_BYTES", 100)
     told = []
-    monkeypatch.setattr("s3ec.cli.output.Lines.__call__", lambda _, *what: told.append(what))
+    monkeypatch.setattr("s3ec.cli.output.Progress.__call__", lambda _, *what: told.append(what))
     blob = corpus.entry(corpus.namespace(MODEL), IDENTIFIER)
     cli("get", IDENTIFIER, "-o", str(tmp_path / "x"))
     assert (tmp_path / "x").read_bytes() == blob

@@ -55,18 +55,18 @@ def test_show_before_and_after_the_first_snapshot(cli: Cli, corpus: Corpus, name
 
 def test_verify_tells_what_rebuild_mends(cli: Cli, corpus: Corpus, namespace: str) -> None:
     announce(corpus, namespace, content_hash("a"), content_hash("b"), ago_s=3600)
-    assert cli.json("manifest", "verify")["ok"]
+    assert cli.json("verify")["ok"]
     key = make_key(content_hash("a"))
     assert key is not None
     corpus.client.delete_object(Bucket=corpus.bucket, Key=Layout(namespace).object(key))
-    found = cli.json("manifest", "verify", code=1)
+    found = cli.json("verify", code=1)
     names = ("entry_count", "object_count", "extra_count", "missing_count")
     assert [found[name] for name in names] == [2, 1, 1, 0]
-    result = cli("manifest", "verify", code=1)
+    result = cli("verify", code=1)
     assert "manifest rebuild" in result.stderr
     assert "1 entries of the index have no object" in result.stdout
     assert cli.json("manifest", "rebuild")["entry_count"] == 1
-    assert "1 objects" not in cli("manifest", "verify").stderr
+    assert "1 objects" not in cli("verify").stderr
 
 
 def test_verify_counts_what_nobody_announced(
@@ -75,11 +75,11 @@ def test_verify_counts_what_nobody_announced(
     announce(corpus, namespace, content_hash("a"))
     for identifier in ("page 2", f"adapter:{content_hash('b')}"):
         corpus.entry(namespace, identifier)
-    assert cli.json("manifest", "verify")["unannounced_count"] == 2  # in a moment they may be
+    assert cli.json("verify")["unannounced_count"] == 2  # in a moment they may be
     monkeypatch.setattr(maker, "YOUNG_S", -600.0)
-    found = cli.json("manifest", "verify", code=1)
+    found = cli.json("verify", code=1)
     assert (found["missing_count"], found["extra_count"]) == (2, 0)
-    assert "2 objects are not in the index" in cli("manifest", "verify", code=1).stdout
+    assert "2 objects are not in the index" in cli("verify", code=1).stdout
 
 
 @pytest.mark.parametrize("prefix", ["", "a/b", "größe/圖 片"])
@@ -89,7 +89,7 @@ def test_any_prefix_will_do(cli: Cli, make_corpus: Callable[..., Corpus], prefix
     announce(corpus, namespace, content_hash("a"), f"adapter:{content_hash('a')}", "größe")
     assert cli.json("manifest", "rebuild")["entry_count"] == 3
     announce(corpus, namespace, "page 2")
-    found = cli.json("manifest", "verify")
+    found = cli.json("verify")
     assert (found["ok"], found["entry_count"]) == (True, 4)
 
 
@@ -108,10 +108,10 @@ def test_a_damaged_file_is_named_and_a_rebuild_goes_on_without_it(
     snapshot = f"{snapshots_prefix(layout)}{SnapshotName(ulid, ulid)}"
     name = snapshot if kind == "snapshot" else delta_name(layout)
     corpus.put(name, b"{}")
-    found = cli.json("manifest", "verify", code=1)
+    found = cli.json("verify", code=1)
     assert (list(found["refused"]), found["entry_count"]) == ([name], 1)
-    assert name in cli("manifest", "verify", code=1).stderr
+    assert name in cli("verify", code=1).stderr
     announce(corpus, namespace, content_hash("b"))
     cli("manifest", "rebuild")
     assert cli.json("manifest", "show")["snapshot"]["entry_count"] == 2
-    assert cli.json("manifest", "verify", code=int(kind == "delta"))["extra_count"] == 0
+    assert cli.json("verify", code=int(kind == "delta"))["extra_count"] == 0

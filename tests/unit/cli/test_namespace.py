@@ -54,7 +54,7 @@ COMMANDS: list[list[str]] = [
     ["rm", content_hash("one")],
     ["gc", "--older-than", "90d"],
     ["manifest", "show"],
-    ["manifest", "verify"],
+    ["verify"],
 ]
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from s3ec.cli.output import Lines
+from s3ec.cli.output import Progress
 from tests.support.clock import Clock
 from tests.unit.cli.conftest import Cli, all_shown_on
 from tests.unit.cli.corpus import MODEL, Corpus
@@ -19,7 +19,7 @@ from tests.unit.cli.test_manifest import announce
 
 def test_a_line_every_ten_seconds_has_count_rate_and_time_left() -> None:
     clock, lines = Clock(0.0), list[str]()
-    report = Lines(clock=clock, write=lines.append)
+    report = Progress(clock=clock, write=lines.append)
     for second in range(1, 21):
         clock.now_s = second
         report("listing objects", 1000 * second, 100_000)
@@ -31,7 +31,7 @@ def test_a_line_every_ten_seconds_has_count_rate_and_time_left() -> None:
 
 def test_without_a_total_there_is_no_time_left_and_another_work_has_a_rate_of_its_own() -> None:
     clock, lines = Clock(0.0), list[str]()
-    report = Lines(clock=clock, write=lines.append, in_bytes=True)
+    report = Progress(clock=clock, write=lines.append, in_bytes=True)
     report("reading", 0, None)
     clock.now_s = 10
     report("reading", 20 << 20, None)
@@ -45,7 +45,7 @@ def test_without_a_total_there_is_no_time_left_and_another_work_has_a_rate_of_it
     ]
 
 
-@pytest.mark.parametrize("command", ["gc --older-than 1h", "manifest rebuild", "manifest verify"])
+@pytest.mark.parametrize("command", ["gc --older-than 1h", "manifest rebuild", "verify"])
 def test_progress_goes_to_stderr_and_json_stays_alone(
     cli: Cli, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

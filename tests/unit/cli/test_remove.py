@@ -50,10 +50,10 @@ def test_rm_deletes_by_identifier_and_the_next_listing_leaves_it_out(
     }
     assert found["bytes"] > 0
     assert labels(cli) == {content_hash("b"), f"x-{content_hash('page 2')}"}
-    found = cli.json("manifest", "verify", code=1)
+    found = cli.json("verify", code=1)
     assert (found["extra_count"], found["missing_count"]) == (2, 0)
     assert cli.json("manifest", "rebuild")["entry_count"] == 2
-    assert cli.json("manifest", "verify")["ok"]
+    assert cli.json("verify")["ok"]
 
 
 def test_rows_that_are_left_are_named_and_end_it_with_3(
@@ -152,7 +152,7 @@ def test_gc_finds_what_a_release_made(cli: Cli, corpus: Corpus, namespace: str) 
     found = cli.json("gc", "--made-by", "vllm=0.32.0", "--yes")
     assert (found["made_by"], found["deleted"]) == ("vllm=0.32.0", 1)
     assert len(labels(cli)) == 4
-    assert cli.json("manifest", "verify")["ok"]
+    assert cli.json("verify")["ok"]
     assert "made-by" in cli("gc", "--made-by", "0.32.0", "--yes", code=2).stderr
 
 
