@@ -66,8 +66,7 @@ def precompute(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A folder, a glob, a .jsonl or .parquet list, a .pdf file, or a Hugging Face "
-            "dataset that was saved to disk.",
+            help="A folder, a glob, a .jsonl or .parquet list, or a .pdf file.",
         ),
     ],
     model: Annotated[
@@ -87,15 +86,11 @@ def precompute(
     dpi: Annotated[
         int | None, option("--dpi", "N", "Dots per inch of a PDF's pages; 150 if unset.")
     ] = None,
-    column: Annotated[
-        str | None, option("--column", "NAME", "The files' column of a dataset.")
-    ] = None,
     engine: Annotated[
-        str,
-        option(
+        Literal["local", "ray"],
+        typer.Option(
             "--engine",
-            "KIND",
-            "`local`: vLLM in this process. `ray`: vLLM in each worker of a Ray cluster.",
+            help="`local`: vLLM in this process. `ray`: vLLM in each worker of a Ray cluster.",
         ),
     ] = "local",
     ray_address: Annotated[
@@ -167,8 +162,6 @@ def precompute(
             model,
             options,
             read=ReadOptions(DPI if dpi is None else dpi, settings=corpus.settings),
-            column=column,
-            engine=engine,
             ray=on_ray,
             engine_args=arguments,
             batch=batch,

@@ -374,8 +374,8 @@ class Corpus(OpenBucket):
         """Delete entries that are old, too many or badly made; what is left becomes the index.
 
         Rules that are given together narrow: an entry goes where all agree. Costs a listing of
-        everything, another one with ``max_bytes`` and one with ``made_by``, and what delete costs
-        for what goes. With ``made_by`` the header of each entry is read that the other rules let
+        everything, another one with ``max_bytes`` or ``made_by``, and what delete costs for what
+        goes. With ``made_by`` the header of each entry is read that the other rules let
         go. The catalogue's rows of what is gone go too.
 
         Args:
@@ -395,11 +395,10 @@ class Corpus(OpenBucket):
             UnavailableError, AccessError, TierError: As delete.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
-        from s3ec.corpus.collect import Rules, collect_garbage
-        from s3ec.corpus.makers import MadeBy
+        from s3ec.corpus.collect import Rules, collect_garbage, parse_made_by
 
         name = self.choose(namespace, model=model)
-        wanted = None if made_by is None else MadeBy.parse(made_by)
+        wanted = {} if made_by is None else parse_made_by(made_by)
         rules = Rules(older_than_s, max_bytes, adapter_folder(adapter, self.tenant), wanted)
 
         async def work(store: Store, layout: Layout) -> Collection:
@@ -541,8 +540,6 @@ class Corpus(OpenBucket):
         shard: tuple[int, int] = (0, 1),
         limit: int | None = None,
         read: ReadOptions | None = None,
-        column: str | None = None,
-        engine: str = "local",
         ray: RayOptions | None = None,
         engine_args: Mapping[str, Any] | None = None,
         batch: int = 64,
@@ -556,18 +553,15 @@ class Corpus(OpenBucket):
         once what is encoded is saved.
 
         Args:
-            source: A folder, a glob, a .jsonl or .parquet list, a .pdf file, or a Hugging Face
-                dataset that was saved to disk.
+            source: A folder, a glob, a .jsonl or .parquet list, or a .pdf file.
             model: As the server's ``--model``, letter by letter.
             identifier: ``content`` for clients that send the picture, ``sha256`` for those that
                 send ``sha256:HEX`` of the file as ``uuid``.
             shard: This call's part and the number of parts, such as (0, 4).
             limit: Most items that are looked at.
             read: How items are read: dots per inch of a PDF's pages, above all.
-            column: Of a dataset with several columns of files.
-            engine: ``local``, which is vLLM in this process; or ``ray``, vLLM in each worker of a
-                Ray cluster (package ``ray[data]``).
-            ray: Which cluster and how many workers, a ``s3ec.corpus.ray_encoder.RayOptions``.
+            ray: vLLM in each worker of this Ray cluster (package ``ray[data]``), a
+                ``s3ec.corpus.ray_encoder.RayOptions``; None for vLLM in this process.
             engine_args: Further arguments of ``vllm.LLM``, by their Python names.
             batch: Pictures that the engine has at a time.
             report: Told how many items are done.
@@ -589,8 +583,6 @@ class Corpus(OpenBucket):
             model,
             JobOptions(identifier, shard, limit),
             read=read,
-            column=column,
-            engine=engine,
             ray=ray,
             engine_args=engine_args,
             batch=batch,

@@ -101,7 +101,7 @@ class Worker:
             try:
                 for one in self._encoder.encode(good.values()):
                     picture = good[one.number]
-                    results.append(replace(one, sha256=picture.sha256, nbytes=picture.nbytes))
+                    results.append(replace(one, sha256=picture.sha256, nbytes=len(picture.data)))
             except EncoderError:
                 if self._encoder.is_running:  # only a new process has a sound engine
                     log.exception("the worker ends")
@@ -152,8 +152,9 @@ class RayEncoder:
         Raises:
             ConfigError: Ray is not installed, or no cluster is named.
         """
-        self._ray = require("ray", "'ray[data]'", "`--engine ray`")
-        self._data = require("ray.data", "'ray[data]'", "`--engine ray`")
+        self._ray, self._data = (
+            require(name, "'ray[data]'", "`--engine ray`") for name in ("ray", "ray.data")
+        )
         self._address = options.address or os.environ.get("RAY_ADDRESS")
         if self._address is None and not self._ray.is_initialized():
             raise ConfigError(

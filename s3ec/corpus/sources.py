@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job over many files reads: folders, lists, PDF files and datasets, one item at a time.
+"""What a job over many files reads: folders, lists and PDF files, one item at a time.
 
 ``open_source`` says what a text names, and yields its items. Nothing is read ahead, and no list is
 held in memory. An item that cannot be named or read is still yielded: its ``read`` says why.
@@ -13,15 +13,12 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from s3ec.corpus.reading import (
     ReadOptions,
-    cell_uri,
-    load_undecoded,
     page_uri,
     reader_for,
     require,
@@ -30,21 +27,16 @@ from s3ec.corpus.reading import (
 )
 from s3ec.errors import ConfigError, SourceError
 
-_PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _FILMS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 _SOUNDS = (".flac", ".m4a", ".mp3", ".oga", ".ogg", ".opus", ".wav")
 MODALITIES = ("image", "video", "audio")
-_KINDS = (
-    "give a folder, a glob such as 'pages/**/*.png', a .jsonl or .parquet list, a .pdf file, or a "
-    "Hugging Face dataset that was saved to disk"
-)
+_KINDS = "give a folder, a glob such as 'pages/**/*.png', a .jsonl or .parquet list, or a .pdf file"
 _DOCUMENT_KEYS = ("document", "id")
 _PLACE_KEYS = ("path", "url", "uri")
 _LIST_NEEDS = "a list names `document` (or `id`), and one of `path`, `url` and `uri`"
 # A longer line is no item: a file without line ends would be read whole.
 _MAX_LINE_BYTES = 2**20
 _ROWS_AT_A_TIME = 1024
-_CELL_MODALITIES = {"Image": "image", "Audio": "audio", "Video": "video"}
 
 
 @functools.cache
@@ -53,14 +45,10 @@ def suffixes() -> Mapping[str, str]:
 
     Pictures are what Pillow opens, with the plugins that are registered.
     """
-    pictures = set(_PICTURES)
-    with suppress(ImportError):
-        from PIL import Image
-
-        known = Image.registered_extensions()
-        pictures |= {suffix for suffix, kind in known.items() if kind in Image.OPEN}
+    pillow = require("PIL.Image", "pillow", "A job over files")
+    known = pillow.registered_extensions()
     return {
-        **dict.fromkeys(pictures, "image"),
+        **{suffix: "image" for suffix, kind in known.items() if kind in pillow.OPEN},
         **dict.fromkeys(_FILMS, "video"),
         **dict.fromkeys(_SOUNDS, "audio"),
     }
@@ -74,7 +62,7 @@ class SourceItem:
         document: Its id; of a file below a folder, the path from there.
         page: From 1; None where it has none.
         uri: Where it is: ``file``, ``http``, ``https`` or ``s3``. A page of a PDF file ends with
-            ``#page=3``, a cell of a dataset with ``#row=7&column=image``.
+            ``#page=3``.
         extra: What the source says beside that; JSON.
         modality: ``image``, ``video`` or ``audio``.
         options: How it is read.
@@ -103,21 +91,18 @@ class SourceItem:
         return reader_for(self.options).read(self.uri, self.page)
 
 
-def open_source(
-    text: str, options: ReadOptions | None = None, *, column: str | None = None
-) -> Iterator[SourceItem]:
+def open_source(text: str, options: ReadOptions | None = None) -> Iterator[SourceItem]:
     """The items of what a text names, lazily.
 
-    =============================  =============================================================
-    text                           items
-    =============================  =============================================================
-    a folder                       files below it by suffix, in order; pages of its PDF files
-    a glob, ``**`` too             the same of what it matches, in the file system's own order
-    ``.jsonl``                     a JSON object a line
-    ``.parquet``                   a row each
-    ``.pdf``                       its pages
-    a dataset's folder on disk     a row each: the file in its Image, Audio or Video column
-    =============================  =============================================================
+    =====================  ==============================================================
+    text                   items
+    =====================  ==============================================================
+    a folder               files below it by suffix, in order; pages of its PDF files
+    a glob, ``**`` too     the same of what it matches, in the file system's own order
+    ``.jsonl``             a JSON object a line
+    ``.parquet``           a row each
+    ``.pdf``, a picture    its pages; itself
+    =====================  ==============================================================
 
     A row of a list has ``document`` or ``id``; one of ``path``, ``url`` and ``uri``; and, if it
     likes, ``page`` and ``modality``. The rest is ``extra``. A path starts at the list's folder. A
@@ -128,7 +113,6 @@ def open_source(
 
     Args:
         options: How items are read.
-        column: Of a dataset with several columns of files.
 
     Raises:
         ConfigError: It names nothing, or a list that cannot be used as a whole; or a package is not
@@ -143,11 +127,7 @@ def open_source(
             field="source",
         )
     path = Path(text).absolute()
-    if column is not None and not _is_dataset(path):
-        raise ConfigError("`column` is for a dataset's folder", field="column")
     if path.is_dir():
-        if _is_dataset(path):
-            return _dataset_items(path, column, options)
         return _items_of_files(_walk(path), path, options)
     if path.is_file():
         return _items_of_file(path, options)
@@ -429,70 +409,3 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
 def _plain_columns(schema: Any) -> list[str]:
     """Those without bytes at any depth, which may be large and do not go into JSON."""
     return [each.name for each in schema if "binary" not in str(each.type)]
-
-
-# -- datasets ----------------------------------------------------------------------------------
-
-
-def _is_dataset(path: Path) -> bool:
-    """Whether ``datasets`` saved this folder: a dataset, or a dict of some by split."""
-    return (path / "dataset_dict.json").is_file() or (
-        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
-    )
-
-
-def _dataset_items(path: Path, column: str | None, options: ReadOptions) -> Iterator[SourceItem]:
-    """The rows of a dataset; they are read again, one by one, when an item is.
-
-    Raises:
-        ConfigError: At once: no such column, several, several splits, or no ``datasets``.
-    """
-    datasets = require("datasets", "datasets", "A Hugging Face dataset")
-    splits = path / "dataset_dict.json"
-    if splits.is_file():
-        names = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
-        raise ConfigError(
-            f"{path.name} holds several splits; add the name of one: {names}", field="source"
-        )
-    try:
-        dataset = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path.name} cannot be loaded: {exc}", field="source") from exc
-    column, modality = _file_column(dataset.features, column)
-    rest = [name for name in _plain_columns(dataset.data.schema) if name != column]
-    load_undecoded(path, column)  # what is wrong with it is said now
-    item = SourceItem("", None, "", modality=modality, options=options)
-    rows = dataset.select_columns(rest) if rest else [{}] * len(dataset)
-    return _rows_of_dataset(rows, path, column, item)
-
-
-def _file_column(features: Mapping[str, Any], column: str | None) -> tuple[str, str]:
-    """The column that holds files, and their modality."""
-    kinds = {name: _CELL_MODALITIES.get(type(kind).__name__) for name, kind in features.items()}
-    found = {name: modality for name, modality in kinds.items() if modality}
-    if column is not None:
-        if column not in found:
-            files = ", ".join(found) or "none"
-            raise ConfigError(
-                f"`column`: {column} is no column of files; those are: {files}", field="column"
-            )
-        return column, found[column]
-    if len(found) != 1:
-        fix = f"name one with `column`: {', '.join(found)}" if found else "write a .jsonl list"
-        raise ConfigError(
-            f"the dataset has {len(found)} columns of type Image, Audio or Video; {fix}",
-            field="column",
-        )
-    return next(iter(found.items()))
-
-
-def _rows_of_dataset(rows: Any, path: Path, column: str, item: SourceItem) -> Iterator[SourceItem]:
-    """An item a row, each like ``item``; without an id it is called by its number."""
-    for number in range(len(rows)):
-        row = dict(rows[number])
-        try:
-            document = _document(row)
-        except ValueError:
-            document = str(number)
-        extra = {key: plain(value) for key, value in row.items() if value is not None}
-        yield replace(item, document=document, uri=cell_uri(path, number, column), extra=extra)

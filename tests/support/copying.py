@@ -51,7 +51,7 @@ class Copier:
     def read(self, number: int, item: SourceItem) -> Picture:
         data = item.read()
         sha256 = hashlib.sha256(data).hexdigest()
-        return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
+        return Picture(number, item.modality, data, sha256=sha256)
 
     def identify(self, picture: Picture) -> str | None:
         if picture.data == b"bad":
