@@ -66,7 +66,7 @@ def precompute(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A folder, a glob, a .jsonl or .parquet list, or a .pdf file.",
+            help="A folder, a glob, a .jsonl list, or a .pdf file.",
         ),
     ],
     model: Annotated[

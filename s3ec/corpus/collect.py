@@ -143,7 +143,6 @@ async def choose(
     rules: Rules,
     now_s: float,
     *,
-    headers: Callable[[int], object] = lambda count: None,
     report: Report = unreported,
 ) -> Collection:
     """Find out by a listing what would go, and count it; changes nothing.
@@ -153,7 +152,6 @@ async def choose(
 
     Args:
         now_s: Ages count to here.
-        headers: Told how many headers will be read, before the first one is.
     """
     choice = Collection(rules, layout, now_s)
     is_by_age = rules.max_bytes is None and not rules.made_by
@@ -165,7 +163,6 @@ async def choose(
     if is_by_age:
         return choice
     if rules.made_by:
-        headers(len(found))
         found = await _made_by(store, layout, rules, found, report)
     surplus = choice.left_bytes + choice.nbytes - (rules.max_bytes or 0)
     if rules.max_bytes is not None:
@@ -196,6 +193,7 @@ async def _made_by(
         return bool(found and found.header and rules.fits(found.header.maker.made_by))
 
     chosen: list[ObjectInfo] = []
+    report("reading headers", 0, len(infos))
     for start in range(0, len(infos), _HEADERS_AT_A_TIME):
         some = infos[start : start + _HEADERS_AT_A_TIME]
         meant = await in_parallel(list(entries_of(layout, some)), is_meant)
@@ -212,7 +210,6 @@ async def collect_garbage(
     tenant: Tenant | None,
     dry_run: bool,
     node: NodeFolder | None = None,
-    headers: Callable[[int], object] = lambda count: None,
     report: Report = unreported,
     clock: Callable[[], float] = time.time,
 ) -> Collection:
@@ -226,7 +223,7 @@ async def collect_garbage(
     now_s = clock() if dry_run else await _server_time_s(store, layout)
     choice = Collection(rules, layout, now_s)
     if dry_run or rules.max_bytes is not None or rules.made_by:
-        choice = await choose(store, layout, rules, now_s, headers=headers, report=report)
+        choice = await choose(store, layout, rules, now_s, report=report)
     if dry_run:
         return choice
     return await collect(store, choice, tenant=tenant, node=node, report=report)

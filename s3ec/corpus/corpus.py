@@ -9,7 +9,7 @@ do the work, each a function of a store and a layout; none of them imports this 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -368,7 +368,6 @@ class Corpus(OpenBucket):
         adapter: str | None = None,
         made_by: str | None = None,
         dry_run: bool = False,
-        headers: Callable[[int], object] = lambda count: None,
         report: Report = unreported,
     ) -> Collection:
         """Delete entries that are old, too many or badly made; what is left becomes the index.
@@ -384,8 +383,8 @@ class Corpus(OpenBucket):
             adapter: Only those of the LoRA adapter of this name.
             made_by: Only those made with these releases, such as ``vllm=0.32.* platform=cpu``.
             dry_run: Only say what would go.
-            headers: Told how many headers will be read, before the first one is.
-            report: Told how many objects were looked at.
+            report: Told how many objects were looked at, and how many headers were read of how
+                many.
 
         Returns:
             How much went, or would, and how much is left.
@@ -409,7 +408,6 @@ class Corpus(OpenBucket):
                 tenant=self.tenant,
                 dry_run=dry_run,
                 node=self._index_folder(layout),
-                headers=headers,
                 report=report,
             )
 
@@ -553,7 +551,7 @@ class Corpus(OpenBucket):
         once what is encoded is saved.
 
         Args:
-            source: A folder, a glob, a .jsonl or .parquet list, or a .pdf file.
+            source: A folder, a glob, a .jsonl list, or a .pdf file.
             model: As the server's ``--model``, letter by letter.
             identifier: ``content`` for clients that send the picture, ``sha256`` for those that
                 send ``sha256:HEX`` of the file as ``uuid``.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import glob
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,13 +29,12 @@ from s3ec.errors import ConfigError, SourceError
 _FILMS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 _SOUNDS = (".flac", ".m4a", ".mp3", ".oga", ".ogg", ".opus", ".wav")
 MODALITIES = ("image", "video", "audio")
-_KINDS = "give a folder, a glob such as 'pages/**/*.png', a .jsonl or .parquet list, or a .pdf file"
+_KINDS = "give a folder, a glob such as 'pages/**/*.png', a .jsonl list, or a .pdf file"
 _DOCUMENT_KEYS = ("document", "id")
 _PLACE_KEYS = ("path", "url", "uri")
 _LIST_NEEDS = "a list names `document` (or `id`), and one of `path`, `url` and `uri`"
 # A longer line is no item: a file without line ends would be read whole.
 _MAX_LINE_BYTES = 2**20
-_ROWS_AT_A_TIME = 1024
 
 
 @functools.cache
@@ -100,7 +98,6 @@ def open_source(text: str, options: ReadOptions | None = None) -> Iterator[Sourc
     a folder               files below it by suffix, in order; pages of its PDF files
     a glob, ``**`` too     the same of what it matches, in the file system's own order
     ``.jsonl``             a JSON object a line
-    ``.parquet``           a row each
     ``.pdf``, a picture    its pages; itself
     =====================  ==============================================================
 
@@ -139,10 +136,8 @@ def open_source(text: str, options: ReadOptions | None = None) -> Iterator[Sourc
 def _items_of_file(path: Path, options: ReadOptions) -> Iterator[SourceItem]:
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
-        _check_jsonl(path)
-        return _list_items(_jsonl_rows(path), path, "line", options)
-    if suffix in (".parquet", ".pq"):
-        return _list_items(_parquet_rows(path), path, "row", options)
+        _check_list(path)
+        return _list_items(path, options)
     if suffix == ".pdf" or suffix in suffixes():
         return _items_of_files([path], path.parent, options)
     raise ConfigError(f"{path.name} is of no kind that can be read; {_KINDS}", field="source")
@@ -241,37 +236,66 @@ def _pages_of(item: SourceItem) -> Iterator[SourceItem]:
 
 # -- lists -------------------------------------------------------------------------------------
 
-# A row with its number; or why it is none.
-_Row = tuple[int, Mapping[str, Any] | str]
 
-
-def _list_items(
-    rows: Iterator[_Row], path: Path, kind: str, options: ReadOptions
-) -> Iterator[SourceItem]:
-    for number, row in rows:
+def _list_items(path: Path, options: ReadOptions) -> Iterator[SourceItem]:
+    for number, line in _lines(path):
         try:
-            if isinstance(row, str):
-                raise ValueError(row)
-            item = _item_of_row(row, path.parent, options)
+            item = _item_of_line(line, path.parent, options)
         except ValueError as exc:
             yield SourceItem(
                 document=f"{path.name}:{number}",
                 page=None,
-                uri=f"{path.as_uri()}#{kind}={number}",
+                uri=f"{path.as_uri()}#line={number}",
                 options=options,
-                problem=f"{kind} {number}: {exc}",
+                problem=f"line {number}: {exc}",
             )
             continue
         yield from _pages_of(item)
 
 
-def _item_of_row(row: Mapping[str, Any], folder: Path, options: ReadOptions) -> SourceItem:
+def _check_list(path: Path) -> None:
+    """Refuse a list whose first row is none, since that is what its others will be too.
+
+    Raises:
+        ConfigError: The message names the line and the fix.
+    """
+    try:
+        number, line = next(_lines(path), (0, b""))
+        if line:
+            _item_of_line(line, path.parent, ReadOptions())
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}", field="source") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{path.name}, line {number}: {exc}", field="source") from exc
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty, with their number; of a longer one its beginning."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MAX_LINE_BYTES + 1):
+            number += 1
+            if line.strip():
+                yield number, line
+            while len(line) > _MAX_LINE_BYTES and not line.endswith(b"\n"):
+                line = file.readline(_MAX_LINE_BYTES + 1)
+
+
+def _item_of_line(line: bytes, folder: Path, options: ReadOptions) -> SourceItem:
     """Make an item of a row.
 
     Raises:
         ValueError: It is none. The message says what to mend.
     """
-    rest = dict(row)
+    if len(line) > _MAX_LINE_BYTES:
+        raise ValueError(f"it is longer than {_MAX_LINE_BYTES} bytes")
+    try:
+        # pandas writes a gap as NaN, which is no JSON for others.
+        rest = json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"it is no JSON ({exc})") from exc
+    if not isinstance(rest, dict):
+        raise ValueError("it is no JSON object")
     document = _document(rest)
     uri = _place(rest, folder)
     try:
@@ -282,7 +306,7 @@ def _item_of_row(row: Mapping[str, Any], folder: Path, options: ReadOptions) -> 
     modality = rest.pop("modality", None) or suffixes().get(suffix, "image")
     if modality not in MODALITIES:
         raise ValueError(f"`modality` is one of {', '.join(MODALITIES)}")
-    extra = {key: plain(value) for key, value in rest.items() if value is not None}
+    extra = {key: value for key, value in rest.items() if value is not None}
     return SourceItem(document, page, uri, extra, modality, options)
 
 
@@ -314,98 +338,10 @@ def _place(rest: dict[str, Any], folder: Path) -> str:
 
 
 def _page(value: Any) -> int | None:
-    """A page's number; pandas writes whole numbers with gaps as floats, and a gap as NaN."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    """A page's number; pandas writes whole numbers with gaps as floats."""
+    if value is None:
         return None
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if not whole or isinstance(value, bool) or value < 1:
         raise ValueError("`page` is a whole number from 1")
     return int(value)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON can hold it; what it cannot, such as a date, as text."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return str(value)
-
-
-def _jsonl_rows(path: Path) -> Iterator[_Row]:
-    with path.open("rb") as file:
-        number = 0
-        while line := file.readline(_MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > _MAX_LINE_BYTES:
-                yield number, f"it is longer than {_MAX_LINE_BYTES} bytes"
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(_MAX_LINE_BYTES)
-            elif line.strip():
-                yield number, _parse_line(line)
-
-
-def _parse_line(line: bytes) -> Mapping[str, Any] | str:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as exc:
-        return f"it is no JSON ({exc})"
-    return row if isinstance(row, dict) else "it is no JSON object"
-
-
-def _check_jsonl(path: Path) -> None:
-    """Refuse a list whose first row is none, since that is what its others will be too.
-
-    Raises:
-        ConfigError: The message names the line and the fix.
-    """
-    try:
-        number, row = next(_jsonl_rows(path), (0, {}))
-        if not number:
-            return
-        if isinstance(row, str):
-            raise ValueError(row)
-        _item_of_row(row, path.parent, ReadOptions())
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be read: {exc.strerror}", field="source") from exc
-    except ValueError as exc:
-        raise ConfigError(f"{path.name}, line {number}: {exc}", field="source") from exc
-
-
-def _parquet_rows(path: Path) -> Iterator[_Row]:
-    """The rows of a Parquet file, without columns of bytes.
-
-    Raises:
-        ConfigError: At once: it is no Parquet file, or lacks a column.
-    """
-    parquet = require("pyarrow.parquet", "pyarrow", "A .parquet list")
-    arrow_error = require("pyarrow", "pyarrow", "A .parquet list").ArrowException
-    try:
-        with parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-    except (arrow_error, OSError, ValueError) as exc:
-        raise ConfigError(f"{path.name} cannot be read as Parquet: {exc}", field="source") from exc
-    columns = _plain_columns(schema)
-    if not set(columns) & set(_DOCUMENT_KEYS) or not set(columns) & set(_PLACE_KEYS):
-        raise ConfigError(
-            f"{path.name} has the columns {', '.join(schema.names)}; {_LIST_NEEDS}", field="source"
-        )
-
-    def rows() -> Iterator[_Row]:
-        number = 0
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-
-    return rows()
-
-
-def _plain_columns(schema: Any) -> list[str]:
-    """Those without bytes at any depth, which may be large and do not go into JSON."""
-    return [each.name for each in schema if "binary" not in str(each.type)]

@@ -43,7 +43,7 @@ class World:
         self.memory = MemoryStore(clock=lambda: NOW_S)
         self.calls = Calls()
         self.store = FaultStore(self.memory, self.calls)
-        self.told: list[int] = []
+        self.told: list[int | None] = []
 
     def put(self, seed: str, made_by: str, *, age_s: float = HOUR_S) -> str:
         identifier = content_hash(seed)
@@ -61,9 +61,10 @@ class World:
         )
 
     async def gc(self, rules: Rules, *, dry_run: bool = False) -> Collection:
-        def told(count: int) -> None:
-            assert not self.headers_read  # it is said before
-            self.told.append(count)
+        def told(what: str, done: int, total: int | None) -> None:
+            if what == "reading headers" and not done:
+                assert not self.headers_read  # it is said before
+                self.told.append(total)
 
         self.calls.made.clear()
         return await collect_garbage(
@@ -72,7 +73,7 @@ class World:
             rules,
             tenant=None,
             dry_run=dry_run,
-            headers=told,
+            report=told,
             clock=lambda: NOW_S,
         )
 

@@ -14,12 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from s3ec.corpus.reading import ReadOptions, reader_for
-from s3ec.corpus.sources import SourceItem, open_source
+from s3ec.corpus.sources import SourceItem, open_source, suffixes
 from s3ec.errors import ConfigError, SourceError
 from tests.support.pdfs import make_pdf
 
@@ -295,58 +293,30 @@ def test_long_list_is_not_held_in_memory(tmp_path: Path) -> None:
     assert peak < path.stat().st_size / 10
 
 
-def test_parquet_rows_are_as_those_of_jsonl(tmp_path: Path) -> None:
-    write(tmp_path / "a.png", b"body")
-    table = pa.table(
-        {
-            "document": ["one", "two"],
-            "path": ["a.png", None],
-            "url": [None, "https://localhost/b.mp3"],
-            "page": [4.0, float("nan")],
-            "when": [pa.scalar(0, pa.timestamp("us")).as_py()] * 2,
-            "thumbnail": [b"1", b"2"],
-        }
-    )
-    pq.write_table(table, tmp_path / "list.parquet")
-    first, second = open_source(str(tmp_path / "list.parquet"))
-    assert (first.document, first.page, first.read()) == ("one", 4, b"body")
+def test_gaps_and_floats_of_pandas_are_understood(tmp_path: Path) -> None:
+    rows = [
+        '{"id": "a", "path": "a.pdf", "page": 4.0, "score": NaN, "deep": [NaN, 1]}',
+        '{"id": "b", "path": "b.mp3", "page": NaN}',
+    ]
+    first, second = open_source(str(write_lines(tmp_path / "list.jsonl", *rows)))
+    assert (first.document, first.page, first.extra) == ("a", 4, {"deep": [None, 1]})
     assert (second.page, second.modality) == (None, "audio")
-    assert first.extra == {"when": "1970-01-01 00:00:00"}
-
-
-def test_parquet_row_that_is_none_is_an_item_with_its_number(tmp_path: Path) -> None:
-    table = pa.table({"id": [None, "b"], "uri": ["a.png", "b.png"]})
-    pq.write_table(table, tmp_path / "list.parquet")
-    bad, good = open_source(str(tmp_path / "list.parquet"))
-    assert bad.document == "list.parquet:1"
-    assert reason_of(bad).startswith("row 1: no `document`")
-    assert good.document == "b"
-
-
-def test_parquet_without_its_columns_is_refused_at_once(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"id": ["a"], "image": [b"bytes"]}), tmp_path / "list.parquet")
-    with pytest.raises(ConfigError, match="has the columns id, image; a list names `document`"):
-        open_source(str(tmp_path / "list.parquet"))
-
-
-def test_parquet_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"list\.parquet cannot be read as Parquet"):
-        open_source(str(write(tmp_path / "list.parquet")))
 
 
 @pytest.mark.parametrize(
     ("module", "name", "fix"),
     [
-        ("pyarrow.parquet", "list.parquet", "pip install pyarrow"),
+        ("PIL.Image", "a.png", "pip install pillow"),
         ("pypdfium2", "a.pdf", "pip install pypdfium2"),
     ],
 )
 def test_package_that_is_missing_is_named_with_the_fix(
     module: str, name: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "list.parquet")
+    write(tmp_path / "a.png")
     write(tmp_path / "a.pdf", make_pdf(1))
     monkeypatch.setitem(sys.modules, module, None)
+    suffixes.cache_clear()
     with pytest.raises(ConfigError, match=re.escape(fix)):
         list(islice(open_source(str(tmp_path / name)), 1))
 
