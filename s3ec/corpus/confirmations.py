@@ -106,15 +106,19 @@ class Ledger:
     Attributes:
         has_catalogue: False under a tenant's secret, where ``catalogue`` stays empty.
         catalogue: As it was at the start.
+        index: Asks the bucket with each refresh.
+        key: Makes the key of an identifier; None where nothing may be stored under it.
     """
 
-    _index: ManifestIndex
+    index: ManifestIndex
 
     def __init__(self, corpus: OpenBucket, namespace: Namespace) -> None:
-        """Open this node's tier; no request goes out.
+        """Open this node's tier, and read the index and the catalogue.
 
         Raises:
             ConfigError: ``cache_dir`` cannot be used, or the tenant's secret cannot be read.
+            UnavailableError, AccessError: The bucket does not answer.
+            CorruptEntryError: A part of the catalogue is unusable.
         """
         settings = corpus.settings
         self._corpus = corpus
@@ -133,6 +137,11 @@ class Ledger:
             min_free_bytes=int(settings.min_free_bytes),
             counters=self._counters,
         )
+        try:
+            corpus.run(self._open)
+        except BaseException:
+            self._tier.close()
+            raise
 
     def close(self) -> None:
         """Fold the parts that this job has written, and let go of this node's files."""
@@ -142,45 +151,27 @@ class Ledger:
                 self._corpus.run(lambda store: writer.fold())
             except S3ECError as exc:  # such as that of a job without the right to delete
                 log.info("the catalogue's parts are left to `s3ec gc`: %s", exc)
-        if hasattr(self, "_index"):
-            self._corpus.run(lambda store: self._index.close())
+        self._corpus.run(lambda store: self.index.close())
         self._tier.close()
-
-    def open(self) -> None:
-        """Read the index and the catalogue.
-
-        Raises:
-            UnavailableError, AccessError: The bucket does not answer.
-            CorruptEntryError: A part of the catalogue is unusable.
-        """
-        self._corpus.run(self._open)
 
     async def _open(self, store: Store) -> None:
         tier, namespace = self._tier, self._layout.namespace
-        self._index = ManifestIndex(
+        self.index = ManifestIndex(
             *(store, self._layout),
             NodeFolder.of(tier.folders, namespace, need_room=tier.need_room),
             jobs=in_process(store),
             disk=await_in_thread,
             counters=self._counters,
-            refresh_s=0.0,  # each look asks the bucket
+            refresh_s=0.0,
         )
-        await self._index.refresh(now=True)
+        await self.index.refresh(now=True)
         if self.has_catalogue:
             table = await read_table(store, self._layout)
             self.catalogue = await asyncio.to_thread(CatalogIndex.from_table, table)
 
     def holds(self, key: Key) -> bool:
         """Whether a writer has said that the bucket confirmed this one."""
-        return self._index.maybe_contains(key)
-
-    async def refresh(self) -> None:
-        """Hear what writers have said since.
-
-        Raises:
-            UnavailableError, AccessError: The bucket does not answer.
-        """
-        await self._index.refresh()
+        return self.index.maybe_contains(key)
 
     async def describe(self, store: Store, key: Key) -> CatalogRow | None:
         """What the bucket says of an embedding, by its own header; None where it is gone.
@@ -379,7 +370,7 @@ class Confirmations:
         self, store: Store, keys: Sequence[Key]
     ) -> Mapping[Key, CatalogRow | str | None]:
         """What the index tells of: its row, why it will not be had, or None where it is gone."""
-        await self._ledger.refresh()
+        await self._ledger.index.refresh()
         told = [key for key in keys if self._ledger.holds(key)]
 
         async def read(key: Key) -> CatalogRow | str | None:

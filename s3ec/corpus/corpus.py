@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequenc
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from s3ec.corpus.bucket import OpenBucket
 from s3ec.corpus.entries import (
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     from s3ec.corpus.collect import Collection, Deletion
     from s3ec.corpus.exchange import Transferred
     from s3ec.corpus.hydrate import Hydration, Wanted
-    from s3ec.corpus.precompute import PrecomputeReport
-    from s3ec.corpus.ray_encoder import RayOptions
-    from s3ec.corpus.reading import ReadOptions
+    from s3ec.corpus.precompute import JobOptions, PrecomputeReport
     from s3ec.corpus.repair import Repair
     from s3ec.index.local import NodeFolder
     from s3ec.settings import Settings
@@ -534,13 +532,7 @@ class Corpus(OpenBucket):
         source: str,
         *,
         model: str,
-        identifier: Literal["content", "sha256"] = "content",
-        shard: tuple[int, int] = (0, 1),
-        limit: int | None = None,
-        read: ReadOptions | None = None,
-        ray: RayOptions | None = None,
-        engine_args: Mapping[str, Any] | None = None,
-        batch: int = 64,
+        options: JobOptions | None = None,
         report: Report = unreported,
     ) -> PrecomputeReport:
         """Encode all pictures, pages, sounds and films of a source that are not here yet.
@@ -553,15 +545,7 @@ class Corpus(OpenBucket):
         Args:
             source: A folder, a glob, a .jsonl list, or a .pdf file.
             model: As the server's ``--model``, letter by letter.
-            identifier: ``content`` for clients that send the picture, ``sha256`` for those that
-                send ``sha256:HEX`` of the file as ``uuid``.
-            shard: This call's part and the number of parts, such as (0, 4).
-            limit: Most items that are looked at.
-            read: How items are read: dots per inch of a PDF's pages, above all.
-            ray: vLLM in each worker of this Ray cluster (package ``ray[data]``), a
-                ``s3ec.corpus.ray_encoder.RayOptions``; None for vLLM in this process.
-            engine_args: Further arguments of ``vllm.LLM``, by their Python names.
-            batch: Pictures that the engine has at a time.
+            options: Names, shards, the engine's arguments: ``s3ec.corpus.precompute.JobOptions``.
             report: Told how many items are done.
 
         Returns:
@@ -573,19 +557,9 @@ class Corpus(OpenBucket):
                 installed.
             CorruptEntryError: The catalogue is unusable.
         """
-        from s3ec.corpus.precompute import JobOptions, make_job
+        from s3ec.corpus.precompute import make_job
 
-        return make_job(
-            self,
-            source,
-            model,
-            JobOptions(identifier, shard, limit),
-            read=read,
-            ray=ray,
-            engine_args=engine_args,
-            batch=batch,
-            report=report,
-        ).run()
+        return make_job(self, source, model, options, report=report).run()
 
     # -- to other places -----------------------------------------------------------------------
 

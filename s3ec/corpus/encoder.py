@@ -37,18 +37,18 @@ log = logging.getLogger(__name__)
 # What the last uploads may take once everything is encoded; the connector drains for 30 s.
 _CLOSE_S = 60
 _FIRST_VLLM = "0.28"
-_MOST_READERS = 8
 # Each picture is a new one: vLLM need not keep what it made of those before.
 _ENGINE_DEFAULTS: Mapping[str, Any] = {
     "enable_prefix_caching": False,
     "mm_processor_cache_gb": 0.1,
 }
-# Arguments of the engine that are the job's own, and why they are refused.
-_OWN_ARGUMENTS: Mapping[str, str] = {
-    "model": "it is the option `model`",
-    "ec_transfer_config": "it is made from the settings of the corpus",
-    "skip_tokenizer_init": "the job needs the tokenizer",
-}
+# Arguments of the engine that the job sets.
+_OWN_ARGUMENTS = ("model", "ec_transfer_config", "skip_tokenizer_init")
+
+
+def most_readers() -> int:
+    """How many threads read and name items."""
+    return min(8, len(os.sched_getaffinity(0)))
 
 
 class EncoderError(S3ECError):
@@ -112,7 +112,6 @@ class Encoder(Protocol):
     Attributes:
         is_running: Whether an engine was started.
         start_s: Seconds that it took to start; 0 where none was started, or others did it.
-        readers: Items that are read and named at a time.
         naming: One word that changes when this encoder may call the same file otherwise.
     """
 
@@ -121,9 +120,6 @@ class Encoder(Protocol):
 
     @property
     def start_s(self) -> float: ...
-
-    @property
-    def readers(self) -> int: ...
 
     @property
     def naming(self) -> str: ...
@@ -204,7 +200,7 @@ class VllmEncoder:
         for name in engine_args or {}:
             if name in _OWN_ARGUMENTS:
                 raise ConfigError(
-                    f"`{name}` cannot be given to the engine: {_OWN_ARGUMENTS[name]}; leave it out",
+                    f"`{name}` cannot be given to the engine: the job sets it; leave it out",
                     field="engine_args",
                 )
         self._model = model
@@ -222,11 +218,6 @@ class VllmEncoder:
     def is_running(self) -> bool:
         """See Encoder."""
         return self._llm is not None
-
-    @property
-    def readers(self) -> int:
-        """See Encoder."""
-        return min(_MOST_READERS, len(os.sched_getaffinity(0)))
 
     @cached_property
     def naming(self) -> str:

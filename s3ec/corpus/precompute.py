@@ -31,7 +31,14 @@ from s3ec.corpus.confirmations import (
     Origin,
     failure_of,
 )
-from s3ec.corpus.encoder import Encoded, Encoder, EncoderError, Picture, VllmEncoder
+from s3ec.corpus.encoder import (
+    Encoded,
+    Encoder,
+    EncoderError,
+    Picture,
+    VllmEncoder,
+    most_readers,
+)
 from s3ec.corpus.reading import ReadOptions, without_secrets
 from s3ec.corpus.sources import SourceItem, open_source
 from s3ec.counters import Report, unreported
@@ -62,12 +69,20 @@ class JobOptions:
             that send that as ``uuid``.
         shard: This job's part and the number of parts, such as (0, 4).
         limit: Most items of the source that are looked at; None for all.
+        batch: Pictures that an engine has at a time.
+        engine_args: Further arguments of ``vllm.LLM``, by their Python names.
+        read: How items are read: dots per inch of a PDF's pages, above all.
+        ray: One vLLM for each worker of this cluster (package ``ray[data]``); None for vLLM here.
         patience_s: How long the bucket may confirm nothing before the job ends without it.
     """
 
     identifier: Identifier = "content"
     shard: tuple[int, int] = (0, 1)
     limit: int | None = None
+    batch: int = 64
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    read: ReadOptions = field(default=ReadOptions())
+    ray: RayOptions | None = None
     patience_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -77,8 +92,10 @@ class JobOptions:
                 f"`shard` {number}/{parts} is none; write it as 0/4, from 0/4 to 3/4",
                 field="shard",
             )
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError("`limit` must be 1 or more; leave it out for all", field="limit")
+        for name in ("limit", "batch"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise ConfigError(f"`{name}` must be 1 or more; leave it out", field=name)
         if self.identifier not in ("content", "sha256"):
             raise ConfigError(
                 f"`identifier` {self.identifier!r:.50} is none; it is `content` or `sha256`",
@@ -265,7 +282,6 @@ class Job:
                 namespace = self._open_encoder()
                 self.report.namespace = namespace.name
                 with closing(Ledger(self._corpus, namespace)) as self._ledger:
-                    self._ledger.open()
                     self._confirmations = Confirmations(self._corpus, self._ledger)
                     try:
                         self._encode_all(self._confirmations)
@@ -398,7 +414,7 @@ class Job:
 
     def _plans(self) -> Iterator[_Plan]:
         """Plans of the items, in their order, made ahead by some threads."""
-        readers = self._encoder.readers
+        readers = most_readers()
         window: deque[Future[_Plan]] = deque()
         items = enumerate(_chosen(self._items, self._options))
         with ThreadPoolExecutor(readers, "s3ec-read") as pool:
@@ -522,10 +538,6 @@ def make_job(
     model: str,
     options: JobOptions | None = None,
     *,
-    read: ReadOptions | None = None,
-    ray: RayOptions | None = None,
-    engine_args: Mapping[str, Any] | None = None,
-    batch: int = 64,
     report: Report = unreported,
 ) -> Job:
     """A job over what a text names, with an encoder that is not started yet.
@@ -535,27 +547,25 @@ def make_job(
         source: As ``open_source`` takes it.
         model: As the server's ``--model``, letter by letter.
         options: How it works.
-        read: How items are read.
-        ray: One vLLM for each worker of this cluster; None for vLLM here.
-        engine_args: Further arguments of ``vllm.LLM``, by their Python names.
-        batch: Pictures that an engine has at a time.
         report: Told how many items are done.
 
     Raises:
         ConfigError: An argument, or the source as a whole, cannot be used.
     """
-    if batch < 1:
-        raise ConfigError("`batch` must be 1 or more", field="batch")
     options = options or JobOptions()
-    read = read or ReadOptions()
-    if read.settings is None:
-        read = replace(read, settings=corpus.settings)
-    make = partial(VllmEncoder, model, corpus.settings, engine_args=engine_args, batch=batch)
+    read = replace(options.read, settings=options.read.settings or corpus.settings)
+    make = partial(
+        VllmEncoder,
+        model,
+        corpus.settings,
+        engine_args=options.engine_args,
+        batch=options.batch,
+    )
     encoder: Encoder = make()  # which says what is wrong with the arguments, whoever encodes
-    if ray is not None:
+    if options.ray is not None:
         from s3ec.corpus.ray_encoder import RayEncoder
 
-        encoder = RayEncoder(make, ray, chunk=batch)
+        encoder = RayEncoder(make, options.ray, chunk=options.batch)
     items = open_source(source, read)
     here = replace(read, settings=None, hosts=frozenset())  # a PDF file from elsewhere counts once
     total = _total_of(lambda: open_source(source, here), options)

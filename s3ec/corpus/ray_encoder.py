@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from s3ec.corpus.encoder import Encoded, Encoder, EncoderError, Picture
+from s3ec.corpus.encoder import Encoded, Encoder, EncoderError, Picture, most_readers
 from s3ec.corpus.reading import require
 from s3ec.errors import ConfigError, S3ECError, SourceError
 
@@ -59,9 +59,6 @@ class RayOptions:
                 f"`ray_workers` {least}-{most}: at least 1, and no more at least than at most",
                 field="ray_workers",
             )
-        for name in ("gpus", "cpus"):
-            if not 0 <= getattr(self, name) <= 1024:
-                raise ConfigError(f"`ray_{name}` is from 0 to 1024", field=f"ray_{name}")
 
 
 class Worker:
@@ -93,7 +90,7 @@ class Worker:
                 f"this worker saves to another namespace ({self._found}, and not "
                 f"{self._namespace}); have one vLLM and one model on all nodes"
             )
-        with ThreadPoolExecutor(self._encoder.readers, "s3ec-read") as pool:
+        with ThreadPoolExecutor(most_readers(), "s3ec-read") as pool:
             read = list(pool.map(self._read, pictures))
         results = [each for each in read if isinstance(each, Encoded)]
         good = {each.number: each for each in read if isinstance(each, Picture)}
@@ -137,7 +134,6 @@ class RayEncoder:
     whose engine does not encode what the bucket holds.
     """
 
-    readers = 1
     start_s = 0.0
 
     def __init__(

@@ -33,7 +33,6 @@ class Copier:
     log: Path
     model: str = "model"
     gate: Path | None = None
-    readers: int = 2
     is_running: bool = False
     start_s: float = 0.0
     naming: str = "1:abc"

@@ -24,7 +24,6 @@ from tests.unit.corpus.test_precompute import FakeEncoder
         (["--ray-workers", "4"], "`--ray-workers` is for `--engine ray`"),
         (["--engine", "ray", "--ray-workers", "many"], "write it as `4` or `1-8`"),
         (["--engine", "ray", "--ray-workers", "8-1"], "`ray_workers` 8-1: at least 1"),
-        (["--engine", "ray", "--ray-gpus", "-1"], "`ray_gpus` is from 0 to 1024"),
         (["--engine", "ray", "--batch", "0"], "`batch` must be 1 or more"),
         (["--engine", "ray"], "needs ray"),
         (["--dpi", "5"], "`dpi` is from 18 to 1200, not 5"),

@@ -74,7 +74,6 @@ class FakeEncoder:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    readers: int = 2
     start_s: float = 0.0
     release: str = "1"
 
@@ -767,7 +766,7 @@ def test_bad_sources_batches_and_arguments_are_refused_before_anything_starts(de
     with pytest.raises(ConfigError, match="no such file or folder"):
         make_job(desk.corpus, str(desk.folder / "none"), "model")
     with pytest.raises(ConfigError, match="`batch`"):
-        make_job(desk.corpus, str(desk.folder), "model", batch=0)
+        JobOptions(batch=0)
     for name in ("model", "ec_transfer_config"):
         with pytest.raises(ConfigError, match=f"`{name}` cannot be given"):
             VllmEncoder("model", desk.corpus.settings, engine_args={name: "x"})
