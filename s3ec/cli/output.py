@@ -344,12 +344,6 @@ def plain_logs() -> None:
         logging.lastResort.setFormatter(_Plain())
 
 
-def note_headers(count: int) -> None:
-    """Say how many headers will be read to find out what made entries, before it is done."""
-    if count:
-        print_note(f"reading the headers of {many(count, 'entry', 'entries')}, one request each")
-
-
 def printable(text: str) -> str:
     """Text as one harmless line.
 

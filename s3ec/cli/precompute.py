@@ -66,8 +66,7 @@ def precompute(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A folder, a glob, a .jsonl or .parquet list, a .pdf file, or a Hugging Face "
-            "dataset that was saved to disk.",
+            help="A folder, a glob, a .jsonl list, or a .pdf file.",
         ),
     ],
     model: Annotated[
@@ -84,18 +83,12 @@ def precompute(
     batch: Annotated[int, option("--batch", "N", "Pictures that the engine has at a time.")] = 64,
     shard: Annotated[str, option("--shard", "K/N", "This job's part of several: `0/4`.")] = "0/1",
     limit: Annotated[int | None, option("--limit", "N", "Look at so many items only.")] = None,
-    dpi: Annotated[
-        int | None, option("--dpi", "N", "Dots per inch of a PDF's pages; 150 if unset.")
-    ] = None,
-    column: Annotated[
-        str | None, option("--column", "NAME", "The files' column of a dataset.")
-    ] = None,
+    dpi: Annotated[int, option("--dpi", "N", "Dots per inch of a PDF's pages.")] = 150,
     engine: Annotated[
-        str,
-        option(
+        Literal["local", "ray"],
+        typer.Option(
             "--engine",
-            "KIND",
-            "`local`: vLLM in this process. `ray`: vLLM in each worker of a Ray cluster.",
+            help="`local`: vLLM in this process. `ray`: vLLM in each worker of a Ray cluster.",
         ),
     ] = "local",
     ray_address: Annotated[
@@ -145,12 +138,18 @@ def precompute(
     all that is below the source is there; 3: a part of it, and the rest is named; 1: nothing.
     """
     from s3ec.corpus.precompute import JobOptions, make_job
-    from s3ec.corpus.reading import DPI, ReadOptions
+    from s3ec.corpus.reading import ReadOptions
 
-    options = JobOptions(identifier, _shard(shard), limit)
-    arguments = engine_arguments(engine_args)
     ray = {"address": ray_address, "workers": ray_workers, "gpus": ray_gpus, "cpus": ray_cpus}
-    on_ray = _ray_options(engine, {name: it for name, it in ray.items() if it is not None})
+    options = JobOptions(
+        identifier,
+        _shard(shard),
+        limit,
+        batch,
+        engine_arguments(engine_args),
+        ReadOptions(dpi),
+        _ray_options(engine, {name: it for name, it in ray.items() if it is not None}),
+    )
     if report_file is not None and not report_file.absolute().parent.is_dir():
         raise ConfigError(
             f"`--report`: no folder {report_file.absolute().parent}; make it first", field="report"
@@ -161,19 +160,7 @@ def precompute(
         return _more(made[0].progress) if made else ""
 
     with counting("precomputing", more=more) as tell, source.corpus() as corpus:
-        job = make_job(
-            corpus,
-            items,
-            model,
-            options,
-            read=ReadOptions(DPI if dpi is None else dpi, settings=corpus.settings),
-            column=column,
-            engine=engine,
-            ray=on_ray,
-            engine_args=arguments,
-            batch=batch,
-            report=tell,
-        )
+        job = make_job(corpus, items, model, options, report=tell)
         made.append(job)
         log_file = None if verbose else _new_log()
         try:

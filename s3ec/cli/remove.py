@@ -32,7 +32,6 @@ from s3ec.cli.output import (
     echo,
     human_bytes,
     many,
-    note_headers,
     print_json,
     print_note,
     safe,
@@ -134,8 +133,8 @@ def gc(
             "--made-by",
             "WORDS",
             "Only what these releases made: `vllm=0.32.0`, or `'vllm=0.32.* platform=NVIDIA*'`; "
-            "names are vllm, transformers, torch, pillow and platform. By the catalogue; what it "
-            "does not tell, by headers, one request each.",
+            "names are vllm, transformers, torch, pillow and platform. By the header of an entry, "
+            "one request for each.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -143,9 +142,8 @@ def gc(
     """Delete entries that are old, too many or badly made, by a listing of all objects.
 
     Rules that are given together narrow. Without --yes, nothing is deleted unless you agree at a
-    terminal. An entry that is still needed is encoded and stored again. With --made-by the header
-    is read of each entry that the other rules let go, after it was said how many that are.
-    Exit status 3 where rows of the catalogue are left.
+    terminal. An entry that is still needed is encoded and stored again. Exit status 3 where rows
+    of the catalogue are left.
     """
     age_s = optional(duration_s, older_than, "older_than")
     most = optional(size_bytes, max_bytes, "max_bytes")
@@ -162,7 +160,6 @@ def gc(
                     adapter=adapter,
                     made_by=made_by,
                     dry_run=dry_run,
-                    headers=note_headers,
                     report=report,
                 )
 

@@ -6,28 +6,29 @@ A bucket knows when an object was stored, and nothing of its use.
 
 from __future__ import annotations
 
-import math
+import fnmatch
+import itertools
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from s3ec.corpus.entries import CorpusEntry, entries_of
-from s3ec.corpus.makers import MadeBy, names_made_by
+from s3ec.codec import MADE_BY_CHARACTERS
+from s3ec.corpus.entries import CorpusEntry, entries_of, read_header
 from s3ec.counters import Report, unreported
-from s3ec.errors import AccessError, ConfigError, UnavailableError
+from s3ec.errors import AccessError, ConfigError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
 from s3ec.index.delete import delete_chosen, delete_entries, find_objects
 from s3ec.index.listing import list_objects
 from s3ec.index.local import NodeFolder
 from s3ec.index.names import ServerClock
 from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.concurrency import in_parallel
 from s3ec.tenant import Tenant
 
-# When it was stored, and what tells equals apart.
-Rank = tuple[float, str]
+_WORD = re.compile(r"([a-z]+)=([!-~]+)")
+_HEADERS_AT_A_TIME = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +39,45 @@ class Rules:
         older_than_s: Stored so long ago.
         max_bytes: The oldest, until the rest of what lies below ``adapter`` fits.
         adapter: Only what lies in the folder of this LoRA adapter; None for everything.
-        made_by: Only what was made so.
+        made_by: Name to pattern, such as ``{"vllm": "0.32.*"}``: only what was made with these
+            releases, as its header says. Empty for everything.
     """
 
     older_than_s: float | None = None
     max_bytes: int | None = None
     adapter: str | None = None
-    made_by: MadeBy | None = None
+    made_by: Mapping[str, str] = field(default_factory=dict)
 
-    def check(self) -> None:
-        """Raise ConfigError where they are no rules to delete by."""
-        if self.older_than_s is None and self.max_bytes is None and self.made_by is None:
+    def __post_init__(self) -> None:
+        if self.older_than_s is None and self.max_bytes is None and not self.made_by:
             raise ConfigError(
                 "nothing says what is to go; give `--older-than`, `--max-bytes` or `--made-by`",
                 field="older_than",
             )
+
+    def fits(self, made_by: str) -> bool:
+        """Whether an entry that says this was made so. One that says nothing was not."""
+        said = dict(word.partition("=")[::2] for word in made_by.split(" "))
+        return all(
+            name in said and fnmatch.fnmatchcase(said[name], pattern)
+            for name, pattern in self.made_by.items()
+        )
+
+
+def parse_made_by(text: str) -> dict[str, str]:
+    """Names and versions with spaces or commas between them, such as ``vllm=0.32.*``.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    words = [_WORD.fullmatch(word) for word in re.split(r"[ ,]+", text.strip(" ,"))]
+    if len(text) > MADE_BY_CHARACTERS or not all(words):
+        raise ConfigError(
+            f"{text!r:.100} is no list of names and versions; write `--made-by` as "
+            "vllm=0.32.0, or 'vllm=0.32.* platform=NVIDIA*'",
+            field="made_by",
+        )
+    return {word[1]: word[2] for word in words if word is not None}
 
 
 @dataclass(slots=True)
@@ -62,11 +87,9 @@ class Collection:
     Attributes:
         rules: The rules.
         layout: The namespace.
-        now_s: Ages count to here. With ``max_bytes`` or ``made_by`` nothing goes that was stored
-            later.
-        last: With ``max_bytes`` the last one that goes by rank; None where all go or none was
-            found yet.
-        names: With ``made_by`` the objects that were made so; None without.
+        now_s: Ages count to here.
+        names: The objects that a listing has chosen, of which none goes that was stored since
+            ``now_s``; None where age alone decides.
         objects: That go.
         nbytes: Their size.
         left_objects: That stay, of those below the adapter's folder.
@@ -79,7 +102,6 @@ class Collection:
     rules: Rules
     layout: Layout
     now_s: float
-    last: Rank | None = None
     names: Set[str] | None = None
     objects: int = 0
     nbytes: int = 0
@@ -95,39 +117,24 @@ class Collection:
         return self.layout.namespace
 
     def __call__(self, infos: Sequence[ObjectInfo]) -> list[ObjectInfo]:
-        """Those of some listed objects that go; they are counted."""
-        chosen = []
-        for info in infos:
-            if not self._is_below(info):
-                continue
-            if self._agrees(info) and (self.last is None or _rank(info) <= self.last):
-                chosen.append(info)
-                self.objects += 1
-                self.nbytes += info.nbytes
-            else:
-                self.left_objects += 1
-                self.left_bytes += info.nbytes
+        """Those of some listed objects that go; all are counted."""
+        adapter = self.rules.adapter
+        below = self.layout.objects + (f"{adapter}/" if adapter else "")
+        mine = [info for info in infos if info.name.startswith(below)]
+        chosen = [info for info in mine if self._goes(info)]
+        nbytes = sum(info.nbytes for info in chosen)
+        self.objects += len(chosen)
+        self.nbytes += nbytes
+        self.left_objects += len(mine) - len(chosen)
+        self.left_bytes += sum(info.nbytes for info in mine) - nbytes
         return chosen
 
-    def _is_below(self, info: ObjectInfo) -> bool:
-        adapter = self.rules.adapter
-        return adapter is None or info.name.startswith(f"{self.layout.objects}{adapter}/")
-
-    def _agrees(self, info: ObjectInfo) -> bool:
-        """Whether its age lets it go. One without a time stays."""
-        rules = self.rules
-        age_s = self.now_s - info.modified_s
-        is_counted = rules.max_bytes is not None or self.names is not None
-        if not info.modified_s or (is_counted and age_s < 0):
+    def _goes(self, info: ObjectInfo) -> bool:
+        """Whether the rules let it go. One without a time stays."""
+        age_s, older_than_s = self.now_s - info.modified_s, self.rules.older_than_s
+        if not info.modified_s or (older_than_s is not None and age_s <= older_than_s):
             return False
-        if self.names is not None and info.name not in self.names:
-            return False
-        return rules.older_than_s is None or age_s > rules.older_than_s
-
-
-def _rank(info: ObjectInfo) -> Rank:
-    """The lowest goes first."""
-    return info.modified_s, info.name
+        return self.names is None or (info.name in self.names and age_s >= 0)
 
 
 async def choose(
@@ -136,93 +143,63 @@ async def choose(
     rules: Rules,
     now_s: float,
     *,
-    headers: Callable[[int], object] = lambda count: None,
     report: Report = unreported,
 ) -> Collection:
     """Find out by a listing what would go, and count it; changes nothing.
 
-    With ``made_by`` there is one more listing, and a request for each entry that the other rules
-    let go. Memory: with ``max_bytes`` some 150 bytes for each object that the other rules let go,
-    with ``made_by`` some 500.
+    With ``made_by`` there is a request for each entry that the other rules let go. Memory: with
+    ``max_bytes`` or ``made_by`` some 500 bytes for each of these.
 
     Args:
         now_s: Ages count to here.
-        headers: Told how many headers will be read, before the first one is.
     """
-    rules.check()
     choice = Collection(rules, layout, now_s)
-    if rules.made_by is not None:
-        names = await _made_by(store, choice, rules.made_by, headers, report)
-        choice = Collection(rules, layout, now_s, names=names)
-    found: list[tuple[Rank, int]] = []
+    is_by_age = rules.max_bytes is None and not rules.made_by
+    found: list[ObjectInfo] = []
     async with aclosing(list_objects(store, layout, report=report)) as batches:
         async for infos in batches:
             chosen = choice(infos)
-            if rules.max_bytes is not None:
-                found += [(_rank(info), info.nbytes) for info in chosen]
-    if rules.max_bytes is None:
+            found += [] if is_by_age else [one for one in chosen if one.modified_s <= now_s]
+    if is_by_age:
         return choice
-    return _until_the_rest_fits(choice, found, rules.max_bytes)
-
-
-async def _made_by(
-    store: Store,
-    choice: Collection,
-    wanted: MadeBy,
-    headers: Callable[[int], object],
-    report: Report,
-) -> set[str]:
-    """Of what the other rules choose, the objects that were made so."""
-    listing = list_objects(store, choice.layout, report=report)
-    async with aclosing(listing) as batches:
-
-        async def entries() -> AsyncIterator[list[CorpusEntry]]:
-            async for infos in batches:
-                yield list(entries_of(choice.layout, choice(infos)))
-
-        return await names_made_by(store, wanted, entries(), headers=headers, report=report)
-
-
-def _until_the_rest_fits(
-    choice: Collection, found: list[tuple[Rank, int]], most: int
-) -> Collection:
-    """The same choice, with the last one that has to go."""
-    surplus = choice.left_bytes + choice.nbytes - most
-    found.sort()
-    sums = np.cumsum([nbytes for _, nbytes in found], dtype=np.int64)
-    count = 0 if surplus <= 0 else min(int(np.searchsorted(sums, surplus)) + 1, len(found))
-    gone = int(sums[count - 1]) if count else 0
+    if rules.made_by:
+        found = await _made_by(store, layout, rules, found, report)
+    surplus = choice.left_bytes + choice.nbytes - (rules.max_bytes or 0)
+    if rules.max_bytes is not None:
+        found.sort(key=lambda info: (info.modified_s, info.name))
+        sums = itertools.accumulate((info.nbytes for info in found), initial=0)
+        found = [info for info, before in zip(found, sums, strict=False) if before < surplus]
+    nbytes = sum(info.nbytes for info in found)
     return replace(
         choice,
-        last=found[count - 1][0] if count else (-math.inf, ""),
-        objects=count,
-        nbytes=gone,
-        left_objects=choice.left_objects + len(found) - count,
-        left_bytes=choice.left_bytes + choice.nbytes - gone,
+        names={info.name for info in found},
+        objects=len(found),
+        nbytes=nbytes,
+        left_objects=choice.left_objects + choice.objects - len(found),
+        left_bytes=choice.left_bytes + choice.nbytes - nbytes,
     )
 
 
-async def collect(
-    store: Store,
-    layout: Layout,
-    choice: Collection,
-    *,
-    deleted: Callable[[Sequence[Key]], None] = lambda _: None,
-    node: NodeFolder | None = None,
-    report: Report = unreported,
-) -> Collection:
-    """Delete what ``choose`` has chosen, as a listing of now shows it; returns what went.
+async def _made_by(
+    store: Store, layout: Layout, rules: Rules, infos: Sequence[ObjectInfo], report: Report
+) -> list[ObjectInfo]:
+    """Those of some objects that were made so, by one request each."""
 
-    What was stored or deleted since is left alone. What is left becomes a snapshot of the index;
-    where this is broken off, none is written.
+    async def is_meant(entry: CorpusEntry) -> bool:
+        try:
+            found = await read_header(store, entry)
+        except CorruptEntryError:
+            return False
+        return bool(found and found.header and rules.fits(found.header.maker.made_by))
 
-    Args:
-        deleted: Told of entries that are gone.
-        node: This node's files of the index, so that its engines are told.
-    """
-    done = replace(choice, objects=0, nbytes=0, left_objects=0, left_bytes=0)
-    await delete_chosen(store, layout, done, deleted=deleted, node=node, report=report)
-    return done
+    chosen: list[ObjectInfo] = []
+    report("reading headers", 0, len(infos))
+    for start in range(0, len(infos), _HEADERS_AT_A_TIME):
+        some = infos[start : start + _HEADERS_AT_A_TIME]
+        meant = await in_parallel(list(entries_of(layout, some)), is_meant)
+        chosen += itertools.compress(some, meant)
+        report("reading headers", start + len(some), len(infos))
+    return chosen
 
 
 async def collect_garbage(
@@ -233,7 +210,6 @@ async def collect_garbage(
     tenant: Tenant | None,
     dry_run: bool,
     node: NodeFolder | None = None,
-    headers: Callable[[int], object] = lambda count: None,
     report: Report = unreported,
     clock: Callable[[], float] = time.time,
 ) -> Collection:
@@ -245,24 +221,42 @@ async def collect_garbage(
     """
     # The times of objects are the server's: a clock of ours that is ahead would make them old.
     now_s = clock() if dry_run else await _server_time_s(store, layout)
-    rules.check()
     choice = Collection(rules, layout, now_s)
-    if dry_run or rules.max_bytes is not None or rules.made_by is not None:
-        choice = await choose(store, layout, rules, now_s, headers=headers, report=report)
+    if dry_run or rules.max_bytes is not None or rules.made_by:
+        choice = await choose(store, layout, rules, now_s, report=report)
     if dry_run:
         return choice
+    return await collect(store, choice, tenant=tenant, node=node, report=report)
+
+
+async def collect(
+    store: Store,
+    choice: Collection,
+    *,
+    tenant: Tenant | None = None,
+    node: NodeFolder | None = None,
+    report: Report = unreported,
+) -> Collection:
+    """Delete what is chosen, as a listing of now shows it; returns what went.
+
+    What was stored or deleted since is left alone. What is left becomes a snapshot of the index;
+    where this is broken off, none is written.
+
+    Args:
+        tenant: Whose secret is in the names.
+        node: This node's files of the index, so that its engines are told.
+    """
+    layout = choice.layout
+    done = replace(choice, objects=0, nbytes=0, left_objects=0, left_bytes=0, done=True)
     digests: set[bytes] = set()
-    done = await collect(
-        store,
-        layout,
-        choice,
-        deleted=lambda keys: digests.update(key.digest for key in keys),
-        node=node,
-        report=report,
+
+    def deleted(keys: Sequence[Key]) -> None:
+        digests.update(key.digest for key in keys)
+
+    await delete_chosen(store, layout, done, deleted=deleted, node=node, report=report)
+    done.dropped_rows, done.problem = await drop_deleted_rows(
+        store, layout, digests, tenant, fold=True
     )
-    done.done = True
-    done.dropped_rows, done.problem = await drop_deleted_rows(store, layout, digests, tenant)
-    done.problem = done.problem or await _fold_catalog(store, layout)
     return done
 
 
@@ -334,7 +328,7 @@ async def delete(
 
 
 async def drop_deleted_rows(
-    store: Store, layout: Layout, digests: Set[bytes], tenant: Tenant | None
+    store: Store, layout: Layout, digests: Set[bytes], tenant: Tenant | None, *, fold: bool = False
 ) -> tuple[int, str]:
     """Drop the catalogue's rows of entries that were deleted, and were not stored again since.
 
@@ -343,10 +337,11 @@ async def drop_deleted_rows(
 
     Args:
         digests: Of the entries.
+        fold: Make few parts of those that jobs left in it, too.
 
     Returns:
-        How many, and why they are left: pyarrow is missing, or the store does not answer; empty
-        where they are not.
+        How many, and why rows or parts are left: pyarrow is missing, or the store does not answer;
+        empty where they are not.
     """
     from s3ec.corpus.catalog import CatalogWriter, list_parts
 
@@ -354,21 +349,14 @@ async def drop_deleted_rows(
         key = make_key(identifier, tenant)
         return key is not None and key.digest in digests
 
+    dropped = 0
     try:
-        if not digests or not await list_parts(store, layout):
-            return 0, ""
-        return await CatalogWriter(store, layout).drop(was_deleted, tenant=tenant), ""
+        if (digests or fold) and await list_parts(store, layout):
+            writer = CatalogWriter(store, layout)
+            if digests:
+                dropped = await writer.drop(was_deleted, tenant=tenant)
+            if fold:
+                await writer.fold(everything=True)
     except (ConfigError, UnavailableError, AccessError) as exc:
-        return 0, str(exc)
-
-
-async def _fold_catalog(store: Store, layout: Layout) -> str:
-    """Make few parts of those that jobs left in the catalogue; returns why not, as above."""
-    from s3ec.corpus.catalog import CatalogWriter, list_parts
-
-    try:
-        if len(await list_parts(store, layout)) > 1:
-            await CatalogWriter(store, layout).fold(everything=True)
-    except (ConfigError, UnavailableError, AccessError) as exc:
-        return str(exc)
-    return ""
+        return dropped, str(exc)
+    return dropped, ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a job waits for: the bucket's word for each embedding, then a row in the catalogue.
 
-``Ledger`` asks the bucket, by the index and by the catalogue. ``Confirmations`` is the job's queue
-of what is encoded and not confirmed yet, with the thread that works on it.
+``Ledger`` asks the bucket, by the index and by the catalogue. ``Confirmations`` has the embeddings
+that are encoded and not confirmed yet, and the rows that are not written yet.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from s3ec.corpus.catalog import CatalogWriter, check_row, read_table
 from s3ec.corpus.catalog_file import STAMP, CatalogRow
 from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.encoder import EncoderError
-from s3ec.corpus.entries import CorpusEntry, find_entry, read_header
+from s3ec.corpus.entries import entries_of, read_header
 from s3ec.corpus.reading import without_secrets
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
+from s3ec.errors import CorruptEntryError, S3ECError
 from s3ec.identity import Key, Layout, Namespace, naming_of
 from s3ec.index.child import in_process
 from s3ec.index.local import NodeFolder
@@ -37,12 +39,12 @@ if TYPE_CHECKING:
     from s3ec.corpus.bucket import OpenBucket
     from s3ec.corpus.sources import SourceItem
 
-Counted = Literal["encoded", "catalogued", "renewed"]
+Counted: TypeAlias = Literal["encoded", "catalogued", "renewed"]
 log = logging.getLogger(__name__)
 
 # How often the index is asked for what was confirmed. Writers announce every 2 s.
 _LOOK_S = 1.0
-# Items that are encoded and not confirmed. More would only fill the spool.
+# Embeddings that are encoded and not confirmed. More would only fill the spool.
 _MOST_UNCONFIRMED = 2048
 # Rows of the catalogue that are written at once, and how long one waits at most for others.
 _ROWS_AT_A_TIME = 5000
@@ -64,6 +66,7 @@ class Origin:
     """What is known of an item without its bytes.
 
     Attributes:
+        sha256: Of its bytes; empty while nobody has read them.
         stamp: How it was named, and by what its file is known again.
     """
 
@@ -71,31 +74,22 @@ class Origin:
     sha256: str
     stamp: str
 
-    def failure(self, reason: str) -> Failure:
-        return failure_of(self.item, reason)
-
     def row(self, like: CatalogRow, stored_s: float) -> CatalogRow:
         """Its row: ``like`` is one of the same embedding."""
-        extra = {**self.item.extra, STAMP: self.stamp}
-        return CatalogRow(
-            document=self.item.document,
-            page=self.item.page,
-            uri=without_secrets(self.item.uri),
+        item = self.item
+        return replace(
+            like,
+            document=item.document,
+            page=item.page,
+            uri=without_secrets(item.uri),
             sha256=self.sha256,
-            identifier=like.identifier,
-            modality=self.item.modality,
-            rows=like.rows,
-            width=like.width,
-            dtype=like.dtype,
-            placeholder=like.placeholder,
-            nbytes=like.nbytes,
+            modality=item.modality,
             stored_s=stored_s,
-            extra=extra,
-            made_by=like.made_by,
+            extra={**item.extra, STAMP: self.stamp},
         )
 
 
-# For what is not known of an item before it is encoded.
+# For what is not known of an item before it is read and encoded.
 _ANY = CatalogRow("", None, "", "", "0" * 64, "image", 1, 1, "bfloat16", None, 1, 0.0, {})
 
 
@@ -112,32 +106,42 @@ class Ledger:
     Attributes:
         has_catalogue: False under a tenant's secret, where ``catalogue`` stays empty.
         catalogue: As it was at the start.
+        index: Asks the bucket with each refresh.
+        key: Makes the key of an identifier; None where nothing may be stored under it.
     """
 
+    index: ManifestIndex
+
     def __init__(self, corpus: OpenBucket, namespace: Namespace) -> None:
-        """Open this node's tier; no request goes out.
+        """Open this node's tier, and read the index and the catalogue.
 
         Raises:
             ConfigError: ``cache_dir`` cannot be used, or the tenant's secret cannot be read.
+            UnavailableError, AccessError: The bucket does not answer.
+            CorruptEntryError: A part of the catalogue is unusable.
         """
         settings = corpus.settings
         self._corpus = corpus
         self._layout = Layout(namespace.name)
-        self._naming = naming_of(settings)
+        naming = naming_of(settings)
+        self.key = naming.make_key
         # A catalogue would say what a secret is to keep: which picture lies under which name.
-        self.has_catalogue = self._naming.tenant is None
+        self.has_catalogue = naming.tenant is None
         self.catalogue = CatalogIndex()
         self._writer: CatalogWriter | None = None
-        counters = Counters()
+        self._counters = Counters()
         self._tier = Tier(
             settings.cache_dir,
             namespace.name,
             budget_bytes=int(settings.cache_bytes),
             min_free_bytes=int(settings.min_free_bytes),
-            counters=counters,
+            counters=self._counters,
         )
-        self._counters = counters
-        self._index: ManifestIndex | None = None
+        try:
+            corpus.run(self._open)
+        except BaseException:
+            self._tier.close()
+            raise
 
     def close(self) -> None:
         """Fold the parts that this job has written, and let go of this node's files."""
@@ -147,96 +151,51 @@ class Ledger:
                 self._corpus.run(lambda store: writer.fold())
             except S3ECError as exc:  # such as that of a job without the right to delete
                 log.info("the catalogue's parts are left to `s3ec gc`: %s", exc)
-        index, self._index = self._index, None
-        if index is not None:
-            self._corpus.run(lambda store: index.close())
+        self._corpus.run(lambda store: self.index.close())
         self._tier.close()
 
-    def open(self) -> None:
-        """Read the index and the catalogue.
-
-        Raises:
-            UnavailableError, AccessError: The bucket does not answer.
-            CorruptEntryError: A part of the catalogue is unusable.
-        """
-        self._corpus.run(self._open)
-
     async def _open(self, store: Store) -> None:
-        index = self._index = ManifestIndex(
+        tier, namespace = self._tier, self._layout.namespace
+        self.index = ManifestIndex(
             *(store, self._layout),
-            NodeFolder.of(
-                self._tier.folders, self._layout.namespace, need_room=self._tier.need_room
-            ),
+            NodeFolder.of(tier.folders, namespace, need_room=tier.need_room),
             jobs=in_process(store),
             disk=await_in_thread,
             counters=self._counters,
-            refresh_s=0.0,  # each look asks the bucket
+            refresh_s=0.0,
         )
-        await index.refresh(now=True)
+        await self.index.refresh(now=True)
         if self.has_catalogue:
             table = await read_table(store, self._layout)
             self.catalogue = await asyncio.to_thread(CatalogIndex.from_table, table)
 
-    def key(self, identifier: str) -> Key | None:
-        """Where an identifier's embedding lies; None where nothing may be stored under it."""
-        return self._naming.make_key(identifier)
-
     def holds(self, key: Key) -> bool:
         """Whether a writer has said that the bucket confirmed this one."""
-        return self._index is not None and self._index.maybe_contains(key)
+        return self.index.maybe_contains(key)
 
-    def mark_missing(self, key: Key) -> None:
-        """The bucket does not hold what the index names; the node's engines are told."""
-        if self._index is not None:
-            self._index.mark_missing(key, absent=True)
-
-    async def refresh(self) -> None:
-        """Hear what writers have said since.
-
-        Raises:
-            UnavailableError, AccessError: The bucket does not answer.
-        """
-        if self._index is not None:
-            await self._index.refresh()
-
-    async def describe(self, store: Store, identifier: str, key: Key) -> CatalogRow | None:
+    async def describe(self, store: Store, key: Key) -> CatalogRow | None:
         """What the bucket says of an embedding, by its own header; None where it is gone.
 
         Raises:
             UnavailableError, AccessError: The bucket does not answer.
             CorruptEntryError: It is not what it should be.
         """
-        nbytes = self._index.nbytes(key) if self._index is not None else None
-        entry: CorpusEntry | None = None
-        if nbytes:
-            entry = CorpusEntry(self._layout.namespace, key.name, nbytes, 0.0)
-            try:
-                entry = await read_header(store, entry)
-            except CorruptEntryError:  # its size may be another than the index says
-                entry = None
-        if entry is None:
-            name = self._layout.namespace
-            entry = await find_entry(store, name, identifier, self._naming.tenant)
-            entry = entry and await read_header(store, entry)
-        if entry is None or entry.header is None:
-            return None
-        shape = entry.header.shape
-        return CatalogRow(
-            document="",
-            page=None,
-            uri="",
-            sha256="",
-            identifier=identifier,
-            modality=entry.header.modality,
-            rows=shape.rows,
-            width=shape.width,
-            dtype=shape.dtype,
-            placeholder=entry.header.placeholder,
-            nbytes=entry.nbytes,
-            stored_s=0.0,
-            extra={},
-            made_by=entry.header.maker.made_by,
-        )
+        info = await store.head(self._layout.object(key))
+        for listed in entries_of(self._layout, [info] if info else []):
+            entry = await read_header(store, listed)
+            if entry is not None and entry.header is not None:
+                header = entry.header
+                return replace(
+                    _ANY,
+                    identifier=key.identifier,
+                    rows=header.shape.rows,
+                    width=header.shape.width,
+                    dtype=header.shape.dtype,
+                    placeholder=header.placeholder,
+                    nbytes=entry.nbytes,
+                    made_by=header.maker.made_by,
+                )
+        return None
 
     def require_row(self, origin: Origin) -> None:
         """Refuse an item that the catalogue cannot name, before it is encoded.
@@ -245,48 +204,37 @@ class Ledger:
             ConfigError: Says what is wrong with it; all rows written with its own would be lost.
         """
         if self.has_catalogue:
-            check_row(origin.row(_ANY, 0.0))
+            check_row(replace(origin, sha256=origin.sha256 or _ANY.identifier).row(_ANY, 0.0))
 
     async def append(self, store: Store, rows: Sequence[CatalogRow]) -> None:
         """Add rows to the catalogue, confirmed when this returns."""
-        if not rows or not self.has_catalogue:
-            return
-        if self._writer is None:
-            self._writer = CatalogWriter(await with_conditional_put(store), self._layout)
-        await self._writer.append(rows)
-
-
-@dataclass(slots=True)
-class _Unconfirmed:
-    """An embedding that the bucket has to confirm, and the items that wait for it."""
-
-    identifier: str
-    key: Key
-    encoded: list[Origin] = field(default_factory=list)
-    others: list[Origin] = field(default_factory=list)
-
-    @property
-    def origins(self) -> list[Origin]:
-        return [*self.encoded, *self.others]
+        if self.has_catalogue:
+            if self._writer is None:
+                self._writer = CatalogWriter(await with_conditional_put(store), self._layout)
+            await self._writer.append(rows)
 
 
 class Confirmations:
-    """Waits for the bucket, then writes the catalogue; a thread of its own.
+    """Waits for the bucket, then writes the catalogue. For one thread, which never waits for a
+    request unless it says so: each is made in a thread beside it, one at a time.
 
     States of an item:
 
     ===========  ===========  ==================================================================
     state        goes to      when
     ===========  ===========  ==================================================================
-    (new)        waiting      ``add``: it is encoded, or the index had it
+    (new)        waiting      ``add``: it is encoded, will be, or the index had it
     (new)        confirmed    ``add_row``: the embedding and its facts were known
     waiting      confirmed    the index tells of it, and its header was read back
     confirmed    catalogued   the bucket has confirmed a part of the catalogue with its row
-    waiting      unconfirmed  its object is bad, or the end came first
+    waiting      failed       its object is bad, or the end came first
     ===========  ===========  ==================================================================
 
     What is counted is catalogued. A job that is killed before that finds the embedding in the
-    index, and only adds the row.
+    index, and only adds the row. A request that fails is made again until patience ends.
+
+    Attributes:
+        encoded, catalogued, stored_bytes: See PrecomputeReport.
     """
 
     def __init__(
@@ -295,85 +243,83 @@ class Confirmations:
         self._corpus = corpus
         self._ledger = ledger
         self._clock = clock
-        self._changed = threading.Condition()
-        self._waiting: dict[bytes, _Unconfirmed] = {}
+        self._waiting: dict[Key, list[tuple[Origin, Counted]]] = {}
         self._rows: list[tuple[CatalogRow, Counted]] = []
         self._failures: list[Failure] = []
-        self._ending = False
-        self._is_idle = True
         self._problem = ""
-        self._has_failed = False
-        self._said_gone = False
-        self._moved_s = time.monotonic()
+        self._moved_s = self._written_s = time.monotonic()
+        self._look_s = 0.0  # when the next look is due, or any request where one has failed
         self.encoded = self.catalogued = self.stored_bytes = 0
-        self._thread = threading.Thread(target=self._run, name="s3ec-confirm", daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1, "s3ec-confirm")
+        self._request: Future[Any] | None = None
+        self._take: Callable[[Any], None]
 
-    # -- the job's thread --------------------------------------------------------------------
+    def add(self, key: Key, origin: Origin, how: Counted) -> None:
+        """Wait for the bucket to confirm an embedding, or for an encoder that has it, too."""
+        if not self._waiting:
+            self._moved_s = time.monotonic()
+        self._waiting.setdefault(key, []).append((origin, how))
 
-    def add(self, identifier: str, key: Key, origin: Origin, *, encoded: bool) -> None:
-        """Wait for the bucket to confirm an embedding, for this item."""
-        with self._changed:
-            waiting = self._waiting.setdefault(key.digest, _Unconfirmed(identifier, key))
-            (waiting.encoded if encoded else waiting.others).append(origin)
-            self._moved_s = time.monotonic() if len(self._waiting) == 1 else self._moved_s
-            self._changed.notify_all()
+    def waits_for(self, key: Key) -> bool:
+        """Whether an item waits for this embedding."""
+        return key in self._waiting
 
-    def join(self, key: Key, origin: Origin) -> bool:
-        """Have an item wait for what another one has encoded; False where none has."""
-        with self._changed:
-            waiting = self._waiting.get(key.digest)
-            if waiting is not None:
-                waiting.others.append(origin)
-            return waiting is not None
+    def drop(self, key: Key) -> list[tuple[Origin, Counted]]:
+        """Wait for an embedding no more; the items that waited for it."""
+        return self._waiting.pop(key, [])
 
-    def add_row(self, row: CatalogRow, *, is_new: bool) -> None:
-        """Write a row for an embedding that is there.
+    def add_row(self, row: CatalogRow, how: Counted) -> None:
+        """Write a row for an embedding that is there."""
+        self._rows.append((row, how))
+
+    def poll(self, *, is_waiting: bool = False) -> None:
+        """Take what the bucket has answered, and ask it the next thing.
 
         Args:
-            is_new: The document had none; else it only says something else of it.
+            is_waiting: Wait for that, for a second at most.
         """
-        with self._changed:
-            self._rows.append((row, "catalogued" if is_new else "renewed"))
-            self._changed.notify_all()
+        self._ask()
+        if is_waiting:
+            wait([self._request] if self._request else (), _LOOK_S)
+            if self._request is None:
+                time.sleep(max(0.0, min(_LOOK_S, self._look_s - time.monotonic())))
+        if self._request is not None and self._request.done():
+            self._taken()
 
-    def wait_for_room(self, stopped: threading.Event, patience_s: float) -> None:
+    def wait_for_room(self, begun: int, stopped: threading.Event, patience_s: float) -> None:
         """Return when fewer wait than may; the bucket sets the pace then.
+
+        Args:
+            begun: So many of them are not encoded yet.
 
         Raises:
             EncoderError: It has confirmed nothing for too long.
         """
-        with self._changed:
-            while self._has_failed or len(self._waiting) >= _MOST_UNCONFIRMED:
-                if stopped.is_set():
-                    return
-                if self._has_failed:
-                    raise EncoderError(f"nothing can be confirmed{self._why()}")
-                if time.monotonic() - self._moved_s > patience_s:
-                    raise EncoderError(
-                        f"the bucket has confirmed nothing for {patience_s:.0f} s{self._why()}"
-                    )
-                self._changed.wait(_LOOK_S)
+        self.poll()
+        while len(self._waiting) - begun >= _MOST_UNCONFIRMED and not stopped.is_set():
+            if time.monotonic() - self._moved_s > patience_s:
+                raise EncoderError(
+                    f"the bucket has confirmed nothing for {patience_s:.0f} s{self._why()}"
+                )
+            self.poll(is_waiting=True)
 
     def settle(self, patience_s: float) -> None:
         """Wait until all is confirmed and catalogued, for as long as that goes on."""
-        with self._changed:
-            self._moved_s = time.monotonic()
-            while self._waiting or self._rows or not self._is_idle:
-                if self._has_failed or time.monotonic() - self._moved_s > patience_s:
-                    return
-                self._changed.wait(_LOOK_S)
+        self._moved_s, self._look_s = time.monotonic(), 0.0
+        while self._waiting or self._rows:
+            if time.monotonic() - self._moved_s > patience_s:
+                return
+            self.poll(is_waiting=True)
 
     def end(self) -> list[Failure]:
-        """Write what is confirmed, and end the thread; the items that are not."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify_all()
-        self._thread.join()
+        """Look once more, write what is confirmed, and return the items that are not."""
+        self._taken()
+        for ask in (self._look, self._write):
+            ask()
+            self._taken()
+        self._pool.shutdown()
         reason = f"the bucket has not confirmed it{self._why()}; run the job again"
-        left = [
-            origin.failure(reason) for each in self._waiting.values() for origin in each.origins
-        ]
+        left = [failure_of(one.item, reason) for each in self._waiting.values() for one, _ in each]
         reason = f"the catalogue could not be written{self._why()}; run the job again"
         left += self._failures
         return left + [Failure(row.document, row.page, row.uri, reason) for row, _ in self._rows]
@@ -381,99 +327,90 @@ class Confirmations:
     def _why(self) -> str:
         return f" ({self._problem})" if self._problem else ""
 
-    # -- the thread --------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        written_s = time.monotonic()
-        while True:
-            with self._changed:
-                while not (self._waiting or self._rows or self._ending):
-                    self._is_idle = True
-                    self._changed.notify_all()
-                    self._changed.wait()
-                    written_s = time.monotonic()
-                self._is_idle = False
-                is_last = self._ending
-            try:
-                self._look()
-                late = time.monotonic() - written_s >= _ROWS_EVERY_S
-                if is_last or late or not self._waiting or len(self._rows) >= _ROWS_AT_A_TIME:
-                    self._write()
-                    written_s = time.monotonic()
-                self._problem = ""
-            except (UnavailableError, AccessError, CorruptEntryError) as exc:
-                if not self._problem:
-                    log.warning("the bucket is asked again: %s", exc)
-                self._problem = str(exc)
-            except Exception as exc:
-                # The top of the thread: the job must end with a report.
-                log.exception("waiting for the bucket")
-                self._problem, self._has_failed = f"{type(exc).__name__}: {exc}", True
-            if is_last or self._has_failed:
-                return
-            with self._changed:
-                if not self._ending and (self._waiting or self._problem):
-                    self._changed.wait(_LOOK_S)
+    def _ask(self) -> None:
+        """Make the next request that is due, unless one is under way."""
+        now_s = time.monotonic()
+        if self._request is not None or (self._problem and now_s < self._look_s):
+            return
+        late = now_s - self._written_s >= _ROWS_EVERY_S
+        if self._rows and (late or not self._waiting or len(self._rows) >= _ROWS_AT_A_TIME):
+            self._write()
+        elif now_s >= self._look_s:
+            self._look()
+
+    def _taken(self) -> None:
+        """Wait for the request that is under way, and take its answer."""
+        request, self._request = self._request, None
+        if request is None:
+            return
+        try:
+            answer = request.result()
+            self._problem = ""
+            self._take(answer)
+        except Exception as exc:  # the job must end with a report, whatever it is
+            if not self._problem:
+                is_ours = isinstance(exc, S3ECError)
+                log.warning("the bucket is asked again: %s", exc, exc_info=not is_ours)
+            self._problem = str(exc) or type(exc).__name__
+            self._look_s = time.monotonic() + _LOOK_S
 
     def _look(self) -> None:
         """Ask the index, and read the headers of what it tells of."""
-        with self._changed:
-            if not self._waiting:
-                return
-        found = self._corpus.run(self._confirmed)
-        now_s = self._clock()
-        with self._changed:
-            for digest, facts in found:
-                each = self._waiting.pop(digest)
-                if isinstance(facts, str):
-                    self._failures += [one.failure(facts) for one in each.origins]
-                    continue
-                self._rows += [(one.row(facts, now_s), "encoded") for one in each.encoded]
-                self._rows += [(one.row(facts, now_s), "catalogued") for one in each.others]
-            if found:
-                self._moved_s = time.monotonic()
-            self._changed.notify_all()
+        if self._waiting:
+            self._look_s = time.monotonic() + _LOOK_S
+            keys = [*self._waiting]
+            self._take = self._confirm
+            self._request = self._pool.submit(
+                self._corpus.run, lambda store: self._confirmed(store, keys)
+            )
 
-    async def _confirmed(self, store: Store) -> list[tuple[bytes, CatalogRow | str]]:
-        """What the index tells of, by digest: its row, or why it will not be had."""
-        await self._ledger.refresh()
-        with self._changed:
-            waiting = list(self._waiting.values())
-        told = [each for each in waiting if self._ledger.holds(each.key)]
+    async def _confirmed(
+        self, store: Store, keys: Sequence[Key]
+    ) -> Mapping[Key, CatalogRow | str | None]:
+        """What the index tells of: its row, why it will not be had, or None where it is gone."""
+        await self._ledger.index.refresh()
+        told = [key for key in keys if self._ledger.holds(key)]
 
-        async def read(each: _Unconfirmed) -> CatalogRow | str | None:
+        async def read(key: Key) -> CatalogRow | str | None:
             try:
-                row = await self._ledger.describe(store, each.identifier, each.key)
+                return await self._ledger.describe(store, key)
             except CorruptEntryError as exc:  # it blocks its key, and is to keep no other back
                 return f"{exc}; `s3ec verify --deep --repair` deletes it, then run the job again"
-            if row is None:  # it was deleted, or is stored a moment from now
-                self._ledger.mark_missing(each.key)
-            return row
 
-        rows = await in_parallel(told, read)
-        gone = rows.count(None)
-        if gone and not self._said_gone:
-            self._said_gone = True
-            log.warning(
-                "the index names %d embeddings that the bucket does not hold, and engines do not "
-                "store those again until `s3ec manifest rebuild`, or the next listing",
-                gone,
-            )
-        return [
-            (each.key.digest, row) for each, row in zip(told, rows, strict=True) if row is not None
-        ]
+        return dict(zip(told, await in_parallel(told, read), strict=True))
+
+    def _confirm(self, found: Mapping[Key, CatalogRow | str | None]) -> None:
+        now_s = self._clock()
+        for key, facts in found.items():
+            if facts is None:  # engines do not store it again until then
+                self._problem = (
+                    "the index names what the bucket does not hold; `s3ec manifest rebuild` mends "
+                    "that"
+                )
+                continue
+            self._moved_s = time.monotonic()
+            for origin, how in self._waiting.pop(key, ()):
+                if isinstance(facts, str):
+                    self._failures.append(failure_of(origin.item, facts))
+                else:
+                    self._rows.append((origin.row(facts, now_s), how))
 
     def _write(self) -> None:
-        with self._changed:
-            batch = list(self._rows)
-        if not batch:
-            return
-        self._corpus.run(lambda store: self._ledger.append(store, [row for row, _ in batch]))
-        with self._changed:
-            del self._rows[: len(batch)]
-            for row, how in batch:
-                self.encoded += how == "encoded"
-                self.catalogued += how == "catalogued"
-                self.stored_bytes += row.nbytes if how == "encoded" else 0
-            self._moved_s = time.monotonic()
-            self._changed.notify_all()
+        """Write the rows that there are."""
+        if self._rows:
+            batch = [*self._rows]
+            rows = [row for row, _ in batch]
+            self._take = partial(self._count, batch)
+            self._request = self._pool.submit(
+                self._corpus.run, lambda store: self._ledger.append(store, rows)
+            )
+
+    def _count(self, batch: Sequence[tuple[CatalogRow, Counted]], _: None) -> None:
+        del self._rows[: len(batch)]
+        for row, how in batch:
+            self.encoded += how == "encoded"
+            self.catalogued += how == "catalogued"
+            self.stored_bytes += row.nbytes if how == "encoded" else 0
+        self._moved_s = self._written_s = time.monotonic()

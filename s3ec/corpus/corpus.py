@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from s3ec.corpus.bucket import OpenBucket
 from s3ec.corpus.entries import (
@@ -45,9 +45,7 @@ if TYPE_CHECKING:
     from s3ec.corpus.collect import Collection, Deletion
     from s3ec.corpus.exchange import Transferred
     from s3ec.corpus.hydrate import Hydration, Wanted
-    from s3ec.corpus.precompute import PrecomputeReport
-    from s3ec.corpus.ray_encoder import RayOptions
-    from s3ec.corpus.reading import ReadOptions
+    from s3ec.corpus.precompute import JobOptions, PrecomputeReport
     from s3ec.corpus.repair import Repair
     from s3ec.index.local import NodeFolder
     from s3ec.settings import Settings
@@ -374,14 +372,13 @@ class Corpus(OpenBucket):
         adapter: str | None = None,
         made_by: str | None = None,
         dry_run: bool = False,
-        headers: Callable[[int], object] = lambda count: None,
         report: Report = unreported,
     ) -> Collection:
         """Delete entries that are old, too many or badly made; what is left becomes the index.
 
         Rules that are given together narrow: an entry goes where all agree. Costs a listing of
-        everything, another one with ``max_bytes`` and one with ``made_by``, and what delete costs
-        for what goes. With ``made_by`` the header of each entry is read that the other rules let
+        everything, another one with ``max_bytes`` or ``made_by``, and what delete costs for what
+        goes. With ``made_by`` the header of each entry is read that the other rules let
         go. The catalogue's rows of what is gone go too.
 
         Args:
@@ -390,8 +387,8 @@ class Corpus(OpenBucket):
             adapter: Only those of the LoRA adapter of this name.
             made_by: Only those made with these releases, such as ``vllm=0.32.* platform=cpu``.
             dry_run: Only say what would go.
-            headers: Told how many headers will be read, before the first one is.
-            report: Told how many objects were looked at.
+            report: Told how many objects were looked at, and how many headers were read of how
+                many.
 
         Returns:
             How much went, or would, and how much is left.
@@ -401,11 +398,10 @@ class Corpus(OpenBucket):
             UnavailableError, AccessError, TierError: As delete.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
-        from s3ec.corpus.collect import Rules, collect_garbage
-        from s3ec.corpus.makers import MadeBy
+        from s3ec.corpus.collect import Rules, collect_garbage, parse_made_by
 
         name = self.choose(namespace, model=model)
-        wanted = None if made_by is None else MadeBy.parse(made_by)
+        wanted = {} if made_by is None else parse_made_by(made_by)
         rules = Rules(older_than_s, max_bytes, adapter_folder(adapter, self.tenant), wanted)
 
         async def work(store: Store, layout: Layout) -> Collection:
@@ -416,7 +412,6 @@ class Corpus(OpenBucket):
                 tenant=self.tenant,
                 dry_run=dry_run,
                 node=self._index_folder(layout),
-                headers=headers,
                 report=report,
             )
 
@@ -539,15 +534,7 @@ class Corpus(OpenBucket):
         source: str,
         *,
         model: str,
-        identifier: Literal["content", "sha256"] = "content",
-        shard: tuple[int, int] = (0, 1),
-        limit: int | None = None,
-        read: ReadOptions | None = None,
-        column: str | None = None,
-        engine: str = "local",
-        ray: RayOptions | None = None,
-        engine_args: Mapping[str, Any] | None = None,
-        batch: int = 64,
+        options: JobOptions | None = None,
         report: Report = unreported,
     ) -> PrecomputeReport:
         """Encode all pictures, pages, sounds and films of a source that are not here yet.
@@ -558,20 +545,9 @@ class Corpus(OpenBucket):
         once what is encoded is saved.
 
         Args:
-            source: A folder, a glob, a .jsonl or .parquet list, a .pdf file, or a Hugging Face
-                dataset that was saved to disk.
+            source: A folder, a glob, a .jsonl list, or a .pdf file.
             model: As the server's ``--model``, letter by letter.
-            identifier: ``content`` for clients that send the picture, ``sha256`` for those that
-                send ``sha256:HEX`` of the file as ``uuid``.
-            shard: This call's part and the number of parts, such as (0, 4).
-            limit: Most items that are looked at.
-            read: How items are read: dots per inch of a PDF's pages, above all.
-            column: Of a dataset with several columns of files.
-            engine: ``local``, which is vLLM in this process; or ``ray``, vLLM in each worker of a
-                Ray cluster (package ``ray[data]``).
-            ray: Which cluster and how many workers, a ``s3ec.corpus.ray_encoder.RayOptions``.
-            engine_args: Further arguments of ``vllm.LLM``, by their Python names.
-            batch: Pictures that the engine has at a time.
+            options: Names, shards, the engine's arguments: ``s3ec.corpus.precompute.JobOptions``.
             report: Told how many items are done.
 
         Returns:
@@ -583,21 +559,9 @@ class Corpus(OpenBucket):
                 installed.
             CorruptEntryError: The catalogue is unusable.
         """
-        from s3ec.corpus.precompute import JobOptions, make_job
+        from s3ec.corpus.precompute import make_job
 
-        return make_job(
-            self,
-            source,
-            model,
-            JobOptions(identifier, shard, limit),
-            read=read,
-            column=column,
-            engine=engine,
-            ray=ray,
-            engine_args=engine_args,
-            batch=batch,
-            report=report,
-        ).run()
+        return make_job(self, source, model, options, report=report).run()
 
     # -- to other places -----------------------------------------------------------------------
 

@@ -2,12 +2,13 @@
 """Who encodes for a job: the protocol, and vLLM as ``ec_producer`` in this process.
 
 vLLM is driven as a server drives it, so that identifiers are the server's: each item is a part of
-a chat, named by a URL, and what stands behind the URL is the file's bytes. ``_Shelf`` puts the
-bytes there, whether they came from a file, from a page that was drawn, or from a bucket.
+a chat, named by a URL, and what stands behind the URL is the file's bytes. ``_shelf`` has them,
+whether they came from a file, from a page that was drawn, or from a bucket.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import itertools
@@ -36,18 +37,18 @@ log = logging.getLogger(__name__)
 # What the last uploads may take once everything is encoded; the connector drains for 30 s.
 _CLOSE_S = 60
 _FIRST_VLLM = "0.28"
-_MOST_READERS = 8
 # Each picture is a new one: vLLM need not keep what it made of those before.
 _ENGINE_DEFAULTS: Mapping[str, Any] = {
     "enable_prefix_caching": False,
     "mm_processor_cache_gb": 0.1,
 }
-# Arguments of the engine that are the job's own, and why they are refused.
-_OWN_ARGUMENTS: Mapping[str, str] = {
-    "model": "it is the option `model`",
-    "ec_transfer_config": "it is made from the settings of the corpus",
-    "skip_tokenizer_init": "the job needs the tokenizer",
-}
+# Arguments of the engine that the job sets.
+_OWN_ARGUMENTS = ("model", "ec_transfer_config", "skip_tokenizer_init")
+
+
+def most_readers() -> int:
+    """How many threads read and name items."""
+    return min(8, len(os.sched_getaffinity(0)))
 
 
 class EncoderError(S3ECError):
@@ -67,7 +68,6 @@ class Picture:
         data: The file's bytes; empty where another process will read them.
         uuid: The name that clients send with it; None where they send none.
         sha256: Of the file's bytes, as hex digits; empty while nobody has read them.
-        nbytes: How many there are.
         item: Where it lies, for a process that reads it.
         decoded: What was made of the bytes, by how.
     """
@@ -77,14 +77,13 @@ class Picture:
     data: bytes = field(repr=False)
     uuid: str | None = None
     sha256: str = ""
-    nbytes: int = 0
     item: SourceItem | None = field(default=None, repr=False)
     decoded: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def url(self) -> str:
-        """What stands for its bytes in a chat."""
-        return f"s3ec:{self.number}"
+        """What stands for its bytes in a chat, while it is on the shelf."""
+        return f"s3ec:{id(self)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class Encoded:
         number: The picture's.
         identifier: vLLM's name for its embedding; None where there is none.
         problem: Why there is none.
-        sha256, nbytes: Of the file, where the encoder has read it.
+        sha256, nbytes: Of the file, where another process has read it.
     """
 
     number: int
@@ -113,7 +112,6 @@ class Encoder(Protocol):
     Attributes:
         is_running: Whether an engine was started.
         start_s: Seconds that it took to start; 0 where none was started, or others did it.
-        readers: Items that are read and named at a time.
         naming: One word that changes when this encoder may call the same file otherwise.
     """
 
@@ -122,9 +120,6 @@ class Encoder(Protocol):
 
     @property
     def start_s(self) -> float: ...
-
-    @property
-    def readers(self) -> int: ...
 
     @property
     def naming(self) -> str: ...
@@ -205,7 +200,7 @@ class VllmEncoder:
         for name in engine_args or {}:
             if name in _OWN_ARGUMENTS:
                 raise ConfigError(
-                    f"`{name}` cannot be given to the engine: {_OWN_ARGUMENTS[name]}; leave it out",
+                    f"`{name}` cannot be given to the engine: the job sets it; leave it out",
                     field="engine_args",
                 )
         self._model = model
@@ -216,8 +211,6 @@ class VllmEncoder:
         self._config: Any = None
         self._formless: tuple[str, ...] = ()  # modalities of which nothing is stored
         self._llm: Any = None
-        self._shelf = _Shelf()
-        self._names: _Names | None = None
         self._scopes = ModalityScopes()
         self.start_s = 0.0
 
@@ -225,11 +218,6 @@ class VllmEncoder:
     def is_running(self) -> bool:
         """See Encoder."""
         return self._llm is not None
-
-    @property
-    def readers(self) -> int:
-        """See Encoder."""
-        return min(_MOST_READERS, len(os.sched_getaffinity(0)))
 
     @cached_property
     def naming(self) -> str:
@@ -271,22 +259,44 @@ class VllmEncoder:
         reason = why_left_out(data) if item.modality == "image" else None
         if reason is not None:
             raise SourceError(f"left out, since {reason}; convert it to a PNG without tRNS")
-        sha256 = hashlib.sha256(data).hexdigest()
-        return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
+        return Picture(number, item.modality, data, sha256=hashlib.sha256(data).hexdigest())
 
     def identify(self, picture: Picture) -> str | None:
         """See Encoder. What was decoded for it is used again by ``encode``."""
-        if self._names is None:
-            raise EncoderError("the namespace comes first")
-        self._shelf.put(picture)
         try:
-            found = self._names.of(picture)
+            found = self._name_of(picture)
         except Exception as exc:  # whatever a decoder raises
             raise SourceError(_reason(exc)) from exc
-        finally:
-            self._shelf.drop(picture.url)
-        name = picture.uuid or found
-        return None if name is None else self._scopes.name(name, picture.modality)
+        return self._scopes.name(picture.uuid or found, picture.modality)
+
+    def _name_of(self, picture: Picture) -> str:
+        """Decode a picture, and ask vLLM's processor of the model what it calls it."""
+        from vllm.multimodal.processing import ProcessorInputs
+
+        processor, loader = self._processor
+        with _on_shelf(picture):
+            media = getattr(loader, f"fetch_{picture.modality}")(picture.url)
+        info = processor.info
+        inputs = ProcessorInputs([], info.parse_mm_data({picture.modality: [media]}))
+        if hasattr(processor, "_get_mm_hashes"):  # some models add to it
+            hashes = processor._get_mm_hashes(inputs)
+        else:  # before 0.32
+            algorithm = info.ctx.get_mm_config().mm_hasher_algorithm
+            hashes = inputs.get_mm_hashes(info.model_id, algorithm)
+        return str(hashes[picture.modality][0])
+
+    @cached_property
+    def _processor(self) -> tuple[Any, Any]:
+        """vLLM's processor of the model, and its loader of media as it makes one for a chat."""
+        from vllm import envs
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+        from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+
+        config = self._vllm_config().model_config
+        loader = MEDIA_CONNECTOR_REGISTRY.load(
+            envs.VLLM_MEDIA_CONNECTOR, media_io_kwargs=config.multimodal_config.media_io_kwargs
+        )
+        return MULTIMODAL_REGISTRY.create_processor(config), loader
 
     def _vllm_config(self) -> Any:
         if self._config is None:
@@ -309,9 +319,8 @@ class VllmEncoder:
             found = form_of_model(self._config.model_config)
             if found is not None and found[1].most == 0:
                 self._formless = found[1].modalities
-            self._shelf.open()
+            _shelf()
             self._scopes = scopes_of(self._config)
-            self._names = _Names(self._config.model_config, self._shelf)
         return self._config
 
     def _all_arguments(self) -> dict[str, Any]:
@@ -362,43 +371,33 @@ class VllmEncoder:
         """Keep the engine at work until the last picture is encoded."""
         engine = self._llm.llm_engine
         under_way: dict[str, Picture] = {}
-        is_last = False
         while not self._stopped.is_set():
-            while not is_last and len(under_way) < self._batch and not self._stopped.is_set():
-                picture = next(pictures, None)
-                if picture is None:
-                    is_last = True
-                    break
+            is_last = True
+            for picture in itertools.islice(pictures, self._batch - len(under_way)):
+                is_last = False
                 try:
                     under_way[self._enqueue(picture)] = picture
-                except EncoderError:
-                    raise
                 except Exception as exc:  # noqa: BLE001  of any class: it is no picture, too large
-                    self._shelf.drop(picture.url)
                     yield Encoded(picture.number, None, _reason(exc))
-            if not under_way:
-                if is_last:
-                    return
-                continue
-            for output in self._step(engine):
+            if is_last and not under_way:
+                return
+            for output in self._step(engine) if under_way else ():
                 done = under_way.pop(output.request_id, None) if output.finished else None
                 if done is not None:
-                    answer = self._answer(done, output)
-                    self._shelf.drop(done.url)
-                    yield answer
+                    yield self._answer(done, output)
         if under_way:
             engine.abort_request(list(under_way))
 
     def _enqueue(self, picture: Picture) -> str:
         """Give the engine a picture; the name of its request."""
-        self._shelf.put(picture)
         kind = f"{picture.modality}_url"
         part: dict[str, Any] = {"type": kind, kind: {"url": picture.url}}
         if picture.uuid is not None:
             part["uuid"] = picture.uuid
         sampling = _import("vllm", "SamplingParams")(max_tokens=1)
         conversation = [{"role": "user", "content": [part]}]
-        (internal,) = self._llm.enqueue_chat([conversation], sampling, use_tqdm=False)
+        with _on_shelf(picture):
+            (internal,) = self._llm.enqueue_chat([conversation], sampling, use_tqdm=False)
         # vLLM's own name of a request has digits of its own behind the one that answers have.
         name: str = internal.partition("-")[0]
         return name
@@ -413,12 +412,7 @@ class VllmEncoder:
     def _answer(self, picture: Picture, output: Any) -> Encoded:
         """What the engine calls the picture; its own word counts, whatever was expected."""
         items = getattr(output, "ec_transfer_params", None) or {}
-        found = next(iter(items)) if len(items) == 1 else picture.uuid
-        if found is None and self._names is not None:
-            with suppress(Exception):
-                found = self._names.of(picture)
-        if found is None:
-            return Encoded(picture.number, None, "this vLLM does not say what it calls a picture")
+        found = next(iter(items)) if len(items) == 1 else picture.uuid or self._name_of(picture)
         return Encoded(picture.number, self._scopes.name(found, picture.modality))
 
     def stop(self) -> None:
@@ -432,129 +426,44 @@ class VllmEncoder:
         if llm is not None:
             with suppress(Exception):  # one that has ended already
                 llm.llm_engine.engine_core.shutdown(timeout=_CLOSE_S)
-        self._shelf.close()
 
 
-class _Shelf:
-    """What stands behind the URLs of pictures, for vLLM's loader of media. Thread-safe.
+@functools.cache
+def _shelf() -> dict[str, Picture]:
+    """Pictures by URL, for vLLM's loaders of media in this process.
 
-    States: closed; open, while a loader of ours stands in the registry in the place of the one
-    that this process uses. That one gets every other URL.
+    A loader of ours takes the place of the one that this process uses, and gives that one every
+    other URL.
     """
+    from vllm import envs
+    from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
-    def __init__(self) -> None:
-        self._pictures: dict[str, Picture] = {}
-        self._registry: dict[str, type] = {}
-        self._replaced: tuple[str, Any] | None = None
+    pictures: dict[str, Picture] = {}
+    registry = MEDIA_CONNECTOR_REGISTRY.name2class
+    theirs: Any = registry[envs.VLLM_MEDIA_CONNECTOR]
 
-    def put(self, picture: Picture) -> None:
-        """Have its URL stand for its bytes."""
-        self._pictures[picture.url] = picture
+    class FromShelf(theirs):  # type: ignore[misc]
+        def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
+            picture = pictures.get(url)
+            if picture is None:
+                return super().load_from_url(url, media_io, **options)
+            # Decoded once, for naming and for encoding.
+            how = f"{type(media_io).__name__} {vars(media_io)}"
+            if how not in picture.decoded:
+                picture.decoded[how] = media_io.load_bytes(picture.data)
+            return picture.decoded[how]
 
-    def drop(self, url: str) -> None:
-        """Let go of it."""
-        self._pictures.pop(url, None)
-
-    def open(self) -> None:
-        """Take our place in vLLM's registry."""
-        if self._replaced is not None:
-            return
-        import vllm.envs
-        from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
-
-        pictures, name = self._pictures, str(vllm.envs.VLLM_MEDIA_CONNECTOR)
-        registry = self._registry = MEDIA_CONNECTOR_REGISTRY.name2class
-        theirs: Any = registry[name]
-
-        class FromShelf(theirs):  # type: ignore[misc]
-            """vLLM's own, which knows our URLs too."""
-
-            def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
-                picture = pictures.get(url)
-                if picture is None:
-                    return super().load_from_url(url, media_io, **options)
-                return _decode(picture, media_io)
-
-        self._replaced = name, theirs
-        registry[name] = FromShelf
-
-    def loader(self, media_io_kwargs: Any) -> Any:
-        """A loader of media as vLLM makes one for a chat."""
-        if self._replaced is None:
-            raise EncoderError("the encoder is closed")
-        return self._registry[self._replaced[0]](media_io_kwargs=media_io_kwargs)
-
-    def close(self) -> None:
-        """Give the place back."""
-        replaced, self._replaced = self._replaced, None
-        if replaced is not None:
-            self._registry[replaced[0]] = replaced[1]
-        self._pictures.clear()
+    registry[envs.VLLM_MEDIA_CONNECTOR] = FromShelf
+    return pictures
 
 
-def _decode(picture: Picture, media_io: Any) -> Any:
-    """What a loader of vLLM's makes of the bytes; once, for naming and for encoding."""
-    how = f"{type(media_io).__name__} {vars(media_io)}"
-    if how not in picture.decoded:
-        picture.decoded[how] = media_io.load_bytes(picture.data)
-    return picture.decoded[how]
-
-
-class _Names:
-    """Asks vLLM's processor of a model what it calls a picture, without having it encoded.
-
-    What the engine answers is compared with nothing here: where a release has other functions, it
-    says that it cannot tell.
-    """
-
-    def __init__(self, model_config: Any, shelf: _Shelf) -> None:
-        self._model_config = model_config
-        self._shelf = shelf
-        self._lock = threading.Lock()
-        self._processor: Any = None
-        self._loader: Any = None
-        self._can_tell = True
-
-    def of(self, picture: Picture) -> str | None:
-        """Decode a picture, and name it; None where this vLLM cannot be asked.
-
-        Raises:
-            Exception: Whatever the decoder raises.
-        """
-        self._prepare()
-        media = getattr(self._loader, f"fetch_{picture.modality}")(picture.url)
-        if not self._can_tell:
-            return None
-        try:
-            return self._hash(picture.modality, media)
-        except (AttributeError, ImportError, KeyError, TypeError):
-            log.info("this vLLM does not name pictures without encoding them", exc_info=True)
-            self._can_tell = False
-            return None
-
-    def _prepare(self) -> None:
-        with self._lock:
-            if self._loader is not None:
-                return
-            from vllm.multimodal import MULTIMODAL_REGISTRY
-
-            self._processor = MULTIMODAL_REGISTRY.create_processor(self._model_config)
-            multimodal = self._model_config.multimodal_config
-            self._loader = self._shelf.loader(multimodal.media_io_kwargs)
-
-    def _hash(self, modality: str, media: Any) -> str:
-        from vllm.multimodal.processing import ProcessorInputs
-
-        info = self._processor.info
-        inputs = ProcessorInputs([], info.parse_mm_data({modality: [media]}))
-        if hasattr(self._processor, "_get_mm_hashes"):  # some models add to it
-            hashes = self._processor._get_mm_hashes(inputs)
-        else:
-            hashes = inputs.get_mm_hashes(
-                info.model_id, info.ctx.get_mm_config().mm_hasher_algorithm
-            )
-        name: str = hashes[modality][0]
-        return name
+@contextmanager
+def _on_shelf(picture: Picture) -> Iterator[None]:
+    _shelf()[picture.url] = picture
+    try:
+        yield
+    finally:
+        _shelf().pop(picture.url)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job that fills a corpus: what is left to encode, who encodes it, and what is confirmed.
 
-A thread pool reads and names items, the caller's thread keeps the encoder at work, and a thread of
-its own waits for the bucket and writes the catalogue. ``encoder.py`` says who encodes.
+A thread pool reads and names items, and the caller's thread keeps the encoder at work. Between two
+pictures it asks ``confirmations.py`` what the bucket has. ``encoder.py`` says who encodes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,29 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from s3ec.corpus.catalog_file import STAMP
-from s3ec.corpus.confirmations import Confirmations, Failure, Ledger, Origin, failure_of
-from s3ec.corpus.encoder import Encoded, Encoder, EncoderError, Picture, VllmEncoder
+from s3ec.corpus.confirmations import (
+    Confirmations,
+    Counted,
+    Failure,
+    Ledger,
+    Origin,
+    failure_of,
+)
+from s3ec.corpus.encoder import (
+    Encoded,
+    Encoder,
+    EncoderError,
+    Picture,
+    VllmEncoder,
+    most_readers,
+)
 from s3ec.corpus.reading import ReadOptions, without_secrets
 from s3ec.corpus.sources import SourceItem, open_source
 from s3ec.counters import Report, unreported
@@ -34,7 +48,7 @@ if TYPE_CHECKING:
     from s3ec.corpus.bucket import OpenBucket
     from s3ec.corpus.catalog_file import CatalogRow
     from s3ec.corpus.ray_encoder import RayOptions
-    from s3ec.identity import Namespace
+    from s3ec.identity import Key, Namespace
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +58,6 @@ Identifier = Literal["content", "sha256"]
 # Items that are read and named ahead of the encoder, for each thread that reads.
 _AHEAD = 4
 _REPORT_EVERY = 64
-# Stands for that of a file that another process will read.
-_ANY_SUM = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +69,20 @@ class JobOptions:
             that send that as ``uuid``.
         shard: This job's part and the number of parts, such as (0, 4).
         limit: Most items of the source that are looked at; None for all.
+        batch: Pictures that an engine has at a time.
+        engine_args: Further arguments of ``vllm.LLM``, by their Python names.
+        read: How items are read: dots per inch of a PDF's pages, above all.
+        ray: One vLLM for each worker of this cluster (package ``ray[data]``); None for vLLM here.
         patience_s: How long the bucket may confirm nothing before the job ends without it.
     """
 
     identifier: Identifier = "content"
     shard: tuple[int, int] = (0, 1)
     limit: int | None = None
+    batch: int = 64
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    read: ReadOptions = field(default=ReadOptions())
+    ray: RayOptions | None = None
     patience_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -72,8 +92,10 @@ class JobOptions:
                 f"`shard` {number}/{parts} is none; write it as 0/4, from 0/4 to 3/4",
                 field="shard",
             )
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError("`limit` must be 1 or more; leave it out for all", field="limit")
+        for name in ("limit", "batch"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise ConfigError(f"`{name}` must be 1 or more; leave it out", field=name)
         if self.identifier not in ("content", "sha256"):
             raise ConfigError(
                 f"`identifier` {self.identifier!r:.50} is none; it is `content` or `sha256`",
@@ -162,61 +184,33 @@ class PrecomputeReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
-    """What is to be done for one item; exactly one of these, or nothing where it is done.
+class _Plan:
+    """What is to be done for one item.
 
     Attributes:
-        failure: It cannot be read.
-        row: The embedding is there and known: only this row is new.
-        is_renewed: The catalogue had the document already, with other words about it.
-        found: The embedding is there under this identifier, and no row tells of it.
-        picture: To be encoded; with ``found`` as its likely name.
-        identifier: Of the embedding, where the catalogue knows it.
-    """
-
-    read_bytes: int = 0
-    origin: Origin | None = None
-    failure: Failure | None = None
-    row: CatalogRow | None = None
-    is_renewed: bool = False
-    found: str | None = None
-    picture: Picture | None = None
-    identifier: str | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether bucket and catalogue had it before."""
-        left = self.failure or self.row or self.found or self.picture
-        return self.is_renewed or left is None
-
-
-@dataclass(slots=True)
-class _UnderWay:
-    """A picture that the encoder has, and who waits for it.
-
-    Attributes:
-        origin: Of the item.
-        digest: Of its key, as far as that is known.
-        twins: Items with the same picture.
+        how: ``done``: bucket and catalogue have it. ``renewed``: the catalogue had the document,
+            with other words about it. Else as it is counted in the end.
+        row: Of an embedding that is there.
+        key: Of an embedding that may be there or under way.
+        picture: To be encoded.
     """
 
     origin: Origin
-    digest: bytes | None
-    twins: list[Origin] = field(default_factory=list)
-
-    @property
-    def origins(self) -> list[Origin]:
-        return [self.origin, *self.twins]
+    how: Counted | Literal["done", "failed"]
+    read_bytes: int = 0
+    row: CatalogRow | None = None
+    key: Key | None = None
+    picture: Picture | None = None
+    problem: str = ""
 
 
 class Job:
-    """Brings the items of a source into a corpus. Used once.
+    """Brings the items of a source into a corpus. Used once, by one thread.
 
     States: new, then running in ``run``, and ended. ``stop`` has it end soon.
     """
 
     _ledger: Ledger
-    _confirmations: Confirmations
 
     def __init__(
         self,
@@ -254,11 +248,11 @@ class Job:
         self._total = total
         self._tell = report
         self._stopped = threading.Event()
-        self._under_way: dict[int, _UnderWay] = {}
-        self._begun: dict[bytes, _UnderWay] = {}  # the same by their key, as far as that is known
+        self._confirmations: Confirmations | None = None  # while it is running
+        # What the encoder has, by number. Where a key is known, confirmations wait for it already.
+        self._under_way: dict[int, tuple[Key | None, Origin]] = {}
         self._naming = "-"  # see Encoder.naming; names that clients choose never change
         self._opening_s = 0.0
-        self._is_open = False
         self.report = PrecomputeReport()
 
     def stop(self) -> None:
@@ -269,7 +263,9 @@ class Job:
     @property
     def progress(self) -> PrecomputeReport:
         """The report so far, with what was confirmed by now."""
-        self._take_counts()
+        if self._confirmations is not None:
+            self._confirmations.poll()
+            self._take_counts(self._confirmations)
         return self.report
 
     def run(self) -> PrecomputeReport:
@@ -282,24 +278,19 @@ class Job:
         """
         began_s = time.monotonic()
         try:
-            namespace = self._open_encoder()
-            self.report.namespace = namespace.name
-            self._ledger = Ledger(self._corpus, namespace)
-            try:
-                self._ledger.open()
-                self._confirmations = Confirmations(self._corpus, self._ledger)
-                self._is_open = True
-                try:
-                    self._encode_all()
-                finally:
-                    self._end()
-            finally:
-                self._ledger.close()
+            with closing(self._encoder):
+                namespace = self._open_encoder()
+                self.report.namespace = namespace.name
+                with closing(Ledger(self._corpus, namespace)) as self._ledger:
+                    self._confirmations = Confirmations(self._corpus, self._ledger)
+                    try:
+                        self._encode_all(self._confirmations)
+                    finally:
+                        self._end(self._confirmations)
         except BaseException as exc:
             self.report.problem = str(exc) or type(exc).__name__
             raise
         finally:
-            self._encoder.close()
             self.report.seconds = time.monotonic() - began_s
             self.report.start_s = self._opening_s + self._encoder.start_s
         return self.report
@@ -313,10 +304,10 @@ class Job:
         self._opening_s = time.monotonic() - began_s - self._encoder.start_s
         return namespace
 
-    def _encode_all(self) -> None:
+    def _encode_all(self, confirmations: Confirmations) -> None:
         try:
-            for encoded in self._encoder.encode(self._pictures()):
-                self._take(encoded)
+            for encoded in self._encoder.encode(self._pictures(confirmations)):
+                self._take(confirmations, encoded)
         except EncoderError as exc:
             log.exception("the job ends")
             self.report.problem = str(exc)
@@ -324,119 +315,108 @@ class Job:
         if not (self.report.items or self.report.is_stopped or self._options.shard[1] > 1):
             self.report.problem = self.report.problem or "the source has nothing to encode"
 
-    def _end(self) -> None:
+    def _end(self, confirmations: Confirmations) -> None:
         """Let saves come to their end, and count."""
-        self.report.engine_started = self._encoder.is_running
-        confirmations = self._confirmations
+        report = self.report
+        report.engine_started = self._encoder.is_running
+        left: list[Failure] = []
+        for key, origin in self._under_way.values():
+            for one, _ in confirmations.drop(key) if key else [(origin, "encoded")]:
+                left.append(failure_of(one.item, "the job ended before it was encoded"))
         try:
-            confirmations.settle(self._options.patience_s if not self.report.problem else 0.0)
+            confirmations.settle(self._options.patience_s if not report.problem else 0.0)
         finally:
             # Which waits for the last uploads once more, and announces them.
             self._encoder.close()
-            self.report.unconfirmed = confirmations.end()
-            self._take_counts()
-        left = "the job ended before it was encoded"
-        if not self.report.is_stopped:
-            self.report.unconfirmed += [
-                origin.failure(left) for each in self._under_way.values() for origin in each.origins
-            ]
+            self._confirmations = None
+            report.unconfirmed = confirmations.end() + ([] if report.is_stopped else left)
+            self._take_counts(confirmations)
 
-    def _take_counts(self) -> None:
-        if self._is_open:
-            self.report.encoded = self._confirmations.encoded
-            self.report.catalogued = self._confirmations.catalogued
-            self.report.stored_bytes = self._confirmations.stored_bytes
+    def _take_counts(self, confirmations: Confirmations) -> None:
+        self.report.encoded = confirmations.encoded
+        self.report.catalogued = confirmations.catalogued
+        self.report.stored_bytes = confirmations.stored_bytes
 
     # -- what is to be done ------------------------------------------------------------------
 
-    def _pictures(self) -> Iterator[Picture]:
+    def _pictures(self, confirmations: Confirmations) -> Iterator[Picture]:
         """Those that are to be encoded; all other items are seen to on the way."""
         for plan in self._plans():
-            self._count(plan)
-            picture = self._picture_of(plan)
-            if picture is None:
-                continue
-            self._confirmations.wait_for_room(self._stopped, self._options.patience_s)
-            if self._stopped.is_set():
-                return
-            yield picture
-
-    def _count(self, plan: _Planned) -> None:
-        report = self.report
-        report.items += 1
-        report.read_bytes += plan.read_bytes
-        if plan.failure is not None:
-            report.failures.append(plan.failure)
-        report.done_before += plan.is_done
-        if report.items % _REPORT_EVERY == 0 or self._under_way:
-            self._show()
+            self.report.items += 1
+            self.report.read_bytes += plan.read_bytes
+            picture = self._begin(confirmations, plan)
+            if self.report.items % _REPORT_EVERY == 0 or self._under_way:
+                self._show()
+            if picture is not None:
+                confirmations.wait_for_room(
+                    len(self._under_way), self._stopped, self._options.patience_s
+                )
+                if self._stopped.is_set():
+                    return
+                yield picture
 
     def _show(self) -> None:
         done = self.report.items - len(self._under_way)
         self._tell("precomputing", done, self._total())
 
-    def _picture_of(self, plan: _Planned) -> Picture | None:
+    def _begin(self, confirmations: Confirmations, plan: _Plan) -> Picture | None:
         """What is left to encode of a plan; None where it is done, or waits for what is."""
-        confirmations = self._confirmations
-        if plan.origin is None or not (plan.row or plan.found or plan.picture):
+        origin, how, key = plan.origin, plan.how, plan.key
+        if how == "failed":
+            self.report.failures.append(failure_of(origin.item, plan.problem))
             return None
-        self._note_replaced(plan.origin)
+        self.report.done_before += how in ("done", "renewed")
+        if how == "done":
+            return None
+        self._note_replaced(origin)
         if plan.row is not None:
-            confirmations.add_row(plan.row, is_new=not plan.is_renewed)
+            confirmations.add_row(plan.row, how)
             return None
-        key = None if plan.found is None else self._ledger.key(plan.found)
-        if key is not None and plan.found is not None:
-            if plan.picture is None or self._ledger.holds(key):
-                # Perhaps another item with this picture was confirmed since this one was looked at.
-                confirmations.add(plan.found, key, plan.origin, encoded=False)
-                return None
-            if confirmations.join(key, plan.origin):
-                return None
-            if (begun := self._begun.get(key.digest)) is not None:
-                begun.twins.append(plan.origin)
-                return None
-        if plan.picture is None:
-            return None
-        begun = _UnderWay(plan.origin, None if key is None else key.digest)
-        self._under_way[plan.picture.number] = begun
-        if begun.digest is not None:
-            self._begun[begun.digest] = begun
-        return plan.picture
+        picture = plan.picture
+        if key is not None:
+            # Perhaps another item with this picture was begun or confirmed since the plan was made.
+            if confirmations.waits_for(key) or self._ledger.holds(key):
+                picture = None
+            counted: Counted = "encoded" if picture else "catalogued"
+            confirmations.add(key, origin, counted)
+        if picture is not None:
+            self._under_way[picture.number] = key, origin
+        return picture
 
     def _note_replaced(self, origin: Origin) -> None:
         old = self._row_of(origin.item)
         if old is not None and origin.sha256 not in ("", old.sha256):
-            self.report.replaced.append(origin.failure("its file has changed"))
+            self.report.replaced.append(failure_of(origin.item, "its file has changed"))
 
-    def _take(self, encoded: Encoded) -> None:
+    def _take(self, confirmations: Confirmations, encoded: Encoded) -> None:
         """Note what became of a picture, and of those that are the same."""
-        begun = self._under_way.pop(encoded.number)
-        if begun.digest is not None:
-            self._begun.pop(begun.digest, None)
-        if encoded.sha256 and not begun.origin.sha256:  # another process has read it
-            begun.origin = replace(begun.origin, sha256=encoded.sha256)
+        begun, origin = self._under_way.pop(encoded.number)
+        if encoded.sha256 and not origin.sha256:  # another process has read it
+            origin = replace(origin, sha256=encoded.sha256)
             self.report.read_bytes += encoded.nbytes
-            plan = self._plan_known(self._row_of(begun.origin.item), begun.origin, 0)
-            if plan is not None and plan.identifier == encoded.identifier:
-                self.report.done_before += plan.is_done
-                self._picture_of(plan)
+            plan = self._plan_known(self._row_of(origin.item), origin, 0)
+            if plan and plan.row and plan.row.identifier == encoded.identifier:
+                self._begin(confirmations, plan)
                 return
-            self._note_replaced(begun.origin)
+            self._note_replaced(origin)
         key = self._ledger.key(encoded.identifier) if encoded.identifier else None
-        if key is None or encoded.identifier is None:
-            problem = encoded.problem or "nothing is stored under its identifier"
-            self.report.failures += [origin.failure(problem) for origin in begun.origins]
-        else:
-            for origin in begun.origins:
-                is_first = origin is begun.origin
-                self._confirmations.add(encoded.identifier, key, origin, encoded=is_first)
+        if key is None or key != begun:  # the encoder's own word counts
+            origins: list[tuple[Origin, Counted]] = [(origin, "encoded")]
+            if begun is not None:
+                origins = confirmations.drop(begun)
+            if key is None:
+                reason = encoded.problem or "nothing is stored under its identifier"
+                self.report.failures += [failure_of(one.item, reason) for one, _ in origins]
+            else:
+                for one, how in origins:
+                    confirmations.add(key, one, how)
         self._show()
 
-    def _plans(self) -> Iterator[_Planned]:
+    def _plans(self) -> Iterator[_Plan]:
         """Plans of the items, in their order, made ahead by some threads."""
-        readers = self._encoder.readers
-        window: deque[Future[_Planned]] = deque()
-        items = enumerate(self._mine())
+        readers = most_readers()
+        window: deque[Future[_Plan]] = deque()
+        items = enumerate(_chosen(self._items, self._options))
         with ThreadPoolExecutor(readers, "s3ec-read") as pool:
             try:
                 while not self._stopped.is_set():
@@ -452,31 +432,23 @@ class Job:
                 for each in window:
                     each.cancel()
 
-    def _mine(self) -> Iterator[SourceItem]:
-        """The items of this shard. Which one has an item does not depend on the others."""
-        number, parts = self._options.shard
-        mine = (item for item in self._items if parts == 1 or _shard_of(item, parts) == number)
-        return itertools.islice(mine, self._options.limit)
-
-    def _plan(self, number: int, item: SourceItem) -> _Planned:
+    def _plan(self, number: int, item: SourceItem) -> _Plan:
         """In a thread: what is to be done for one item, by what the bucket has."""
         try:
             return self._plan_readable(number, item)
-        except SourceError as exc:
-            return _Planned(failure=failure_of(item, exc.reason))
         except EncoderError:
             raise
-        except S3ECError as exc:  # a bucket that the item lies in, above all
-            return _Planned(failure=failure_of(item, str(exc)))
+        except S3ECError as exc:  # SourceError, or of a bucket that the item lies in
+            problem = exc.reason if isinstance(exc, SourceError) else str(exc)
+            return _Plan(Origin(item, "", ""), "failed", problem=problem)
 
     def _row_of(self, item: SourceItem) -> CatalogRow | None:
         """The catalogue's row of an item. Files of one name in two places are two documents."""
-        place = without_secrets(item.uri)
+        wanted = item.page, without_secrets(item.uri), item.modality
         rows = self._ledger.catalogue.by_document(item.document, item.page)
-        same = (row for row in rows if row.page == item.page and row.uri == place)
-        return next((row for row in same if row.modality == item.modality), None)
+        return next((row for row in rows if (row.page, row.uri, row.modality) == wanted), None)
 
-    def _plan_readable(self, number: int, item: SourceItem) -> _Planned:
+    def _plan_readable(self, number: int, item: SourceItem) -> _Plan:
         ledger = self._ledger
         file = _file_stamp(item)
         dpi = None if item.page is None else f"{item.options.dpi}"
@@ -484,30 +456,30 @@ class Job:
         mine = self._row_of(item)
         picture: Picture | None = None
         if mine is not None and file is not None and mine.extra.get(STAMP) == stamp:
-            sha256, nbytes = mine.sha256, 0
+            origin = Origin(item, mine.sha256, stamp)
         else:
             picture = self._encoder.read(number, item)
-            sha256, nbytes = picture.sha256, picture.nbytes
-        origin = Origin(item, sha256, stamp)
-        plan = self._plan_known(mine, origin, nbytes)
+            origin = Origin(item, picture.sha256, stamp)
+        plan = self._plan_known(mine, origin, len(picture.data) if picture else 0)
         if plan is not None:
             return plan
         if picture is None:
             picture = self._encoder.read(number, item)
-            nbytes = picture.nbytes
             origin = replace(origin, sha256=picture.sha256)
-        ledger.require_row(replace(origin, sha256=origin.sha256 or _ANY_SUM))
+        ledger.require_row(origin)
         if self._options.identifier == "sha256":
             picture = replace(picture, uuid=f"sha256:{picture.sha256}")
         name = self._encoder.identify(picture)
         key = None if name is None else ledger.key(name)
-        if name is None or key is None or not ledger.holds(key):
-            return _Planned(nbytes, origin, found=name, picture=picture)
+        if key is None or not ledger.holds(key):
+            return _Plan(origin, "encoded", len(picture.data), key=key, picture=picture)
         if mine is not None and mine.identifier == name:
-            return self._plan_row(mine, mine, origin, nbytes)
-        return _Planned(nbytes, origin, found=name if ledger.has_catalogue else None)
+            return self._plan_row(mine, mine, origin, len(picture.data))
+        return _Plan(
+            origin, "catalogued" if ledger.has_catalogue else "done", len(picture.data), key=key
+        )
 
-    def _plan_known(self, mine: CatalogRow | None, origin: Origin, nbytes: int) -> _Planned | None:
+    def _plan_known(self, mine: CatalogRow | None, origin: Origin, nbytes: int) -> _Plan | None:
         """A plan by what the catalogue says of a file; None where it knows too little."""
         known = mine
         if mine is None or mine.sha256 != origin.sha256 or not self._is_wanted(mine):
@@ -521,14 +493,13 @@ class Job:
 
     def _plan_row(
         self, known: CatalogRow, mine: CatalogRow | None, origin: Origin, nbytes: int
-    ) -> _Planned:
+    ) -> _Plan:
         """The embedding is there, and a row tells all about it."""
         row = origin.row(known, time.time())
         if mine is not None and replace(mine, stored_s=row.stored_s) == row:
-            return _Planned(nbytes, origin, identifier=known.identifier)
+            return _Plan(origin, "done", nbytes, row)
         self._ledger.require_row(origin)
-        is_renewed = known is mine
-        return _Planned(nbytes, origin, None, row, is_renewed, identifier=known.identifier)
+        return _Plan(origin, "renewed" if known is mine else "catalogued", nbytes, row)
 
     def _is_wanted(self, row: CatalogRow) -> bool:
         """Whether its embedding is called as this job calls them, as a server will that asks."""
@@ -538,8 +509,15 @@ class Job:
         return not by_client and str(row.extra.get(STAMP)).partition(" ")[0] == self._naming
 
 
-def _shard_of(item: SourceItem, parts: int) -> int:
-    return zlib.crc32(f"{item.document}\0{item.page}".encode()) % parts
+def _chosen(items: Iterable[SourceItem], options: JobOptions) -> Iterator[SourceItem]:
+    """The items of a job. Which shard has an item does not depend on the others."""
+    number, parts = options.shard
+    mine = (one for one in items if _number_of(one) % parts == number)
+    return itertools.islice(mine, options.limit)
+
+
+def _number_of(item: SourceItem) -> int:
+    return zlib.crc32(f"{item.document}\0{item.page}".encode())
 
 
 def _file_stamp(item: SourceItem) -> str | None:
@@ -560,12 +538,6 @@ def make_job(
     model: str,
     options: JobOptions | None = None,
     *,
-    read: ReadOptions | None = None,
-    column: str | None = None,
-    engine: str = "local",
-    ray: RayOptions | None = None,
-    engine_args: Mapping[str, Any] | None = None,
-    batch: int = 64,
     report: Report = unreported,
 ) -> Job:
     """A job over what a text names, with an encoder that is not started yet.
@@ -575,81 +547,42 @@ def make_job(
         source: As ``open_source`` takes it.
         model: As the server's ``--model``, letter by letter.
         options: How it works.
-        read: How items are read.
-        column: Of a dataset with several columns of files.
-        engine: ``local``, which is vLLM here; or ``ray``, one vLLM for each worker of a cluster.
-        ray: Which cluster, and how many workers; one worker on one GPU if None.
-        engine_args: Further arguments of ``vllm.LLM``, by their Python names.
-        batch: Pictures that an engine has at a time.
         report: Told how many items are done.
 
     Raises:
         ConfigError: An argument, or the source as a whole, cannot be used.
     """
-    if batch < 1:
-        raise ConfigError("`batch` must be 1 or more", field="batch")
-    if engine not in ("local", "ray"):
-        raise ConfigError(
-            f"`engine` {engine!r:.50} is none; it is `local` or `ray`", field="engine"
-        )
-    if ray is not None and engine != "ray":
-        raise ConfigError("options of Ray are for `engine` = ray", field="engine")
     options = options or JobOptions()
-    read = read or ReadOptions()
-    if read.settings is None:
-        read = replace(read, settings=corpus.settings)
-
-    def items() -> Iterator[SourceItem]:
-        return open_source(source, read, column=column)
-
-    make = partial(VllmEncoder, model, corpus.settings, engine_args=engine_args, batch=batch)
+    read = replace(options.read, settings=options.read.settings or corpus.settings)
+    make = partial(
+        VllmEncoder,
+        model,
+        corpus.settings,
+        engine_args=options.engine_args,
+        batch=options.batch,
+    )
     encoder: Encoder = make()  # which says what is wrong with the arguments, whoever encodes
-    if engine == "ray":
-        from s3ec.corpus.ray_encoder import RayEncoder, RayOptions
+    if options.ray is not None:
+        from s3ec.corpus.ray_encoder import RayEncoder
 
-        encoder = RayEncoder(make, ray or RayOptions(), chunk=batch)
-    first = items()  # before anything is counted: it says what is wrong with the source
-    total = total_of(source, items, options)
-    return Job(corpus, first, encoder, options, total=total, report=report)
+        encoder = RayEncoder(make, options.ray, chunk=options.batch)
+    items = open_source(source, read)
+    here = replace(read, settings=None, hosts=frozenset())  # a PDF file from elsewhere counts once
+    total = _total_of(lambda: open_source(source, here), options)
+    return Job(corpus, items, encoder, options, total=total, report=report)
 
 
-def total_of(
-    source: str, items: Callable[[], Iterable[SourceItem]], options: JobOptions
+def _total_of(
+    items: Callable[[], Iterable[SourceItem]], options: JobOptions
 ) -> Callable[[], int | None]:
-    """Count the items of a source beside the job; answers with what is known of that by now.
-
-    Of a list only the rows are counted: PDF files from elsewhere would be fetched for their pages.
-    """
+    """Count items beside the job. Returns a function that gives their number, None until then."""
     counted: list[int] = []
 
     def count() -> None:
-        number, parts = options.shard
         try:
-            rows = _count_rows(source)
-            if rows is not None:
-                total = rows // parts
-            else:
-                mine = (one for one in items() if parts == 1 or _shard_of(one, parts) == number)
-                total = sum(1 for _ in mine)
+            counted.append(sum(1 for _ in _chosen(items(), options)))
         except Exception:  # only the time left is not known then
             log.debug("the items are not counted", exc_info=True)
-            return
-        counted.append(total if options.limit is None else min(total, options.limit))
 
     threading.Thread(target=count, name="s3ec-count", daemon=True).start()
     return lambda: counted[0] if counted else None
-
-
-def _count_rows(source: str) -> int | None:
-    """Rows of a list; None of what is no list."""
-    path = Path(source)
-    suffix = path.suffix.lower()
-    if suffix == ".jsonl" and path.is_file():
-        with path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
-    if suffix in (".parquet", ".pq") and path.is_file():
-        from pyarrow import parquet
-
-        rows: int = parquet.read_metadata(path).num_rows
-        return rows
-    return None

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from s3ec.corpus.encoder import Encoded, Encoder, EncoderError, Picture
+from s3ec.corpus.encoder import Encoded, Encoder, EncoderError, Picture, most_readers
 from s3ec.corpus.reading import require
 from s3ec.errors import ConfigError, S3ECError, SourceError
 
@@ -59,9 +59,6 @@ class RayOptions:
                 f"`ray_workers` {least}-{most}: at least 1, and no more at least than at most",
                 field="ray_workers",
             )
-        for name in ("gpus", "cpus"):
-            if not 0 <= getattr(self, name) <= 1024:
-                raise ConfigError(f"`ray_{name}` is from 0 to 1024", field=f"ray_{name}")
 
 
 class Worker:
@@ -93,7 +90,7 @@ class Worker:
                 f"this worker saves to another namespace ({self._found}, and not "
                 f"{self._namespace}); have one vLLM and one model on all nodes"
             )
-        with ThreadPoolExecutor(self._encoder.readers, "s3ec-read") as pool:
+        with ThreadPoolExecutor(most_readers(), "s3ec-read") as pool:
             read = list(pool.map(self._read, pictures))
         results = [each for each in read if isinstance(each, Encoded)]
         good = {each.number: each for each in read if isinstance(each, Picture)}
@@ -101,7 +98,7 @@ class Worker:
             try:
                 for one in self._encoder.encode(good.values()):
                     picture = good[one.number]
-                    results.append(replace(one, sha256=picture.sha256, nbytes=picture.nbytes))
+                    results.append(replace(one, sha256=picture.sha256, nbytes=len(picture.data)))
             except EncoderError:
                 if self._encoder.is_running:  # only a new process has a sound engine
                     log.exception("the worker ends")
@@ -137,7 +134,6 @@ class RayEncoder:
     whose engine does not encode what the bucket holds.
     """
 
-    readers = 1
     start_s = 0.0
 
     def __init__(
@@ -152,8 +148,9 @@ class RayEncoder:
         Raises:
             ConfigError: Ray is not installed, or no cluster is named.
         """
-        self._ray = require("ray", "'ray[data]'", "`--engine ray`")
-        self._data = require("ray.data", "'ray[data]'", "`--engine ray`")
+        self._ray, self._data = (
+            require(name, "'ray[data]'", "`--engine ray`") for name in ("ray", "ray.data")
+        )
         self._address = options.address or os.environ.get("RAY_ADDRESS")
         if self._address is None and not self._ray.is_initialized():
             raise ConfigError(

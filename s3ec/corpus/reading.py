@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes behind a URI, for a job that reads a million of them: bounded, with plain reasons.
 
-Local files, http and https, objects of S3, pages of PDF files, and cells of a Hugging Face dataset.
-Nothing is decoded: what a file holds is the encoder's matter. Only pages of a PDF are made here.
+Local files, http and https, objects of S3, and pages of PDF files. Nothing is decoded: what a file
+holds is the encoder's matter. Only pages of a PDF are made here.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import math
@@ -15,8 +16,7 @@ import re
 import stat
 import threading
 import time
-from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urljoin, urlsplit
@@ -39,11 +39,9 @@ _CONNECT_S = 10.0
 _TRIES = 3
 _BUSY = (429, 500, 502, 503, 504)
 _PIECE_BYTES = 2**16
-# PDF files from elsewhere that are kept in memory, since their pages are asked for one by one.
-_KEPT_PDFS = 2
+_KEPT_PDFS = 2  # from elsewhere, in memory
 
 _PAGE_OF = re.compile(r"#page=[0-9]+$")
-_CELL_OF = re.compile(r"#row=([0-9]+)&column=(.+)$")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # User name and password, and a host with its port, up to the path.
 _HOST = re.compile(
@@ -161,11 +159,6 @@ def path_of(uri: str) -> Path:
     return Path(unquote(parts.path))
 
 
-def cell_uri(folder: Path, row: int, column: str) -> str:
-    """The URI of one cell of a Hugging Face dataset on disk."""
-    return f"{folder.as_uri()}#row={row}&column={column}"
-
-
 def page_uri(uri: str, page: int) -> str:
     """The URI of one page of a PDF file."""
     return f"{uri}#page={page}"
@@ -174,29 +167,25 @@ def page_uri(uri: str, page: int) -> str:
 class Reader:
     """Reads items. Thread-safe; what it needs is opened with the first item that needs it.
 
-    A process has one for each set of options: see ``reader_for`` and ``close_readers``.
+    A process has one for each set of options: see ``reader_for``.
     """
 
     def __init__(self, options: ReadOptions) -> None:
         """Open nothing yet."""
+        import urllib3
+
         self._options = options
         self._lock = threading.Lock()
-        self._http: Any = None
+        self._http = urllib3.PoolManager(maxsize=16)
         self._buckets: dict[str, OpenBucket] = {}
-        self._datasets: dict[tuple[Path, str], Any] = {}
-        self._pdfs: OrderedDict[str, bytes] = OrderedDict()
+        # Their pages are asked for one by one.
+        self._distant_pdf = functools.lru_cache(_KEPT_PDFS)(self._whole)
 
     def close(self) -> None:
         """Let go of connections."""
-        with self._lock:
-            buckets, self._buckets = self._buckets, {}
-            http, self._http = self._http, None
-            self._datasets.clear()
-            self._pdfs.clear()
-        for bucket in buckets.values():
+        for bucket in self._buckets.values():
             bucket.close()
-        if http is not None:
-            http.clear()
+        self._http.clear()
 
     def read(self, uri: str, page: int | None = None) -> bytes:
         """The bytes that the encoder is given.
@@ -208,12 +197,12 @@ class Reader:
         Raises:
             SourceError: It cannot be read, or it is too large.
         """
-        if scheme_of(uri) == "file" and (cell := _CELL_OF.search(uri)):
-            body = self._cell(path_of(uri), int(cell[1]), cell[2])
-        elif suffix_of(uri) == ".pdf":
+        if suffix_of(uri) == ".pdf":
             if page is None:
                 raise SourceError("its pages could not be counted; run this again")
-            body = self._page(_PAGE_OF.sub("", uri), page)
+            dpi, timeout_s = self._options.dpi, self._options.timeout_s
+            pdf = self._pdf(_PAGE_OF.sub("", uri))
+            body = render_page(pdf, page, dpi=dpi, timeout_s=timeout_s)
         else:
             body = self._whole(uri)
         if not body:
@@ -228,27 +217,13 @@ class Reader:
         """
         return count_pages(self._pdf(uri))
 
-    def _page(self, uri: str, page: int) -> bytes:
-        options = self._options
-        drawn = render_page(self._pdf(uri), page, dpi=options.dpi, timeout_s=options.timeout_s)
-        return self._bounded(drawn)
-
     def _pdf(self, uri: str) -> Path | bytes:
         """A local PDF file's path, which opens it for little; the bytes of another one."""
         if scheme_of(uri) == "file":
             path = path_of(uri)
             with _open_regular(path, self._options.max_bytes):
                 return path
-        with self._lock:
-            if uri in self._pdfs:
-                self._pdfs.move_to_end(uri)
-                return self._pdfs[uri]
-        body = self._whole(uri)
-        with self._lock:
-            self._pdfs[uri] = body
-            while len(self._pdfs) > _KEPT_PDFS:
-                self._pdfs.popitem(last=False)
-        return body
+        return self._distant_pdf(uri)
 
     def _whole(self, uri: str) -> bytes:
         match scheme_of(uri):
@@ -262,11 +237,6 @@ class Reader:
                 raise SourceError(
                     f"{scheme}:// is not read here; write a path, or a file, http, https or s3 URL"
                 )
-
-    def _bounded(self, body: bytes) -> bytes:
-        if len(body) > self._options.max_bytes:
-            raise _too_large(self._options.max_bytes)
-        return body
 
     # -- http ----------------------------------------------------------------------------------
 
@@ -284,6 +254,8 @@ class Reader:
                 parts = urlsplit(url)
                 if parts.username or parts.password:
                     raise SourceError("no user name and password in the URL")
+                if hosts is not None and (parts.hostname or "") not in hosts:
+                    raise SourceError("it leads to a host that is not allowed")
                 response = self._request(url, end_s)
                 try:
                     target = response.headers.get("location")
@@ -296,8 +268,6 @@ class Reader:
                     raise SourceError("redirected to what is no http or https URL")
                 if parts.scheme == "https" and scheme_of(url) == "http":
                     raise SourceError("redirected from https to http")
-                if hosts is not None and (urlsplit(url).hostname or "") not in hosts:
-                    raise SourceError("redirected to a host that is not allowed")
         except (urllib3.exceptions.HTTPError, OSError, ValueError) as exc:
             raise SourceError(_http_reason(exc)) from exc
         raise SourceError(f"redirected more than {_REDIRECTS} times")
@@ -305,9 +275,6 @@ class Reader:
     def _request(self, url: str, end_s: float) -> Any:
         import urllib3
 
-        with self._lock:
-            if self._http is None:
-                self._http = urllib3.PoolManager(maxsize=16)
         left_s = self._left_s(end_s)
         return self._http.request(
             "GET",
@@ -334,9 +301,6 @@ class Reader:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise SourceError("the server compressed it though it was asked not to")
         most = self._options.max_bytes
-        announced = response.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > most:
-            raise _too_large(most)
         # urllib3 before 2.2 has no read1; there a server that sends drop by drop is let do so.
         read_some = getattr(response, "read1", response.read)
         body = bytearray()
@@ -391,55 +355,11 @@ class Reader:
         values = settings.model_dump() | {"url": None, "bucket": bucket, "prefix": ""}
         return type(settings).model_validate(values)
 
-    # -- datasets ------------------------------------------------------------------------------
 
-    def _cell(self, folder: Path, row: int, column: str) -> bytes:
-        """The file that a cell holds, as it was stored."""
-        with self._lock:
-            if (folder, column) not in self._datasets:
-                self._datasets[folder, column] = load_undecoded(folder, column)
-            dataset = self._datasets[folder, column]
-        try:
-            cell = dataset[row][column]
-        except (IndexError, OSError) as exc:
-            raise SourceError(f"the dataset cannot be read: {exc}") from exc
-        # A dataset that is saved to disk has its files' bytes within.
-        if cell is None or cell["bytes"] is None:
-            raise SourceError("the cell is empty")
-        return self._bounded(bytes(cell["bytes"]))
-
-
-_readers: dict[ReadOptions, Reader] = {}
-_guard = threading.Lock()
-
-
+@functools.cache
 def reader_for(options: ReadOptions) -> Reader:
     """This process's reader for these options."""
-    with _guard:
-        if options not in _readers:
-            _readers[options] = Reader(options)
-        return _readers[options]
-
-
-def close_readers() -> None:
-    """Let go of what this process's readers hold; an item that is read later opens it anew."""
-    with _guard:
-        readers = list(_readers.values())
-        _readers.clear()
-    for reader in readers:
-        reader.close()
-
-
-def load_undecoded(folder: Path, column: str) -> Any:
-    """One column of a Hugging Face dataset on disk, whose cells come as they are stored.
-
-    Raises:
-        ConfigError: ``datasets`` is not installed.
-    """
-    datasets = require("datasets", "datasets", "A Hugging Face dataset")
-    dataset = datasets.load_from_disk(str(folder)).select_columns([column])
-    feature = replace(dataset.features[column], decode=False)
-    return dataset.cast_column(column, feature)
+    return Reader(options)
 
 
 # -- local files -------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job over many files reads: folders, lists, PDF files and datasets, one item at a time.
+"""What a job over many files reads: folders, lists and PDF files, one item at a time.
 
 ``open_source`` says what a text names, and yields its items. Nothing is read ahead, and no list is
 held in memory. An item that cannot be named or read is still yielded: its ``read`` says why.
@@ -10,18 +10,14 @@ from __future__ import annotations
 import functools
 import glob
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from s3ec.corpus.reading import (
     ReadOptions,
-    cell_uri,
-    load_undecoded,
     page_uri,
     reader_for,
     require,
@@ -30,21 +26,15 @@ from s3ec.corpus.reading import (
 )
 from s3ec.errors import ConfigError, SourceError
 
-_PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _FILMS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 _SOUNDS = (".flac", ".m4a", ".mp3", ".oga", ".ogg", ".opus", ".wav")
 MODALITIES = ("image", "video", "audio")
-_KINDS = (
-    "give a folder, a glob such as 'pages/**/*.png', a .jsonl or .parquet list, a .pdf file, or a "
-    "Hugging Face dataset that was saved to disk"
-)
+_KINDS = "give a folder, a glob such as 'pages/**/*.png', a .jsonl list, or a .pdf file"
 _DOCUMENT_KEYS = ("document", "id")
 _PLACE_KEYS = ("path", "url", "uri")
 _LIST_NEEDS = "a list names `document` (or `id`), and one of `path`, `url` and `uri`"
 # A longer line is no item: a file without line ends would be read whole.
 _MAX_LINE_BYTES = 2**20
-_ROWS_AT_A_TIME = 1024
-_CELL_MODALITIES = {"Image": "image", "Audio": "audio", "Video": "video"}
 
 
 @functools.cache
@@ -53,14 +43,10 @@ def suffixes() -> Mapping[str, str]:
 
     Pictures are what Pillow opens, with the plugins that are registered.
     """
-    pictures = set(_PICTURES)
-    with suppress(ImportError):
-        from PIL import Image
-
-        known = Image.registered_extensions()
-        pictures |= {suffix for suffix, kind in known.items() if kind in Image.OPEN}
+    pillow = require("PIL.Image", "pillow", "A job over files")
+    known = pillow.registered_extensions()
     return {
-        **dict.fromkeys(pictures, "image"),
+        **{suffix: "image" for suffix, kind in known.items() if kind in pillow.OPEN},
         **dict.fromkeys(_FILMS, "video"),
         **dict.fromkeys(_SOUNDS, "audio"),
     }
@@ -74,7 +60,7 @@ class SourceItem:
         document: Its id; of a file below a folder, the path from there.
         page: From 1; None where it has none.
         uri: Where it is: ``file``, ``http``, ``https`` or ``s3``. A page of a PDF file ends with
-            ``#page=3``, a cell of a dataset with ``#row=7&column=image``.
+            ``#page=3``.
         extra: What the source says beside that; JSON.
         modality: ``image``, ``video`` or ``audio``.
         options: How it is read.
@@ -103,21 +89,17 @@ class SourceItem:
         return reader_for(self.options).read(self.uri, self.page)
 
 
-def open_source(
-    text: str, options: ReadOptions | None = None, *, column: str | None = None
-) -> Iterator[SourceItem]:
+def open_source(text: str, options: ReadOptions | None = None) -> Iterator[SourceItem]:
     """The items of what a text names, lazily.
 
-    =============================  =============================================================
-    text                           items
-    =============================  =============================================================
-    a folder                       files below it by suffix, in order; pages of its PDF files
-    a glob, ``**`` too             the same of what it matches, in the file system's own order
-    ``.jsonl``                     a JSON object a line
-    ``.parquet``                   a row each
-    ``.pdf``                       its pages
-    a dataset's folder on disk     a row each: the file in its Image, Audio or Video column
-    =============================  =============================================================
+    =====================  ==============================================================
+    text                   items
+    =====================  ==============================================================
+    a folder               files below it by suffix, in order; pages of its PDF files
+    a glob, ``**`` too     the same of what it matches, in the file system's own order
+    ``.jsonl``             a JSON object a line
+    ``.pdf``, a picture    its pages; itself
+    =====================  ==============================================================
 
     A row of a list has ``document`` or ``id``; one of ``path``, ``url`` and ``uri``; and, if it
     likes, ``page`` and ``modality``. The rest is ``extra``. A path starts at the list's folder. A
@@ -128,7 +110,6 @@ def open_source(
 
     Args:
         options: How items are read.
-        column: Of a dataset with several columns of files.
 
     Raises:
         ConfigError: It names nothing, or a list that cannot be used as a whole; or a package is not
@@ -143,11 +124,7 @@ def open_source(
             field="source",
         )
     path = Path(text).absolute()
-    if column is not None and not _is_dataset(path):
-        raise ConfigError("`column` is for a dataset's folder", field="column")
     if path.is_dir():
-        if _is_dataset(path):
-            return _dataset_items(path, column, options)
         return _items_of_files(_walk(path), path, options)
     if path.is_file():
         return _items_of_file(path, options)
@@ -159,10 +136,8 @@ def open_source(
 def _items_of_file(path: Path, options: ReadOptions) -> Iterator[SourceItem]:
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
-        _check_jsonl(path)
-        return _list_items(_jsonl_rows(path), path, "line", options)
-    if suffix in (".parquet", ".pq"):
-        return _list_items(_parquet_rows(path), path, "row", options)
+        _check_list(path)
+        return _list_items(path, options)
     if suffix == ".pdf" or suffix in suffixes():
         return _items_of_files([path], path.parent, options)
     raise ConfigError(f"{path.name} is of no kind that can be read; {_KINDS}", field="source")
@@ -261,37 +236,66 @@ def _pages_of(item: SourceItem) -> Iterator[SourceItem]:
 
 # -- lists -------------------------------------------------------------------------------------
 
-# A row with its number; or why it is none.
-_Row = tuple[int, Mapping[str, Any] | str]
 
-
-def _list_items(
-    rows: Iterator[_Row], path: Path, kind: str, options: ReadOptions
-) -> Iterator[SourceItem]:
-    for number, row in rows:
+def _list_items(path: Path, options: ReadOptions) -> Iterator[SourceItem]:
+    for number, line in _lines(path):
         try:
-            if isinstance(row, str):
-                raise ValueError(row)
-            item = _item_of_row(row, path.parent, options)
+            item = _item_of_line(line, path.parent, options)
         except ValueError as exc:
             yield SourceItem(
                 document=f"{path.name}:{number}",
                 page=None,
-                uri=f"{path.as_uri()}#{kind}={number}",
+                uri=f"{path.as_uri()}#line={number}",
                 options=options,
-                problem=f"{kind} {number}: {exc}",
+                problem=f"line {number}: {exc}",
             )
             continue
         yield from _pages_of(item)
 
 
-def _item_of_row(row: Mapping[str, Any], folder: Path, options: ReadOptions) -> SourceItem:
+def _check_list(path: Path) -> None:
+    """Refuse a list whose first row is none, since that is what its others will be too.
+
+    Raises:
+        ConfigError: The message names the line and the fix.
+    """
+    try:
+        number, line = next(_lines(path), (0, b""))
+        if line:
+            _item_of_line(line, path.parent, ReadOptions())
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}", field="source") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{path.name}, line {number}: {exc}", field="source") from exc
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty, with their number; of a longer one its beginning."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MAX_LINE_BYTES + 1):
+            number += 1
+            if line.strip():
+                yield number, line
+            while len(line) > _MAX_LINE_BYTES and not line.endswith(b"\n"):
+                line = file.readline(_MAX_LINE_BYTES + 1)
+
+
+def _item_of_line(line: bytes, folder: Path, options: ReadOptions) -> SourceItem:
     """Make an item of a row.
 
     Raises:
         ValueError: It is none. The message says what to mend.
     """
-    rest = dict(row)
+    if len(line) > _MAX_LINE_BYTES:
+        raise ValueError(f"it is longer than {_MAX_LINE_BYTES} bytes")
+    try:
+        # pandas writes a gap as NaN, which is no JSON for others.
+        rest = json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"it is no JSON ({exc})") from exc
+    if not isinstance(rest, dict):
+        raise ValueError("it is no JSON object")
     document = _document(rest)
     uri = _place(rest, folder)
     try:
@@ -302,7 +306,7 @@ def _item_of_row(row: Mapping[str, Any], folder: Path, options: ReadOptions) -> 
     modality = rest.pop("modality", None) or suffixes().get(suffix, "image")
     if modality not in MODALITIES:
         raise ValueError(f"`modality` is one of {', '.join(MODALITIES)}")
-    extra = {key: plain(value) for key, value in rest.items() if value is not None}
+    extra = {key: value for key, value in rest.items() if value is not None}
     return SourceItem(document, page, uri, extra, modality, options)
 
 
@@ -334,165 +338,10 @@ def _place(rest: dict[str, Any], folder: Path) -> str:
 
 
 def _page(value: Any) -> int | None:
-    """A page's number; pandas writes whole numbers with gaps as floats, and a gap as NaN."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    """A page's number; pandas writes whole numbers with gaps as floats."""
+    if value is None:
         return None
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if not whole or isinstance(value, bool) or value < 1:
         raise ValueError("`page` is a whole number from 1")
     return int(value)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON can hold it; what it cannot, such as a date, as text."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return str(value)
-
-
-def _jsonl_rows(path: Path) -> Iterator[_Row]:
-    with path.open("rb") as file:
-        number = 0
-        while line := file.readline(_MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > _MAX_LINE_BYTES:
-                yield number, f"it is longer than {_MAX_LINE_BYTES} bytes"
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(_MAX_LINE_BYTES)
-            elif line.strip():
-                yield number, _parse_line(line)
-
-
-def _parse_line(line: bytes) -> Mapping[str, Any] | str:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as exc:
-        return f"it is no JSON ({exc})"
-    return row if isinstance(row, dict) else "it is no JSON object"
-
-
-def _check_jsonl(path: Path) -> None:
-    """Refuse a list whose first row is none, since that is what its others will be too.
-
-    Raises:
-        ConfigError: The message names the line and the fix.
-    """
-    try:
-        number, row = next(_jsonl_rows(path), (0, {}))
-        if not number:
-            return
-        if isinstance(row, str):
-            raise ValueError(row)
-        _item_of_row(row, path.parent, ReadOptions())
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be read: {exc.strerror}", field="source") from exc
-    except ValueError as exc:
-        raise ConfigError(f"{path.name}, line {number}: {exc}", field="source") from exc
-
-
-def _parquet_rows(path: Path) -> Iterator[_Row]:
-    """The rows of a Parquet file, without columns of bytes.
-
-    Raises:
-        ConfigError: At once: it is no Parquet file, or lacks a column.
-    """
-    parquet = require("pyarrow.parquet", "pyarrow", "A .parquet list")
-    arrow_error = require("pyarrow", "pyarrow", "A .parquet list").ArrowException
-    try:
-        with parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-    except (arrow_error, OSError, ValueError) as exc:
-        raise ConfigError(f"{path.name} cannot be read as Parquet: {exc}", field="source") from exc
-    columns = _plain_columns(schema)
-    if not set(columns) & set(_DOCUMENT_KEYS) or not set(columns) & set(_PLACE_KEYS):
-        raise ConfigError(
-            f"{path.name} has the columns {', '.join(schema.names)}; {_LIST_NEEDS}", field="source"
-        )
-
-    def rows() -> Iterator[_Row]:
-        number = 0
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-
-    return rows()
-
-
-def _plain_columns(schema: Any) -> list[str]:
-    """Those without bytes at any depth, which may be large and do not go into JSON."""
-    return [each.name for each in schema if "binary" not in str(each.type)]
-
-
-# -- datasets ----------------------------------------------------------------------------------
-
-
-def _is_dataset(path: Path) -> bool:
-    """Whether ``datasets`` saved this folder: a dataset, or a dict of some by split."""
-    return (path / "dataset_dict.json").is_file() or (
-        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
-    )
-
-
-def _dataset_items(path: Path, column: str | None, options: ReadOptions) -> Iterator[SourceItem]:
-    """The rows of a dataset; they are read again, one by one, when an item is.
-
-    Raises:
-        ConfigError: At once: no such column, several, several splits, or no ``datasets``.
-    """
-    datasets = require("datasets", "datasets", "A Hugging Face dataset")
-    splits = path / "dataset_dict.json"
-    if splits.is_file():
-        names = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
-        raise ConfigError(
-            f"{path.name} holds several splits; add the name of one: {names}", field="source"
-        )
-    try:
-        dataset = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path.name} cannot be loaded: {exc}", field="source") from exc
-    column, modality = _file_column(dataset.features, column)
-    rest = [name for name in _plain_columns(dataset.data.schema) if name != column]
-    load_undecoded(path, column)  # what is wrong with it is said now
-    item = SourceItem("", None, "", modality=modality, options=options)
-    rows = dataset.select_columns(rest) if rest else [{}] * len(dataset)
-    return _rows_of_dataset(rows, path, column, item)
-
-
-def _file_column(features: Mapping[str, Any], column: str | None) -> tuple[str, str]:
-    """The column that holds files, and their modality."""
-    kinds = {name: _CELL_MODALITIES.get(type(kind).__name__) for name, kind in features.items()}
-    found = {name: modality for name, modality in kinds.items() if modality}
-    if column is not None:
-        if column not in found:
-            files = ", ".join(found) or "none"
-            raise ConfigError(
-                f"`column`: {column} is no column of files; those are: {files}", field="column"
-            )
-        return column, found[column]
-    if len(found) != 1:
-        fix = f"name one with `column`: {', '.join(found)}" if found else "write a .jsonl list"
-        raise ConfigError(
-            f"the dataset has {len(found)} columns of type Image, Audio or Video; {fix}",
-            field="column",
-        )
-    return next(iter(found.items()))
-
-
-def _rows_of_dataset(rows: Any, path: Path, column: str, item: SourceItem) -> Iterator[SourceItem]:
-    """An item a row, each like ``item``; without an id it is called by its number."""
-    for number in range(len(rows)):
-        row = dict(rows[number])
-        try:
-            document = _document(row)
-        except ValueError:
-            document = str(number)
-        extra = {key: plain(value) for key, value in row.items() if value is not None}
-        yield replace(item, document=document, uri=cell_uri(path, number, column), extra=extra)

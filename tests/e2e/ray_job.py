@@ -231,7 +231,7 @@ def _find_victim(
 
         def look() -> bool:
             nonlocal told
-            corpus.run(lambda store: ledger.refresh())
+            corpus.run(lambda store: ledger.index.refresh())
             encoded = _encoded(notes)
             keys = {name: ledger.key(name) for name in set().union(*encoded.values())}
             told = frozenset(name for name, key in keys.items() if key and ledger.holds(key))
@@ -239,7 +239,6 @@ def _find_victim(
             return bool(victims)
 
         try:
-            ledger.open()
             gate.touch()
             until(look)
         finally:

@@ -33,7 +33,6 @@ class Copier:
     log: Path
     model: str = "model"
     gate: Path | None = None
-    readers: int = 2
     is_running: bool = False
     start_s: float = 0.0
     naming: str = "1:abc"
@@ -51,7 +50,7 @@ class Copier:
     def read(self, number: int, item: SourceItem) -> Picture:
         data = item.read()
         sha256 = hashlib.sha256(data).hexdigest()
-        return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
+        return Picture(number, item.modality, data, sha256=sha256)
 
     def identify(self, picture: Picture) -> str | None:
         if picture.data == b"bad":

@@ -147,7 +147,6 @@ def test_gc_finds_what_a_release_made(cli: Cli, corpus: Corpus, namespace: str) 
     corpus.entry(namespace, bad, entry_bytes(bad, namespace, made_by="vllm=0.32.0 platform=cpu"))
     out = cli("gc", "--made-by", "vllm=0.32.0", "--dry-run")
     assert "would delete 1 entry" in out.stdout
-    assert "reading the headers of 5 entries, one request each" in out.stderr
     assert bad in labels(cli)
     found = cli.json("gc", "--made-by", "vllm=0.32.0", "--yes")
     assert (found["made_by"], found["deleted"]) == ("vllm=0.32.0", 1)

@@ -276,7 +276,7 @@ def test_a_redirect_leads_to_no_host_that_is_not_allowed(
         if allowed:
             assert pictures.parts("report.pdf")[0]["uuid"] == row.identifier
         else:
-            with pytest.raises(SourceError, match="redirected to a host that is not allowed"):
+            with pytest.raises(SourceError, match="it leads to a host that is not allowed"):
                 pictures.parts("report.pdf")
     assert asked == ["127.0.0.1", "localhost"][: 1 + allowed]
 

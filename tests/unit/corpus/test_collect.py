@@ -64,7 +64,7 @@ def names_of(*identifiers: str) -> set[str]:
 
 async def run(memory: Store, rules: Rules) -> Collection:
     choice = await choose(memory, LAYOUT, rules, NOW_S)
-    done = await collect(memory, LAYOUT, choice)
+    done = await collect(memory, choice)
     assert (done.objects, done.nbytes, done.left_objects, done.left_bytes) == (
         choice.objects,
         choice.nbytes,
@@ -108,7 +108,7 @@ async def test_only_what_is_of_the_adapter_goes_and_counts(memory: MemoryStore) 
 async def test_what_is_stored_while_it_is_chosen_stays(memory: MemoryStore) -> None:
     choice = await choose(memory, LAYOUT, Rules(max_bytes=100), NOW_S)
     put(memory, "new", -1.0)
-    await collect(memory, LAYOUT, choice)
+    await collect(memory, choice)
     assert left(memory) == names_of(IDS[0], "new")
 
 
@@ -133,22 +133,17 @@ async def test_a_choice_is_the_same_however_the_store_lists(
         put(memory, f"same {number}", 9 * HOUR_S)
     choice = await choose(memory, LAYOUT, Rules(max_bytes=3000), NOW_S)
     monkeypatch.setattr(listing, "FEW", 0)
-    done = await collect(memory, LAYOUT, choice)
+    done = await collect(memory, choice)
     assert (done.objects, done.left_bytes) == (30, 3000)
 
 
 # -- what is refused ---------------------------------------------------------------------------
 
 
-async def refused(memory: MemoryStore, rules: Rules) -> ConfigError:
+def test_no_rule_is_an_error() -> None:
     with pytest.raises(ConfigError) as caught:
-        await choose(memory, LAYOUT, rules, NOW_S)
-    assert len(left(memory)) == 10
-    return caught.value
-
-
-async def test_no_rule_is_an_error(memory: MemoryStore) -> None:
-    assert (await refused(memory, Rules(adapter="my-lora"))).field == "older_than"
+        Rules(adapter="my-lora")
+    assert caught.value.field == "older_than"
 
 
 # -- what goes with them -----------------------------------------------------------------------
@@ -236,7 +231,7 @@ async def test_entry_that_a_producer_stored_again_is_deleted_only_as_what_was_li
     """It went by other means and came back young, between the two listings."""
     choice = await choose(memory, LAYOUT, Rules(older_than_s=5.5 * HOUR_S), NOW_S)
     put(memory, IDS[6], 0.0)
-    await collect(memory, LAYOUT, choice)
+    await collect(memory, choice)
     assert left(memory) == names_of(*IDS[:5], IDS[6])
 
 
@@ -246,7 +241,7 @@ async def test_what_is_left_becomes_the_index(memory: MemoryStore, tmp_path: Pat
     node = NodeFolder(tmp_path / "index")
     node.make()
     choice = await choose(memory, LAYOUT, Rules(older_than_s=5.5 * HOUR_S), NOW_S)
-    await collect(memory, LAYOUT, choice, node=node)
+    await collect(memory, choice, node=node)
     assert set(await view(memory)) == {key.digest for key in keys[:5]}
     told = {digest for digest, _ in node.read_missing(0, 0)[2]}
     gone = [*keys[5:], *(key for key in map(make_key, LORA) if key is not None)]
@@ -259,6 +254,6 @@ async def test_a_deletion_that_is_refused_leaves_the_index_as_it_was(memory: Mem
     store = FaultStore(memory, Script([Fault("delete_many", error=AccessError)]))
     choice = await choose(store, LAYOUT, Rules(older_than_s=5.5 * HOUR_S), NOW_S)
     with pytest.raises(AccessError):
-        await collect(store, LAYOUT, choice)
+        await collect(store, choice)
     assert set(await view(memory)) == {key.digest for key in keys}
     assert len(left(memory)) == 10

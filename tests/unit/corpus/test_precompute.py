@@ -74,7 +74,6 @@ class FakeEncoder:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    readers: int = 2
     start_s: float = 0.0
     release: str = "1"
 
@@ -93,7 +92,7 @@ class FakeEncoder:
     def read_now(self, number: int, item: SourceItem) -> Picture:
         data = item.read()
         sha256 = hashlib.sha256(data).hexdigest()
-        return Picture(number, item.modality, data, sha256=sha256, nbytes=len(data))
+        return Picture(number, item.modality, data, sha256=sha256)
 
     def identify(self, picture: Picture) -> str | None:
         if self.reads_later:
@@ -115,7 +114,7 @@ class FakeEncoder:
             if self.reads_later:
                 assert given.item is not None
                 picture = self.read_now(given.number, given.item)
-                read = {"sha256": picture.sha256, "nbytes": picture.nbytes}
+                read = {"sha256": picture.sha256, "nbytes": len(picture.data)}
             self.encoded.append(picture.data)
             if picture.data.startswith(b"too large"):
                 problem = "ValueError: the prompt is too long"
@@ -763,13 +762,11 @@ def test_hashes_of_files_need_clients_that_may_choose(
         Job(corpus, [], FakeEncoder(corpus), JobOptions(identifier="sha256"))
 
 
-def test_bad_sources_batches_and_engines_are_refused_before_anything_starts(desk: Desk) -> None:
+def test_bad_sources_batches_and_arguments_are_refused_before_anything_starts(desk: Desk) -> None:
     with pytest.raises(ConfigError, match="no such file or folder"):
         make_job(desk.corpus, str(desk.folder / "none"), "model")
     with pytest.raises(ConfigError, match="`batch`"):
-        make_job(desk.corpus, str(desk.folder), "model", batch=0)
-    with pytest.raises(ConfigError, match="`engine`"):
-        make_job(desk.corpus, str(desk.folder), "model", engine="slurm")
+        JobOptions(batch=0)
     for name in ("model", "ec_transfer_config"):
         with pytest.raises(ConfigError, match=f"`{name}` cannot be given"):
             VllmEncoder("model", desk.corpus.settings, engine_args={name: "x"})

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders, lists, PDF files and datasets become items, lazily; what is wrong is said plainly."""
+"""Folders, lists and PDF files become items, lazily; what is wrong is said plainly."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -15,30 +14,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
-from s3ec.corpus.reading import ReadOptions, close_readers
-from s3ec.corpus.sources import SourceItem, open_source
+from s3ec.corpus.reading import ReadOptions, reader_for
+from s3ec.corpus.sources import SourceItem, open_source, suffixes
 from s3ec.errors import ConfigError, SourceError
 from tests.support.pdfs import make_pdf
-
-datasets.disable_progress_bars()
 
 
 @pytest.fixture(autouse=True)
 def _readers_are_closed() -> Iterator[None]:
     yield
-    close_readers()
-
-
-def png(colour: int = 0) -> bytes:
-    file = io.BytesIO()
-    Image.new("L", (2, 2), colour).save(file, "PNG")
-    return file.getvalue()
+    reader_for.cache_clear()
 
 
 def write(path: Path, body: bytes = b"anything") -> Path:
@@ -306,128 +293,30 @@ def test_long_list_is_not_held_in_memory(tmp_path: Path) -> None:
     assert peak < path.stat().st_size / 10
 
 
-def test_parquet_rows_are_as_those_of_jsonl(tmp_path: Path) -> None:
-    write(tmp_path / "a.png", b"body")
-    table = pa.table(
-        {
-            "document": ["one", "two"],
-            "path": ["a.png", None],
-            "url": [None, "https://localhost/b.mp3"],
-            "page": [4.0, float("nan")],
-            "when": [pa.scalar(0, pa.timestamp("us")).as_py()] * 2,
-            "thumbnail": [b"1", b"2"],
-        }
-    )
-    pq.write_table(table, tmp_path / "list.parquet")
-    first, second = open_source(str(tmp_path / "list.parquet"))
-    assert (first.document, first.page, first.read()) == ("one", 4, b"body")
+def test_gaps_and_floats_of_pandas_are_understood(tmp_path: Path) -> None:
+    rows = [
+        '{"id": "a", "path": "a.pdf", "page": 4.0, "score": NaN, "deep": [NaN, 1]}',
+        '{"id": "b", "path": "b.mp3", "page": NaN}',
+    ]
+    first, second = open_source(str(write_lines(tmp_path / "list.jsonl", *rows)))
+    assert (first.document, first.page, first.extra) == ("a", 4, {"deep": [None, 1]})
     assert (second.page, second.modality) == (None, "audio")
-    assert first.extra == {"when": "1970-01-01 00:00:00"}
-
-
-def test_parquet_row_that_is_none_is_an_item_with_its_number(tmp_path: Path) -> None:
-    table = pa.table({"id": [None, "b"], "uri": ["a.png", "b.png"]})
-    pq.write_table(table, tmp_path / "list.parquet")
-    bad, good = open_source(str(tmp_path / "list.parquet"))
-    assert bad.document == "list.parquet:1"
-    assert reason_of(bad).startswith("row 1: no `document`")
-    assert good.document == "b"
-
-
-def test_parquet_without_its_columns_is_refused_at_once(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"id": ["a"], "image": [b"bytes"]}), tmp_path / "list.parquet")
-    with pytest.raises(ConfigError, match="has the columns id, image; a list names `document`"):
-        open_source(str(tmp_path / "list.parquet"))
-
-
-def test_parquet_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"list\.parquet cannot be read as Parquet"):
-        open_source(str(write(tmp_path / "list.parquet")))
-
-
-# -- datasets ----------------------------------------------------------------------------------
-
-
-def save_dataset(folder: Path, columns: dict[str, Any], **features: Any) -> Path:
-    made = datasets.Dataset.from_dict(columns)
-    for name, feature in features.items():
-        made = made.cast_column(name, feature)
-    made.save_to_disk(str(folder))
-    return folder
-
-
-def test_dataset_gives_the_stored_bytes_undecoded(tmp_path: Path) -> None:
-    bodies = [png(1), b"no picture", png(3)]
-    cells = [{"bytes": body, "path": None} for body in bodies]
-    folder = save_dataset(
-        tmp_path / "saved",
-        {"id": ["a", "b", "c"], "image": cells, "label": [1, 2, 3]},
-        image=datasets.Image(),
-    )
-    found = list(open_source(str(folder)))
-    assert [item.document for item in found] == ["a", "b", "c"]
-    assert [item.read() for item in found] == bodies
-    assert found[2].extra == {"label": 3}
-    assert found[2].uri == f"{folder.as_uri()}#row=2&column=image"
-
-
-def test_dataset_without_an_id_is_named_by_rows(tmp_path: Path) -> None:
-    path = write(tmp_path / "beside.wav", b"sound")
-    cells = [{"bytes": None, "path": str(path)}, None]
-    sound = datasets.Audio(decode=False)
-    folder = save_dataset(tmp_path / "saved", {"audio": cells}, audio=sound)
-    first, second = open_source(str(folder))
-    assert (first.document, first.modality, first.read()) == ("0", "audio", b"sound")
-    assert reason_of(second) == "the cell is empty"
-
-
-def test_dataset_with_two_columns_of_files_asks_for_one(tmp_path: Path) -> None:
-    cells = [{"bytes": b"1", "path": None}]
-    folder = save_dataset(
-        tmp_path / "saved",
-        {"page": cells, "thumbnail": [{"bytes": b"2", "path": None}]},
-        page=datasets.Image(),
-        thumbnail=datasets.Image(),
-    )
-    with pytest.raises(ConfigError, match=r"2 columns of type Image.*: page, thumbnail") as caught:
-        open_source(str(folder))
-    assert caught.value.field == "column"
-    (item,) = open_source(str(folder), column="thumbnail")
-    assert item.read() == b"2"
-    with pytest.raises(ConfigError, match="label is no column of files; those are: page, thumb"):
-        open_source(str(folder), column="label")
-
-
-def test_dataset_without_files_and_one_of_several_splits_are_refused(tmp_path: Path) -> None:
-    folder = save_dataset(tmp_path / "saved", {"text": ["a"]})
-    with pytest.raises(ConfigError, match=r"0 columns of type Image.*write a \.jsonl list"):
-        open_source(str(folder))
-    splits = datasets.DatasetDict({"train": datasets.load_from_disk(str(folder))})
-    splits.save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(ConfigError, match="add the name of one: train"):
-        open_source(str(tmp_path / "splits"))
-
-
-def test_column_is_refused_where_there_is_no_dataset(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="`column` is for a dataset's folder"):
-        open_source(str(tmp_path), column="image")
 
 
 @pytest.mark.parametrize(
     ("module", "name", "fix"),
     [
-        ("datasets", "saved", "pip install datasets"),
-        ("pyarrow.parquet", "list.parquet", "pip install pyarrow"),
+        ("PIL.Image", "a.png", "pip install pillow"),
         ("pypdfium2", "a.pdf", "pip install pypdfium2"),
     ],
 )
 def test_package_that_is_missing_is_named_with_the_fix(
     module: str, name: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_dataset(tmp_path / "saved", {"text": ["a"]})
-    write(tmp_path / "list.parquet")
+    write(tmp_path / "a.png")
     write(tmp_path / "a.pdf", make_pdf(1))
     monkeypatch.setitem(sys.modules, module, None)
+    suffixes.cache_clear()
     with pytest.raises(ConfigError, match=re.escape(fix)):
         list(islice(open_source(str(tmp_path / name)), 1))
 
