@@ -29,6 +29,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+from s3ec.cli import was_interrupted
 from s3ec.counters import Report
 from s3ec.errors import (
     AccessError,
@@ -688,7 +689,7 @@ def ended_by(exc: BaseException, words: Sequence[str]) -> int:
         words: The command line, which says whether JSON is wanted: it may be so wrong that no
             command has seen it.
     """
-    failure = Failure.of(exc)
+    failure = Failure.of(KeyboardInterrupt() if was_interrupted() else exc)
     print_error(failure.message)
     own = list(words)[: words.index("--")] if "--" in words else words
     if "--ndjson" in own:

@@ -237,7 +237,7 @@ LONG = [
 # One process imports what commands need. Its children run a command each. With `interrupt` they
 # get a SIGINT when they first tell how far they are, else nobody reads what they print.
 CHILDREN = """
-import json, os, signal, sys
+import contextlib, json, os, signal, sys
 from s3ec.cli import main, output
 from s3ec.corpus import Corpus, encoder
 from s3ec.doctor import run, serving
@@ -246,8 +246,11 @@ import s3ec.cli.app
 
 class Encoder:
     def __init__(self, *_, **__): pass
-    def encode(self, pictures): return iter(list(pictures))
     def close(self): pass
+    def encode(self, pictures):
+        with contextlib.suppress(KeyboardInterrupt):  # vLLM's start may lose it
+            next(pictures)
+        return iter(list(pictures))
 
 encoder.VllmEncoder = Encoder
 serving.has_vllm = lambda: True
