@@ -219,6 +219,9 @@ LONG = [
     ("verify", "", BEGINS_AGAIN),
     ("verify", "--deep", "with --state FOLDER the next one goes on there"),
     ("verify", "--deep --state FOLDER/state", GOES_ON),
+    ("catalog show", "", BEGINS_AGAIN),
+    ("catalog find", "a.pdf", BEGINS_AGAIN),
+    ("catalog export", "FOLDER/c.parquet", BEGINS_AGAIN),
     ("hydrate", "", GOES_ON),
     ("export", "FOLDER/other", GOES_ON),
     ("import", "FOLDER/out", GOES_ON),
@@ -239,7 +242,7 @@ LONG = [
 CHILDREN = """
 import contextlib, json, os, signal, sys
 from s3ec.cli import main, output
-from s3ec.corpus import Corpus, encoder
+from s3ec.corpus import Corpus, catalog, encoder
 from s3ec.doctor import run, serving
 from s3ec.store import s3_client
 import s3ec.cli.app
@@ -254,7 +257,11 @@ class Encoder:
 
 encoder.VllmEncoder = Encoder
 serving.has_vllm = lambda: True
-report = output.Progress.__call__
+report, read = output.Progress.__call__, catalog.read_table
+
+async def read_interrupted(*args, **options):
+    os.kill(os.getpid(), signal.SIGINT)
+    return await read(*args, **options)
 
 def interrupted(self, *told):
     output.Progress.__call__ = report
@@ -270,6 +277,8 @@ for number, words in enumerate(json.load(sys.stdin)):
                     for name in ("out", "err"))
         if interrupt == "interrupt":
             output.Progress.__call__ = interrupted
+            if words[0] == "catalog":  # it tells nothing of its way
+                catalog.read_table = read_interrupted
         else:
             unread, out = os.pipe()
             os.close(unread)
