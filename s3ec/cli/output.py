@@ -618,7 +618,8 @@ class Failure:
     def of(cls, exc: BaseException) -> Failure:
         """Make one from an error of ours or of the parser of the command line, or from Ctrl-C."""
         kind, exit_code = next(row[1:] for row in _KINDS if isinstance(exc, row[0]))
-        message, field, interrupted = str(exc), getattr(exc, "field", None), {}
+        message, interrupted = str(exc) or type(exc).__name__, {}
+        field = getattr(exc, "field", None)
         if isinstance(exc, KeyboardInterrupt):
             now = Progress.current
             message = f"interrupted{now.so_far}; {now.resume}"
