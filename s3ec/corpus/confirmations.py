@@ -247,6 +247,7 @@ class Confirmations:
         self._rows: list[tuple[CatalogRow, Counted]] = []
         self._failures: list[Failure] = []
         self._problem = ""
+        self._is_settling = False  # no more will come
         self._moved_s = self._written_s = time.monotonic()
         self._look_s = 0.0  # when the next look is due, or any request where one has failed
         self.encoded = self.catalogued = self.stored_bytes = 0
@@ -305,7 +306,7 @@ class Confirmations:
 
     def settle(self, patience_s: float) -> None:
         """Wait until all is confirmed and catalogued, for as long as that goes on."""
-        self._moved_s, self._look_s = time.monotonic(), 0.0
+        self._is_settling, self._moved_s, self._look_s = True, time.monotonic(), 0.0
         while self._waiting or self._rows:
             if time.monotonic() - self._moved_s > patience_s:
                 return
@@ -335,7 +336,8 @@ class Confirmations:
         if self._request is not None or (self._problem and now_s < self._look_s):
             return
         late = now_s - self._written_s >= _ROWS_EVERY_S
-        if self._rows and (late or not self._waiting or len(self._rows) >= _ROWS_AT_A_TIME):
+        is_last = self._is_settling and not self._waiting
+        if self._rows and (late or is_last or len(self._rows) >= _ROWS_AT_A_TIME):
             self._write()
         elif now_s >= self._look_s:
             self._look()
