@@ -125,7 +125,7 @@ ENTRIES: dict[str, Entry] = {
         alone=True,
     ),
     "precompute": Entry(
-        "A job that fills a corpus, run again, and asked by a server.",
+        "A job over 10,000 pictures, run again: it encodes nothing.",
         400,
         alone=True,
     ),

@@ -76,7 +76,7 @@ ROWS = {
         *("wrong_answers", "dead_engines", "lost_entries", "memory_growth", "hits_not_back"),
         *("faults", "requests", "hits"),
     ],
-    "precompute": ["resume_encodes", "resume_ms_per_item", "/corpus.server_hit_ratio"],
+    "precompute": ["resume_encodes", "resume_ms_per_item"],
     "hydrate": ["ratio_to_raw", "ratio_in_memory", "cpu_ratio_to_raw"],
     "verify": ["ratio_to_raw", "gb_per_s"],
     "gc": ["deletes_per_s_ratio", "deletes_per_s"],
