@@ -115,7 +115,7 @@ class Place:
         return True
 
     def lacks(self, name: str) -> bool:
-        """Whether it was asked for this entry lately and did not have it."""
+        """Whether it was asked for this entry lately and did not give it."""
         return name in self._lag
 
     def lag(self, name: str) -> None:
@@ -167,8 +167,12 @@ class Place:
         self.count("hits")
         self._counters.add(f"place_bytes.{self.name}", nbytes)
 
-    def missed(self) -> None:
-        """It has answered nobody since a request went out, and another place was faster."""
+    def lost(self, name: str, *, is_silent: bool) -> None:
+        """Another place was faster; silent: this one has answered nobody since it was asked."""
+        # Nobody knows whether it has this one. A copy that is offered finds out.
+        self._lag[name] = True
+        if not is_silent:
+            return
         silence = UnavailableError(f"{self.name} does not answer, another place does")
         if self.endpoint.breaker.missed(silence):
             self._counters.add("breaker.opened")
@@ -431,7 +435,7 @@ class PlacesStore(DeletesEverywhere):
                         if body is None and asked.place is not None:
                             asked.place.lag(name)
                         else:
-                            self._won(asked, body, clock(), under_way.values())
+                            self._won(name, asked, body, clock(), under_way.values())
                             return body
                     if left and (asked is newest or not under_way):
                         newest = ask_next()
@@ -445,14 +449,14 @@ class PlacesStore(DeletesEverywhere):
                 await asyncio.gather(*under_way, return_exceptions=True)
 
     def _won(
-        self, asked: _Asked, body: Blob | None, now_s: float, losers: Iterable[_Asked]
+        self, name: str, asked: _Asked, body: Blob | None, now_s: float, losers: Iterable[_Asked]
     ) -> None:
         if asked.place is not None and body is not None:
             asked.place.delivered(len(body), now_s - asked.started_s)
             _note_served(asked.place)
         for loser in losers:
-            if loser.place is not None and loser.is_silent:
-                loser.place.missed()
+            if loser.place is not None:
+                loser.place.lost(name, is_silent=loser.is_silent)
 
     def _failed(self, place: Place | None, name: str, exc: S3ECError) -> None:
         if place is None:

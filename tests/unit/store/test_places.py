@@ -209,6 +209,8 @@ async def test_a_late_place_is_raced_by_the_next_one(world: World) -> None:
     assert await world.get() == b"body"  # late, before any time is known
     assert world.counters.get("place.near.late") == 1
     assert world.endpoints[0].places.used == 0  # what lost gave back its place
+    assert world.places[0].lacks(NAME)  # as far as is known: a copy is offered
+    assert not world.places[1].lacks(NAME)
 
 
 async def test_all_late_requests_together_stay_within_the_budget(world: World) -> None:
@@ -230,7 +232,7 @@ async def test_a_place_that_answers_nobody_is_passed_over_and_left_alone(world: 
     world.fault(0, Fault("get", gate=Gate()))
     assert await asyncio.gather(*(world.get() for _ in range(10))) == [b"body"] * 10
     assert not world.endpoints[0].breaker.is_open
-    world.clock.now_s += BreakerOptions().silence_s
+    world.clock.now_s += LAG_S
     assert await world.get() == b"body"
     assert world.endpoints[0].breaker.is_open
     assert world.counters.get("breaker.opened") == 1
@@ -248,9 +250,11 @@ async def test_no_request_waits_for_the_probe_of_a_place(world: World) -> None:
     world.clock.now_s += BreakerOptions().silence_s
     assert breaker.missed(UnavailableError("silent"))
     pauses_s = []
-    for _ in range(3):
+    for number in range(3):
+        name = f"{LAYOUT.objects}ab/{number:064x}.safetensors"
+        world.put(name, 1)
         world.clock.now_s += breaker.pause_s
-        assert await world.get() == b"body"  # of the far place, though the near one is asked
+        assert await world.get(name) == b"body"  # of the far place, though the near one is asked
         pauses_s.append(breaker.pause_s)
     assert pauses_s == [2.0, 4.0, 8.0]
     world.clock.now_s += breaker.pause_s
