@@ -381,11 +381,11 @@ class PlacesStore(DeletesEverywhere):
         if self._is_entry(prefix):
             return None
         for place in self._answering():
-            with contextlib.suppress(S3ECError):
-                listing = place.store.list(prefix, start_after=start_after)
-                found = [info async for info in listing]
-                _note_served(place)
-                return found
+            for after in dict.fromkeys((start_after, "")):  # some refuse a place to start
+                with contextlib.suppress(S3ECError):
+                    found = [info async for info in place.store.list(prefix, start_after=after)]
+                    _note_served(place)
+                    return found
         return None
 
     # -- entries ---------------------------------------------------------------------------------
