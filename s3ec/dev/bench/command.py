@@ -80,21 +80,8 @@ ENTRIES: dict[str, Entry] = {
     "index": Entry(
         "The index: lookups, memory, opening, a union, and how soon a save is found.", 240
     ),
-    "evict": Entry(
-        "What was granted, read a second later while two processes turn the tier over.",
-        620,
-        alone=True,
-    ),
     "payoff": Entry(
         "What weighing waits gains, in vLLM's scheduler with a virtual clock.", 600, alone=True
-    ),
-    "estimates": Entry(
-        "What one encode takes on this GPU, beside the estimate of `s3ec advise`.", 300, alone=True
-    ),
-    "gpu": Entry(
-        "What only a GPU can tell, on both of vLLM's model runners; without one, a test of itself.",
-        480,
-        alone=True,
     ),
     "rag": Entry(
         "Questions over document images: vLLM alone, with s3ec, and with ECExampleConnector.",
@@ -553,16 +540,6 @@ def _soak(
     _one("soak", json_file, quick, minutes=minutes, seed=seed)
 
 
-def _evict(
-    seconds: Annotated[
-        float, option("--seconds", "N", "For each of the two budgets.", min=1, max=100_000)
-    ] = 300,
-    json_file: JsonFile = None,
-    quick: Quick = False,
-) -> None:
-    _one("evict", json_file, quick, seconds=seconds)
-
-
 def _one_of(what: str, *choices: str) -> Callable[[str], str]:
     """A parser that takes one of some words."""
 
@@ -668,7 +645,6 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
     "fetch": (_fetch, "--latency-ms 80", "from a bucket that is far away"),
     "hydrate": (_hydrate, "--objects 500", "with fewer of them"),
     "index": (_index, "--keys 1e8", "of a larger corpus; 7 GB of scratch space"),
-    "evict": (_evict, "--seconds 20", "shorter"),
     "soak": (_soak, "--minutes 5 --seed 7", "shorter, with other faults"),
     "rag": (_rag, "--device cuda --configs 1,3 --factor 0.2", "two configurations, on a GPU"),
 }

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,11 +133,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     """Quotients of the same round: what slows one round slows both halves of it."""
     return [a / b for a, b in zip(above, below, strict=True)]
-
-
-def furthest_from_one(found: Iterable[float]) -> float:
-    """How many times too large or too small the worst of some ratios is."""
-    return max(max(one, 1 / one) for one in found)
 
 
 def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:

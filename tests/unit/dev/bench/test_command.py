@@ -46,18 +46,9 @@ ROWS = {
         *("cold_ratio_to_raw", "/union.peak_mib", "/union.seconds", "visible_p99_s"),
         *("idle_lists_per_refresh", "listing_ratio_to_raw", "hooks_p99_ratio"),
     ],
-    "evict": ["lost", "wrong", "refused", "budgets_per_s", "loads"],
     "payoff": [
         *("sim_over_110_share", "sim_p50_worst", "sim_p99_worst", "sim_throughput_worst"),
         *("sim_encode_learned_ratio", "decide_us"),
-    ],
-    "estimates": [
-        *("gemma3-27b_over_estimate", "qwen2.5-vl-7b_over_estimate", "qwen3-vl-8b_over_estimate"),
-        "learned_ratio",
-    ],
-    "gpu": [
-        *("load_pinned_ratio", "readers_ratio", "wrong_answers", "encode_ms"),
-        *("encode_learned_ratio", "warm_total_ratio", "warm_p50_ratio", "warm_encodes"),
     ],
     "rag": [
         *("total_ratio", "ttft_p50_ratio", "ttft_p99_ratio", "ratio_to_example_mount", "legs"),
