@@ -97,7 +97,7 @@ def run(
         after = objects()
         first.chat(others("then"), max_tokens=1)
         hit = ask(first, gallery.again(_PICTURE, "third"))
-        learned = first.encoder()["learned"]
+        learned = first.learned_costs()
     yield _Run(once, twice, (before, after), hit, learned)
     local_s3.delete_bucket(bucket)
 

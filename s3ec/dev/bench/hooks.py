@@ -219,7 +219,7 @@ def run(context: Context) -> None:
         ]
         about = {
             "corpus_keys": size.corpus,
-            "timer_us": measure.timer_ns() / 1000,  # inside every figure, not taken off
+            "timer_us": measure.clock_ns() / 1000,  # inside every figure, not taken off
             "example_folder": on,
         }
         report(context, rounds, about)

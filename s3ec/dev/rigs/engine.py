@@ -219,15 +219,10 @@ class EngineProcess:
         """Have the encoder sleep so long for each picture. For an engine in one process only."""
         self._call("slow_encoder", seconds=seconds)
 
-    def encoder(self) -> dict[str, Any]:
-        """What the encoder took, and what s3ec believes. For an engine in one process only.
-
-        Returns:
-            ``times``: seconds and rows of each call since the last time this was asked, or since
-            ``slow_encoder`` was called first. ``learned``: as ``EncodeCosts.document``.
-        """
-        found: dict[str, Any] = self._call("encoder")
-        return found
+    def learned_costs(self) -> dict[str, float]:
+        """``EncodeCosts.document`` of an engine in one process."""
+        learned: dict[str, float] = self._call("learned_costs")
+        return learned
 
     def work(self) -> dict[str, float]:
         """What it has done since this was asked first. For an engine in one process only.

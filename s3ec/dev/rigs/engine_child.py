@@ -207,11 +207,8 @@ class _Engine:
 
         return counted
 
-    def encoder(self) -> dict[str, Any]:
-        encoder = self._encoder_here()
-        times, encoder.times = encoder.times, []
-        node = self._core().scheduler.ec_connector.parts.node
-        return {"times": times, "learned": node.encode_costs.document}
+    def learned_costs(self) -> Any:
+        return self._core().scheduler.ec_connector.parts.node.encode_costs.document
 
     def metrics(self) -> dict[str, float]:
         from prometheus_client import REGISTRY
@@ -245,7 +242,7 @@ class _Engine:
 
 
 class _SlowEncoder:
-    """A model's encoder that takes ``seconds`` longer a picture, and notes what each call took.
+    """A model's encoder that takes ``seconds`` longer a picture, and counts.
 
     It sleeps, which leaves the processor to others as an encoder on a GPU does.
     """
@@ -253,7 +250,6 @@ class _SlowEncoder:
     def __init__(self, embed: Callable[..., Any]) -> None:
         self._embed = embed
         self.seconds = 0.0
-        self.times: list[tuple[float, int]] = []  # seconds, rows
         self.pictures = 0
         self.busy_s = 0.0
         self.cpu_s = 0.0
@@ -264,7 +260,6 @@ class _SlowEncoder:
         self._wait_for_device()
         time.sleep(self.seconds * len(made))
         took_s = time.perf_counter() - started
-        self.times.append((took_s, sum(map(len, made))))
         self.pictures += len(made)
         self.busy_s += took_s
         self.cpu_s += time.thread_time() - cpu_s
