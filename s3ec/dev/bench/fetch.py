@@ -56,27 +56,16 @@ class Plan:
     all_clients: bool = True
 
     @property
-    def specs(self) -> tuple[Spec, ...]:
-        """The benchmark's rows."""
-        return tuple(
-            Spec(f"{self.name}.{row}", _UNITS[row], reach) for row, reach in self.reaches.items()
-        )
-
-    @property
     def bench(self) -> Bench:
-        """The benchmark."""
-        return Bench(self.specs, functools.partial(run, plan=self))
+        """The benchmark, with its rows."""
+        rows = [
+            Spec(f"{self.name}.{row}", _UNITS.get(row, "ratio"), reach)
+            for row, reach in self.reaches.items()
+        ]
+        return Bench(rows, functools.partial(run, plan=self))
 
 
-_UNITS = {
-    "ratio_to_raw": "ratio",
-    "ratio_to_files": "ratio",
-    "cpu_ratio_to_raw": "ratio",
-    "cpu_ratio_to_files": "ratio",
-    "gb_per_s": "GB/s",
-    "cpu_ms": "ms",
-    "cpu_ms_per_object": "ms",
-}
+_UNITS = {"gb_per_s": "GB/s", "cpu_ms": "ms", "cpu_ms_per_object": "ms"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,28 +136,28 @@ def run(context: Context, plan: Plan) -> None:
 def _clients(server: LocalS3, corpus: Corpus, folder: Path, all_clients: bool) -> Iterator[Clients]:
     from s3ec.dev.bench import fetcher, raw_loops
 
-    def case(work: Callable[[], None], after: Callable[[], None] | None = None) -> None:
-        clients.cases[name] = lambda: _sample(server.pid, work, after)
-
     clients = Clients()
+    files = folder / "files"
+    files.mkdir()
+
+    def empty() -> None:
+        for path in files.iterdir():
+            path.unlink()
+
     with contextlib.ExitStack() as stack:
+
+        def add(name: str, client: Any, after: Callable[[], None] | None = None) -> None:
+            stack.callback(client.close)
+            clients.cases[name] = lambda: _sample(server.pid, client.fetch, after)
+
         loops, clients.missing = raw_loops.open_loops(corpus)
-        for client, loop in loops.items():
-            stack.callback(loop.close)
-            name = RAW + client
-            case(loop.fetch)
+        for name, loop in loops.items():
+            add(RAW + name, loop)
         there, auto = fetcher.transports(corpus, folder / "none")
-        files = folder / "files"
-        files.mkdir()
-        to_file = raw_loops.ObstoreToFileLoop(corpus, files)
-        stack.callback(to_file.close)
-        name = TO_FILE
-        case(to_file.fetch, to_file.empty)
+        add(TO_FILE, raw_loops.ObstoreLoop(corpus, files), empty)
         for transport in there if all_clients else [auto]:
             ours = fetcher.Fetcher(corpus, folder / transport, transport)
-            stack.callback(ours.close)
-            name = OURS + transport
-            case(ours.fetch, ours.empty)
+            add(OURS + transport, ours, ours.empty)
         clients.auto, clients.raw = OURS + auto, RAW + auto
         yield clients
 

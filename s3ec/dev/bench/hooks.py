@@ -16,7 +16,8 @@ import contextlib
 import importlib
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,8 @@ ROWS = (
     Spec(SCHEDULE, "ratio", "<= 1.1"),
     Spec(SYSCALLS, "1", "<= 0"),
 )
-# The values of hooks_rig.Kind, which cannot be imported without vllm.
+# What the connector knows of a request's images: verified and open on this node, not in the corpus,
+# being fetched, or covered by the KV cache.
 KINDS = (HIT, MISS, PENDING, DECODING) = ("hit", "miss", "pending", "decoding")
 EXAMPLE = "ECExampleConnector"
 
@@ -262,48 +264,38 @@ def _example_folder(context: Context) -> Iterator[tuple[Path, str]]:
 
 
 def _report_syscalls(context: Context, passes: Passes) -> None:
-    ours, example = passes.hot_path(), passes.example_path()
-    sections: dict[str, Callable[[], object]] = {"ours": ours.run, "example": example.run}
+    calls = {"ours": passes.hot_path(), EXAMPLE: passes.example_path()}
     try:
         with measure.no_collection():
-            counts = count_syscalls(sections)
+            counts = count_syscalls({name: one.run for name, one in calls.items()})
     except CannotMeasureError as exc:
         context.cannot(SYSCALLS, str(exc))
         return
     # The fewest of the tries: what a hook does itself shows in each of them.
-    mine, its = (min(tries, key=lambda t: t.own.total()) for tries in counts.values())
-    detail: dict[str, Any] = {
-        "calls": ours.calls,
-        "by_name": dict(mine.own),
-        "each_try": [dict(one.own) for one in counts["ours"]],
-        "other_threads": [dict(one.others) for one in counts["ours"]],
-        "example_by_name": dict(its.own),
-        "method": "strace -f attached to this process, between two marks, the calling thread",
-    }
-    if not its.own:
+    fewest = {name: min(tries, key=Counter.total) for name, tries in counts.items()}
+    if not fewest[EXAMPLE]:
         # It makes some for sure; a trace without them is no trace.
-        context.cannot(
-            SYSCALLS, "strace saw nothing, not even the file calls of the Example", **detail
-        )
+        context.cannot(SYSCALLS, "strace saw nothing, not even the file calls of the Example")
         return
-    per_call, per_example = mine.own.total() / ours.calls, its.own.total() / example.calls
+    per_call = {name: fewest[name].total() / one.calls for name, one in calls.items()}
     context.report(
         SYSCALLS,
-        per_call,
-        samples=ours.calls * len(counts["ours"]),
-        detail={**detail, "cases": {"ours": per_call, f"{EXAMPLE}.has_cache_item": per_example}},
+        per_call["ours"],
+        samples=calls["ours"].calls * len(counts["ours"]),
+        detail={
+            "cases": per_call,
+            "by_name": dict(fewest["ours"]),
+            "example_by_name": dict(fewest[EXAMPLE]),
+        },
     )
 
 
 def _report_waiting(context: Context, rounds: Mapping[str, Sequence[float]]) -> None:
     """The slower of the two; a median pass, with the mean beside it."""
-    # The reach is for passes in which nothing has changed.
-    judged = {name: rounds[name] for name in ("always", "auto")}
     context.report_slowest(
         SCHEDULE,
-        judged,
+        rounds,
         samples=sum(map(len, rounds.values())),
-        others=measure.medians({name: rounds[name] for name in rounds if name not in judged}),
         note="by the setting `wait`",
         detail={
             "means": {name: statistics.fmean(ratios) for name, ratios in rounds.items()},
