@@ -54,11 +54,7 @@ class RequestTimes:
 
 
 def run(context: Context) -> None:
-    """Measure; needs the SeaweedFS binary and vLLM.
-
-    Raises:
-        CannotMeasureError: There is no server or no vLLM.
-    """
+    """Measure; needs the SeaweedFS binary and vLLM."""
     from s3ec.dev.rigs.proxy import FaultProxy
 
     rounds = context.rounds(ROUNDS)
@@ -156,11 +152,7 @@ def _announce(client: Any, namespace: str, names: Sequence[str]) -> None:
 
 
 def _die(engine: EngineProcess, proxy: FaultProxy, asked: Iterator[Prompt]) -> None:
-    """Wait until the engine knows the index, swallow its requests, wait for its breaker.
-
-    Raises:
-        CannotMeasureError: One of the two does not happen.
-    """
+    """Wait until the engine knows the index, swallow its requests, wait for its breaker."""
     from s3ec.dev.rigs.proxy import Rule
     from s3ec.dev.rigs.proxy_faults import StallUpload
 

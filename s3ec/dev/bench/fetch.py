@@ -102,15 +102,12 @@ def run(context: Context, plan: Plan) -> None:
     Args:
         context: Where rows go.
         plan: What is fetched.
-
-    Raises:
-        CannotMeasureError: There is no server to be had.
     """
     from s3ec.codec import Shape
     from s3ec.dev.bench.corpus import filled
     from s3ec.dev.bench.fetcher import floor_ms
     from s3ec.dev.bench.measure import memory_folder
-    from s3ec.dev.rigs.relay import Relay
+    from s3ec.dev.rigs.relay import relayed
 
     shape = Shape(plan.rows, plan.width, "bfloat16")
     with contextlib.ExitStack() as stack:
@@ -118,8 +115,8 @@ def run(context: Context, plan: Plan) -> None:
             filled(context, plan.objects_quick if context.quick else plan.objects, shape)
         )
         if plan.latency_s:
-            relay = stack.enter_context(Relay(corpus.endpoint_url, plan.latency_s))
-            corpus = replace(corpus, endpoint_url=relay.url)
+            url = stack.enter_context(relayed(corpus.endpoint_url, plan.latency_s))
+            corpus = replace(corpus, endpoint_url=url)
         folder, on_tmpfs = stack.enter_context(memory_folder(context.scratch / "tier"))
         clients = stack.enter_context(_clients(server, corpus, folder, plan.all_clients))
         clients.about |= {

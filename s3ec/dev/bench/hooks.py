@@ -30,21 +30,17 @@ if TYPE_CHECKING:
     from s3ec.dev.bench.hooks_rig import Passes
 
 
-_P50, _P99 = "hooks.has_cache_item_p50_us", "hooks.has_cache_item_p99_us"
+_P50 = "hooks.has_cache_item_p50_us"
 _RATIO = "hooks.has_cache_item_ratio_to_example"
 SYSCALLS = "hooks.syscalls_per_call"
 SCHEDULE = "hooks.schedule_1000x20_ratio"
 _ENSURE = "hooks.ensure_cache_available"
 ROWS = (
     Spec(_P50, "us", "<= 5"),
-    Spec(_P99, "us"),
     Spec(_RATIO, "ratio", "< 1"),
     Spec(f"{_ENSURE}_p50_us", "us", "<= 5"),
-    Spec(f"{_ENSURE}_p99_us", "us"),
     Spec(f"{_ENSURE}_ratio_to_example", "ratio", "< 1"),
-    Spec(f"{_ENSURE}_ratio_to_noop", "ratio"),
     Spec(f"{_ENSURE}_4_images_p50_us", "us"),
-    Spec(f"{_ENSURE}_cold_p50_us", "us"),
     Spec(f"{_ENSURE}_first_sight_p50_us", "us"),
     Spec("hooks.decision_per_image_ratio_to_example", "ratio", "< 1"),
     Spec("hooks.update_state_after_alloc_p50_us", "us"),
@@ -67,30 +63,19 @@ _DECISION = (
 )
 # What the Example does for an image is the same while ours is on its way.
 _AGAINST = {kind: f"example warm/{MISS if kind == MISS else HIT}" for kind in KINDS}
-# Row, percentile of single calls, what is timed for each case, what stands beside, and a note. The
-# names of what is timed are those of hooks_rig.Passes.
-_PERCENTILES: Sequence[tuple[str, float, Mapping[str, str], Mapping[str, str], str]] = (
-    (_P50, 50, _HAS, _EXAMPLE_HAS, ""),
-    (_P99, 99, _HAS, _EXAMPLE_HAS, ""),
-    (f"{_ENSURE}_p50_us", 50, _ENSURE_ONE, {f"{EXAMPLE}, which does nothing": "noop"}, ""),
-    (f"{_ENSURE}_p99_us", 99, _ENSURE_ONE, {}, ""),
+# Row of the median of single calls, what is timed for each case, what stands beside, and a note.
+# Names of what is timed are those of hooks_rig.Passes.
+_MEDIANS: Sequence[tuple[str, Mapping[str, str], Mapping[str, str], str]] = (
+    (_P50, _HAS, _EXAMPLE_HAS, ""),
+    (f"{_ENSURE}_p50_us", _ENSURE_ONE, {f"{EXAMPLE}, which does nothing": "noop"}, ""),
     (
         f"{_ENSURE}_4_images_p50_us",
-        50,
         {f"{kind}, 4 images": f"ensure warm/{kind}/4" for kind in KINDS},
         {},
         "",
     ),
     (
-        f"{_ENSURE}_cold_p50_us",
-        50,
-        {f"{kind}, 1 image": f"ensure cold/{kind}/1" for kind in KINDS},
-        {f"{EXAMPLE}.has_cache_item, {kind}": f"example cold/{kind}" for kind in (HIT, MISS)},
-        "little of the request in the processor's caches",
-    ),
-    (
         f"{_ENSURE}_first_sight_p50_us",
-        50,
         {
             f"{what}, {images} image{'s' if images > 1 else ''}": f"first/{what}/{images}"
             for what in ("in the corpus", "on the disk", "not in it")
@@ -101,14 +86,12 @@ _PERCENTILES: Sequence[tuple[str, float, Mapping[str, str], Mapping[str, str], s
     ),
     (
         "hooks.update_state_after_alloc_p50_us",
-        50,
         {"load": "alloc/load", "save": "alloc/save"},
         {f"{EXAMPLE}, load": "example/alloc"},
         "",
     ),
     (
         "hooks.build_connector_meta_p50_us",
-        50,
         {
             "idle step": "meta/idle",
             "4 loads": "meta/loads",
@@ -135,12 +118,6 @@ _RATIOS: Sequence[tuple[str, Mapping[str, tuple[tuple[str, ...], str]], str, str
         _DECISION,
     ),
     (
-        f"{_ENSURE}_ratio_to_noop",
-        {kind: ((f"ensure warm/{kind}/1",), "noop") for kind in KINDS},
-        "over its ensure_cache_available, which only returns True",
-        f"{EXAMPLE}.ensure_cache_available, which returns True and nothing else",
-    ),
-    (
         "hooks.decision_per_image_ratio_to_example",
         {
             kind: ((f"ensure warm/{kind}/1", f"has warm/{kind}/1"), _AGAINST[kind])
@@ -163,18 +140,18 @@ def report(
         about: What every row's detail tells of the circumstances.
     """
 
-    def us(name: str, percent: float = 50) -> list[float]:
-        return [measure.percentile(round_[name], percent) / 1000 for round_ in rounds]
+    def us(name: str) -> list[float]:
+        return [measure.percentile(round_[name], 50) / 1000 for round_ in rounds]
 
     def count(*names: str) -> int:
         return sum(len(round_[name]) for round_ in rounds for name in names)
 
-    for row, percent, cases, others, note in _PERCENTILES:
+    for row, cases, others, note in _MEDIANS:
         context.report_slowest(
             row,
-            {case: us(name, percent) for case, name in cases.items()},
+            {case: us(name) for case, name in cases.items()},
             samples=count(*cases.values()),
-            others={case: statistics.median(us(name, percent)) for case, name in others.items()},
+            others={case: statistics.median(us(name)) for case, name in others.items()},
             note=note,
             detail=about,
         )
@@ -198,11 +175,7 @@ _WAITING = 1000
 
 
 def run(context: Context) -> None:
-    """Measure everything; needs vllm.
-
-    Raises:
-        CannotMeasureError: vllm is not there, or has no such connectors.
-    """
+    """Measure everything; needs vllm."""
     need_vllm(context)
     from s3ec.dev.bench import hooks_rig, hooks_waiting
 

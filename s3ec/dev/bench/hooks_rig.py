@@ -396,11 +396,9 @@ class Passes:
         }
 
     def _asking(self, kind: str, images: int) -> Callable[[], Times]:
-        """For each request ensure_cache_available, then has_cache_item; all of that twice.
+        """For each request ensure_cache_available, then has_cache_item, timed the second time.
 
-        The first time stands for a request that comes up: other passes have run since, so little
-        of it is in the processor's caches, and a deferred one begins to wait. The second time
-        is how vLLM asks from then on, at every step.
+        The first time it may begin to wait; later ones are how vLLM asks at every step.
         """
         rig, shell = self._rig, self._shell
         case = f"{kind}/{images}"
@@ -411,16 +409,15 @@ class Passes:
         ]
 
         def ask() -> Times:
-            times: dict[str, list[int]] = {}
-            for which in ("cold", "warm"):
-                ensure = times.setdefault(f"ensure {which}/{case}", [])
-                has = times.setdefault(f"has {which}/{case}", [])
+            for _ in range(2):
+                ensure: list[int] = []
+                has: list[int] = []
                 for call, names in plan:
                     ensure += time_each(shell.ensure_cache_available, [call])
                     has += time_each(shell.has_cache_item, names)
                 rig.end_step()
             rig.end_requests(kind, images)
-            return times
+            return {f"ensure warm/{case}": ensure, f"has warm/{case}": has}
 
         return ask
 
@@ -512,8 +509,8 @@ class Passes:
         times = {"noop": time_each(example.ensure_cache_available, rig.calls(HIT, IMAGES))}
         for case, names in (("hit", rig.hits), ("miss", rig.misses)):
             calls = [(name,) for name in names]
-            for which in ("cold", "warm"):
-                times[f"example {which}/{case}"] = time_each(example.has_cache_item, calls)
+            for _ in range(2):
+                times[f"example warm/{case}"] = time_each(example.has_cache_item, calls)
         return times
 
     def _example_steps(self) -> Times:

@@ -23,8 +23,6 @@ from vllm.v1.request import Request
 
 from s3ec import runtime
 from s3ec.connector.connector import S3ECConnector
-from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.dev.bench import measure
@@ -35,7 +33,7 @@ from s3ec.dev.rigs.virtual_engine import (
     PlayedFetches,
     PlayedIndex,
     make_scheduler,
-    played_parts,
+    played_half,
 )
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import make_key
@@ -124,20 +122,12 @@ def _s3ec(asked: Sequence[Request], *, is_auto: bool) -> S3ECConnector:
         key = make_key(identifier)
         if key is not None:
             index.add(key)
-    half = SchedulerHalf(
-        Role(
-            producer=False,
-            consumer=True,
-            window_tokens=_TOKENS + 16,
-            ranks=1,
-            steps_in_flight=1,
-            defer_timeout_s=60.0,
-        ),
-        **played_parts(index, PlayedFetches(1, 3600.0)),
-        needs_embedding=lambda _: False,
-        placeholder_of=lambda _: None,
-        counters=Counters(),
+    half = played_half(
+        index,
+        PlayedFetches(1, 3600.0),
         policy=policy,
+        steps_in_flight=1,
+        defer_timeout_s=60.0,
     )
     parts: Any = SimpleNamespace(
         node=SimpleNamespace(process=runtime.process_number, counters=Counters()),

@@ -88,9 +88,6 @@ def run(context: Context, keys: int | None = None) -> None:
     Args:
         context: Where rows go.
         keys: In the largest index.
-
-    Raises:
-        CannotMeasureError: There is no server to be had; the other rows are reported by then.
     """
     from s3ec.dev.bench.corpus import filled
     from s3ec.dev.bench.index_bucket import head_times, measure_in_bucket
