@@ -46,11 +46,9 @@ class RequestTimes:
 
     ttft: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
-    schedules: list[float] = field(default_factory=list)
 
     def add(self, reply: dict[str, Any]) -> None:
         self.steps += [each / 1e6 for each in reply["steps"]]
-        self.schedules += [each / 1e6 for each in reply["schedules"]]
 
 
 def run(context: Context) -> None:
@@ -188,10 +186,6 @@ def report(
                 "spread": measure.spread(groups),
                 "note": f"p99 of all rounds; spread of {len(groups)} parts of the run",
                 "percentiles_ms": {name: _percentiles(values) for name, values in ms.items()},
-                "schedule_us": {
-                    name: _percentiles([1000 * v for one in times for v in one.schedules])
-                    for name, times in kept.items()
-                },
                 "counters": dict(moved),
             },
         )

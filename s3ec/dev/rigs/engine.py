@@ -191,8 +191,7 @@ class EngineProcess:
         """Ask all prompts at once; how long that took.
 
         Returns:
-            Nanoseconds: ``whole`` of the call, ``steps`` and ``schedules`` of each step of the
-            engine and of the scheduler's part in it.
+            Nanoseconds: ``whole`` of the call, and ``steps`` of each step of the engine.
         """
         times: dict[str, Any] = self._call("timed", prompts=prompts, max_tokens=max_tokens)
         return times
