@@ -18,8 +18,9 @@ import hashlib
 import heapq
 import math
 import random
+import time
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,9 +193,25 @@ class PlayedIndex:
         self.stored.discard(key.digest)
 
 
-def played_parts(index: PlayedIndex, fetches: PlayedFetches) -> dict[str, Any]:
-    """What a scheduler half works with, by the names of its arguments."""
-    return {
+def played_half(
+    index: PlayedIndex,
+    fetches: PlayedFetches,
+    *,
+    policy: WaitPolicy | None,
+    steps_in_flight: int,
+    defer_timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> SchedulerHalf:
+    """A consumer's scheduler half whose index and fetches are played."""
+    role = Role(
+        producer=False,
+        consumer=True,
+        window_tokens=_BATCHED_TOKENS + 16,
+        ranks=1,
+        steps_in_flight=steps_in_flight,
+        defer_timeout_s=defer_timeout_s,
+    )
+    played: dict[str, Any] = {
         "index": index,
         "local": LocalKeys(),
         "prefetcher": fetches,
@@ -202,6 +219,15 @@ def played_parts(index: PlayedIndex, fetches: PlayedFetches) -> dict[str, Any]:
         "store": SimpleNamespace(is_open=False),
         "disk": SimpleNamespace(hangs=False),
     }
+    return SchedulerHalf(
+        role,
+        **played,
+        needs_embedding=lambda _: False,
+        placeholder_of=lambda _: None,
+        counters=Counters(),
+        policy=policy,
+        clock=clock,
+    )
 
 
 class NoConnector:
@@ -374,10 +400,17 @@ class VirtualEngine:
     def __post_init__(self) -> None:
         self._fetches = PlayedFetches(self.seed, self.point.fetch_s)
         self._index = PlayedIndex()
-        self._counters = Counters()
         if self.wait == "auto":
             self.policy = WaitPolicy(EncodeCosts(), EngineLoad(_IN_FLIGHT))
-        hooks = NoConnector() if self.wait == "none" else _Hooks(self._half())
+        half = played_half(
+            self._index,
+            self._fetches,
+            policy=self.policy,
+            steps_in_flight=_IN_FLIGHT,
+            defer_timeout_s=2.0,
+            clock=lambda: self.now_s,
+        )
+        hooks = NoConnector() if self.wait == "none" else _Hooks(half)
         self._scheduler = make_scheduler(
             _configuration(self.model),
             hooks,
@@ -388,25 +421,6 @@ class VirtualEngine:
         )
         self._encoded = self._loaded = 0
         self._gpu_free_s = 0.0
-
-    def _half(self) -> SchedulerHalf:
-        role = Role(
-            producer=False,
-            consumer=True,
-            window_tokens=_BATCHED_TOKENS + 16,
-            ranks=1,
-            steps_in_flight=_IN_FLIGHT,
-            defer_timeout_s=2.0,
-        )
-        return SchedulerHalf(
-            role,
-            **played_parts(self._index, self._fetches),
-            needs_embedding=lambda _: False,
-            placeholder_of=lambda _: None,
-            counters=self._counters,
-            policy=self.policy,
-            clock=lambda: self.now_s,
-        )
 
     def run(self, count: int, *, rate: float, warm_up: int = 0) -> Outcome:
         """Send requests, and let the last one end.
