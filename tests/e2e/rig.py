@@ -39,7 +39,7 @@ QUESTION = "what is to be seen in it, and where?"
 MANY = 8  # pictures in one prompt: four times what the encoder cache holds
 BOTH = 6
 DELETED = 6
-HEALTHY_ROUNDS = 90
+HEALTHY_ROUNDS = 60
 
 HITS = "vllm:s3ec_hits"
 MISSES = "vllm:s3ec_misses"
@@ -57,9 +57,8 @@ _CORPUS = (
     "stalled",
     *(f"flight-{number}" for number in range(6)),
     *(f"deleted-{number}" for number in range(DELETED)),
-    *("cut-tensor", "cut-header", "flipped", "other-width", "other-model"),
-    *("other-dtype", "other-rows", "other-version", "bucket-gone", "marked"),
-    *("other-object", "not-finite", "huge", "oversized", "web-page", "warm"),
+    *("flipped", "other-model", "other-rows", "web-page"),
+    *("other-object", "bucket-gone", "warm"),
 )
 _NOT_IN_CORPUS = ("control", "down", "resting", "empty", *(f"both-{n}" for n in range(BOTH)))
 PURPOSES = _CORPUS + _NOT_IN_CORPUS
