@@ -74,20 +74,6 @@ def test_a_request_waits_for_all_of_its_images_and_no_longer(world: World) -> No
     }
 
 
-def test_two_requests_for_one_image_share_the_fetch(world: World) -> None:
-    world.stock("a")
-    first, second = request("1", feature("a")), request("2", feature("a", 50))
-    assert not world.ask(first)
-    assert not world.ask(second)
-    world.step()
-    assert not world.ask(second)
-    world.step()
-    assert len(world.wanted) == 1
-    world.finish("a")
-    assert world.run(first) == [True]
-    assert world.ask(second)
-
-
 @pytest.mark.parametrize(
     "outcome",
     [FetchOutcome.ABSENT, FetchOutcome.MISMATCH, FetchOutcome.CORRUPT, FetchOutcome.UNAVAILABLE],
@@ -195,15 +181,6 @@ def test_a_wait_is_longer_by_its_pauses_and_no_more(world: World) -> None:
     assert world.clock.now_s - began_s == pytest.approx(2.0 + pauses * 0.4, abs=0.11)
 
 
-def test_paused_request_that_ends_leaves_nothing_behind(world: World) -> None:
-    world.stock("a")
-    asker = world.deferred(request("r", feature("a")))
-    world.step()
-    world.step()
-    world.end(asker)
-    assert not world.half.waits.records
-
-
 @pytest.mark.parametrize("paused_s", [0.0, 5.0])
 def test_what_a_request_has_waited_is_counted_where_it_ends_before_its_embedding_comes(
     world: World, paused_s: float
@@ -224,21 +201,6 @@ def waits_of(world: World) -> tuple[int, float]:
     """How many waits were observed, and their seconds."""
     found = [one for one in observed(world.counters.snapshot()) if one.histogram == "wait_time"]
     return sum(one.many for one in found), sum(one.seconds for one in found)
-
-
-def test_a_wait_that_was_paused_is_observed_once_and_as_a_whole(world: World) -> None:
-    asker = world.defer("a")
-    for _ in range(3):
-        world.clock.now_s += 5.0
-        world.step()  # nobody is asked about
-        world.clock.now_s += 0.1
-        world.deferred(asker)
-    assert waits_of(world) == (0, 0)
-    world.clock.now_s += 0.2
-    world.finish("a")
-    assert world.run(asker) == [True]
-    world.end(asker)
-    assert waits_of(world) == (1, pytest.approx(0.5))
 
 
 @pytest.mark.parametrize("how", ["computed", "stopped"])
@@ -286,17 +248,6 @@ def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
     world.step()
     assert world.wanted == [identifier_of("a")]
     assert world.counters.get("deferred_requests") == 0
-
-
-def test_a_finished_request_is_forgotten(world: World) -> None:
-    asker = world.defer("a")
-    world.finish("a", FetchOutcome.ABSENT)
-    world.end(asker)
-    world.end(asker)
-    for _ in range(2):  # the answer is taken, and then forgotten
-        world.clock.now_s += LEASE_S + 1
-        world.step()
-    assert world.leftovers() == []
 
 
 def test_a_pure_producer_never_waits() -> None:
@@ -476,17 +427,6 @@ def test_a_client_that_leaves_takes_only_its_own_interest_along(world: World) ->
     assert not world.half.tracker.waiting
 
 
-def test_left_and_wanted_again_within_a_pass_keeps_its_place(world: World) -> None:
-    world.stock("a")
-    first = request("first", feature("a"))
-    world.ask(first)
-    world.step()
-    world.end(first)
-    assert not world.ask(request("second", feature("a")))
-    world.step()
-    assert world.prefetcher.demoted == []
-
-
 def test_fetched_ahead_is_waited_for_and_a_forgotten_one_is_ordered_ahead_again(
     world: World,
 ) -> None:
@@ -624,10 +564,3 @@ def test_a_store_that_is_too_slow_for_three_requests_holds_no_other_up(world: Wo
     world.finish("d", seconds=0.5)
     world.stock("f")
     assert not world.ask(request("f", feature("f")))
-
-
-def test_who_has_no_pixels_waits_for_a_store_that_is_too_slow(world: World) -> None:
-    for text in ("a", "b", "c"):
-        wait_in_vain(world, text)
-    world.stock("d")
-    assert not world.ask(request("d", feature("d", pixels=False)))

@@ -95,14 +95,6 @@ def open_by_hand(breaker: Breaker) -> None:
 
 
 @every_operation
-async def test_a_closed_breaker_passes_everything_on(
-    store: BreakerStore, inner: FaultStore, operation: str
-) -> None:
-    await OPERATIONS[operation](store)
-    assert inner.calls == {operation: 1}
-
-
-@every_operation
 @pytest.mark.parametrize("kind", FAILURES)
 async def test_failures_in_a_row_open_it_and_then_nothing_is_asked(
     store: BreakerStore,
@@ -470,13 +462,6 @@ class Pages:
                 yield ObjectInfo(item, 1)
         finally:
             self.closed += 1
-
-
-async def first_of(store: Store) -> str:
-    """Take one item and walk away, as careless callers do."""
-    async for info in store.list(""):
-        return info.name
-    raise AssertionError("empty")
 
 
 async def test_a_listing_that_is_left_early_is_an_answer_and_closes_its_request(

@@ -524,12 +524,6 @@ async def test_times_of_a_listing_are_not_left_to_the_sdk(
     assert abs(info.modified_s - time.time()) < 3600
 
 
-def test_log_level_that_somebody_chose_for_the_sdk_stays(sdk_levels: None) -> None:
-    logging.getLogger("botocore").setLevel(logging.DEBUG)
-    BotocoreStore(offline())
-    assert logging.getLogger("botocore").level == logging.DEBUG
-
-
 def test_sdk_says_no_more_than_the_application_wants(
     sdk_levels: None, caplog: pytest.LogCaptureFixture
 ) -> None:
