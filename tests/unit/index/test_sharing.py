@@ -142,12 +142,13 @@ async def test_what_a_command_deleted_is_denied_by_all(
 
 
 async def test_a_file_of_missing_keys_that_grew_large_begins_again(
-    corpus: Corpus, make_reader: MakeReader
+    corpus: Corpus, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("s3ec.index.local._MISSING_BYTES", 24 * 650)
     reader, other = make_reader(), make_reader()
     await poll([reader, other], REFRESH_S)
-    for start in range(0, 70_000, 10_000):
-        reader.folder.add_missing([key_of(n).digest for n in range(start, start + 10_000)])
+    for start in range(0, 700, 100):
+        reader.folder.add_missing([key_of(n).digest for n in range(start, start + 100)])
         await reader.refresh(now=False)
     corpus.delta("a")
     await poll([reader, other], 2 * REFRESH_S)

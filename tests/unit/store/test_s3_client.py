@@ -431,9 +431,7 @@ def sdk_levels() -> Iterator[None]:
     ("url", "options"),
     [
         ("", {}),
-        ("", {"addressing_style": "path"}),
         ("", {"use_accelerate_endpoint": True}),
-        ("", {"us_east_1_regional_endpoint": "legacy"}),
         ("https://s3-us-west-2.amazonaws.com", {}),
         ("https://bucket.vpce-1a2b3c-4d5e.s3.us-east-1.vpce.amazonaws.com", {}),
     ],

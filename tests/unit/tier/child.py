@@ -19,13 +19,11 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.index.local import NodeFolder
 from s3ec.tier import Claim, LocalKeys, evictor
 from s3ec.tier.evictor import evict_lock
-from s3ec.tier.files import DiskErrors, Folders, TempFile, try_lock
-from s3ec.tier.news import NewsWriter
+from s3ec.tier.files import Folders, TempFile, try_lock
 from tests.support.file_calls import open_below
 from tests.support.on_disk import make_room
 from tests.support.waiting import DEADLINE_S, eventually
@@ -33,14 +31,12 @@ from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
     entry,
-    file_of,
     key_at,
     new_tier,
     opened,
     publish,
     read,
     served,
-    temps_below,
 )
 
 
@@ -154,18 +150,6 @@ def spool(root: Path, first: int, count: int) -> None:
     say(f"{os.getpid()}")
     hear()
     tier.close()
-
-
-def spool_before_rename(root: Path, number: int) -> None:
-    """Publish and spool as far as the rename, and wait there to be killed."""
-    tier = new_tier(root)
-
-    def stop(source: str, target: str) -> None:
-        say(source)
-        hear()
-
-    os.replace = stop  # type: ignore[assignment]
-    publish(tier, number, spool=tier.open_spool(DESTINATION))
 
 
 def adopt(root: Path) -> None:
@@ -284,32 +268,6 @@ def _all_locked(*things: object) -> Iterator[None]:
     holder.join()
 
 
-def tell_half(root: Path, number: int) -> None:
-    """Tell of an entry as far as the middle of its record, and wait there to be killed."""
-    tier = new_tier(root)
-    write = os.write
-
-    def tear(fd: int, blob: bytes) -> int:
-        written = write(fd, blob[:13])
-        say("torn")
-        hear()
-        return written
-
-    os.write = tear
-    publish(tier, number)
-
-
-def tell_under_limit(root: Path, first: int, count: int) -> None:
-    """Tell of entries under a limit on file sizes, which cuts a record of the news."""
-    tier = new_tier(root)
-    news = NewsWriter(tier.folders, NAMESPACE, DiskErrors(root, Counters()))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-    for number in range(first, first + count):
-        news.notify(key_at(number))
-    tier.close()
-    say("told")
-
-
 def fork_and_tell(root: Path, number: int) -> None:
     """Follow the news, fork, and hear of what the child publishes."""
     tier, keys = new_tier(root), LocalKeys()
@@ -351,38 +309,14 @@ def orphan(root: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def limit(root: Path) -> None:
-    """Publish under a limit on file sizes, which the kernel keeps in the middle of a write."""
-    tier, key = new_tier(root), key_at(0)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-    try:
-        tier.writer.publish(key, [entry(key)])
-    except TierError as exc:
-        say(exc)
-    say(f"{file_of(root, key).exists()} {temps_below(root)}")
-    tier.close()
-
-
 if __name__ == "__main__":
     # Whoever holds a lock for seconds is busy, and not stopped.
     evictor.TURN_WAIT_S = evictor.TOTAL_LOCK_TIMEOUT_S = 60.0
     commands = {
         function.__name__: function
         for function in (
-            *(
-                race,
-                hold,
-                few_files,
-                claim,
-                stop_before_rename,
-                churn,
-                flood,
-                occupy,
-                fork,
-                orphan,
-                limit,
-            ),
-            *(spool, spool_before_rename, adopt, tell_half, tell_under_limit, fork_and_tell),
+            *(race, hold, few_files, claim, stop_before_rename, churn, flood, occupy, fork, orphan),
+            *(spool, adopt, fork_and_tell),
         )
     }
     commands[sys.argv[1]](Path(sys.argv[2]), *(int(argument) for argument in sys.argv[3:]))
