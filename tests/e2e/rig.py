@@ -38,7 +38,6 @@ OPTIONS: dict[str, Any] = {
 QUESTION = "what is to be seen in it, and where?"
 MANY = 8  # pictures in one prompt: four times what the encoder cache holds
 BOTH = 6
-DELETED = 6
 HEALTHY_ROUNDS = 60
 
 HITS = "vllm:s3ec_hits"
@@ -56,7 +55,6 @@ _CORPUS = (
     *(f"healthy-{number}" for number in range(4)),
     "stalled",
     *(f"flight-{number}" for number in range(6)),
-    *(f"deleted-{number}" for number in range(DELETED)),
     *("flipped", "other-model", "other-rows", "web-page"),
     *("other-object", "bucket-gone", "warm"),
 )

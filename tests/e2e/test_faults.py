@@ -24,7 +24,6 @@ from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import STEADY
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
-    DELETED,
     FROM_BUCKET,
     FROM_TIER,
     HEALTHY_ROUNDS,
@@ -56,7 +55,6 @@ _BUCKET = "corpus"
 _OPEN, _CLOSED = "the breaker is open", "the breaker is closed"
 _OPENED = "vllm:s3ec_breaker_opened"
 _DEFER_TIMEOUTS = "vllm:s3ec_defer_timeouts"
-_ABSENT = "vllm:s3ec_fetch_outcomes{outcome=absent}"
 _UNAVAILABLE = "vllm:s3ec_fetch_outcomes{outcome=unavailable}"
 # For what takes a picture, or a prompt about it, each time: there are only so many. Where some
 # waits were in vain, nobody waits until a fetch has come in time.
@@ -268,25 +266,6 @@ def test_another_images_object_under_this_images_key_is_not_used(rig: _Rig) -> N
     assert rig.is_right(seen, "solo other-object")
     assert seen[MISSES] == 1
     rig.wait_for(before, "vllm:s3ec_corrupt{reason=identifier}")
-    rig.still_hits()
-
-
-def test_an_object_deleted_behind_the_engines_back_is_counted_and_its_image_encoded(
-    rig: _Rig,
-) -> None:
-    before = rig.engine.counters()
-    pictures = iter(range(DELETED))
-
-    def fetched_in_vain() -> bool:
-        # Not so if the index is read just between deletion and question; then once more.
-        purpose = f"deleted-{next(pictures)}"
-        rig.server.client().delete_object(Bucket=_BUCKET, Key=rig.key(purpose))
-        seen = rig.ask(purpose)
-        assert rig.is_right(seen, f"solo {purpose}")
-        assert seen[MISSES] == 1
-        return _ABSENT in moved(before, rig.engine.counters())
-
-    patiently(fetched_in_vain, "an object was asked for after its deletion")
     rig.still_hits()
 
 
