@@ -229,18 +229,6 @@ async def test_dropped_idle_connections_are_no_fault_of_the_endpoint_for_any_tha
     assert counters.get("store.retries") == counters.get("breaker.opened") == 0
 
 
-@everywhere
-async def test_a_fresh_connection_that_is_reset_is_not_tried_again(
-    make: Make, proxy: FaultProxy, transport: Transport
-) -> None:
-    for operation in ("get", "head", "put"):
-        store = make()
-        rule = proxy.add(Rule(faults.Reset()))
-        await _fails(OPERATIONS[operation](store), UnavailableError)
-        assert rule.fired <= QUESTIONS[transport]
-        proxy.clear()
-
-
 async def test_a_connection_that_was_idle_for_long_is_not_used_again(
     make: Make, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,11 +408,6 @@ async def test_page_with_404_is_a_miss_for_reads_and_an_access_error_otherwise(
     assert await store.get("a", max_bytes=AMPLE) is None
     for operation in ("put", "list"):
         await _fails(OPERATIONS[operation](store), AccessError, "nothing here answers as a bucket")
-
-
-async def test_endless_redirect_is_an_access_error(store: BotocoreStore, proxy: FaultProxy) -> None:
-    proxy.add(Rule(faults.s3_error(307, "TemporaryRedirect", headers={"location": "/x"})))
-    await _fails(store.get("a", max_bytes=AMPLE), AccessError, "redirects, correct `endpoint_url`")
 
 
 class EndlessAnswer:

@@ -20,7 +20,6 @@ from s3ec import codec
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus
 from s3ec.errors import (
-    AccessError,
     ConfigError,
     NotFoundError,
     S3ECError,
@@ -239,16 +238,6 @@ def faulty(make: Make, *faults: Fault) -> Filled:
 def test_request_is_sent_again_where_one_answer_fails(make: Make) -> None:
     filled = faulty(make, Fault(op="get_range", error=UnavailableError, times=1))
     assert filled.corpus.get(IDS[0]) is not None
-
-
-@pytest.mark.slow
-def test_store_that_does_not_answer_or_refuses_says_so(make: Make) -> None:
-    for kind in (UnavailableError, AccessError):
-        filled = faulty(make, Fault(op="list|head", error=kind))
-        with pytest.raises(kind):
-            filled.corpus.stat(IDS[0])
-        with pytest.raises(kind):
-            list(filled.corpus.list())
 
 
 def test_entry_that_is_deleted_while_it_is_read_is_absent(make: Make, filled: Filled) -> None:

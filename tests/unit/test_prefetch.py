@@ -379,15 +379,6 @@ def test_what_lies_here_does_not_wait_for_the_record_of_a_slow_bucket(bench: Ben
     eventually(bench.knows_the_record, "the record")
 
 
-def test_corrupt_once_is_fetched_again(bench: Bench) -> None:
-    bench.stock("a")
-    bench.script.faults = [Fault(op="get", name=OBJECTS, change=flip(-1), times=1)]
-    done = bench.one()
-    assert (done.outcome, done.source) == (FetchOutcome.READY, "bucket")
-    assert bench.counters.get("corrupt.checksum") == 1
-    assert bench.index.maybe_contains(key_of("a"))
-
-
 def cut_off(body: bytes) -> bytes:
     raise CorruptEntryError("the body ended early", reason="length")
 
@@ -453,14 +444,6 @@ def test_what_this_node_has_is_served_though_the_object_is_bad(bench: Bench) -> 
     bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])  # as a save does
     assert (bench.one().outcome, bench.one().source) == (FetchOutcome.READY, "tier")
     assert len(bench.store.fetched) == 2
-
-
-def test_a_bad_file_in_the_tier_is_fetched_anew(bench: Bench) -> None:
-    bench.stock("a")
-    bench.tier.writer.publish(key_of("a"), [entry(key_of("b"))])
-    done = bench.one()
-    assert (done.outcome, done.source) == (FetchOutcome.READY, "bucket")
-    assert bench.counters.get("tier.bad_files") == 1
 
 
 @pytest.mark.parametrize(
@@ -570,18 +553,6 @@ def test_the_tier_serves_though_the_bucket_is_down_since_the_start(
     assert (done.outcome, done.source) == (FetchOutcome.READY, "tier")
     assert bench.one("b").outcome is FetchOutcome.UNAVAILABLE
     assert bench.one("a", rows=ROWS + 1).outcome is FetchOutcome.MISMATCH
-
-
-def test_a_full_disk_is_unavailable_and_the_next_want_is_served(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.stock("a")
-    full = bench.make_tier(min_free_bytes=1 << 60)
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.tier.writer, "receive", full.writer.receive)
-        assert bench.one().outcome is FetchOutcome.UNAVAILABLE
-    assert bench.one().outcome is FetchOutcome.READY
-    full.close()
 
 
 @pytest.mark.parametrize("kind", [KeyError, BaseException, asyncio.CancelledError])
@@ -973,14 +944,6 @@ def test_a_large_object_of_another_process_is_waited_for_as_long_as_it_may_take(
     assert ranges(bench) == 0
     clock.now_s += 0.1
     assert bench.collect(1)[0].source == "bucket"
-    end()
-
-
-def test_a_process_that_hangs_with_its_claim_holds_nobody_up_for_ever(bench: Bench) -> None:
-    bench.stock("a")
-    bench.make(claim_patience_s=0.0)
-    end = others_claim(bench, "a")
-    assert bench.one().source == "bucket"
     end()
 
 

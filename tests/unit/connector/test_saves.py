@@ -693,36 +693,6 @@ def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_n
     assert caplog.text.count("too many open files") == 1
 
 
-@pytest.mark.parametrize("where", ["spool", "memory"])
-def test_save_whose_name_a_bad_object_has_is_given_up(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Counted, out of the spool; neither confirmed nor announced nor retried."""
-    key = key_of(HASHES[0])
-    name = rig.node.layout.object(key)
-    rig.bucket.objects[name] = b"<html>"
-    rig.node.index.mark_bad(key)
-    if where == "memory":
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise TierError("read-only")
-
-        monkeypatch.setattr(rig.node.tier.writer, "publish", refuse)
-    rig.pause(first_s=0.001)
-    queue = rig.queue()
-    for count in (1, 2):
-        eventually(lambda count=count: queue.put(HASHES[0], IMAGE, tensor(count)))
-        eventually(lambda count=count: rig.counted("save_problem.bad_object") == count)
-        eventually(lambda: rig.spooled() == 0)
-    assert queue.drain(DEADLINE_S) == 0
-    assert rig.counted("save.items") == rig.counted("save.existed") == 0
-    assert rig.store.log.count(("put_if_absent", name)) == 2
-    assert rig.bucket.objects[name] == b"<html>"
-    assert queue.take_stored() == []
-    assert not rig.node.index.maybe_contains(key)
-    assert not [each for each in rig.bucket.objects if "/manifest/" in each]
-
-
 def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

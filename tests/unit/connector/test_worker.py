@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from s3ec import codec
 from s3ec.connector.messages import Save, StepPlan, WorkerReport
 from s3ec.counters import observed
 from s3ec.errors import UnavailableError
@@ -80,32 +79,6 @@ def test_embedding_that_the_device_holds_is_left_alone(rig: Rig) -> None:
     cache = {HASHES[0]: mine}
     rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     assert cache[HASHES[0]] is mine
-
-
-@pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "other", "grown"])
-def test_damaged_file_is_replaced_by_the_bucket_s_copy(rig: Rig, damage: str) -> None:
-    load = rig.granted(HASHES[0], tensor(1))
-    rig.bucket.objects[rig.object_name(HASHES[0])] = rig.entry(HASHES[0], tensor(1))
-    path = Path(load.path)
-    blob = bytearray(path.read_bytes())
-    if damage == "missing":
-        rig.lose(load)
-    elif damage == "cut":
-        path.write_bytes(blob[:-1])
-    elif damage == "flipped":
-        blob[-1] ^= 1
-        path.write_bytes(blob)
-    elif damage == "other":
-        path.write_bytes(rig.entry(HASHES[1], tensor(2)))
-    else:
-        path.write_bytes(blob + bytes(codec.HEADER_LIMIT + 9))
-    cache: dict[str, torch.Tensor] = {}
-    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
-    assert torch.equal(cache[HASHES[0]], tensor(1))
-    assert rig.node.counters.get("load.rescued") == 1
-    key = key_of(HASHES[0])
-    if damage != "missing":  # nobody may open it again
-        assert not rig.node.tier.entries.contains(key)
 
 
 def test_load_that_cannot_be_had_anywhere_raises_with_the_file_and_fills_nothing_in(

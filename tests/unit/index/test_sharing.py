@@ -168,22 +168,6 @@ async def test_a_clock_that_is_set_back_a_year_stops_nobody(
     assert first.holds("a") == second.holds("a") == ["a"]
 
 
-@pytest.mark.parametrize("damage", [b"", b"x", b"\0" * 4096])
-async def test_a_damaged_overlay_is_made_again(
-    corpus: Corpus, make_reader: MakeReader, damage: bytes
-) -> None:
-    corpus.snapshot("a")
-    corpus.delta("b")
-    first = make_reader()
-    await first.refresh()
-    await first.close()
-    (first.folder.path / OVERLAY).write_bytes(damage)
-    second = make_reader()
-    await second.refresh()
-    assert second.holds("a", "b") == ["a", "b"]
-    assert second.counters.get("index.refused") == 1
-
-
 async def test_an_overlay_that_cannot_be_opened_for_once_is_opened_later(
     corpus: Corpus, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,44 +219,6 @@ async def test_engines_that_start_at_the_same_moment_download_a_snapshot_once(
     await poll(readers, 3 * REFRESH_S)
     assert sum(reader.store.calls["get_range"] for reader in readers) == 1
     assert [reader.holds("a", "b") for reader in readers] == [["a", "b"]] * 4
-
-
-@pytest.mark.parametrize("suffix", [".rows", ".filter"])
-@pytest.mark.parametrize("damage", [None, b"", b"x" * 100])
-async def test_a_snapshot_that_this_disk_lost_is_brought_again(
-    corpus: Corpus, make_reader: MakeReader, suffix: str, damage: bytes | None
-) -> None:
-    name = corpus.snapshot(*range(100))
-    first = make_reader()
-    await first.refresh()
-    await first.close()
-    path = first.folder.path / f"{name}{suffix}"
-    path.unlink()
-    if damage is not None:
-        path.write_bytes(damage)
-    second = make_reader()
-    for _ in range(3):
-        await second.refresh()
-    assert second.holds(5, "x") == [5]
-
-
-async def test_a_snapshot_that_is_damaged_leaves_its_predecessor(
-    corpus: Corpus, make_reader: MakeReader, caplog: pytest.LogCaptureFixture
-) -> None:
-    corpus.snapshot("old", ulid=corpus.ulid(ago_s=300))
-    bad = corpus.snapshot("new")
-    body = bytearray(corpus.objects[snapshots_prefix(LAYOUT) + str(bad)])
-    body[-30] ^= 1
-    corpus.put(snapshots_prefix(LAYOUT) + str(bad), bytes(body))
-    reader = make_reader()
-    for _ in range(3):
-        await reader.refresh()
-    assert reader.holds("old", "new") == ["old"]
-    assert caplog.text.count(str(bad)) == 1
-    # A good one that comes later is taken.
-    corpus.snapshot("newer")
-    await reader.refresh()
-    assert reader.holds("newer") == ["newer"]
 
 
 async def test_where_the_two_newest_snapshots_are_damaged_deltas_serve_until_a_listing(

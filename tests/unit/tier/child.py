@@ -21,7 +21,7 @@ from typing import Any
 
 from s3ec.errors import TierError
 from s3ec.index.local import NodeFolder
-from s3ec.tier import Claim, LocalKeys, evictor
+from s3ec.tier import Claim, evictor
 from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import Folders, TempFile, try_lock
 from tests.support.file_calls import open_below
@@ -36,7 +36,6 @@ from tests.unit.tier.cases import (
     opened,
     publish,
     read,
-    served,
 )
 
 
@@ -47,19 +46,6 @@ def say(line: object) -> None:
 
 def hear() -> str:
     return sys.stdin.readline().strip()
-
-
-def race(root: Path, rounds: int) -> None:
-    """Publish and open one key again and again."""
-    tier, key = new_tier(root), key_at(0)
-    blob = entry(key)
-    say("ready")
-    hear()
-    for _ in range(rounds):
-        tier.writer.publish(key, [blob[:100], memoryview(blob)[100:]])
-        assert served(tier, key) == blob
-    tier.close()
-    say("done")
 
 
 def hold(root: Path, number: int) -> None:
@@ -86,24 +72,6 @@ def few_files(root: Path, most: int) -> None:
     say(len([opened(tier, key) for key in map(key_at, range(5))]))
     tier.close()
     say(len(open_below(root)))
-
-
-def claim(root: Path, number: int) -> None:
-    """Claim one entry, until killed."""
-    say(type(new_tier(root).entries.open_or_claim(key_at(number))).__name__)
-    hear()
-
-
-def stop_before_rename(root: Path, number: int) -> None:
-    """Publish as far as the rename, and wait there to be killed."""
-    tier = new_tier(root)
-
-    def stop(source: str, target: str) -> None:
-        say(source)
-        hear()
-
-    os.replace = stop  # type: ignore[assignment]
-    tier.writer.publish(key_at(number), [entry(key_at(number))])
 
 
 def churn(root: Path, budget_bytes: int, first: int, count: int) -> None:
@@ -268,26 +236,6 @@ def _all_locked(*things: object) -> Iterator[None]:
     holder.join()
 
 
-def fork_and_tell(root: Path, number: int) -> None:
-    """Follow the news, fork, and hear of what the child publishes."""
-    tier, keys = new_tier(root), LocalKeys()
-    publish(tier, number)  # so that there is a file, and it is open
-    tier.follow_news(keys.add_all).start()
-    pid = os.fork()
-    if pid == 0:
-        news = str(tier.folders.news)
-        names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-        assert news not in [os.readlink(name) for name in names if os.path.exists(name)]
-        own = new_tier(root)
-        publish(own, number + 1)
-        own.close()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    eventually(lambda: keys(key_at(number + 1)))
-    tier.close()
-    say("heard")
-
-
 def orphan(root: Path) -> None:
     """Hold all that can be held, fork a child that does nothing, and be killed."""
     tier = new_tier(root)
@@ -314,9 +262,6 @@ if __name__ == "__main__":
     evictor.TURN_WAIT_S = evictor.TOTAL_LOCK_TIMEOUT_S = 60.0
     commands = {
         function.__name__: function
-        for function in (
-            *(race, hold, few_files, claim, stop_before_rename, churn, flood, occupy, fork, orphan),
-            *(spool, adopt, fork_and_tell),
-        )
+        for function in (hold, few_files, churn, flood, occupy, fork, orphan, spool, adopt)
     }
     commands[sys.argv[1]](Path(sys.argv[2]), *(int(argument) for argument in sys.argv[3:]))

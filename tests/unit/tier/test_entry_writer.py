@@ -28,7 +28,6 @@ from tests.unit.tier.cases import (
     NAMESPACE,
     OTHER_NAMESPACE,
     MakeTier,
-    child,
     entry,
     file_of,
     key_at,
@@ -252,22 +251,6 @@ def test_files_and_folders_are_private_whatever_the_umask(
 
 
 # -- temporary files -----------------------------------------------------------------------------
-
-
-def test_killed_publish_leaves_a_temp_that_the_next_open_sweeps(
-    make_tier: MakeTier, root: Path, counters: Counters
-) -> None:
-    bystander = make_tier()
-    with child("stop_before_rename", root, 0) as other:
-        temp = Path(other.hear())
-        assert temp.stat().st_size == len(entry(KEY))
-        assert audit_of(bystander) == []  # its writer lives
-        other.kill()
-    assert not bystander.entries.contains(KEY)
-    (complaint,) = audit_of(bystander)
-    assert str(temp) in complaint
-    assert audit_of(make_tier()) == []
-    assert temps_below(root) == set()
 
 
 def test_temp_is_kept_while_it_is_locked(make_tier: MakeTier, root: Path) -> None:

@@ -91,12 +91,6 @@ def test_a_scan_that_runs_does_not_lose_what_is_told_meanwhile() -> None:
     assert keys(key_at(1))
 
 
-def test_a_forked_child_tells_its_parent_and_does_not_listen_with_its_files(root: Path) -> None:
-    with child("fork_and_tell", root, 0) as other:
-        assert other.hear() == "heard"
-        other.end()
-
-
 def test_a_full_disk_costs_the_news_and_nothing_else(
     make_tier: MakeTier, small_disk: Path, counters: Counters
 ) -> None:

@@ -268,20 +268,6 @@ def test_entry_that_cannot_appear_may_be_spooled_and_is_counted(
     assert running_total(tier) >= usage_of(tier).total_nbytes == SIZE
 
 
-def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path, counters: Counters) -> None:
-    tier = make_tier()
-    spool = tier.open_spool(DESTINATION)
-    publish(tier, 0, spool=spool)
-    for folder in (root, root / "v1" / "spool"):
-        shutil.rmtree(folder)
-        assert spool.load(KEY.digest) is None
-        assert spool.nbytes == 0
-        publish(tier, 0, spool=spool)
-        assert spool.load(KEY.digest) is not None
-    assert counters.get("tier.errors") == 0
-    assert audit_of(tier) == []
-
-
 def test_owner_whose_lock_was_deleted_goes_on_under_another_name(
     make_tier: MakeTier, root: Path
 ) -> None:
@@ -347,22 +333,6 @@ def test_bad_entry_is_not_loaded_but_deleted_and_counted(
     assert tier.entries.open(KEY) is None  # the same bytes, and whoever opens them finds out
     assert not tier.entries.contains(KEY)
     assert usage_of(tier).total_nbytes == 0
-
-
-def test_bad_values_go_from_the_tier_too_without_a_walk(
-    tier: Tier, spool: Spool, counters: Counters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A power cut can leave many, and each walk over a large folder would look like a hung disk."""
-    blob = bytearray(entry(KEY))
-    blob[-1] ^= 1
-    tier.writer.publish(KEY, [bytes(blob)], spool=spool)
-    walked: list[object] = []
-    scan = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: walked.append(path) or scan(path))
-    assert spool.load(KEY.digest) is None
-    assert walked == []
-    assert not tier.entries.contains(KEY)
-    assert counters.get("tier.bad_files") == 1
 
 
 def test_better_entry_of_the_tier_stays_when_the_spooled_one_is_bad(
@@ -442,21 +412,6 @@ def test_what_a_closed_tier_left_is_adopted_by_the_next_one(
     two.close()
     assert os.listdir(root / "v1" / "spool") == []
     assert audit_of(two) == []
-
-
-def test_killed_process_leaves_its_spool_and_a_living_one_keeps_it(
-    make_tier: MakeTier, root: Path
-) -> None:
-    tier = make_tier()
-    spool = tier.open_spool(DESTINATION)
-    with child("spool", root, 0, 3) as other:
-        assert other.hear() == str(other.pid)
-        assert spool.adopt() == []
-        make_room(tier, 1 << 40)
-        other.kill()
-    assert usage_of(tier).spooled_nbytes == usage_of(tier).nbytes
-    assert len(spool.adopt()) == 3
-    assert audit_of(tier) == []
 
 
 def test_entries_of_other_models_and_buckets_stay_for_processes_of_theirs(
