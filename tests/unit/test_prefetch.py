@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import heapq
 import os
 import threading
 import time
@@ -313,18 +312,6 @@ def test_what_was_downloaded_or_looked_at_is_resident_from_then_on(bench: Bench)
             assert resident is done.entry
 
 
-def test_what_was_fetched_is_read_after_the_end_and_to_want_nothing_then_is_fine(
-    bench: Bench,
-) -> None:
-    bench.stock("a")
-    done = bench.one()
-    bench.loop.stop(TIMEOUT_S)
-    bench.tier.close()
-    bench.prefetcher.submit([])
-    assert bench.prefetcher.drain() == []
-    assert body_of(done) == entry(key_of("a"))
-
-
 def test_what_the_index_never_held_is_no_less_to_be_had_after_a_404(bench: Bench) -> None:
     """Who asks for it all the same expects it at any moment."""
     assert bench.one().outcome is FetchOutcome.ABSENT
@@ -491,20 +478,6 @@ def test_a_larger_object_is_refused_unread_and_stays_known(bench: Bench) -> None
     assert len(bench.store.fetched) == 1
     assert bench.counters.get("mismatch.size") == 1
     assert bench.index.maybe_contains(key_of("a"))
-
-
-def test_no_more_is_asked_for_than_the_request_needs(bench: Bench) -> None:
-    bench.stock("a")
-    asked: list[int] = []
-    get = bench.store.get
-
-    async def watched(name: str, *, max_bytes: int) -> bytes | None:
-        asked.append(max_bytes)
-        return await get(name, max_bytes=max_bytes)
-
-    bench.store.get = watched  # type: ignore[method-assign]
-    bench.one()
-    assert asked[-1] == ENTRY_LIMIT
 
 
 def test_what_was_saved_here_before_the_namespaces_first_record_is_not_here_yet(
@@ -947,17 +920,6 @@ def test_a_large_object_of_another_process_is_waited_for_as_long_as_it_may_take(
     end()
 
 
-def test_parked_wants_end_with_the_loop(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    bench.stock("a")
-    end = others_claim(bench, "a")
-    bench.prefetcher.submit([want("a")])
-    eventually(lambda: bench.counters.get("fetch_parked") == 1, "the parking")
-    bench.loop.stop(TIMEOUT_S)
-    gc.collect()
-    assert "destroyed" not in caplog.text
-    end()
-
-
 def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
     bench: Bench,
 ) -> None:
@@ -970,35 +932,6 @@ def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
     gate.release()
     assert {each.outcome for each in bench.collect(4)} == {FetchOutcome.READY}
     assert order_of(bench) == list("acdb")
-
-
-def test_queue_stays_short_however_often_its_wants_change_their_place(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    longest = 0
-    push = heapq.heappush
-
-    def measuring(heap: list[Any], item: Any) -> None:
-        nonlocal longest
-        push(heap, item)
-        if isinstance(item, tuple) and isinstance(item[0], Priority):  # not the loop's timers
-            longest = max(longest, len(heap))
-
-    texts = [f"{number}" for number in range(50)]
-    bench.stock("a", *texts)
-    bench.make(max_concurrency=1)
-    gate = bench.held_up([want("a")])  # so its lane is never idle
-    monkeypatch.setattr(heapq, "heappush", measuring)
-    for _ in range(100):
-        bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in texts])
-        for _ in range(2):
-            bench.prefetcher.submit([want(text, Priority.FORGOTTEN) for text in texts])
-    bench.prefetcher.submit([want(text) for text in reversed(texts)])
-    bench.fence()
-    assert len(texts) <= longest <= 4 * len(texts)
-    gate.release()
-    assert {each.outcome for each in bench.collect(51)} == {FetchOutcome.READY}
-    assert order_of(bench, ["a", *texts]) == ["a", *reversed(texts)]
 
 
 # -- the end -----------------------------------------------------------------------------------

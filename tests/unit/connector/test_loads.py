@@ -150,15 +150,6 @@ def test_the_calling_thread_reads_what_no_reader_can_be_started_for(
     assert len(watched.threads) == 4  # what was refused is not read later
 
 
-@pytest.mark.usefixtures("large")
-def test_two_large_ones_are_read_at_the_same_time(bench: Bench) -> None:
-    watched = Watched(threading.Barrier(2))
-    loader = loader_on(bench.node, lambda: watched)
-    check(loader.load(bench.loads(2)), 2)
-    assert len(set(watched.threads)) == 2
-    loader.close()
-
-
 @pytest.mark.usefixtures("any_size")
 def test_failures_stay_with_their_loads(bench: Bench) -> None:
     loads = bench.loads(8)
@@ -341,19 +332,6 @@ def test_accelerator_gets_all_through_few_buffers(
     assert accelerators.is_all_idle(device.loads)
     assert device.loads.held_bytes <= buffers * SMALLEST
     assert fake.log.count("computing waits") == 1
-    loader.close()
-
-
-@pytest.mark.usefixtures("any_size")
-def test_next_file_is_read_while_the_copy_of_the_last_is_held_back(bench: Bench) -> None:
-    fake = accelerators.FakeAccelerator()
-    device = staging.AcceleratorStaging(fake)
-    loader = loader_on(bench.node, lambda: device)
-    fake.streams[0].held = True
-    outcomes = loader.load(bench.loads(6))
-    assert fake.log.count("loads copies") == 6  # all read, none there
-    fake.release()
-    check(outcomes, 6)
     loader.close()
 
 

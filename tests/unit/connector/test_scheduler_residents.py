@@ -152,28 +152,12 @@ def test_a_resident_of_another_kind_is_a_mismatch_and_not_granted(
     assert world.counters.get("misses") == 1
 
 
-def test_who_has_room_for_a_resident_is_granted_it_behind_one_who_has_not(world: World) -> None:
-    world.make_resident("a")
-    assert not_at_once(world, request("other", feature("a", rows=ROWS + 1)))
-    world.step(freed=["a"])
-    assert world.run(request("right", feature("a"))) == [True]
-
-
 def test_features_of_one_request_that_disagree_are_granted_by_the_first() -> None:
     """vLLM asks by the name alone."""
     world = World()
     world.make_resident("a")
     asker = request("r", feature("a", rows=ROWS + 1), feature("a", 10))
     assert world.ask(asker)
-    assert not world.has("a")
-
-
-def test_where_vllm_asks_once_two_requests_that_disagree_are_both_encoded() -> None:
-    world = World(asked_every_pass=False)
-    world.make_resident("a")
-    first, second = request("1", feature("a")), request("2", feature("a", rows=ROWS + 1))
-    assert world.ask(first)
-    assert world.ask(second)
     assert not world.has("a")
 
 
@@ -204,15 +188,6 @@ def test_without_pixels_a_resident_of_another_placeholder_is_refused(world: Worl
     assert world.counters.get("mismatch.placeholder") == 1
     assert world.step().loads == []
     assert world.run(request("pixels", feature("a"))) == [True]  # which say it themselves
-
-
-def test_without_pixels_it_is_had_ready_though_the_device_holds_it(world: World) -> None:
-    """The device may evict it between one call and the next."""
-    step, _ = world.load_one("a")
-    world.report(step)
-    world.make_resident("a")
-    assert world.ask(request("r", bare("a")))
-    assert world.has("a")
 
 
 # -- not at once ----------------------------------------------------------------------------------

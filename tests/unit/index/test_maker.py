@@ -24,7 +24,6 @@ from s3ec.index.maker import (
 )
 from s3ec.index.names import (
     MARGIN_S,
-    NEVER,
     SnapshotName,
     claims_prefix,
     deltas_prefix,
@@ -83,15 +82,6 @@ async def test_a_union_holds_the_snapshot_and_the_deltas_since(
     assert holds(segment, *range(20), "a", "within", "before") == [*range(20), "a", "within"]
     row = segment.find(key_of(5).digest_hi, key_of(5).digest_lo)
     assert segment.nbytes(row) == 9
-
-
-async def test_a_union_of_deltas_alone_descends_from_no_listing(
-    corpus: Corpus, node: NodeFolder
-) -> None:
-    corpus.delta("a")
-    made = await make_union(corpus.store, LAYOUT, node)
-    assert made is not None
-    assert made.name.listed == NEVER
 
 
 async def test_the_node_that_made_a_snapshot_does_not_download_it(
@@ -212,17 +202,6 @@ async def test_a_union_that_fails_at_any_request_leaves_no_snapshot_and_no_files
 # -- listings --------------------------------------------------------------------------------------
 
 
-async def test_a_listing_becomes_a_snapshot(corpus: Corpus) -> None:
-    corpus.save(*range(50))
-    corpus.put(LAYOUT.objects + "junk", b"x")
-    corpus.snapshot("gone", ulid=corpus.ulid(ago_s=100))
-    made = await rebuild(corpus.store, LAYOUT)
-    assert made.name.listed == made.name.ulid
-    segment = snapshot_of(corpus, made.name)
-    assert len(segment) == 50
-    assert holds(segment, *range(50), "gone") == list(range(50))
-
-
 async def test_what_is_announced_while_objects_are_listed_is_found(
     corpus: Corpus, make_reader: MakeReader
 ) -> None:
@@ -281,14 +260,6 @@ async def test_half_a_listing_never_becomes_a_snapshot(
     with pytest.raises(type(error)):
         await rebuild(Lying(corpus, after=after, error=error), LAYOUT)
     assert corpus.index_names("snapshot") == []
-
-
-async def test_of_two_listings_within_a_second_the_later_one_counts(corpus: Corpus) -> None:
-    """The server's date has whole seconds, and each maker carries it on by itself."""
-    corpus.save("a", "b")
-    for _ in range(20):
-        first = (await rebuild(corpus.store, LAYOUT)).name
-        assert (await rebuild(corpus.store, LAYOUT)).name > first
 
 
 async def test_a_listing_in_no_order_is_good_where_it_is_whole(corpus: Corpus) -> None:

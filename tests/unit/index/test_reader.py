@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -14,9 +13,8 @@ from s3ec.errors import AccessError, UnavailableError
 from s3ec.index import reader as reader_module
 from s3ec.index.names import NEVER, deltas_prefix, snapshots_prefix
 from s3ec.index.reader import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S, SNAPSHOTS_EVERY
-from s3ec.testing.fault_store import Fault, Gate, cut
+from s3ec.testing.fault_store import Fault, cut
 from s3ec.testing.memory_store import MemoryStore
-from tests.support.waiting import reached, until
 from tests.unit.index.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
 
 MakeReader = Callable[..., Reader]
@@ -182,24 +180,6 @@ async def test_a_snapshot_that_was_cut_on_its_way_is_brought_again(
         await reader.refresh(now=False)
     assert reader.holds("a") == ["a"]
     assert not reader.counters.get("index.refused")
-
-
-async def test_who_waits_for_a_snapshot_hears_of_a_download_that_failed_meanwhile(
-    corpus: Corpus, reader: Reader
-) -> None:
-    """Or a job would take the corpus for empty, and encode all of it again."""
-    corpus.snapshot("a")
-    gate = Gate()
-    reader.fault(Fault(op="list", name="delta/", gate=gate))
-    reader.fault(Fault(op="get_range", error=UnavailableError, times=1))
-    waiting = asyncio.create_task(reader.index.refresh(now=True))
-    await reached(gate)
-    await until(lambda: reader.counters.get("index.fetch_failed"))
-    gate.release()
-    with pytest.raises(UnavailableError):
-        await waiting
-    await reader.index.refresh(now=True)
-    assert reader.holds("a") == ["a"]
 
 
 async def test_a_download_that_always_fails_is_no_storm(corpus: Corpus, reader: Reader) -> None:

@@ -14,7 +14,6 @@ import pytest
 from s3ec import safetensors_file
 from s3ec.errors import TierError, UnavailableError
 from s3ec.index.local import OVERLAY
-from s3ec.index.maker import rebuild
 from s3ec.index.names import snapshots_prefix
 from s3ec.testing.fault_store import Fault, Gate
 from tests.support.waiting import DEADLINE_S, until
@@ -168,23 +167,6 @@ async def test_a_clock_that_is_set_back_a_year_stops_nobody(
     assert first.holds("a") == second.holds("a") == ["a"]
 
 
-async def test_an_overlay_that_cannot_be_opened_for_once_is_opened_later(
-    corpus: Corpus, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a process has no descriptor left for a moment, and writers are silent then."""
-    first, second = make_reader(), make_reader()
-    await poll([first, second], REFRESH_S)
-    corpus.delta("a")
-    await poll([first], REFRESH_S)
-    with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "map_file", refusing(errno.EMFILE, "none left"))
-        await second.refresh(now=False)
-    assert first.holds("a") == ["a"]
-    assert second.holds("a") == []
-    await poll([first, second], REFRESH_S)
-    assert second.holds("a") == ["a"]
-
-
 async def test_a_snapshot_that_cannot_be_opened_here_is_not_brought_over_and_over(
     corpus: Corpus, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,25 +201,6 @@ async def test_engines_that_start_at_the_same_moment_download_a_snapshot_once(
     await poll(readers, 3 * REFRESH_S)
     assert sum(reader.store.calls["get_range"] for reader in readers) == 1
     assert [reader.holds("a", "b") for reader in readers] == [["a", "b"]] * 4
-
-
-async def test_where_the_two_newest_snapshots_are_damaged_deltas_serve_until_a_listing(
-    corpus: Corpus, make_reader: MakeReader
-) -> None:
-    """Makers keep two that look readable, so no third one may be left; nothing wrong is found."""
-    for ago_s in (300, 200):
-        bad = corpus.snapshot("old", ulid=corpus.ulid(ago_s=ago_s))
-        body = bytearray(corpus.objects[snapshots_prefix(LAYOUT) + str(bad)])
-        body[-30] ^= 1
-        corpus.put(snapshots_prefix(LAYOUT) + str(bad), bytes(body))
-    corpus.save("old")
-    corpus.delta("new")
-    reader = make_reader()
-    await reader.refresh()
-    assert reader.holds("old", "new") == ["new"]
-    await rebuild(corpus.store, LAYOUT)
-    await reader.refresh()
-    assert reader.holds("old", "new") == ["old", "new"]
 
 
 async def test_files_of_older_snapshots_are_removed(

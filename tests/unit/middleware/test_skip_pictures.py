@@ -455,14 +455,6 @@ async def test_a_stream_that_begins_with_an_error_is_repeated(make: Make) -> Non
     assert rig.count("repeated") == 1
 
 
-async def test_a_good_stream_reaches_the_client_with_its_first_word(make: Make) -> None:
-    rig = await make((200, STREAM, [event(ROLE), event(WORD), event(END)]))
-    await rig.ask(KNOWN)
-    bodies = [one.get("body") for one in rig.sent]
-    assert bodies == [None, event(ROLE), event(WORD), event(END), b""]
-    assert rig.count("replaced") == 1
-
-
 async def test_an_error_after_the_first_word_reaches_the_client(make: Make) -> None:
     rig = await make((200, STREAM, [event(ROLE), event(WORD), event(ERROR)]))
     await rig.ask(KNOWN)
