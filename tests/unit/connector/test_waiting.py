@@ -54,14 +54,6 @@ def test_a_few_fetches_that_take_for_ever_move_it_little() -> None:
     assert times(slow).likely_s < 1.5 * times(draw(0.03)).likely_s
 
 
-def test_old_fetches_are_forgotten() -> None:
-    assert times(draw(0.03) + [1.0] * 512).likely_s == pytest.approx(1.0, rel=0.01)
-
-
-def test_a_fetch_that_took_no_time_can_be_told_of() -> None:
-    assert 0.0 < times([0.0] * 1000 + [-1.0]).likely_s < 0.001
-
-
 # -- one decision ----------------------------------------------------------------------------
 
 
@@ -159,16 +151,6 @@ def test_time_without_requests_is_no_time_of_a_step() -> None:
         load.end_request(now + 0.01)
         now += 1.0
     assert load.price < 1.1
-
-
-def test_load_is_forgotten() -> None:
-    load = EngineLoad(2)
-    now = run_passes(load, requests=20)
-    assert load.price > 5
-    for _ in range(8):
-        now += 5.0
-        load.end_pass(now, has_prefill=False, requests=0)
-    assert load.price == 1.0
 
 
 # -- what is not known, or no longer true ------------------------------------------------------
@@ -297,23 +279,6 @@ def test_no_wait_is_longer_than_its_own_limit_however_busy_the_engine_is(request
         here.end(asker)
 
 
-def test_after_waits_in_vain_nobody_waits_until_something_comes_that_was_in_time() -> None:
-    here = world(encode_s=0.2)
-    askers = [request(str(number), feature(str(number))) for number in range(MOST_IN_VAIN + 2)]
-    here.stock(*(str(number) for number in range(MOST_IN_VAIN + 2)))
-    for number, asker in enumerate(askers[:-1]):
-        assert until_it_goes_on(here, asker) == (
-            pytest.approx(0.4, abs=0.002) if number < MOST_IN_VAIN else 0.0
-        )
-        here.step()
-    here.finish("0", seconds=1.0)  # too late for anybody
-    here.stock("a", "b")
-    assert here.ask(request("a", feature("a")))
-    here.step()
-    here.finish("a", seconds=0.3)
-    assert not here.ask(request("b", feature("b")))
-
-
 @pytest.mark.parametrize("step_s", [-3600.0, -60.0, 60.0, 3600.0])
 def test_a_step_of_the_wall_clock_changes_no_answer(step_s: float) -> None:
     """vLLM stamps a request with the time of day, which an NTP daemon or a resumed VM may set."""
@@ -332,19 +297,6 @@ def test_a_step_of_the_wall_clock_changes_no_answer(step_s: float) -> None:
         here.finish(text, seconds=1.0)
         here.end(asker)
     assert waited == 0
-
-
-def test_each_turn_of_a_session_is_weighed_anew() -> None:
-    here = world()
-    here.stock("a", "b")
-    session = request("r", feature("a"))
-    assert until_it_goes_on(here, session) > 0.1
-    here.schedule(session)
-    here.step()
-    assert here.ask(session)
-    session.mm_features.append(feature("b", 10))
-    session.num_prompt_tokens = 20
-    assert not here.ask(session, 8)
 
 
 def test_request_without_pixels_waits_whatever_it_costs() -> None:
