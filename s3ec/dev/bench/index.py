@@ -298,7 +298,8 @@ def _measure_filter(context: Context, made: Made) -> None:
     context.say("filters")
     count = _MISSES_QUICK if context.quick else _MISSES
     keys = Keys(made.segment(), seed=1)
-    words = memoryview(made.folder.filter_path(made.name).read_bytes()).cast("Q")
+    bits = made.folder.filter_path(made.name).read_bytes()
+    words = memoryview(bits).cast("Q")
 
     def contains(key: Key) -> bool:
         return maybe(words, key.digest_hi, key.digest_lo)
@@ -307,11 +308,8 @@ def _measure_filter(context: Context, made: Made) -> None:
     wrong = 0
     for _ in range(count // _MISSES_AT_A_TIME):
         wrong += sum(map(contains, keys.misses(_MISSES_AT_A_TIME)))
-    detail = {"entries": made.entries, "bytes": made.filter_nbytes}
-    context.report(
-        BLOOM_BYTES, made.filter_nbytes / made.entries, samples=made.entries, detail=detail
-    )
-    detail = {"entries": made.entries, "wrong": wrong}
+    detail = {"entries": made.entries, "bytes": len(bits), "wrong": wrong}
+    context.report(BLOOM_BYTES, len(bits) / made.entries, samples=made.entries, detail=detail)
     context.report(BLOOM_FPR, wrong / count, samples=count, detail=detail)
 
 
