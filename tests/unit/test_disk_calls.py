@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disk calls in a row: made in one go, and their outcomes handed back together."""
+"""Disk calls of a loop whose pool has one thread: the outcome that nobody takes, and errors."""
 
 from __future__ import annotations
 
@@ -19,31 +19,6 @@ def loop() -> Iterator[LoopThread]:
     loop = LoopThread("s3ec-test", disk_threads=1)
     yield loop
     loop.stop(TIMEOUT_S)
-
-
-def test_outcomes_that_wait_for_the_loop_wake_it_once(loop: LoopThread) -> None:
-    woken: list[object] = []
-    made = threading.Event()
-
-    async def several() -> list[int]:
-        running = asyncio.get_running_loop()
-        wake = running.call_soon_threadsafe
-
-        def count(callback, *args, **more):  # type: ignore[no-untyped-def]
-            woken.append(callback)
-            return wake(callback, *args, **more)
-
-        await loop.disk(int)
-        running.call_soon_threadsafe = count  # type: ignore[method-assign]
-        calls = [asyncio.ensure_future(loop.disk(int, str(n))) for n in range(9)]
-        calls.append(asyncio.ensure_future(loop.disk(lambda: made.set() or 9)))
-        await asyncio.sleep(0)
-        assert made.wait(TIMEOUT_S)  # this thread can hear of nothing meanwhile
-        return await asyncio.gather(*calls)
-
-    assert loop.run(several(), TIMEOUT_S) == list(range(10))
-    # Twice where the last outcome came when the first ones were being handed out.
-    assert len(woken) <= 2
 
 
 def test_result_that_came_in_the_moment_of_the_cancellation_is_undone(loop: LoopThread) -> None:
