@@ -374,12 +374,6 @@ class Settings(BaseModel):
         description="A number or a word that starts over on purpose: engines with another one "
         "share nothing, such as after a release of vLLM that encoded wrongly.",
     )
-    decoding: Literal["alike", "equal"] = Field(
-        "alike",
-        description="Which releases of vLLM share embeddings. `alike`: also those that decode rare "
-        "pictures otherwise, which are PNGs with a transparent colour, before 0.33 and from then "
-        "on. `equal`: only those that decode all pictures in the same way.",
-    )
     tenant_key: Annotated[str | None, AfterValidator(check_reference)] = Field(
         None,
         description="Where a secret of 16 bytes or more is: `env:VARIABLE` or "
