@@ -230,15 +230,6 @@ class BotocoreStore:
                 name = key[len(self._root) :]
                 yield ObjectInfo(name, int(entry["Size"]), _written_s(entry))
 
-    def list_tags(self) -> AsyncIterator[Sequence[tuple[str, int, str]]]:
-        """Name, bytes and ETag of all objects, page by page; not a part of Store."""
-        return self._pages("", {}, self._tags_of)
-
-    def _tags_of(self, page: Any) -> Iterator[tuple[str, int, str]]:
-        for entry in page.get("Contents", ()):
-            name = str(entry["Key"]).removeprefix(self._root)
-            yield name, int(entry["Size"]), str(entry["ETag"])
-
     async def list_folders(self, prefix: str) -> Sequence[str]:
         check_folder_name(prefix)
         above = self._root + prefix
