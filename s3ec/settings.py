@@ -383,12 +383,6 @@ class Settings(BaseModel):
         "different values share nothing. Change it, for example, after a release of vLLM that "
         "encoded wrongly.",
     )
-    decoding: Literal["alike", "equal"] = Field(
-        "alike",
-        description="Which releases of vLLM share embeddings. `alike`: also releases that decode "
-        "rare pictures differently (PNGs with a transparent colour, before 0.33 and since). "
-        "`equal`: only releases that decode all pictures in the same way.",
-    )
     tenant_key: Annotated[str | None, AfterValidator(check_reference)] = Field(
         None,
         description="Place of a secret of 16 bytes or more: `env:VARIABLE` or "

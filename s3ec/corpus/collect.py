@@ -190,7 +190,7 @@ async def _made_by(
             found = await read_header(store, entry)
         except CorruptEntryError:
             return False
-        return bool(found and found.header and rules.fits(found.header.maker.made_by))
+        return bool(found and found.header and rules.fits(found.header.made_by))
 
     chosen: list[ObjectInfo] = []
     report("reading headers", 0, len(infos))

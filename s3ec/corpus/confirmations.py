@@ -193,7 +193,7 @@ class Ledger:
                     dtype=header.shape.dtype,
                     placeholder=header.placeholder,
                     nbytes=entry.nbytes,
-                    made_by=header.maker.made_by,
+                    made_by=header.made_by,
                 )
         return None
 
