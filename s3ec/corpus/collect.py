@@ -207,8 +207,8 @@ async def choose(
 def _oldest(found: npt.NDArray[Any], surplus: int) -> npt.NDArray[Any]:
     """So many of the oldest that their bytes are the surplus; in the same order each time."""
     found = found[np.lexsort((found["lo"], found["hi"], found["modified_s"]))]
-    sizes = found["nbytes"]
-    return found[np.cumsum(sizes) - sizes < surplus]
+    before: npt.NDArray[np.int64] = np.cumsum(found["nbytes"]) - found["nbytes"]
+    return found.compress(before < surplus)
 
 
 async def _made_by(
