@@ -29,7 +29,6 @@ from s3ec.payoff import (
     Inputs,
     Known,
     ModelEstimate,
-    StorePreset,
     Value,
     assumed,
     find_model,
@@ -179,20 +178,15 @@ def named_model(vllm_args: Sequence[str]) -> ModelEstimate | None:
 
 
 def use_prices(settings: Settings, known: Known) -> None:
-    """Take the preset of a corpus where none is given, and the price of bringing it to replicas."""
-    if settings.replicas:
-        known.crossing_dollars_gb = crossing_price(settings, settings.replicas[0])
-    known.store = known.store or _prices_of(settings)
-
-
-def _prices_of(settings: Settings) -> StorePreset:
-    """AWS's prices, those of another region's bucket, or of disks in the same room."""
-    if settings.endpoint_url and not is_amazons(settings.endpoint_url):
-        return STORES["minio-nvme"]
-    crossing = None if settings.replicas else crossing_price(settings)
-    if crossing:
-        return replace(STORES["aws-other-region"], dollars_gb_read=crossing)
-    return STORES["aws"]
+    """Take a corpus's prices where none are given, and that of bringing it to the first replica."""
+    near = settings.replicas[:1]
+    crossing, store = crossing_price(settings, *near), STORES["aws"]
+    if near:
+        known.crossing_dollars_gb = crossing
+    elif crossing:
+        store = replace(STORES["aws-other-region"], dollars_gb_read=crossing)
+    elsewhere = settings.endpoint_url and not is_amazons(settings.endpoint_url)
+    known.store = known.store or (STORES["minio-nvme"] if elsewhere else store)
 
 
 def measure_tier(folder: Path, nbytes: int) -> float:

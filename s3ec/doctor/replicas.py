@@ -27,7 +27,6 @@ _LISTED = 1000  # of a namespace; one page
 _NAMESPACES = 64
 _REPLICATION_S = 15 * 60.0  # what S3 promises with replication time control
 _MOST_COMPARED_BYTES = 2**26
-_WRITES = 3  # requests of one attempt to write
 _REQUESTS = 16  # as long as so many requests may take, one after another
 
 
@@ -77,15 +76,18 @@ def replica(context: CheckContext, place: Replica) -> Outcome:
 
 
 def _replica(context: CheckContext, place: Replica, near: Store) -> Outcome:
-    try:
-        # No HEAD: its 404 does not tell an absent bucket.
-        context.ask_store(lambda store: store.get_range(KEPT_PROBE, 0, 1), store=near)
-        if place.fill:
-            context.ask_store(_write, requests=_WRITES, store=near)
-    except S3ECError as exc:
-        needed = "s3:GetObject, s3:ListBucket" + " and s3:PutObject" * place.fill
-        refused = outcome_of(exc, needed)
-        return warn(f"{refused.found}; all is read at home", refused.mend)
+    for action, call, left in (
+        ("s3:GetObject", _read, "all is read at home"),
+        ("s3:PutObject", _write, "it takes no copies"),
+    ):
+        if call is _write and not place.fill:
+            continue
+        try:
+            context.ask_store(call, requests=_REQUESTS, store=near)
+        except S3ECError as exc:
+            refused = outcome_of(exc, f"s3:ListBucket and {action}")
+            of_redis = "look at the server, at its user's commands and password, and at `maxmemory`"
+            return warn(f"{refused.found}; {left}", of_redis if place.url else refused.mend)
     usable = f"can be read{' and written' * place.fill}"
     try:
         sample = context.ask_store(_sample, requests=_REQUESTS)
@@ -115,6 +117,10 @@ def _replica(context: CheckContext, place: Replica, near: Store) -> Outcome:
     return ok(found)
 
 
+async def _read(near: Store) -> None:
+    await near.get_range(KEPT_PROBE, 0, 1)  # a HEAD's 404 does not tell an absent bucket
+
+
 async def _write(near: Store) -> None:
     with suppress(ConflictError):  # it was kept
         await near.put_if_absent(KEPT_PROBE, [PROBE_BODY])
@@ -123,10 +129,9 @@ async def _write(near: Store) -> None:
 
 
 async def _sample(home: Store) -> list[ObjectInfo]:
-    entries: list[ObjectInfo] = []
-    for name in (await list_namespaces(home))[:_NAMESPACES]:
-        entries += await listed_entries(home, Layout(name))
-    return newest(entries)
+    names = (await list_namespaces(home))[:_NAMESPACES]
+    listed = await in_parallel(names, lambda name: listed_entries(home, Layout(name)))
+    return newest([info for entries in listed for info in entries])
 
 
 def _is_equal(context: CheckContext, near: Store, info: ObjectInfo) -> bool:

@@ -188,7 +188,7 @@ def test_writes_without_an_answer_fail_and_hold_up_the_checks_that_need_them(
 ) -> None:
     with FaultProxy(local_s3.endpoint_url) as proxy:
         proxy.add(Rule(Delay(600), method="PUT"))
-        report = doctor(config(proxy.url), "--timeout", "1", env=local_s3.env())
+        report = doctor(config(proxy.url), "--timeout", "4", env=local_s3.env())
     unknown = dict.fromkeys(PROBING, "skip")
     assert report.verdicts() == {**HEALTHY, **unknown, "write": "fail"}
     assert "timed out" in report["write"]["found"]

@@ -119,7 +119,6 @@ def test_every_setting_can_come_from_every_source(
         "index_refresh_s": "3.5",
         "model_identity": "m",
         "weights": "name",
-        "decoding": "equal",
         "encoder_epoch": "2",
         "live_weights": "ignore",
         "tenant_key": "env:SOME_SECRET",
@@ -456,7 +455,7 @@ def test_an_s3_url_is_another_way_to_write_bucket_and_prefix(
     assert str(chosen.corpus) == "s3://corpus/a/b"
     error = refusal({"bucket": "corpus"})
     assert error.field == "bucket"
-    assert "`url` (from env S3EC_URL); remove one" in str(error)
+    assert "`url` 's3://corpus/a/b/' (from env S3EC_URL); remove one" in str(error)
     monkeypatch.delenv("S3EC_URL")
     assert load_settings({"bucket": "s3://corpus/a"}).settings.prefix == "a"
     assert refusal({"bucket": "s3://corpus/a", "prefix": "b"}).field == "prefix"

@@ -32,10 +32,8 @@ def test_a_quantile_is_of_the_last_times_and_there_is_none_of_few() -> None:
         assert times.quantile(0.5) is None
     for number in range(48):
         times.add(float(number))
-    assert sorted(times.in_order) == times.in_order
-    assert len(times.in_order) == 20
-    assert times.quantile(0) == times.in_order[0] > 0.0
-    assert times.quantile(0.95) == times.in_order[-1] > 15.0
+    assert times.quantile(0) == 28.0
+    assert times.quantile(0.95) == 47.0
 
 
 def test_observed_times_are_told_by_bucket_and_as_increments() -> None:

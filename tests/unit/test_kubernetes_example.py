@@ -359,6 +359,7 @@ def test_commands_are_those_of_the_command_line(copy: Path, folder: str) -> None
             if words[1] == "precompute":
                 assert parsed["shard"] == f"0/{variables()['SHARDS']}"
             if words[1] == "gc":
+                assert parsed["yes"]  # nobody is there to be asked
                 assert duration_s(parsed["older_than"], "older_than") > 0
     assert found
 

@@ -129,12 +129,12 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
 
 def test_an_entry_says_what_made_it_and_the_first_writer_s_word_stays(rig: Rig) -> None:
     for version in ("0.32.0", "0.33.0"):
-        queue = rig.queue(maker=codec.Maker(f"vllm={version}", 1))
+        queue = rig.queue(made_by=f"vllm={version}")
         assert queue.put(HASHES[0], IMAGE, tensor(1))
         assert queue.drain(DEADLINE_S) == 0
         blob = rig.stored(HASHES[0])
         assert blob is not None
-        assert codec.parse_header(blob).maker == codec.Maker("vllm=0.32.0", 1)
+        assert codec.parse_header(blob).made_by == "vllm=0.32.0"
 
 
 def test_what_waits_is_in_the_gauges_and_its_time_is_observed_when_the_bucket_confirms(

@@ -114,6 +114,21 @@ def test_a_new_engine_waits_for_its_own_disk_and_not_for_a_bucket_that_it_does_n
     assert one.times.of("tier", ROWS).likely_s == PRIOR_FETCH_S["tier"]
 
 
+def test_a_wait_for_a_replica_begins_by_its_time_and_by_what_it_lacked_lately() -> None:
+    def near(encode_s: float, lacks: float) -> WaitPolicy:
+        one = policy(encode_s=encode_s, fetch_s=0.004)
+        one.times.of("home", ROWS).add(0.08)
+        for number in range(100):
+            one.times.note_far(is_far=number % 10 < 10 * lacks)
+        return one
+
+    assert limit_s(near(0.015, 0.0)) > 0
+    assert limit_s(near(0.015, 0.5)) > 0
+    assert limit_s(near(0.015, 1.0)) == 0
+    assert limit_s(near(0.015, 0.0), source="home") == 0
+    assert limit_s(near(0.15, 1.0)) > 0  # home pays as well
+
+
 # -- whom an encode delays -------------------------------------------------------------------
 
 
@@ -277,6 +292,53 @@ def test_no_wait_is_longer_than_its_own_limit_however_busy_the_engine_is(request
         waited_s = until_it_goes_on(here, asker, requests=requests, pass_s=0.01)
         assert waited_s == pytest.approx(0.4, abs=0.011)
         here.end(asker)
+
+
+def beside_home(encode_s: float) -> World:
+    """A replica that takes 5 ms, and home behind it that takes 80."""
+    here = world(encode_s=encode_s, fetch_s=0.005)
+    assert here.policy is not None
+    here.policy.times.of("home", SMALL).add(0.08)
+    return here
+
+
+def test_what_no_replica_has_is_encoded_at_once_where_home_takes_too_long() -> None:
+    here = beside_home(encode_s=0.02)
+    asker = here.defer("a")
+    assert not here.ask(asker)
+    here.step()
+    here.go_far("a")
+    here.go_far("a")  # of a large one each range goes there
+    assert here.ask(asker)
+    assert here.schedule(asker) == [False]
+    here.step()
+    assert here.prefetcher.demoted == [identifier_of("a")]
+    here.finish("a", seconds=0.8)
+    here.ask(request("other", feature("other")))
+    assert here.policy is not None
+    assert here.policy.times.of("home", SMALL).likely_s > 0.2
+    assert here.policy.times.of("bucket", SMALL).likely_s < 0.01
+    assert here.counters.get("defer_timeouts") == 0
+
+
+def test_what_no_replica_has_is_waited_for_where_home_pays() -> None:
+    here = beside_home(encode_s=0.4)
+    asker = here.defer("a")
+    here.clock.now_s += 0.7
+    here.go_far("a")
+    # The wait begins anew. All waits of a request together have an end.
+    assert until_it_goes_on(here, asker) == pytest.approx(0.8, abs=0.002)
+    assert here.counters.get("deferred_requests") == 1
+
+
+def test_a_home_that_is_awaited_in_vain_is_no_reason_not_to_wait_for_a_replica() -> None:
+    here = beside_home(encode_s=0.2)
+    for number in range(MOST_IN_VAIN):
+        asker = here.deferred_far(f"slow {number}")
+        assert until_it_goes_on(here, asker) == pytest.approx(0.4, abs=0.002)
+        here.end(asker)
+        here.step()
+    assert here.ask(here.deferred_far("a"))
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, -60.0, 60.0, 3600.0])

@@ -107,7 +107,7 @@ def test_a_replica_that_refuses_or_does_not_answer_stops_no_fleet(
 ) -> None:
     says(two.check(bucket="doctor-none"), Verdict.WARN, found="all is read at home")
     denied = proxy.add(Rule(DENIED, method="PUT", target="doctor-near"))
-    says(two.check(fill=True), Verdict.WARN, mend="s3:ListBucket and s3:PutObject")
+    says(two.check(fill=True), Verdict.WARN, found="it takes no copies", mend="s3:PutObject")
     assert denied.fired
     says(two.check(endpoint_url="http://127.0.0.1:1"), Verdict.WARN, found="all is read at home")
 
@@ -121,6 +121,8 @@ def test_a_redis_is_a_replica_like_others(two: Two) -> None:
     with Valkey() as server:
         found = two.check(bucket=None, endpoint_url=None, url=server.url, fill=True)
         says(found, Verdict.OK, found="can be read and written; it has 0 of 5")
+    found = two.check(bucket=None, endpoint_url=None, url="redis://127.0.0.1:1")
+    says(found, Verdict.WARN, found="all is read at home", mend="password")
 
 
 def test_each_replica_is_a_check_of_its_own(two: Two) -> None:
