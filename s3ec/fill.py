@@ -17,13 +17,9 @@ from s3ec import safetensors_file
 from s3ec.counters import Counters
 from s3ec.errors import TOO_LARGE, AccessError, ConflictError, S3ECError, TierError
 from s3ec.identity import Key, Layout
+from s3ec.index.deltas import list_deltas
 from s3ec.index.local import NodeFolder
-from s3ec.index.names import (
-    SnapshotName,
-    deltas_prefix,
-    snapshots_prefix,
-    window_start,
-)
+from s3ec.index.names import SnapshotName, deltas_prefix, snapshots_prefix
 from s3ec.index.reader import ManifestIndex
 from s3ec.runtime import LoopThread, contained, jitter
 from s3ec.store.base import PART_BYTES, Store
@@ -162,9 +158,8 @@ class Filler:
         """
         snapshot, ulids = index.files
         prefix = deltas_prefix(self._layout)
-        first = window_start(snapshot.ulid)
         near, modalities = self._place.store, self._layout.modalities
-        there = {info.name async for info in near.list(prefix, start_after=prefix + first)}
+        there = {prefix + ulid for ulid in await list_deltas(near, self._layout, snapshot)}
         there |= {info.name async for info in near.list(modalities)}
         records = [info.name async for info in self._home.list(modalities)]
         for name in [self._layout.descriptor, *records, *(prefix + ulid for ulid in ulids)]:

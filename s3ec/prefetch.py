@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
@@ -26,6 +27,7 @@ from s3ec.fetch import Fetcher, FetchOutcome, FetchRequest, FetchResult, Priorit
 from s3ec.runtime import LoopThread, contained
 from s3ec.spans import Work
 from s3ec.store.concurrency import within
+from s3ec.store.places import tell_of_home
 from s3ec.tier.claims import LookAgain
 
 __all__ = [
@@ -137,6 +139,7 @@ class Prefetcher:
         self._limits = limits
         self._clock = clock
         self._done: deque[FetchResult] = deque()
+        self._far: deque[FetchRequest] = deque()
         # The rest is touched by the loop's thread only.
         self._fetcher = Fetcher(
             loop, sources, counters, max_inflight_bytes=limits.max_inflight_bytes
@@ -164,15 +167,16 @@ class Prefetcher:
 
     @property
     def has_news(self) -> bool:
-        """Whether drain would return something."""
-        return bool(self._done)
+        """Whether drain or drain_far would return something."""
+        return bool(self._done or self._far)
 
     def drain(self) -> list[FetchResult]:
         """Take what has finished since the last call."""
-        done = []
-        while self._done:
-            done.append(self._done.popleft())
-        return done
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def drain_far(self) -> list[FetchRequest]:
+        """Take what home was asked for behind replicas since the last call; before drain."""
+        return [self._far.popleft() for _ in range(len(self._far))]
 
     # -- the loop's thread -----------------------------------------------------------------
 
@@ -252,6 +256,7 @@ class Prefetcher:
                 if place.lane is self._looks:
                     return await self._fetcher.look(want)
                 late = self._is_late(place)
+                tell_of_home.set(partial(self._far.append, want))  # in this task alone
                 return await self._fetcher.fetch(want, deadline, ignore_claim=late)
         except (UnavailableError, TimeoutError, TierError) as exc:
             log.debug("fetch of %s: %s", want.key.digest.hex(), exc)

@@ -228,7 +228,7 @@ class Replica(BaseModel):
 
     @property
     def name(self) -> str:
-        """What messages and metrics call it: its bucket, without dots."""
+        """Name in messages and metrics: the bucket or server, with `_` for each dot."""
         return (self.bucket or urlsplit(self.url or "").netloc.rpartition("@")[2]).replace(".", "_")
 
     @model_validator(mode="after")
@@ -249,57 +249,62 @@ class Settings(BaseModel):
 
     url: str | None = Field(
         None,
-        description="Place of the corpus, instead of `bucket`: `s3://BUCKET/PREFIX`, or outside S3 "
-        "`gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or `file:///FOLDER`.",
+        description="Address of the corpus, instead of `bucket`: `s3://BUCKET/PREFIX`, or outside "
+        "S3 `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or `file:///FOLDER`.",
     )
     bucket: str = Field(
         "",
-        description="Bucket that holds the corpus. Required where there is no `url`.",
+        description="Bucket that holds the corpus. Required unless `url` is set.",
     )
     prefix: Annotated[str, AfterValidator(check_prefix)] = Field(
-        "", description="Folder inside the bucket; surrounding slashes are cut."
+        "", description="Folder inside the bucket. Leading and trailing slashes are removed."
     )
     endpoint_url: Annotated[str, AfterValidator(check_endpoint)] | None = Field(
         None,
-        description="URL of an S3-compatible server, perhaps with a path before the bucket. Unset: "
-        "the variable `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL`, then the profile's, else AWS.",
+        description="URL of an S3-compatible server, with an optional path before the bucket. "
+        "Unset: the variable `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL`, then the profile's "
+        "URL, else AWS.",
     )
-    region: str | None = Field(None, description="Region to sign for; unset asks the SDK's chain.")
+    region: str | None = Field(
+        None, description="Region for signatures. Unset: the region of the SDK's chain."
+    )
     addressing_style: Literal["auto", "path", "virtual"] = Field(
         "auto",
-        description="`path` puts the bucket into the path, `virtual` into the host name; `auto` "
-        "takes `path` where `endpoint_url` is not Amazon's.",
+        description="`path` puts the bucket into the path, `virtual` into the host name. `auto` "
+        "uses `path` if `endpoint_url` is not Amazon's.",
     )
     allow_http: bool = Field(
         False,
-        description="Take an `endpoint_url` of `http://` to another machine: whoever is on the way "
-        "can read and change what is sent. `127.0.0.1`, `::1` and `localhost` need no leave.",
+        description="Allow `http://` in an `endpoint_url` of another machine. Anyone on the "
+        "network path can then read and change the data. `127.0.0.1`, `::1` and `localhost` are "
+        "always allowed.",
     )
     profile: str | None = Field(None, description="Profile of the SDK's shared configuration.")
     ca_bundle: Path | None = Field(
         None,
-        description="PEM file of the authorities to trust beside the system's. Unset: the one that "
-        "`AWS_CA_BUNDLE`, the profile or `REQUESTS_CA_BUNDLE` names, or the SDK's own.",
+        description="PEM file of authorities to trust in addition to the system's. Unset: the "
+        "file of `AWS_CA_BUNDLE`, the profile or `REQUESTS_CA_BUNDLE`, or the SDK's own.",
     )
     sse: Literal["none", "AES256", "aws:kms"] = Field(
         "none",
-        description="Server-side encryption asked for at each write; `none` leaves it to the "
-        "bucket's default.",
+        description="Server-side encryption to request for each write. With `none` the bucket's "
+        "default applies.",
     )
-    sse_kms_key_id: str | None = Field(None, description="KMS key, with `sse` = `aws:kms`.")
+    sse_kms_key_id: str | None = Field(None, description="KMS key for `sse` = `aws:kms`.")
     replicas: Annotated[tuple[Replica, ...], BeforeValidator(_parse_replicas)] = Field(
         (),
-        description="Places with copies of the corpus, near this node, in the order in which they "
-        "are read; the corpus itself is read last. A list of tables with `bucket` and, where it "
-        "differs, `prefix`, `endpoint_url`, `region`, `addressing_style`, `allow_http`, `profile` "
-        "and `ca_bundle`; or, for a Redis or Valkey, with `url` (`rediss://USER@HOST:PORT`) and "
-        "perhaps `password` (`env:VARIABLE` or `file:/path`), `cluster` and `ttl_s`. With `fill`, "
-        "engines copy there what it lacks, each at most `fill_bytes_per_minute` (1GiB).",
+        description="Places near this node that have copies of the corpus, in the order of "
+        "reading; the corpus itself comes last. The value is a list of tables with `bucket` and, "
+        "if they differ, `prefix`, `endpoint_url`, `region`, `addressing_style`, `allow_http`, "
+        "`profile` and `ca_bundle`. For a Redis or Valkey the table has `url` "
+        "(`rediss://USER@HOST:PORT`) and optionally `password` (`env:VARIABLE` or `file:/path`), "
+        "`cluster` and `ttl_s`. With `fill`, engines copy missing embeddings there, each at most "
+        "`fill_bytes_per_minute` (1GiB).",
     )
     requester_pays: bool = Field(
         False,
-        description="Send `x-amz-request-payer: requester` with each request: this account pays for"
-        " what it asks of a bucket that is set up so.",
+        description="Send `x-amz-request-payer: requester` with each request. This account then "
+        "pays for its requests to a bucket with that setting.",
     )
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,
@@ -307,53 +312,56 @@ class Settings(BaseModel):
         "Default: `s3ec` in `XDG_CACHE_HOME` or `~/.cache`.",
     )
     cache_bytes: ByteSize = Field(
-        ByteSize(50 * 2**30), gt=0, description="Size the tier is kept below, such as `50GiB`."
+        ByteSize(50 * 2**30), gt=0, description="Upper limit of the tier's size, such as `50GiB`."
     )
     min_free_bytes: ByteSize = Field(
-        ByteSize(2**30), ge=0, description="Free disk space the tier leaves to others."
+        ByteSize(2**30), ge=0, description="Free disk space that the tier leaves to other programs."
     )
     transport: Literal["auto", "aioboto3", "obstore"] = Field(
         "auto",
-        description="S3 client. `obstore` moves bodies outside the interpreter's lock, botocore "
-        "does the rest; `auto` is that, and botocore alone where obstore has no build. `aioboto3` "
-        "needs `pip install aioboto3`.",
+        description="S3 client. `obstore` moves bodies outside the interpreter's lock, and "
+        "botocore does the rest. `auto` is the same, or botocore alone if obstore has no build "
+        "for the platform. `aioboto3` needs `pip install aioboto3`.",
     )
     max_concurrency: int = Field(
-        16, ge=1, le=256, description="Objects in flight at a time, per process."
+        16, ge=1, le=256, description="Maximum number of objects in flight at a time, per process."
     )
     wait: Literal["always", "auto", "never"] = Field(
         "auto",
-        description="When a request waits for an embedding that is on its way. `auto`: where "
-        "waiting is likely to cost less than encoding, by what fetches and encodes have taken in "
-        "this engine. `always`: up to `defer_timeout_s`. `never`: it is encoded, and the fetch is "
-        "for later requests. A request without pixels waits in any case.",
+        description="When a request waits for an embedding that is being fetched. `auto`: if the "
+        "wait is likely to cost less than encoding, by the fetch and encode times in this "
+        "engine. `always`: up to `defer_timeout_s`. `never`: vLLM encodes the image, and the "
+        "fetch serves later requests. A request without pixels always waits.",
     )
     defer_timeout_s: float = Field(
         2.0,
         ge=0,
         le=60,
-        description="Longest that a request waits in all before its images are encoded; 0 never "
-        "waits. A request without pixels waits 10 s or more.",
+        description="Longest total wait of a request before its images are encoded; with 0 no "
+        "request waits. A request without pixels waits 10 s or more.",
     )
     connect_timeout_s: float = Field(
         1.0, gt=0, le=60, description="Longest wait for a connection to the store."
     )
     read_timeout_s: float = Field(
-        5.0, gt=0, le=600, description="Longest silence of the store inside a reply."
+        5.0, gt=0, le=600, description="Longest pause of the store inside a reply."
     )
     hedge: bool = Field(
         True,
-        description="Ask once more for an embedding that is later than nineteen in twenty; at most "
-        "5% more requests.",
+        description="Send a GET a second time if it takes longer than the 95th percentile; at "
+        "most 5% more requests.",
     )
     index_refresh_s: float = Field(
-        10.0, ge=0.1, le=86400, description="How often a node asks the bucket for news of writers."
+        10.0,
+        ge=0.1,
+        le=86400,
+        description="Time between two refreshes of a node's index from the bucket.",
     )
     verify: Literal["always", "download"] = Field(
         "always",
-        description="When an entry's values are hashed: `always` again at each load, `download` "
-        "only when they come from the bucket or from the encoder. Then nobody notices what the "
-        "node's disk or memory does to them later, such as zeros after a power cut.",
+        description="When s3ec hashes an entry's values. `always`: also at each load. "
+        "`download`: only when they come from the bucket or from the encoder. s3ec then does not "
+        "notice later damage by the node's disk or memory, such as zeros after a power cut.",
     )
     model_identity: str | None = Field(
         None,
@@ -364,48 +372,52 @@ class Settings(BaseModel):
     )
     weights: Literal["fingerprint", "name"] = Field(
         "fingerprint",
-        description="What tells two checkpoints of one model apart: `fingerprint` reads samples of "
-        "each tensor of encoder and projector, so that a folder with other weights is another "
-        "namespace, and nothing is loaded or saved where they cannot be had; `name` trusts the "
-        "model's name and revision.",
+        description="How the namespace distinguishes two checkpoints of one model. `fingerprint` "
+        "reads samples of each tensor of encoder and projector, so a folder with other weights "
+        "is another namespace; if the samples cannot be read, s3ec loads and saves nothing. "
+        "`name` trusts the model's name and revision.",
     )
     encoder_epoch: Annotated[str, BeforeValidator(_check_epoch)] = Field(
         "",
-        description="A number or a word that starts over on purpose: engines with another one "
-        "share nothing, such as after a release of vLLM that encoded wrongly.",
+        description="A number or a word that starts an empty corpus on purpose. Engines with "
+        "different values share nothing. Change it, for example, after a release of vLLM that "
+        "encoded wrongly.",
     )
     tenant_key: Annotated[str | None, AfterValidator(check_reference)] = Field(
         None,
-        description="Where a secret of 16 bytes or more is: `env:VARIABLE` or "
-        "`file:/absolute/path`. Every name in bucket and tier is then made with it, so that who "
-        "does not hold it can neither guess nor choose one; holders share.",
+        description="Place of a secret of 16 bytes or more: `env:VARIABLE` or "
+        "`file:/absolute/path`. s3ec derives every name in bucket and tier from the secret. So "
+        "only engines with the secret can guess or choose a name, and they share.",
     )
     trust_client_ids: bool = Field(
         True,
-        description="Whether an identifier that is no content hash, so that a client chose it "
-        "(`uuid`), is looked up and saved.",
+        description="Whether s3ec looks up and saves identifiers that are no content hash, so "
+        "that a client chose them (`uuid`).",
     )
     save: Literal["always", "worth"] = Field(
         "always",
-        description="Which embeddings an `ec_both` engine stores. `always`: all that it encodes. "
-        "`worth`: what it encodes a second time (of the last half a million or more), unless "
-        "encoding takes less time than a fetch. An `ec_producer` stores all in any case.",
+        description="Which embeddings an `ec_both` engine stores. `always`: every embedding that "
+        "it encodes. `worth`: an embedding that it encodes for the second time (of the last half "
+        "a million or more), unless encoding takes less time than a fetch. An `ec_producer` "
+        "always stores all.",
     )
     save_overflow: Literal["block", "drop"] = Field(
         "drop",
-        description="What a full save queue does. `drop`: what finds no room is encoded and saved "
-        "another time. `block`, for a job whose work must be complete: it waits for room, at most "
-        "60 s in a step and in an outage of the bucket, and drops then. `s3ec precompute` blocks.",
+        description="What happens when the save queue is full. `drop`: the embedding is not "
+        "stored, and a later request encodes and saves it. `block`, for a job that must store "
+        "everything: the save waits for space, at most 60 s in a step and in an outage of the "
+        "bucket, and is then dropped. `s3ec precompute` blocks.",
     )
     live_weights: Literal["stop", "ignore"] = Field(
         "stop",
-        description="What to do when vLLM gets a weight version, or a call into its workers, or, "
-        "with `weights` = name, resets its encoder cache: the weights may be others then. `stop` "
-        "loads and saves nothing more until the engine is started again, and with "
-        "--weight-transfer-config from the start. `ignore` is for encoders that never change.",
+        description="What to do when the weights may have changed: when vLLM gets a weight "
+        "version, or a call into its workers, or, with `weights` = name, resets its encoder "
+        "cache. `stop` loads and saves nothing more until the engine is started again; with "
+        "--weight-transfer-config it loads and saves nothing from the start. `ignore` is for "
+        "encoders that never change.",
     )
     save_queue_bytes: ByteSize = Field(
-        ByteSize(2**30), gt=0, description="Embeddings waiting to be written, at most."
+        ByteSize(2**30), gt=0, description="Maximum bytes of embeddings that wait to be written."
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "INFO", description="Level of the `s3ec` loggers."
@@ -494,7 +506,7 @@ class Settings(BaseModel):
         return self
 
     def _check_replicas(self) -> None:
-        """Each can be opened, and is a place of its own: counters are by its name."""
+        """Check that each can be opened and is a place of its own: its name labels counters."""
         taken = {self._bucket: "the corpus itself"} if self.bucket else {}
         names: dict[str, str] = {}
         for number, replica in enumerate(self.replicas):
@@ -522,13 +534,13 @@ class Settings(BaseModel):
 
     @property
     def _bucket(self) -> tuple[str | None, str, str]:
-        """What tells one place from another; Amazon's buckets have one name in all regions."""
+        """Identity of a place. Amazon's bucket names are unique across regions."""
         endpoint = self.endpoint_url
         server = None if endpoint is None or is_amazons(endpoint) else endpoint.casefold()
         return server, self.bucket, self.prefix
 
     def at(self, replica: Replica) -> Settings:
-        """The settings with which a replica is opened: these, with its place for the corpus's."""
+        """Return these settings with the replica's place instead of the corpus's."""
         others = {"fill", "fill_bytes_per_minute", "url", "password", "cluster", "ttl_s"}
         place = replica.model_dump(exclude=others, exclude_none=True)
         own = {"replicas", "bucket", "endpoint_url", "region", "sse", "sse_kms_key_id"}
@@ -536,7 +548,7 @@ class Settings(BaseModel):
 
     @property
     def corpus(self) -> CorpusUrl:
-        """Where the corpus is; ``str`` of it is for people."""
+        """Address of the corpus; ``str`` of it is for people."""
         return parse_url(self.url) if self.url else CorpusUrl("s3", self.bucket, self.prefix)
 
     @property

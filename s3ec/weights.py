@@ -2,7 +2,8 @@
 """What a model's files say about its encoder: a fingerprint of the weights, processors and code.
 
 Everything here is computed from files, without torch, vLLM or the network, so that every process
-of every node and the command line come to the same answer.
+of every node and the command line come to the same answer. Where the weights lie in a bucket, a
+listing with tags stands in for them; the caller makes it.
 
 The rule works on bytes alone. A Hugging Face snapshot's blob names would be cheaper and would see
 every change, but a plain folder with the same files has none, and a blob's name also changes with
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -24,6 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from s3ec.errors import S3ECError
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -82,6 +86,9 @@ _LANGUAGE_MODEL = re.compile(
 # In Mistral's own files (consolidated*.safetensors) they have no name in front.
 _MISTRAL_LANGUAGE_MODEL = re.compile(r"(?:layers\.\d+|norm|output)\.")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+Tags = Sequence[tuple[str, int, str]]
+"""Objects below a URL: name, bytes, and the tag (ETag) that changes when it is replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +149,13 @@ def weights_of(
     checkpoint: Checkpoint,
     *,
     fingerprint: bool = True,
+    list_bucket: Callable[[str], Tags] | None = None,
 ) -> Weights:
     """What a namespace should say about the files of one engine's model.
 
     Args:
         fingerprint: Whether to read the weights; False takes their name, unless they are dummies.
+        list_bucket: The objects below an ``s3://`` URL; may ask the network. None where nobody may.
     """
     try:
         if checkpoint.load_format == "dummy":
@@ -154,7 +163,7 @@ def weights_of(
         elif not fingerprint:
             known = BY_NAME
         else:
-            known = fingerprint_of(checkpoint)
+            known = fingerprint_of(checkpoint, list_bucket)
         files = checkpoint.files or checkpoint.model
         try:
             place = place_of(files, checkpoint.revision, None)
@@ -173,7 +182,7 @@ def weights_of(
         return Weights("", problem=f"the model's files cannot be read: {exc}")
 
 
-def fingerprint_of(checkpoint: Checkpoint) -> str:
+def fingerprint_of(checkpoint: Checkpoint, list_bucket: Callable[[str], Tags] | None = None) -> str:
     """The fingerprint of the encoder's and the projector's weights.
 
     It covers the names, types and shapes of all tensors that are not certainly the language
@@ -186,6 +195,7 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
 
     Checkpoints of other kinds (``.bin``, ``.pt``, GGUF) are taken as a whole, with the language
     model: size, a sample of 4 KiB of each MiB, and the CRC of each tensor where the file is a zip.
+    Those in a bucket likewise, by the names, sizes and tags of their objects.
 
     Returns:
         ``sha256:`` and 32 hex digits.
@@ -199,8 +209,11 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
             f"nobody knows where `--load-format {checkpoint.load_format}` takes its weights from"
         )
     digest = hashlib.sha256(b"s3ec weights 2\n")
-    place = place_of(checkpoint.model, checkpoint.revision, checkpoint.download_dir)
-    digest.update(_digest_of_place(place, checkpoint.load_format))
+    if checkpoint.model.startswith("s3://") and list_bucket is not None:
+        digest.update(_digest_of_tags(checkpoint.model, list_bucket))
+    else:
+        place = place_of(checkpoint.model, checkpoint.revision, checkpoint.download_dir)
+        digest.update(_digest_of_place(place, checkpoint.load_format))
     for other in checkpoint.others:
         place = place_of(other, None, checkpoint.download_dir)
         digest.update(_digest_of_place(place, checkpoint.load_format, whole=True))
@@ -234,14 +247,29 @@ def place_of(model: str, revision: str | None, download_dir: str | None) -> Path
     if "://" in model:
         raise UnknownFilesError(f"{model} is not on this machine")
     if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
-        # Never a repository of the same name in the other hub's cache.
-        raise UnknownFilesError(f"{model} is no folder, and ModelScope's cache is not read")
+        return _modelscope_snapshot(model, revision, download_dir)
     snapshot = _snapshot_of(model, revision or "main", _hub_cache(download_dir))
     if snapshot is None:
         raise UnknownFilesError(
             f"{model} is no folder, and no snapshot of it is in {_hub_cache(download_dir)}"
         )
     return snapshot
+
+
+def _modelscope_snapshot(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """Its cache has had several layouts, so it is asked; it looks at the disk alone."""
+    try:
+        module = importlib.import_module("modelscope.hub.snapshot_download")
+        found = Path(
+            module.snapshot_download(
+                model_id=model, revision=revision, cache_dir=download_dir, local_files_only=True
+            )
+        )
+    except Exception as exc:  # of many kinds
+        raise UnknownFilesError(f"ModelScope has no copy of {model} here: {exc!r}") from exc
+    if not found.is_dir():
+        raise UnknownFilesError(f"ModelScope has no copy of {model} here")
+    return found
 
 
 def _hub_cache(download_dir: str | None) -> Path:
@@ -319,6 +347,17 @@ def _code_of(place: Path, revision: str | None) -> dict[str, str]:
 
 
 # -- what is in the weights --------------------------------------------------------------------
+
+
+def _digest_of_tags(url: str, list_bucket: Callable[[str], Tags]) -> bytes:
+    """Of weights in a bucket, which are streamed past this machine's disk."""
+    try:
+        found = sorted(one for one in list_bucket(url) if one[0].endswith(".safetensors"))
+    except S3ECError as exc:
+        raise UnknownFilesError(f"the weights in {url} cannot be listed: {exc}") from exc
+    if not found:
+        raise UnknownFilesError(f"there are no weights of a known kind in {url}")
+    return hashlib.sha256(json.dumps(found).encode()).digest()
 
 
 def _digest_of_place(place: Path, load_format: str, *, whole: bool = False) -> bytes:

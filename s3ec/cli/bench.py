@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from s3ec.cli import was_interrupted
 from s3ec.cli.options import JsonOption, option
 from s3ec.cli.output import App, counting, epilog, print_note, show, stdout_to_stderr
 from s3ec.errors import ConfigError, S3ECError
@@ -92,6 +93,8 @@ def encode(
 
         def pictures() -> Iterator[Picture]:
             for number, page in enumerate(_pages(_FIRST + pages)):
+                if was_interrupted():  # while vLLM started
+                    raise KeyboardInterrupt
                 report("encoding pages", number, _FIRST + pages)
                 yield page
 

@@ -196,9 +196,9 @@ def _matching(table: pa.Table, column: str, text: str, page: int | None) -> list
     rows = []
     for row in map(asdict, to_rows(found)):
         if page in (None, row["page"]):
-            stored_s = row.pop("stored_s")
+            stored_s, nbytes = row.pop("stored_s"), row.pop("nbytes")
             age = {"age_s": time.time() - stored_s, "stored_at": timestamp(stored_s)}
-            rows.append({**row, "bytes": row.pop("nbytes"), **age})
+            rows.append({**row, "bytes": nbytes, **age})
     return rows
 
 

@@ -30,6 +30,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+from s3ec.cli import was_interrupted
 from s3ec.counters import Report
 from s3ec.errors import (
     AccessError,
@@ -622,7 +623,8 @@ class Failure:
     def of(cls, exc: BaseException) -> Failure:
         """Make one from an error of ours or of the parser of the command line, or from Ctrl-C."""
         kind, exit_code = next(row[1:] for row in _KINDS if isinstance(exc, row[0]))
-        message, field, interrupted = str(exc), getattr(exc, "field", None), {}
+        message, interrupted = str(exc) or type(exc).__name__, {}
+        field = getattr(exc, "field", None)
         if isinstance(exc, KeyboardInterrupt):
             now = Progress.current
             message = f"interrupted{now.so_far}; {now.resume}"
@@ -693,7 +695,7 @@ def ended_by(exc: BaseException, words: Sequence[str]) -> int:
         words: The command line, which says whether JSON is wanted: it may be so wrong that no
             command has seen it.
     """
-    failure = Failure.of(exc)
+    failure = Failure.of(KeyboardInterrupt() if was_interrupted() else exc)
     print_error(failure.message)
     own = list(words)[: words.index("--")] if "--" in words else words
     if "--ndjson" in own:

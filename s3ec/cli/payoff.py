@@ -58,48 +58,32 @@ _QUESTIONS = {
 }
 
 _FIGURES = {
-    "like": Annotated[
-        str | None,
-        option(
-            "--like",
+    name: Annotated[kind | None, option(f"--{name.replace('_', '-')}", metavar, text, **limits)]
+    for name, kind, metavar, text, limits in (
+        (
+            "like",
+            str,
             "MODEL",
             "A model of the table of docs/does-it-pay.md, as the hub writes it: "
             "google/gemma-3-27b-it.",
+            {},
         ),
-    ],
-    "rows": Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows of an embedding; `s3ec stat` shows those stored."),
-    ],
-    "width": Annotated[int | None, typer.Option(min=1, help="Values of a row.")],
-    "encode_ms": Annotated[
-        float | None,
-        typer.Option(
-            "--encode-ms", min=0.001, help="One encode in the engine, on all its GPUs together."
+        ("rows", int, "N", "Rows of an embedding; `s3ec stat` shows those stored.", {"min": 1}),
+        ("width", int, "N", "Values of a row.", {"min": 1}),
+        ("encode_ms", float, "MS", "One encode in the engine, on all its GPUs.", {"min": 0.001}),
+        ("fetch_ms", float, "MS", "One embedding from the bucket.", {"min": 0.001}),
+        ("reads", float, "N", "Reads of one entry from the bucket a month. [1.5]", {"min": 0.0}),
+        ("gpu", str, "NAME", f"GPU of the engine: {', '.join(GPUS)}. \\[h100]", {}),
+        ("gpus", int, "N", "GPUs of one engine. [1]", {"min": 1}),
+        ("gpu_dollars", float, "USD", "Price of one GPU for an hour.", {"min": 0.0}),
+        (
+            "store",
+            str,
+            "NAME",
+            f"Prices, and times that are not measured: {', '.join(STORES)}. \\[aws]",
+            {},
         ),
-    ],
-    "fetch_ms": Annotated[
-        float | None, typer.Option("--fetch-ms", min=0.001, help="One embedding from the bucket.")
-    ],
-    "reads": Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Reads of one entry from the bucket in a month. [1.5]"),
-    ],
-    "gpu": Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"GPU of the engine: {', '.join(GPUS)}. [h100]"),
-    ],
-    "gpus": Annotated[int | None, typer.Option(min=1, help="GPUs of one engine. [1]")],
-    "gpu_dollars": Annotated[
-        float | None, typer.Option("--gpu-dollars", min=0.0, help="Price of one GPU for an hour.")
-    ],
-    "store": Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Prices, and times that are not measured: {', '.join(STORES)}. [aws]",
-        ),
-    ],
+    )
 }
 
 

@@ -29,10 +29,10 @@ _Labelled = tuple[str, str, tuple[str, ...], dict[str, str]]
 
 # counter of ours -> (Prometheus name without prefix and _total, help)
 _PLAIN = {
-    "hits": ("hits", "Encoder inputs answered from the cache instead of encoded."),
+    "hits": ("hits", "Encoder inputs that came from the cache and were not encoded."),
     "misses": ("misses", "Encoder inputs that were encoded."),
     "deferred_requests": ("deferred_requests", "Requests that waited for embeddings."),
-    "deferred_seconds": ("deferred_seconds", "Time that requests were deferred."),
+    "deferred_seconds": ("deferred_seconds", "Total time that requests were deferred."),
     "defer_timeouts": ("defer_timeouts", "Deferrals that ended without the embedding."),
     "waits_declined": (
         "waits_declined",
@@ -41,56 +41,57 @@ _PLAIN = {
     "encode.seconds": ("encode_seconds", "Time that the encoder ran, as rank 0 measured it."),
     "encode.saved_seconds": (
         "saved_encoder_seconds",
-        "Time that the encoder would have run for the hits, by what encoding has cost (nothing is "
-        "counted before that is known).",
+        "Estimated encoder time that the hits saved, from measured encodes. Nothing is counted "
+        "before the first measurement.",
     ),
-    "encode.rows": ("encoded_rows", "Rows of embeddings that it made in that time."),
+    "encode.rows": ("encoded_rows", "Rows of embeddings that the encoder made in that time."),
     "load.items": ("loads", "Embeddings read into the encoder cache."),
     "load.bytes": ("load_bytes", "Bytes of embeddings read into the encoder cache."),
     "load.seconds": ("load_seconds", "Time spent inside start_load_caches."),
-    "load.failed": ("load_failures", "Reads of granted files that failed."),
-    "load.rescued": ("load_rescues", "Loads that the bucket served after such a failure."),
-    "load.hung": ("load_hangs", "Loads that the disk did not answer in time."),
+    "load.failed": ("load_failures", "Loads of granted files that failed."),
+    "load.rescued": ("load_rescues", "Failed loads that the bucket then served."),
+    "load.hung": ("load_hangs", "Loads for which the disk did not answer in time."),
     "save.items": ("saves", "Embeddings that the bucket confirmed."),
     "save.bytes": ("save_bytes", "Bytes of embeddings that the bucket confirmed."),
-    "save.seconds": ("save_seconds", "Time uploads took, in sum."),
-    "save.queued": ("saves_queued", "Embeddings that were taken into the save queue."),
-    "save.existed": ("saves_existing", "Uploads that found the object stored already."),
-    "save.blocked": ("save_blocked", "Times that a full save queue held the encoder up."),
+    "save.seconds": ("save_seconds", "Total time of uploads."),
+    "save.queued": ("saves_queued", "Embeddings that entered the save queue."),
+    "save.existed": ("saves_existing", "Uploads whose object was stored already."),
+    "save.blocked": ("save_blocked", "Times that the encoder waited for a full save queue."),
     "announced": ("announced", "Stored embeddings that were announced in the index."),
     "announce_failed": (
         "announce_failures",
-        "Announcements in the index that failed. They are tried again.",
+        "Announcements in the index that failed. s3ec retries them.",
     ),
     "announce_dropped": (
         "announce_dropped",
-        "Stored embeddings that the index does not hold until the next listing.",
+        "Stored embeddings that are missing in the index until the next listing.",
     ),
     "tier.evicted": ("evictions", "Entries that this process evicted from the tier."),
     "tier.evicted_bytes": ("evicted_bytes", "Bytes that this process evicted."),
     "tier.never_read_bytes": (
         "never_read_bytes",
-        "Bytes that this process evicted and that nobody on this node had asked for since they "
-        "were saved, or brought by `s3ec hydrate`.",
+        "Evicted bytes of entries that no process of this node had requested since they were "
+        "saved, or fetched by `s3ec hydrate`.",
     ),
-    "tier.bad_files": ("bad_files", "Bad files of this node's tier, deleted."),
+    "tier.bad_files": ("bad_files", "Bad files of this node's tier. s3ec deletes them."),
     "bad_objects": (
         "bad_objects",
-        "Objects of the bucket that came bad twice; each is a miss for this process for an hour.",
+        "Objects of the bucket that arrived damaged twice. Each is a miss for this process for "
+        "an hour.",
     ),
-    "tier.errors": ("tier_errors", "Times that the disk refused."),
-    "tier.hung": ("tier_hangs", "Times that the disk was found not to answer."),
+    "tier.errors": ("tier_errors", "Operations that the disk refused."),
+    "tier.hung": ("tier_hangs", "Times that the disk did not answer."),
     "store.retries": ("store_retries", "Requests to the store that were repeated."),
     "hedge.sent": ("hedges", "Late requests that were sent a second time."),
-    "pace.slowed": ("slowdowns", "Times that the store asked for fewer requests."),
+    "pace.slowed": ("slowdowns", "Times that the store asked for a lower request rate."),
     "index.refresh_failed": ("index_failures", "Refreshes of the index that failed."),
     "index.fetch_failed": (
         "index_fetch_failures",
-        "Snapshots of the index that could not be downloaded. It is tried again.",
+        "Snapshots of the index whose download failed. s3ec retries it.",
     ),
     "index.unions": (
         "index_unions",
-        "Snapshots of the index that this engine made of what writers announced.",
+        "Snapshots of the index that this engine made by merging deltas.",
     ),
     "index.listings": (
         "index_listings",
@@ -98,60 +99,61 @@ _PLAIN = {
     ),
     "index.make_failed": (
         "index_make_failures",
-        "Snapshots of the index that could not be made. It is tried again.",
+        "Snapshots of the index that this engine could not make. s3ec retries it.",
     ),
-    "index.refused": ("index_refused", "Files of the index that could not be used."),
-    "index.vanished": ("index_vanished", "Embeddings that the index holds and the bucket lacks."),
+    "index.refused": ("index_refused", "Unusable files of the index."),
+    "index.vanished": ("index_vanished", "Embeddings in the index that are missing in the bucket."),
     "refused_identifiers": (
         "refused_identifiers",
         "Lookups of identifiers that may not be shared (request-scoped, too long).",
     ),
     "ids.refused": (
         "refused_client_ids",
-        "Lookups of identifiers that are no content hash, with trust_client_ids off.",
+        "Lookups of identifiers that are no content hash, with `trust_client_ids` off.",
     ),
     "unavailable_requests": (
         "unavailable_requests",
-        "Requests without pixels whose embedding could not be had.",
+        "Requests without pixels whose embedding was not available.",
     ),
     "stopped_by_weights": (
         "stopped_by_weights",
-        "1 once nothing is loaded or saved any more, since the weights may have changed.",
+        "1 after this engine has stopped loading and saving, since its weights may have changed.",
     ),
     "breaker.opened": (
         "breaker_opened",
-        "Times that the breaker opened: the store is not asked for a while.",
+        "Times that the breaker opened. s3ec then sends the store no requests for a while.",
     ),
-    "internal_errors": ("internal_errors", "Errors inside s3ec that were contained."),
+    "internal_errors": ("internal_errors", "Errors inside s3ec that it caught."),
 }
 # figure of ours that is sent as it is -> (Prometheus name, help, how those of the scheduler's
 # process and of all ranks make one: their sum or the largest)
 _GAUGES = {
     "level.spool_entries": (
         "spool_entries",
-        "Embeddings on this node's disk that the bucket, or its index, has not confirmed: those of "
-        "this engine's processes.",
+        "Embeddings of this engine's processes on this node's disk that are not confirmed yet by "
+        "the bucket or in its index.",
         "sum",
     ),
     "level.spool_oldest_seconds": (
         "spool_oldest_seconds",
-        "How long the oldest of them has waited. Of what a dead process left, the time since its "
-        "last use on this node.",
+        "Age of the oldest of these embeddings. For one that a dead process left, the time since "
+        "its last use on this node.",
         "max",
     ),
     "level.save_queue_entries": (
         "save_queue_entries",
-        "Embeddings in memory that are on no disk yet.",
+        "Embeddings in memory that are not on a disk yet.",
         "sum",
     ),
     "level.breaker_open": (
         "breaker_open",
-        "1 while the store is not asked, in any process of this engine, since it failed.",
+        "1 while the breaker is open in any process of this engine, so that it sends the store "
+        "no requests.",
         "max",
     ),
     "level.index_entries": (
         "index_entries",
-        "Rows of the index: of its snapshot and of what writers announced since.",
+        "Rows of the index: of its snapshot and of the later deltas.",
         "max",
     ),
     "level.index_age_seconds": (
@@ -161,47 +163,48 @@ _GAUGES = {
     ),
     "level.tier_bytes": (
         "tier_bytes",
-        "Bytes in `cache_dir`. All engines of a node say the same: do not add them up.",
+        "Bytes in `cache_dir`. All engines of a node report the same value: do not add them up.",
         "max",
     ),
     "level.tier_budget_bytes": (
         "tier_budget_bytes",
-        "What that is kept below (`cache_bytes`).",
+        "Upper limit of `tier_bytes` (`cache_bytes`).",
         "max",
     ),
 }
 _SOURCES = {
-    "tier": "It was on this node's disk. It only had to be verified and opened.",
-    "bucket": "It was downloaded.",
+    "tier": "The entry was on this node's disk. s3ec only verified and opened it.",
+    "bucket": "s3ec downloaded the entry.",
 }
 _REASONS = {
-    "checksum": "The bytes of the tensor do not have the checksum that the header names.",
-    "dtype": "The data type is none that s3ec stores.",
-    "header": "The header is not what s3ec writes.",
-    "identifier": "It was written for another identifier.",
-    "length": "There are fewer or more bytes than the header says.",
-    "namespace": "It was written for another namespace.",
+    "checksum": "The tensor's bytes do not match the checksum in the header.",
+    "dtype": "s3ec does not store this data type.",
+    "header": "The header is not one that s3ec writes.",
+    "identifier": "The entry belongs to another identifier.",
+    "length": "The entry has fewer or more bytes than its header says.",
+    "namespace": "The entry belongs to another namespace.",
     "nonfinite": "The tensor holds NaN or infinity.",
     "shape": "Rows and width are not two positive numbers, or contradict each other.",
-    "size": "It is larger than any sound entry can be.",
-    "version": "It has a format that this release does not know.",
+    "size": "The entry is larger than any valid entry can be.",
+    "version": "The entry has a format that this release does not know.",
 }
 # prefix of counters -> metric
 _LABELLED: dict[str, _Labelled] = {
     "fetch_items.": ("fetches", "Embeddings brought to this node.", ("source",), _SOURCES),
     "fetch_bytes.": ("fetch_bytes", "Bytes brought to this node.", ("source",), _SOURCES),
-    "fetch_seconds.": ("fetch_seconds", "Time fetches took, in sum.", ("source",), _SOURCES),
+    "fetch_seconds.": ("fetch_seconds", "Total time of fetches.", ("source",), _SOURCES),
     "fetch.": (
         "fetch_outcomes",
-        "How fetches ended.",
+        "Results of fetches.",
         ("outcome",),
         {
             "ready": "The embedding is on this node, verified and held open.",
             "absent": "Neither this node nor the bucket has it.",
-            "mismatch": "It is there, but it is not what the request needs.",
-            "corrupt": "It is there, but it is unusable.",
-            "unavailable": "Bucket or disk did not answer in time.",
-            "denied": "The bucket refused. The fetch is also counted as absent or unavailable.",
+            "mismatch": "The entry exists, but does not fit the request.",
+            "corrupt": "The entry exists, but is unusable.",
+            "unavailable": "The bucket or the disk did not answer in time.",
+            "denied": "The bucket refused the request. The fetch is also counted as absent or "
+            "unavailable.",
         },
     ),
     "corrupt.": ("corrupt", "Stored entries that were unusable.", ("reason",), _REASONS),
@@ -210,7 +213,7 @@ _LABELLED: dict[str, _Labelled] = {
         "Entries that did not fit the request.",
         ("field",),
         {
-            "rows": "The entry has other rows than the request has room for.",
+            "rows": "The entry has another number of rows than the request.",
             "width": "The entry has another width than the namespace's record.",
             "dtype": "The entry has another data type than the namespace's record.",
             "modality": "The entry is of another modality than the request's item.",
@@ -224,11 +227,11 @@ _LABELLED: dict[str, _Labelled] = {
     ),
     "save_declined.": (
         "saves_declined",
-        "Embeddings that were not stored because they are not worth it (`save` = worth).",
+        "Embeddings that were not stored because that is not worth it (`save` = worth).",
         ("reason",),
         {
-            "first": "It was encoded for the first time, as far as this engine remembers.",
-            "cheap": "To encode it takes less time than to bring it from the bucket.",
+            "first": "The engine encoded the picture for the first time, as far as it remembers.",
+            "cheap": "Encoding takes less time than a fetch from the bucket.",
         },
     ),
     "spool.": (
@@ -237,87 +240,90 @@ _LABELLED: dict[str, _Labelled] = {
         ("event",),
         {
             "adopted": "Taken over from a process that ended.",
-            "replayed": "Of those, the ones that the bucket has answered for.",
+            "replayed": "Adopted embeddings for which the bucket has answered.",
             "left": "Left for the next process when this one ended.",
-            "refused": "Not written to the disk. They are uploaded from memory.",
+            "refused": "Not written to the disk. s3ec uploads them from memory.",
         },
     ),
     "save_problem.": (
         "save_problems",
-        "Embeddings that were not stored, or not at the first try.",
+        "Embeddings that were not stored, or not at the first attempt.",
         ("reason",),
         {
-            "unavailable": "An upload failed and is tried again: the bucket gave no good answer.",
-            "denied": "An upload failed and is tried again: the bucket refused.",
+            "unavailable": "An upload failed and is retried: the bucket gave no good answer.",
+            "denied": "An upload failed and is retried: the bucket refused it.",
             "dropped": "The save queue was full. Not stored.",
-            "abandoned": "Neither bucket nor spool took it before the process ended. Not stored.",
-            "record": "Its width or data type is not that of the namespace's record. Not stored.",
-            "bad_object": "A bad object of the bucket has its name. Given up, see "
+            "abandoned": "Neither bucket nor spool had it before the process ended. Not stored.",
+            "record": "Its width or data type differs from the namespace's record. Not stored.",
+            "bad_object": "A bad object of the bucket has its name. Given up; see "
             "`s3ec_bad_objects`.",
             "shape": "The encoder's output was no tensor. Not stored.",
             "refused.adapter": "The LoRA adapter's files have changed. Not stored.",
-            "unreadable": "The spooled file cannot be read. It is tried again.",
+            "unreadable": "The spooled file cannot be read. s3ec retries it.",
             "vanished": "The spooled file is gone. Not stored.",
             "refused.identifier": "The identifier may not be shared. Not stored.",
-            "refused.REASON": "The tensor cannot be stored, for a reason as of `s3ec_corrupt`.",
+            "refused.REASON": "The tensor cannot be stored. For REASON see the reasons of "
+            "`s3ec_corrupt`.",
         },
     ),
     "encoded.": (
         "encoded",
-        "Encoder inputs that were encoded, by why. In sum `s3ec_misses`.",
+        "Encoder inputs that were encoded, by reason. Their sum is `s3ec_misses`.",
         ("reason",),
         {
-            "absent": "Neither the index nor this node knew it, or the bucket did not have it.",
-            "declined": "It is in the bucket, and to wait for it was not worth it (`wait`).",
-            "late": "It is in the bucket, and did not come while its request waited.",
-            "failed": "It is in the bucket, and its fetch failed a moment ago.",
-            "unfit": "It is in the bucket, and it is unusable or of another size than the request "
-            "needs.",
-            "down": "The bucket is not asked since it failed, or this node's disk does not answer.",
+            "absent": "Neither the index nor this node had it, or the bucket did not have it.",
+            "declined": "It is in the bucket, but waiting for it was not worth it (`wait`).",
+            "late": "It is in the bucket, but did not arrive while the request waited.",
+            "failed": "It is in the bucket, but its fetch failed a moment ago.",
+            "unfit": "It is in the bucket, but it is unusable or has another size than the "
+            "request needs.",
+            "down": "The bucket's breaker is open, or this node's disk does not answer.",
             "unshared": "The identifier may not be shared, so nothing is stored under it.",
-            "stopped": "This engine loads nothing; its log says why.",
+            "stopped": "This engine has stopped loading; its log says why.",
         },
     ),
     "place_bytes.": (
         "replica_bytes",
-        "Bytes of embeddings that a replica gave.",
+        "Bytes of embeddings that a replica served.",
         ("place",),
         {"PLACE": "The name of its bucket or server, with `_` for a dot."},
     ),
     "place.": (
         "replica_requests",
-        "What came of asking the replicas for embeddings, and of copies to them.",
+        "Results of requests to the replicas, and of copies to them.",
         ("place", "event"),
         {
-            "PLACE.hits": "It gave the embedding.",
-            "PLACE.lag": "It did not have it. The next place is asked, and this one not for a "
-            "minute.",
-            "PLACE.failed": "It gave no good answer. The next place is asked.",
-            "PLACE.bad": "Its copy was unusable. It is not asked for this one for an hour.",
-            "PLACE.late": "It was late, and the next place was asked as well.",
-            "PLACE.skipped": "It was not asked, since it failed lately (its breaker is open).",
-            "PLACE.filled": "It took a copy (`fill`).",
-            "PLACE.unfilled": "It did not take a copy, or there was no time for one.",
-            "PLACE.undeleted": "It did not delete what home has deleted.",
+            "PLACE.hits": "The replica served the embedding.",
+            "PLACE.lag": "The replica did not have it. s3ec asks the next place, and does not "
+            "ask this replica for it for a minute.",
+            "PLACE.failed": "The replica gave no good answer. s3ec asks the next place.",
+            "PLACE.bad": "The replica's copy was unusable. s3ec does not ask it for this "
+            "embedding for an hour.",
+            "PLACE.late": "The replica was late, and s3ec also asked the next place.",
+            "PLACE.skipped": "s3ec did not ask the replica, because its breaker is open.",
+            "PLACE.filled": "The replica accepted a copy (`fill`).",
+            "PLACE.unfilled": "The replica did not accept a copy, or there was no time for one.",
+            "PLACE.undeleted": "The replica did not delete an embedding that home has deleted.",
         },
     ),
     "lookups.": (
         "lookups",
-        "Where the encoder inputs of requests were found, once for each input that a step needed. "
-        "What one tier misses the next is asked for, so device misses are node hits and misses, "
-        "node misses are bucket hits and misses, and bucket misses were encoded (`s3ec_misses`).",
+        "Places where the encoder inputs of requests were found, once for each input that a step "
+        "needed. A miss in one tier is a lookup in the next. So device misses are node hits plus "
+        "node misses, node misses are bucket hits plus bucket misses, and bucket misses were "
+        "encoded (`s3ec_misses`).",
         ("tier", "outcome"),
         {
-            "device.hit": "vLLM's encoder cache held it when a step needed it, or got it in this "
-            "very step for another input.",
+            "device.hit": "vLLM's encoder cache held it when a step needed it, or got it in the "
+            "same step for another input.",
             "device.miss": "The device did not hold it: `s3ec_hits` and `s3ec_misses` together.",
-            "node.hit": "It was granted from this node's disk. It had been used here before, or "
-            "saved.",
-            "node.miss": "This node's disk did not give it in time.",
-            "bucket.hit": "It was granted after a download, and nobody had loaded it since. In a "
-            "pure producer, which loads nothing and asks no disk: the corpus holds it.",
-            "bucket.miss": "The bucket did not give it in time: it is not there, not known to be "
-            "there, too slow, or not asked since it is down. So it was encoded.",
+            "node.hit": "s3ec granted it from this node's disk. It had been used on this node "
+            "before, or saved.",
+            "node.miss": "This node's disk did not provide it in time.",
+            "bucket.hit": "s3ec granted it after a download, and no request had loaded it since. "
+            "In a pure producer, which loads nothing and reads no disk: the corpus holds it.",
+            "bucket.miss": "The bucket did not provide it in time, so it was encoded: it is not "
+            "there, not in the index, too slow, or the bucket is down.",
         },
     ),
 }
@@ -325,20 +331,20 @@ _LABELLED: dict[str, _Labelled] = {
 _HISTOGRAMS: dict[str, _Labelled] = {
     "fetch_time.": (
         "fetch_time_seconds",
-        "Time that one fetch took, from its start until the entry was open.",
+        "Time of one fetch, from its start until the entry was open.",
         ("source",),
         _SOURCES,
     ),
     "load_time": (
         "load_time_seconds",
-        "Time that one rank's step spent bringing its embeddings into the encoder cache.",
+        "Time that one rank's step took to bring its embeddings into the encoder cache.",
         (),
         {},
     ),
     "save_time": (
         "save_time_seconds",
-        "Time from the copy of an embedding off the device to the bucket's confirmation. Not of "
-        "what the bucket had already, nor of what a dead process left.",
+        "Time from the copy of an embedding off the device to the bucket's confirmation. "
+        "Excludes embeddings that the bucket had already, and those that a dead process left.",
         (),
         {},
     ),
@@ -353,7 +359,8 @@ _HISTOGRAMS: dict[str, _Labelled] = {
 NOT_EXPORTED = {
     "fetch_parked": "Fetches that waited for another process of the node.",
     "index.downloads": "Deltas and snapshots of the index that were downloaded.",
-    "index.missing": "Times that a key was denied for a while, since it was not to be had.",
+    "index.missing": "Times that a key was treated as absent for a while, since the bucket did "
+    "not have it.",
     "skip.": "Chat requests that SkipPictures saw; it has a metric of its own.",
 }
 PLAIN = {ours: (_PREFIX + name, text) for ours, (name, text) in _PLAIN.items()}

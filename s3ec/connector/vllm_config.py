@@ -277,13 +277,21 @@ def namespace_of(vllm_config: Any, settings: Settings, weights: Weights | None =
 
 
 def encoder_weights(vllm_config: Any, settings: Settings) -> Weights:
-    """What the files of this engine's model say; takes some 100 ms."""
+    """What the files of this engine's model say; takes some 100 ms, and the network for S3."""
     return weights_at(checkpoint_of(vllm_config), settings)
 
 
 def weights_at(checkpoint: Checkpoint, settings: Settings) -> Weights:
     """As encoder_weights."""
-    return weights_of(checkpoint, fingerprint=settings.weights == "fingerprint")
+
+    def tags_below(url: str) -> list[tuple[str, int, str]]:
+        from s3ec.store import tags  # the SDK takes 0.3 s
+
+        return tags.tags_below(url, allow_http=settings.allow_http)
+
+    return weights_of(
+        checkpoint, fingerprint=settings.weights == "fingerprint", list_bucket=tags_below
+    )
 
 
 def checkpoint_of(vllm_config: Any) -> Checkpoint:

@@ -27,7 +27,6 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
-    Set,
 )
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
@@ -356,7 +355,7 @@ class CatalogWriter:
         that was stored again, by whoever fills the corpus meanwhile, keeps its row. An older row of
         the same document and place goes with a newer one: it is of what the document was before. A
         fold that is under way may bring rows back; they are found again by the next audit. Costs a
-        HEAD for each suspect. Memory: some 100 bytes a row, 120 for each suspect, and a part.
+        HEAD for each suspect of each part. Memory: some 100 bytes a row, and a part.
 
         Args:
             is_suspect: True if the entry of an identifier may be gone. Called in another thread.
@@ -371,26 +370,22 @@ class CatalogWriter:
         """
         store, layout = self._store, self._layout
         winners, ulids = Winners(), []
-        suspects: set[str] = set()
 
-        def take(table: pa.Table) -> None:
-            winners.add(table)
-            suspects.update(filter(is_suspect, table.column("identifier").unique().to_pylist()))
-
-        async with aclosing(read_parts(store, layout)) as coming:
-            async for ulid, table in coming:
-                ulids.append(ulid)
-                await asyncio.to_thread(take, table)
-                del table
+        def suspects(table: pa.Table) -> list[str]:
+            return list(filter(is_suspect, table.column("identifier").unique().to_pylist()))
 
         async def is_gone(identifier: str) -> bool:
             key = make_key(identifier, tenant)
             return key is None or await store.head(layout.object(key)) is None
 
-        names = list(suspects)
-        looked = await in_parallel(names, is_gone)
-        gone = {name for name, absent in zip(names, looked, strict=True) if absent}
-        if not gone:
+        any_suspect = False
+        async with aclosing(read_parts(store, layout)) as coming:
+            async for ulid, table in coming:
+                ulids.append(ulid)
+                await asyncio.to_thread(winners.add, table)
+                any_suspect = any_suspect or bool(await asyncio.to_thread(suspects, table))
+                del table
+        if not any_suspect:
             return 0
         await self._require_deletions()
         counts = dict(zip(ulids, winners.masks(), strict=True))
@@ -399,6 +394,9 @@ class CatalogWriter:
         # older row must not count meanwhile.
         async with aclosing(read_parts(store, layout, only=ulids)) as coming:
             async for ulid, table in coming:
+                names = await asyncio.to_thread(suspects, table)
+                looked = await in_parallel(names, is_gone)
+                gone = [name for name, absent in zip(names, looked, strict=True) if absent]
                 left, went = await asyncio.to_thread(_without, table, counts[ulid], gone)
                 dropped += went
                 if len(left) < len(table):
@@ -453,7 +451,7 @@ def _last_of_each(table: pa.Table, ulid: str) -> pa.Table:
 
 
 def _without(
-    table: pa.Table, counts: npt.NDArray[np.bool_], gone: Set[str]
+    table: pa.Table, counts: npt.NDArray[np.bool_], gone: Sequence[str]
 ) -> tuple[pa.Table, int]:
     """The rows that count and are not of these entries, and how many are only not that."""
     import pyarrow as pa

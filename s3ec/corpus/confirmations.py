@@ -21,7 +21,7 @@ from s3ec.corpus.catalog import CatalogWriter, check_row, read_table
 from s3ec.corpus.catalog_file import STAMP, CatalogRow
 from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.encoder import EncoderError
-from s3ec.corpus.entries import entries_of, read_header
+from s3ec.corpus.entries import CorpusEntry, read_header
 from s3ec.corpus.reading import without_secrets
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, S3ECError
@@ -180,22 +180,29 @@ class Ledger:
             UnavailableError, AccessError: The bucket does not answer.
             CorruptEntryError: It is not what it should be.
         """
-        info = await store.head(self._layout.object(key))
-        for listed in entries_of(self._layout, [info] if info else []):
-            entry = await read_header(store, listed)
-            if entry is not None and entry.header is not None:
-                header = entry.header
-                return replace(
-                    _ANY,
-                    identifier=key.identifier,
-                    rows=header.shape.rows,
-                    width=header.shape.width,
-                    dtype=header.shape.dtype,
-                    placeholder=header.placeholder,
-                    nbytes=entry.nbytes,
-                    made_by=header.made_by,
-                )
-        return None
+        # One request: the index tells the size. What another s3ec has stored of that name may be
+        # of another one, which the bucket tells.
+        told = CorpusEntry(self._layout.namespace, key.name, self.index.nbytes(key) or 0, 0.0)
+        try:
+            entry = await read_header(store, told)
+        except CorruptEntryError:
+            info = await store.head(told.object_name)
+            if info is None:
+                return None
+            entry = await read_header(store, replace(told, nbytes=info.nbytes))
+        if entry is None or entry.header is None:
+            return None
+        header = entry.header
+        return replace(
+            _ANY,
+            identifier=key.identifier,
+            rows=header.shape.rows,
+            width=header.shape.width,
+            dtype=header.shape.dtype,
+            placeholder=header.placeholder,
+            nbytes=entry.nbytes,
+            made_by=header.made_by,
+        )
 
     def require_row(self, origin: Origin) -> None:
         """Refuse an item that the catalogue cannot name, before it is encoded.
@@ -247,6 +254,7 @@ class Confirmations:
         self._rows: list[tuple[CatalogRow, Counted]] = []
         self._failures: list[Failure] = []
         self._problem = ""
+        self._is_settling = False  # no more will come
         self._moved_s = self._written_s = time.monotonic()
         self._look_s = 0.0  # when the next look is due, or any request where one has failed
         self.encoded = self.catalogued = self.stored_bytes = 0
@@ -305,7 +313,7 @@ class Confirmations:
 
     def settle(self, patience_s: float) -> None:
         """Wait until all is confirmed and catalogued, for as long as that goes on."""
-        self._moved_s, self._look_s = time.monotonic(), 0.0
+        self._is_settling, self._moved_s, self._look_s = True, time.monotonic(), 0.0
         while self._waiting or self._rows:
             if time.monotonic() - self._moved_s > patience_s:
                 return
@@ -335,7 +343,8 @@ class Confirmations:
         if self._request is not None or (self._problem and now_s < self._look_s):
             return
         late = now_s - self._written_s >= _ROWS_EVERY_S
-        if self._rows and (late or not self._waiting or len(self._rows) >= _ROWS_AT_A_TIME):
+        is_last = self._is_settling and not self._waiting
+        if self._rows and (late or is_last or len(self._rows) >= _ROWS_AT_A_TIME):
             self._write()
         elif now_s >= self._look_s:
             self._look()

@@ -225,15 +225,15 @@ class VllmEncoder:
 
         The name depends on the model's path, too, and on settings of vLLM.
         """
+        import vllm
         from PIL import Image
 
-        self._vllm_config()
         file = io.BytesIO()
         Image.new("RGB", (8, 8), (200, 100, 50)).save(file, "PNG")
         name = None
         with suppress(SourceError):  # a model without pictures
             name = self.identify(Picture(-1, "image", file.getvalue()))
-        return f"{_import('vllm', '__version__')}:{(name or '-')[:16]}"
+        return f"{vllm.__version__}:{(name or '-')[:16]}"
 
     # -- without an engine -------------------------------------------------------------------
 
@@ -300,9 +300,14 @@ class VllmEncoder:
 
     def _vllm_config(self) -> Any:
         if self._config is None:
-            engine_args = _import("vllm.engine.arg_utils", "EngineArgs")
             try:
-                self._config = engine_args(**self._all_arguments()).create_engine_config()
+                from vllm.engine.arg_utils import EngineArgs
+            except ImportError as exc:
+                raise ConfigError(
+                    f"the job needs vLLM ({exc}); install {_FIRST_VLLM} or newer here"
+                ) from exc
+            try:
+                self._config = EngineArgs(**self._all_arguments()).create_engine_config()
             except TypeError as exc:
                 raise ConfigError(
                     f"vLLM does not take these arguments: {exc}; they are those of vllm.LLM",
@@ -324,7 +329,8 @@ class VllmEncoder:
         return self._config
 
     def _all_arguments(self) -> dict[str, Any]:
-        transfer_config = _import("vllm.config", "ECTransferConfig")
+        from vllm.config import ECTransferConfig
+
         # All of them: the engine reads variables too, and those may name another corpus.
         extra = json.loads(self._settings.model_dump_json())
         if "save_overflow" not in self._settings.model_fields_set:
@@ -332,7 +338,7 @@ class VllmEncoder:
         return {
             **self._arguments,
             "model": self._model,
-            "ec_transfer_config": transfer_config(
+            "ec_transfer_config": ECTransferConfig(
                 ec_connector="S3ECConnector",
                 ec_connector_module_path="s3ec.connector",
                 ec_role="ec_producer",
@@ -343,13 +349,14 @@ class VllmEncoder:
     # -- with one ----------------------------------------------------------------------------
 
     def _start(self) -> None:
-        make = _import("vllm", "LLM")
-        if not hasattr(make, "enqueue_chat"):
+        from vllm import LLM
+
+        if not hasattr(LLM, "enqueue_chat"):
             raise ConfigError(f"this vLLM is too old for the job; install {_FIRST_VLLM} or newer")
         began_s = time.monotonic()
         try:
             with _interrupts_for_us():
-                self._llm = make(**self._all_arguments())
+                self._llm = LLM(**self._all_arguments())
         except ConfigError:
             raise
         except Exception as exc:
@@ -394,7 +401,9 @@ class VllmEncoder:
         part: dict[str, Any] = {"type": kind, kind: {"url": picture.url}}
         if picture.uuid is not None:
             part["uuid"] = picture.uuid
-        sampling = _import("vllm", "SamplingParams")(max_tokens=1)
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=1)
         conversation = [{"role": "user", "content": [part]}]
         with _on_shelf(picture):
             (internal,) = self._llm.enqueue_chat([conversation], sampling, use_tqdm=False)
@@ -485,22 +494,6 @@ def _interrupts_for_us() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _import(module: str, name: str) -> Any:
-    """One name of vLLM's.
-
-    Raises:
-        ConfigError: vLLM is not installed here, or is not one that the job can use.
-    """
-    import importlib
-
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as exc:
-        raise ConfigError(
-            f"the job needs vLLM ({exc}); install {_FIRST_VLLM} or newer here"
-        ) from exc
 
 
 def _reason(exc: BaseException) -> str:

@@ -345,6 +345,7 @@ class Job:
             self.report.items += 1
             self.report.read_bytes += plan.read_bytes
             picture = self._begin(confirmations, plan)
+            confirmations.poll()
             if self.report.items % _REPORT_EVERY == 0 or self._under_way:
                 self._show()
             if picture is not None:

@@ -106,7 +106,7 @@ async def list_deltas(
     except AccessError as exc:
         if exc.is_general or first == NEVER:
             raise
-        await collect("")  # the server refuses `start-after`, as S3's directory buckets do
+        await collect("")  # the server refuses `start-after`
     return found
 
 

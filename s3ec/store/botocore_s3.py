@@ -34,6 +34,7 @@ from s3ec.settings import Settings
 from s3ec.store.base import (
     Blob,
     ObjectInfo,
+    UnorderedListingError,
     check_batch,
     check_folder_name,
     check_name,
@@ -147,6 +148,8 @@ class BotocoreStore:
         self._form = Form(checksum=True, condition=True)
         self._form_works = False
         self._has_batches = True
+        # S3 Express One Zone. It lists in no order, by whole folders, and from the start only.
+        self._is_directory = settings.bucket.endswith(("--x-s3", "--xa-s3"))
 
     def __repr__(self) -> str:
         endpoint = self._settings.endpoint_url or "AWS"
@@ -217,10 +220,21 @@ class BotocoreStore:
                 return ObjectInfo(name, int(response.get("ContentLength", 0)), _written_s(response))
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
-        after = {"StartAfter": self._root + start_after} if start_after else {}
-        async for found in self._pages(prefix, after, self._entries_of):
-            for info in found:
-                yield info
+        folder, after = prefix, {"StartAfter": self._root + start_after} if start_after else {}
+        if self._is_directory:
+            folder, after = prefix[: prefix.rfind("/") + 1], {}
+        begun = False
+        try:
+            async for found in self._pages(folder, after, self._entries_of):
+                for info in found:
+                    begun = True
+                    is_later = not self._is_directory or info.name > start_after
+                    if is_later and info.name.startswith(prefix):
+                        yield info
+        except UnavailableError as exc:
+            if self._is_directory and begun:
+                raise UnorderedListingError(str(exc)) from exc
+            raise
 
     def _entries_of(self, page: Any) -> Iterator[ObjectInfo]:
         for entry in page.get("Contents", ()):
@@ -229,6 +243,15 @@ class BotocoreStore:
             if key.startswith(self._root) and key != self._root:
                 name = key[len(self._root) :]
                 yield ObjectInfo(name, int(entry["Size"]), _written_s(entry))
+
+    def list_tags(self) -> AsyncIterator[Sequence[tuple[str, int, str]]]:
+        """Name, bytes and ETag of all objects, page by page; not a part of Store."""
+        return self._pages("", {}, self._tags_of)
+
+    def _tags_of(self, page: Any) -> Iterator[tuple[str, int, str]]:
+        for entry in page.get("Contents", ()):
+            name = str(entry["Key"]).removeprefix(self._root)
+            yield name, int(entry["Size"]), str(entry["ETag"])
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
         check_folder_name(prefix)

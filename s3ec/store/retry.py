@@ -58,6 +58,10 @@ class RetryStore(Wrapper):
         self._sleep = sleep
         self._uniform = uniform
 
+    async def ask(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a request that is not one of Store's, with the same repetitions."""
+        return await self._around(op, name, call)
+
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         if self._endpoint is not None:
             self._endpoint.budget.pay_in()

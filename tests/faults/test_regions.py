@@ -17,7 +17,7 @@ import redis
 from s3ec.corpus import Corpus
 from s3ec.counters import Counters
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
-from s3ec.dev.rigs.proxy_faults import Answer, Stall, s3_error
+from s3ec.dev.rigs.proxy_faults import Answer, Stall, StallUpload, s3_error
 from s3ec.dev.rigs.valkey import Valkey
 from s3ec.errors import TOO_LARGE, UnavailableError
 from s3ec.index.child import Job, in_child
@@ -99,6 +99,7 @@ def test_what_is_near_is_read_near(regions: Regions, tmp_path: Path) -> None:
     with noding(regions.settings(tmp_path / "cache")) as node:
         refresh(node)
         assert serve(node, ASKED) == set(ASKED)
+        assert node.prefetcher.drain_far() == []
     assert regions.asked() == (len(ASKED), 0)
 
 
@@ -112,6 +113,7 @@ def test_what_lags_is_read_at_home_and_near_once_it_has_come(
         # A 404 of obstore is asked of botocore, which tells a missing key from a missing bucket.
         assert len(ASKED) <= near <= 2 * len(ASKED)
         assert home == len(ASKED)
+        assert {one.key for one in node.prefetcher.drain_far()} == set(map(key_at, ASKED))
         evict(node, ASKED)
         assert serve(node, ASKED) == set(ASKED)
         assert regions.asked() == (0, len(ASKED))  # not asked again for a minute
@@ -278,6 +280,9 @@ def test_what_is_copied_after_its_deletion_is_not_read_once_the_index_has_heard(
 def test_what_came_from_home_is_copied_near_and_the_index_as_well(
     regions: Regions, tmp_path: Path
 ) -> None:
+    # Some servers list from the start only.
+    unable = s3_error(501, "NotImplemented")
+    regions.near_proxy.add(Rule(unable, method="GET", target="start-after="))
     with noding(regions.settings(tmp_path / "cache", fill=True)) as node:
         refresh(node)
         assert serve(node, ASKED) == set(ASKED)
@@ -339,6 +344,17 @@ def test_a_place_that_takes_no_copies_is_left_alone(
     assert caplog.text.count("takes no copies") == 1
 
 
+def test_a_node_ends_while_a_copy_is_under_way_and_others_wait(
+    regions: Regions, tmp_path: Path
+) -> None:
+    stalled = regions.near_proxy.add(Rule(StallUpload(), method="PUT"))
+    with noding(regions.settings(tmp_path / "cache", fill=True)) as node:
+        refresh(node)
+        assert serve(node, ASKED) == set(ASKED)
+        eventually(lambda: stalled.fired > 0, "a copy is under way")
+    assert regions.near.names(LAYOUT.objects) == []
+
+
 def test_one_entry_that_is_too_large_for_a_place_keeps_no_other_from_it(
     regions: Regions, tmp_path: Path
 ) -> None:
@@ -360,13 +376,14 @@ def test_what_this_disk_has_damaged_since_is_not_copied(regions: Regions, tmp_pa
         refresh(node)
         assert serve(node, ASKED) == set(ASKED)
         assert gate.reached.wait(60)
-        path = tmp_path / "cache" / "v1" / "objects" / LAYOUT.namespace / key_at(7).name
+        key = filler._waiting[-1]  # not the one that is under way
+        path = tmp_path / "cache" / "v1" / "objects" / LAYOUT.namespace / key.name
         path.write_bytes(damage.flipped(path.read_bytes()))
         gate.release()
         name = f"place.{filler._place.name}"
         eventually(lambda: node.counters.get(f"{name}.unfilled") == 1, "one is left out")
         eventually(lambda: node.counters.get(f"{name}.filled") == len(ASKED) - 1, "others are not")
-    assert LAYOUT.object(key_at(7)) not in regions.near.names()
+    assert LAYOUT.object(key) not in regions.near.names()
 
 
 def test_a_full_redis_is_still_read(regions: Regions, tmp_path: Path) -> None:

@@ -54,7 +54,13 @@ SUBSTITUTIONS = {
     r"^(s3ec precompute .*)$": rf"\1 --engine-args '{json.dumps(ENGINE)}'",
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("jq") is None or shutil.which("openssl") is None,
+        reason="the pages call jq and openssl",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,7 @@ class Place:
             timeout=300,
             check=False,
         )
+        (scripts / "printed").write_text(done.stdout)
         if done.returncode:
             failed = re.findall(r"^-- failed: .*:(\d+)$", done.stdout, re.M)
             pytest.fail(

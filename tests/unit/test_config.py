@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from s3ec.config import load_settings
 from s3ec.errors import ConfigError
@@ -160,18 +159,6 @@ def test_an_explicit_null_beats_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert loaded.origins["region"] == ORIGIN
 
 
-def test_the_origin_is_called_as_asked() -> None:
-    assert load_settings({"bucket": "corpus"}, origin="--config").origins["bucket"] == "--config"
-    with pytest.raises(ConfigError, match="--config"):
-        load_settings({"bucket": "corpus", "nonsense": 1}, origin="--config")
-
-
-def test_a_toml_file_is_read(write: Callable[..., Path]) -> None:
-    write('bucket = "corpus"\ncache_bytes = "2MiB"\nmax_concurrency = 4\n', "s3ec.toml")
-    chosen = load_settings().settings
-    assert (chosen.bucket, chosen.cache_bytes, chosen.max_concurrency) == ("corpus", 2**21, 4)
-
-
 def test_a_missing_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("S3EC_CONFIG", str(tmp_path / "nowhere.json"))
     assert "nowhere.json" in str(refusal())
@@ -232,11 +219,6 @@ def test_an_unknown_name_gets_the_nearest_one(name: str, near: str) -> None:
     assert f"unknown setting `{name}`" in str(error)
     assert f"did you mean `{near}`?" in str(error)
     assert error.field == name
-
-
-def test_a_name_like_nothing_gets_the_list() -> None:
-    message = str(refusal(zzzzzz=1))
-    assert all(name in message for name in Settings.model_fields)
 
 
 @pytest.mark.parametrize("name", [1, None, "", "a" * 1000])
@@ -683,12 +665,6 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
 
 
 # -- what settings give away -------------------------------------------------------------------
-
-
-def test_settings_are_frozen() -> None:
-    chosen = settings_of()
-    with pytest.raises(ValidationError):
-        chosen.bucket = "other"  # type: ignore[misc]
 
 
 def test_the_sdks_credentials_are_in_no_text(

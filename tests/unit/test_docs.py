@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
 
 from s3ec.cli.app import app
 from s3ec.settings import Settings
@@ -94,11 +95,15 @@ def test_every_page_is_on_the_site_and_in_the_list_of_pages() -> None:
         assert name == "index.md" or f"({name})" in index
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_blocks_say_what_they_need_in_the_same_words(document: str) -> None:
+    pages.blocks(document)
+
+
 @pytest.mark.parametrize("page", pages.pages())
-def test_blocks_say_what_they_need_in_the_same_words(page: str) -> None:
+def test_every_block_is_one_that_is_pasted(page: str) -> None:
     """tests/release/test_pages.py pastes those that need nothing."""
-    assert pages.blocks(page)
-    assert not re.findall(r"^ +```bash", (ROOT / page).read_text(), re.M), "is not pasted"
+    assert not re.findall(r"^ +```bash", (ROOT / page).read_text(), re.M)
 
 
 def test_nothing_says_to_install_a_name_that_is_on_no_index() -> None:
@@ -145,6 +150,18 @@ def test_readme_and_deployment_give_the_same_commands() -> None:
     for command in ("pip install", "vllm serve", "s3ec doctor"):
         same = said[0] & said[1]
         assert [one for one in same if re.match(f"(# needs .+\n)?{command}", one)], command
+
+
+def test_example_of_the_readme_pays_and_has_the_settings_that_advise_recommends() -> None:
+    text = (ROOT / "README.md").read_text()
+    [asked] = re.findall(r"^s3ec (advise .*)$", text, re.M)
+    [model] = re.findall(r"^vllm serve (\S+) ", text, re.M)
+    assert model in asked
+    found = json.loads(CliRunner().invoke(app, [*shlex.split(asked), "--json"]).stdout)
+    assert {one["verdict"] for one in found["verdicts"].values()} == {"yes"}
+    [settings] = re.findall(r'"ec_connector_extra_config": (\{.*?\})', text)
+    place = {"bucket", "region"}
+    assert {k: v for k, v in json.loads(settings).items() if k not in place} == found["settings"]
 
 
 # -- what they say about the code --------------------------------------------------------------

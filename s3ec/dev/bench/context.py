@@ -5,20 +5,13 @@ from __future__ import annotations
 
 import math
 import operator
-import re
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from s3ec.dev.bench import measure
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_REACH = re.compile(r"(<=|>=|==|<|>) (-?\d+(?:\.\d+)?)")
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -31,46 +24,25 @@ _DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """What a value must fulfil, such as ``<= 1.5``."""
-
-    comparison: str
-    limit: float
-
-    @classmethod
-    def parse(cls, text: str) -> Reach:
-        """Read ``COMPARISON NUMBER``.
-
-        Raises:
-            ValueError: Not of that form.
-        """
-        found = _REACH.fullmatch(text)
-        if found is None:
-            raise ValueError(f"reach {text!r} is not a comparison and a number, such as '<= 1.5'")
-        return cls(found.group(1), float(found.group(2)))
-
-    def holds(self, value: float) -> bool:
-        """Whether this value reaches it."""
-        return _COMPARE[self.comparison](value, self.limit)
-
-
-@dataclass(frozen=True, slots=True)
 class Spec:
     """A row that a benchmark always has, measured or not.
 
     Attributes:
         name: ``BENCH.what_unit``, stable: people compare it between releases.
         unit: ``us``, ``ratio``, ``MB/s``, ``1``...
-        reach: What the value must fulfil; None where it is only reported.
+        reach: What the value must fulfil, such as ``<= 1.5``; None where it is only reported.
     """
 
     name: str
     unit: str
     reach: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.reach is not None:
-            Reach.parse(self.reach)
+    def holds(self, value: float) -> bool:
+        """Whether this value reaches it."""
+        if self.reach is None:
+            return True
+        comparison, limit = self.reach.split()
+        return _COMPARE[comparison](value, float(limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +74,7 @@ class Row:
         """Whether the reach holds; True without one, None without a value."""
         if self.value is None:
             return None
-        return self.spec.reach is None or Reach.parse(self.spec.reach).holds(self.value)
+        return self.spec.holds(self.value)
 
     def to_json(self) -> dict[str, Any]:
         """The row as in the documentation; figures rounded to six digits."""
@@ -172,12 +144,10 @@ class Bench:
         rows: All its rows. Those it does not report are shown without a value, never left out.
         run: Measures and reports; may raise CannotMeasureError for all that is left. Takes the
             Context, and options by name.
-        table: More to show below the rows; may answer None.
     """
 
     rows: Sequence[Spec]
     run: Callable[..., None]
-    table: Callable[[Result], Table | None] | None = None
 
 
 class Context:
@@ -247,15 +217,9 @@ class Context:
         note: str = "",
         detail: Mapping[str, Any] | None = None,
     ) -> None:
-        """Give a row the median of its slowest case.
+        """Give a row the median of its slowest case, which the note names.
 
-        Args:
-            name: The row.
-            cases: Case to its value in each round.
-            samples: Measurements behind the value.
-            others: Shown beside the cases, never the value.
-            note: Goes in front of the name of the slowest case.
-            detail: More to tell.
+        Args: as of report_median; ``others`` are shown beside the cases and never the value.
         """
         medians = measure.medians(cases)
         slowest = max(medians, key=lambda case: medians[case])
@@ -289,51 +253,3 @@ class Context:
     def missing(self) -> list[str]:
         """Declared rows that were not reported yet."""
         return [name for name in self._specs if name not in self._rows]
-
-
-class Progress:
-    """Says the present step and the time left, with each step and every 8 s; a context manager.
-
-    Args:
-        say: Shows one line.
-        expected_s: Of all steps together.
-    """
-
-    def __init__(self, say: Callable[[str], None], expected_s: float) -> None:
-        self._say = say
-        self._expected_s = expected_s
-        self._began_s = time.monotonic()
-        # Name, seconds expected of it and of those before, beginning: replaced as a whole.
-        self._step = ("", 0.0, 0.0, self._began_s)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._repeat, name="bench-progress", daemon=True)
-
-    def begin(self, step: str, expected_s: float) -> None:
-        """End the step before, and say what comes now."""
-        _, before_s, done_s, _ = self._step
-        self._step = (step, expected_s, done_s + before_s, time.monotonic())
-        self._tell()
-
-    def _tell(self) -> None:
-        name, _, done_s, began_s = self._step
-        now_s = time.monotonic()
-        left_s = time_left_s(self._expected_s, done_s, began_s - self._began_s)
-        left_s = max(0.0, left_s - (now_s - began_s))
-        self._say(f"{name}; {now_s - self._began_s:.0f} s so far, {left_s:.0f} s left")
-
-    def _repeat(self) -> None:
-        while not self._ended.wait(8.0):
-            self._tell()
-
-    def __enter__(self) -> Progress:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-
-def time_left_s(expected_s: float, done_s: float, spent_s: float) -> float:
-    """What the rest takes if it is as much slower than expected as what is done was."""
-    return max(0.0, expected_s - done_s) * (spent_s / done_s if done_s else 1.0)

@@ -3,48 +3,81 @@
 
 The digests are made up, which makes no difference: real ones are parts of a SHA-256. Files lie on
 this node's disk and in a SeaweedFS on this machine, which takes its share of the same cores.
-Where ``--keys`` is above 1e7, what opens, moves or merges a whole snapshot does so with 1e7.
+
+Each lookup that is timed is of a key that was not asked for before, so its cache lines are cold.
+The clock's own share, which is measured beside it, is taken off. A reader is opened in a fresh
+process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
+import multiprocessing
+import random
 import shutil
-from typing import TYPE_CHECKING
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING, Any
 
+from s3ec.dev.bench import measure
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
 
 if TYPE_CHECKING:
-    from s3ec.dev.bench.corpus import Corpus
-    from s3ec.dev.bench.index_lookups import Heads
     from s3ec.dev.bench.index_made import Made
-    from s3ec.testing.server import LocalS3
+    from s3ec.identity import Key
+    from s3ec.node import Node
 
-KEYS = 10_000_000
-_KEYS_QUICK = 100_000
-# Where lookups have their reach; the largest is compared with it.
-_SMALL = 1_000_000
-_MOVED = 10_000_000
-# On disk: of a key's row and its share of a filter; and of what moves, the server's copies before
-# and after a union, two readers', raw downloads, and temporary files.
-_BYTES, _COPIES = 24, 6
+P50, TO_EXAMPLE, TO_HEAD, GROWTH = (
+    "index.lookup_p50_us",
+    "index.lookup_ratio_to_example",
+    "index.lookup_ratio_to_head",
+    "index.growth_1e6_to_max",
+)
+OPEN, PRIVATE, BLOOM_BYTES, BLOOM_FPR = (
+    "index.open_ms",
+    "index.private_bytes_per_key",
+    "bloom.bytes_per_key",
+    "bloom.fpr",
+)
 ROWS = (
-    Spec("index.lookup_p50_us", "us", "<= 1.5"),
-    Spec("index.lookup_ratio_to_example", "ratio", "< 1"),
-    Spec("index.lookup_ratio_to_head", "ratio", "<= 0.002"),
-    Spec("index.growth_1e6_to_max", "ratio", "<= 2"),
-    Spec("index.private_bytes_per_key", "B", "<= 0.2"),
-    Spec("bloom.bytes_per_key", "B", "<= 1.8"),
-    Spec("bloom.fpr", "1", "<= 0.01"),
-    Spec("index.open_ms", "ms", "<= 50"),
+    Spec(P50, "us", "<= 1.5"),
+    Spec(TO_EXAMPLE, "ratio", "< 1"),
+    Spec(TO_HEAD, "ratio", "<= 0.002"),
+    Spec(GROWTH, "ratio", "<= 2"),
+    Spec(PRIVATE, "B", "<= 0.2"),
+    Spec(BLOOM_BYTES, "B", "<= 1.8"),
+    Spec(BLOOM_FPR, "1", "<= 0.01"),
+    Spec(OPEN, "ms", "<= 50"),
     Spec("index.cold_ratio_to_raw", "ratio", "<= 1.5"),
     Spec("union.peak_mib", "MiB", "<= 512"),
     Spec("union.seconds", "s", "<= 15"),
     Spec("index.visible_p99_s", "s", "<= 15"),
     Spec("index.idle_lists_per_refresh", "1", "<= 1.1"),
-    Spec("index.listing_ratio_to_raw", "ratio", "<= 1.5"),
     Spec("index.hooks_p99_ratio", "ratio", "<= 1.1"),
 )
+KEYS, _KEYS_QUICK = 10_000_000, 100_000
+# Where lookups have their reach; the largest is compared with it.
+_SMALL = 1_000_000
+# On disk: of a key's row and its share of a filter; and of what moves, the server's copies before
+# and after a union, two readers', raw downloads, and temporary files.
+_BYTES, _COPIES = 24, 6
+_ROUNDS, _OPENINGS = 15, 5
+_LOOKUPS, _HEADS, _EXAMPLE_KEYS = 2500, 16, 256
+_OPENED_LOOKUPS = 20_000
+_MISSES, _MISSES_QUICK, _MISSES_AT_A_TIME = 500_000, 50_000, 10_000
+# How fast the interpreter is at the moment: on a shared machine that changes by a factor of two.
+_NOTHING = "a call that does nothing"
+_CASES = HIT, MISS = "hit", "miss"
+_EXAMPLE, _HEAD = "ECExampleConnector.has_cache_item", "HEAD"
+
+Round = Callable[[], Sequence[float]]
+"""Microseconds of each call."""
+Heads = Callable[[bool, int], Sequence[float]]
+"""Microseconds of so many HEADs, of an object that is there or of none."""
 
 
 def run(context: Context, keys: int | None = None) -> None:
@@ -53,55 +86,42 @@ def run(context: Context, keys: int | None = None) -> None:
     Args:
         context: Where rows go.
         keys: In the largest index.
-
-    Raises:
-        CannotMeasureError: There is no server to be had; the other rows are reported by then.
     """
-    from s3ec.dev.bench import index_lookups
     from s3ec.dev.bench.corpus import filled
-    from s3ec.dev.bench.index_bucket import head_times
+    from s3ec.dev.bench.index_bucket import head_times, measure_in_bucket
     from s3ec.dev.bench.index_made import make
 
     keys = keys or (_KEYS_QUICK if context.quick else KEYS)
-    _need_disk(context, keys)
-    context.say(f"an index of {keys} keys")
-    largest = make(context.scratch, keys)
-    # What has its reach at 1e7 keys, or takes the server long, is measured with no more.
-    made = make(context.scratch, _MOVED) if keys > _MOVED else largest
-    index_lookups.measure_opening(context, made, largest)
-    index_lookups.measure_filters(context, largest)
-    with contextlib.ExitStack() as stack:
-        try:
-            server, corpus = stack.enter_context(filled(context, 1))
-        except CannotMeasureError:
-            _measure_lookups(context, largest, None)
-            raise
-        with head_times(corpus, context.scratch / "heads") as heads:
-            _measure_lookups(context, largest, heads)
-        if made is not largest:
-            largest.delete()
-        _measure_in_bucket(context, server, corpus, made)
-
-
-def _need_disk(context: Context, keys: int) -> None:
-    """Look before a file system is filled.
-
-    Raises:
-        CannotMeasureError: There is too little room.
-    """
-    need = _BYTES * (keys + _COPIES * min(keys, _MOVED))
-    free = shutil.disk_usage(context.scratch).free
+    need, free = _BYTES * (1 + _COPIES) * keys, shutil.disk_usage(context.scratch).free
     if free < need:
         raise CannotMeasureError(
             f"{keys:.3g} keys need {need / 1e9:.1f} GB of scratch space, and {free / 1e9:.1f} GB "
             "are free; TMPDIR can name another place"
         )
+    context.say(f"an index of {keys} keys")
+    made = make(context.scratch, keys)
+    _measure_opening(context, made)
+    _measure_filter(context, made)
+    with contextlib.ExitStack() as stack:
+        try:
+            server, corpus = stack.enter_context(filled(context, 1))
+        except CannotMeasureError:
+            _measure_lookups(context, made, None)
+            raise
+        with head_times(corpus, context.scratch / "heads") as heads:
+            _measure_lookups(context, made, heads)
+        measure_in_bucket(context, server, corpus, made)
+
+
+# -- lookups ---------------------------------------------------------------------------------------
 
 
 def _measure_lookups(context: Context, largest: Made, heads: Heads | None) -> None:
-    from s3ec.dev.bench.index_lookups import measure_lookups
-    from s3ec.dev.bench.index_made import make, reader
+    """Report the four rows: ours at two sizes, the Example's and HEADs, in turn."""
+    from s3ec.dev.bench.index_made import keys_of, make, reader
 
+    some = keys_of([number.to_bytes(16, "big") for number in range(_LOOKUPS)])
+    cases: dict[str, Round] = {_NOTHING: lambda: _times(lambda _key: None, some)}
     with contextlib.ExitStack() as stack:
         readers = {}
         if largest.entries > _SMALL:
@@ -110,25 +130,187 @@ def _measure_lookups(context: Context, largest: Made, heads: Heads | None) -> No
             readers["1e6 keys"] = (small, stack.enter_context(reader(small)))
         label = f"{float(largest.entries):.3g}".replace("e+0", "e") + " keys"
         readers[label] = (largest, stack.enter_context(reader(largest)))
-        measure_lookups(context, readers, heads)
+        for name, (made, node) in readers.items():
+            for which in _CASES:
+                cases[f"{which}, {name}"] = _ours(made, node, which)
+        if heads is not None:
+            for which in _CASES:
+                cases[f"{_HEAD}, {which}"] = lambda which=which: heads(which == HIT, _HEADS)  # type: ignore[misc]
+        others, why = stack.enter_context(_example_cases(context))
+        cases |= others
+        context.say(f"{context.rounds(_ROUNDS)} rounds of lookups")
+        kept = measure.interleave(cases, rounds=context.rounds(_ROUNDS), warmup=2)
+    _report_lookups(context, list(readers), kept, why)
 
 
-def _measure_in_bucket(context: Context, server: LocalS3, corpus: Corpus, made: Made) -> None:
-    from s3ec.dev.bench import index_bucket
-    from s3ec.dev.bench.index_bucket import measure_visibility
-    from s3ec.dev.bench.index_busy import measure_busy
+def _times(contains: Callable[..., object], keys: Sequence[object]) -> list[float]:
+    """Microseconds of each call by itself, the clock's share taken off."""
+    own_ns = measure.clock_ns()
+    return [(ns - own_ns) / 1000 for ns in measure.time_each(contains, [(key,) for key in keys])]
 
-    context.say(f"uploading {made.entries} keys")
-    index_bucket.upload(server, corpus, made)
-    index_bucket.measure_cold(context, corpus, made)
-    # An idle index has been busy before.
-    deltas = index_bucket.deltas_for(made)
-    context.say(f"uploading {deltas} deltas")
-    index_bucket.upload_deltas(server, corpus, deltas)
-    index_bucket.measure_idle(context, corpus, made, deltas=deltas)
-    measure_busy(context, server, corpus, made)
-    index_bucket.measure_union(context, corpus, made, deltas=deltas)
-    measure_visibility(context, corpus)
+
+def _ours(made: Made, node: Node, which: str) -> Round:
+    from s3ec.dev.bench.index_made import Keys, check_answers
+
+    keys = Keys(made.segment())
+    fresh = keys.hits if which == HIT else keys.misses
+
+    # Bound for every round anew, as the scheduler's hooks find it.
+    def round_() -> list[float]:
+        some = fresh(_LOOKUPS)
+        times = _times(node.index.maybe_contains, some)
+        check_answers(node.index.maybe_contains, some, expected=which == HIT)
+        return times
+
+    return round_
+
+
+@contextlib.contextmanager
+def _example_cases(context: Context) -> Iterator[tuple[dict[str, Round], str]]:
+    """vLLM's connector over a folder in memory; without vLLM no cases, and why."""
+    from s3ec.dev.bench.hooks import need_vllm
+
+    try:
+        need_vllm(context)
+    except CannotMeasureError as exc:
+        yield {}, str(exc)
+        return
+    from s3ec.dev.bench.hooks_rig import example
+
+    source = random.Random(1)
+    hits, misses = (
+        [f"{source.getrandbits(256):064x}" for _ in range(_EXAMPLE_KEYS)] for _ in _CASES
+    )
+    with measure.memory_folder(context.scratch / "example") as (folder, _):
+        has = example(folder, hits, misses).has_cache_item
+        yield (
+            {
+                f"{_EXAMPLE}, {HIT}": lambda: _times(has, hits),
+                f"{_EXAMPLE}, {MISS}": lambda: _times(has, misses),
+            },
+            "",
+        )
+
+
+def _report_lookups(
+    context: Context, labels: Sequence[str], kept: Mapping[str, Sequence[Sequence[float]]], why: str
+) -> None:
+    def percentiles(percent: float) -> dict[str, list[float]]:
+        return {
+            case: [measure.percentile(times, percent) for times in rounds]
+            for case, rounds in kept.items()
+        }
+
+    def over(above: str, below: str) -> dict[str, list[float]]:
+        return {
+            which: measure.ratios(p50[above.format(which)], p50[below.format(which)])
+            for which in _CASES
+        }
+
+    p50 = percentiles(50)
+    small, large = (f"{{}}, {labels[place]}" for place in (0, -1))
+    samples = sum(map(len, kept[small.format(HIT)]))
+    ours = {small.format(which): p50[small.format(which)] for which in _CASES}
+    others = measure.medians({case: found for case, found in p50.items() if case not in ours})
+    detail: dict[str, Any] = {"p99_us": measure.medians(percentiles(99))}
+    context.report_slowest(P50, ours, samples=samples, others=others, detail=detail)
+    if small == large:
+        context.cannot(GROWTH, "for this --keys must be above 1e6")
+    else:
+        detail = {"largest": labels[-1]}
+        context.report_slowest(GROWTH, over(large, small), samples=samples, detail=detail)
+    for row, name, reason in (
+        (TO_EXAMPLE, _EXAMPLE, why),
+        (TO_HEAD, _HEAD, "there is no local server"),
+    ):
+        if f"{name}, {HIT}" not in p50:
+            context.cannot(row, reason)
+            continue
+        detail = {"denominator": name, "keys": labels[-1]}
+        context.report_slowest(row, over(large, f"{name}, {{}}"), samples=samples, detail=detail)
+
+
+# -- opening, and the filter -----------------------------------------------------------------------
+
+
+def _measure_opening(context: Context, made: Made) -> None:
+    """Report how long opening takes in a fresh process, and the memory of a reader."""
+    from s3ec.dev.bench.index_made import Keys
+
+    context.say("opening in fresh processes")
+    keys = Keys(made.segment())
+    digests = [key.digest for key in (*keys.hits(_OPENED_LOOKUPS), *keys.misses(_OPENED_LOOKUPS))]
+    opened = []
+    for _ in range(context.rounds(_OPENINGS)):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            opened.append(pool.submit(_open, made, digests).result())
+    opened_ms, grown = zip(*opened, strict=True)
+    per_key = [one / made.entries for one in grown]
+    for row, values, note in (
+        (
+            OPEN,
+            opened_ms,
+            "refresh to first hit in a fresh process; bucket in memory, page cache warm",
+        ),
+        (
+            PRIVATE,
+            per_key,
+            f"anonymous memory after opening and {2 * _OPENED_LOOKUPS} lookups, less before",
+        ),
+    ):
+        context.report(
+            row,
+            statistics.median(values),
+            samples=len(opened),
+            detail={"spread": measure.spread(values), "entries": made.entries, "note": note},
+        )
+
+
+def _open(made: Made, digests: Sequence[bytes]) -> tuple[float, int]:
+    """In a fresh process: milliseconds to open it, and bytes of anonymous memory more."""
+    from s3ec.dev.bench.index_made import check_answers, keys_of, load, reader
+
+    keys = keys_of(digests)
+    hits = keys[: len(keys) // 2]
+    with reader(made, follow=False) as node:
+        # The threads are there in an engine, whatever the index.
+        node.loop.run(asyncio.sleep(0), timeout_s=30)
+        node.loop.run(node.loop.disk(time.sleep, 0), timeout_s=30)
+        gc.collect()
+        before = measure.anonymous_bytes()
+        started = time.perf_counter()
+        load(node, made)
+        contains = node.index.maybe_contains
+        check_answers(contains, hits[:1], expected=True)
+        opened_s = time.perf_counter() - started
+        check_answers(contains, hits, expected=True)
+        for key in keys:
+            contains(key)
+        gc.collect()
+        return opened_s * 1000, measure.anonymous_bytes() - before
+
+
+def _measure_filter(context: Context, made: Made) -> None:
+    """Report the filter's size, and how often it takes a key for one of the corpus."""
+    from s3ec.dev.bench.index_made import Keys, check_answers
+    from s3ec.index.bloom import maybe
+
+    context.say("filters")
+    count = _MISSES_QUICK if context.quick else _MISSES
+    keys = Keys(made.segment(), seed=1)
+    bits = made.folder.filter_path(made.name).read_bytes()
+    words = memoryview(bits).cast("Q")
+
+    def contains(key: Key) -> bool:
+        return maybe(words, key.digest_hi, key.digest_lo)
+
+    check_answers(contains, keys.hits(_MISSES_AT_A_TIME), expected=True)
+    wrong = 0
+    for _ in range(count // _MISSES_AT_A_TIME):
+        wrong += sum(map(contains, keys.misses(_MISSES_AT_A_TIME)))
+    detail = {"entries": made.entries, "bytes": len(bits), "wrong": wrong}
+    context.report(BLOOM_BYTES, len(bits) / made.entries, samples=made.entries, detail=detail)
+    context.report(BLOOM_FPR, wrong / count, samples=count, detail=detail)
 
 
 BENCH = Bench(ROWS, run)

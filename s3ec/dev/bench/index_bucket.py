@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index in a bucket of a real server: cold starts, idle refreshes, a union, news."""
+"""The index in a bucket of a real server: cold starts, idle refreshes, a union, hooks, news."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
+import contextlib
+import os
 import random
+import re
 import shutil
 import statistics
 import time
@@ -13,60 +15,67 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from s3ec.counters import Counters
 from s3ec.dev.bench import measure
-from s3ec.dev.bench.children import Child, anonymous_bytes_of, most_resident_bytes, wait_for_end
 from s3ec.dev.bench.context import Context
-from s3ec.dev.bench.corpus import Corpus, key_of
+from s3ec.dev.bench.corpus import IN_FLIGHT, Corpus, key_of
 from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE, Keys, Made, load, rows_of
-from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
+from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.identity import Key, Namespace
+from s3ec.index.child import Job, in_child
 from s3ec.index.local import NodeFolder
-from s3ec.index.maker import make_union
-from s3ec.index.names import Names, deltas_prefix
+from s3ec.index.names import Names, SnapshotName, claims_prefix, deltas_prefix, snapshots_prefix
 from s3ec.index.snapshot import PARTS, Rows, concat, encode
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.base import PART_BYTES
+from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import choose_transport, open_store
-from s3ec.store.retry import RetryStore
 
 if TYPE_CHECKING:
-    from s3ec.identity import Key
     from s3ec.testing.server import LocalS3
 
+COLD, IDLE, HOOKS = (
+    "index.cold_ratio_to_raw",
+    "index.idle_lists_per_refresh",
+    "index.hooks_p99_ratio",
+)
+PEAK, SECONDS, VISIBLE = "union.peak_mib", "union.seconds", "index.visible_p99_s"
+_ROUNDS = 3
+_TIMEOUT_S = 600.0
 
-ROUNDS = 3
-_REFRESHES, _REFRESHES_QUICK = 32, 4  # one in thirty lists more than the others
-_REFRESH_S = 1.0
-_ENGINES = 4
-_UPLOADS = 4
-_TIMEOUT_S = 300.0
-COLD, IDLE = "index.cold_ratio_to_raw", "index.idle_lists_per_refresh"
 
-
-def upload(server: LocalS3, corpus: Corpus, made: Made) -> None:
-    """Put a snapshot into the bucket."""
+def measure_in_bucket(context: Context, server: LocalS3, corpus: Corpus, made: Made) -> None:
+    """Report all rows of this module."""
+    context.say(f"uploading {made.entries} keys")
     with made.folder.rows_path(made.name).open("rb") as file:
         server.client().upload_fileobj(file, corpus.bucket, made.object_name)
+    _measure_cold(context, corpus, made)
+    # An idle index has been busy before.
+    deltas = max(_LEAST_ROWS, made.entries * 13 // 100) // _DELTA_ROWS
+    context.say(f"uploading {deltas} deltas")
+    _upload_deltas(server, corpus, deltas)
+    _measure_idle(context, corpus, made, deltas)
+    work = _Work(server, corpus, made, context.scratch / "union")
+    _measure_union(context, work, deltas)
+    _measure_hooks(context, work)
+    _measure_visibility(context, corpus)
 
 
-def settings_of(corpus: Corpus, cache_dir: Path) -> Settings:
-    """Settings of a reader, all by default."""
+def _settings(corpus: Corpus, cache_dir: Path) -> Settings:
+    """All by default."""
     return corpus.settings(cache_dir, "auto")
 
 
 @contextmanager
-def node_of(corpus: Corpus, cache_dir: Path) -> Iterator[Node]:
+def _node(corpus: Corpus, cache_dir: Path) -> Iterator[Node]:
     """A node over this bucket that does not follow it yet."""
-    node = Node(settings_of(corpus, cache_dir), NAMESPACE, name="s3ec-bench")
+    node = Node(_settings(corpus, cache_dir), NAMESPACE, name="s3ec-bench")
     try:
         yield node
     finally:
@@ -75,15 +84,15 @@ def node_of(corpus: Corpus, cache_dir: Path) -> Iterator[Node]:
 
 @contextmanager
 def head_times(corpus: Corpus, cache_dir: Path) -> Iterator[Callable[[bool, int], list[float]]]:
-    """Yields what times so many HEADs, one after the other, as our store sends them.
+    """Yields what times HEADs one after the other, in microseconds, as our store sends them.
 
     Args:
         corpus: With at least one entry.
         cache_dir: For the node; nothing comes there.
     """
-    with node_of(corpus, cache_dir) as node:
+    with _node(corpus, cache_dir) as node:
 
-        async def heads(name: str, count: int, *, there: bool) -> list[float]:
+        async def heads(name: str, count: int, there: bool) -> list[float]:
             out = []
             for _ in range(count):
                 started = time.perf_counter_ns()
@@ -95,27 +104,31 @@ def head_times(corpus: Corpus, cache_dir: Path) -> Iterator[Callable[[bool, int]
 
         def timed(there: bool, count: int) -> list[float]:
             name = corpus.object_names[0] if there else LAYOUT.objects + "not-there"
-            return node.loop.run(heads(name, count, there=there), timeout_s=_TIMEOUT_S)
+            return node.loop.run(heads(name, count, there), timeout_s=_TIMEOUT_S)
 
         yield timed
 
 
-# -- cold starts -----------------------------------------------------------------------------
+# -- cold starts -----------------------------------------------------------------------------------
 
 
-def measure_cold(context: Context, corpus: Corpus, made: Made) -> None:
+def _measure_cold(context: Context, corpus: Corpus, made: Made) -> None:
     """Report the ratio of a reader's start on an empty node to raw downloads of the same bytes."""
     folder = context.scratch / "cold"
     hit = Keys(made.segment()).hits(1)[0]
     raw, to_files, ours = "raw GETs into memory", "raw GETs into files", "a reader's cold start"
     cases = {
-        ours: lambda: _cold_s(corpus, made, folder, hit),
-        raw: lambda: _raw_s(corpus, made, folder, None),
-        to_files: lambda: _raw_s(corpus, made, folder, folder / "raw"),
+        ours: lambda: _start_cold(corpus, made, folder, hit),
+        raw: lambda: _get_raw(corpus, made, folder, keeps=False),
+        to_files: lambda: _get_raw(corpus, made, folder, keeps=True),
     }
-    rounds = context.rounds(ROUNDS)
+    rounds = context.rounds(_ROUNDS)
     context.say(f"{rounds} rounds of cold starts")
-    kept = measure.interleave(cases, rounds=rounds)
+    kept = measure.interleave(
+        {name: measure.timed(case) for name, case in cases.items()},
+        rounds=rounds,
+        between=lambda: shutil.rmtree(folder, ignore_errors=True),
+    )
     ratios = measure.ratios(kept[ours], kept[raw])
     context.report(
         COLD,
@@ -127,120 +140,79 @@ def measure_cold(context: Context, corpus: Corpus, made: Made) -> None:
             "seconds": measure.medians(kept),
             "entries": made.entries,
             "bytes": made.nbytes,
-            "transport": choose_transport(settings_of(corpus, folder)).name,
-            "in_flight": _IN_FLIGHT,
+            "transport": choose_transport(_settings(corpus, folder)).name,
+            "in_flight": IN_FLIGHT,
             "denominator": raw,
             "note": "until the first hit; verified and written to disk, page cache included",
         },
     )
 
 
-def _cold_s(corpus: Corpus, made: Made, folder: Path, hit: Key) -> float:
-    started = time.perf_counter()
-    with node_of(corpus, folder / "node") as node:
+def _start_cold(corpus: Corpus, made: Made, folder: Path, hit: Key) -> None:
+    with _node(corpus, folder) as node:
         load(node, made)
-        found = node.index.maybe_contains(hit)
-        seconds = time.perf_counter() - started
-    shutil.rmtree(folder)
-    if not found:
-        raise RuntimeError("a key of the snapshot was not found")
-    return seconds
+        if not node.index.maybe_contains(hit):
+            raise RuntimeError("a key of the snapshot was not found")
 
 
-# Ranges under way.
-_IN_FLIGHT = 16
-
-
-def _raw_s(corpus: Corpus, made: Made, scratch: Path, folder: Path | None) -> float:
-    """The reader's requests through the same transport, without retries, and no more than that.
-
-    Args:
-        scratch: Deleted afterwards.
-        folder: Where bytes are written; None drops them.
-    """
-    started = time.perf_counter()
-    (folder or scratch).mkdir(parents=True)
-    asyncio.run(_get_all(settings_of(corpus, scratch), made, folder))
-    seconds = time.perf_counter() - started
-    shutil.rmtree(scratch)
-    return seconds
+def _get_raw(corpus: Corpus, made: Made, folder: Path, *, keeps: bool) -> None:
+    """The reader's requests through the same transport, without retries; drops or writes bytes."""
+    folder.mkdir(parents=True)
+    asyncio.run(_get_all(_settings(corpus, folder), made, folder if keeps else None))
 
 
 async def _get_all(settings: Settings, made: Made, folder: Path | None) -> None:
     store = open_store(settings)
-    part = PART_BYTES
-    name, nbytes = made.object_name, made.nbytes
-    starts = iter(range(0, nbytes, part))
 
-    async def some() -> None:
-        for start in starts:
-            length = min(part, nbytes - start)
-            body = await store.get_range(name, start, length)
-            if body is None or len(body) != length:
-                raise RuntimeError(f"{name} is not whole")
-            if folder is not None:
-                await asyncio.to_thread((folder / str(start)).write_bytes, body)
+    async def get(start: int) -> None:
+        length = min(PART_BYTES, made.nbytes - start)
+        body = await store.get_range(made.object_name, start, length)
+        if body is None or len(body) != length:
+            raise RuntimeError(f"{made.object_name} is not whole")
+        if folder is not None:
+            await asyncio.to_thread((folder / str(start)).write_bytes, body)
 
     try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(_IN_FLIGHT):
-                group.create_task(some())
+        await in_parallel(range(0, made.nbytes, PART_BYTES), get, width=IN_FLIGHT)
     finally:
         await store.close()
 
 
-# -- idle refreshes --------------------------------------------------------------------------
+# -- idle refreshes --------------------------------------------------------------------------------
+
+_REFRESHES, _REFRESHES_QUICK = 32, 4  # one in thirty lists more than the others
+_REFRESH_S = 1.0
+_ENGINES = 4
 
 
-@dataclass(slots=True)
-class _Counting:
-    """Passes requests on, and counts them and the bytes of the answers' bodies."""
-
-    requests: Counter[str] = field(default_factory=Counter)
-    nbytes: int = 0
-
-    async def apply(self, exchange: Exchange) -> None:
-        request = exchange.request
-        listing = request.method == "GET" and "list-type=2" in request.target
-        self.requests["LIST" if listing else request.method] += 1
-        reply = await exchange.forward()
-        self.nbytes += len(reply.body)
-        await exchange.send(reply)
-
-
-def measure_idle(context: Context, corpus: Corpus, made: Made, *, deltas: int) -> None:
-    """Report what four engines of a node ask for where nothing is new.
-
-    Counted in front of the server.
-    """
+def _measure_idle(context: Context, corpus: Corpus, made: Made, deltas: int) -> None:
+    """Report what four engines of a node ask for where nothing is new."""
     refreshes = _REFRESHES_QUICK if context.quick else _REFRESHES
     context.say(f"{refreshes} refreshes of an idle index")
-    counting = _Counting()
     with ExitStack() as stack:
         proxy = stack.enter_context(FaultProxy(corpus.endpoint_url))
-        proxy.add(Rule(counting))
-        settings = settings_of(replace(corpus, endpoint_url=proxy.url), made.cache_dir)
+        settings = _settings(replace(corpus, endpoint_url=proxy.url), made.cache_dir)
         often = settings.model_copy(update={"index_refresh_s": _REFRESH_S})
         for number in range(_ENGINES):
             node = Node(often, NAMESPACE, name=f"s3ec-bench-{number}")
             stack.callback(node.close, 10)
             load(node, made)
             node.follow_the_bucket()
-        counting.requests.clear()
-        counting.nbytes = 0
+        proxy.requests.clear()
         started = time.monotonic()
         time.sleep(refreshes * _REFRESH_S)
         refreshes_due = (time.monotonic() - started) / _REFRESH_S
-    per_hour = 3600 / settings.index_refresh_s / refreshes_due
+        asked = Counter(
+            "LIST" if "list-type=2" in one.target else one.method for one in proxy.requests
+        )
     context.report(
         IDLE,
-        counting.requests["LIST"] / refreshes_due,
+        asked["LIST"] / refreshes_due,
         samples=refreshes,
         detail={
             "engines": _ENGINES,
-            "requests": dict(counting.requests),
-            "requests_per_hour": counting.requests.total() * per_hour,
-            "body_bytes_per_hour": counting.nbytes * per_hour,
+            "requests": dict(asked),
+            "requests_per_hour": asked.total() * 3600 / settings.index_refresh_s / refreshes_due,
             "entries": made.entries,
             "deltas": deltas,
             "note": "counted in front of the server; per hour at the default pause",
@@ -248,140 +220,213 @@ def measure_idle(context: Context, corpus: Corpus, made: Made, *, deltas: int) -
     )
 
 
+# -- a union, and hooks beside work on the index ---------------------------------------------------
+
 # So that what is named at one time is one page of a listing, as what a fleet names in 15 minutes.
 _DELTA_ROWS = 10_000
 # Fewer are not merged.
 _LEAST_ROWS = 70_000
 _LOOK_MEMORY_S = 0.005
-_UNION_TIMEOUT_S = 1800.0
-PEAK, SECONDS = "union.peak_mib", "union.seconds"
+_LOOKUPS = 16  # a pass: some requests of some pictures
+_PAUSE_S = 0.001
+_QUIET_S, _QUIET_QUICK_S = 3.0, 0.5
 
 
-def deltas_for(made: Made) -> int:
-    """How many make a union due: an eighth of the snapshot's rows, and some more."""
-    return max(_LEAST_ROWS, made.entries * 13 // 100) // _DELTA_ROWS
-
-
-def upload_deltas(server: LocalS3, corpus: Corpus, count: int) -> None:
-    """Put deltas of ten thousand new keys each into the bucket."""
+def _upload_deltas(server: LocalS3, corpus: Corpus, count: int) -> None:
+    """Put deltas of ten thousand keys of another corpus each into the bucket."""
     client = server.client()
     names = Names()
+    every = concat([rows_of(count * _DELTA_ROWS, part, seed=1) for part in range(PARTS)])
+    order = np.random.default_rng(1).permutation(len(every))
 
     def put(name: str, rows: Rows) -> None:
         body = b"".join(encode(rows, NAMESPACE.name))
         client.put_object(Bucket=corpus.bucket, Key=deltas_prefix(LAYOUT) + name, Body=body)
 
-    with ThreadPoolExecutor(_UPLOADS) as pool:
+    with ThreadPoolExecutor(4) as pool:
         named = [names.next(time.time()) for _ in range(count)]
-        list(pool.map(put, named, _deltas(count)))
+        deltas = (every.select(np.sort(some)) for some in np.array_split(order, count))
+        list(pool.map(put, named, deltas))
 
 
-def _deltas(count: int) -> Iterator[Rows]:
-    """Keys of another corpus, dealt out at random."""
-    every = concat([rows_of(count * _DELTA_ROWS, part, seed=1) for part in range(PARTS)])
-    order = np.random.default_rng(1).permutation(len(every))
-    for some in np.array_split(order, count):
-        yield every.select(np.sort(some))
+class _Work:
+    """What makes the index busy, again and again; each leaves the bucket as it was."""
+
+    def __init__(self, server: LocalS3, corpus: Corpus, made: Made, folder: Path) -> None:
+        self.server = server
+        self.corpus = corpus
+        self.made = made
+        self._folder = NodeFolder(folder)
+        self._names = Names()
+        self._client = server.client()
+        # A union of what this node has already, as an engine's is.
+        self._folder.make()
+        for path in (made.folder.rows_path, made.folder.filter_path):
+            os.link(path(made.name), self._folder.path / path(made.name).name)
+
+    def open_snapshot(self, node: Node) -> None:
+        """Have the node find a copy of its snapshot under a new name."""
+        ulid = self._names.next(time.time())
+        name = f"{snapshots_prefix(LAYOUT)}{SnapshotName(self.made.name.listed, ulid)}"
+        source = {"Bucket": self.corpus.bucket, "Key": self.made.object_name}
+        self._client.copy_object(Bucket=self.corpus.bucket, Key=name, CopySource=source)
+        node.loop.run(node.index.refresh(now=True), timeout_s=_TIMEOUT_S)
+        self._delete(name)
+        if node.index.counts().snapshot.ulid != ulid:
+            raise RuntimeError("the new snapshot was not opened")
+
+    def make_union(self) -> None:
+        """Have a child make one, as an engine does."""
+        job = Job("union", NAMESPACE.name, str(self._folder.path))
+
+        async def make() -> str:
+            return await in_child(_settings(self.corpus, self._folder.path))(job)
+
+        name = asyncio.run(make())
+        if not name:
+            raise RuntimeError("no union was made")
+        self._delete(f"{snapshots_prefix(LAYOUT)}{name}")
+        claims = self._client.list_objects_v2(
+            Bucket=self.corpus.bucket, Prefix=claims_prefix(LAYOUT)
+        )
+        self._delete(*(each["Key"] for each in claims.get("Contents", [])))
+
+    def _delete(self, *names: str) -> None:
+        for name in names:
+            self._client.delete_object(Bucket=self.corpus.bucket, Key=name)
 
 
-def measure_union(context: Context, corpus: Corpus, made: Made, deltas: int) -> None:
+def _measure_union(context: Context, work: _Work, deltas: int) -> None:
     """Report time and peak memory of one union.
 
-    The peak is of all anonymous memory of the process, the interpreter's included, looked at from
-    outside every 5 ms. Files that it maps are the page cache's.
+    The peak is of all anonymous memory of the process that makes it, the interpreter's included,
+    looked at from outside every 5 ms. Files that it maps are the page cache's.
     """
-    context.say(f"union of {made.entries} keys and {deltas} deltas")
-    with Child(_union, corpus, made) as child:
-        child.answer()  # that it is ready
-        before = peak = anonymous_bytes_of(child.pid)
-        child.tell("go")
-        looks = 0
-        deadline = time.monotonic() + _UNION_TIMEOUT_S
-        while not child.has_answer and time.monotonic() < deadline:
-            peak = max(peak, anonymous_bytes_of(child.pid))
-            looks += 1
+    context.say(f"union of {work.made.entries} keys and {deltas} deltas")
+    others = _children()
+    peak = looks = 0
+    started = time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work.make_union)
+        while not running.done():
+            for pid in _children() - others:
+                with contextlib.suppress(OSError):  # it has just ended
+                    peak = max(peak, measure.anonymous_bytes(pid))
+                    looks += 1
             time.sleep(_LOOK_MEMORY_S)
-        done: dict[str, Any] = child.answer(1)
-    about = {"entries": made.entries, "deltas": deltas, "entries_after": done["entries"]}
-    context.report(
-        PEAK,
-        peak / 2**20,
-        samples=looks,
-        detail={
-            **about,
-            "before_mib": before / 2**20,
-            "with_mapped_files_mib": done["most_resident_bytes"] / 2**20,
-            "note": "anonymous memory of the process, the interpreter's included",
-        },
+        running.result()
+    seconds = time.perf_counter() - started
+    about = {"entries": work.made.entries, "deltas": deltas}
+    note = "anonymous memory of the process, the interpreter's included"
+    context.report(PEAK, peak / 2**20, samples=looks, detail={**about, "note": note})
+    note = "in a child of low priority, as an engine makes it; its start included"
+    context.report(SECONDS, seconds, samples=1, detail={**about, "note": note})
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found.update(map(int, re.findall(r"\d+", (task / "children").read_text())))
+    return found
+
+
+def _measure_hooks(context: Context, work: _Work) -> None:
+    """Report the p99 of a pass of lookups while the index is at work over that of a quiet moment.
+
+    The server's threads are of low priority, since a real one does not take an engine's cores.
+    """
+    rounds = context.rounds(_ROUNDS)
+    quiet_s = _QUIET_QUICK_S if context.quick else _QUIET_S
+    for task in os.listdir(f"/proc/{work.server.pid}/task"):
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, int(task), 19)
+    with _node(work.corpus, context.scratch / "busy") as node:
+        load(node, work.made)
+        context.say(f"{rounds} rounds of hooks beside work on the index")
+        cases: dict[str, Callable[[], None]] = {
+            "quiet": lambda: time.sleep(quiet_s),
+            "a snapshot is downloaded and opened": lambda: work.open_snapshot(node),
+            "a union is made": work.make_union,
+        }
+        kept: dict[str, list[float]] = {name: [] for name in cases}
+        for _ in range(rounds):
+            for name, case in cases.items():
+                kept[name].append(_p99_us(work.made, node, case))
+    ratios = {name: measure.ratios(kept[name], kept["quiet"]) for name in cases if name != "quiet"}
+    context.report_slowest(
+        HOOKS,
+        ratios,
+        samples=rounds,
+        note=f"p99 of a pass of {_LOOKUPS} lookups over a quiet one",
+        detail={"p99_us": measure.medians(kept), "entries": work.made.entries},
     )
-    context.report(SECONDS, done["seconds"], samples=1, detail=about)
 
 
-def _union(pipe: Connection, corpus: Corpus, made: Made) -> None:
-    """A child's whole life."""
-    with corpus.environment():
-        asyncio.run(_make_union(pipe, corpus, made))
+def _p99_us(made: Made, node: Node, case: Callable[[], None]) -> float:
+    """99th percentile of a pass while a case runs in another thread of this process."""
+    found = Keys(made.segment())
+    keys = [*found.hits(_LOOKUPS // 2), *found.misses(_LOOKUPS // 2)]
+    passes: list[float] = []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(case)
+        while not running.done():
+            contains = node.index.maybe_contains
+            started = time.perf_counter_ns()
+            for key in keys:
+                contains(key)
+            passes.append((time.perf_counter_ns() - started) / 1000)
+            time.sleep(_PAUSE_S)
+        running.result()
+    return measure.percentile(passes, 99)
 
 
-async def _make_union(pipe: Connection, corpus: Corpus, made: Made) -> None:
-    settings = settings_of(corpus, made.cache_dir)
-    store = RetryStore(open_store(settings), Counters())
-    try:
-        gc.collect()
-        pipe.send("ready")
-        pipe.recv()
-        started = time.perf_counter()
-        union = await make_union(store, LAYOUT, NodeFolder(made.folder.path))
-        seconds = time.perf_counter() - started
-        if union is None:
-            raise RuntimeError("nobody else makes a union, and none was due")
-        pipe.send(
-            {
-                "seconds": seconds,
-                "entries": union.rows,
-                "most_resident_bytes": most_resident_bytes(),
-            }
-        )
-    finally:
-        await store.close()
+# -- how soon a save is found ----------------------------------------------------------------------
 
-
-VISIBLE = "index.visible_p99_s"
 _SAVES, _SAVES_QUICK = 400, 20
 _SAVING_S, _SAVING_S_QUICK = 60.0, 3.0
 _READERS = 4
 _LOOK_S = 0.005
 # A save that nobody found for so long is lost, and the benchmark has failed.
-_VISIBLE_TIMEOUT_S = 120.0
-_READY_S = 60.0
-_SAVE_ROWS, _WIDTH = 16, 64
+_VISIBLE_TIMEOUT_S = 180.0
 # Nobody's but this row's, so that no snapshot is there yet: as on a corpus's first day.
 _VISIBLE_NAMESPACE = Namespace.from_descriptor({"model": "s3ec/bench-visible"})
 
 
-def measure_visibility(context: Context, corpus: Corpus) -> None:
-    """Report the delay; needs torch."""
+def _measure_visibility(context: Context, corpus: Corpus) -> None:
+    """Report the delay from a save's confirmation to a hit on another node; needs torch."""
     try:
-        import torch  # noqa: F401  the producer will
+        import torch
     except ImportError as exc:
         context.cannot(VISIBLE, f"no torch, and so no saves: {exc}")
         return
+    from s3ec.connector.messages import Save
+    from s3ec.connector.saves import SaveQueue
+
     count, seconds = (_SAVES_QUICK, _SAVING_S_QUICK) if context.quick else (_SAVES, _SAVING_S)
     source = random.Random(2)
-    names = [f"{source.getrandbits(256):064x}" for _ in range(count)]
-    folder = context.scratch / "visible"
+    keys = {f"{source.getrandbits(256):064x}": source.uniform(0, seconds) for _ in range(count)}
+    due = sorted(keys.items(), key=lambda one: one[1])
+    stored: dict[str, float] = {}
+    found: list[dict[str, float]] = [{} for _ in range(_READERS)]
     with ExitStack() as stack:
-        reader = stack.enter_context(Child(_read, corpus, folder, names))
-        reader.answer()  # that all follow the bucket
+        producer, *readers = (
+            stack.enter_context(_follower(corpus, context.scratch / f"visible-{number}"))
+            for number in range(1 + _READERS)
+        )
+        saves = SaveQueue(producer, budget_bytes=2**28, overflow="block")
+        stack.callback(saves.drain, 20)
         context.say(f"{count} saves in {seconds:.0f} s")
-        producer = stack.enter_context(Child(_produce, corpus, folder / "producer", names, seconds))
-        stored: dict[str, float] = producer.answer(seconds + _VISIBLE_TIMEOUT_S + _READY_S)
-        context.say("waiting for the last to be found")
-        found: list[dict[str, float]] = reader.answer(_VISIBLE_TIMEOUT_S)
-    _report(context, stored, found)
-
-
-def _report(context: Context, stored: dict[str, float], found: Sequence[dict[str, float]]) -> None:
+        started = time.monotonic()
+        while any(len(one) < count for one in (stored, *found)):
+            now = time.monotonic()
+            if now > started + seconds + _VISIBLE_TIMEOUT_S:
+                raise RuntimeError(f"stored {len(stored)}, found {[*map(len, found)]} of {count}")
+            while due and now - started >= due[0][1]:
+                saves.put(due.pop(0)[0], Save("image", {}), torch.ones(16, 64))
+            stored.update(dict.fromkeys(saves.take_stored(), now))
+            _look(readers, found, stored)
+            time.sleep(_LOOK_S)
     delays = [one[name] - stored[name] for one in found for name in stored]
     context.report(
         VISIBLE,
@@ -390,93 +435,30 @@ def _report(context: Context, stored: dict[str, float], found: Sequence[dict[str
         detail={
             "spread": measure.spread(delays),
             "p50_s": statistics.median(delays),
-            "saves": len(stored),
-            "readers": len(found),
+            "saves": count,
+            "readers": _READERS,
             "note": "from the bucket's confirmation to a hit on another node",
         },
     )
 
 
-# -- the producer ----------------------------------------------------------------------------
-
-
-def _produce(
-    pipe: Connection, corpus: Corpus, folder: Path, names: Sequence[str], seconds: float
+def _look(
+    readers: Sequence[Node], found: Sequence[dict[str, float]], stored: dict[str, float]
 ) -> None:
-    """A child's whole life: save all at random times, tell when each was confirmed."""
-    import torch
+    for node, at in zip(readers, found, strict=True):
+        for name in stored.keys() - at.keys():
+            if node.index.maybe_contains(key_of(name)):
+                at[name] = time.monotonic()
 
-    from s3ec.connector.messages import Save
-    from s3ec.connector.saves import SaveQueue
 
-    source = random.Random(3)
-    due = sorted(source.uniform(0, seconds) for _ in names)
-    stored: dict[str, float] = {}
-    with corpus.environment():
-        settings = settings_of(corpus, folder)
-        node = Node(settings, _VISIBLE_NAMESPACE, name="s3ec-bench-producer")
+@contextmanager
+def _follower(corpus: Corpus, cache_dir: Path) -> Iterator[Node]:
+    """A node that follows the bucket; each is started at another time, as engines are."""
+    settings = _settings(corpus, cache_dir)
+    node = Node(settings, _VISIBLE_NAMESPACE, name="s3ec-bench-visible")
+    try:
         node.follow_the_bucket()
-        saves = SaveQueue(node, budget_bytes=2**28, overflow="block")
-        started = time.monotonic()
-        deadline = started + seconds + _VISIBLE_TIMEOUT_S
-        left = list(zip(names, due, strict=True))
-        while len(stored) < len(names) and time.monotonic() < deadline:
-            while left and time.monotonic() - started >= left[0][1]:
-                saves.put(left.pop(0)[0], Save("image", {}), torch.ones(_SAVE_ROWS, _WIDTH))
-            now = time.monotonic()
-            stored.update(dict.fromkeys(saves.take_stored(), now))
-            time.sleep(_LOOK_S)
-        if len(stored) < len(names):
-            raise RuntimeError(f"{len(names) - len(stored)} saves were not confirmed")
-        pipe.send(stored)
-        wait_for_end(pipe)  # what is announced late is announced by a process that goes on
-        saves.drain(20)
+        time.sleep(settings.index_refresh_s / _READERS)
+        yield node
+    finally:
         node.close(10)
-
-
-# -- the readers -----------------------------------------------------------------------------
-
-
-def _read(pipe: Connection, corpus: Corpus, folder: Path, names: Sequence[str]) -> None:
-    """A child's whole life: some nodes, and when each found each key first."""
-    with corpus.environment():
-        nodes = []
-        for number in range(_READERS):
-            settings = settings_of(corpus, folder / f"reader-{number}")
-            nodes.append(Node(settings, _VISIBLE_NAMESPACE, name=f"s3ec-bench-{number}"))
-        try:
-            # As engines that were started at different times.
-            for node in nodes:
-                node.follow_the_bucket()
-                time.sleep(settings.index_refresh_s / len(nodes))
-            _wait_until_loaded(nodes)
-            pipe.send("ready")
-            pipe.send(_find(pipe, nodes, [key_of(name) for name in names]))
-            wait_for_end(pipe)
-        finally:
-            for node in nodes:
-                node.close(10)
-
-
-def _wait_until_loaded(nodes: Sequence[Node]) -> None:
-    deadline = time.monotonic() + _READY_S
-    while not all(node.index.loaded for node in nodes):
-        if time.monotonic() > deadline:
-            raise RuntimeError("the readers do not read the bucket")
-        time.sleep(_LOOK_S)
-
-
-def _find(pipe: Connection, nodes: Sequence[Node], keys: Sequence[Key]) -> list[dict[str, float]]:
-    """Look for all keys until all nodes have found all."""
-    found: list[dict[str, float]] = [{} for _ in nodes]
-    missing = [list(keys) for _ in nodes]
-    while any(missing):
-        if pipe.poll(0):  # nobody waits for it any more
-            raise RuntimeError(f"{sum(map(len, missing))} keys were not found")
-        for node, at, left in zip(nodes, found, missing, strict=True):
-            contains = node.index.maybe_contains
-            hits = [key for key in left if contains(key)]
-            at.update(dict.fromkeys([key.identifier for key in hits], time.monotonic()))
-            left[:] = [key for key in left if key.identifier not in at]
-        time.sleep(_LOOK_S)
-    return found

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _BUCKET = "rag"
 _EXAMPLE_PREFIX = "example"
-_EXAMPLE_FILE = "encoder_cache.safetensors"
 # Otherwise glibc gives a prefill's memory back to the kernel, in one engine more than in another:
 # 16 questions took 184,000 to 315,000 page faults in place of 25,000, and up to twice the time.
 _ENV = ONE_PROCESS | {
@@ -45,6 +44,8 @@ _TOKENS = 4
 # Of the question and the template.
 _WORDS_TOKENS = 256
 _LEAST_BATCH = 512
+# Embeddings that an engine's own cache holds.
+DEVICE_IMAGES = 8
 _MOUNT_PATIENCE_S = 20.0
 # With `wait: auto` a node that has learned nothing encodes a few pictures to learn what that costs.
 _WARM_UP, _WARM_UP_COLD = 1, 3
@@ -68,11 +69,6 @@ class Config:
     manager: str | None
     store: str
     warm_tier: bool = False
-
-    @property
-    def name_without_manager(self) -> str:
-        """Where vLLM has its own, whatever is asked for."""
-        return self.name.rpartition(" + ")[2]
 
     @property
     def has_bucket(self) -> bool:
@@ -138,23 +134,6 @@ ON_GPU = Encoder("gemma3-27b", "bfloat16", 256, 5376, 0.0, "real, Gemma3-27B's")
 TINY = Encoder("tiny", "bfloat16", 64, 64, 0.1, "sleeps 100 ms")
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What is the same for all engines of a run.
-
-    Attributes:
-        encoder: What plays the encoder.
-        device_images: Embeddings that an engine's own cache holds.
-        device: ``cpu`` or ``cuda``.
-        managers: Whether vLLM takes other managers of its encoder cache; else it has its own.
-    """
-
-    encoder: Encoder
-    device_images: int = 8
-    device: str = "cpu"
-    managers: bool = True
-
-
 @dataclass(slots=True)
 class Leg:
     """One configuration at one latency: what was counted while it was asked.
@@ -162,7 +141,6 @@ class Leg:
     Attributes:
         number: Of the configuration.
         latency_ms: Added to each request to the bucket.
-        managers: As in Setup.
         first_s: Seconds to the first token, of each request.
         rounds: Of each time it was asked, their median and the seconds until all had ended.
         seconds: Until all had ended, without the engines' starts.
@@ -178,7 +156,6 @@ class Leg:
 
     number: int
     latency_ms: int
-    managers: bool = True
     first_s: list[float] = field(default_factory=list)
     rounds: list[tuple[float, float]] = field(default_factory=list)
     seconds: float = 0.0
@@ -201,24 +178,15 @@ class Leg:
     def name(self) -> str:
         """For people."""
         far = f", {self.latency_ms} ms" if self.config.has_bucket else ""
-        name = self.config.name if self.managers else self.config.name_without_manager
-        return f"({self.number}) {name}{far}"
-
-    @property
-    def loads(self) -> int:
-        """Embeddings that came from anywhere but the encoder."""
-        return self.allocations - self.encodes
+        return f"({self.number}) {self.config.name}{far}"
 
     def document(self, nbytes: int) -> dict[str, Any]:
-        """All figures of it, for a report.
-
-        Args:
-            nbytes: Of one embedding.
-        """
-        bucket = min(self.from_bucket, self.loads)
+        """All figures of it, for a report; ``nbytes`` is of one embedding."""
+        loads = self.allocations - self.encodes  # from anywhere but the encoder
+        bucket = min(self.from_bucket, loads)
         shares = {
             "device": self.references - self.allocations,
-            "node": self.loads - bucket,
+            "node": loads - bucket,
             "bucket": bucket,
             "encoded": self.encodes,
         }
@@ -230,8 +198,8 @@ class Leg:
             "all_ttft_s": sorted(self.first_s),
             "requests_per_s": len(self.first_s) / self.seconds,
             "hit_ratio": {name: count / self.references for name, count in shares.items()},
-            "loaded_bytes": self.loads * nbytes,
-            "cpu_s_per_gb": self.cpu_s / (self.loads * nbytes) * 1e9 if self.loads else None,
+            "loaded_bytes": loads * nbytes,
+            "cpu_s_per_gb": self.cpu_s / (loads * nbytes) * 1e9 if loads else None,
         }
 
     def ttft_s(self, percent: float) -> float:
@@ -240,10 +208,11 @@ class Leg:
 
 
 @dataclass(slots=True)
-class _Far:
-    """The upstream's reply, later; counts what was answered."""
+class _Link:
+    """The bucket from so far away: replies come later, and are counted."""
 
     delay_s: float
+    url: str = ""
     nbytes: int = 0
     requests: int = 0
 
@@ -255,12 +224,53 @@ class _Far:
         await exchange.send(reply)
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """The bucket from so far away, and what goes over it."""
+@contextlib.contextmanager
+def running(
+    context: Context,
+    encoder: Encoder,
+    workload: Workload,
+    configs: Sequence[int],
+    latencies_ms: Sequence[int],
+    *,
+    device: str,
+    name: str = "rag",
+) -> Iterator[Rig]:
+    """A rig whose bucket, tier and folders hold all pictures of the workload.
 
-    url: str
-    far: _Far
+    Args:
+        context: Has the scratch folder.
+        encoder: What plays the encoder.
+        workload: What will be asked.
+        configs: Numbers of the configurations.
+        latencies_ms: Added to each request to the bucket.
+        device: ``cpu`` or ``cuda``.
+        name: Of the rig's folder: another one for each rig of a run.
+
+    Raises:
+        CannotMeasureError: There is no server or no vLLM.
+    """
+    from s3ec.dev.rigs.models import write_gemma3
+    from s3ec.dev.rigs.nursery import EngineForkServer
+    from s3ec.dev.rigs.proxy import FaultProxy, Rule
+
+    scratch = context.scratch / name
+    scratch.mkdir()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(engines.local_server(_BUCKET))
+        # One has imported vLLM's runner for the CPU, which takes the place of CUDA's events.
+        log, env = scratch / "imports.log", server.env() | _ENV
+        nursery = stack.enter_context(EngineForkServer(log, env)) if device == "cpu" else None
+        context.say("building the model and the pictures")
+        model = write_gemma3(scratch / "model", encoder.preset)
+        links = {}
+        for latency_ms in {0, *latencies_ms}:
+            links[latency_ms] = link = _Link(latency_ms / 1e3)
+            proxy = stack.enter_context(FaultProxy(server.endpoint_url))
+            proxy.add(Rule(link))
+            link.url = proxy.url
+        rig = Rig(context, encoder, workload, scratch, stack, nursery, server, links, model)
+        rig.fill({CONFIGS[number].store for number in configs})
+        yield rig
 
 
 class Rig:
@@ -269,52 +279,32 @@ class Rig:
     def __init__(
         self,
         context: Context,
-        setup: Setup,
+        encoder: Encoder,
         workload: Workload,
         scratch: Path,
         stack: contextlib.ExitStack,
-        nursery: EngineForkServer,
+        nursery: EngineForkServer | None,
         server: LocalS3,
+        links: Mapping[int, _Link],
+        model: Path,
     ) -> None:
         self._context = context
-        self._setup = setup
+        self._encoder = encoder
         self._scratch = scratch
         self._stack = stack
         self._nursery = nursery
         self._server = server
-        self._links: dict[int, _Link] = {}
+        self._links = links
+        self._model = model
         self._mounts: dict[int, _Mount] = {}
         self._most_images = workload.most_images
         names = workload.names
         self._ids = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
-        self._files: dict[str, Path] = {}
-        self._warm_up_file = Path()
-        self._model = Path()
-        self._engines = 0
-
-    def prepare(self, configs: Sequence[int], latencies_ms: Sequence[int]) -> None:
-        """Make the model and the pictures, and fill bucket, tier and folders.
-
-        Raises:
-            CannotMeasureError: Something is not installed here.
-        """
-        from s3ec.dev.rigs.models import write_gemma3
-        from s3ec.dev.rigs.proxy import FaultProxy, Rule
-
-        self._context.say("building the model and the pictures")
-        self._model = write_gemma3(self._scratch / "model", self._setup.encoder.preset)
         self._warm_up_file, *files = engines.write_patterns(
-            self._scratch / "pictures", len(self._ids) + 1, 0
+            scratch / "pictures", len(self._ids) + 1, 0
         )
         self._files = dict(zip(self._ids, files, strict=True))
-        for latency_ms in {0, *latencies_ms}:
-            proxy = self._stack.enter_context(FaultProxy(self._server.endpoint_url))
-            far = _Far(latency_ms / 1e3)
-            proxy.add(Rule(far))
-            self._links[latency_ms] = _Link(proxy.url, far)
-        stores = {CONFIGS[number].store for number in configs}
-        if stores - {"memory"}:
-            self._fill(stores)
+        self._engines = 0
 
     def mount(self, latencies_ms: Sequence[int]) -> None:
         """Mount the bucket once for each latency.
@@ -323,13 +313,9 @@ class Rig:
             CannotMeasureError: There is no rclone, or nothing can be mounted here.
         """
         for latency_ms in latencies_ms:
-            mount = _Mount(
-                self._links[latency_ms].url,
-                self._scratch / f"mount-{latency_ms}",
-                self._server.env(),
-            )
-            self._stack.enter_context(mount)
-            self._mounts[latency_ms] = mount
+            folder, url = self._scratch / f"mount-{latency_ms}", self._links[latency_ms].url
+            mount = _Mount(url, folder, self._server.env())
+            self._mounts[latency_ms] = self._stack.enter_context(mount)
 
     @contextlib.contextmanager
     def started(
@@ -342,11 +328,19 @@ class Rig:
             empty: Whether this node's disk holds nothing yet.
             language_model: False for one that leaves its layers out.
         """
+        from s3ec.dev.rigs.engine import text
+
         with self._engine(leg.config, leg.latency_ms) as engine:
             leg.start_s += engine.start_s
             if not language_model:
                 engine.leave_out_language_model()
-            self._warm_up(engine, _WARM_UP_COLD if empty else _WARM_UP)
+            engine.slow_encoder(self._encoder.pause_s)
+            engine.work()
+            # Words, and pictures that nobody else is asked about: first forwards take longer.
+            engine.chat([[text("what time is it?")]], max_tokens=_TOKENS)
+            for _ in range(_WARM_UP_COLD if empty else _WARM_UP):
+                asked = engines.prompt(self._warm_up_file, secrets.token_hex(32))
+                engine.replay([asked], max_tokens=_TOKENS, clients=1)
             yield engine
 
     def ask(self, leg: Leg, engine: EngineProcess, requests: Sequence[Ask], clients: int) -> None:
@@ -358,39 +352,41 @@ class Rig:
             requests: In their order.
             clients: Requests at a time.
         """
-        config, link = leg.config, self._links[leg.latency_ms]
-        metrics = engines.counters(engine) if config.store == "s3ec" else {}
-        before = engine.work()
-        cpu_before_s = self._mount_cpu_s(leg)
-        moved = link.far.nbytes, link.far.requests
+        from_bucket = self._from_bucket(leg, engine)
+        before = self._counts(leg, engine)
         first_s, seconds = engine.replay(
             [self._prompt(ask.images, ask.question) for ask in requests],
             max_tokens=_TOKENS,
             clients=clients,
         )
-        after = engine.work()
-        leg.cpu_s += after["cpu_s"] - before["cpu_s"]
-        leg.cpu_s += self._mount_cpu_s(leg) - cpu_before_s
-        leg.bucket_bytes += link.far.nbytes - moved[0]
-        leg.bucket_requests += link.far.requests - moved[1]
+        after = self._counts(leg, engine)
+        for name, count in after.items():
+            setattr(leg, name, getattr(leg, name) + count - before[name])
+        leg.from_bucket += self._from_bucket(leg, engine) - from_bucket
+        if leg.config.store == "mount":
+            leg.from_bucket = leg.allocations - leg.encodes
         leg.first_s += first_s
         leg.rounds.append((measure.percentile(first_s, 50), seconds))
         leg.seconds += seconds
         leg.references += sum(len(ask.images) for ask in requests)
-        encodes, allocations = (
-            int(after[what] - before[what]) for what in ("encodes", "allocations")
-        )
-        leg.encodes += encodes
-        leg.encode_s += after["encode_s"] - before["encode_s"]
-        leg.allocations += allocations
-        if config.store == "s3ec":
-            now = engines.counters(engine)
-            leg.from_bucket += int(now.get(_FROM_BUCKET, 0) - metrics.get(_FROM_BUCKET, 0))
-        elif config.store == "mount":
-            leg.from_bucket += allocations - encodes
 
-    def _mount_cpu_s(self, leg: Leg) -> float:
-        return self._mounts[leg.latency_ms].cpu_s if leg.config.store == "mount" else 0.0
+    def _counts(self, leg: Leg, engine: EngineProcess) -> dict[str, float]:
+        """By the leg's attributes."""
+        work, link = engine.work(), self._links[leg.latency_ms]
+        mount = self._mounts[leg.latency_ms].cpu_s if leg.config.store == "mount" else 0.0
+        return {
+            "cpu_s": work["cpu_s"] + mount,
+            "encodes": int(work["encodes"]),
+            "encode_s": work["encode_s"],
+            "allocations": int(work["allocations"]),
+            "bucket_bytes": link.nbytes,
+            "bucket_requests": link.requests,
+        }
+
+    @staticmethod
+    def _from_bucket(leg: Leg, engine: EngineProcess) -> int:
+        is_ours = leg.config.store == "s3ec"
+        return int(engines.counters(engine).get(_FROM_BUCKET, 0)) if is_ours else 0
 
     def _prompt(self, images: Sequence[str], question: str) -> list[dict[str, Any]]:
         from s3ec.dev.rigs.engine import image, text
@@ -398,57 +394,26 @@ class Rig:
         shown = [image(self._files[name], self._ids[name]) for name in images]
         return [*shown, text(question)]
 
-    def _warm_up(self, engine: EngineProcess, pictures: int) -> None:
-        """Words, and pictures that nobody else is asked about: first forwards take longer."""
-        from s3ec.dev.rigs.engine import text
-
-        engine.slow_encoder(self._setup.encoder.pause_s)
-        engine.work()
-        engine.chat([[text("what time is it?")]], max_tokens=_TOKENS)
-        for _ in range(pictures):
-            asked = engines.prompt(self._warm_up_file, secrets.token_hex(32))
-            engine.replay([asked], max_tokens=_TOKENS, clients=1)
-
     def _engine(
         self, config: Config, latency_ms: int, *, role: str = "ec_both", tier: str | None = None
     ) -> EngineProcess:
-        from s3ec.dev.rigs.engine import EngineProcess, ec_config
+        from s3ec.dev.rigs.engine import EngineProcess
 
-        setup, encoder = self._setup, self._setup.encoder
-        ec = None
-        if config.store == "s3ec":
-            folder = tier or ("warm tier" if config.warm_tier else f"tier {latency_ms}")
-            ec = ec_config(
-                role,
-                self._settings(latency_ms, folder),
-                ec_connector_module_path="s3ec.connector",
-            )
-        elif config.store != "memory":
-            path = self._scratch / _EXAMPLE_PREFIX
-            if config.store == "mount":
-                path = self._mounts[latency_ms].path
-            ec = {
-                "ec_connector": "ECExampleConnector",
-                "ec_role": role,
-                "ec_connector_extra_config": {"shared_storage_path": str(path)},
-            }
-            if config.store == "copies":
-                ec["ec_connector"] = "CopyingExampleConnector"
-                ec["ec_connector_module_path"] = "s3ec.dev.rigs.copying_example"
+        encoder, on_gpu = self._encoder, self._nursery is None
         tokens = self._most_images * (encoder.rows + 8) + _WORDS_TOKENS
         options: dict[str, Any] = {
             **NEW_PICTURES,
             # vLLM's encoder cache holds as many rows as a step has tokens.
-            "max_num_batched_tokens": max(_LEAST_BATCH, setup.device_images * encoder.rows),
+            "max_num_batched_tokens": max(_LEAST_BATCH, DEVICE_IMAGES * encoder.rows),
             "max_model_len": tokens,
             "limit_mm_per_prompt": {"image": self._most_images},
             "dtype": encoder.dtype,
             # What memory an encode takes is no question on a CPU, and asking it takes seconds.
-            "skip_mm_profiling": setup.device == "cpu",
+            "skip_mm_profiling": not on_gpu,
         }
-        if config.manager is not None and setup.managers:
+        if config.manager is not None:
             options["ec_manager_config"] = {"encoder_cache_manager_cls": f"s3ec.{config.manager}"}
-        if setup.device == "cuda":
+        if on_gpu:
             options["gpu_memory_utilization"] = 0.25  # three engines at once
             # Both halves of vLLM's cache of processed pictures forget in the same order only where
             # they see requests in the same order; a replay renders all before it asks for any.
@@ -456,31 +421,52 @@ class Rig:
         self._engines += 1
         return EngineProcess(
             self._model,
-            ec=ec,
+            ec=self._transfer(config, latency_ms, role, tier),
             log_path=self._scratch / f"engine-{self._engines}.log",
             media=self._scratch,
             env=self._server.env() | _ENV,
             options=options,
-            # It has imported vLLM's runner for the CPU, which takes the place of CUDA's events.
-            nursery=self._nursery if setup.device == "cpu" else None,
+            nursery=self._nursery,
         )
 
-    def _settings(self, latency_ms: int, folder: str) -> dict[str, Any]:
-        return {
-            "bucket": _BUCKET,
-            "endpoint_url": self._links[latency_ms].url,
-            "min_free_bytes": 0,
-            "weights": "name",
-            "cache_dir": str(self._scratch / folder),
-        }
+    def _transfer(
+        self, config: Config, latency_ms: int, role: str, tier: str | None
+    ) -> dict[str, Any] | None:
+        """Content of ``--ec-transfer-config``."""
+        from s3ec.dev.rigs.engine import ec_config
 
-    def _fill(self, stores: set[str]) -> None:
+        if config.store == "memory":
+            return None
+        if config.store == "s3ec":
+            folder = tier or ("warm tier" if config.warm_tier else f"tier {latency_ms}")
+            settings = {
+                "bucket": _BUCKET,
+                "endpoint_url": self._links[latency_ms].url,
+                "min_free_bytes": 0,
+                "weights": "name",
+                "cache_dir": str(self._scratch / folder),
+            }
+            return ec_config(role, settings, ec_connector_module_path="s3ec.connector")
+        path = self._scratch / _EXAMPLE_PREFIX
+        if config.store == "mount":
+            path = self._mounts[latency_ms].path
+        names = {"ec_connector": "ECExampleConnector"}
+        if config.store == "copies":
+            names = {
+                "ec_connector": "CopyingExampleConnector",
+                "ec_connector_module_path": "s3ec.dev.rigs.copying_example",
+            }
+        return ec_config(role, {"shared_storage_path": str(path)}) | names
+
+    def fill(self, stores: set[str]) -> None:
         """Have all pictures encoded once; bucket, tier and folder then hold the same."""
+        if stores == {"memory"}:
+            return
         count = len(self._ids)
         self._context.say(f"encoding {count} pictures into the bucket")
         with self._engine(CONFIGS[4], 0, role="ec_producer", tier="warm tier") as producer:
             # A tier keeps what encoding costs there.
-            producer.slow_encoder(self._setup.encoder.pause_s)
+            producer.slow_encoder(self._encoder.pause_s)
             for name, path in self._files.items():
                 producer.chat([engines.prompt(path, self._ids[name])], max_tokens=1)
             engines.until(
@@ -508,12 +494,12 @@ class Rig:
             shape = header.shape
             values = bytearray(blob[header.data_start :])
             tensor = torch.frombuffer(values, dtype=getattr(torch, shape.dtype))
-            name = f"{header.identifier}/{_EXAMPLE_FILE}"
-            path = self._scratch / _EXAMPLE_PREFIX / name
+            name = f"{_EXAMPLE_PREFIX}/{header.identifier}/encoder_cache.safetensors"
+            path = self._scratch / name
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file({"ec_cache": tensor.reshape(shape.rows, shape.width)}, path)
             if to_bucket:
-                client.upload_file(str(path), _BUCKET, f"{_EXAMPLE_PREFIX}/{name}")
+                client.upload_file(str(path), _BUCKET, name)
 
 
 class _Mount:
@@ -598,27 +584,3 @@ class _Mount:
             process.wait()
         if os.path.ismount(self.path):
             subprocess.run(["fusermount3", "-u", "-z", str(self.path)], check=False)
-
-
-@contextlib.contextmanager
-def running(context: Context, setup: Setup, workload: Workload, name: str = "rag") -> Iterator[Rig]:
-    """A rig whose server runs; ``prepare`` fills it.
-
-    Args:
-        context: Has the scratch folder.
-        setup: What is the same for all engines.
-        workload: What will be asked.
-        name: Of the rig's folder: another one for each rig of a run.
-
-    Raises:
-        CannotMeasureError: There is no server or no vLLM.
-    """
-    from s3ec.dev.rigs.nursery import EngineForkServer
-
-    scratch = context.scratch / name
-    scratch.mkdir()
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(engines.local_server(_BUCKET))
-        log = scratch / "imports.log"
-        nursery = stack.enter_context(EngineForkServer(log, server.env() | _ENV))
-        yield Rig(context, setup, workload, scratch, stack, nursery, server)

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from s3ec.dev.bench import measure, rag, rag_rig, workloads
-from s3ec.dev.bench.context import Bench, Context, Progress, Spec
-from s3ec.dev.bench.rag_rig import CONFIGS, ENCODERS, TINY, Leg, Setup
+from s3ec.dev.bench.context import Bench, Context, Spec
+from s3ec.dev.bench.rag_rig import CONFIGS, Leg
 
 _P50, _TOTAL, _PLAIN, _ENCODES, _LEGS = (
     "rag.warm_p50_ratio",
@@ -38,7 +38,6 @@ _NUMBERS = _OURS, _EXAMPLE, _COPIES = 8, 5, 7
 _ENCODE_MS, _CLIENTS = (14, 60), (1, 2)
 _LATENCY_MS = 20
 _FACTOR, _ROUNDS = 2 / 135, 13
-_FILL_S, _START_S, _ASK_S = 30.0, 4.0, 1.5
 
 
 class Setting(NamedTuple):
@@ -61,54 +60,46 @@ def run(context: Context, device: str = "cpu") -> None:
     Args:
         context: Takes the rows.
         device: Where the engines run: ``cpu`` or ``cuda``.
-
-    Raises:
-        CannotMeasureError: There is no server, or no vLLM.
     """
     workload = workloads.questions(factor=_FACTOR)
     encode_ms = _ENCODE_MS[:1] if context.quick else _ENCODE_MS
-    encoder = TINY if context.quick else ENCODERS["2.75"]
-    setup = Setup(encoder, device=device, managers=rag.takes_managers())
-    rounds = context.rounds(_ROUNDS)
-    engine_s = _START_S + len(_CLIENTS) * rounds * _ASK_S
-    expected_s = len(encode_ms) * (_FILL_S + 2 * len(_NUMBERS) * engine_s)
+    encoder = rag.encoder_for(context, "cpu")
     found: dict[Setting, Mapping[int, Leg]] = {}
-    with Progress(context.say, expected_s) as progress:
-        for ms in encode_ms:
-            progress.begin(f"{ms} ms: preparing", _FILL_S)
-            slow = replace(setup, encoder=replace(encoder, pause_s=ms / 1e3))
-            with rag_rig.running(context, slow, workload, f"{ms} ms") as rig:
-                rig.prepare(_NUMBERS, (_LATENCY_MS,))
-                for language_model in (False, True):
-                    settings = [Setting(ms, language_model, clients) for clients in _CLIENTS]
-                    found |= _side_by_side(rig, settings, workload, rounds, progress)
-    report(context, found, rag.about(workload, setup, f"{rounds} rounds"))
+    for ms in encode_ms:
+        slow = replace(encoder, pause_s=ms / 1e3)
+        with rag_rig.running(
+            *(context, slow, workload, _NUMBERS, (_LATENCY_MS,)), device=device, name=f"{ms} ms"
+        ) as rig:
+            for language_model in (False, True):
+                settings = [Setting(ms, language_model, clients) for clients in _CLIENTS]
+                found |= _side_by_side(context, rig, settings, workload)
+    loop = f"{context.rounds(_ROUNDS)} rounds"
+    report(context, found, rag.about(workload, encoder, device, loop))
 
 
 def _side_by_side(
+    context: Context,
     rig: rag_rig.Rig,
     settings: Sequence[Setting],
     workload: workloads.Workload,
-    rounds: int,
-    progress: Progress,
 ) -> dict[Setting, Mapping[int, Leg]]:
     """Start an engine of each configuration, and ask them in settings that differ in clients."""
     found: dict[Setting, Mapping[int, Leg]] = {one: _legs() for one in settings}
     with contextlib.ExitStack() as stack:
         engines = {}
         for number, leg in _legs().items():
-            progress.begin(f"starting {leg.name}", _START_S)
+            context.say(f"starting {leg.name}")
             started = rig.started(leg, language_model=settings[0].language_model)
             engines[number] = stack.enter_context(started)
 
         def ask(setting: Setting, leg: Leg) -> None:
-            progress.begin(f"{setting.name}: {leg.name}", _ASK_S)
             rig.ask(leg, engines[leg.number], workload.requests, setting.clients)
 
         for setting, legs in found.items():
+            context.say(setting.name)
             asks = {leg.name: partial(ask, setting, leg) for leg in legs.values()}
             # All rounds count: most encodes are in the first one.
-            measure.interleave(asks, rounds=rounds, warmup=0)
+            measure.interleave(asks, rounds=context.rounds(_ROUNDS), warmup=0)
     return found
 
 
@@ -146,4 +137,4 @@ def report(
     rag.report_legs(context, _LEGS, legs, about)
 
 
-BENCH = Bench(ROWS, run, table=rag.table)
+BENCH = Bench(ROWS, run)

@@ -10,6 +10,7 @@ each entry whose storing was confirmed is read.
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 import signal
 import statistics
@@ -17,25 +18,34 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from s3ec import codec
 from s3ec.dev.bench import engines, measure
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
+from s3ec.dev.bench.soak_engine import (
+    LiveEngine,
+    PictureSet,
+    Sample,
+    growths,
+    references,
+    sample,
+)
+from s3ec.dev.bench.soak_faults import DISK_FULL, FAULTS, OBJECTS, Site, Step, plan
+from s3ec.dev.rigs.engine import EngineProcess, ec_config
+from s3ec.dev.rigs.models import write_gemma3
+from s3ec.dev.rigs.nursery import EngineForkServer
+from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS, STEADY
-
-if TYPE_CHECKING:
-    from s3ec.codec import Header
-    from s3ec.dev.bench.soak_engine import LiveEngine
-    from s3ec.dev.bench.soak_run import Cast, Site, Story
-    from s3ec.dev.rigs.engine import EngineProcess
-    from s3ec.identity import Key
+from s3ec.errors import CorruptEntryError
+from s3ec.identity import digest_of_name, is_object_name, make_key
 
 WRONG, DEAD, LOST = "soak.wrong_answers", "soak.dead_engines", "soak.lost_entries"
-MEMORY, FAULTS, NOT_BACK = "soak.memory_growth", "soak.faults", "soak.hits_not_back"
+MEMORY, FAULTS_ROW, NOT_BACK = "soak.memory_growth", "soak.faults", "soak.hits_not_back"
 REQUESTS, HITS = "soak.requests", "soak.hits"
 ROWS = (
     Spec(WRONG, "1", "<= 0"),
@@ -43,7 +53,7 @@ ROWS = (
     Spec(LOST, "1", "<= 0"),
     Spec(MEMORY, "%", "< 1"),
     Spec(NOT_BACK, "1", "<= 0"),
-    Spec(FAULTS, "1"),
+    Spec(FAULTS_ROW, "1"),
     Spec(REQUESTS, "1"),
     Spec(HITS, "1"),
 )
@@ -53,27 +63,21 @@ _BUCKET = "soak"
 _PICTURES, _PICTURES_PER_MINUTE = 192, 30
 _CACHE = "512KiB"  # about fifty embeddings: fewer than are asked about, so the tier evicts
 _DISK_BYTES = 24 * 2**20
-# Of the eight embeddings that the device's encoder cache holds there are always more in flight.
 
 
 def run(context: Context, minutes: float = 60.0, seed: int = 0) -> None:
-    """Measure; needs the SeaweedFS binary and vLLM. Ends early, with a report, on Ctrl-C.
-
-    Raises:
-        CannotMeasureError: There is no server or no vLLM, or it was ended before it began.
-    """
-    from s3ec.dev.bench.soak_run import Plot, soak
-
+    """Measure; needs the SeaweedFS binary and vLLM. Ends early, with a report, on Ctrl-C."""
     scale = 1.0
     if context.quick:
         minutes, scale = min(minutes, 1.0), 0.5
-    with stopped_by_signals() as stop, _cast(context, minutes, seed, stop) as cast:
-        story = soak(cast, Plot(minutes, seed, scale), stop=stop, say=context.say)
-        _report_answers(context, story)
-        _report_memory(context, story)
-        _report_faults(context, story)
+    with stopped_by_signals() as stop, _site(context, minutes, seed, stop) as (site, live, album):
+        soak = Soak(site, live, album, minutes, seed, scale, stop, context.say)
+        soak.run()
+        _report_answers(context, soak)
+        _report_memory(context, soak)
+        _report_faults(context, soak)
         context.say("reading every confirmed entry")
-        _report_entries(context, cast.site, cast.engines[0].log)
+        _report_entries(context, site, live[0].log)
 
 
 @contextlib.contextmanager
@@ -98,15 +102,10 @@ def stopped_by_signals() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def _cast(context: Context, minutes: float, seed: int, stop: threading.Event) -> Iterator[Cast]:
+def _site(
+    context: Context, minutes: float, seed: int, stop: threading.Event
+) -> Iterator[tuple[Site, Sequence[LiveEngine], PictureSet]]:
     """Everything that a soak needs, running; the engine that saves is the first one."""
-    from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, references
-    from s3ec.dev.bench.soak_run import Cast, Site
-    from s3ec.dev.rigs.engine import EngineProcess, ec_config
-    from s3ec.dev.rigs.models import write_gemma3
-    from s3ec.dev.rigs.nursery import EngineForkServer
-    from s3ec.dev.rigs.proxy import FaultProxy
-
     scratch = context.scratch
     with contextlib.ExitStack() as stack:
         context.say("starting the server and writing pictures")
@@ -164,7 +163,7 @@ def _cast(context: Context, minutes: float, seed: int, stop: threading.Event) ->
         for one_live in live:
             stack.callback(one_live.stop)
         site.kill_engine = live[0].killed
-        yield Cast(site, live, album)
+        yield site, live, album
 
 
 @contextlib.contextmanager
@@ -185,14 +184,139 @@ def _small_disk(folder: Path) -> Iterator[Path | None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
 
+# -- what happens ----------------------------------------------------------------------------------
+
+# How soon after a fault embeddings must come from the bucket again: longer than the longest
+# pause of a breaker, and than an engine takes for what it was asked before.
+_BACK_S = 75.0
+_LOOK_S = 0.25
+_SAMPLE_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """One step that was carried out.
+
+    Attributes:
+        step: What was planned.
+        began_s: Seconds since the soak began.
+        ended_s: The same.
+        struck: Kind of fault -> how often it hit something.
+        back_s: How long after its end every engine had embeddings from the bucket again; None
+            where one had none in time.
+    """
+
+    step: Step
+    began_s: float
+    ended_s: float
+    struck: dict[str, int]
+    back_s: float | None
+
+
+@dataclass
+class Soak:
+    """What takes part, what is to happen, and what happened.
+
+    Attributes:
+        site: What is damaged.
+        engines: They run; nobody asks them yet. The first one saves.
+        album: What they are asked about.
+        minutes: Of faults; engines start and end outside of them.
+        seed: Gives the order of faults, their lengths, and the pictures.
+        scale: Of the lengths.
+        stop: Ends it early once set.
+        say: Shows progress.
+        seconds: How long it was.
+    """
+
+    site: Site
+    engines: Sequence[LiveEngine]
+    album: PictureSet
+    minutes: float
+    seed: int
+    scale: float
+    stop: threading.Event
+    say: Callable[[str], None]
+    seconds: float = 0.0
+    blows: list[Blow] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    _began_s: float = 0.0
+    _sampled_s: float = 0.0
+    _kinds: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        """Let it happen; then the engines have ended in order and every fault is over."""
+        self._began_s = time.monotonic()
+        for engine in self.engines:
+            engine.start(lambda: " and ".join(self._kinds) or "no fault")
+        self._until_back(self._began_s)  # there must be something to lose
+        kinds = [kind for kind in FAULTS if self.site.disk is not None or kind != DISK_FULL]
+        for step in plan(self.seed, kinds, scale=self.scale):
+            if self._is_over():
+                break
+            kinds_now = " and ".join(step.kinds)
+            self.say(f"{self.seconds / 60:.0f} of {self.minutes:g} minutes: {kinds_now}")
+            self.blows.append(self._carry_out(step))
+            self._pass_time(step.pause_s)
+            self.site.proxy.requests.clear()  # they would be most of this process's memory
+        self.say("ending the engines")
+        for engine in self.engines:
+            engine.stop()
+
+    def _is_over(self) -> bool:
+        self.seconds = time.monotonic() - self._began_s
+        for engine in self.engines:
+            if engine.failure is not None:
+                raise engine.failure
+        is_late = self.seconds >= self.minutes * 60
+        return is_late or self.stop.is_set() or any(engine.gave_up for engine in self.engines)
+
+    def _carry_out(self, step: Step) -> Blow:
+        source = random.Random(step.seed)
+        began = time.monotonic()
+        # What is damaged in the bucket is mended once the server is up again.
+        order = sorted(step.kinds, key=list(FAULTS).index, reverse=True)
+        with contextlib.ExitStack() as faults:
+            struck = {kind: faults.enter_context(FAULTS[kind](self.site, source)) for kind in order}
+            self._kinds = step.kinds
+            self._pass_time(step.duration_s)
+            hits = {
+                kind: found if isinstance(found, int) else found.fired
+                for kind, found in struck.items()
+            }
+        self._kinds = ()
+        ended = time.monotonic()
+        back_s = self._until_back(ended)
+        return Blow(step, began - self._began_s, ended - self._began_s, hits, back_s)
+
+    def _pass_time(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (now := time.monotonic()) < end and not self.stop.wait(_LOOK_S):
+            self.album.share = (now - self._began_s) / (self.minutes * 60)
+            for engine in self.engines:
+                engine.unstick()
+            if now >= self._sampled_s + _SAMPLE_EVERY_S:
+                self._sampled_s = now
+                self.samples += filter(None, map(sample, self.engines))
+
+    def _until_back(self, since: float) -> float | None:
+        """Seconds until every engine was asked anew and got something from the bucket."""
+        while time.monotonic() < since + _BACK_S and not self.stop.is_set():
+            ends = [engine.first_fetch_after(since) for engine in self.engines]
+            found = [end for end in ends if end is not None]
+            if len(found) == len(ends):
+                return max(found) - since
+            if any(engine.gave_up or engine.failure for engine in self.engines):
+                return None
+            self._pass_time(_LOOK_S)
+        return None
+
+
 # -- the rows --------------------------------------------------------------------------------------
 
-# Of a series over the whole time.
-_POINTS = 240
 
-
-def _report_answers(context: Context, story: Story) -> None:
-    tallies = {engine.name: engine.tally for engine in story.engines}
+def _report_answers(context: Context, soak: Soak) -> None:
+    tallies = {engine.name: engine.tally for engine in soak.engines}
     asked = sum(tally.requests for tally in tallies.values())
     exact = sum(tally.exact for tally in tallies.values())
     context.report(
@@ -207,11 +331,11 @@ def _report_answers(context: Context, story: Story) -> None:
     context.report(
         DEAD,
         sum(tally.dead for tally in tallies.values()),
-        samples=sum(engine.life for engine in story.engines),
+        samples=sum(engine.life for engine in soak.engines),
         detail={
             "note": f"{sum(tally.killed for tally in tallies.values())} killed on purpose",
             "deaths": [death for tally in tallies.values() for death in tally.deaths],
-            "errors": {engine.name: engine.errors() for engine in story.engines},
+            "errors": {engine.name: engine.errors() for engine in soak.engines},
         },
     )
     context.report(
@@ -219,80 +343,43 @@ def _report_answers(context: Context, story: Story) -> None:
         asked,
         samples=asked,
         detail={
-            "note": f"in {story.seconds / 60:.1f} minutes, seed {story.plot.seed}",
+            "note": f"in {soak.seconds / 60:.1f} minutes, seed {soak.seed}",
             "cases": {name: tally.requests for name, tally in tallies.items()},
             "slowest_batch_s": {name: tally.slowest_s for name, tally in tallies.items()},
-            "minutes": story.seconds / 60,
-            "seed": story.plot.seed,
+            "minutes": soak.seconds / 60,
+            "seed": soak.seed,
         },
     )
     counters = {name: dict(tally.counters) for name, tally in tallies.items()}
     hits = {name: moved.get("vllm:s3ec_hits", 0.0) for name, moved in counters.items()}
-    context.report(
-        HITS,
-        sum(hits.values()),
-        samples=asked,
-        detail={
-            "cases": hits,
-            "counters": counters,
-            "series": {engine.name: _hits(engine, story) for engine in story.engines},
-        },
-    )
+    detail = {"cases": hits, "counters": counters}
+    context.report(HITS, sum(hits.values()), samples=asked, detail=detail)
 
 
-def _hits(engine: LiveEngine, story: Story) -> list[list[float]]:
-    """Minute and hits per second, in even parts of the time."""
-    part_s = max(story.seconds / _POINTS, 2.0)
-    sums: Counter[int] = Counter()
-    for moment in engine.tally.moments:
-        sums[int((moment.ended_s - story.began_s) / part_s)] += int(moment.hits)
-    last = int(story.seconds / part_s)
-    return [[part * part_s / 60, sums[part] / part_s] for part in range(last + 1)]
-
-
-def _report_memory(context: Context, story: Story) -> None:
-    from s3ec.dev.bench.soak_engine import growths
-
-    # Engine and life -> minute, MB, descriptors, threads; thinned out.
-    lives: dict[str, list[list[float]]] = {}
-    for sample in story.samples:
-        lives.setdefault(f"{sample.engine} {sample.life}", []).append(
-            [
-                (sample.at_s - story.began_s) / 60,
-                sample.anon_bytes / 1e6,
-                sample.fds,
-                sample.threads,
-            ]
-        )
-    series = {name: points[:: len(points) // _POINTS + 1] for name, points in lives.items()}
-    by_length = sorted(growths(story.samples), key=lambda growth: growth.minutes)
-    longest = {growth.engine: growth for growth in by_length}
-    if not longest:
-        why = "no engine lived long enough to tell growth from warm-up"
-        context.cannot(MEMORY, why, series=series)
+def _report_memory(context: Context, soak: Soak) -> None:
+    found = growths(soak.samples)
+    if not found:
+        context.cannot(MEMORY, "no engine lived long enough to tell growth from warm-up")
         return
-    worst = max(longest.values(), key=lambda growth: growth.share)
     context.report(
         MEMORY,
-        worst.share * 100,
-        samples=sum(growth.samples for growth in longest.values()),
+        max(found.values()) * 100,
+        samples=len(soak.samples),
         detail={
             "note": "median of the last fifth of a life over that of the second; the worst engine",
-            "cases": {name: growth.share * 100 for name, growth in longest.items()},
-            "lives": [asdict(growth) for growth in longest.values()],
-            "series": series,
+            "cases": {name: share * 100 for name, share in found.items()},
         },
     )
 
 
-def _report_faults(context: Context, story: Story) -> None:
-    blows = story.blows
+def _report_faults(context: Context, soak: Soak) -> None:
+    blows = soak.blows
     kinds = Counter(kind for blow in blows for kind in blow.struck)
     struck: Counter[str] = Counter()
     for blow in blows:
         struck.update(blow.struck)
     context.report(
-        FAULTS,
+        FAULTS_ROW,
         sum(kinds.values()),
         samples=len(blows),
         detail={
@@ -307,7 +394,7 @@ def _report_faults(context: Context, story: Story) -> None:
     )
     back = [blow.back_s for blow in blows if blow.back_s is not None]
     # Nobody waited after the last one where the soak was ended early.
-    waited = blows if story.seconds >= story.plot.minutes * 60 else blows[:-1]
+    waited = blows if soak.seconds >= soak.minutes * 60 else blows[:-1]
     late = [" and ".join(blow.step.kinds) for blow in waited if blow.back_s is None]
     note = "no hit came back"
     if back:
@@ -323,14 +410,12 @@ def _report_faults(context: Context, story: Story) -> None:
 # -- what became of the entries --------------------------------------------------------------------
 
 _STORED = re.compile(r"(\d\d-\d\d \d\d:\d\d:\d\d).*? stored digest=([0-9a-f]{32})")
-_OBJECTS = "/objects/"
 # The log's clock has whole seconds, and a line may come a little after the reply.
 _DOUBT_S = 5.0
-_READ_TIMEOUT_S = 300.0
 
 
 def _report_entries(context: Context, site: Site, log: str) -> None:
-    """List the bucket, and read every confirmed entry of it through an empty tier.
+    """Read and verify every confirmed entry of the bucket.
 
     Left out are those that a fault deleted after (or around) their last confirmation.
     """
@@ -338,29 +423,22 @@ def _report_entries(context: Context, site: Site, log: str) -> None:
     gone = {_digest(key): when for key, when in site.deleted.items()}
     wanted = [d for d, when in confirmed.items() if gone.get(d, 0.0) < when - _DOUBT_S]
     client = site.server.client()
-    there = {
-        _digest(entry["Key"]): entry["Key"]
-        for page in client.get_paginator("list_objects_v2").paginate(Bucket=site.bucket)
-        for entry in page.get("Contents", [])
-        if _OBJECTS in entry["Key"]
-    }
-    missing = {digest: "not listed" for digest in wanted if digest not in there}
-    found: list[tuple[Key, Header]] = []
-    for digest in set(wanted) & set(there):
-        entry_or_why = _read(client, site.bucket, there[digest])
-        if isinstance(entry_or_why, str):
-            missing[digest] = entry_or_why
-        else:
-            found.append(entry_or_why)
-    if found:
-        missing |= _through_a_tier(site, found, context.scratch / "empty-tier")
-    deleted = len(confirmed) - len(wanted)
+    there = {_digest(key): key for key in site.objects(client)}
+    missing = {}
+    for digest in wanted:
+        why = "not listed"
+        if digest in there:
+            blob = client.get_object(Bucket=site.bucket, Key=there[digest])["Body"].read()
+            why = _fault_of(digest, blob)
+        if why:
+            missing[digest] = why
     context.report(
         LOST,
         len(missing),
         samples=len(wanted),
         detail={
-            "note": f"of {len(confirmed)} confirmed, {deleted} deleted by a fault",
+            "note": f"of {len(confirmed)} confirmed, {len(confirmed) - len(wanted)} deleted by a "
+            "fault",
             "missing": dict(list(missing.items())[:20]),
         },
     )
@@ -369,76 +447,27 @@ def _report_entries(context: Context, site: Site, log: str) -> None:
 def confirmations(log: str) -> dict[str, float]:
     """Digest of each entry that a saver's log (level DEBUG) calls stored -> when at last."""
     year = time.localtime().tm_year
-    found = {}
-    for when, digest in _STORED.findall(log):
-        moment = time.strptime(f"{year}-{when}", "%Y-%m-%d %H:%M:%S")
-        found[digest] = time.mktime(moment)
-    return found
+    return {
+        digest: time.mktime(time.strptime(f"{year}-{when}", "%Y-%m-%d %H:%M:%S"))
+        for when, digest in _STORED.findall(log)
+    }
 
 
 def _digest(name: str) -> str:
     """Of the entry that an object belongs to; empty if to none."""
-    from s3ec.identity import digest_of_name, is_object_name
-
-    below = name.partition(_OBJECTS)[2]
+    below = name.partition(OBJECTS)[2]
     return digest_of_name(below).hex() if is_object_name(below) else ""
 
 
-def _read(client: Any, bucket: str, name: str) -> tuple[Key, Header] | str:
-    """An entry's key and header if its object is whole; else what is wrong with it."""
-    from s3ec import codec
-    from s3ec.errors import CorruptEntryError
-    from s3ec.identity import make_key
-
-    blob = client.get_object(Bucket=bucket, Key=name)["Body"].read()
+def _fault_of(digest: str, blob: bytes) -> str:
+    """What is wrong with an entry's object; empty if nothing is."""
     try:
         front = codec.parse_header(blob)
-        header = codec.verify(blob, namespace=front.namespace, identifier=front.identifier)
+        codec.verify(blob, namespace=front.namespace, identifier=front.identifier)
     except CorruptEntryError as exc:
         return str(exc)
-    key = make_key(header.identifier)
-    if key is None or key.digest.hex() != _digest(name):
-        return "another entry's object"
-    return key, header
-
-
-def _through_a_tier(
-    site: Site, entries: list[tuple[Key, Header]], cache_dir: Path
-) -> Mapping[str, str]:
-    """Digest -> outcome, of those that a fresh node cannot have."""
-    from s3ec.config import load_settings
-    from s3ec.identity import Namespace
-    from s3ec.node import Node
-    from s3ec.prefetch import FetchOutcome, FetchRequest
-
-    extra = {
-        "bucket": site.bucket,
-        "endpoint_url": site.server.endpoint_url,
-        "cache_dir": str(cache_dir),
-        "min_free_bytes": 0,
-        # A busy machine loses no entry.
-        "connect_timeout_s": 10,
-        "read_timeout_s": 60,
-        "defer_timeout_s": 60,
-    }
-    left = {key.digest.hex(): "did not come" for key, _ in entries}
-    node = Node(load_settings(extra).settings, Namespace(entries[0][1].namespace, {}))
-    try:
-        deadline = time.monotonic() + _READ_TIMEOUT_S
-        node.prefetcher.submit(
-            [FetchRequest(key, header.modality, header.shape.rows) for key, header in entries]
-        )
-        while "did not come" in left.values() and time.monotonic() < deadline:
-            for fetched in node.prefetcher.drain():
-                digest = fetched.want.key.digest.hex()
-                if fetched.outcome is FetchOutcome.READY and fetched.entry is not None:
-                    del left[digest]
-                else:
-                    left[digest] = fetched.outcome.name.lower()
-            time.sleep(0.01)
-    finally:
-        node.close(10)
-    return left
+    key = make_key(front.identifier)
+    return "" if key and key.digest.hex() == digest else "another entry's object"
 
 
 BENCH = Bench(ROWS, run)

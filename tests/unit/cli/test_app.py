@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from typing import IO
 import pytest
 
 from s3ec.cli import bench
-from s3ec.cli.output import human_age, human_bytes, safe
+from s3ec.cli.output import human_age, human_bytes, safe, styled, table
 from tests.unit.cli.conftest import Cli
 
 COMMANDS = [
@@ -100,6 +101,33 @@ def test_safe_cuts_and_escapes() -> None:
     assert safe("plain ä") == "plain ä"
     assert safe("a\x1b[2J\n") == "a\\x1b[2J\\n"
     assert safe("x" * 400) == "x" * 300 + "... (400 characters)"
+
+
+class Terminal(io.StringIO):
+    """A stdout on which people read."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_tables_in_its_width_and_colours_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    monkeypatch.setenv("COLUMNS", "40")
+    table([{"namespace": "n" * 30, "dtype": "bfloat16", "entry_count": 3}])
+    table([{"name": "n" * 10, "note": "a b " * 10}])
+    lines = screen.getvalue().splitlines()
+    assert lines == [
+        *("namespace", "  dtype     entries", "n" * 30, "  bfloat16        3"),
+        *("name        note", f"{'n' * 10}  {'a b ' * 6}a b", f"{' ' * 12}a b a b a b"),
+    ]
+    assert styled("ok", "green") == "\x1b[32mok\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert styled("ok", "green") == "ok"
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.delenv("NO_COLOR")
+    assert styled("ok", "green") == "ok"
 
 
 def printed(

@@ -84,7 +84,8 @@ def leaves(command: Any, context: Any, path: str = "") -> Iterator[str]:
 
 
 ROOT: Any = typer.main.get_command(app)
-LEAVES = list(leaves(ROOT, ROOT.context_class(ROOT, info_name="s3ec")))
+ROOT_CONTEXT = ROOT.context_class(ROOT, info_name="s3ec")
+LEAVES = list(leaves(ROOT, ROOT_CONTEXT))
 
 
 @pytest.fixture
@@ -180,20 +181,30 @@ def test_a_column_without_a_value_is_left_out_and_fingerprints_have_12_digits(
 # -- the place as an argument ----------------------------------------------------------------------
 
 
-def test_every_command_of_a_corpus_takes_the_place_as_an_argument(
-    cli: Cli, corpus: Corpus, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [(path, options) for path, options, _ in COMMANDS if path.split()[0] != "tier"]
+    + [("precompute", "FOLDER --model MODEL"), ("doctor", "-- --model MODEL")],
+)
+def test_every_command_of_a_corpus_takes_the_place_as_an_argument(path: str, options: str) -> None:
+    command, context = ROOT, ROOT_CONTEXT
+    for name in path.split():
+        command = command.get_command(context, name)
+        context = command.context_class(command, info_name=name, parent=context)
+    words, place = options.split(), "s3://one/two"
+    end = words.index("--") if "--" in words else len(words)
+    for line in ([place, *words], [*words[:end], place, *words[end:]]):
+        read = command.make_context(path, line, parent=context.parent)
+        assert read.params["url"] == place
+        assert place not in [value for key, value in read.params.items() if key != "url"]
+
+
+def test_the_place_as_an_argument_is_looked_at(
+    cli: Cli, corpus: Corpus, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("S3EC_BUCKET")
     monkeypatch.delenv("S3EC_PREFIX")
-    place = f"s3://{corpus.bucket}"
-    for path, options, code in COMMANDS:
-        words = words_of(path, options, namespace, tmp_path)
-        if path.split()[0] in ("tier", "advise"):
-            continue
-        depth = len(path.split())
-        for line in ([*words[:depth], place, *words[depth:]], [*words, place]):
-            if path not in ("export", "catalog export", "get") or line[-1] == place:
-                cli(*line, code=code)
+    assert cli.json("ls", f"s3://{corpus.bucket}")["namespace"] == namespace
 
 
 def test_a_place_is_given_once(cli: Cli) -> None:
@@ -218,6 +229,9 @@ LONG = [
     ("verify", "", BEGINS_AGAIN),
     ("verify", "--deep", "with --state FOLDER the next one goes on there"),
     ("verify", "--deep --state FOLDER/state", GOES_ON),
+    ("catalog show", "", BEGINS_AGAIN),
+    ("catalog find", "a.pdf", BEGINS_AGAIN),
+    ("catalog export", "FOLDER/c.parquet", BEGINS_AGAIN),
     ("hydrate", "", GOES_ON),
     ("export", "FOLDER/other", GOES_ON),
     ("import", "FOLDER/out", GOES_ON),
@@ -236,21 +250,28 @@ LONG = [
 # One process imports what commands need. Its children run a command each. With `interrupt` they
 # get a SIGINT when they first tell how far they are, else nobody reads what they print.
 CHILDREN = """
-import json, os, signal, sys
+import contextlib, json, os, signal, sys
 from s3ec.cli import main, output
-from s3ec.corpus import Corpus, encoder
+from s3ec.corpus import Corpus, catalog, encoder
 from s3ec.doctor import run, serving
 from s3ec.store import s3_client
 import s3ec.cli.app
 
 class Encoder:
     def __init__(self, *_, **__): pass
-    def encode(self, pictures): return iter(list(pictures))
     def close(self): pass
+    def encode(self, pictures):
+        with contextlib.suppress(KeyboardInterrupt):  # vLLM's start may lose it
+            next(pictures)
+        return iter(list(pictures))
 
 encoder.VllmEncoder = Encoder
 serving.has_vllm = lambda: True
-report = output.Progress.__call__
+report, read = output.Progress.__call__, catalog.read_table
+
+async def read_interrupted(*args, **options):
+    os.kill(os.getpid(), signal.SIGINT)
+    return await read(*args, **options)
 
 def interrupted(self, *told):
     output.Progress.__call__ = report
@@ -266,6 +287,8 @@ for number, words in enumerate(json.load(sys.stdin)):
                     for name in ("out", "err"))
         if interrupt == "interrupt":
             output.Progress.__call__ = interrupted
+            if words[0] == "catalog":  # it tells nothing of its way
+                catalog.read_table = read_interrupted
         else:
             unread, out = os.pipe()
             os.close(unread)

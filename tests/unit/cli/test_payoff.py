@@ -48,6 +48,8 @@ def test_people_are_told_what_was_assumed(cli: Cli) -> None:
     assert "`--gpu` names another" in text
     assert 'beside the bucket: {"save": "worth"}' in text
     assert "prices of 20" in text
+    help_text = " ".join(cli("advise", "--help").stdout.split())
+    assert all(f"[{default}]" in help_text for default in ("h100", "aws", "1.5"))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from s3ec.config import load_settings
-from s3ec.errors import ConfigError
+from s3ec.errors import AccessError, ConfigError
 from s3ec.identity import Namespace, is_namespace_name, is_object_name, make_key
 from s3ec.settings import Settings
 from s3ec.tenant import Tenant
@@ -325,17 +325,35 @@ def streamed(folder: Path) -> Any:
     return config
 
 
-def test_where_nobody_knows_the_weights_there_is_no_namespace(tmp_path: Path) -> None:
+def test_a_model_in_an_object_store_is_called_by_its_url_and_counts_by_its_tags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tags = [("model.safetensors", 10, '"aa"')]
+    monkeypatch.setattr("s3ec.store.tags.tags_below", lambda url, **_: tags)
+    (tmp_path / "preprocessor_config.json").write_text('{"size": 1}')
     settings = settings_of(weights="fingerprint")
-    assert "not on this machine" in str(encoder_weights(streamed(tmp_path), settings).problem)
-    with pytest.raises(ConfigError, match="not on this machine") as told:
+    before = namespace_of(streamed(tmp_path), settings)
+    assert before.descriptor["model"] == "s3://models/gemma"
+    assert before.descriptor["weights"].startswith("sha256:")
+    assert list(before.descriptor["processors"]) == ["preprocessor_config.json"]
+    tags[0] = ("model.safetensors", 10, '"bb"')
+    assert namespace_of(streamed(tmp_path), settings).name != before.name
+
+
+def test_where_nobody_knows_the_weights_there_is_no_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(url: str, **_: Any) -> list[tuple[str, int, str]]:
+        raise AccessError("403: not for you", code="AccessDenied")
+
+    monkeypatch.setattr("s3ec.store.tags.tags_below", refused)
+    settings = settings_of(weights="fingerprint")
+    assert "403: not for you" in str(encoder_weights(streamed(tmp_path), settings).problem)
+    with pytest.raises(ConfigError, match="403: not for you") as told:
         namespace_of(streamed(tmp_path), settings)
     assert told.value.field == "weights"
-    (tmp_path / "preprocessor_config.json").write_text('{"size": 1}')
     named = namespace_of(streamed(tmp_path), settings_of())
-    assert named.descriptor["model"] == "s3://models/gemma"
     assert named.descriptor["weights"] == "by name"
-    assert list(named.descriptor["processors"]) == ["preprocessor_config.json"]
 
 
 def test_an_epoch_starts_over_on_purpose() -> None:

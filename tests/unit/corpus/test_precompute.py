@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +19,8 @@ import pytest
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus
 from s3ec.corpus.catalog import list_parts
+from s3ec.corpus.catalog_file import CatalogRow
+from s3ec.corpus.confirmations import Ledger
 from s3ec.corpus.encoder import Encoded, EncoderError, Picture, VllmEncoder
 from s3ec.corpus.precompute import Job, JobOptions, PrecomputeReport, make_job
 from s3ec.corpus.reading import ReadOptions
@@ -132,14 +134,16 @@ class FakeEncoder:
         self.is_closed = True
 
 
-def save(corpus: Corpus, identifier: str, tenant: Tenant | None = None) -> None:
-    """What an engine does: the object, then its announcement."""
+def save(
+    corpus: Corpus, identifier: str, tenant: Tenant | None = None, *, told_bytes: int | None = None
+) -> None:
+    """What an engine does: the object, then its announcement, as of so many bytes."""
     key = make_key(identifier, tenant)
     assert key is not None
     body = entry_bytes(key.stored, NAMESPACE.name, made_by=MADE_BY)
     put(corpus, LAYOUT.descriptor, NAMESPACE.to_json())
     put(corpus, LAYOUT.object(key), body)
-    put(corpus, delta_name(LAYOUT), delta_bytes({key.digest: len(body)}, LAYOUT))
+    put(corpus, delta_name(LAYOUT), delta_bytes({key.digest: told_bytes or len(body)}, LAYOUT))
 
 
 def put(corpus: Corpus, name: str, body: bytes) -> None:
@@ -404,8 +408,9 @@ def test_the_same_picture_is_encoded_once(desk: Desk) -> None:
 
 
 def test_picture_that_is_confirmed_after_its_twin_was_looked_at_is_encoded_once(
-    desk: Desk,
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("s3ec.corpus.confirmations._ROWS_EVERY_S", 0.0)
     desk.write(a=b"one", b=b"two", c=b"one")
 
     def before_each(count: int) -> None:
@@ -463,6 +468,32 @@ def test_what_the_index_has_is_catalogued_without_an_engine(desk: Desk) -> None:
     assert desk.rows()["a.png"].placeholder == {"image_grid_thw": [1, 2, 2]}
 
 
+class Asked:
+    """No faults; notes what is asked of entries."""
+
+    def __init__(self) -> None:
+        self.ops: list[str] = []
+
+    def next(self, op: str, name: str) -> None:
+        if name.startswith(LAYOUT.objects):
+            self.ops.append(op)
+
+
+def test_an_embedding_is_confirmed_by_one_request_where_the_index_tells_its_size(
+    desk: Desk, bucket: MemoryBucket, open_corpus: Callable[..., Corpus]
+) -> None:
+    desk.write(a=b"one", b=b"two")
+    save(desk.corpus, name_of(b"one"))
+    save(desk.corpus, name_of(b"two"), told_bytes=7)  # that of another s3ec
+    asked = Asked()
+    counted = Desk(open_corpus(FaultStore(MemoryStore(bucket), asked)), desk.folder)
+    report, _ = counted.run()
+    assert (report.status, report.catalogued) == ("complete", 2)
+    assert sorted(asked.ops) == ["get_range"] * 3 + ["head"]
+    sizes = {len(body) for name, body in bucket.objects.items() if name.startswith(LAYOUT.objects)}
+    assert {row.nbytes for row in counted.rows().values()} == sizes
+
+
 def test_what_was_deleted_is_encoded_again(desk: Desk) -> None:
     desk.write(a=b"one", b=b"two")
     desk.run()
@@ -479,6 +510,26 @@ def test_a_copy_under_another_name_needs_no_engine(desk: Desk) -> None:
     report, encoder = desk.run(can_name=False)
     assert (report.done_before, report.catalogued) == (1, 1)
     assert not encoder.is_running
+
+
+def test_rows_are_written_on_the_way(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a million files that were only touched are not kept until the end."""
+    batches: list[int] = []
+    append = Ledger.append
+
+    async def noted(ledger: Ledger, store: Store, rows: Sequence[CatalogRow]) -> None:
+        batches.append(len(rows))
+        await append(ledger, store, rows)
+
+    monkeypatch.setattr(Ledger, "append", noted)
+    monkeypatch.setattr("s3ec.corpus.confirmations._ROWS_AT_A_TIME", 2)
+    desk.write(a=b"one")
+    desk.run()
+    desk.write(**{f"copy-{number:02}": b"one" for number in range(40)})
+    report, encoder = desk.run()
+    assert (report.status, report.catalogued, encoder.encoded) == ("complete", 40, [])
+    assert len(batches) > 2
+    assert sum(batches) == 41
 
 
 def test_what_the_source_says_is_renewed(desk: Desk) -> None:

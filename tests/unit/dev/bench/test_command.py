@@ -24,9 +24,8 @@ from tests.unit.dev.bench import fakes
 _ENSURE = "ensure_cache_available"
 ROWS = {
     "hooks": [
-        *("has_cache_item_p50_us", "has_cache_item_p99_us", "has_cache_item_ratio_to_example"),
-        *(f"{_ENSURE}_p50_us", f"{_ENSURE}_p99_us", f"{_ENSURE}_ratio_to_example"),
-        *(f"{_ENSURE}_ratio_to_noop", f"{_ENSURE}_4_images_p50_us", f"{_ENSURE}_cold_p50_us"),
+        *("has_cache_item_p50_us", "has_cache_item_ratio_to_example"),
+        *(f"{_ENSURE}_p50_us", f"{_ENSURE}_ratio_to_example", f"{_ENSURE}_4_images_p50_us"),
         *(f"{_ENSURE}_first_sight_p50_us", "decision_per_image_ratio_to_example"),
         *("update_state_after_alloc_p50_us", "build_connector_meta_p50_us"),
         *("schedule_1000x20_ratio", "syscalls_per_call"),
@@ -44,20 +43,11 @@ ROWS = {
         *("lookup_p50_us", "lookup_ratio_to_example", "lookup_ratio_to_head", "growth_1e6_to_max"),
         *("private_bytes_per_key", "/bloom.bytes_per_key", "/bloom.fpr", "open_ms"),
         *("cold_ratio_to_raw", "/union.peak_mib", "/union.seconds", "visible_p99_s"),
-        *("idle_lists_per_refresh", "listing_ratio_to_raw", "hooks_p99_ratio"),
+        *("idle_lists_per_refresh", "hooks_p99_ratio"),
     ],
-    "evict": ["lost", "wrong", "refused", "budgets_per_s", "loads"],
     "payoff": [
         *("sim_over_110_share", "sim_p50_worst", "sim_p99_worst", "sim_throughput_worst"),
         *("sim_encode_learned_ratio", "decide_us"),
-    ],
-    "estimates": [
-        *("gemma3-27b_over_estimate", "qwen2.5-vl-7b_over_estimate", "qwen3-vl-8b_over_estimate"),
-        "learned_ratio",
-    ],
-    "gpu": [
-        *("load_pinned_ratio", "readers_ratio", "wrong_answers", "encode_ms"),
-        *("encode_learned_ratio", "warm_total_ratio", "warm_p50_ratio", "warm_encodes"),
     ],
     "rag": [
         *("total_ratio", "ttft_p50_ratio", "ttft_p99_ratio", "ratio_to_example_mount", "legs"),
@@ -76,7 +66,7 @@ ROWS = {
         *("wrong_answers", "dead_engines", "lost_entries", "memory_growth", "hits_not_back"),
         *("faults", "requests", "hits"),
     ],
-    "precompute": ["resume_encodes", "resume_ms_per_item", "/corpus.server_hit_ratio"],
+    "precompute": ["resume_encodes", "resume_ms_per_item"],
     "hydrate": ["ratio_to_raw", "ratio_in_memory", "cpu_ratio_to_raw"],
     "verify": ["ratio_to_raw", "gb_per_s"],
     "gc": ["deletes_per_s_ratio", "deletes_per_s"],
@@ -114,7 +104,7 @@ def test_a_benchmark_runs_from_end_to_end() -> None:
         find_weed()
     except ConfigError as exc:
         pytest.skip(str(exc))
-    (result,) = command.run_all(["verify"], quick=True, say=quiet, time_s=600)
+    (result,) = command.run_all(["verify"], quick=True, say=quiet)
     rows = {row.spec.name: row for row in result.rows}
     assert list(rows) == ["verify.ratio_to_raw", "verify.gb_per_s"], rows
     assert all(row.value is not None and row.value > 0 for row in result.rows)
@@ -277,12 +267,15 @@ def test_options_of_rag_reach_it(asked: list[tuple[str, dict[str, Any]]]) -> Non
 
     invoke("rag", *args.split(), "--object-mb", "30", "--seed", "7")
 
-    options = asked[0][1]["options"]
-    assert options.factor == 0.5
-    assert options.latency_ms == (5, 20)
-    assert (options.clients, options.seed) == (3, 7)
-    assert options.configs == (3, 1)
-    assert options.object_mb == "30"
+    assert asked[0][1] == {
+        "factor": 0.5,
+        "seed": 7,
+        "latency_ms": (5, 20),
+        "clients": 3,
+        "configs": (3, 1),
+        "object_mb": "30",
+        "device": "cpu",
+    }
 
 
 def test_a_warm_rag_takes_no_option_that_would_not_count(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.dev.bench.context import Context, Progress, Reach, Result, Row, Spec, time_left_s
+from s3ec.dev.bench.context import Context, Result, Row, Spec
 from tests.unit.dev.bench import fakes
 
 MACHINE = {"cpus": 2, "versions": {"s3ec": "0"}}
@@ -25,7 +25,11 @@ MACHINE = {"cpus": 2, "versions": {"s3ec": "0"}}
     ],
 )
 def test_reach_compares_value_with_limit(reach: str, below: bool, equal: bool, above: bool) -> None:
-    assert [Reach.parse(reach).holds(value) for value in (1.4, 1.5, 1.6)] == [below, equal, above]
+    assert [Spec("a.b", "us", reach).holds(value) for value in (1.4, 1.5, 1.6)] == [
+        below,
+        equal,
+        above,
+    ]
 
 
 def test_ok_is_the_reach_applied_to_the_value() -> None:
@@ -78,25 +82,3 @@ def test_rows_come_in_declared_order_with_the_reason_for_those_not_reported(
     assert [row.value for row in rows] == [None, None, 3.0]
     assert rows[0].detail == {"why": "no clock", "tried": 2}
     assert rows[1].detail == {"why": "nothing left to measure"}
-
-
-@pytest.mark.parametrize(
-    ("done_s", "spent_s", "left_s"),
-    [(0, 0, 100), (20, 10, 40), (20, 40, 160), (120, 60, 0)],
-    ids=["nothing done", "twice as fast", "half as fast", "more than was expected"],
-)
-def test_the_rest_takes_as_long_as_what_is_done(
-    done_s: float, spent_s: float, left_s: float
-) -> None:
-    assert time_left_s(100, done_s, spent_s) == left_s
-
-
-def test_each_step_is_said_with_what_is_left() -> None:
-    said: list[str] = []
-    with Progress(said.append, 1e6) as progress:
-        progress.begin("preparing", 4e5)
-        progress.begin("asking", 6e5)
-
-    assert said[0].startswith("preparing; 0 s so far, ")
-    assert said[0].endswith(" s left")
-    assert said[-1].startswith("asking; ")

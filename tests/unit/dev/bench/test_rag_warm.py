@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from s3ec.dev.bench import rag, rag_warm
+from s3ec.dev.bench import rag_warm
 from s3ec.dev.bench.context import Context, Result, Row
 from s3ec.dev.bench.rag_rig import Leg
 from s3ec.dev.bench.rag_warm import Setting
@@ -80,10 +80,3 @@ def test_pictures_that_were_encoded_count_where_they_were_most() -> None:
 
     assert row.value == 4
     assert row.ok is False
-
-
-def test_the_table_has_a_line_for_each_leg_of_each_setting() -> None:
-    shown = rag.table(result({Setting(14, True, 2): EQUAL, Setting(60, True, 2): EQUAL}))
-
-    assert shown is not None
-    assert shown.row_count == 6

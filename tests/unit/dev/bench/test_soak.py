@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from s3ec.dev.bench import soak_engine
-from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, compare
+from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, Sample, compare, growths
 from s3ec.dev.rigs.engine import EngineError, EngineProcess
 from tests.support.waiting import eventually
 
@@ -62,7 +62,7 @@ class FakeEngine:
         return [self.answers[url.rpartition("/")[2]] for url in urls]
 
     def counters(self) -> dict[str, float]:
-        return {soak_engine.HITS: 3, soak_engine.FROM_BUCKET: 1}
+        return {soak_engine.FROM_BUCKET: 1}
 
     def start(self) -> None:
         self.starts += 1
@@ -128,3 +128,10 @@ def test_a_wrong_answer_is_counted_and_told(tmp_path: Path) -> None:
     assert tally.wrong == tally.requests > 0
     assert tally.examples[0]["said"] == [5]
     assert tally.examples[0]["during"] == "bits flipped"
+
+
+def test_growth_is_that_of_the_longest_life_after_its_warm_up() -> None:
+    grown = [1000] * 20 + [100] * 20 + [105] * 60
+    lives = {("saver", 1): [100] * 60, ("saver", 2): grown, ("reader", 1): [100] * 10}
+    samples = [Sample(*life, 0.0, nbytes) for life, some in lives.items() for nbytes in some]
+    assert growths(samples) == {"saver": pytest.approx(0.05)}
