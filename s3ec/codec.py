@@ -28,13 +28,8 @@ MAX_TENSOR_BYTES = 8 * 2**30
 
 # safetensors spelling -> (torch attribute, bytes per value). Encoder outputs are floating point.
 DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
-# (unsigned type, signed type, exponent with all bits set): such a value is NaN or infinite.
-_EXPONENTS = {
-    "bfloat16": ("<u2", "<i2", 0x7F80),
-    "float16": ("<u2", "<i2", 0x7C00),
-    "float32": ("<u4", "<i4", 0x7F800000),
-}
-_BITS = {"<i2": 16, "<i4": 32}
+# An exponent with all bits set: such a value is NaN or infinite.
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _SPELLING = {torch_name: spelling for spelling, (torch_name, _) in DTYPES.items()}
 _COUNT = re.compile(r"[1-9][0-9]{0,11}")
 MADE_BY_CHARACTERS = 512
@@ -110,10 +105,10 @@ def is_finite(data: memoryview | bytes | bytearray, dtype: str) -> bool:
 
     if not len(data):
         return True
-    unsigned, signed, exponent = _EXPONENTS[dtype]
-    sign = 1 << (_BITS[signed] - 1)
-    positive = int(np.frombuffer(data, signed).max())
-    negative = int(np.frombuffer(data, unsigned).max())
+    exponent, nbytes = _EXPONENTS[dtype], DTYPES[_SPELLING[dtype]][1]
+    sign = 1 << (8 * nbytes - 1)
+    positive = int(np.frombuffer(data, f"<i{nbytes}").max())
+    negative = int(np.frombuffer(data, f"<u{nbytes}").max())
     return positive < exponent and negative < sign + exponent
 
 

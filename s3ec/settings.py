@@ -249,8 +249,8 @@ class Settings(BaseModel):
 
     url: str | None = Field(
         None,
-        description="Address of a corpus outside S3: `gs://BUCKET/PREFIX`, "
-        "`az://CONTAINER/PREFIX` or `file:///FOLDER`. It replaces `bucket`.",
+        description="Address of the corpus, instead of `bucket`: `s3://BUCKET/PREFIX`, or outside "
+        "S3 `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or `file:///FOLDER`.",
     )
     bucket: str = Field(
         "",

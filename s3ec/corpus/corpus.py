@@ -91,8 +91,8 @@ class Corpus(OpenBucket):
         Args:
             settings: Settings by name, as in ``ec_connector_extra_config``; or a ``Settings`` that
                 was loaded before, and then nothing else.
-            url: A corpus outside S3, such as ``file:///FOLDER`` or ``gs://BUCKET``.
-            bucket: The bucket's name, or ``s3://BUCKET/PREFIX``.
+            url: ``s3://BUCKET/PREFIX``; or outside S3, such as ``file:///FOLDER``, ``gs://BUCKET``.
+            bucket: The bucket's name.
             prefix: Folder inside the bucket.
             endpoint_url: URL of an S3-compatible server; AWS if it is set nowhere.
 

@@ -457,12 +457,12 @@ def test_an_s3_url_is_another_way_to_write_bucket_and_prefix(
     assert error.field == "bucket"
     assert "`url` 's3://corpus/a/b/' (from env S3EC_URL); remove one" in str(error)
     monkeypatch.delenv("S3EC_URL")
-    assert load_settings({"bucket": "s3://corpus/a"}).settings.prefix == "a"
-    assert refusal({"bucket": "s3://corpus/a", "prefix": "b"}).field == "prefix"
-    for name in ("bucket", "url"):
-        error = refusal({name: "s3://x"})
-        assert error.field == name
-        assert "3 or more" in str(error)
+    assert load_settings({"url": "s3://corpus/a"}).settings.prefix == "a"
+    assert refusal({"url": "s3://corpus/a", "prefix": "b"}).field == "prefix"
+    assert "a URL goes into `url`" in str(refusal({"bucket": "s3://corpus/a"}))
+    error = refusal({"url": "s3://x"})
+    assert error.field == "url"
+    assert "3 or more" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -471,9 +471,7 @@ def test_an_s3_url_is_another_way_to_write_bucket_and_prefix(
         ({"BUCKET": "corpus", "REGION": "r"}, {"url": "file:///data"}, "file:///data"),
         ({"URL": "file:///data"}, {"bucket": "corpus"}, "s3://corpus"),
         ({"URL": "s3://other/a"}, {"bucket": "corpus"}, "s3://corpus"),
-        ({"URL": "s3://other/a"}, {"bucket": "s3://corpus/b"}, "s3://corpus/b"),
-        ({"BUCKET": "other", "PREFIX": "a"}, {"bucket": "s3://corpus/b"}, "s3://corpus/b"),
-        ({"BUCKET": "s3://other/a"}, {"bucket": "corpus"}, "s3://corpus"),
+        ({"URL": "s3://other/a"}, {"url": "s3://corpus/b"}, "s3://corpus/b"),
         ({"BUCKET": "other", "PREFIX": "a"}, {"bucket": "corpus"}, "s3://corpus/a"),
         ({"BUCKET": "other", "PREFIX": "a"}, {"url": "s3://corpus/b"}, "s3://corpus/b"),
     ],

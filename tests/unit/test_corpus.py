@@ -79,7 +79,7 @@ def test_arguments_win_over_settings_and_those_over_variables(
         assert str(corpus.settings.corpus) == "s3://variable"
     with Corpus.open({"bucket": "settings", "prefix": "p"}) as corpus:
         assert str(corpus.settings.corpus) == "s3://settings/p"
-    with Corpus.open({"bucket": "settings"}, bucket="s3://argument/a") as corpus:
+    with Corpus.open({"bucket": "settings"}, url="s3://argument/a") as corpus:
         assert repr(corpus) == "Corpus('s3://argument/a')"
         assert corpus.settings.region == "eu-west-1"
         with Corpus.open(corpus.settings) as again:
