@@ -216,7 +216,7 @@ def export(
 
     if path.suffix.lower() != ".parquet":
         raise ConfigError(
-            f"`{path.name}` is to be a Parquet file; let it end with .parquet", field="path"
+            f"`{path}` is to be a Parquet file; let it end with .parquet", field="path"
         )
     name, table = _read(source, choice)
     export_table(table, path)

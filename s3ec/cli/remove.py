@@ -53,6 +53,11 @@ def register(app: App) -> None:
         "rm",
         ("s3ec rm page-12-of-report", "is it there, and how large is it? asks at a terminal"),
         ("s3ec rm 3f9a01bc8d2e x-77aa01bc8d2e --yes", "delete what `s3ec ls` prints"),
+        (
+            "s3ec catalog find report.pdf --json | jq -r '.entries[].identifier' | "
+            "xargs s3ec rm --yes",
+            "all pages of a document",
+        ),
     )(with_namespace(rm, CONSENT))
     app.command(
         "gc",
@@ -74,7 +79,8 @@ def rm(
 
     Without --yes, nothing is deleted unless you agree at a terminal. Engines of this node are told;
     others find out when they ask for it, and those that only encode by `s3ec manifest rebuild`. A
-    node that has a copy on its disk serves it until it is evicted. Exit status 1 where one was not
+    node that has a copy on its disk serves it until it is evicted. `s3ec verify` calls it `extra`
+    until `s3ec manifest rebuild` has run. Exit status 1 where one was not
     there; the others are deleted all the same. Exit status 3 where rows of the catalogue are left.
     """
     with source.corpus() as corpus:

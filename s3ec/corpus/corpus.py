@@ -27,7 +27,7 @@ from s3ec.corpus.entries import (
     scan,
 )
 from s3ec.counters import Report, unreported
-from s3ec.errors import ConfigError, S3ECError
+from s3ec.errors import ConfigError, NotFoundError, S3ECError
 from s3ec.identity import Key, Layout
 from s3ec.namespaces import (
     NamespaceInfo,
@@ -634,6 +634,10 @@ class Corpus(OpenBucket):
 
         there = folder_settings(Path(folder), self.settings)
         with Corpus(there, wording=self._wording, note=self._note) as source:
+            if not source.namespaces():
+                raise NotFoundError(
+                    f"{folder} holds no namespace; name a folder that an export made"
+                )
             name = source.choose(namespace, model=model)
         return self.change(
             lambda store: import_folder(

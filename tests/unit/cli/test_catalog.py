@@ -110,6 +110,10 @@ def test_find_looks_for_one_thing(cli: Cli, namespace: str, words: list[str]) ->
     assert "give DOCUMENT" in cli("catalog", "find", *words, code=2).stderr
 
 
+def test_export_names_a_file_that_is_none_of_parquet(cli: Cli, namespace: str) -> None:
+    assert "`.` is to be a Parquet file" in cli("catalog", "export", ".", code=2).stderr
+
+
 def test_export_writes_a_file(cli: Cli, namespace: str, tmp_path: Path) -> None:
     path = str(tmp_path / "c.parquet")
     found = cli.json("catalog", "export", path)
