@@ -46,7 +46,7 @@ from s3ec.tier.evictor import NoRoomError
 from s3ec.tier.files import is_full
 
 if TYPE_CHECKING:
-    from s3ec.corpus.catalog import CatalogRow
+    from s3ec.corpus.catalog_file import CatalogRow
     from s3ec.settings import Settings
 
 log = logging.getLogger(__name__)
