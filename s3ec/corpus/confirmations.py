@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from s3ec.corpus.catalog import CatalogWriter, check_row, read_table
-from s3ec.corpus.catalog_file import STAMP, CatalogRow
+from s3ec.corpus.catalog import CatalogWriter, read_table
+from s3ec.corpus.catalog_file import STAMP, CatalogRow, check_row
 from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.encoder import EncoderError
 from s3ec.corpus.entries import CorpusEntry, read_header
@@ -167,7 +167,7 @@ class Ledger:
         await self.index.refresh(now=True)
         if self.has_catalogue:
             table = await read_table(store, self._layout)
-            self.catalogue = await asyncio.to_thread(CatalogIndex.from_table, table)
+            self.catalogue = await asyncio.to_thread(CatalogIndex, table)
 
     def holds(self, key: Key) -> bool:
         """Whether a writer has said that the bucket confirmed this one."""

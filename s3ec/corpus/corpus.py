@@ -65,8 +65,9 @@ class Corpus(OpenBucket):
 
     **Errors** of all methods, beside those that each names: ``ConfigError``, a wrong argument;
     ``UnavailableError``, the store does not answer well now, also not in five attempts;
-    ``AccessError``, it refuses: credentials, permission, no such bucket. All are ``S3ECError``. An
-    entry that is absent is None, not an error.
+    ``AccessError``, it refuses: credentials, permission, no such bucket; ``NotFoundError`` and
+    ``AmbiguousError``, no namespace fits, or several do. All are ``S3ECError``. An entry that is
+    absent is None, not an error.
 
     **report**, where a method takes it, is called with what is done, how much of it, and of how
     much (None where that is not known). It is called in another thread, and must return soon.
@@ -170,7 +171,6 @@ class Corpus(OpenBucket):
             None where there is none, also for what is never stored.
 
         Raises:
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
             AmbiguousError: Several entries begin so; the message lists some.
         """
         name = self.choose(namespace, model=model)
@@ -197,7 +197,7 @@ class Corpus(OpenBucket):
             ConfigError: Nothing is ever stored under this identifier: it is empty, longer than
                 4096 bytes, not Unicode, or a counter of one process.
             CorruptEntryError: It is there, but it is not what it should be. ``reason`` says why.
-            NotFoundError, AmbiguousError: As find.
+            AmbiguousError: As find.
         """
         entry = self._entry(identifier, namespace, model)
         if entry is None:
@@ -225,7 +225,7 @@ class Corpus(OpenBucket):
             None where there is none.
 
         Raises:
-            ConfigError, CorruptEntryError, NotFoundError, AmbiguousError: As stat.
+            ConfigError, CorruptEntryError, AmbiguousError: As stat.
         """
         entry = self._entry(identifier, namespace, model)
         if entry is None:
@@ -252,7 +252,6 @@ class Corpus(OpenBucket):
 
         Raises:
             ConfigError: Nothing is ever stored under this adapter.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         folder = adapter_folder(adapter, self.tenant)
         name = self.choose(namespace, model=model)
@@ -287,7 +286,6 @@ class Corpus(OpenBucket):
         Raises:
             ConfigError: Nothing is ever stored under an identifier, or the rate is less than 1.
             TierError: The tier cannot be opened; the message names the fix.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         from s3ec.corpus.hydrate import hydrate
 
@@ -336,7 +334,6 @@ class Corpus(OpenBucket):
             ConfigError: An identifier under which nothing is stored, no name of an entry, or
                 entries of another namespace; nothing was deleted.
             UnavailableError, AccessError: Some may be left.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         given = (identifiers,) if isinstance(identifiers, str | CorpusEntry) else (*identifiers,)
         keys = dict(self._key_of_one(one, "identifiers") for one in given)
@@ -396,7 +393,6 @@ class Corpus(OpenBucket):
         Raises:
             ConfigError: There is no rule, or nothing is stored under this adapter.
             UnavailableError, AccessError, TierError: As delete.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         from s3ec.corpus.collect import Rules, collect_garbage, parse_made_by
 
@@ -451,7 +447,6 @@ class Corpus(OpenBucket):
         Raises:
             ConfigError: ``state`` is that of another corpus.
             TierError: The folder for temporary files, or that of ``state``, cannot be written.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         from s3ec.corpus.audit import audit
         from s3ec.corpus.deep_check import AuditState
@@ -501,7 +496,6 @@ class Corpus(OpenBucket):
         Raises:
             UnavailableError, AccessError: Some may be mended; it can be done again.
             TierError: The folder for temporary files is full.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         from s3ec.corpus.repair import repair
 
@@ -521,7 +515,6 @@ class Corpus(OpenBucket):
 
         Raises:
             ConfigError: The extra is missing.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         from s3ec.corpus.catalog import Catalog
 
@@ -592,7 +585,6 @@ class Corpus(OpenBucket):
             ConfigError: The folder cannot be made, or an argument is wrong.
             NoSpaceError: Its disk is full. What was copied stays, as in all these cases.
             TierError: The folder for temporary files is full.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         from s3ec.corpus.exchange import export
 
@@ -627,7 +619,6 @@ class Corpus(OpenBucket):
 
         Raises:
             ConfigError: There is no such folder, or it is of a newer format.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
             TierError: The folder for temporary files is full.
         """
         from s3ec.corpus.exchange import folder_settings, import_folder
@@ -667,7 +658,6 @@ class Corpus(OpenBucket):
 
         Raises:
             ConfigError: There is no such folder.
-            NotFoundError, AmbiguousError: No namespace fits, or several do.
             TierError: The folder for temporary files is full.
         """
         from s3ec.corpus.exchange import import_example

@@ -413,7 +413,7 @@ async def _copy_rows(
     source: Store, target: Store, layout: Layout, there: Set[bytes], result: Transferred
 ) -> None:
     """Append those rows of entries that are there now which the other catalogue lacks."""
-    from s3ec.corpus.catalog import append_rows, list_parts, read_table
+    from s3ec.corpus.catalog import CatalogWriter, list_parts, read_table
     from s3ec.corpus.catalog_file import to_rows
 
     if not there or not await list_parts(source, layout):
@@ -425,7 +425,7 @@ async def _copy_rows(
             key = make_key(row.identifier)
             if key is not None and key.digest in there and _key_of_row(row) not in known:
                 news.append(row)
-        await append_rows(target, layout, news)
+        await CatalogWriter(target, layout).append(news)
         result.catalogued = len(news)
     except (CorruptEntryError, ConfigError) as exc:  # its parts, or pyarrow is missing
         result.failures["catalog"] = str(exc)
