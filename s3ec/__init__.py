@@ -2,8 +2,8 @@
 """Encoder-cache connector for vLLM on object storage.
 
 ``s3ec.Corpus`` reads, deletes and checks the embeddings in a bucket. The two managers are for
-vLLM's ``--ec-manager-config``. Importing the package imports nothing else: torch and vLLM load it
-in every process. What it names is imported with its first use.
+vLLM's ``--ec-manager-config``. Importing the package imports nothing else, because torch and vLLM
+load it in every process. Each public name is imported at its first use.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ class S3ECError(Exception):
 class ConfigError(S3ECError, ValueError):
     """A setting is wrong; found at start-up.
 
-    The caller prints it and stops (exit status 2). The message names the field and the fix
-    and never repeats a value that could be a secret.
+    The caller prints it and stops (exit status 2). The message names the field and the fix and
+    never repeats a value that could be a secret.
 
     Attributes:
-        field: The setting at fault, or None where the whole configuration is.
+        field: The setting at fault, or None if it is the whole configuration.
     """
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -30,29 +30,29 @@ class ConfigError(S3ECError, ValueError):
 
 
 class AmbiguousError(ConfigError):
-    """What was asked for fits several things; the message lists them.
+    """The given name matches several things; the message lists them.
 
     The caller names one of them.
     """
 
 
 class NotFoundError(S3ECError):
-    """The namespace that was asked for is not in the bucket; on the command line, the entry too.
+    """The requested namespace is not in the bucket; on the command line, also a requested entry.
 
-    For ``s3ec.client`` it is a document that the catalogue lacks. The caller names another one; the
-    message lists what there is. An entry that is absent is no exception but None.
+    For ``s3ec.client`` the catalogue has no such document. The caller names another one; the
+    message lists the existing ones. For an absent entry the result is None, not an exception.
     """
 
 
 class UnavailableError(S3ECError):
-    """The store did not answer well now: throttled, 409, 5xx, timed out, refused.
+    """The store gave no good answer: throttled, 409, 5xx, timed out, refused.
 
     The caller backs off with jitter, bounded; meanwhile the entry is a miss.
 
     Attributes:
-        status: HTTP status of the answer, 0 where there was none.
-        retry_after_s: Seconds that the server asked to be left alone, None where it did not.
-        is_throttle: Whether it was asked too much, rather than ill.
+        status: HTTP status of the answer, 0 if there was none.
+        retry_after_s: Seconds that the server asked the client to wait, None if it did not.
+        is_throttle: Whether the server throttled the request, rather than failed.
     """
 
     def __init__(
@@ -70,21 +70,21 @@ class UnavailableError(S3ECError):
 
 
 TOO_LARGE = "EntityTooLarge"
-"""``AccessError.code`` where a store has no room for one object, and may have for the next."""
+"""``AccessError.code`` if a store has no space for one object, but may have for the next."""
 
 
 class AccessError(S3ECError):
     """The store answered and refused: denied, expired, no such bucket, wrong region.
 
-    The caller logs it once; meanwhile the entry is a miss. Retrying without a change of
-    credentials or policy is useless.
+    The caller logs it once; meanwhile the entry is a miss. Retrying without a change of credentials
+    or policy is useless.
 
     Attributes:
         code: The store's own error code, such as ``AccessDenied``.
-        is_general: Whether every other request would be refused too, whatever it asks for:
-            credentials, clock, certificate, region, no such bucket. The breaker opens for that.
-            Otherwise it was this request, its key or its kind: S3 denies an absent key to who
-            may not list, and a write to who may only read, and all else goes on.
+        is_general: Whether the store would refuse every other request too: credentials, clock,
+            certificate, region, no such bucket. The breaker opens for that. Otherwise it refused
+            only this request, its key or its kind: S3 denies an absent key to a client that may not
+            list, and a write to a client that may only read, and all other requests succeed.
     """
 
     def __init__(self, message: str, *, code: str = "", is_general: bool = True) -> None:
@@ -102,14 +102,14 @@ class ConflictError(S3ECError):
 
 
 class CorruptEntryError(S3ECError):
-    """Bytes are there but unusable: short, flipped, foreign, oversized or hostile.
+    """Bytes exist but are unusable: short, flipped, foreign, oversized or hostile.
 
     The caller drops the local copy, fetches once more past the tier, then counts a miss.
 
     Attributes:
         reason: One word for counters: ``length``, ``header``, ``checksum``, ``identifier``,
-            ``namespace``, ``size``, ``dtype``, ``shape``, ``version``, ``nonfinite``,
-            ``order`` (an index file that is not sorted) or ``disk`` (one that cannot be read).
+            ``namespace``, ``size``, ``dtype``, ``shape``, ``version``, ``nonfinite``, ``order`` (an
+            index file that is not sorted) or ``disk`` (one that cannot be read).
     """
 
     def __init__(self, message: str, *, reason: str) -> None:
@@ -118,7 +118,7 @@ class CorruptEntryError(S3ECError):
 
 
 class CutBodyError(CorruptEntryError):
-    """A body ended before its announced length: its way is at fault, and no object is bad for that.
+    """A body ended before its announced length: the connection is at fault, not the object.
 
     ``reason`` is ``length``.
     """
@@ -128,16 +128,16 @@ class CutBodyError(CorruptEntryError):
 
 
 class TierError(S3ECError):
-    """The node's disk did not do what was asked: full, read-only, I/O error.
+    """The node's disk refused an operation: full, read-only, I/O error.
 
-    The caller goes on without the tier for this entry and counts it.
+    The caller continues without the tier for this entry and counts it.
     """
 
 
 class SourceError(S3ECError):
     """One item of a source cannot be read: absent, refused, too large, no page of its PDF.
 
-    The caller lists the item as failed, with the reason, and goes on with the next one.
+    The caller lists the item as failed, with the reason, and continues with the next one.
 
     Attributes:
         reason: Why, in plain words, without the item's name.
@@ -149,7 +149,7 @@ class SourceError(S3ECError):
 
 
 def causes_of(exc: BaseException) -> Iterator[BaseException]:
-    """This error, then one after the other those that it was raised for."""
+    """Yield this error, then its causes, one after the other."""
     seen: BaseException | None = exc
     while seen is not None:
         yield seen

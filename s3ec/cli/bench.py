@@ -64,21 +64,22 @@ def add_encode(group: App) -> None:
 
 def encode(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="As `vllm serve` takes it: a name or a folder.")
+        str, typer.Argument(metavar="MODEL", help="Model as for `vllm serve`: a name or a folder.")
     ],
     pages: Annotated[
-        int, typer.Option("--pages", metavar="N", min=1, max=10_000, help="How many are measured.")
+        int,
+        typer.Option("--pages", metavar="N", min=1, max=10_000, help="Number of measured pages."),
     ] = 24,
     engine_args: Annotated[
         str | None,
-        option("--engine-args", "JSON", "Further arguments of `vllm.LLM`, as a server has them."),
+        option("--engine-args", "JSON", "Further arguments of `vllm.LLM`, as for a server."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what one encode takes on this machine's GPU, in vLLM.
+    """Measure the time of one encode on this machine's GPU, in vLLM.
 
-    One A4 page at 150 dots per inch is encoded after another, each alone, after four that are not
-    counted. The whole model must fit. `s3ec advise` takes the result.
+    Encodes A4 pages at 150 dots per inch one after the other, each alone. The first four do not
+    count. The whole model must fit. `s3ec advise` takes the result.
     """
     given = engine_arguments(engine_args)
     from s3ec.doctor.serving import has_vllm
@@ -166,7 +167,7 @@ def _measure(
     finally:
         encoder.close()
     if first is None or last[1] <= first[1]:
-        raise S3ECError("vLLM told nothing of its encodes; it must be 0.31 or newer")
+        raise S3ECError("vLLM reported no encode times; use vLLM 0.31 or newer")
     with Corpus(settings) as corpus:
         entry = corpus.stat(next(iter(corpus.list())))
     if entry is None or entry.header is None:

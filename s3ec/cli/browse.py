@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 CountOption = Annotated[
-    bool, typer.Option("--count", help="Count entries and bytes too; lists every object.")
+    bool, typer.Option("--count", help="Also count entries and bytes; this lists every object.")
 ]
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help=ID_HELP)]
 
@@ -102,10 +102,11 @@ def ns(
     count: CountOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the namespaces of a bucket: one per model, revision, weights and settings that count.
+    """List the namespaces of a bucket: one for each model, revision, weights and relevant settings.
 
-    Of fingerprints there are 12 digits; `s3ec ns show` has all that describes one. Of each replica
-    it says how many of the newest entries it lacks, and what a month of new entries costs to cross.
+    The list shows 12 digits of each fingerprint; `s3ec ns show` shows a full description. For each
+    replica it shows how many of the newest entries are missing there, and the cost of copying a
+    month's new entries.
     """
     if ctx.invoked_subcommand is not None:
         if source != SettingsSource() or count or as_json:
@@ -165,7 +166,7 @@ def ns_show(
     count: CountOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show all that describes a namespace: what must be the same for two engines to share it."""
+    """Show the full description of a namespace: the values that its engines must share."""
     with counting("reading the namespace") as report, source.corpus(attempts=1) as corpus:
         name = choice.within(corpus)
         found = corpus.run(lambda store: _describe(store, name, count, report))
@@ -189,7 +190,7 @@ def stat(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is stored for one image: its header, and with --verify whether it is sound."""
+    """Show the stored entry of one image: its header, and with --verify whether it is intact."""
     bad = None
     with counting("verifying" if verify else "looking"), source.corpus(attempts=1) as corpus:
         entry = _find(corpus, choice, identifier)
@@ -229,7 +230,7 @@ def _find(corpus: Corpus, choice: NamespaceChoice, identifier: str) -> CorpusEnt
 
 
 def _deleted() -> NoReturn:
-    raise NotFoundError("the entry was deleted while we looked")
+    raise NotFoundError("the entry was deleted during this command")
 
 
 def _stat_document(entry: CorpusEntry, verified: bool) -> dict[str, Any]:
@@ -273,7 +274,7 @@ def get(
     output: Annotated[
         str,
         typer.Option(
-            "-o", "--output", metavar="FILE", help="Where to save; `-` for stdout, or a folder."
+            "-o", "--output", metavar="FILE", help="File or folder to save to; `-` for stdout."
         ),
     ],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,

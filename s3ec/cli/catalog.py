@@ -81,10 +81,10 @@ def _read(source: SettingsSource, choice: NamespaceChoice) -> tuple[str, pa.Tabl
 
 
 def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
-    """Show how much is in the catalogue: rows, documents and sizes, by modality.
+    """Show the size of the catalogue: rows, documents and bytes, by modality.
 
-    Exit status 1 where a part of it cannot be used. The catalogue holds what jobs over a corpus
-    stored. Entries that engines save are not in it.
+    Exits with 1 if a part of it is unusable. The catalogue lists the embeddings that jobs over a
+    corpus stored. It does not list entries that engines save.
     """
 
     async def look(store: Store, layout: Layout) -> dict[str, Any]:
@@ -149,35 +149,33 @@ def find(
     document: Annotated[
         str | None, typer.Argument(metavar="[DOCUMENT]", help="Id of a document.")
     ] = None,
-    page: Annotated[int | None, option("--page", "N", "Only this page of it.", min=1)] = None,
-    sha256: Annotated[
-        str | None, option("--sha256", "HEX", "By the SHA-256 of a file's bytes.")
+    page: Annotated[
+        int | None, option("--page", "N", "Only this page of the document.", min=1)
     ] = None,
-    identifier: Annotated[
-        str | None, option("--identifier", "ID", "By an identifier, in full.")
-    ] = None,
+    sha256: Annotated[str | None, option("--sha256", "HEX", "SHA-256 of a file's bytes.")] = None,
+    identifier: Annotated[str | None, option("--identifier", "ID", "A full identifier.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find rows of the catalogue, by document, by file or by identifier.
 
-    Exit status 1 where there are none.
+    Exits with 1 if there are none.
     """
     asked = {"document": document, "sha256": sha256 and sha256.lower(), "identifier": identifier}
     given = {name: value for name, value in asked.items() if value is not None}
     if len(given) != 1:
         raise ConfigError(
-            "one thing is looked for at a time; give DOCUMENT, `--sha256` or `--identifier`"
+            "find needs exactly one of these; give DOCUMENT, `--sha256` or `--identifier`"
         )
     [(column, text)] = given.items()
     if page is not None and column != "document":
-        raise ConfigError("`--page` is of a document; give DOCUMENT beside it", field="page")
+        raise ConfigError("`--page` needs a document; give DOCUMENT too", field="page")
     name, table = _read(source, choice)
     rows = _matching(table, column, text, page)
     if not rows:
         of_page = f", page {page}" if page is not None else ""
         raise NotFoundError(
             f"nothing with {column} {text!r:.100}{of_page} is in the catalogue of {name}; "
-            "`s3ec catalog show` says what it holds"
+            "`s3ec catalog show` shows its contents"
         )
     if as_json:
         print_json({"namespace": name, "entries": rows})
@@ -208,15 +206,16 @@ def export(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A Parquet file.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Write the whole catalogue to a Parquet file; one that is there is replaced.
+    """Write the whole catalogue to a Parquet file, and replace an existing file.
 
-    DuckDB, pandas, Polars and Spark read it, and answer questions in SQL.
+    DuckDB, pandas, Polars and Spark read it, and query it with SQL.
     """
     from s3ec.corpus.catalog_query import export_table
 
     if path.suffix.lower() != ".parquet":
         raise ConfigError(
-            f"`{path}` is to be a Parquet file; let it end with .parquet", field="path"
+            f"`{path.name}` must be a Parquet file; use a name that ends with .parquet",
+            field="path",
         )
     name, table = _read(source, choice)
     export_table(table, path)

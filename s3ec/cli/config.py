@@ -21,7 +21,7 @@ def register(app: App) -> None:
     """Add ``config`` to the tree."""
     group = App(
         no_args_is_help=True,
-        help="Show settings and where they come from.",
+        help="Show settings and their origins.",
         epilog=epilog(
             ("s3ec config show --config @ec.json", "what would the connector use?"),
             ("s3ec config docs > settings.md", "the table of all settings"),
@@ -39,7 +39,7 @@ def register(app: App) -> None:
 def show(source: SettingsSource, as_json: JsonOption = False) -> None:
     """Print the value and the origin of each setting. Credentials are not settings.
 
-    A bucket that is missing is marked so, and no error here: other commands need one.
+    A missing bucket is marked, and is no error here: other commands need one.
     """
     from s3ec.store.open import choose_transport
 

@@ -55,19 +55,18 @@ def doctor(
         typer.Argument(metavar="-- VLLM ARGS", help="Arguments of `vllm serve`."),
     ] = None,
     no_vllm: Annotated[
-        bool, typer.Option("--no-vllm", help="Leave vLLM out, whose import takes 5 to 20 s.")
+        bool, typer.Option("--no-vllm", help="Do not check vLLM, whose import takes 5 to 20 s.")
     ] = False,
     timeout_s: Annotated[
         float,
-        option("--timeout", "SECONDS", "How long one request to the store may take.", min=0.1),
+        option("--timeout", "SECONDS", "Longest time of one request to the store.", min=0.1),
     ] = 10.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what is wrong before a fleet starts, and how to mend it.
+    """Find faults before a fleet starts, and say how to fix them.
 
-    Looks at settings, credentials, bucket, clock, conditional writes and cache folder, then at
-    vLLM; writes and deletes a few small objects below `.s3ec-probe/`. Warnings leave the exit
-    status 0.
+    Checks settings, credentials, bucket, clock, conditional writes and cache folder, then vLLM.
+    Writes and deletes a few small objects below `.s3ec-probe/`. Warnings leave the exit status 0.
     """
     vllm_args = vllm_args or None
     source = completed(source, vllm_args or [])

@@ -54,26 +54,30 @@ def hydrate(
     cache: dict[str, Any],
     ids: Annotated[
         str | None,
-        option("--ids", "FILE", "Only these: a file with an identifier or label a line, or -."),
+        option(
+            "--ids",
+            "FILE",
+            "Only these entries: a file with an identifier or a label on each line, or -.",
+        ),
     ] = None,
     where: Annotated[
-        str | None, option("--where", "SQL", "Only the catalogue's rows of which this is true.")
+        str | None, option("--where", "SQL", "Only entries whose catalogue row matches.")
     ] = None,
     rate_limit: Annotated[
         str | None, option("--rate-limit", "SIZE", "Bytes per second, such as `100MB`.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring entries to this node's disk tier before engines ask for them, every byte checked.
+    """Fetch entries into this node's disk tier before engines request them, and check every byte.
 
-    Everything in the namespace, or what --ids or --where name, the most wanted first.
-    Nothing that is in the tier goes for what comes: where it is full, the rest is left out. What is
-    there already costs no request, so a run that was broken off goes on. Engines may run meanwhile.
+    Fetches everything in the namespace, or the entries of --ids or --where, in their order. It
+    evicts nothing: when the tier is full, it leaves out the rest. An entry that is there already
+    costs no request, so the next run resumes after an interruption. Engines may run meanwhile.
 
-    Exit status 3 where anything that was wanted is not on this node afterwards.
+    Exits with 3 if a requested entry is not on this node afterwards.
     """
     if ids is not None and where is not None:
-        raise ConfigError("`--ids` and `--where` say what is wanted; give one of them")
+        raise ConfigError("`--ids` and `--where` do not go together; give one of them")
     rate = optional(size_bytes, rate_limit, "rate_limit")
     given = None if ids is None else lines_of(ids)
     with source.with_options(cache).corpus() as corpus:

@@ -72,30 +72,36 @@ def ls(
     choice: NamespaceChoice,
     sort: Annotated[
         Sort | None,
-        typer.Option("--sort", help="Sort by this. \\[name; with --ndjson unsorted]"),
+        typer.Option("--sort", help="Sort key. \\[name; with --ndjson unsorted]"),
     ] = None,
     reverse: Annotated[
-        bool, typer.Option("--reverse", "-r", help="The largest, the oldest or the last first.")
+        bool,
+        typer.Option(
+            "--reverse", "-r", help="Reverse the order: the largest, the oldest or the last first."
+        ),
     ] = False,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=0, help="How many to show; 0: all. [100; with --ndjson all]"),
+        typer.Option(
+            "--limit", min=0, help="Number of entries to show; 0: all. [100; with --ndjson all]"
+        ),
     ] = None,
     starts_with: Annotated[
-        str, option("--starts-with", "TEXT", "Only entries whose label begins so.")
+        str, option("--starts-with", "TEXT", "Only entries whose label begins with this text.")
     ] = "",
     adapter: Annotated[
         str | None, option("--adapter", "NAME", "Only entries of this LoRA adapter.")
     ] = None,
     as_json: JsonOption = False,
     as_lines: Annotated[
-        bool, typer.Option("--ndjson", help="Print one JSON object a line, as entries are found.")
+        bool,
+        typer.Option("--ndjson", help="Print one JSON object for each line, as entries are found."),
     ] = False,
 ) -> None:
     """List entries of a namespace, and count all of them.
 
     Lists the whole namespace, 1000 entries per request and 16 requests at a time, unless
-    --starts-with or --adapter name a folder. `s3ec ls --ndjson | head` ends as soon as `head` does.
+    --starts-with or --adapter name a folder. `s3ec ls --ndjson | head` ends when `head` does.
     """
     if as_json and as_lines:
         raise ConfigError("`--json` and `--ndjson` do not go together; leave one out")

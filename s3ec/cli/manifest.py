@@ -27,8 +27,8 @@ ABOUT = {
 def register(app: App) -> None:
     """Add ``manifest`` to the tree."""
     group = App(
-        help="The index in the bucket: what it holds, and rebuilding it. `s3ec verify` compares it "
-        "with the bucket.",
+        help="The index in the bucket: show and rebuild it. `s3ec verify` compares it with the "
+        "bucket.",
         no_args_is_help=True,
         epilog=epilog(
             ("s3ec manifest show", "how large is the index, and when was the bucket listed?"),
@@ -51,7 +51,7 @@ def register(app: App) -> None:
 def show_index(
     source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False
 ) -> None:
-    """Show the newest snapshot, and what writers announced since.
+    """Show the newest snapshot and the later deltas.
 
     Lists the index; downloads none of it.
     """
@@ -96,8 +96,8 @@ def show_index(
 def rebuild(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
     """Make a snapshot from a listing of all objects, 1000 per request, 16 requests at a time.
 
-    For after objects were deleted, or put there, by other means than s3ec. Safe at any time,
-    also while engines write and read.
+    Use it after other tools than s3ec have deleted or stored objects. It is safe at any time, also
+    while engines write and read.
     """
     with counting("listing objects") as report, source.corpus() as corpus:
 
@@ -137,4 +137,4 @@ def note_index(found: Verified) -> None:
     for name, problem in found.refused.items():
         print_note(f"unusable: {safe(name)}: {safe(problem)}")
     if not found.index_agrees:
-        print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")
+        print_note("`s3ec manifest rebuild` makes the index match the bucket")

@@ -323,12 +323,12 @@ CONSENT: OptionGroup = (
         "yes": Annotated[
             bool | None,
             typer.Option(
-                "--yes", "-y", help="Do it. Without this, people at a terminal are asked."
+                "--yes", "-y", help="Do it. Without this option the command asks at a terminal."
             ),
         ],
         "dry_run": Annotated[
             bool | None,
-            typer.Option("--dry-run", help="Only say what would go, and ask nothing."),
+            typer.Option("--dry-run", help="Only show what would be deleted, and ask nothing."),
         ],
     },
     Consent.of,

@@ -66,14 +66,26 @@ _FIGURES = {
             "like",
             str,
             "MODEL",
-            "A model of the table of docs/does-it-pay.md, as the hub writes it: "
+            "A model of the table in docs/does-it-pay.md, by its name on the hub: "
             "google/gemma-3-27b-it.",
             {},
         ),
-        ("rows", int, "N", "Rows of an embedding; `s3ec stat` shows those stored.", {"min": 1}),
+        (
+            "rows",
+            int,
+            "N",
+            "Rows of an embedding; `s3ec stat` shows the rows of stored ones.",
+            {"min": 1},
+        ),
         ("width", int, "N", "Values of a row.", {"min": 1}),
-        ("encode_ms", float, "MS", "One encode in the engine, on all its GPUs.", {"min": 0.001}),
-        ("fetch_ms", float, "MS", "One embedding from the bucket.", {"min": 0.001}),
+        (
+            "encode_ms",
+            float,
+            "MS",
+            "Time of one encode in the engine, on all its GPUs.",
+            {"min": 0.001},
+        ),
+        ("fetch_ms", float, "MS", "Time to fetch one embedding from the bucket.", {"min": 0.001}),
         ("reads", float, "N", "Reads of one entry from the bucket a month. [1.5]", {"min": 0.0}),
         ("gpu", str, "NAME", f"GPU of the engine: {', '.join(GPUS)}. \\[h100]", {}),
         ("gpus", int, "N", "GPUs of one engine. [1]", {"min": 1}),
@@ -82,7 +94,7 @@ _FIGURES = {
             "store",
             str,
             "NAME",
-            f"Prices, and times that are not measured: {', '.join(STORES)}. \\[aws]",
+            f"Source of prices, and of times that are not measured: {', '.join(STORES)}. \\[aws]",
             {},
         ),
     )
@@ -121,7 +133,7 @@ def advise(
             exists=True,
             file_okay=False,
             metavar="DIR",
-            help="Pictures as your requests have them. Unset: one blank A4 page.",
+            help="Pictures like those of your requests. Unset: one blank A4 page.",
         ),
     ] = None,
     no_probe: Annotated[
@@ -129,12 +141,12 @@ def advise(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether s3ec pays for a model, before it is deployed.
+    """Say whether s3ec pays for a model, before you deploy it.
 
-    Asks vLLM's processor how large your pages become, writes one object to the bucket, reads it a
-    hundred times and deletes it, and reads this node's disk. Then it calculates what a stored
-    embedding costs and saves. No weights and no GPU are needed. What is not known is estimated,
-    and each figure says so.
+    Computes the size of your pages' embeddings with vLLM's processor, writes one object to the
+    bucket, reads it a hundred times and deletes it, and reads this node's disk. Then it calculates
+    the costs and savings of a stored embedding. It needs no weights and no GPU. It estimates
+    unknown values, and each number says so.
     """
     from s3ec.doctor.advise import Measured, measure_here, named_model, use_prices
 

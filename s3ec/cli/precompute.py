@@ -80,14 +80,18 @@ def precompute(
         Literal["content", "sha256"],
         typer.Option(
             "--identifier",
-            help="What embeddings are called: vLLM's content hash, or `sha256:HEX` of the file "
-            "for clients that send that as `uuid`.",
+            help="Name of the embeddings: vLLM's content hash, or `sha256:HEX` of the file for "
+            "clients that send this as `uuid`.",
         ),
     ] = "content",
-    batch: Annotated[int, option("--batch", "N", "Pictures that the engine has at a time.")] = 64,
-    shard: Annotated[str, option("--shard", "K/N", "This job's part of several: `0/4`.")] = "0/1",
-    limit: Annotated[int | None, option("--limit", "N", "Look at so many items only.")] = None,
-    dpi: Annotated[int, option("--dpi", "N", "Dots per inch of a PDF's pages.")] = 150,
+    batch: Annotated[int, option("--batch", "N", "Pictures that the engine gets at a time.")] = 64,
+    shard: Annotated[
+        str, option("--shard", "K/N", "This job's part of the source: `0/4`.")
+    ] = "0/1",
+    limit: Annotated[int | None, option("--limit", "N", "Process only so many items.")] = None,
+    dpi: Annotated[
+        int, option("--dpi", "N", "Resolution of a PDF's pages, in dots per inch.")
+    ] = 150,
     engine: Annotated[
         Literal["local", "ray"],
         typer.Option(
@@ -100,13 +104,15 @@ def precompute(
         option(
             "--ray-address",
             "ADDRESS",
-            "The cluster, such as `auto` for the one of this node; else `RAY_ADDRESS`.",
+            "Address of the cluster, such as `auto` for the one of this node; else `RAY_ADDRESS`.",
         ),
     ] = None,
     ray_workers: Annotated[
         str | None,
         option(
-            "--ray-workers", "N", "Workers, or the least and the most of them, `1-8`; 1 if unset."
+            "--ray-workers",
+            "N",
+            "Number of workers, or its minimum and maximum, `1-8`; 1 if unset.",
         ),
     ] = None,
     ray_gpus: Annotated[
@@ -120,26 +126,29 @@ def precompute(
         option(
             "--engine-args",
             "JSON",
-            'Further arguments of `vllm.LLM`, such as `{"dtype": "bfloat16"}`. Those that '
-            "a server's embeddings depend on must be the server's.",
+            'Further arguments of `vllm.LLM`, such as `{"dtype": "bfloat16"}`. If the server\'s '
+            "embeddings depend on an argument, use the server's value.",
         ),
     ] = None,
     report_file: Annotated[
         Path | None,
-        option("--report", "FILE", "Write counts, rates and all failures there as JSON."),
+        option("--report", "FILE", "Write counts, rates and all failures to this file as JSON."),
     ] = None,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Show vLLM's own lines, and keep no log of them."),
+        typer.Option(
+            "--verbose", "-v", help="Show vLLM's own lines, and write no log file for them."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Encode what a source names and the corpus lacks, and catalogue it.
+    """Encode the items of a source that are missing in the corpus, and catalogue them.
 
-    Runs vLLM as `ec_producer`, the way a server does. Nothing counts as done before the bucket
-    has confirmed it, and a second run encodes nothing twice. Ctrl-C saves what is encoded, writes
-    the report and ends. What vLLM writes goes to a log file, whose path comes last. Exit status 0:
-    all that is below the source is there; 3: a part of it, and the rest is named; 1: nothing.
+    Runs vLLM as `ec_producer`, as a server does. An item counts as done only after the bucket has
+    confirmed it, and a second run encodes nothing twice. Ctrl-C saves the finished encodes, writes
+    the report and ends. vLLM's output goes to a log file, whose path is printed last. Exit status
+    0: all items of the source are stored; 3: a part of them, and the output names the rest; 1:
+    none.
     """
     from s3ec.corpus.precompute import JobOptions, make_job
     from s3ec.corpus.reading import ReadOptions
@@ -172,7 +181,7 @@ def precompute(
                 job.run()
         except BaseException:
             if log_file is not None and log_file.stat().st_size:
-                print_note(f"what vLLM wrote: {log_file}")
+                print_note(f"vLLM's output: {log_file}")
             raise
         finally:
             if log_file is not None and not log_file.stat().st_size:
@@ -229,7 +238,7 @@ def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         for each, handler in before.items():
             signal.signal(each, handler)
-        print_note("ending: what is encoded is being saved; once more breaks it off")
+        print_note("ending: saving the finished encodes; a second signal ends at once")
         stop()
 
     for number in before:
@@ -309,12 +318,12 @@ def _print(report: PrecomputeReport, log_file: Path | None) -> None:
     if report.problem:
         echo(f"ended early: {safe(report.problem, limit=2000)}")
     elif report.is_stopped:
-        echo("ended early; the same command goes on")
+        echo("ended early; the same command resumes")
     _name("not encoded", report.failures)
     _name("not confirmed", report.unconfirmed)
     _name("replaced", report.replaced)
     if log_file is not None:
-        echo(f"what vLLM wrote: {log_file}")
+        echo(f"vLLM's output: {log_file}")
         if report.problem and (cause := _first_error(log_file)):
             echo(f"the first error there: {safe(cause, limit=500)}")
 

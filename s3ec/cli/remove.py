@@ -75,13 +75,13 @@ def rm(
     identifiers: Annotated[list[str], typer.Argument(metavar="ID...", help=ID_HELP)],
     as_json: JsonOption = False,
 ) -> None:
-    """Delete entries from the bucket, and the catalogue's rows of them.
+    """Delete entries from the bucket, and their rows in the catalogue.
 
-    Without --yes, nothing is deleted unless you agree at a terminal. Engines of this node are told;
-    others find out when they ask for it, and those that only encode by `s3ec manifest rebuild`. A
-    node that has a copy on its disk serves it until it is evicted. `s3ec verify` calls it `extra`
-    until `s3ec manifest rebuild` has run. Exit status 1 where one was not
-    there; the others are deleted all the same. Exit status 3 where rows of the catalogue are left.
+    Without --yes, it deletes nothing unless you agree at a terminal. It notifies the engines of
+    this node. Other engines get one miss for a deleted entry; engines that only encode need `s3ec
+    manifest rebuild`. A node with a copy on its disk serves the copy until it evicts it. `s3ec
+    verify` calls the entry `extra` until `s3ec manifest rebuild` has run. Exits with 1 if an entry
+    did not exist; it still deletes the others. Exits with 3 if rows of the catalogue remain.
     """
     with source.corpus() as corpus:
         name = choice.within(corpus)
@@ -125,10 +125,19 @@ def gc(
     consent: Consent,
     older_than: Annotated[
         str | None,
-        option("--older-than", "AGE", "What was stored so long ago: `90d`, `12h`, `2w`, `30min`."),
+        option(
+            "--older-than",
+            "AGE",
+            "Entries stored longer ago than this: `90d`, `12h`, `2w`, `30min`.",
+        ),
     ] = None,
     max_bytes: Annotated[
-        str | None, option("--max-bytes", "SIZE", "The oldest until the rest fits, such as `2TiB`.")
+        str | None,
+        option(
+            "--max-bytes",
+            "SIZE",
+            "The oldest entries, until the rest fits into this size, such as `2TiB`.",
+        ),
     ] = None,
     adapter: Annotated[
         str | None, option("--adapter", "NAME", "Only entries of this LoRA adapter.")
@@ -138,18 +147,18 @@ def gc(
         option(
             "--made-by",
             "WORDS",
-            "Only what these releases made: `vllm=0.32.0`, or `'vllm=0.32.* platform=NVIDIA*'`; "
-            "names are vllm, transformers, torch, pillow and platform. By the header of an entry, "
-            "one request for each.",
+            "Only entries that these releases made: `vllm=0.32.0`, or `'vllm=0.32.* "
+            "platform=NVIDIA*'`; names are vllm, transformers, torch, pillow and platform. This "
+            "reads the header of each entry, with one request.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete entries that are old, too many or badly made, by a listing of all objects.
+    """Delete entries by age, total size or maker, from a listing of all objects.
 
-    Rules that are given together narrow. Without --yes, nothing is deleted unless you agree at a
-    terminal. An entry that is still needed is encoded and stored again. Exit status 3 where rows
-    of the catalogue are left.
+    Several rules together select only entries that match all of them. Without --yes, it deletes
+    nothing unless you agree at a terminal. A deleted entry that is needed again is encoded and
+    stored again. Exits with 3 if rows of the catalogue remain.
     """
     age_s = optional(duration_s, older_than, "older_than")
     most = optional(size_bytes, max_bytes, "max_bytes")
@@ -176,7 +185,7 @@ def gc(
         found, _ = consent.carry_out(collect, told, as_json=as_json)
     _note_rows(found)
     if most is not None and found.left_bytes > most:
-        print_note(f"{human_bytes(found.left_bytes)} are left, since the other rules keep them")
+        print_note(f"{human_bytes(found.left_bytes)} remain, because the other rules keep them")
     if as_json:
         print_json(
             {
@@ -200,24 +209,24 @@ def gc(
 
 def _note_rows(found: Collection | Deletion) -> None:
     if found.problem:
-        print_note(f"rows of the catalogue are left: {safe(found.problem, limit=2000)}")
+        print_note(f"rows of the catalogue remain: {safe(found.problem, limit=2000)}")
 
 
 def ns_rm(
     source: SettingsSource,
     consent: Consent,
-    namespace: Annotated[str, typer.Argument(metavar="NAME", help="The namespace, in full.")],
+    namespace: Annotated[str, typer.Argument(metavar="NAME", help="Full name of the namespace.")],
     idle: Annotated[
         str,
-        option("--idle", "AGE", "Refuse where something was stored more recently; `0` takes all."),
+        option("--idle", "AGE", "Refuse if something was stored more recently; `0` never refuses."),
     ] = "10min",
     as_json: JsonOption = False,
 ) -> None:
     """Delete a namespace: all entries, the index, the records, and namespace.json last.
 
-    Without --yes, nothing is deleted unless you agree at a terminal. Stop the engines that write
-    into it first. What was broken off goes on with the next call. Nodes keep their copies on disk:
-    `s3ec tier evict --to 0 --namespace NAME` removes them there.
+    Without --yes, it deletes nothing unless you agree at a terminal. First stop the engines that
+    write into the namespace. After an interruption, the next call resumes. Nodes keep their copies
+    on disk: `s3ec tier evict --to 0 --namespace NAME` removes them there.
     """
     idle_s = 0.0 if idle.strip() == "0" else duration_s(idle, "idle")
     with source.corpus() as corpus:
@@ -262,7 +271,7 @@ def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> C
 
             if not is_namespace_name(namespace):
                 raise ConfigError(
-                    f"{namespace!r:.100} is no whole name of a namespace; `s3ec ns` prints them"
+                    f"{namespace!r:.100} is not a full namespace name; `s3ec ns` prints them"
                 )
             layout = Layout(namespace)
             await require_ours(store, namespace)

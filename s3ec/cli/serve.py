@@ -39,12 +39,13 @@ def register(app: App) -> None:
 
 def serve_s3(
     port: Annotated[
-        int, typer.Option(min=0, max=55535, help="Port on 127.0.0.1; 0 takes any free one.")
+        int, typer.Option(min=0, max=55535, help="Port on 127.0.0.1; 0 uses any free one.")
     ] = 8333,
     data: Annotated[
         Path | None,
         typer.Option(
-            file_okay=False, help="Folder to keep objects in. Unset: a scratch folder, deleted."
+            file_okay=False,
+            help="Folder for the objects. Unset: a scratch folder, deleted at the end.",
         ),
     ] = None,
     bucket: Annotated[
@@ -55,8 +56,8 @@ def serve_s3(
 ) -> None:
     """Run a SeaweedFS server in the foreground, until Ctrl-C or SIGTERM.
 
-    It listens on 127.0.0.1 only and prints what to paste into a shell and into vLLM. Its keys are
-    those of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or random ones.
+    It listens only on 127.0.0.1, and prints the lines to paste into a shell and into vLLM. Its keys
+    are those of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or random ones.
     """
     from s3ec.testing.server import Identity, LocalS3
 

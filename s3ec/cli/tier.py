@@ -85,7 +85,7 @@ def register(app: App) -> None:
 
 
 def tier(source: SettingsSource, ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Show what this node's disk tier holds: size, ages, spool; or run a command on it.
+    """Show the contents of this node's disk tier: size, ages, spool; or run a command on it.
 
     Needs no bucket and no network, and may run while engines use the folder.
     """
@@ -123,20 +123,20 @@ def ls(
     namespace: _NamespaceOption = None,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=0, help="How many to show; 0: all. [100; with --names all]"),
+        typer.Option(
+            "--limit", min=0, help="Number of entries to show; 0: all. [100; with --names all]"
+        ),
     ] = None,
     names: Annotated[
         bool,
-        typer.Option(
-            "--names", help="Print nothing but names, which `s3ec hydrate --ids -` reads."
-        ),
+        typer.Option("--names", help="Print only names, for `s3ec hydrate --ids -`."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the entries of a namespace on this node, the most recently used first.
 
-    An entry is used when it is saved here, brought here, or loaded into an engine. The last one
-    listed is the first one evicted. Needs no bucket, and may run while engines use the folder.
+    An entry is used when a process saves it, fetches it, or loads it into an engine. Eviction takes
+    the last one of the list first. Needs no bucket, and may run while engines use the folder.
     """
     if names and as_json:
         raise ConfigError("`--json` and `--names` do not go together; leave one out")
@@ -178,9 +178,8 @@ def ls(
 def check(source: SettingsSource, as_json: JsonOption = False) -> None:
     """Audit the folder: names, owners, modes, and every byte of every entry.
 
-    Nothing is changed: engines delete bad entries when they find them, and fetch them anew. What
-    dead processes left goes at the next start. Exit status 1 where there is something to complain
-    about.
+    Changes nothing: engines delete bad entries when they find them, and fetch them again. The next
+    start deletes the files of dead processes. Exits with 1 if it finds a fault.
     """
     from s3ec.tier.inspection import complaints_about
 
@@ -208,8 +207,8 @@ def evict(
         option(
             "--to",
             "SIZE",
-            "Size to come down to, such as `10GiB` or `0`: of the whole folder, or with "
-            "--namespace of its entries.",
+            "Size to reach, such as `10GiB` or `0`: of the whole folder, or with --namespace of "
+            "its entries.",
         ),
     ],
     namespace: _NamespaceOption = None,
@@ -217,8 +216,8 @@ def evict(
 ) -> None:
     """Remove the least recently used entries.
 
-    Without --yes, nothing is removed unless you agree at a terminal. What the bucket
-    has not confirmed stays. Entries come back from the bucket when they are needed again.
+    Without --yes, it removes nothing unless you agree at a terminal. Entries that the bucket has
+    not confirmed stay. Removed entries come back from the bucket when they are needed again.
     """
     from s3ec.tier.evictor import Evicted
     from s3ec.tier.inspection import Freed

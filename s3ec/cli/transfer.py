@@ -54,13 +54,16 @@ def register(app: App) -> None:
 def export(
     source: SettingsSource,
     choice: NamespaceChoice,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is absent.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder to write; created if it is absent.")
+    ],
     ids: Annotated[
         str | None,
         option(
             "--ids",
             "FILE",
-            "Only these: a file with one identifier, or what `s3ec ls` prints, a line, or -.",
+            "Only these entries: a file with an identifier or a label from `s3ec ls` on each "
+            "line, or -.",
         ),
     ] = None,
     where: Annotated[
@@ -68,17 +71,17 @@ def export(
         option(
             "--where",
             "SQL",
-            "Only those in the catalogue for which this is true, such as `modality = "
-            "'image' AND rows > 1000`.",
+            "Only entries whose catalogue row matches, such as `modality = 'image' AND rows > "
+            "1000`.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a namespace into a folder; every byte is checked as it is read.
+    """Copy a namespace into a folder, and check every byte.
 
-    `url: file:///DIR` serves it as it is: the records, the catalogue and an index go along. A
-    second run copies what is missing. Exit status 3 where some entries could not be copied, 1 where
-    none could.
+    An engine can use the folder with `url: file:///DIR`, because the copy includes the records, the
+    catalogue and an index. A second run copies only missing entries. Exits with 3 if some entries
+    could not be copied, and with 1 if none could.
     """
     identifiers = None if ids is None else lines_of(ids)
     if identifiers == []:
@@ -97,11 +100,13 @@ def export(
 def import_(
     source: SettingsSource,
     choice: NamespaceChoice,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `s3ec export` wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `s3ec export` wrote.")],
     layout: Annotated[
         Literal["s3ec", "vllm"],
         typer.Option(
-            "--layout", help="`s3ec`: as in the bucket. `vllm`: that of vLLM's ECExampleConnector."
+            "--layout",
+            help="`s3ec`: the layout of the bucket. `vllm`: the layout of vLLM's "
+            "ECExampleConnector.",
         ),
     ] = "s3ec",
     modality: Annotated[
@@ -109,20 +114,20 @@ def import_(
         option(
             "--modality",
             "NAME",
-            "With --layout vllm: what the embeddings are of; `image` unless given.",
+            "With --layout vllm: the modality of the embeddings; `image` unless given.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a folder into the bucket, and tell every reader; every byte is checked before that.
+    """Copy a folder into the bucket, after a check of every byte, and announce the entries.
 
-    Nothing in the bucket is replaced. A second run copies what is missing. --namespace is one of
-    the folder; with the layout `vllm`, which has none, it is one of the bucket. Exit status as for
-    `export`.
+    Replaces nothing in the bucket. A second run copies only missing entries. --namespace names one
+    of the folder; with the layout `vllm`, which has none, it names one of the bucket. The exit
+    status is as for `export`.
     """
     if layout == "s3ec" and modality is not None:
         raise ConfigError(
-            "`--modality` goes with --layout vllm: other entries say themselves what they are of; "
+            "`--modality` goes with --layout vllm: other entries contain their modality; "
             "leave it out",
             field="modality",
         )

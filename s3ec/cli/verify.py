@@ -57,35 +57,37 @@ def verify(
     choice: NamespaceChoice,
     consent: Consent,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Read every object and check every byte of it.")
+        bool, typer.Option("--deep", help="Read every object and check every byte.")
     ] = False,
     state: Annotated[
         str | None,
         option(
-            "--state", "FOLDER", "Where --deep notes how far it is; the same folder goes on there."
+            "--state",
+            "FOLDER",
+            "Folder for the progress of --deep; the next run with it resumes there.",
         ),
     ] = None,
     repair: Annotated[
         bool,
         typer.Option(
             "--repair",
-            help="Mend what was found: delete corrupt objects, so that producers store them again, "
-            "rebuild a wrong index, drop rows of the catalogue without an entry. A complete "
-            "--state is not read again.",
+            help="Repair the faults: delete corrupt objects, so that producers store them again, "
+            "rebuild a wrong index, drop rows of the catalogue without an entry. With a complete "
+            "--state it does not read the objects again.",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether index, objects and catalogue agree; with --deep whether every byte is right.
+    """Check that index, objects and catalogue agree; with --deep also check every byte.
 
-    Exit status 1 where something is wrong and was not mended. With --repair and without --yes,
-    nothing is changed unless you agree at a terminal. Objects that could not be read are never
-    deleted. What is stored or deleted meanwhile is not complained about.
+    Exits with 1 if it finds a fault and does not repair it. With --repair and without --yes, it
+    changes nothing unless you agree at a terminal. It never deletes objects that it could not read.
+    It ignores entries that are stored or deleted during the check.
     """
     if state is not None and not deep:
-        raise ConfigError("`--state` is that of a deep check; give `--deep` too", field="state")
+        raise ConfigError("`--state` needs `--deep`; give it too", field="state")
     if consent.yes and not repair:
-        raise ConfigError("`--yes` agrees to a repair; give `--repair` too", field="yes")
+        raise ConfigError("`--yes` needs `--repair`; give it too", field="yes")
     with source.corpus() as corpus:
         namespace = choice.within(corpus)
         if repair:  # before all of it is read
@@ -116,7 +118,7 @@ def verify(
     elif wanted and consent.dry_run:
         print_note(f"would {wanted}")
     if done is not None and done.spared:
-        print_note(f"{many(done.spared, 'object')} not deleted: not bad, gone, or not to be read")
+        print_note(f"{many(done.spared, 'object')} not deleted: not bad, gone, or unreadable")
     if not document["ok"]:
         raise typer.Exit(EXIT_WRONG)
 

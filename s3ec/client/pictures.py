@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats about documents of a corpus: without pixels where that works, else once more with them.
+"""Chats about documents of a corpus: without pixels if possible, else once more with them.
 
-vLLM refuses a request of one modality that has pixels for some items and none for others, so a
-request goes without all of them or with all of them.
+vLLM refuses a request that has pixels for some items of a modality and none for others, so a
+request has pixels for all of them or for none.
 
-What an OpenAI client sees of vLLM 0.32: status 400 where the model or the server takes no such
-parts, and status 500 where the embedding could not be had, after some 10 s at most. In a stream the
-latter is an error after a chunk that says nothing yet.
+An OpenAI client gets these errors from vLLM 0.32: status 400 if the model or the server does not
+accept such parts, and status 500 if the embedding is not available, after about 10 s at most. In a
+stream the latter is an error after a chunk without text.
 """
 
 from __future__ import annotations
@@ -78,19 +78,20 @@ class _Pictures:
 class Pictures(_Pictures):
     """Parts of a chat about documents that a corpus holds. Thread-safe.
 
-    **Documents.** They are named as in the catalogue: the path relative to the source, or the id
-    that a list gave. Each part has the ``uuid`` under which the corpus has its embedding.
+    **Documents** have the names of the catalogue: the path relative to the source, or the id that a
+    list gave. Each part has the ``uuid`` under which the corpus holds its embedding.
 
-    **Pixels** are read only where they are needed: from ``uri`` of the catalogue's row, or by
-    ``fetch``. Their sha256 must be that of the row, or another picture would get the uuid. An
-    ``http`` or ``https`` address is not read here but handed to the server, without the uuid: what
-    the server reads there is for it to name. It goes there only where its host is in ``hosts``,
-    since a catalogue is another's word. An ``s3`` object is read with the credentials and the
-    endpoint of the corpus whose catalogue was given; with an exported one it is not read.
+    **Pixels** are read only if they are needed: from ``uri`` of the catalogue's row, or by
+    ``fetch``. Their sha256 must match the row's, because otherwise another picture would get the
+    uuid. An ``http`` or ``https`` address is not read here. It is passed to the server without the
+    uuid, so the server names what it reads. It is passed only if its host is in ``hosts``, because
+    a catalogue may come from others. An ``s3`` object is read with the credentials and the endpoint
+    of the corpus whose catalogue was given; with an exported catalogue it is not read.
 
-    **Servers that take no parts without pixels** are found out by their answers: such a request is
-    sent once more with pixels. After three of those in a row all requests for that model have
-    pixels for a minute. Then one is tried, and each that fails doubles the time, up to an hour.
+    **Servers that accept no parts without pixels** are recognized by their answers: such a request
+    is sent once more with pixels. After three such answers in a row all requests for that model
+    have pixels for a minute. Then one request is tried without them; each failure doubles the time,
+    up to an hour.
     """
 
     def parts(
@@ -102,19 +103,19 @@ class Pictures(_Pictures):
         url: str | None = None,
         modality: str = "image",
     ) -> list[Part]:
-        """The content parts of one document: one for each page, or for the page that is named.
+        """Return the content parts of one document: one for each page, or for the given page.
 
-        Blocks where the catalogue has to be read: at the first call, and for a document that is not
-        in it.
+        Blocks while it reads the catalogue: at the first call, and for a document that is not in
+        it.
 
         Args:
             document: Its id in the catalogue.
-            page: From 1; None for all that there are.
-            data: The file's bytes. They decide, whatever the catalogue says of ``document``: where
-                it has this very file its entry is taken, else the part has the bytes.
-            url: Where the server finds the file, for a document that the catalogue may lack; and
-                which one is meant of files of one name in several places.
-            modality: Of ``data`` or ``url``.
+            page: From 1; None for all pages.
+            data: The file's bytes. They decide, whatever the catalogue says of ``document``: if it
+                has this file, its entry is used, else the part has the bytes.
+            url: The server's address of the file, for a document that may be missing in the
+                catalogue. Among files of one name in several places, it also selects one.
+            modality: Modality of ``data`` or ``url``.
 
         Raises:
             NotFoundError: The catalogue has no such document or page, and neither ``data`` nor
@@ -126,19 +127,19 @@ class Pictures(_Pictures):
         return self._maker.parts(document, page, data=data, url=url, modality=modality)
 
     def chat(self, client: Any, *, model: str, messages: Sequence[Message], **options: Any) -> Any:
-        """Ask, without pixels where that works, and once more with them where it does not.
+        """Send a chat without pixels if possible, and once more with them if that fails.
 
         Args:
-            client: An ``openai.OpenAI``, or what has its ``chat.completions.create``.
-            model: As the server calls it.
-            messages: With parts of ``parts`` in their contents.
-            options: Of ``create``.
+            client: An ``openai.OpenAI``, or an object with the same ``chat.completions.create``.
+            model: The server's name of the model.
+            messages: Messages whose contents have parts of ``parts``.
+            options: Options of ``create``.
 
         Returns:
-            What ``create`` returns; of a stream an iterator over its chunks.
+            The result of ``create``; for a stream an iterator over its chunks.
 
         Raises:
-            BaseException: What ``create`` raises. With a note, where pixels were needed and could
+            BaseException: Any error of ``create``. It has a note if pixels were needed and could
                 not be read.
         """
         request = self._requests.first(client, model, messages)
@@ -170,7 +171,7 @@ class Pictures(_Pictures):
         self._known.read_again()
 
     def close(self) -> None:
-        """End the thread that reads the catalogue anew."""
+        """End the thread that refreshes the catalogue."""
         self._known.close()
 
     def __enter__(self) -> Pictures:
@@ -181,7 +182,7 @@ class Pictures(_Pictures):
 
 
 class AsyncPictures(_Pictures):
-    """``Pictures`` for an ``openai.AsyncOpenAI``: files and buckets are read in a thread.
+    """``Pictures`` for an ``openai.AsyncOpenAI``: a thread reads files and buckets.
 
     ``fetch`` is a plain function, called in a thread.
     """
@@ -203,7 +204,7 @@ class AsyncPictures(_Pictures):
     async def chat(
         self, client: Any, *, model: str, messages: Sequence[Message], **options: Any
     ) -> Any:
-        """As Pictures.chat; of a stream it returns an asynchronous iterator."""
+        """As Pictures.chat; for a stream it returns an asynchronous iterator."""
         requests = self._requests
         request = await asyncio.to_thread(requests.first, client, model, messages)
         ask = _asker(model, options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A corpus, the embeddings in one bucket: look around, read, delete and check, from any program.
+"""A corpus: the embeddings in one bucket. Find, read, delete and check them from any program.
 
 ``s3ec.Corpus`` is the public class, and the command line uses it too. It is synchronous, and needs
 neither vLLM nor torch: only the call that makes a tensor imports torch. The jobs beside this module
@@ -54,23 +54,23 @@ if TYPE_CHECKING:
 class Corpus(OpenBucket):
     """The embeddings of one bucket and prefix. A context manager; safe to use from any thread.
 
-    States: open until ``close``, then closed for good. It opens no connection before the first
-    call that needs one. A forked child opens a corpus of its own.
+    States: open until ``close``, then closed for good. It opens no connection before the first call
+    that needs one. A forked child opens a corpus of its own.
 
     **Which namespace.** ``namespace`` is a name or the beginning of one, ``model`` a part of a
-    model's name. Without both, the variable ``S3EC_NAMESPACE`` is the namespace. If several fit
-    and all are of one model, the newest is taken, and a line in the log (INFO) names it. A choice
-    is made once for each corpus and kept. It costs one listing, and two requests for each namespace
-    where the name is not given in full.
+    model's name. Without both, the variable ``S3EC_NAMESPACE`` is the namespace. If several match
+    and all belong to one model, the corpus uses the newest, and a line in the log (INFO) names it.
+    A corpus chooses once and keeps its choice. The choice costs one listing, and two requests for
+    each namespace if the name is not given in full.
 
-    **Errors** of all methods, beside those that each names: ``ConfigError``, a wrong argument;
-    ``UnavailableError``, the store does not answer well now, also not in five attempts;
-    ``AccessError``, it refuses: credentials, permission, no such bucket; ``NotFoundError`` and
-    ``AmbiguousError``, no namespace fits, or several do. All are ``S3ECError``. An entry that is
-    absent is None, not an error.
+    **Errors** of all methods, in addition to those that each names: ``ConfigError``, a wrong
+    argument; ``UnavailableError``, the store gave no good answer in five attempts; ``AccessError``,
+    the store refuses: credentials, permission, no such bucket; ``NotFoundError`` and
+    ``AmbiguousError``, no namespace matches, or several do. All are ``S3ECError``. For an absent
+    entry the result is None, not an error.
 
-    **report**, where a method takes it, is called with what is done, how much of it, and of how
-    much (None where that is not known). It is called in another thread, and must return soon.
+    **report**, if a method takes it, is called with the name of the step, the finished amount, and
+    the total (None if unknown). It runs in another thread, and must return soon.
     """
 
     @classmethod
@@ -83,23 +83,23 @@ class Corpus(OpenBucket):
         prefix: str | None = None,
         endpoint_url: str | None = None,
     ) -> Corpus:
-        """Open the corpus that arguments and settings name. No request goes out yet.
+        """Open the corpus that arguments and settings name. This sends no request.
 
-        The places are those of the command line. An argument wins over ``settings``, those over
-        ``S3EC_*`` variables, those over the file that ``S3EC_CONFIG`` names. Credentials come from
-        the SDK's own chain.
+        Values come from the same places as on the command line. An argument overrides ``settings``,
+        ``settings`` override ``S3EC_*`` variables, and these override the file that ``S3EC_CONFIG``
+        names. Credentials come from the SDK's own chain.
 
         Args:
-            settings: Settings by name, as in ``ec_connector_extra_config``; or a ``Settings`` that
-                was loaded before, and then nothing else.
-            url: ``s3://BUCKET/PREFIX``; or outside S3, such as ``file:///FOLDER``, ``gs://BUCKET``.
-            bucket: The bucket's name.
+            settings: Settings by name, as in ``ec_connector_extra_config``; or a loaded
+                ``Settings`` object, and then no other argument.
+            url: A corpus outside S3, such as ``file:///FOLDER`` or ``gs://BUCKET``.
+            bucket: The bucket's name, or ``s3://BUCKET/PREFIX``.
             prefix: Folder inside the bucket.
             endpoint_url: URL of an S3-compatible server; AWS if it is set nowhere.
 
         Raises:
             ConfigError: A setting is unknown, wrong or missing, or the profile, region or CA file
-                cannot be used. The message names the field and the fix.
+                is unusable. The message names the field and the fix.
         """
         from s3ec.config import load_settings
         from s3ec.settings import Settings
@@ -133,13 +133,13 @@ class Corpus(OpenBucket):
     def namespaces(
         self, *, count: bool = False, report: Report = unreported
     ) -> Sequence[NamespaceInfo]:
-        """All namespaces, sorted by name; none where nothing was stored yet.
+        """Return all namespaces, sorted by name; an empty list for an empty bucket.
 
-        Costs one listing and four requests for each of them.
+        Costs one listing and four requests for each namespace.
 
         Args:
-            count: Count entries and bytes too; lists every object, 1000 a request.
-            report: Told how many objects were counted.
+            count: Also count entries and bytes; this lists every object, 1000 a request.
+            report: Called with the number of counted objects.
         """
         numbers = itertools.count(1)
 
@@ -159,19 +159,19 @@ class Corpus(OpenBucket):
     def find(
         self, identifier: str, *, namespace: str | None = None, model: str | None = None
     ) -> CorpusEntry | None:
-        """The entry of an identifier, without its header.
+        """Return the entry of an identifier, without its header.
 
-        Costs one small request, and a listing of a few names where the identifier is not known in
+        Costs one small request, and a listing of a few names if the identifier is not given in
         full.
 
         Args:
-            identifier: As vLLM spells it, a label, or 8 or more hex digits of a content hash.
+            identifier: As vLLM writes it, a label, or 8 or more hex digits of a content hash.
 
         Returns:
-            None where there is none, also for what is never stored.
+            None if there is no such entry, or if the identifier can never be stored.
 
         Raises:
-            AmbiguousError: Several entries begin so; the message lists some.
+            AmbiguousError: Several entries begin with these digits; the message lists some.
         """
         name = self.choose(namespace, model=model)
         return self.run(lambda store: find_entry(store, name, identifier, self.tenant))
@@ -183,21 +183,21 @@ class Corpus(OpenBucket):
         namespace: str | None = None,
         model: str | None = None,
     ) -> CorpusEntry | None:
-        """What is stored under an identifier: size, age, shape, dtype and the rest of its header.
+        """Return the entry of an identifier with its header: size, age, shape, dtype and so on.
 
-        Costs what find costs, and one request for the first 16 KiB. Its values are not read.
+        Costs the requests of ``find``, and one for the first 16 KiB. It does not read the values.
 
         Args:
-            identifier: As for find; or an entry of this corpus, which needs no search.
+            identifier: As for ``find``; or an entry of this corpus, which needs no search.
 
         Returns:
-            The entry with its header; None where there is none.
+            The entry with its header; None if there is no such entry.
 
         Raises:
-            ConfigError: Nothing is ever stored under this identifier: it is empty, longer than
-                4096 bytes, not Unicode, or a counter of one process.
-            CorruptEntryError: It is there, but it is not what it should be. ``reason`` says why.
-            AmbiguousError: As find.
+            ConfigError: This identifier can never be stored: it is empty, longer than 4096 bytes,
+                not Unicode, or a counter of one process.
+            CorruptEntryError: The entry exists, but is damaged. ``reason`` says why.
+            NotFoundError, AmbiguousError: As for ``find``.
         """
         entry = self._entry(identifier, namespace, model)
         if entry is None:
@@ -212,20 +212,20 @@ class Corpus(OpenBucket):
         model: str | None = None,
         report: Report = unreported,
     ) -> Embedding | None:
-        """An embedding with all its bytes, each of them checked.
+        """Return an embedding with all its bytes, after a check of each byte.
 
-        Costs what find costs, and one request; of an entry of more than 8 MiB one for the header,
-        and one for each 8 MiB, four at a time. Memory: the entry once.
+        Costs the requests of ``find``, and one more; for an entry of more than 8 MiB, one for the
+        header and one for each 8 MiB, four at a time. Memory: the entry once.
 
         Args:
-            identifier: As for stat.
-            report: Told how many bytes of a large one have come.
+            identifier: As for ``stat``.
+            report: Called with the number of received bytes of a large entry.
 
         Returns:
-            None where there is none.
+            None if there is no such entry.
 
         Raises:
-            ConfigError, CorruptEntryError, AmbiguousError: As stat.
+            ConfigError, CorruptEntryError, NotFoundError, AmbiguousError: As for ``stat``.
         """
         entry = self._entry(identifier, namespace, model)
         if entry is None:
@@ -240,18 +240,18 @@ class Corpus(OpenBucket):
         starts_with: str = "",
         adapter: str | None = None,
     ) -> Iterator[CorpusEntry]:
-        """The entries of one namespace, in no order, as the store lists them.
+        """Yield the entries of one namespace, in no order, as the store lists them.
 
-        Costs one request for each 1000 entries. Where there are more than 4096, a request for each
-        of up to 256 folders comes on top, 16 at a time. What is ahead of the caller is at most some
-        thousand entries.
+        Costs one request for each 1000 entries. For more than 4096 entries it sends one more
+        request for each of up to 256 folders, 16 at a time. It reads at most some thousand entries
+        ahead of the caller.
 
         Args:
-            starts_with: Only entries whose label begins so.
+            starts_with: Only entries whose label begins with this text.
             adapter: Only entries of the LoRA adapter of this name.
 
         Raises:
-            ConfigError: Nothing is ever stored under this adapter.
+            ConfigError: An adapter of this name can never be stored.
         """
         folder = adapter_folder(adapter, self.tenant)
         name = self.choose(namespace, model=model)
@@ -266,25 +266,25 @@ class Corpus(OpenBucket):
         rate_limit_bytes_per_s: int | None = None,
         report: Report = unreported,
     ) -> Hydration:
-        """Bring entries to this node's disk tier before engines ask for them, every byte checked.
+        """Fetch entries into this node's disk tier before engines request them, and check every
+        byte.
 
         The tier is that of the settings: ``cache_dir``, ``cache_bytes`` and ``min_free_bytes``.
-        Nothing that is there goes for what comes: where the tier is full, the rest is left out. An
-        entry that is there already costs no request, and others cost one (one for each 4 MiB). What
-        was broken off, by a signal too, leaves whole entries only, and the next call goes on.
+        Nothing is evicted: when the tier is full, the rest is left out. An entry that is there
+        already costs no request, and each other one costs one request (one for each 4 MiB). An
+        interruption, also by a signal, leaves only complete entries, and the next call resumes.
 
         Args:
-            wanted: Identifiers as vLLM spells them, or entries of this corpus; the most wanted
+            wanted: Identifiers as vLLM writes them, or entries of this corpus; the most important
                 first. None for everything, in no order.
-            rate_limit_bytes_per_s: From the bucket at most, on average; None for as fast as they
-                come.
-            report: Told how many bytes have come.
+            rate_limit_bytes_per_s: Limit of the average rate from the bucket; None for no limit.
+            report: Called with the number of received bytes.
 
         Returns:
-            Counts, and names of what is absent or damaged or did not come.
+            Counts, and the names of absent, damaged and left-out entries.
 
         Raises:
-            ConfigError: Nothing is ever stored under an identifier, or the rate is less than 1.
+            ConfigError: An identifier can never be stored, or the rate is less than 1.
             TierError: The tier cannot be opened; the message names the fix.
         """
         from s3ec.corpus.hydrate import hydrate
@@ -313,27 +313,27 @@ class Corpus(OpenBucket):
         dry_run: bool = False,
         report: Report = unreported,
     ) -> Deletion:
-        """Delete entries.
+        """Delete entries and their rows in the catalogue.
 
-        This node's engines are told. Others find out when they ask for it. Those that only encode
-        do not ask: they store it again after the next listing, such as ``s3ec manifest rebuild``.
-        Rows of the catalogue go with them. A node that has a copy on its disk serves it until it is
-        evicted. Costs a look for each entry, 16 at a time, and one request for each 1000 objects.
-        Where there is a catalogue, it is read and written.
+        The engines of this node are notified. Other engines get one miss for a deleted entry.
+        Engines that only encode send no lookups: they store the entry again after the next listing,
+        such as ``s3ec manifest rebuild``. A node with a copy on its disk serves the copy until it
+        evicts it. Costs a lookup for each entry, 16 at a time, and one request for each 1000
+        objects. If there is a catalogue, it is read and written.
 
         Args:
-            identifiers: In full, as vLLM spells them; or entries, all of one namespace, which need
-                not be named then.
-            dry_run: Only say what would go.
-            report: Told how many entries are gone.
+            identifiers: Full identifiers, as vLLM writes them; or entries, all of one namespace,
+                which then need not be named.
+            dry_run: Only count what would be deleted.
+            report: Called with the number of deleted entries.
 
         Returns:
-            What was there, and whether it was deleted.
+            The entries that existed, and whether they were deleted.
 
         Raises:
-            ConfigError: An identifier under which nothing is stored, no name of an entry, or
-                entries of another namespace; nothing was deleted.
-            UnavailableError, AccessError: Some may be left.
+            ConfigError: An identifier can never be stored, is no name of an entry, or is an entry
+                of another namespace; nothing was deleted.
+            UnavailableError, AccessError: Some entries may remain.
         """
         given = (identifiers,) if isinstance(identifiers, str | CorpusEntry) else (*identifiers,)
         keys = dict(self._key_of_one(one, "identifiers") for one in given)
@@ -371,28 +371,27 @@ class Corpus(OpenBucket):
         dry_run: bool = False,
         report: Report = unreported,
     ) -> Collection:
-        """Delete entries that are old, too many or badly made; what is left becomes the index.
+        """Delete entries by age, total size or maker; the remaining ones become the index.
 
-        Rules that are given together narrow: an entry goes where all agree. Costs a listing of
-        everything, another one with ``max_bytes`` or ``made_by``, and what delete costs for what
-        goes. With ``made_by`` the header of each entry is read that the other rules let
-        go. The catalogue's rows of what is gone go too.
+        Several rules together select only entries that match all of them. Costs a listing of
+        everything, another one with ``max_bytes`` or ``made_by``, and the costs of ``delete`` for
+        the deleted entries. With ``made_by`` it reads the header of each entry that the other rules
+        select. The rows of deleted entries in the catalogue are deleted too.
 
         Args:
-            older_than_s: Those that were stored so long ago.
-            max_bytes: The oldest, until the rest fits.
-            adapter: Only those of the LoRA adapter of this name.
-            made_by: Only those made with these releases, such as ``vllm=0.32.* platform=cpu``.
-            dry_run: Only say what would go.
-            report: Told how many objects were looked at, and how many headers were read of how
-                many.
+            older_than_s: Only entries stored longer ago than this.
+            max_bytes: The oldest entries, until the rest fits into this size.
+            adapter: Only entries of the LoRA adapter of this name.
+            made_by: Only entries made with these releases, such as ``vllm=0.32.* platform=cpu``.
+            dry_run: Only count what would be deleted.
+            report: Called with the numbers of listed objects, and of read headers and their total.
 
         Returns:
-            How much went, or would, and how much is left.
+            How much was or would be deleted, and how much remains.
 
         Raises:
-            ConfigError: There is no rule, or nothing is stored under this adapter.
-            UnavailableError, AccessError, TierError: As delete.
+            ConfigError: There is no rule, or an adapter of this name can never be stored.
+            UnavailableError, AccessError, TierError: As for ``delete``.
         """
         from s3ec.corpus.collect import Rules, collect_garbage, parse_made_by
 
@@ -426,26 +425,26 @@ class Corpus(OpenBucket):
     ) -> Audit:
         """Compare index, objects and catalogue with a listing of all objects; changes nothing.
 
-        Costs a download of the whole index and a listing of everything, 16 requests at a time; a
-        deep check a download of everything too, and one more listing of all but small corpora.
-        Memory: some 200 MiB; temporary files of 42 bytes for each entry. Entries that are stored or
-        deleted meanwhile are not complained about.
+        Costs a download of the whole index and a listing of everything, 16 requests at a time. A
+        deep check also downloads everything, and lists all but small corpora once more. Memory:
+        about 200 MiB; temporary files of 42 bytes for each entry. Entries that are stored or
+        deleted during the check are ignored.
 
         Args:
-            catalog: Look at the catalogue as well, where there is one.
+            catalog: Also check the catalogue, if there is one.
             deep: Read every object and check every byte.
-            state: A folder where a deep check notes how far it is. One that was broken off, by a
-                signal too, goes on there; one that was complete begins anew.
-            resume_complete: Take the result of a complete one from ``state``, and read nothing.
-            report: Told how far it is.
+            state: Folder for the progress of a deep check. An interrupted check, also by a signal,
+                resumes there; after a complete check a new one starts.
+            resume_complete: Take the result of a complete check from ``state``, and read nothing.
+            report: Called with the progress.
 
         Returns:
-            What the index lacks and what it only believes (``index``); what the catalogue has that
-            is gone (``catalog``); what is corrupt or could not be read (``deep``). ``agrees`` where
-            there is nothing of that.
+            Entries that are missing in the index or exist only there (``index``); rows of the
+            catalogue without an entry (``catalog``); corrupt and unreadable objects (``deep``).
+            ``agrees`` is True if there are none of these.
 
         Raises:
-            ConfigError: ``state`` is that of another corpus.
+            ConfigError: ``state`` belongs to another corpus.
             TierError: The folder for temporary files, or that of ``state``, cannot be written.
         """
         from s3ec.corpus.audit import audit
@@ -483,18 +482,19 @@ class Corpus(OpenBucket):
         model: str | None = None,
         report: Report = unreported,
     ) -> Repair:
-        """Mend what verify found.
+        """Repair the faults that ``verify`` found.
 
-        Corrupt objects are read again and deleted where they still are, so that producers store
-        them again. After that, or where the index differs, it is rebuilt from a listing. Rows of
-        the catalogue whose entry is gone are dropped. What could not be read is left alone.
+        Corrupt objects are read again and deleted if they are still corrupt, so that producers
+        store them again. After that, or if the index differs, the index is rebuilt from a listing.
+        Rows of the catalogue without an entry are dropped. Objects that could not be read are not
+        touched.
 
         Args:
-            found: By verify, of the same namespace.
-            report: Told how far it is.
+            found: Report of ``verify`` for the same namespace.
+            report: Called with the progress.
 
         Raises:
-            UnavailableError, AccessError: Some may be mended; it can be done again.
+            UnavailableError, AccessError: A part may be repaired; call it again.
             TierError: The folder for temporary files is full.
         """
         from s3ec.corpus.repair import repair
@@ -508,13 +508,13 @@ class Corpus(OpenBucket):
     # -- catalogue -----------------------------------------------------------------------------
 
     def catalog(self, namespace: str | None = None, *, model: str | None = None) -> Catalog:
-        """The catalogue of one namespace: which document and page each embedding belongs to.
+        """Return the catalogue of one namespace: the document and page of each embedding.
 
-        Needs pyarrow. It knows what jobs over a corpus stored; entries that
-        engines save are not in it.
+        Needs pyarrow. The catalogue lists embeddings that jobs over a corpus stored, not those that
+        engines save.
 
         Raises:
-            ConfigError: The extra is missing.
+            ConfigError: A package is missing.
         """
         from s3ec.corpus.catalog import Catalog
 
@@ -530,26 +530,25 @@ class Corpus(OpenBucket):
         options: JobOptions | None = None,
         report: Report = unreported,
     ) -> PrecomputeReport:
-        """Encode all pictures, pages, sounds and films of a source that are not here yet.
+        """Encode all pictures, pages, sounds and films of a source that are missing in the corpus.
 
-        Runs vLLM as ``ec_producer`` where there is something to encode, so it needs vLLM,
-        duckdb, pillow and pyarrow. What counts is confirmed by the bucket and in the catalogue. A
-        second call goes on where the first one ended, and encodes nothing twice. Ctrl-C ends it
-        once what is encoded is saved.
+        Runs vLLM as ``ec_producer`` if there is something to encode, so it needs vLLM, duckdb,
+        pillow and pyarrow. An item counts as done when the bucket has confirmed it and the
+        catalogue has its row. A second call resumes where the first one ended, and encodes nothing
+        twice. Ctrl-C saves the finished encodes and then ends the call.
 
         Args:
             source: A folder, a glob, a .jsonl list, or a .pdf file.
-            model: As the server's ``--model``, letter by letter.
+            model: The same text as the server's ``--model``.
             options: Names, shards, the engine's arguments: ``s3ec.corpus.precompute.JobOptions``.
-            report: Told how many items are done.
+            report: Called with the number of finished items.
 
         Returns:
-            What was done. ``status`` is ``complete``, ``partial`` or ``failed``; items that could
-            not be read or encoded are in ``failures``.
+            The result. ``status`` is ``complete``, ``partial`` or ``failed``; ``failures`` has the
+            items that could not be read or encoded.
 
         Raises:
-            ConfigError: The source, the model or an argument cannot work, or something is not
-                installed.
+            ConfigError: The source, the model or an argument cannot work, or a package is missing.
             CorruptEntryError: The catalogue is unusable.
         """
         from s3ec.corpus.precompute import make_job
@@ -568,22 +567,23 @@ class Corpus(OpenBucket):
         where: str | None = None,
         report: Report = unreported,
     ) -> Transferred:
-        """Copy a namespace into a folder, every byte checked. A second call copies what is missing.
+        """Copy a namespace into a folder, and check every byte. A second call copies only missing
+        entries.
 
-        ``url: file:///FOLDER`` serves the folder as it is.
+        An engine can use the folder with ``url: file:///FOLDER``.
 
         Args:
-            folder: Made if it is absent.
-            identifiers: Only these: identifiers in full, or labels as ``s3ec ls`` prints them.
-            where: Only those in the catalogue for which this condition of SQL is true.
-            report: Told how many entries are done.
+            folder: Target folder; created if it is absent.
+            identifiers: Only these entries: full identifiers, or labels as ``s3ec ls`` prints them.
+            where: Only entries whose catalogue row matches this SQL condition.
+            report: Called with the number of finished entries.
 
         Returns:
-            What was copied; ``failures`` says of what could not be copied why.
+            The copied entries; ``failures`` has the reason for each that could not be copied.
 
         Raises:
             ConfigError: The folder cannot be made, or an argument is wrong.
-            NoSpaceError: Its disk is full. What was copied stays, as in all these cases.
+            NoSpaceError: The folder's disk is full. Copied entries stay, as in all these cases.
             TierError: The folder for temporary files is full.
         """
         from s3ec.corpus.exchange import export
@@ -611,14 +611,14 @@ class Corpus(OpenBucket):
         """Copy a namespace from a folder that ``export`` made. Nothing in the bucket is replaced.
 
         Every byte is checked before it is stored. Entries of other namespaces are refused. At the
-        end the bucket is listed, so that every reader learns of what is new.
+        end the bucket is listed, so that every reader sees the new entries.
 
         Args:
             namespace, model: In the folder, see the class.
-            report: Told how many entries are done.
+            report: Called with the number of finished entries.
 
         Raises:
-            ConfigError: There is no such folder, or it is of a newer format.
+            ConfigError: There is no such folder, or it has a newer format.
             TierError: The folder for temporary files is full.
         """
         from s3ec.corpus.exchange import folder_settings, import_folder
@@ -648,13 +648,13 @@ class Corpus(OpenBucket):
     ) -> Transferred:
         """Copy entries from a folder in the layout of vLLM's ECExampleConnector.
 
-        Nothing there says of which model it is or whether its values are what they were. You must
-        know both. Width and type must be those that the namespace has on record.
+        The folder names neither the model nor checksums, so the caller must know both to be right.
+        Width and type must match the namespace's record.
 
         Args:
-            namespace, model: Where to, see the class.
-            modality: Of all files, such as ``image``.
-            report: Told how many entries are done.
+            namespace, model: The target, see the class.
+            modality: Modality of all files, such as ``image``.
+            report: Called with the number of finished entries.
 
         Raises:
             ConfigError: There is no such folder.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder-cache managers for vLLM: which embedding the device gives up when it needs room.
+"""Encoder-cache managers for vLLM: they choose which embedding the device evicts.
 
-They work with and without the connector. ``encoder_cache`` is loaded on first use, since it imports
-vLLM; the rest is plain bookkeeping.
+They work with and without the connector. ``encoder_cache`` is loaded at its first use, since it
+imports vLLM; the rest is plain bookkeeping.
 """
 
 from __future__ import annotations

@@ -89,10 +89,10 @@ class _Manager(vllm_managers.EncoderCacheManager):  # type: ignore[misc]
 
 
 class LRUEncoderCacheManager(_Manager):
-    """Gives up what was accessed longest ago.
+    """Evicts the embedding that was accessed longest ago.
 
-    vLLM's own gives up what was released longest ago. The two differ where requests hold
-    embeddings for long.
+    vLLM's own manager evicts the embedding that was released longest ago. The two differ if
+    requests hold embeddings for a long time.
     """
 
     def __init__(self, cache_size: int) -> None:
@@ -114,11 +114,11 @@ class LRUEncoderCacheManager(_Manager):
 
 
 class TieredEncoderCacheManager(_Manager):
-    """Gives up what is least worth its room: seldom asked for, and soon here again.
+    """Evicts the embedding with the lowest worth: rarely requested, large, and soon back.
 
-    How soon is what the connector knows: whether this node's disk or the bucket holds it, and what
-    loads, fetches and encodes have taken. Without the connector all of it would be encoded anew.
-    See ``LeastWorth``.
+    The time to get an embedding back comes from the connector: whether this node's disk or the
+    bucket holds it, and how long loads, fetches and encodes have taken. Without the connector every
+    embedding would be encoded again. See ``LeastWorth``.
     """
 
     def __init__(self, cache_size: int) -> None:

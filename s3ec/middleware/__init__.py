@@ -2,8 +2,8 @@
 """ASGI middleware for ``vllm serve --middleware s3ec.middleware.NAME``.
 
 ``StripClientIds`` and ``RefuseClientIds`` keep clients from choosing identifiers. ``SkipPictures``
-keeps vLLM from reading pictures whose embeddings this node has. What is named here is imported with
-its first use: an API server loads one of them, not all.
+keeps vLLM from reading pictures whose embeddings this node has. Each class is imported at its first
+use, because an API server loads one of them, not all.
 """
 
 from __future__ import annotations

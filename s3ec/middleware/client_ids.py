@@ -52,7 +52,7 @@ _FOREIGN = frozenset({
 
 
 class BodyError(ValueError):
-    """A request that is not let through; the text is for the client."""
+    """A refused request; the text is for the client."""
 
 
 def rewrite(body: bytes, *, refuse: bool, must_be_json: bool = True) -> bytes:
@@ -124,12 +124,12 @@ def _is_call(value: dict[str, Any]) -> bool:
 
 
 class StripClientIds:
-    """ASGI middleware: requests arrive without the identifiers that clients chose.
+    """ASGI middleware that removes the identifiers that clients chose from requests.
 
-    A picture is then known by its content. A part that had an identifier and no picture has
-    neither now, and vLLM refuses it. Replies, also streamed ones, are not touched. Whoever lacks
-    vLLM's API key is answered 401 before the body is read. While the bodies of all clients together
-    take more than 1 GiB, the answer is 503.
+    vLLM then names a picture by its content. If a part had an identifier and no picture, it now has
+    neither, and vLLM refuses it. Replies, also streamed ones, are not changed. A client without
+    vLLM's API key gets 401 before the body is read. While the bodies of all clients together take
+    more than 1 GiB, the answer is 503.
     """
 
     refuse = False
@@ -184,6 +184,6 @@ class StripClientIds:
 
 
 class RefuseClientIds(StripClientIds):
-    """ASGI middleware: a request with an identifier that a client chose is answered 400."""
+    """ASGI middleware that answers 400 to a request with an identifier that a client chose."""
 
     refuse = True

@@ -97,12 +97,12 @@ class WithoutPixels:
 
 
 class SkipPictures:
-    """ASGI middleware: pictures that the node has are replaced by what sizes their placeholders.
+    """ASGI middleware that replaces pictures by placeholder sizes if the node has their embeddings.
 
-    States: new; starting, from the server's start or its first request on; then at work, or off for
-    good, which the log says once with its reason. While it starts, requests pass as they came.
+    States: new; starting, after the server's start or its first request; then active, or off for
+    good, which the log says once with its reason. While it starts, requests pass unchanged.
 
-    Counters, of chat requests: ``skip.replaced``, ``skip.repeated``, ``skip.untouched.REASON``. On
+    Counters of chat requests: ``skip.replaced``, ``skip.repeated``, ``skip.untouched.REASON``. On
     vLLM's /metrics they are ``vllm:s3ec_skip_pictures_total`` by ``outcome``.
     """
 

@@ -97,7 +97,7 @@ class Entry:
     example: tuple[str, str] = ("--quick", "does it still run?")
 
 
-_SEED = _given(int, 0, "--seed", "S", "The same one draws the same.", min=0)
+_SEED = _given(int, 0, "--seed", "S", "Seed of the random draws.", min=0)
 ENTRIES: dict[str, Entry] = {
     "hooks": Entry("What the scheduler's hooks cost, beside vLLM's own ECExampleConnector.", 60),
     "fetch": Entry(
@@ -482,7 +482,7 @@ _OF_ALL = {
     ),
     "quick": (
         Annotated[
-            bool, typer.Option("--quick", help="A look with few rounds; no figures to quote.")
+            bool, typer.Option("--quick", help="Measure a few rounds only; too few for a report.")
         ],
         False,
     ),
@@ -559,11 +559,11 @@ def _add(name: str, entry: Entry, about: str) -> None:
 
 add_encode(app)
 for _name, _entry in ENTRIES.items():
-    _add(_name, _entry, f"{_entry.summary}\n\nExits with 1 where a row misses its reach.")
+    _add(_name, _entry, f"{_entry.summary}\n\nExits with 1 if a row misses its target.")
 for _name, (_, _what) in GROUPS.items():
     _add(
         _name,
         Entry("", 0),
         f"Run {_what}, each in a process of its own.\n\n"
-        "Exits with 1 where a row misses its reach or a benchmark does not get to its end.",
+        "Exits with 1 if a row misses its target or a benchmark does not finish.",
     )

@@ -78,7 +78,9 @@ def test_of_the_benchmarks_the_package_has_encode_alone_and_says_where_the_other
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     text = cli("bench").stdout
     assert "in a checkout" in text
-    assert [line.split()[1] for line in text.splitlines() if " Measure what" in line] == ["encode"]
+    assert [line.split()[1] for line in text.splitlines() if " Measure the time" in line] == [
+        "encode"
+    ]
     assert "No such command" in cli("bench", "hooks", "--json", code=2).stderr
     assert cli.json("bench", "encode", "M", "--engine-args", "[]", code=2)["error"]["field"] == (
         "engine_args"

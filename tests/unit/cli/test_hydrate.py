@@ -155,7 +155,7 @@ def test_a_query_of_the_catalogue_says_what_comes(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("--ids", "a", "--where", "b"), "`--ids` and `--where` say what is wanted; give one"),
+        (("--ids", "a", "--where", "b"), "`--ids` and `--where` do not go together; give one"),
         (("--ids", "not-there"), "cannot read not-there: No such file or directory"),
         (("--rate-limit", "fast"), "`--rate-limit` 'fast' is no size; write it as `10GiB`"),
     ],

@@ -71,7 +71,7 @@ def test_last_lines_name_what_failed_what_was_replaced_and_the_log(
     shown = cli(*command, code=3)
     first, last = shown.stdout.splitlines()[-2:]
     assert first == "not encoded: b.png: cannot identify image file"
-    log = Path(last.removeprefix("what vLLM wrote: "))
+    log = Path(last.removeprefix("vLLM's output: "))
     assert sorted(log.read_text().splitlines()) == ["a logger's line", "a process's line"]
     assert "line" not in shown.stderr + "".join(capfd.readouterr())
     (folder / "a.png").write_bytes(b"other")

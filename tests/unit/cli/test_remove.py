@@ -63,7 +63,7 @@ def test_rows_that_are_left_are_named_and_end_it_with_3(
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pyarrow.parquet", None)
         out = cli("rm", content_hash("a"), "--yes", code=3)
-        assert "rows of the catalogue are left" in out.stderr
+        assert "rows of the catalogue remain" in out.stderr
         assert "pip install pyarrow" in out.stderr
         assert cli("gc", "--max-bytes", "0", "--yes", code=3)
     assert cli.json("catalog", "show")["row_count"] == 1
@@ -299,7 +299,10 @@ def test_ns_rm_names_a_bad_age(cli: Cli, corpus: Corpus, namespace: str, age: st
 
 def test_ns_rm_wants_the_whole_name(cli: Cli, corpus: Corpus, namespace: str) -> None:
     for name in (namespace[:-1], namespace.rpartition("-")[0], "..", ""):
-        assert "no whole name" in cli("ns", "rm", name, "--idle", "0", "--yes", code=2).stderr
+        assert (
+            "not a full namespace name"
+            in cli("ns", "rm", name, "--idle", "0", "--yes", code=2).stderr
+        )
     assert len(labels(cli)) == 4
 
 
