@@ -107,7 +107,7 @@ def test_verbose_shows_what_vllm_writes_and_keeps_no_log(
     (folder / "a.png").write_bytes(b"one")
     shown = cli("precompute", str(folder), "--model", "m", "-v")
     assert sorted(capfd.readouterr().err.splitlines()) == ["a logger's line", "a process's line"]
-    assert "what vLLM wrote" not in shown.stdout
+    assert "vLLM's output" not in shown.stdout
     assert not list(folder.parent.glob("*.log"))
 
 
