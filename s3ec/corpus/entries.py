@@ -359,7 +359,8 @@ def key_of(text: str, tenant: Tenant | None) -> Key | None:
     """
     lora, _, stem = text.rpartition(":")
     name = text
-    if stem[:2] in ("x-", "t-") or _HASHED_ADAPTER.fullmatch(lora):
+    is_label = stem[:2] in ("x-", "t-") or _HASHED_ADAPTER.fullmatch(lora)
+    if is_label and not is_object_name(text):  # whose folder may begin so, too
         folder = f"{lora}/" if lora else ""
         name = f"{folder}{stem.removeprefix('x-').removeprefix('t-')[:2]}/{stem}{OBJECT_SUFFIX}"
     if is_object_name(name):
