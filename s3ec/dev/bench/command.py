@@ -99,14 +99,14 @@ class Entry:
 
 _SEED = _given(int, 0, "--seed", "S", "Seed of the random draws.", min=0)
 ENTRIES: dict[str, Entry] = {
-    "hooks": Entry("What the scheduler's hooks cost, beside vLLM's own ECExampleConnector.", 60),
+    "hooks": Entry("Time the scheduler's hooks, compared with vLLM's own ECExampleConnector.", 60),
     "fetch": Entry(
-        "From the bucket into the tier, verified, beside raw GET loops of three S3 clients.",
+        "Fetch from the bucket into the tier, verified; the baseline is three raw GET loops.",
         90,
         options={
             "latency_ms": _given(
                 *(int, 0, "--latency-ms", "MS"),
-                "Put the server so far away; the rows are then named `fetchMS`.",
+                "Latency to add to the server; the rows are then named `fetchMS`.",
                 min=0,
                 max=1000,
             )
@@ -116,8 +116,12 @@ ENTRIES: dict[str, Entry] = {
     "fetch80": Entry("The same with 80 ms to the bucket: `bench fetch --latency-ms 80`.", 90),
     "fetch_8kb": Entry("The same with embeddings of 8 KB.", 60, place="fetch:SMALL"),
     "fetch_30mb": Entry("The same with embeddings of 30 MB.", 90, place="fetch:LARGE"),
-    "load": Entry("Into the encoder cache, verified, beside os.preadv and ECExampleConnector.", 60),
-    "save": Entry("Inside save_caches, beside tensor.clone() and ECExampleConnector.", 60),
+    "load": Entry(
+        "Load into the encoder cache, verified, against os.preadv and ECExampleConnector.", 60
+    ),
+    "save": Entry(
+        "Save inside save_caches, compared with tensor.clone() and ECExampleConnector.", 60
+    ),
     "index": Entry(
         "The index: lookups, memory, opening, a union, and how soon a save is found.",
         240,
@@ -131,7 +135,9 @@ ENTRIES: dict[str, Entry] = {
         example=("--keys 1e8", "of a larger corpus; 17 GB of scratch space"),
     ),
     "payoff": Entry(
-        "What weighing waits gains, in vLLM's scheduler with a virtual clock.", 600, alone=True
+        "Measure the gain of `wait: auto`, in vLLM's scheduler with a virtual clock.",
+        600,
+        alone=True,
     ),
     "rag": Entry(
         "Questions over document images: vLLM alone, with s3ec, and with ECExampleConnector.",
@@ -140,39 +146,42 @@ ENTRIES: dict[str, Entry] = {
         options={
             "factor": _given(
                 *(float | None, None, "--factor", "X"),
-                "Of the published size; 2/135 if left out, which are two documents.",
+                "Share of the published size; 2/135 if left out, which are two documents.",
                 min=1e-6,
                 max=100,
             ),
             "seed": _SEED,
             "latency_ms": _given(
                 *(Any, None, "--latency-ms", "MS,..."),
-                "How much further away the bucket is; each one is measured. Unset: 0, 20 and 80.",
+                "Latencies to add to the bucket; each one is measured. Unset: 0, 20 and 80.",
                 parser=_numbers(range(1001), "milliseconds are whole numbers from 0 to 1000"),
             ),
             "clients": _given(
-                *(int, 2, "--clients", "N"), "Each has one request at a time.", min=1, max=64
+                *(int, 2, "--clients", "N"),
+                "Number of clients; each has one request at a time.",
+                min=1,
+                max=64,
             ),
             "configs": _given(
                 *(Any, None, "--configs", "N,..."),
-                "Which of the five configurations; all if left out.",
+                "Numbers of the configurations; all five if left out.",
                 parser=_numbers((1, 2, 3, 4, 6), "configurations are 1, 2, 3, 4 and 6"),
             ),
             "object_mb": _given(
                 *(Literal["2.75", "8.8", "30", "67"], "2.75", "--object-mb", "MB"),
-                "Of an embedding: 2.75 (on a GPU with a real encoder), 8.8, 30 or 67.",
+                "Size of an embedding: 2.75 (on a GPU with a real encoder), 8.8, 30 or 67.",
             ),
             "device": _given(
                 *(Literal["cpu", "cuda"], "cpu", "--device", "cpu|cuda"),
-                "Where the engines run.",
+                "Device of the engines.",
             ),
             "warm": (
                 Annotated[
                     bool,
                     typer.Option(
                         "--warm",
-                        help="Hits on a warm disk, beside ECExampleConnector; "
-                        "takes --device alone.",
+                        help="Hits on a warm disk, compared with ECExampleConnector; "
+                        "only --device goes with it.",
                     ),
                 ],
                 False,
@@ -181,15 +190,15 @@ ENTRIES: dict[str, Entry] = {
         example=("--device cuda --configs 1,3 --factor 0.2", "two configurations, on a GPU"),
     ),
     "rag_warm": Entry(
-        "The same on a warm disk, beside ECExampleConnector on a folder: `bench rag --warm`.",
+        "The same on a warm disk, against ECExampleConnector on a folder: `bench rag --warm`.",
         720,
         alone=True,
     ),
     "weights": Entry(
-        "The fingerprint of a 27B model's encoder, as an engine takes it when it starts.", 20
+        "Time the fingerprint of a 27B model's encoder, as at the start of an engine.", 20
     ),
     "dead": Entry(
-        "A real engine whose store never answers, beside one without the connector.",
+        "Run an engine whose store never answers, compared with one without the connector.",
         600,
         alone=True,
     ),
@@ -450,7 +459,7 @@ _STDOUT = "-"
 
 app = App(
     add_completion=False,
-    help="Measure on this machine; every figure beside what it is compared with.",
+    help="Measure on this machine; every result has a baseline.",
     no_args_is_help=True,
     epilog=epilog(
         ("s3ec bench list", "what can be measured"),

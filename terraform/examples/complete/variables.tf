@@ -103,7 +103,7 @@ variable "maintainer_arns" {
 }
 
 variable "alarm_actions" {
-  description = "ARNs that are told of an alarm."
+  description = "ARNs that get a message about an alarm."
   type        = list(string)
   default     = []
 }

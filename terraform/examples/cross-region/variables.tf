@@ -86,7 +86,7 @@ variable "key_deletion_days" {
 }
 
 variable "alarm_actions" {
-  description = "ARNs that are told of an alarm, in home's region."
+  description = "ARNs that get a message about an alarm, in home's region."
   type        = list(string)
   default     = []
 }

@@ -23,7 +23,7 @@ variable "destinations" {
 }
 
 variable "alarm_actions" {
-  description = "ARNs that are told of an alarm and of its end, such as an SNS topic."
+  description = "ARNs that get a message at the start and end of an alarm, such as an SNS topic."
   type        = list(string)
   default     = []
 }
