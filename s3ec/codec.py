@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from s3ec import safetensors_file
 from s3ec.errors import CorruptEntryError
@@ -28,34 +28,12 @@ MAX_TENSOR_BYTES = 8 * 2**30
 
 # safetensors spelling -> (torch attribute, bytes per value). Encoder outputs are floating point.
 DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
-# (unsigned type, signed type, exponent with all bits set): such a value is NaN or infinite.
-_EXPONENTS = {
-    "bfloat16": ("<u2", "<i2", 0x7F80),
-    "float16": ("<u2", "<i2", 0x7C00),
-    "float32": ("<u4", "<i4", 0x7F800000),
-}
-_BITS = {"<i2": 16, "<i4": 32}
+# An exponent with all bits set: such a value is NaN or infinite.
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _SPELLING = {torch_name: spelling for spelling, (torch_name, _) in DTYPES.items()}
 _COUNT = re.compile(r"[1-9][0-9]{0,11}")
-_NUMBER = re.compile(r"[1-9][0-9]{0,3}")
 MADE_BY_CHARACTERS = 512
 MADE_BY = re.compile(r"[a-z]+=[!-~]+(?: [a-z]+=[!-~]+)*")
-
-
-class Maker(NamedTuple):
-    """What an entry was made with. Neither part is compared with a request.
-
-    Attributes:
-        made_by: Names and versions, such as ``vllm=0.32.0 torch=2.13.0 platform=cpu``; empty where
-            they are not known.
-        decoding: How pictures were decoded, see ``decoding``; 0 where that is not known.
-    """
-
-    made_by: str = ""
-    decoding: int = 0
-
-
-UNKNOWN_MAKER = Maker()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +71,8 @@ class Header:
         data_start: Offset of the tensor in the file, bytes.
         front_digest: xxh3-128 of all bytes in front of the tensor; empty where it was not read
             from an entry. Who has the same bytes later need not parse them.
-        maker: What it was made with.
+        made_by: Names and versions of what it was made with, such as ``vllm=0.32.0 torch=2.13.0
+            platform=cpu``; empty where they are not known. Compared with no request.
     """
 
     identifier: str
@@ -104,7 +83,7 @@ class Header:
     placeholder: Mapping[str, Any] | None = field(default_factory=dict)
     data_start: int = 0
     front_digest: str = field(default="", compare=False)
-    maker: Maker = UNKNOWN_MAKER
+    made_by: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -126,10 +105,10 @@ def is_finite(data: memoryview | bytes | bytearray, dtype: str) -> bool:
 
     if not len(data):
         return True
-    unsigned, signed, exponent = _EXPONENTS[dtype]
-    sign = 1 << (_BITS[signed] - 1)
-    positive = int(np.frombuffer(data, signed).max())
-    negative = int(np.frombuffer(data, unsigned).max())
+    exponent, nbytes = _EXPONENTS[dtype], DTYPES[_SPELLING[dtype]][1]
+    sign = 1 << (8 * nbytes - 1)
+    positive = int(np.frombuffer(data, f"<i{nbytes}").max())
+    negative = int(np.frombuffer(data, f"<u{nbytes}").max())
     return positive < exponent and negative < sign + exponent
 
 
@@ -152,11 +131,9 @@ def encode_header(header: Header) -> bytes:
     }
     if header.placeholder is not None:
         metadata["placeholder"] = _placeholder_json(header.placeholder)
-    if header.maker.made_by:
-        metadata["made_by"] = header.maker.made_by
-    if header.maker.decoding:
-        metadata["decoding"] = str(header.maker.decoding)
-    _checked_maker(metadata)  # what readers would refuse is not written
+    if header.made_by:
+        metadata["made_by"] = header.made_by
+        _checked_made_by(metadata)  # what readers would refuse is not written
     tensors = {TENSOR_NAME: tensor_entry(header.shape)}
     return safetensors_file.encode_header(metadata, tensors, only=TENSOR_NAME)
 
@@ -215,18 +192,17 @@ def _checked(metadata: dict[str, str], tensor: object, front: bytes) -> Header:
         placeholder=placeholder,
         data_start=len(front),
         front_digest=checksum(front),
-        maker=_checked_maker(metadata),
+        made_by=_checked_made_by(metadata),
     )
 
 
-def _checked_maker(metadata: Mapping[str, str]) -> Maker:
-    made_by, decoding = metadata.get("made_by", ""), metadata.get("decoding", "")
-    is_short = len(made_by) <= MADE_BY_CHARACTERS
-    if "made_by" in metadata and not (is_short and MADE_BY.fullmatch(made_by)):
+def _checked_made_by(metadata: Mapping[str, str]) -> str:
+    made_by = metadata.get("made_by")
+    if made_by is None:
+        return ""
+    if len(made_by) > MADE_BY_CHARACTERS or not MADE_BY.fullmatch(made_by):
         raise CorruptEntryError("made_by is no list of names and versions", reason="header")
-    if "decoding" in metadata and not _NUMBER.fullmatch(decoding):
-        raise CorruptEntryError("decoding is no number", reason="header")
-    return Maker(made_by, int(decoding or 0))
+    return made_by
 
 
 def _checked_shape(metadata: dict[str, str], tensor: object) -> Shape:

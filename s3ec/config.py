@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import ValidationError
 
@@ -128,39 +128,37 @@ def _give_way(below: dict[str, Any], options: Mapping[str, Any]) -> list[str]:
     if options.get("url"):
         names = ("bucket", "prefix") if _is_s3_url(options["url"]) else OF_S3
     elif options.get("bucket"):
-        urls = _is_s3_url(options["bucket"]) or _is_s3_url(below.get("bucket"))
-        names = ("url", "prefix") if urls else ("url",)
+        names = ("url",)
     removed = [name for name in names if name in below]
     for name in removed:
         del below[name]
     return removed
 
 
-def _is_s3_url(value: Any) -> bool:
+def _is_s3_url(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and value.startswith("s3://")
 
 
 def _take_apart(merged: dict[str, Any], origins: dict[str, str]) -> None:
-    """Make ``bucket`` and ``prefix`` of an ``s3://`` URL, which may stand in ``bucket`` too.
+    """Make ``bucket`` and ``prefix`` of an ``s3://`` URL.
 
     Raises:
         ConfigError: They are set as well.
     """
-    given = "url" if _is_s3_url(merged.get("url")) else "bucket"
-    if not _is_s3_url(merged.get(given)):
+    url, origin = merged.get("url"), origins["url"]
+    if not _is_s3_url(url):
         return
-    origin = origins[given]
-    for name in ("url", "bucket", "prefix"):
-        if name != given and merged.get(name):
+    for name in ("bucket", "prefix"):
+        if merged.get(name):
             raise ConfigError(
-                f"`{name}` (from {origins[name]}) does not go together with `{given}` "
-                f"{merged[given]!r:.200} (from {origin}); remove one of the two",
+                f"`{name}` (from {origins[name]}) does not go together with `url` {url!r:.200} "
+                f"(from {origin}); remove one of the two",
                 field=name,
             )
     try:
-        corpus = parse_url(merged[given])
+        corpus = parse_url(url)
     except ValueError as exc:
-        raise ConfigError(f"bad settings: `{given}` (from {origin}): {exc}", field=given) from exc
+        raise ConfigError(f"bad settings: `url` (from {origin}): {exc}", field="url") from exc
     merged.update(url=None, bucket=corpus.bucket, prefix=corpus.prefix)
     origins.update(bucket=origin, prefix=origin)
 

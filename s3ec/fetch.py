@@ -120,8 +120,6 @@ PARTS_AT_A_TIME = 8
 _LEAST_BYTES_PER_S = 2**20
 # What is here does not wait longer for what the bucket says of its modality.
 _RECORD_PATIENCE_S = 0.25
-# Reasons of a bad entry that say it was made for something else: mismatches, too.
-_FOREIGN = frozenset({"namespace", "version", "dtype", "nonfinite"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +297,11 @@ class Fetcher:
         fits = expected.nbytes < (self._index.nbytes(key) or 0) <= _most_bytes(expected)
 
         async def read(replicas: set[Place]) -> FetchResult | None:
-            found = await self._attempt(want, expected, part_bytes, at_once=fits)
+            if part_bytes is None:
+                found = await self._receive(want, expected)
+            else:
+                ranges = _ranges(expected, part_bytes)
+                found = await self._receive_parts(want, expected, ranges, at_once=fits)
             if found is not None and found.outcome is FetchOutcome.MISMATCH and replicas:
                 # Sound, and of no use: an older one, perhaps. Home may have what is.
                 raise CorruptEntryError("a copy of a replica does not fit", reason="size")
@@ -336,8 +338,6 @@ class Fetcher:
     def _note_corrupt(self, key: Key, attempt: int, exc: CorruptEntryError) -> None:
         """Count a bad copy; after the second whole one the object is a miss for an hour."""
         self._counters.add(f"corrupt.{exc.reason}")
-        if exc.reason in _FOREIGN:
-            self._counters.add(f"mismatch.{exc.reason}")
         name = self._layout.object(key)
         if attempt == 1:
             log.info("object %s came bad and is fetched once more: %s", name, exc)
@@ -353,24 +353,9 @@ class Fetcher:
             *(name, exc.reason, exc, BAD_OBJECT_TTL_S),
         )
 
-    async def _attempt(
-        self, want: FetchRequest, expected: Shape, part_bytes: int | None, *, at_once: bool
-    ) -> FetchResult | None:
-        """Fetch the object; None if it is absent.
-
-        Args:
-            at_once: Ask for all ranges of a large one at once, see _receive_parts.
-
-        Raises:
-            CorruptEntryError: It is bad.
-        """
+    async def _receive(self, want: FetchRequest, expected: Shape) -> FetchResult | None:
+        """A whole object; None if it is absent."""
         name = self._layout.object(want.key)
-        if part_bytes is None:
-            return await self._receive(want, expected, name)
-        ranges = _ranges(expected, part_bytes)
-        return await self._receive_parts(want, expected, name, ranges, at_once=at_once)
-
-    async def _receive(self, want: FetchRequest, expected: Shape, name: str) -> FetchResult | None:
         body = await self._store.get(name, max_bytes=_most_bytes(expected))
         if body is None:
             return None
@@ -399,19 +384,18 @@ class Fetcher:
         self,
         want: FetchRequest,
         expected: Shape,
-        name: str,
         ranges: Sequence[range],
         *,
         at_once: bool,
     ) -> FetchResult | None:
-        """A large object, in ranges that are written as they come.
+        """A large object, in ranges that are written as they come; None if it is absent.
 
         Args:
             ranges: All of it.
             at_once: Ask for all ranges at once. Else for the first one alone, which tells whether
                 the object is there and of use.
         """
-        disk = self._loop.disk
+        disk, name = self._loop.disk, self._layout.object(want.key)
         at_a_time = PARTS_AT_A_TIME * PART_BYTES // len(ranges[0])
         incoming: Incoming[OpenEntry] | None = None
         early: list[tuple[int, Blob]] = []

@@ -39,12 +39,17 @@ _RENAMED_CHARACTERS = 2**23
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
 # Three characters at least: two could be taken for a fan-out folder.
 _LORA_FOLDER = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
-_CLIENT_NAME = re.compile(r"x-([0-9a-f]{64})")
-_MARKED_NAME = re.compile(r"[tx]-([0-9a-f]{64})")
 # What a tenant's secret makes of an adapter and of an identifier: in a header, and in a name.
 _TENANT_LABEL = re.compile(r"(?:(t-[0-9a-f]{64}):)?t-([0-9a-f]{64})")
 _TENANT_NAME = re.compile(
     r"(?:(t-[0-9a-f]{64})/)?[0-9a-f]{2}/t-([0-9a-f]{64})" + re.escape(OBJECT_SUFFIX)
+)
+# The adapter's folder, the first two characters of the hash as a folder, and the hash. Before that
+# stands a mark where a client chose the identifier, or a tenant's secret went into it.
+_OBJECT_NAME = re.compile(
+    rf"(?:(?:{_LORA_FOLDER.pattern}|x-[0-9a-f]{{64}})/(?P<a>[0-9a-f]{{2}})/(?P=a)"
+    r"|(?:t-[0-9a-f]{64}/)?(?P<t>[0-9a-f]{2})/t-(?P=t)"
+    r"|(?P<x>[0-9a-f]{2})/(?:x-)?(?P=x))[0-9a-f]{62}" + re.escape(OBJECT_SUFFIX)
 )
 # vLLM numbers the items of a request instead of hashing them when both the processor cache and
 # prefix caching are off (renderers/base.py, _process_mm_uuids in 0.32): the same name means
@@ -232,20 +237,7 @@ def is_object_name(name: str) -> bool:
 
     Listings contain junk: directory markers, foreign files, half-typed uploads.
     """
-    parts = name.split("/")
-    with_lora = len(parts) == 3
-    if with_lora:
-        lora = parts.pop(0)
-        if _TENANT_LABEL.fullmatch(lora):
-            return _TENANT_NAME.fullmatch(name) is not None and is_object_name("/".join(parts))
-        if not (_LORA_FOLDER.fullmatch(lora) or _CLIENT_NAME.fullmatch(lora)):
-            return False
-    if len(parts) != 2 or not parts[1].endswith(OBJECT_SUFFIX):
-        return False
-    stem = parts[1][: -len(OBJECT_SUFFIX)]
-    marked = None if with_lora else _MARKED_NAME.fullmatch(stem)
-    hashed = marked.group(1) if marked else stem
-    return _CONTENT_HASH.fullmatch(hashed) is not None and parts[0] == hashed[:2]
+    return _OBJECT_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)

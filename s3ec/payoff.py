@@ -446,12 +446,12 @@ def pay_off(inputs: Inputs) -> Payoff:
         keep_days=keep_days,
         latency=_assess(
             encode_ms / hit_ms,
-            f"encoding takes {encode_ms:.3g} ms, a hit from the bucket {hit_ms:.3g}",
+            f"encoding takes {_brief(encode_ms)} ms, a hit from the bucket {_brief(hit_ms)}",
         ),
         throughput=_assess(
             inputs.node_mb_s.value / tie_mb_s,
-            f"a node fetches {inputs.node_mb_s.value:.3g} MB/s; at {tie_mb_s:.3g} MB/s it brings "
-            "as many embeddings as the encoder makes",
+            f"a node fetches {_brief(inputs.node_mb_s.value)} MB/s; at {_brief(tie_mb_s)} MB/s it "
+            "brings as many embeddings as the encoder makes",
         ),
         money=_assess(
             math.inf if break_even == 0 else reads / break_even,
@@ -463,6 +463,10 @@ def pay_off(inputs: Inputs) -> Payoff:
             ),
         ),
     )
+
+
+def _brief(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _assess(ratio: float, why: str) -> Assessment:

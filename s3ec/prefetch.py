@@ -13,13 +13,13 @@ milliseconds its claim is looked at. When the claim is gone, the entry is looked
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
@@ -27,6 +27,7 @@ from s3ec.fetch import Fetcher, FetchOutcome, FetchRequest, FetchResult, Priorit
 from s3ec.runtime import LoopThread, contained
 from s3ec.spans import Work
 from s3ec.store.concurrency import within
+from s3ec.store.places import tell_of_home
 from s3ec.tier.claims import LookAgain
 
 __all__ = [
@@ -46,8 +47,6 @@ _FIRST_LOOK_S = 0.002
 _LAST_LOOK_S = 0.02
 # How many are looked at in one call of a disk thread; one takes about 2 us.
 _LOOKS = 64
-# Up to so many entries a heap is not worth tidying.
-_SHORT_HEAP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +71,36 @@ class Limits:
 
 
 class _Lane:
-    """What waits in one lane, and how many are under way in it."""
+    """What waits in one lane, by priority in order of arrival, and how many are under way in it."""
 
     def __init__(self) -> None:
-        # Entries of places that have moved since are skipped when they surface, or dropped where
-        # they pile up.
-        self.heap: list[tuple[Priority, int, bytes]] = []
+        self._queues: dict[Priority, OrderedDict[bytes, _Place]] = {
+            priority: OrderedDict() for priority in Priority
+        }
         self.under_way = 0
+
+    def add(self, place: _Place, *, first: bool = False) -> None:
+        """Queue a request behind the others of its priority, or before them."""
+        digest, queue = place.want.key.digest, self._queues[place.want.priority]
+        queue[digest] = place
+        if first:
+            queue.move_to_end(digest, last=False)
+
+    def remove(self, place: _Place) -> None:
+        """Take a request out, if it is queued here."""
+        self._queues[place.want.priority].pop(place.want.key.digest, None)
+
+    def take(self) -> _Place | None:
+        """The next request; None where none is queued."""
+        for queue in self._queues.values():
+            if queue:
+                return queue.popitem(last=False)[1]
+        return None
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where a request is: queued in a lane under ``number``, going (it has a task), or parked.
+    """Where a request is: queued in a lane, going (it has a task), or parked.
 
     ========  =========  ====================================================================
     state     goes to    when
@@ -99,8 +116,6 @@ class _Place:
     """
 
     want: FetchRequest
-    rank: Priority
-    number: int
     lane: _Lane
     parked_s: float | None = None
     task: asyncio.Task[None] | None = None
@@ -124,11 +139,11 @@ class Prefetcher:
         self._limits = limits
         self._clock = clock
         self._done: deque[FetchResult] = deque()
+        self._far: deque[FetchRequest] = deque()
         # The rest is touched by the loop's thread only.
         self._fetcher = Fetcher(
             loop, sources, counters, max_inflight_bytes=limits.max_inflight_bytes
         )
-        self._numbers = itertools.count()
         self._places: dict[bytes, _Place] = {}
         self._looks, self._downloads = _Lane(), _Lane()
         self._has_ended = False
@@ -152,15 +167,16 @@ class Prefetcher:
 
     @property
     def has_news(self) -> bool:
-        """Whether drain would return something."""
-        return bool(self._done)
+        """Whether drain or drain_far would return something."""
+        return bool(self._done or self._far)
 
     def drain(self) -> list[FetchResult]:
         """Take what has finished since the last call."""
-        done = []
-        while self._done:
-            done.append(self._done.popleft())
-        return done
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def drain_far(self) -> list[FetchRequest]:
+        """Take what home was asked for behind replicas since the last call; before drain."""
+        return [self._far.popleft() for _ in range(len(self._far))]
 
     # -- the loop's thread -----------------------------------------------------------------
 
@@ -174,30 +190,16 @@ class Prefetcher:
                     self._done.append(FetchResult(want, FetchOutcome.UNAVAILABLE))
                     continue
                 lane = self._looks if self._sources.local(want.key) else self._downloads
-                place = self._places[digest] = _Place(want, want.priority, 0, lane)
-                self._push(digest, place)
+                place = self._places[digest] = _Place(want, lane)
+                lane.add(place)
             elif place.task is None and (
-                want.priority < place.rank or want.priority is Priority.FORGOTTEN is not place.rank
+                want.priority < place.want.priority or want.priority is Priority.FORGOTTEN
             ):
-                place.want, place.rank = want, want.priority
+                place.lane.remove(place)
+                place.want = want
                 if digest not in self._parked:
-                    self._push(digest, place)
+                    place.lane.add(place)
         self._start_some()
-
-    def _push(self, digest: bytes, place: _Place) -> None:
-        lane, place.number = place.lane, next(self._numbers)
-        heapq.heappush(lane.heap, (place.rank, place.number, digest))
-        # While a lane is never idle, what is wanted and given up in turn would fill it.
-        if len(lane.heap) > max(_SHORT_HEAP, 2 * len(self._places)):
-            lane.heap[:] = [each for each in lane.heap if self._queued(lane, *each[1:])]
-            heapq.heapify(lane.heap)
-
-    def _queued(self, lane: _Lane, number: int, digest: bytes) -> _Place | None:
-        """What an entry of a lane's heap stands for; None where that has moved since."""
-        place = self._places.get(digest)
-        if place is None or place.number != number or place.lane is not lane:
-            return None
-        return place if place.task is None else None
 
     def _start_some(self) -> None:
         if self._has_ended:
@@ -206,14 +208,10 @@ class Prefetcher:
             self._start_some_of(lane)
 
     def _start_some_of(self, lane: _Lane) -> None:
-        while lane.heap and lane.under_way < self._limits.max_concurrency:
-            _, number, digest = heapq.heappop(lane.heap)
-            place = self._queued(lane, number, digest)
-            if place is None:
-                continue
+        while lane.under_way < self._limits.max_concurrency and (place := lane.take()) is not None:
             lane.under_way += 1
             place.task = asyncio.get_running_loop().create_task(
-                self._run(place), name=f"s3ec-fetch-{digest.hex()[:8]}"
+                self._run(place), name=f"s3ec-fetch-{place.want.key.digest.hex()[:8]}"
             )
 
     def stop(self) -> None:
@@ -258,6 +256,7 @@ class Prefetcher:
                 if place.lane is self._looks:
                     return await self._fetcher.look(want)
                 late = self._is_late(place)
+                tell_of_home.set(partial(self._far.append, want))  # in this task alone
                 return await self._fetcher.fetch(want, deadline, ignore_claim=late)
         except (UnavailableError, TimeoutError, TierError) as exc:
             log.debug("fetch of %s: %s", want.key.digest.hex(), exc)
@@ -327,9 +326,9 @@ class Prefetcher:
         self._counters.add_all(sums)
 
     def _requeue(self, place: _Place, lane: _Lane) -> None:
-        """Have it go on in that lane, at its old place."""
+        """Have it go on in that lane, before others of its priority: it has waited already."""
         place.lane = lane
-        heapq.heappush(lane.heap, (place.rank, place.number, place.want.key.digest))
+        lane.add(place, first=True)
 
     # -- what another process fetches --------------------------------------------------------
 
@@ -361,7 +360,7 @@ class Prefetcher:
             self._watch = None
 
     async def _look_at_parked(self) -> bool:
-        """Queue those whose claim is gone again, at their old place; True if there were any."""
+        """Queue those whose claim is gone again; True if there were any."""
         digests = list(itertools.islice(self._parked, _LOOKS))
         try:
             async with asyncio.timeout(self._limits.claim_patience_s):

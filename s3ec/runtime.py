@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import logging
 import os
@@ -12,11 +11,9 @@ import random
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -133,7 +130,7 @@ class DaemonPool(ThreadPoolExecutor):
         self._name = name
         self._guard = threading.RLock()  # a signal handler may end it, see Counters
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._free = threading.Semaphore(0)  # threads that wait, or are about to
+        self._out = 0  # calls that wait or are made
         self._started: list[threading.Thread] = []
         self._ended = False
 
@@ -153,7 +150,8 @@ class DaemonPool(ThreadPoolExecutor):
             if self._ended:
                 raise RuntimeError(f"{self._name} has ended")
             self._calls.put((future, lambda: function(*args, **kwargs)))
-            if not self._free.acquire(blocking=False) and len(self._started) < self._most:
+            self._out += 1
+            if len(self._started) < min(self._out, self._most):
                 try:
                     self._start_one()
                 except RuntimeError:
@@ -182,8 +180,7 @@ class DaemonPool(ThreadPoolExecutor):
 
     def _start_one(self) -> None:
         name = f"{self._name}_{len(self._started)}"
-        thread = threading.Thread(target=_work, args=(self._calls, self._free), name=name)
-        thread.daemon = True
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
         try:
             thread.start()
         except RuntimeError:  # there are too many; those that there are will do it
@@ -192,12 +189,12 @@ class DaemonPool(ThreadPoolExecutor):
             return
         self._started.append(thread)
 
-
-def _work(calls: SimpleQueue[_Call | None], free: threading.Semaphore) -> None:
-    while (call := calls.get()) is not None:
-        _do(*call)
-        del call  # its arguments may be large, and it may be long until the next
-        free.release()
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            _do(*call)
+            del call  # its arguments may be large, and it may be long until the next
+            with self._guard:
+                self._out -= 1
 
 
 def _do(future: Future[Any], function: Callable[[], Any]) -> None:
@@ -425,198 +422,6 @@ class DiskWatch:
             log.info("the disk of `cache_dir` answers again")
 
 
-@dataclass(slots=True, eq=False)
-class _DiskCall:
-    """One call. Whoever takes its ``turn`` decides: a thread to make it, its caller not to."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    number: int
-    future: asyncio.Future[Any] | None = None
-    undo: Callable[[Any], object] | None = None
-    turn: list[None] = field(default_factory=lambda: [None])
-    result: Any = None
-    error: BaseException | None = None
-
-    def take_turn(self) -> bool:
-        try:
-            self.turn.pop()  # atomic
-        except IndexError:
-            return False
-        return True
-
-
-class DiskCalls:
-    """Calls into one pool, from one loop. All are watched, and so is their wait for a thread.
-
-    Handing a call to a thread and its outcome back costs two turns at the interpreter's lock and
-    two wake-ups. That is more than many of these calls take. So a thread that is at work makes what
-    it finds until nothing is left. Outcomes go back together: the loop is woken once for all that
-    ended since it last looked.
-
-    States of a call: waiting, begun, done. A caller that is cancelled takes a waiting one back, and
-    what comes of one that has begun is undone.
-    """
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        pool: ThreadPoolExecutor,
-        threads: int,
-        watch: DiskWatch,
-    ) -> None:
-        """Nothing is started.
-
-        Args:
-            loop: Whose coroutines call.
-            pool: Makes the calls; nobody else uses it.
-            threads: Of the pool.
-            watch: Is told of each call's beginning and end.
-        """
-        self._loop = loop
-        self._pool = pool
-        self._threads = threads
-        self._watch = watch
-        self._lock = threading.RLock()  # a signal handler may stop it, see Counters
-        self._waiting: deque[_DiskCall] = deque()
-        self._at_work = 0
-        self._ended = False
-        self._done: deque[_DiskCall] = deque()
-        self._is_notified = False
-
-    # -- the loop's thread -------------------------------------------------------------------
-
-    async def make(
-        self,
-        function: Callable[..., T],
-        args: tuple[Any, ...],
-        undo: Callable[[T], object] | None = None,
-    ) -> T:
-        """Make a call and wait for it.
-
-        Args:
-            undo: Is called with the result where nobody gets it.
-
-        Raises:
-            RuntimeError: After ``shutdown``.
-        """
-        future: asyncio.Future[T] = self._loop.create_future()
-        call = _DiskCall(function, args, self._watch.begin(), future, undo)
-        self._put(call)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._give_up(call, future)
-            raise
-
-    def _give_up(self, call: _DiskCall, future: asyncio.Future[Any]) -> None:
-        if future.cancelled():
-            if call.take_turn():
-                self._watch.end(call.number)
-            # Else a thread is at it, and _deliver undoes what comes of it.
-        elif future.exception() is None:  # it came in the same moment
-            self._undo(call, future.result())
-
-    def _deliver(self) -> None:
-        self._is_notified = False
-        while True:
-            try:
-                call = self._done.popleft()
-            except IndexError:
-                return
-            future = call.future
-            if future is None:
-                continue
-            if future.done():  # cancelled
-                if call.error is None:
-                    self._undo(call, call.result)
-            elif call.error is not None:
-                future.set_exception(call.error)
-            else:
-                future.set_result(call.result)
-            call.result = call.error = None
-
-    def _undo(self, call: _DiskCall, result: Any) -> None:
-        if call.undo is not None:
-            with suppress(RuntimeError):  # it has ended
-                self.soon(call.undo, result)
-
-    # -- any thread --------------------------------------------------------------------------
-
-    def soon(self, function: Callable[..., object], *args: object) -> None:
-        """Make a call that nobody waits for; what it raises is logged.
-
-        Raises:
-            RuntimeError: After ``shutdown``.
-        """
-        self._put(_DiskCall(function, args, self._watch.begin()))
-
-    def shutdown(self) -> None:
-        """Make no calls any more, but for those that have begun."""
-        with self._lock:
-            self._ended = True
-            while self._waiting:
-                self._watch.end(self._waiting.popleft().number)
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _put(self, call: _DiskCall) -> None:
-        try:
-            with self._lock:
-                if self._ended:
-                    raise RuntimeError("the disk's threads have ended")
-                self._waiting.append(call)
-                if self._at_work < self._threads:
-                    self._at_work += 1
-                    try:
-                        self._pool.submit(self._work)
-                    except BaseException:
-                        self._at_work -= 1
-                        with suppress(ValueError):
-                            self._waiting.remove(call)
-                        raise
-        except BaseException:
-            self._watch.end(call.number)
-            raise
-
-    # -- the pool's threads ------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while (call := self._next()) is not None:
-            self._make(call)
-
-    def _next(self) -> _DiskCall | None:
-        """The next call; None at the end of this thread's work."""
-        with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
-            self._at_work -= 1
-            return None
-
-    def _make(self, call: _DiskCall) -> None:
-        if not call.take_turn():
-            return
-        try:
-            call.result = call.function(*call.args)
-        except BaseException as exc:  # noqa: BLE001 - whoever waits for it gets it
-            call.error = exc
-        # Its arguments may be large, and it may be long until the next.
-        call.function, call.args = _nothing, ()
-        self._watch.end(call.number)
-        if call.future is None:
-            if call.error is not None:
-                log.error("in the background", exc_info=call.error)
-            return
-        self._done.append(call)
-        if not self._is_notified:
-            self._is_notified = True
-            with suppress(RuntimeError):  # the loop has ended, and with it all that waited
-                self._loop.call_soon_threadsafe(self._deliver)
-
-
-def _nothing() -> None:
-    """In place of a call that was made."""
-
-
 # For calls that may take long: walks, whole files of the index.
 _LONG_THREADS = 2
 # For what asyncio does in threads by itself, and what the stores do there.
@@ -657,7 +462,7 @@ class LoopThread:
         self._lock = threading.RLock()  # a signal handler may stop it, see Counters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._disk_calls: DiskCalls | None = None
+        self._disk_pool: DaemonPool | None = None
         self._long_pool: DaemonPool | None = None
         self._submitted: set[Future[Any]] = set()  # the loop's own references to tasks are weak
 
@@ -680,9 +485,7 @@ class LoopThread:
                 keep_loop(loop)
                 # A name that is looked up, or a corpus in a folder, may hang as a disk does.
                 loop.set_default_executor(DaemonPool(_OTHER_THREADS, f"{self._name}-other"))
-                threads = self._disk_threads
-                pool = DaemonPool(threads, f"{self._name}-disk")
-                self._disk_calls = DiskCalls(loop, pool, threads, self.watch)
+                self._disk_pool = DaemonPool(self._disk_threads, f"{self._name}-disk")
                 self._long_pool = DaemonPool(_LONG_THREADS, f"{self._name}-long")
                 self._thread = threading.Thread(
                     target=_run_loop, args=(loop,), name=self._name, daemon=True
@@ -741,10 +544,10 @@ class LoopThread:
             undo: Is called with the result, in the pool, where this await was cancelled and nobody
                 else gets the result.
         """
-        calls = self._disk_calls
-        if calls is None:
+        call = self._submit_to_disk(function, args)
+        if call is None:
             raise RuntimeError(f"{self._name} is not running")
-        return await calls.make(function, args, undo)
+        return await self._outcome(call, undo)
 
     async def disk_long(
         self,
@@ -760,7 +563,9 @@ class LoopThread:
         pool = self._long_pool
         if pool is None:
             raise RuntimeError(f"{self._name} is not running")
-        call = pool.submit(function, *args)
+        return await self._outcome(pool.submit(function, *args), undo)
+
+    async def _outcome(self, call: Future[T], undo: Callable[[T], object] | None) -> T:
         try:
             return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
@@ -773,21 +578,37 @@ class LoopThread:
             self.disk_soon(undo, call.result())
 
     def disk_soon(self, function: Callable[..., object], *args: object) -> None:
-        """Queue a short blocking call for the disk pool. Nobody waits for it.
+        """Queue a short blocking call for the disk pool. Nobody waits for it; errors are logged.
 
         Does nothing where the loop has never run. A call that has not begun when the pool ends is
         not made.
         """
-        if self._disk_calls is not None:
-            with suppress(RuntimeError):  # it has ended
-                self._disk_calls.soon(function, *args)
+        with suppress(RuntimeError):  # it has ended
+            call = self._submit_to_disk(function, args)
+            if call is not None:
+                call.add_done_callback(_log_error)
+
+    def _submit_to_disk(
+        self, function: Callable[..., T], args: tuple[object, ...]
+    ) -> Future[T] | None:
+        """Queue a watched call; None where the loop has never run."""
+        if self._disk_pool is None:
+            return None
+        number = self.watch.begin()  # its wait for a thread counts: calls before it may hang
+        try:
+            call = self._disk_pool.submit(function, *args)
+        except BaseException:
+            self.watch.end(number)
+            raise
+        call.add_done_callback(lambda _: self.watch.end(number))
+        return call
 
     def stop(self, timeout_s: float) -> None:
         """Cancel what runs, end the thread, wait for it up to ``timeout_s``. Idempotent."""
         with self._lock:
             already, self._closed = self._closed, True
             loop, thread = self._loop, self._thread
-            calls, long_pool = self._disk_calls, self._long_pool
+            pools = self._disk_pool, self._long_pool
         if already or loop is None or thread is None:
             return
         loop.call_soon_threadsafe(_cancel_all, loop)
@@ -796,10 +617,13 @@ class LoopThread:
             log.warning(
                 "%s did not end within %.1f s; left to the process's end", thread.name, timeout_s
             )
-        if calls is not None:
-            calls.shutdown()
-        if long_pool is not None:
-            long_pool.shutdown(wait=False, cancel_futures=True)
+        for pool in filter(None, pools):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _log_error(call: Future[Any]) -> None:
+    if not call.cancelled() and (error := call.exception()) is not None:
+        log.error("in the background", exc_info=error)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -880,26 +704,16 @@ def _in_child() -> None:
 
 
 def _of_loops() -> Iterator[int]:
+    """The selector of each loop, and what it waits for, as the kernel tells it: uvloop does not."""
     for loop in list(_loops):
-        # Loops of other kinds have none of these, and keep theirs; one may be half closed.
-        with suppress(AttributeError, ValueError):
-            selector: Any = loop._selector  # type: ignore[attr-defined]
-            yield from [key.fd for key in selector.get_map().values()]
-            yield selector.fileno()
-            # The other end of its pipe.
-            yield loop._csock.fileno()  # type: ignore[attr-defined]
-        with suppress(AttributeError, OSError):
-            selector_fd: int = loop._get_backend_id()  # type: ignore[attr-defined]
-            yield from _watched_by(selector_fd)
-            yield selector_fd
-
-
-def _watched_by(epoll_fd: int) -> list[int]:
-    """What an epoll waits for, as the kernel tells it; uvloop does not."""
-    if epoll_fd < 0:
-        raise OSError(errno.EBADF, "closed")
-    with open(f"{_DESCRIPTORS}info/{epoll_fd}", encoding="ascii") as file:
-        return [int(line.split()[1]) for line in file if line.startswith("tfd:")]
+        # Loops of other kinds have neither, and keep theirs; one may be half closed.
+        with suppress(AttributeError, OSError, ValueError):
+            of_uvloop = getattr(loop, "_get_backend_id", None)
+            epoll_fd = of_uvloop() if of_uvloop else loop._selector.fileno()  # type: ignore[attr-defined]
+            with open(f"{_DESCRIPTORS}info/{epoll_fd}", encoding="ascii") as file:
+                yield from [int(line.split()[1]) for line in file if line.startswith("tfd:")]
+            yield epoll_fd
+            yield loop._csock.fileno()  # type: ignore[attr-defined]  # other end of asyncio's pipe
 
 
 def _of_files() -> Iterator[int]:

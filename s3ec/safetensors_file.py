@@ -47,7 +47,6 @@ _SEAL = "header_xxh3"
 CHECKSUM = re.compile(r"[0-9a-f]{32}")
 # safetensors spelling -> numpy type
 _KINDS = {"U8": "u1", "U32": "<u4", "U64": "<u8"}
-_ITEM_BYTES = {"u1": 1, "<u4": 4, "<u8": 8}
 
 
 def checksum(data: memoryview | bytes | bytearray) -> str:
@@ -224,7 +223,7 @@ class ColumnSpec:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.count * _ITEM_BYTES[self.kind]
+        return self.count * int(self.kind[-1])
 
     def of(self, blob: bytes | memoryview) -> npt.NDArray[Any]:
         """The column as a read-only view of the whole file; copies nothing."""
@@ -348,7 +347,7 @@ def _place(tensor: dict[str, Any], start: int) -> ColumnSpec:
     if not 1 <= len(lengths) <= 2:
         raise ValueError("a column has one or two lengths")
     place = ColumnSpec(kind, tuple(lengths), start)
-    if place.nbytes > MAX_FILE_BYTES or start % _ITEM_BYTES[kind]:
+    if place.nbytes > MAX_FILE_BYTES or start % int(kind[-1]):
         raise ValueError("a column is too large or not aligned")
     return place
 

@@ -249,8 +249,8 @@ class Settings(BaseModel):
 
     url: str | None = Field(
         None,
-        description="Address of a corpus outside S3: `gs://BUCKET/PREFIX`, "
-        "`az://CONTAINER/PREFIX` or `file:///FOLDER`. It replaces `bucket`.",
+        description="Address of the corpus, instead of `bucket`: `s3://BUCKET/PREFIX`, or outside "
+        "S3 `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or `file:///FOLDER`.",
     )
     bucket: str = Field(
         "",
@@ -382,12 +382,6 @@ class Settings(BaseModel):
         description="A number or a word that starts an empty corpus on purpose. Engines with "
         "different values share nothing. Change it, for example, after a release of vLLM that "
         "encoded wrongly.",
-    )
-    decoding: Literal["alike", "equal"] = Field(
-        "alike",
-        description="Which releases of vLLM share embeddings. `alike`: also releases that decode "
-        "rare pictures differently (PNGs with a transparent colour, before 0.33 and since). "
-        "`equal`: only releases that decode all pictures in the same way.",
     )
     tenant_key: Annotated[str | None, AfterValidator(check_reference)] = Field(
         None,

@@ -44,7 +44,6 @@ _APART = (
     "test_epd.py",
     "test_no_pixels.py",
     "test_observability.py",
-    "test_request_scoped.py",
     "test_skip_pictures.py",
     "test_soak.py",
     "test_weights.py",

@@ -19,13 +19,14 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import ModuleType
 
 import httpx
 import openai
 from rag import Assistant
 
 from s3ec import Corpus
-from s3ec.errors import S3ECError
+from s3ec.errors import ConfigError, S3ECError
 
 _METRICS_S = 5.0  # vLLM updates its metrics a moment after the answer
 
@@ -66,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             folder, questions = options.folder, options.questions
             if options.tiny:
-                import tiny
-
+                tiny = tiny_parts()
                 folder, questions = stack.enter_context(tiny.everything()), tiny.QUESTIONS
                 options.max_tokens = 12
             ask(folder, questions, options)
@@ -77,6 +77,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def tiny_parts() -> ModuleType:
+    """Import what ``--tiny`` needs.
+
+    Raises:
+        ConfigError: s3ec is installed from its wheel, which lacks the tiny model and the servers.
+    """
+    try:
+        import s3ec.dev  # noqa: F401
+    except ModuleNotFoundError as exc:
+        raise ConfigError(
+            "`--tiny` needs parts of s3ec that its wheel lacks; in a checkout run "
+            "pip install -e '.[corpus,s3server]'"
+        ) from exc
+    import tiny
+
+    return tiny
 
 
 def ask(folder: Path, questions: Sequence[str], options: argparse.Namespace) -> None:

@@ -248,8 +248,7 @@ def _stat_document(entry: CorpusEntry, verified: bool) -> dict[str, Any]:
         "dtype": header.shape.dtype,
         "xxh3": header.checksum,
         "placeholder": None if header.placeholder is None else dict(header.placeholder),
-        "made_by": header.maker.made_by or None,
-        "decoding": header.maker.decoding or None,
+        "made_by": header.made_by or None,
         "verified": verified,
     }
 

@@ -119,8 +119,10 @@ def rebuild(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption
 
 def index_document(found: Verified) -> dict[str, Any]:
     """How index and listing compare."""
+    from s3ec.index.names import SnapshotName
+
     return {
-        "snapshot_name": str(found.snapshot),
+        "snapshot_name": None if found.snapshot == SnapshotName() else str(found.snapshot),
         "entry_count": found.entries,
         "object_count": found.objects,
         "missing_count": found.missing,

@@ -650,7 +650,8 @@ def _of_usage(exc: Any) -> tuple[str, str | None]:
     """Message and field of an error of the parser, which knows parameter, option or neither."""
     param = getattr(exc, "param", None)
     field = param.name if param is not None else getattr(exc, "option_name", None)
-    message = exc.format_message().strip().removesuffix(".")
+    # Typer's own checks are pydantic's, which begins some messages so.
+    message = exc.format_message().strip().removesuffix(".").replace("Value error, ", "")
     if "; " not in message:
         command = exc.ctx.command_path if exc.ctx is not None else "s3ec"
         first, line_break, choices = message.partition("\n")

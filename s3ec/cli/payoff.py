@@ -57,6 +57,8 @@ _QUESTIONS = {
     "money": "does storing cost less than encoding again?",
 }
 
+_MOST = 10**9  # of any figure; infinity, which the parser takes, is no figure
+
 _FIGURES = {
     name: Annotated[kind | None, option(f"--{name.replace('_', '-')}", metavar, text, **limits)]
     for name, kind, metavar, text, limits in (
@@ -188,6 +190,9 @@ def _model(given: str | None) -> ModelEstimate | None:
 
 
 def _known(given: dict[str, Any]) -> Known:
+    for name, value in given.items():
+        if isinstance(value, int | float) and value > _MOST:
+            raise ConfigError(f"`--{name.replace('_', '-')}` is more than {_MOST:,}", field=name)
     given["like"] = _model(given["like"])
     given["gpu"] = _choice("gpu", given["gpu"], GPUS)
     given["store"] = _choice("store", given["store"], STORES)

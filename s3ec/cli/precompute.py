@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 _SHOWN_FAILURES = 20
 _EXIT = {"complete": EXIT_OK, "partial": EXIT_PARTIAL, "failed": EXIT_WRONG}
+
+# The last line of a traceback, alone or behind the beginning of a line of vLLM's log.
+_ERROR = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)")
 
 
 def register(app: App) -> None:
@@ -320,6 +324,15 @@ def _print(report: PrecomputeReport, log_file: Path | None) -> None:
     _name("replaced", report.replaced)
     if log_file is not None:
         echo(f"vLLM's output: {log_file}")
+        if report.problem and (cause := _first_error(log_file)):
+            echo(f"the first error there: {safe(cause, limit=500)}")
+
+
+def _first_error(log_file: Path) -> str:
+    """Find the cause, where vLLM's own message only says that its log has one; empty if none."""
+    with open(log_file, errors="replace") as log:
+        found = next(filter(None, map(_ERROR.search, log)), None)
+    return found[1] if found else ""
 
 
 def _name(what: str, items: list[Failure]) -> None:

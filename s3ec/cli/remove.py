@@ -53,6 +53,11 @@ def register(app: App) -> None:
         "rm",
         ("s3ec rm page-12-of-report", "is it there, and how large is it? asks at a terminal"),
         ("s3ec rm 3f9a01bc8d2e x-77aa01bc8d2e --yes", "delete what `s3ec ls` prints"),
+        (
+            "s3ec catalog find report.pdf --json | jq -r '.entries[].identifier' | "
+            "xargs s3ec rm --yes",
+            "all pages of a document",
+        ),
     )(with_namespace(rm, CONSENT))
     app.command(
         "gc",
@@ -74,9 +79,9 @@ def rm(
 
     Without --yes, it deletes nothing unless you agree at a terminal. It notifies the engines of
     this node. Other engines get one miss for a deleted entry; engines that only encode need `s3ec
-    manifest rebuild`. A node with a copy on its disk serves the copy until it evicts it. Exits with
-    1 if an entry did not exist; it still deletes the others. Exits with 3 if rows of the catalogue
-    remain.
+    manifest rebuild`. A node with a copy on its disk serves the copy until it evicts it. `s3ec
+    verify` calls the entry `extra` until `s3ec manifest rebuild` has run. Exits with 1 if an entry
+    did not exist; it still deletes the others. Exits with 3 if rows of the catalogue remain.
     """
     with source.corpus() as corpus:
         name = choice.within(corpus)

@@ -35,7 +35,7 @@ from s3ec.cli.output import (
     show_page,
     timestamp,
 )
-from s3ec.errors import ConfigError, TierError
+from s3ec.errors import AmbiguousError, ConfigError, NotFoundError, TierError
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
@@ -302,7 +302,8 @@ def _choose(inspection: Inspection, begin: str | None) -> str:
     else:
         fits = f"{len(found)} namespaces" if found else "no namespace"
         problem = f"`--namespace` {begin!r:.100} fits {fits}"
-    raise ConfigError(f"{problem}; here are:\n{listed}", field="namespace")
+    error = NotFoundError if names and not found else AmbiguousError
+    raise error(f"{problem}; here are:\n{listed}")
 
 
 def _rows(key: str, sums: dict[str, Sum]) -> list[dict[str, Any]]:

@@ -171,7 +171,8 @@ def _tell(done: Transferred, places: str, *, as_json: bool) -> None:
             "rows of the catalogue": done.catalogued,
             "failed": len(done.failures),
         }
-        echo(", ".join(f"{number:,} {what}" for what, number in counts.items() if number))
+        if said := ", ".join(f"{number:,} {what}" for what, number in counts.items() if number):
+            echo(said)
         for what, why in list(done.failures.items())[:_SHOWN_FAILURES]:
             print_note(f"failed: {safe(what)}: {safe(why)}")
         if len(done.failures) > _SHOWN_FAILURES:

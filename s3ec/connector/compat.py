@@ -16,9 +16,6 @@ import torch
 from vllm import __version__ as _vllm_version
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 
-from s3ec import decoding
-from s3ec.codec import Maker
-
 # Before it nobody tells when a request ends, so what is kept of requests would only grow.
 OLDEST = (0, 26)
 NEWEST_TESTED = (0, 33)
@@ -104,7 +101,7 @@ def device_name() -> str:
 
 
 @functools.cache
-def maker() -> Maker:
+def made_by() -> str:
     """What embeddings are made with here: the releases and the device that decide their values."""
     found = {
         "vllm": vllm_version(),
@@ -112,7 +109,7 @@ def maker() -> Maker:
         "platform": device_name(),
     }
     words = (f"{name}={re.sub('[^!-~]+', '-', value)[:80] or '-'}" for name, value in found.items())
-    return Maker(" ".join(words), decoding.number_of(release(vllm_version())))
+    return " ".join(words)
 
 
 def _installed(name: str) -> str:

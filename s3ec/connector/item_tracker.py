@@ -58,6 +58,7 @@ class Item:
         failures: Fetches in a row that brought nothing.
         may_come: Of one that has FAILED: another fetch may bring it.
         was_local: Of one that has FAILED: this node's disk was believed to hold it.
+        is_far: Of one that is being fetched: no replica has given it, and home is asked.
         promised: A request has named it and the index does not know it: it is being uploaded.
         was_absent: Of one that has FAILED: neither this node nor the bucket had it.
         downloaded: It came from the bucket, and nobody has been granted it since.
@@ -75,6 +76,7 @@ class Item:
     failures: int = 0
     may_come: bool = True
     was_local: bool = False
+    is_far: bool = False
     promised: bool = False
     was_absent: bool = False
     downloaded: bool = False
@@ -188,6 +190,7 @@ class ItemTracker:
             item.failures = 0
             item.asked_s = now
         item.promised = item.promised or promised
+        item.is_far = False
         item.state, item.modality, item.rows = FETCHING, modality, rows
         self._order(item, priority)
 

@@ -220,9 +220,6 @@ _LABELLED: dict[str, _Labelled] = {
             "placeholder": "A request without pixels claims another size than the entry has.",
             "size": "The object is larger than the request's embedding can be.",
             "no_record": "The namespace has no record of width and data type yet.",
-            "namespace": "Also counted as corrupt for that reason.",
-            "version": "Also counted as corrupt for that reason.",
-            "nonfinite": "Also counted as corrupt for that reason.",
         },
     ),
     "save_declined.": (

@@ -310,7 +310,7 @@ class Parts:
                 node,
                 budget_bytes=int(settings.save_queue_bytes),
                 overflow=settings.save_overflow,
-                maker=compat.maker(),
+                made_by=compat.made_by(),
             )
             node.keep_levels(saves.levels)
         return WorkerHalf(

@@ -17,7 +17,7 @@ from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import Missing, Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.identity import Key
-from s3ec.prefetch import FetchResult, Priority
+from s3ec.prefetch import FetchRequest, FetchResult, Priority
 
 # A request that came without pixels waits at least this long, whatever `defer_timeout_s` says:
 # it cannot be encoded instead, and would fail. Longer than a fetch that is tried again after a
@@ -34,7 +34,7 @@ _DEMAND = Priority.DEMAND
 
 
 class SourceTrust:
-    """Whether requests wait for one source: the bucket, this node's disk, or another engine.
+    """Whether requests wait for one source; these are listed in ``waiting.py``.
 
     A source that answers, but too slowly for anybody to wait for, opens no breaker: small requests
     succeed. So a source is
@@ -120,7 +120,8 @@ class RequestWaits:
     (none)   waiting  what it needs now is on its way, and worth the wait
     waiting  waiting  vLLM asks again. It is told "not yet" without a look at its items while
                       none of these has changed, and neither store nor disk
-    waiting  waited   all is here, its time is over, the encoder is to make it, or it fails
+    waiting  waited   all is here, its time is over, the encoder is to make it, or it fails;
+                      no replica has something, and home is asked: it is looked at anew
     waited   waiting  something is on its way again and it has time left, as it has with each
                       turn of a session
     any      (none)   it has ended
@@ -173,6 +174,7 @@ class RequestWaits:
         self._longest_s = role.defer_timeout_s
         self._trust: dict[Source, SourceTrust] = {
             "bucket": SourceTrust(),
+            "home": SourceTrust(),
             "tier": SourceTrust(),
             "promise": SourceTrust(VAIN_REST_S),
         }
@@ -307,7 +309,9 @@ class RequestWaits:
         """From where it is awaited: what the bucket did not have is still to be uploaded."""
         if self._local(item.key):
             return "tier"
-        return "promise" if item.promised or item.failures else "bucket"
+        if item.promised or item.failures:
+            return "promise"
+        return "home" if item.is_far else "bucket"
 
     def _note_in_vain(self, awaited: list[Any], wait: _Wait, now: float, *, is_bare: bool) -> None:
         """A wait has lasted its time, and these have not come."""
@@ -396,6 +400,19 @@ class RequestWaits:
 
     # -- what is learned ---------------------------------------------------------------------
 
+    def went_far(self, wants: Iterable[FetchRequest]) -> None:
+        """No replica has given these: who waits for them decides anew, by what home takes."""
+        for want in wants:
+            item = self._items.get(want.key.identifier)
+            if item is None or item.state is not FETCHING or item.is_far:
+                continue
+            item.is_far = True
+            if not item.promised:
+                self._times.note_far(is_far=True)
+            for request_id in item.waiters:
+                self.end_wait(request_id)
+            self._tracker.look_again |= item.waiters
+
     def arrived(self, results: Iterable[FetchResult]) -> None:
         """The prefetcher has finished these: learn what they took, and move their items on."""
         now = self._clock()
@@ -405,8 +422,13 @@ class RequestWaits:
                 # Where fetches queue up no wait ends in time, however short each of them is. Not
                 # counted is the pass in which it came: nobody could have seen it sooner.
                 queued_s = 0.0 if item is None else self._ended_s - item.asked_s
-                self._trust[fetched.source].came(max(fetched.seconds, queued_s))
-                self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
+                source: Source = fetched.source
+                if source == "bucket" and item is not None and item.is_far:
+                    source = "home"
+                elif source == "bucket":
+                    self._times.note_far(is_far=False)
+                self._trust[source].came(max(fetched.seconds, queued_s))
+                self._times.of(source, fetched.want.rows).add(fetched.seconds)
             had_failed = item is not None and item.failures > 0
             if self._tracker.arrived(fetched, now) and item is not None:
                 if had_failed:

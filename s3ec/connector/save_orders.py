@@ -11,6 +11,7 @@ The scheduler's thread owns all of it. Nothing here waits.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -124,9 +125,9 @@ class SaveWorth:
         has nothing better to go by.
         """
         if self._policy is not None:
-            times = self._policy.times.of("bucket", rows)
-            if times.is_known:
-                return times.likely_s
+            times = self._policy.times
+            if times.of("bucket", rows).is_known:
+                return times.likely_s("bucket", rows, math.inf)
         get: Callable[[str], float] = self._counters.get
         for items, seconds in (
             ("fetch_items.bucket", "fetch_seconds.bucket"),

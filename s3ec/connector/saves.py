@@ -19,9 +19,7 @@ import torch
 
 from s3ec.codec import (
     DTYPES,
-    UNKNOWN_MAKER,
     Header,
-    Maker,
     Shape,
     checksum,
     encode_header,
@@ -62,14 +60,14 @@ def describe(
     namespace: str,
     modality: str,
     placeholder: Mapping[str, Any] | None = None,
-    maker: Maker = UNKNOWN_MAKER,
+    made_by: str = "",
 ) -> Header:
     """The header of a tensor that is about to be stored.
 
     Args:
         tensor: Contiguous, on the CPU, shape (rows, width), dtype of codec.DTYPES.
         placeholder: As in the header: None where it is not known.
-        maker: What it was made with.
+        made_by: As in the header.
 
     Raises:
         CorruptEntryError: Not two-dimensional, empty, a dtype we do not store, or not finite
@@ -94,7 +92,7 @@ def describe(
         shape=Shape(rows, width, dtype),
         checksum=checksum(data),
         placeholder=None if placeholder is None else dict(placeholder),
-        maker=maker,
+        made_by=made_by,
     )
 
 
@@ -150,7 +148,7 @@ class SaveQueue:
         *,
         budget_bytes: int,
         overflow: Literal["block", "drop"],
-        maker: Maker = UNKNOWN_MAKER,
+        made_by: str = "",
     ) -> None:
         """Start looking for what dead processes left, in the background.
 
@@ -159,13 +157,13 @@ class SaveQueue:
             overflow: What put does when either bound is reached. ``block`` waits for room, at
                 most MAX_BLOCKED_S in a step and since the bucket took something last; from then
                 on it drops, until the bucket takes something again.
-            maker: What all of them are made with.
+            made_by: What all of them are made with, as in the header.
         """
         self._node = node
         self._budget_bytes = budget_bytes
         self._spool_bytes = int(node.settings.cache_bytes) // _SPOOL_SHARE
         self._overflow = overflow
-        self._maker = maker
+        self._made_by = made_by
         self._step = 0
         self._blocked_in_step_s = self._blocked_in_outage_s = 0.0
         self._dropped = 0
@@ -447,7 +445,7 @@ class SaveQueue:
                 namespace=self._node.namespace.name,
                 modality=save.modality,
                 placeholder=save.placeholder,
-                maker=self._maker,
+                made_by=self._made_by,
             )
             pieces = encode(header, tensor)
         except CorruptEntryError as exc:

@@ -316,6 +316,7 @@ class SchedulerHalf:
     def _take_news(self) -> None:
         """See what the prefetcher has finished."""
         if self._prefetcher.has_news:
+            self.waits.went_far(self._prefetcher.drain_far())
             self.waits.arrived(self._prefetcher.drain())
 
     def _can_be_encoded(self, request: Any, features: Iterable[Any], start: int) -> bool:
@@ -619,8 +620,8 @@ class SchedulerHalf:
             source = "bucket"
         else:
             return encode_s
-        times = self._fetch_times.of(source, rows)
-        return min(encode_s, times.likely_s + self._load_s)
+        fetch_s = self._fetch_times.likely_s(source, rows, encode_s)
+        return min(encode_s, fetch_s + self._load_s)
 
     # -- once per step ---------------------------------------------------------------------
 

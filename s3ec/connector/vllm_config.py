@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from s3ec import decoding
 from s3ec.connector.forms import Form
 from s3ec.errors import ConfigError
 from s3ec.identity import ModalityScopes, Namespace, canonical_json
@@ -357,24 +356,7 @@ def _describe_but_files(vllm_config: Any, settings: Settings) -> dict[str, Any]:
         **({"multimodal": extra} if extra else {}),
         **({"tenant": tenant.id} if tenant else {}),
         **({"epoch": settings.encoder_epoch} if settings.encoder_epoch else {}),
-        **_decoding(settings),
     }
-
-
-def _decoding(settings: Settings) -> dict[str, int]:
-    """How pictures are decoded, as far as that keeps releases of vLLM apart.
-
-    Nothing is said of the oldest way.
-    """
-    ways = range(1, len(decoding.STEPS) + 1)
-    if settings.decoding == "alike" and max(map(decoding.shared_number, ways)) == 1:
-        return {}  # whichever release this is
-    from s3ec.connector import compat
-
-    number = decoding.number_of(compat.release(compat.vllm_version()))
-    if settings.decoding == "alike":
-        number = decoding.shared_number(number)
-    return {"decoding": number} if settings.decoding == "equal" or number > 1 else {}
 
 
 def scopes_of(vllm_config: Any) -> ModalityScopes:

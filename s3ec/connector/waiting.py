@@ -7,7 +7,8 @@ scheduler's thread owns it all. Times are seconds.
 The rule is that of somebody who rents skis and cannot know for how many days. A wait begins where
 the fetch is likely to cost less than encoding does. It ends after about twice what the encoder
 would have taken: a fetch that has not come by then may never come. The decision is made once, when
-a request begins to wait. Nothing is weighed again until the wait ends.
+a request begins to wait. Nothing is weighed again until the wait ends. It also ends where no
+replica has what is awaited. Then waiting for home is weighed like any wait.
 
 Encoding costs more than its own time where the engine is busy, since it delays all who come after
 it. So its time is multiplied by a price, which is 1 in an idle engine.
@@ -25,8 +26,12 @@ from typing import Literal
 
 from s3ec.encode_costs import EncodeCosts
 
-Source = Literal["bucket", "tier", "promise"]
-"""Where an embedding comes from; ``promise`` for one that another engine is still uploading."""
+Source = Literal["bucket", "home", "tier", "promise"]
+"""Where an embedding comes from.
+
+``bucket`` is the place that is asked first: a replica where there are any. ``home`` is the bucket
+behind replicas, once none of these has given it. ``promise``: another engine is still uploading it.
+"""
 
 # A wait begins where the fetch is likely to take at most so much of what encoding costs.
 _BEGIN_SHARE = 0.7
@@ -48,7 +53,9 @@ _FAR_TOO_HIGH = 10.0
 
 # Before anything was fetched. A disk takes what a disk takes: as if it were as slow as a bucket,
 # a new engine would encode what lies on its own disk.
-PRIOR_FETCH_S: dict[Source, float] = {"bucket": 0.05, "tier": 0.002, "promise": 0.05}
+PRIOR_FETCH_S: dict[Source, float] = {"bucket": 0.05, "home": 0.05, "tier": 0.002, "promise": 0.05}
+# The weight of one more fetch in the share of those that go on to home.
+_FAR_WEIGHT = 1 / 16
 # The weight of one more fetch, and the shortest time that is told apart.
 _FETCH_WEIGHT = 1 / 64
 _SHORTEST_FETCH_S = 1e-4
@@ -79,10 +86,27 @@ class FetchTimes:
 
 
 class SourceTimes:
-    """How long fetches take, by where from and by size class."""
+    """How long fetches take, by where from and by size class.
+
+    With replicas, "bucket" is their time. What they lack is told of as soon as home is asked. So it
+    costs their time, and home's only where that pays.
+    """
 
     def __init__(self) -> None:
         self._times: dict[tuple[Source, int], FetchTimes] = {}
+        self._far_share = 0.0  # of the latest fetches, those that went on to home
+
+    def note_far(self, *, is_far: bool) -> None:
+        """A fetch went on from the replicas to home, or it did not have to."""
+        self._far_share += _FAR_WEIGHT * (is_far - self._far_share)
+
+    def likely_s(self, source: Source, rows: int, most_s: float) -> float:
+        """How long a fetch is likely to hold somebody up who waits at most ``most_s`` for home."""
+        found_s = self.of(source, rows).likely_s
+        if source == "bucket" and self._far_share:
+            more_s = max(0.0, self.of("home", rows).likely_s - found_s)
+            found_s += self._far_share * min(more_s, most_s)
+        return found_s
 
     def of(self, source: Source, rows: int) -> FetchTimes:
         """Those of this source and of about this size."""
@@ -197,9 +221,10 @@ class WaitPolicy:
             return 0.0
         encode_s = sum(costs.cost_s(one.modality, one.rows) for one in missing)
         # The last of several fetches comes later than one alone would.
-        likely_s = max(self.times.of(one.source, one.rows).likely_s for one in missing)
+        most_s = _BEGIN_SHARE * self.load.price * encode_s
+        likely_s = max(self.times.likely_s(one.source, one.rows, most_s) for one in missing)
         likely_s *= math.pow(len(missing), _LAST_POWER)
-        if likely_s > _BEGIN_SHARE * self.load.price * encode_s:
+        if likely_s > most_s:
             return 0.0
         return max(_MOST_ENCODES * encode_s, _MOST_FETCHES * likely_s)
 
@@ -208,6 +233,6 @@ class WaitPolicy:
 
         Not anew where to wait would be right though the cost were believed far too high.
         """
-        likely_s = self.times.of(item.source, item.rows).likely_s
-        in_doubt = self.costs.cost_s(item.modality, item.rows) < _FAR_TOO_HIGH * likely_s
+        cost_s = self.costs.cost_s(item.modality, item.rows)
+        in_doubt = cost_s < _FAR_TOO_HIGH * self.times.likely_s(item.source, item.rows, cost_s)
         return self.costs.explore(item.modality, item.rows, now, in_doubt=in_doubt)

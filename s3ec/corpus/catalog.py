@@ -40,7 +40,6 @@ from s3ec.corpus.catalog_file import (
     PART,
     CatalogRow,
     Winners,
-    check_row,
     decode_part,
     encode_part,
     free_unused,
@@ -74,19 +73,6 @@ if TYPE_CHECKING:
 
     from s3ec.corpus.bucket import OpenBucket
     from s3ec.tenant import Tenant
-
-__all__ = [
-    "Catalog",
-    "CatalogIndex",
-    "CatalogRow",
-    "CatalogWriter",
-    "append_rows",
-    "check_row",
-    "list_parts",
-    "read_parts",
-    "read_table",
-    "refuse_tenant",
-]
 
 log = logging.getLogger(__name__)
 
@@ -268,11 +254,6 @@ def refuse_tenant(is_one: bool) -> None:
             "plain text what the secret hides: identifiers, documents and hashes of files",
             field="tenant_key",
         )
-
-
-async def append_rows(store: Store, layout: Layout, rows: Iterable[CatalogRow]) -> None:
-    """Append rows at once; see CatalogWriter.append."""
-    await CatalogWriter(store, layout).append(rows)
 
 
 class CatalogWriter:
@@ -505,7 +486,9 @@ class Catalog:
         refuse_tenant(self._corpus.settings.tenant_key is not None)
         given = list(rows)
         self._corpus.within(
-            lambda store, layout: append_rows(store, layout, given), self.namespace, write=True
+            lambda store, layout: CatalogWriter(store, layout).append(given),
+            self.namespace,
+            write=True,
         )
 
     def table(self) -> pa.Table:
@@ -527,7 +510,7 @@ class Catalog:
 
     def find(self, document: str, page: int | None = None) -> list[CatalogRow]:
         """The rows of a document by page; with ``page`` only those of that page."""
-        return CatalogIndex.from_table(self.table()).by_document(document, page)
+        return CatalogIndex(self.table()).by_document(document, page)
 
     def index(self) -> CatalogIndex:
         """The catalogue in memory, for many lookups. What is returned does not change any more.
@@ -539,7 +522,7 @@ class Catalog:
             parts = frozenset(await list_parts(store, layout))
             if self._known is None or self._known[0] != parts:
                 table = await read_table(store, layout)
-                self._known = parts, await asyncio.to_thread(CatalogIndex.from_table, table)
+                self._known = parts, await asyncio.to_thread(CatalogIndex, table)
             return self._known[1]
 
         return self._corpus.within(work, self.namespace)

@@ -182,7 +182,7 @@ def to_table(rows: Sequence[CatalogRow]) -> pa.Table:
 
 
 def check_row(row: CatalogRow) -> None:
-    """Raise ConfigError for a row that append_rows would refuse, and all others with it."""
+    """Raise ConfigError for a row that a catalogue would refuse, and all others with it."""
     require_pyarrow()
     to_table([row])
 

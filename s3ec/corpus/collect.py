@@ -10,25 +10,32 @@ import fnmatch
 import itertools
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from s3ec.codec import MADE_BY_CHARACTERS
 from s3ec.corpus.entries import CorpusEntry, entries_of, read_header
 from s3ec.counters import Report, unreported
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, UnavailableError
-from s3ec.identity import Key, Layout, make_key
+from s3ec.identity import Key, Layout, digest_of_name, make_key, split_digest
 from s3ec.index.delete import delete_chosen, delete_entries, find_objects
 from s3ec.index.listing import list_objects
 from s3ec.index.local import NodeFolder
 from s3ec.index.names import ServerClock
+from s3ec.index.snapshot import Rows, Segment, merge
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.tenant import Tenant
 
 _WORD = re.compile(r"([a-z]+)=([!-~]+)")
 _HEADERS_AT_A_TIME = 1000
+# What is kept of an object that may go.
+_FOUND = np.dtype([("modified_s", "<f8"), ("nbytes", "<i8"), ("hi", "<u8"), ("lo", "<u8")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,7 @@ class Collection:
         rules: The rules.
         layout: The namespace.
         now_s: Ages count to here.
-        names: The objects that a listing has chosen, of which none goes that was stored since
+        chosen: The entries that a listing has chosen, of which none goes that was stored since
             ``now_s``; None where age alone decides.
         objects: That go.
         nbytes: Their size.
@@ -102,7 +109,7 @@ class Collection:
     rules: Rules
     layout: Layout
     now_s: float
-    names: Set[str] | None = None
+    chosen: Segment | None = None
     objects: int = 0
     nbytes: int = 0
     left_objects: int = 0
@@ -134,7 +141,14 @@ class Collection:
         age_s, older_than_s = self.now_s - info.modified_s, self.rules.older_than_s
         if not info.modified_s or (older_than_s is not None and age_s <= older_than_s):
             return False
-        return self.names is None or (info.name in self.names and age_s >= 0)
+        if self.chosen is None:
+            return True
+        return age_s >= 0 and self.chosen.find(*_halves(self.layout, info)) >= 0
+
+
+def _halves(layout: Layout, info: ObjectInfo) -> tuple[int, int]:
+    """The digest of a listed entry, as Segment takes it."""
+    return split_digest(digest_of_name(info.name.removeprefix(layout.objects)))
 
 
 async def choose(
@@ -148,58 +162,73 @@ async def choose(
     """Find out by a listing what would go, and count it; changes nothing.
 
     With ``made_by`` there is a request for each entry that the other rules let go. Memory: with
-    ``max_bytes`` or ``made_by`` some 500 bytes for each of these.
+    ``max_bytes`` some 100 bytes for each of these, with ``made_by`` some 500.
 
     Args:
         now_s: Ages count to here.
     """
     choice = Collection(rules, layout, now_s)
     is_by_age = rules.max_bytes is None and not rules.made_by
-    found: list[ObjectInfo] = []
+    found = [np.empty(0, _FOUND)]
+    to_read: list[ObjectInfo] = []
+
+    def add(infos: Sequence[ObjectInfo]) -> None:
+        rows = [(one.modified_s, one.nbytes, *_halves(layout, one)) for one in infos]
+        found.append(np.array(rows, _FOUND))
+
     async with aclosing(list_objects(store, layout, report=report)) as batches:
         async for infos in batches:
-            chosen = choice(infos)
-            found += [] if is_by_age else [one for one in chosen if one.modified_s <= now_s]
+            may_go = [one for one in choice(infos) if one.modified_s <= now_s]
+            if rules.made_by:
+                to_read += may_go
+            elif not is_by_age:
+                add(may_go)
     if is_by_age:
         return choice
     if rules.made_by:
-        found = await _made_by(store, layout, rules, found, report)
+        async for some in _made_by(store, layout, rules, to_read, report):
+            add(some)
     surplus = choice.left_bytes + choice.nbytes - (rules.max_bytes or 0)
+    goes = np.concatenate(found)
     if rules.max_bytes is not None:
-        found.sort(key=lambda info: (info.modified_s, info.name))
-        sums = itertools.accumulate((info.nbytes for info in found), initial=0)
-        found = [info for info, before in zip(found, sums, strict=False) if before < surplus]
-    nbytes = sum(info.nbytes for info in found)
+        goes = _oldest(goes, surplus)
+    hi, lo = goes["hi"].copy(), goes["lo"].copy()
+    nbytes = int(goes["nbytes"].sum())
     return replace(
         choice,
-        names={info.name for info in found},
-        objects=len(found),
+        chosen=Segment.of(merge([Rows(hi, lo, np.zeros(len(goes), "<u4"))])),
+        objects=len(goes),
         nbytes=nbytes,
-        left_objects=choice.left_objects + choice.objects - len(found),
+        left_objects=choice.left_objects + choice.objects - len(goes),
         left_bytes=choice.left_bytes + choice.nbytes - nbytes,
     )
 
 
+def _oldest(found: npt.NDArray[Any], surplus: int) -> npt.NDArray[Any]:
+    """So many of the oldest that their bytes are the surplus; in the same order each time."""
+    found = found[np.lexsort((found["lo"], found["hi"], found["modified_s"]))]
+    before: npt.NDArray[np.int64] = np.cumsum(found["nbytes"]) - found["nbytes"]
+    return found.compress(before < surplus)
+
+
 async def _made_by(
     store: Store, layout: Layout, rules: Rules, infos: Sequence[ObjectInfo], report: Report
-) -> list[ObjectInfo]:
-    """Those of some objects that were made so, by one request each."""
+) -> AsyncIterator[list[ObjectInfo]]:
+    """Those of some objects that were made so, some at a time, by one request each."""
 
     async def is_meant(entry: CorpusEntry) -> bool:
         try:
             found = await read_header(store, entry)
         except CorruptEntryError:
             return False
-        return bool(found and found.header and rules.fits(found.header.maker.made_by))
+        return bool(found and found.header and rules.fits(found.header.made_by))
 
-    chosen: list[ObjectInfo] = []
     report("reading headers", 0, len(infos))
     for start in range(0, len(infos), _HEADERS_AT_A_TIME):
         some = infos[start : start + _HEADERS_AT_A_TIME]
         meant = await in_parallel(list(entries_of(layout, some)), is_meant)
-        chosen += itertools.compress(some, meant)
+        yield list(itertools.compress(some, meant))
         report("reading headers", start + len(some), len(infos))
-    return chosen
 
 
 async def collect_garbage(

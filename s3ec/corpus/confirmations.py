@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from s3ec.corpus.catalog import CatalogWriter, check_row, read_table
-from s3ec.corpus.catalog_file import STAMP, CatalogRow
+from s3ec.corpus.catalog import CatalogWriter, read_table
+from s3ec.corpus.catalog_file import STAMP, CatalogRow, check_row
 from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.encoder import EncoderError
-from s3ec.corpus.entries import entries_of, read_header
+from s3ec.corpus.entries import CorpusEntry, read_header
 from s3ec.corpus.reading import without_secrets
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, S3ECError
@@ -167,7 +167,7 @@ class Ledger:
         await self.index.refresh(now=True)
         if self.has_catalogue:
             table = await read_table(store, self._layout)
-            self.catalogue = await asyncio.to_thread(CatalogIndex.from_table, table)
+            self.catalogue = await asyncio.to_thread(CatalogIndex, table)
 
     def holds(self, key: Key) -> bool:
         """Whether a writer has said that the bucket confirmed this one."""
@@ -180,22 +180,29 @@ class Ledger:
             UnavailableError, AccessError: The bucket does not answer.
             CorruptEntryError: It is not what it should be.
         """
-        info = await store.head(self._layout.object(key))
-        for listed in entries_of(self._layout, [info] if info else []):
-            entry = await read_header(store, listed)
-            if entry is not None and entry.header is not None:
-                header = entry.header
-                return replace(
-                    _ANY,
-                    identifier=key.identifier,
-                    rows=header.shape.rows,
-                    width=header.shape.width,
-                    dtype=header.shape.dtype,
-                    placeholder=header.placeholder,
-                    nbytes=entry.nbytes,
-                    made_by=header.maker.made_by,
-                )
-        return None
+        # One request: the index tells the size. What another s3ec has stored of that name may be
+        # of another one, which the bucket tells.
+        told = CorpusEntry(self._layout.namespace, key.name, self.index.nbytes(key) or 0, 0.0)
+        try:
+            entry = await read_header(store, told)
+        except CorruptEntryError:
+            info = await store.head(told.object_name)
+            if info is None:
+                return None
+            entry = await read_header(store, replace(told, nbytes=info.nbytes))
+        if entry is None or entry.header is None:
+            return None
+        header = entry.header
+        return replace(
+            _ANY,
+            identifier=key.identifier,
+            rows=header.shape.rows,
+            width=header.shape.width,
+            dtype=header.shape.dtype,
+            placeholder=header.placeholder,
+            nbytes=entry.nbytes,
+            made_by=header.made_by,
+        )
 
     def require_row(self, origin: Origin) -> None:
         """Refuse an item that the catalogue cannot name, before it is encoded.

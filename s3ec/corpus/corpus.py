@@ -27,7 +27,7 @@ from s3ec.corpus.entries import (
     scan,
 )
 from s3ec.counters import Report, unreported
-from s3ec.errors import ConfigError, S3ECError
+from s3ec.errors import ConfigError, NotFoundError, S3ECError
 from s3ec.identity import Key, Layout
 from s3ec.namespaces import (
     NamespaceInfo,
@@ -65,7 +65,8 @@ class Corpus(OpenBucket):
 
     **Errors** of all methods, in addition to those that each names: ``ConfigError``, a wrong
     argument; ``UnavailableError``, the store gave no good answer in five attempts; ``AccessError``,
-    the store refuses: credentials, permission, no such bucket. All are ``S3ECError``. For an absent
+    the store refuses: credentials, permission, no such bucket; ``NotFoundError`` and
+    ``AmbiguousError``, no namespace matches, or several do. All are ``S3ECError``. For an absent
     entry the result is None, not an error.
 
     **report**, if a method takes it, is called with the name of the step, the finished amount, and
@@ -170,7 +171,6 @@ class Corpus(OpenBucket):
             None if there is no such entry, or if the identifier can never be stored.
 
         Raises:
-            NotFoundError, AmbiguousError: No namespace matches, or several do.
             AmbiguousError: Several entries begin with these digits; the message lists some.
         """
         name = self.choose(namespace, model=model)
@@ -252,7 +252,6 @@ class Corpus(OpenBucket):
 
         Raises:
             ConfigError: An adapter of this name can never be stored.
-            NotFoundError, AmbiguousError: No namespace matches, or several do.
         """
         folder = adapter_folder(adapter, self.tenant)
         name = self.choose(namespace, model=model)
@@ -287,7 +286,6 @@ class Corpus(OpenBucket):
         Raises:
             ConfigError: An identifier can never be stored, or the rate is less than 1.
             TierError: The tier cannot be opened; the message names the fix.
-            NotFoundError, AmbiguousError: No namespace matches, or several do.
         """
         from s3ec.corpus.hydrate import hydrate
 
@@ -336,7 +334,6 @@ class Corpus(OpenBucket):
             ConfigError: An identifier can never be stored, is no name of an entry, or is an entry
                 of another namespace; nothing was deleted.
             UnavailableError, AccessError: Some entries may remain.
-            NotFoundError, AmbiguousError: No namespace matches, or several do.
         """
         given = (identifiers,) if isinstance(identifiers, str | CorpusEntry) else (*identifiers,)
         keys = dict(self._key_of_one(one, "identifiers") for one in given)
@@ -395,7 +392,6 @@ class Corpus(OpenBucket):
         Raises:
             ConfigError: There is no rule, or an adapter of this name can never be stored.
             UnavailableError, AccessError, TierError: As for ``delete``.
-            NotFoundError, AmbiguousError: No namespace matches, or several do.
         """
         from s3ec.corpus.collect import Rules, collect_garbage, parse_made_by
 
@@ -450,7 +446,6 @@ class Corpus(OpenBucket):
         Raises:
             ConfigError: ``state`` belongs to another corpus.
             TierError: The folder for temporary files, or that of ``state``, cannot be written.
-            NotFoundError, AmbiguousError: No namespace matches, or several do.
         """
         from s3ec.corpus.audit import audit
         from s3ec.corpus.deep_check import AuditState
@@ -501,7 +496,6 @@ class Corpus(OpenBucket):
         Raises:
             UnavailableError, AccessError: A part may be repaired; call it again.
             TierError: The folder for temporary files is full.
-            NotFoundError, AmbiguousError: No namespace matches, or several do.
         """
         from s3ec.corpus.repair import repair
 
@@ -521,7 +515,6 @@ class Corpus(OpenBucket):
 
         Raises:
             ConfigError: A package is missing.
-            NotFoundError, AmbiguousError: No namespace matches, or several do.
         """
         from s3ec.corpus.catalog import Catalog
 
@@ -592,7 +585,6 @@ class Corpus(OpenBucket):
             ConfigError: The folder cannot be made, or an argument is wrong.
             NoSpaceError: The folder's disk is full. Copied entries stay, as in all these cases.
             TierError: The folder for temporary files is full.
-            NotFoundError, AmbiguousError: No namespace matches, or several do.
         """
         from s3ec.corpus.exchange import export
 
@@ -627,13 +619,16 @@ class Corpus(OpenBucket):
 
         Raises:
             ConfigError: There is no such folder, or it has a newer format.
-            NotFoundError, AmbiguousError: No namespace matches, or several do.
             TierError: The folder for temporary files is full.
         """
         from s3ec.corpus.exchange import folder_settings, import_folder
 
         there = folder_settings(Path(folder), self.settings)
         with Corpus(there, wording=self._wording, note=self._note) as source:
+            if not source.namespaces():
+                raise NotFoundError(
+                    f"{folder} holds no namespace; name a folder that an export made"
+                )
             name = source.choose(namespace, model=model)
         return self.change(
             lambda store: import_folder(
@@ -663,7 +658,6 @@ class Corpus(OpenBucket):
 
         Raises:
             ConfigError: There is no such folder.
-            NotFoundError, AmbiguousError: No namespace matches, or several do.
             TierError: The folder for temporary files is full.
         """
         from s3ec.corpus.exchange import import_example

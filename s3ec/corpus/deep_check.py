@@ -36,7 +36,7 @@ from s3ec.identity import Layout, is_object_name
 from s3ec.index.listing import FEW, at_most, leaf_folders, listed
 from s3ec.namespaces import read_namespaces
 from s3ec.store.base import PART_BYTES, ObjectInfo, Store, VanishedError, whole_parts
-from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
+from s3ec.store.concurrency import REQUESTS_AT_A_TIME, for_each
 from s3ec.tier.files import TempFile
 
 MOST_KEPT = 10_000
@@ -174,21 +174,13 @@ class _DeepRun:
 
     async def run(self, width: int) -> None:
         """Read all that is left."""
-        turns = asyncio.Lock()
-        async with aclosing(_in_order(self._store, self._layout, self._cursor)) as infos:
-
-            async def work(_: int) -> None:
-                while True:
-                    async with turns:
-                        info = await anext(infos, None)
-                        number, self._numbers = self._numbers, self._numbers + 1
-                    if info is None:
-                        return
-                    self._end(number, info, await self._look(info))
-
-            await in_parallel(range(width), work, width=width)
+        await for_each(_in_order(self._store, self._layout, self._cursor), self._turn, width=width)
         await self._read_again()
         self.found.complete = True
+
+    async def _turn(self, info: ObjectInfo) -> None:
+        number, self._numbers = self._numbers, self._numbers + 1  # in the order of names
+        self._end(number, info, await self._look(info))
 
     async def _look(self, info: ObjectInfo) -> Outcome:
         if not is_object_name(info.name.removeprefix(self._layout.objects)):

@@ -33,6 +33,7 @@ from s3ec.errors import (
     ConfigError,
     ConflictError,
     CorruptEntryError,
+    NotFoundError,
     UnavailableError,
 )
 from s3ec.fetch import ByteBudget
@@ -161,6 +162,8 @@ async def import_example(
         copying = _Copying(store, layout, origin.read, settings, report)
         await copying.run(origin.entries(), None)
         copying.result.skipped = origin.skipped
+    if not origin.found:
+        raise NotFoundError(f"{folder} holds no HASH/{_EXAMPLE_NAME}; name a folder of that layout")
     await rebuild(store, layout, report=report)
     return copying.result
 
@@ -410,7 +413,7 @@ async def _copy_rows(
     source: Store, target: Store, layout: Layout, there: Set[bytes], result: Transferred
 ) -> None:
     """Append those rows of entries that are there now which the other catalogue lacks."""
-    from s3ec.corpus.catalog import append_rows, list_parts, read_table
+    from s3ec.corpus.catalog import CatalogWriter, list_parts, read_table
     from s3ec.corpus.catalog_file import to_rows
 
     if not there or not await list_parts(source, layout):
@@ -422,7 +425,7 @@ async def _copy_rows(
             key = make_key(row.identifier)
             if key is not None and key.digest in there and _key_of_row(row) not in known:
                 news.append(row)
-        await append_rows(target, layout, news)
+        await CatalogWriter(target, layout).append(news)
         result.catalogued = len(news)
     except (CorruptEntryError, ConfigError) as exc:  # its parts, or pyarrow is missing
         result.failures["catalog"] = str(exc)
@@ -537,7 +540,8 @@ class _ExampleSource:
         tenant: Whose secret is in their names.
 
     Attributes:
-        skipped: Files whose folder is no content hash.
+        found: Files of this layout.
+        skipped: Those whose folder is no content hash.
     """
 
     def __init__(self, store: Store, layout: Layout, modality: str, tenant: Tenant | None) -> None:
@@ -546,13 +550,14 @@ class _ExampleSource:
         self._modality = modality
         self._tenant = tenant
         self._hashes: dict[str, str] = {}
-        self.skipped = 0
+        self.found = self.skipped = 0
 
     async def entries(self) -> AsyncGenerator[Sequence[CorpusEntry], None]:
         """All of them, some at a time; to be closed."""
         batch: list[CorpusEntry] = []
         async for info in listed(self._store, ""):
             match = _EXAMPLE.fullmatch(info.name)
+            self.found += info.name.endswith(f"/{_EXAMPLE_NAME}")
             key = make_key(match[1], self._tenant) if match else None
             if match is None or key is None:
                 self.skipped += info.name.endswith(f"/{_EXAMPLE_NAME}")

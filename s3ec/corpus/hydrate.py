@@ -14,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,7 +36,7 @@ from s3ec.modality import ModalityRecords
 from s3ec.node import open_tier
 from s3ec.runtime import LoopThread
 from s3ec.store.base import Blob, Store, parts_as_they_come
-from s3ec.store.concurrency import Pace, in_parallel
+from s3ec.store.concurrency import Pace, for_each
 from s3ec.store.open import open_places
 from s3ec.store.places import past_bad_copies
 from s3ec.tenant import Tenant
@@ -47,7 +46,7 @@ from s3ec.tier.evictor import NoRoomError
 from s3ec.tier.files import is_full
 
 if TYPE_CHECKING:
-    from s3ec.corpus.catalog import CatalogRow
+    from s3ec.corpus.catalog_file import CatalogRow
     from s3ec.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -206,8 +205,7 @@ async def hydrate(
         places = open_places(settings, store, counters, is_entry=layout.is_entry)
         work = _Hydrator(places or store, layout, loop, tier, Pace(rate_limit_bytes_per_s), report)
         source = everything(store, layout) if wanted is None else _each(wanted)
-        async with aclosing(source):
-            return await work.run(source, settings.max_concurrency)
+        return await work.run(source, settings.max_concurrency)
     finally:
         for place in places.replicas if places else ():  # home is the caller's
             await place.store.close()
@@ -219,7 +217,7 @@ class _MisfitError(Exception):
 
 
 class _Hydrator:
-    """One run: workers that take what is wanted one by one. The loop's thread only.
+    """One run. The loop's thread only.
 
     What is wanted ends as exactly one of the counts of Hydration. What there is no room for is left
     out, and the next one is tried. After a fault of the store or the disk, what is here is still
@@ -245,9 +243,7 @@ class _Hydrator:
         self._records = ModalityRecords(store, layout)
         self._budget = ByteBudget(_MAX_INFLIGHT_BYTES)
         self._found = Hydration(layout.namespace, str(tier.folders.root))
-        self._turn = asyncio.Lock()
         self._learning = asyncio.Lock()
-        self._looked_at: deque[tuple[Wanted, bool]] = deque()
         self._began_s = time.time()
         self._rank = 0
         self._failures = 0
@@ -255,47 +251,47 @@ class _Hydrator:
         # What may still come, by the last look; and what was begun.
         self._room_bytes = self._coming_bytes = 0
 
-    async def run(self, wanted: AsyncIterator[Wanted], width: int) -> Hydration:
+    async def run(self, wanted: AsyncGenerator[Wanted, None], width: int) -> Hydration:
         started_s = time.monotonic()
-        self._wanted = wanted
-        await in_parallel(range(width), self._work, width=width)
+        async with aclosing(wanted):
+            await for_each(self._looked_at(wanted), self._see_to, width=width)
         self._found.seconds = time.monotonic() - started_s
         return self._found
 
-    async def _work(self, _number: int) -> None:
-        while (taken := await self._next()) is not None:
-            one, is_here = taken
-            self._rank += 1
-            used_s = self._began_s - self._rank * _RANK_S
-            if is_here:
-                self._found.here += 1
-            elif self._has_given_up or not self._reserve(one.nbytes):
-                self._found.left_out += 1
-                self._found.left_out_bytes += one.nbytes
-            else:
-                await self._bring(one, used_s)
-            self._report("hydrating", self._found.fetched_bytes, None)
+    async def _see_to(self, what: tuple[Wanted, bool]) -> None:
+        one, is_here = what
+        self._rank += 1
+        used_s = self._began_s - self._rank * _RANK_S
+        if is_here:
+            self._found.here += 1
+        elif self._has_given_up or not self._reserve(one.nbytes):
+            self._found.left_out += 1
+            self._found.left_out_bytes += one.nbytes
+        else:
+            await self._bring(one, used_s)
+        self._report("hydrating", self._found.fetched_bytes, None)
 
-    async def _next(self) -> tuple[Wanted, bool] | None:
-        """What is next, and whether it is here; None at the end.
+    async def _looked_at(
+        self, wanted: AsyncGenerator[Wanted, None]
+    ) -> AsyncGenerator[tuple[Wanted, bool], None]:
+        """What is wanted, and whether it is here.
 
         Some are looked at together: handing a call to a disk thread takes longer than the look.
         """
-        async with self._turn:
-            if not self._looked_at:
-                some: list[Wanted] = []
-                while len(some) < _LOOKS and (one := await anext(self._wanted, None)) is not None:
-                    some.append(one)
-                if not some:
-                    return None
-                try:
-                    are_here, room_bytes = await self._disk(self._look, some)
-                except (OSError, TierError) as exc:
-                    self._stop(f"the disk refuses: {exc}")
-                    are_here, room_bytes = [False] * len(some), 0
-                self._room_bytes = room_bytes - self._coming_bytes
-                self._looked_at.extend(zip(some, are_here, strict=True))
-            return self._looked_at.popleft()
+        while True:
+            some: list[Wanted] = []
+            while len(some) < _LOOKS and (one := await anext(wanted, None)) is not None:
+                some.append(one)
+            if not some:
+                return
+            try:
+                are_here, room_bytes = await self._disk(self._look, some)
+            except (OSError, TierError) as exc:
+                self._stop(f"the disk refuses: {exc}")
+                are_here, room_bytes = [False] * len(some), 0
+            self._room_bytes = room_bytes - self._coming_bytes
+            for looked_at in zip(some, are_here, strict=True):
+                yield looked_at
 
     def _look(self, some: Sequence[Wanted]) -> tuple[list[bool], int]:
         """Whether entries are here, and how much room there is, which others take too; blocking."""

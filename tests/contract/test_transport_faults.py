@@ -211,7 +211,7 @@ class DropOld:
 
 
 @everywhere
-@pytest.mark.parametrize("operation", ["get", "get_range", "head", "put", "list", "delete"])
+@pytest.mark.parametrize("operation", ["get", "put", "list"])
 async def test_dropped_idle_connections_are_no_fault_of_the_endpoint_for_any_that_meet_them(
     operation: str, store: BotocoreStore, proxy: FaultProxy
 ) -> None:
@@ -227,18 +227,6 @@ async def test_dropped_idle_connections_are_no_fault_of_the_endpoint_for_any_tha
         await asyncio.gather(*(call(whole) for _ in range(16)))
     assert not endpoint.breaker.is_open
     assert counters.get("store.retries") == counters.get("breaker.opened") == 0
-
-
-@everywhere
-async def test_a_fresh_connection_that_is_reset_is_not_tried_again(
-    make: Make, proxy: FaultProxy, transport: Transport
-) -> None:
-    for operation in ("get", "head", "put"):
-        store = make()
-        rule = proxy.add(Rule(faults.Reset()))
-        await _fails(OPERATIONS[operation](store), UnavailableError)
-        assert rule.fired <= QUESTIONS[transport]
-        proxy.clear()
 
 
 async def test_a_connection_that_was_idle_for_long_is_not_used_again(
@@ -276,7 +264,7 @@ THROTTLES = (
 
 
 @everywhere
-@pytest.mark.parametrize("operation", ["get", "get_range", "put", "list", "delete", "delete_many"])
+@pytest.mark.parametrize("operation", ["get", "put", "delete_many"])
 async def test_too_much_is_throttling_with_status_400_and_403_too(
     operation: str, store: BotocoreStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,14 +329,11 @@ LARGE = bytes(16_000_000)
 # limit for the silence after an upload but the deadline, 3.3 s here.
 SLOW: dict[str, tuple[Fault, str, float]] = {
     "silence, get": (faults.Stall(), "get", 1e6),
-    "silence, head": (faults.Stall(), "head", 1e6),
     "silence, put": (faults.Stall(), "put", 1e6),
-    "silence, list": (faults.Stall(), "list", 1e6),
     "silence within the body": (faults.Stall(upto=1000), "get", 65536.0),
     # No read timeout notices these; the deadline does.
     "trickle, 300 kB in 60 s": (faults.Trickle(piece_bytes=100, pause_s=0.02), "get", 1e6),
     "trickle of a head, get": (Dribble(), "get", 65536.0),
-    "trickle of a head, head": (Dribble(), "head", 65536.0),
     "upload that nobody reads": (faults.StallUpload(), "large put", 1e9),
 }
 
@@ -368,15 +353,15 @@ async def test_what_is_too_slow_is_unavailable_in_time_and_leaves_a_store_that_w
     await _assert_works(store)
 
 
-@pytest.mark.parametrize("fault", [faults.html_page(), faults.Answer(200), faults.Answer(204)])
-@pytest.mark.parametrize(
-    "operation", ["get", "get_range", "head", "put", "list", "list_folders", "delete_many"]
-)
 async def test_answer_of_something_that_is_not_s3_is_unavailable(
-    operation: str, fault: Fault, store: BotocoreStore, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy.add(Rule(fault))
-    await _fails(OPERATIONS[operation](store), UnavailableError, "answer is not")
+    monkeypatch.setattr(s3, "OPINION_S", 0.0)  # the answers differ from one moment to the next
+    for fault in (faults.html_page(), faults.Answer(200), faults.Answer(204)):
+        proxy.add(Rule(fault))
+        for operation in OPERATIONS.keys() - {"delete"}:  # 204 is the answer to that
+            await _fails(OPERATIONS[operation](store), UnavailableError, "answer is not")
+        proxy.clear()
 
 
 async def test_page_in_answer_to_a_deletion_deletes_nothing(
@@ -395,25 +380,24 @@ def _listing(entry: str) -> Fault:
 
 _BAD_DATE = {"etag": '"x"', "last-modified": "garbage"}
 # Whose form is S3's, and in which something is missing or is no number or date.
-UNREADABLE: dict[str, tuple[str, Fault]] = {
-    "size": ("list", _listing("<Contents><Key>a</Key><Size>abc</Size></Contents>")),
-    "long size": ("list", _listing(f"<Contents><Key>a</Key><Size>{'9' * 5000}</Size></Contents>")),
-    "no key": ("list", _listing("<Contents><Size>1</Size></Contents>")),
-    "date": ("list", _listing("<Contents><LastModified>garbage</LastModified></Contents>")),
-    "far date": ("list", _listing(f"<Contents><LastModified>{10**16}</LastModified></Contents>")),
-    "no folder": ("list_folders", _listing("<CommonPrefixes></CommonPrefixes>")),
-    "date of an object": ("head", faults.Answer(200, headers=_BAD_DATE)),
-}
+UNREADABLE: list[tuple[str, Fault]] = [
+    ("list", _listing("<Contents><Key>a</Key><Size>abc</Size></Contents>")),
+    ("list", _listing(f"<Contents><Key>a</Key><Size>{'9' * 5000}</Size></Contents>")),
+    ("list", _listing("<Contents><Size>1</Size></Contents>")),
+    ("list", _listing("<Contents><LastModified>garbage</LastModified></Contents>")),
+    ("list", _listing(f"<Contents><LastModified>{10**16}</LastModified></Contents>")),
+    ("list_folders", _listing("<CommonPrefixes></CommonPrefixes>")),
+    ("head", faults.Answer(200, headers=_BAD_DATE)),
+]
 
 
-@pytest.mark.parametrize("case", UNREADABLE)
 async def test_answer_in_which_something_is_missing_or_unreadable_is_unavailable(
-    case: str, store: BotocoreStore, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy
 ) -> None:
-    operation, fault = UNREADABLE[case]
-    proxy.add(Rule(fault))
-    await _fails(OPERATIONS[operation](store), UnavailableError, "answer is not an S3 server's")
-    proxy.clear()
+    for operation, fault in UNREADABLE:
+        proxy.add(Rule(fault))
+        await _fails(OPERATIONS[operation](store), UnavailableError, "not an S3 server's")
+        proxy.clear()
     await _assert_works(store)
 
 
@@ -424,11 +408,6 @@ async def test_page_with_404_is_a_miss_for_reads_and_an_access_error_otherwise(
     assert await store.get("a", max_bytes=AMPLE) is None
     for operation in ("put", "list"):
         await _fails(OPERATIONS[operation](store), AccessError, "nothing here answers as a bucket")
-
-
-async def test_endless_redirect_is_an_access_error(store: BotocoreStore, proxy: FaultProxy) -> None:
-    proxy.add(Rule(faults.s3_error(307, "TemporaryRedirect", headers={"location": "/x"})))
-    await _fails(store.get("a", max_bytes=AMPLE), AccessError, "redirects, correct `endpoint_url`")
 
 
 class EndlessAnswer:

@@ -278,21 +278,6 @@ def test_a_video_without_frames_is_answered_as_with_them(
     assert asked.ask(part) == asked.with_pixels[_FILM]
 
 
-@pytest.mark.parametrize(
-    "factors", [(0.5, 0.5), (2, 2), (0.5, 2)], ids=["too small", "too large", "other shape"]
-)
-def test_a_wrong_grid_is_refused_alone(factors: tuple[float, float], asked: Asked) -> None:
-    (part,) = asked.pictures.parts("left")
-    frames, *sides = part["image_embeds"]["image_grid_thw"]
-    # 2 x 2 patches are one embedding. Of 7 x 7 of those no other shape is near, so rows differ.
-    even = [round(side * by / 2) * 2 for side, by in zip(sides, factors, strict=True)]
-    wrong = {**part, "image_embeds": {"image_grid_thw": [frames, *even]}}
-    once = asked.client.with_options(max_retries=0)
-    with pytest.raises(openai.InternalServerError):
-        once.chat.completions.create(**request(wrong))
-    assert asked.ask(part) == asked.with_pixels["left"]
-
-
 def test_an_embedding_that_is_gone_is_asked_for_with_its_pixels(
     all_asked: dict[str, Asked], files: Files
 ) -> None:

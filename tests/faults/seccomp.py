@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import platform
 import struct
 
@@ -43,18 +42,3 @@ def refuse_hard_links() -> bool:
     filter_ = _Program(len(lines), program)
     done = libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
     return done and libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(filter_)) == 0
-
-
-def has_hard_links(folder: str) -> bool:
-    """Whether a link can be made there now."""
-    file, link = f"{folder}/file", f"{folder}/link"
-    os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
-    try:
-        os.link(file, link)
-    except PermissionError:
-        return False
-    else:
-        os.unlink(link)
-        return True
-    finally:
-        os.unlink(file)

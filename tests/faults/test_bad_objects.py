@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -146,21 +145,3 @@ def test_repaired_entry_is_stored_by_the_next_save_and_found_by_all_but_who_knew
             fetched = engine.fetch(1)
             assert (fetched.outcome, fetched.source) == (FetchOutcome.READY, "bucket")
             assert audit_of(engine.node.tier) == []
-
-
-def test_many_bad_objects_are_a_line_each_and_end_no_engine(
-    stocked: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with (
-        Engine.unhedged(stocked, tmp_path / "a") as engine,
-        caplog.at_level(logging.WARNING, "s3ec"),
-    ):
-        for number in range(40):
-            stocked.put(number, b"no entry")
-        assert set(engine.outcomes(*range(40))) == {FetchOutcome.CORRUPT}
-        assert set(engine.outcomes(*range(40))) == {FetchOutcome.CORRUPT}
-        assert engine.count("bad_objects") == 40
-        assert len(warnings_of(caplog, "is bad")) == 40
-        assert [asks_for(stocked, number) for number in range(40)] == [2] * 40
-        engine.save_and_wait(50)
-        assert engine.fetch(50).source == "tier"

@@ -93,7 +93,7 @@ class Expired:
         await s3_error(400, "ExpiredToken").apply(exchange)
 
 
-@pytest.mark.parametrize("kind", ["obstore", "botocore", "aioboto3"])
+@pytest.mark.parametrize("kind", ["obstore", "botocore"])
 def test_keys_that_rotate_in_the_midst_of_a_command_cost_it_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,9 +235,7 @@ def test_a_command_waits_for_a_source_that_takes_its_time_and_an_engine_does_not
         engine.fetch_in_the_end(0)
 
 
-@pytest.mark.parametrize("mode", ["hang", "refuse"])
 def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
-    mode: str,
     site: Site,
     local_s3: LocalS3,
     hasty: None,
@@ -247,9 +245,6 @@ def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
     site.stock(0)
     monkeypatch.setattr(credentials.ChainCredentials, "patience_s", 0.3)
     with MetadataService(local_s3) as service:
-        service.refusing = mode == "refuse"
-        if service.refusing:
-            service.answering.set()
         for name, value in service.env.items():
             monkeypatch.setenv(name, value)
         with Engine(site.settings(index_refresh_s="0.1")) as engine:
@@ -260,7 +255,6 @@ def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
             assert service.asked >= 1
             assert site.proxy.requests == []
             assert len(warnings_of(caplog, "cannot read the index")) == 1
-            service.refusing = False
             service.answering.set()
             engine.fetch_in_the_end(0)
             eventually(lambda: not engine.node.breaker.is_open)

@@ -73,9 +73,12 @@ def every(nth: int, function: Callable[..., object]) -> Callable[..., object]:
     return maybe
 
 
-@pytest.mark.parametrize("nth", [1, 3])
 @pytest.mark.parametrize(
-    "call", ["writev", "pread", "fstat", "link", "replace", "unlink", "utime", "mkdir", "statvfs"]
+    ("call", "nth"),
+    [
+        *[(call, 3) for call in ("writev", "pread", "fstat", "link", "replace", "unlink")],
+        *[(call, 1) for call in ("writev", "pread", "link", "mkdir", "statvfs")],
+    ],
 )
 def test_call_that_fails_now_and_then_costs_misses_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, nth: int

@@ -15,7 +15,7 @@ from tests.faults.site import Site
 
 pytest.importorskip("torch")
 
-_ROUNDS = 4
+_ROUNDS = 3
 _STALLED = 50
 
 

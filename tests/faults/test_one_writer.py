@@ -14,10 +14,10 @@ from tests.faults.site import Site
 
 pytest.importorskip("torch")
 
-_WRITERS = 16
+_WRITERS = 8
 
 
-def test_sixteen_processes_that_save_one_entry_store_it_once_and_whole(
+def test_eight_processes_that_save_one_entry_store_it_once_and_whole(
     site: Site, herd: Herd
 ) -> None:
     other = site.cache_dir / "v2" / "objects"

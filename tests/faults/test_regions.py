@@ -99,6 +99,7 @@ def test_what_is_near_is_read_near(regions: Regions, tmp_path: Path) -> None:
     with noding(regions.settings(tmp_path / "cache")) as node:
         refresh(node)
         assert serve(node, ASKED) == set(ASKED)
+        assert node.prefetcher.drain_far() == []
     assert regions.asked() == (len(ASKED), 0)
 
 
@@ -112,6 +113,7 @@ def test_what_lags_is_read_at_home_and_near_once_it_has_come(
         # A 404 of obstore is asked of botocore, which tells a missing key from a missing bucket.
         assert len(ASKED) <= near <= 2 * len(ASKED)
         assert home == len(ASKED)
+        assert {one.key for one in node.prefetcher.drain_far()} == set(map(key_at, ASKED))
         evict(node, ASKED)
         assert serve(node, ASKED) == set(ASKED)
         assert regions.asked() == (0, len(ASKED))  # not asked again for a minute

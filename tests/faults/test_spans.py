@@ -157,11 +157,6 @@ def test_a_process_that_does_not_trace_does_not_import_the_api() -> None:
     assert run(code) == "False"
 
 
-def test_an_api_without_a_provider_makes_nothing() -> None:
-    code = "import opentelemetry.trace; from s3ec.spans import Spans; print(Spans().begin())"
-    assert run(code) == "None"
-
-
 def test_a_provider_that_cannot_be_loaded_costs_the_spans_only() -> None:
     code = (
         "import os; os.environ['OTEL_PYTHON_TRACER_PROVIDER'] = 'not-there'; "

@@ -202,6 +202,7 @@ class PlayedPrefetcher:
         self._files = files
         self._is_read = is_read
         self._done: list[FetchResult] = []
+        self._far: list[FetchRequest] = []
         self.open: dict[str, FetchRequest] = {}
         self.live: dict[str, OpenEntry] = {}
         self._residents: dict[bytes, tuple[str, Stored]] = {}
@@ -214,15 +215,20 @@ class PlayedPrefetcher:
 
     def submit(self, wants: Sequence[FetchRequest]) -> None:
         for want in wants:
-            self.open.setdefault(want.key.identifier, want)
+            if self.open.setdefault(want.key.identifier, want) is want and want.key.digest[2] % 2:
+                self._far.append(want)  # no replica has half of them
 
     @property
     def has_news(self) -> bool:
-        return bool(self._done)
+        return bool(self._done or self._far)
 
     def drain(self) -> list[FetchResult]:
         done, self._done = self._done, []
         return done
+
+    def drain_far(self) -> list[FetchRequest]:
+        far, self._far = self._far, []
+        return far
 
     def get(self, digest: bytes, now: float) -> OpenEntry | None:
         name, stored = self._residents.get(digest, ("", None))

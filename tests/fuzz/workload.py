@@ -211,8 +211,6 @@ class Run:
         needs_embedding: Callable[[Any], bool],
         *,
         alone: bool = False,
-        wire: type[S3EC] = S3EC,
-        change: Callable[[Options, Habits], tuple[Options, Habits]] | None = None,
     ) -> None:
         """Draw everything.
 
@@ -222,18 +220,14 @@ class Run:
             bench: What all runs share.
             needs_embedding: s3ec's own answer whether a feature came without pixels.
             alone: Run vLLM without a connector; then nothing comes without pixels.
-            wire: The connector's class.
-            change: Overrides what was drawn.
         """
         options, habits = draw(seed)
-        if change is not None:
-            options, habits = change(options, habits)
         if alone:
             options = dataclasses.replace(options, role="consumer")
             habits = dataclasses.replace(habits, bare=0.0)
         self.options, self.habits = options, habits
         self._rnd = random.Random(f"{seed} life")
-        self.s3ec = None if alone else wire(options, needs_embedding, bench)
+        self.s3ec = None if alone else S3EC(options, needs_embedding, bench)
         self.engine = Engine(model, options, self.s3ec, self.s3ec and self.s3ec.ranks)
         if self.s3ec is not None:
             self.s3ec.follow(self.engine)

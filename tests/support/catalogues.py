@@ -10,8 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from s3ec.corpus.catalog import CatalogRow
-from s3ec.corpus.catalog_file import KIND, PART, schema, to_table
+from s3ec.corpus.catalog_file import KIND, PART, CatalogRow, schema, to_table
 from s3ec.identity import Layout
 
 LAYOUT = Layout("tiny-0123456789abcdef")

@@ -12,16 +12,6 @@ from s3ec.codec import Header, Shape
 from s3ec.identity import FORMAT_VERSION
 
 
-def cut_tensor(blob: bytes) -> bytes:
-    """The last hundred bytes are missing."""
-    return blob[:-100]
-
-
-def cut_header(blob: bytes) -> bytes:
-    """Ends inside the header."""
-    return blob[:100]
-
-
 def flipped(blob: bytes) -> bytes:
     """One bit of the tensor differs."""
     place = codec.parse_header(blob).data_start + 1000
@@ -82,13 +72,6 @@ def huge(blob: bytes) -> bytes:
     rows = 10 * 10**9 // (2 * header.shape.width)
     shape = Shape(rows, header.shape.width, header.shape.dtype)
     return codec.encode_header(dataclasses.replace(header, shape=shape)) + bytes(1000)
-
-
-def oversized(blob: bytes) -> bytes:
-    """A sound entry that is many times larger than what the request has room for."""
-    header = codec.parse_header(blob)
-    shape = Shape(header.shape.rows, 16 * header.shape.width, header.shape.dtype)
-    return _entry(dataclasses.replace(header, shape=shape))
 
 
 def web_page(_: bytes) -> bytes:

@@ -26,7 +26,6 @@ class MetadataService:
 
     def __init__(self, keys: S3Server) -> None:
         self.answering = threading.Event()
-        self.refusing = False
         self.asked = 0
         self._ended = False
         until = datetime.now(UTC) + timedelta(hours=6)
@@ -50,8 +49,8 @@ class MetadataService:
                 service.answering.wait()
                 if service._ended:
                     return
-                body = b"" if service.refusing else answers.get(self.path, "").encode()
-                self.send_response(200 if body else 500 if service.refusing else 404)
+                body = answers.get(self.path, "").encode()
+                self.send_response(200 if body else 404)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

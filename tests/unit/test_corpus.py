@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import signal
 import sys
@@ -17,12 +16,10 @@ from typing import Any
 
 import pytest
 
-import s3ec
 from s3ec import codec
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus
 from s3ec.errors import (
-    AccessError,
     ConfigError,
     NotFoundError,
     S3ECError,
@@ -73,13 +70,6 @@ class TestInMemory(CorpusSuite):
 # -- settings ----------------------------------------------------------------------------------
 
 
-def test_the_package_has_it() -> None:
-    assert s3ec.Corpus is Corpus
-    assert "Corpus" in dir(s3ec)
-    with pytest.raises(AttributeError, match="Corpse"):
-        s3ec.Corpse  # type: ignore[attr-defined]  # noqa: B018
-
-
 def test_arguments_win_over_settings_and_those_over_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,7 +79,7 @@ def test_arguments_win_over_settings_and_those_over_variables(
         assert str(corpus.settings.corpus) == "s3://variable"
     with Corpus.open({"bucket": "settings", "prefix": "p"}) as corpus:
         assert str(corpus.settings.corpus) == "s3://settings/p"
-    with Corpus.open({"bucket": "settings"}, bucket="s3://argument/a") as corpus:
+    with Corpus.open({"bucket": "settings"}, url="s3://argument/a") as corpus:
         assert repr(corpus) == "Corpus('s3://argument/a')"
         assert corpus.settings.region == "eu-west-1"
         with Corpus.open(corpus.settings) as again:
@@ -113,12 +103,6 @@ def test_wrong_setting_is_named_with_its_place(given: Any, field: str, says: str
         Corpus.open(**given)
     assert caught.value.field == field
     assert says in str(caught.value)
-
-
-def test_loaded_settings_stand_alone() -> None:
-    settings = load_settings({"bucket": "corpus"}).settings
-    with pytest.raises(ConfigError, match="`prefix` beside loaded `settings`"):
-        Corpus.open(settings, prefix="a")
 
 
 def test_empty_bucket_names_the_arguments_to_check(make: Make) -> None:
@@ -168,14 +152,6 @@ def test_namespace_of_a_newer_release_stays_as_it_is(make: Make, version: object
         with pytest.raises(ConfigError, match="newer format"):
             call()
     assert memory.bucket.objects == before
-
-
-def test_newest_of_one_model_is_logged(filled: Filled, caplog: pytest.LogCaptureFixture) -> None:
-    second = filled.namespace({**MODEL, "revision": "r2"})
-    with caplog.at_level(logging.INFO, "s3ec.corpus"):
-        assert filled.corpus.choose() == second
-        assert filled.corpus.choose() == second
-    assert caplog.messages == [f"taking {second}, the newest of 2 namespaces of acme/vision-9b"]
 
 
 @pytest.mark.parametrize("other", [{"endpoint_url": "https://production:9000"}, {}], ids=str)
@@ -264,16 +240,6 @@ def test_request_is_sent_again_where_one_answer_fails(make: Make) -> None:
     assert filled.corpus.get(IDS[0]) is not None
 
 
-@pytest.mark.slow
-def test_store_that_does_not_answer_or_refuses_says_so(make: Make) -> None:
-    for kind in (UnavailableError, AccessError):
-        filled = faulty(make, Fault(op="list|head", error=kind))
-        with pytest.raises(kind):
-            filled.corpus.stat(IDS[0])
-        with pytest.raises(kind):
-            list(filled.corpus.list())
-
-
 def test_entry_that_is_deleted_while_it_is_read_is_absent(make: Make, filled: Filled) -> None:
     entry = filled.corpus.find(IDS[0])
     assert entry is not None
@@ -288,12 +254,6 @@ def test_entry_that_is_deleted_while_it_is_read_is_absent(make: Make, filled: Fi
 async def test_it_works_where_a_loop_runs_already(filled: Filled) -> None:
     assert asyncio.get_running_loop()
     assert filled.corpus.get(IDS[0]) is not None
-
-
-def test_threads_share_one(filled: Filled) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(filled.corpus.get, IDS * 10))
-    assert all(found)
 
 
 def test_closed_corpus_says_so(filled: Filled) -> None:

@@ -8,43 +8,6 @@ import threading
 from s3ec.counters import TIME_BOUNDS_S, Counters, Increments, Observed, RecentTimes, observed
 
 
-def test_what_was_never_added_is_zero() -> None:
-    counters = Counters()
-    assert counters.get("hits") == 0
-    assert counters.snapshot() == {}  # and asking leaves no trace
-
-
-def test_sums_add_up_by_name() -> None:
-    counters = Counters()
-    counters.add("hits")
-    counters.add("hits", 2)
-    counters.add("load.seconds", 0.5)
-    assert counters.get("hits") == 3
-    assert counters.snapshot() == {"hits": 3, "load.seconds": 0.5}
-
-
-def test_a_snapshot_does_not_change_later() -> None:
-    counters = Counters()
-    counters.add("hits")
-    before = counters.snapshot()
-    counters.add("hits")
-    assert before == {"hits": 1}
-    before["hits"] = 99
-    assert counters.get("hits") == 2
-
-
-def test_increments_are_what_was_added_since_they_were_last_taken() -> None:
-    counters = Counters()
-    counters.add("hits", 2)
-    counters.add("misses")
-    increments = Increments(counters)
-    assert increments.take() == {"hits": 2, "misses": 1}
-    assert increments.take() == {}
-    counters.add("hits", -1)
-    counters.add("misses", 0)
-    assert increments.take() == {"hits": -1}
-
-
 def test_no_addition_is_lost_between_threads() -> None:
     counters = Counters()
     start = threading.Barrier(8)
@@ -69,10 +32,8 @@ def test_a_quantile_is_of_the_last_times_and_there_is_none_of_few() -> None:
         assert times.quantile(0.5) is None
     for number in range(48):
         times.add(float(number))
-    assert sorted(times.in_order) == times.in_order
-    assert len(times.in_order) == 20
-    assert times.quantile(0) == times.in_order[0] > 0.0
-    assert times.quantile(0.95) == times.in_order[-1] > 15.0
+    assert times.quantile(0) == 28.0
+    assert times.quantile(0.95) == 47.0
 
 
 def test_observed_times_are_told_by_bucket_and_as_increments() -> None:

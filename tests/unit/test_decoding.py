@@ -1,30 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How pictures are decoded: numbers of releases, and which files two of them take otherwise."""
+"""Which files two releases of vLLM decode otherwise."""
 
 from __future__ import annotations
 
-import pytest
-
-from s3ec import decoding
-from s3ec.decoding import Step, has_transparent_colour, number_of, shared_number, why_left_out
+from s3ec.decoding import has_transparent_colour, why_left_out
 from tests.versions.odd_pictures import ODD
-
-
-@pytest.mark.parametrize(
-    ("release", "number"),
-    [((0, 25), 1), ((0, 26), 1), ((0, 32), 1), ((0, 33), 2), ((0, 34), 2), ((1, 0), 2), (None, 2)],
-)
-def test_a_release_decodes_as_the_last_step_before_it(
-    release: tuple[int, int] | None, number: int
-) -> None:
-    assert number_of(release) == number
-
-
-def test_ways_that_differ_for_rare_pictures_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [shared_number(number) for number in (1, 2)] == [1, 1]
-    steps = (*decoding.STEPS, Step((0, 40), "turns all around"), Step((0, 41), "x", lambda _: True))
-    monkeypatch.setattr(decoding, "STEPS", steps)
-    assert [shared_number(number) for number in (1, 2, 3, 4)] == [1, 1, 3, 3]
 
 
 def test_a_transparent_colour_is_found_wherever_it_stands() -> None:

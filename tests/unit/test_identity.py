@@ -451,18 +451,6 @@ def test_a_policy_that_refuses_clients_names_looks_at_the_name_that_is_stored() 
     assert make("cat") is None
 
 
-def test_renamed_identifiers_take_a_bounded_memory() -> None:
-    make = KeyCache(KeyPolicy(), Counters())
-    tracemalloc.start()
-    for number in range(20_000):
-        name = f"{number:06}".ljust(4000, "x")
-        make.rename(name, f"video-1:{name}")
-        assert make(name) is not None
-    nbytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert nbytes < 32 * 2**20
-
-
 @pytest.mark.parametrize("character", ["x", "\U0001f600"])
 @pytest.mark.parametrize("tenant", [None, Tenant(b"0123456789abcdef")])
 def test_names_in_any_number_and_of_any_length_take_a_bounded_memory(

@@ -51,18 +51,6 @@ async def current_thread() -> threading.Thread:
 # -- running -----------------------------------------------------------------------------------
 
 
-def test_the_thread_starts_with_the_first_use_and_is_a_daemon(
-    make: Callable[[str], LoopThread],
-) -> None:
-    loop = make("s3ec-lazy")
-    assert "s3ec-lazy" not in thread_names()
-    thread = loop.run(current_thread(), TIMEOUT_S)
-    assert thread.name == "s3ec-lazy"
-    assert thread.daemon
-    assert thread is not threading.current_thread()
-    assert loop.submit(current_thread()).result(TIMEOUT_S) is thread
-
-
 def test_many_first_users_start_one_thread(loop: LoopThread) -> None:
     start = threading.Barrier(8)
     seen: list[threading.Thread] = []
@@ -78,31 +66,6 @@ def test_many_first_users_start_one_thread(loop: LoopThread) -> None:
         thread.join(TIMEOUT_S)
     assert len(seen) == 8
     assert len(set(seen)) == 1
-
-
-def test_call_runs_a_function_in_the_loops_thread(loop: LoopThread) -> None:
-    called = threading.Event()
-    seen: list[object] = []
-
-    def function(*args: object) -> None:
-        seen.extend([threading.current_thread().name, args])
-        called.set()
-
-    loop.call(function, 1, 2)
-    assert called.wait(TIMEOUT_S)
-    assert seen == ["s3ec-test", (1, 2)]
-
-
-def test_run_passes_results_and_errors_on(loop: LoopThread) -> None:
-    async def fail() -> None:
-        raise KeyError("x")
-
-    async def answer() -> int:
-        return 42
-
-    assert loop.run(answer(), TIMEOUT_S) == 42
-    with pytest.raises(KeyError):
-        loop.run(fail(), TIMEOUT_S)
 
 
 def test_run_that_times_out_cancels_the_coroutine(loop: LoopThread) -> None:
@@ -122,33 +85,6 @@ def test_run_that_times_out_cancels_the_coroutine(loop: LoopThread) -> None:
         if started.is_set():
             break
     assert cancelled.wait(TIMEOUT_S)
-
-
-def test_disk_runs_beside_the_loop(loop: LoopThread) -> None:
-    """A disk that hangs must not stop the network."""
-    release = threading.Event()
-    loop.run(current_thread(), TIMEOUT_S)
-
-    async def hang() -> str:
-        await loop.disk(release.wait, TIMEOUT_S)
-        return await loop.disk(lambda: threading.current_thread().name)
-
-    hanging = loop.submit(hang())
-    assert loop.run(current_thread(), TIMEOUT_S).name == "s3ec-test"
-    assert not hanging.done()
-    release.set()
-    assert hanging.result(TIMEOUT_S).startswith("s3ec-test-disk")
-
-
-def test_disk_passes_errors_on(loop: LoopThread) -> None:
-    def fail() -> None:
-        raise OSError(28, "No space left on device")
-
-    async def use() -> None:
-        await loop.disk(fail)
-
-    with pytest.raises(OSError, match="No space"):
-        loop.run(use(), TIMEOUT_S)
 
 
 @pytest.mark.parametrize("pool", ["disk", "disk_long"])
@@ -352,24 +288,6 @@ def test_what_is_submitted_runs_on_though_nobody_holds_it(
     loop.stop(TIMEOUT_S)
     assert cleaned.is_set()
     assert "destroyed" not in caplog.text
-
-
-def test_stop_is_idempotent_and_fine_before_the_first_use(
-    make: Callable[[str], LoopThread],
-) -> None:
-    unused = make("s3ec-unused")
-    unused.stop(TIMEOUT_S)
-    unused.stop(TIMEOUT_S)
-    assert unused.closed
-    used = make("s3ec-used")
-    used.run(current_thread(), TIMEOUT_S)
-    threads = [threading.Thread(target=used.stop, args=(TIMEOUT_S,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    used.stop(TIMEOUT_S)
-    assert "s3ec-used" not in thread_names()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Layout
 from s3ec.modality import SETTLED_S, ModalityRecords, Record
-from s3ec.testing.fault_store import Fault, FaultStore, Script, cut
+from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
 
@@ -90,17 +90,6 @@ async def test_a_record_that_another_one_replaced_is_taken(
     await ModalityRecords(memory, LAYOUT).settle("image", NARROW)
     clock.now_s += SETTLED_S
     assert await records.settle("image", WIDE) == NARROW
-
-
-async def test_a_busy_producer_asks_for_its_record_rarely(
-    store: FaultStore, records: ModalityRecords, clock: Clock
-) -> None:
-    await records.settle("image", WIDE)
-    clock.now_s += SETTLED_S
-    store.calls.clear()
-    await asyncio.gather(*(records.settle("image", WIDE) for _ in range(20)))
-    await records.settle("image", WIDE)
-    assert store.calls["put_if_absent"] == 1
 
 
 async def test_an_absence_is_forgotten_also_where_the_winner_cannot_be_read(
@@ -253,18 +242,3 @@ async def test_a_lost_reply_to_the_write_is_settled_at_the_next_try(
     with pytest.raises(UnavailableError):
         await records.settle("image", WIDE)
     assert await records.settle("image", WIDE) == WIDE
-
-
-async def test_a_record_cut_in_the_bucket_is_none(
-    store: FaultStore, records: ModalityRecords
-) -> None:
-    await ModalityRecords(store, LAYOUT).settle("image", WIDE)
-    break_with(store, Fault(op="get", change=cut(7), times=1))
-    assert await records.get("image") is None
-
-
-async def test_modalities_do_not_share_a_record(records: ModalityRecords) -> None:
-    await records.settle("image", WIDE)
-    assert await records.get("Image") is None
-    assert await records.get("../image") is None
-    assert await records.settle("../image", NARROW) == NARROW

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -147,17 +146,6 @@ def test_a_node_knows_at_once_what_another_process_of_it_puts_on_its_disk(
         other.hear()
         other.end()
     assert len(walks) == 2
-
-
-def test_a_node_that_follows_says_that_its_index_is_in_use(
-    make_node: Callable[..., Node], tmp_path: Path
-) -> None:
-    node = make_node()
-    folder = tmp_path / "v1" / "index" / NAMESPACE
-    node.follow_the_bucket()
-    eventually(lambda: node.index.loaded)
-    os.utime(folder, (1, 1))
-    eventually(lambda: folder.stat().st_mtime > 1)
 
 
 def test_a_node_that_ends_in_the_middle_of_a_refresh_leaves_no_file_half(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import heapq
 import os
 import threading
 import time
@@ -45,7 +44,7 @@ from tests.support.fake_index import FakeIndex
 from tests.support.file_calls import file_calls_of
 from tests.support.finite import FINITE
 from tests.support.indexes import key_of
-from tests.support.on_disk import audit_of, evict, usage_of
+from tests.support.on_disk import audit_of, usage_of
 from tests.support.waiting import eventually
 
 NAMESPACE = "gemma-0123456789abcdef"
@@ -295,18 +294,6 @@ def test_an_entry_comes_from_the_bucket_once_and_from_the_tier_then(bench: Bench
     assert bench.counters.get("fetch_bytes.bucket") == len(entry(key_of("a")))
 
 
-def test_an_entry_is_open_for_as_long_as_anybody_refers_to_it(bench: Bench) -> None:
-    bench.residents.close()  # so they do not
-    bench.stock("a", "b")
-    done = {each.want.key: each for each in bench.fetch(want("a"), want("b"))}
-    evict(bench.tier, key_of("a"))
-    assert bench.open_files() == 2
-    for text in "ab":
-        assert body_of(done[key_of(text)]) == entry(key_of(text))
-    done.clear()
-    eventually(lambda: bench.open_files() == 0, "the end of both")
-
-
 def test_what_was_downloaded_or_looked_at_is_resident_from_then_on(bench: Bench) -> None:
     """Also what does not fit this request: the next one may need just that."""
     bench.stock("downloaded")
@@ -323,27 +310,6 @@ def test_what_was_downloaded_or_looked_at_is_resident_from_then_on(bench: Bench)
             assert resident.header.shape.rows == ROWS + 1
         else:
             assert resident is done.entry
-
-
-def test_what_was_fetched_is_read_after_the_end_and_to_want_nothing_then_is_fine(
-    bench: Bench,
-) -> None:
-    bench.stock("a")
-    done = bench.one()
-    bench.loop.stop(TIMEOUT_S)
-    bench.tier.close()
-    bench.prefetcher.submit([])
-    assert bench.prefetcher.drain() == []
-    assert body_of(done) == entry(key_of("a"))
-
-
-def test_absent_is_forgotten(bench: Bench) -> None:
-    bench.index.add(key_of("a"))
-    assert bench.one().outcome is FetchOutcome.ABSENT
-    assert not bench.index.maybe_contains(key_of("a"))
-    assert bench.counters.get("index.present") == 0
-    assert bench.store.fetched == [LAYOUT.object(key_of("a"))]
-    assert not bench.prefetcher.has_news
 
 
 def test_what_the_index_never_held_is_no_less_to_be_had_after_a_404(bench: Bench) -> None:
@@ -398,15 +364,6 @@ def test_what_lies_here_does_not_wait_for_the_record_of_a_slow_bucket(bench: Ben
     assert bench.store.log.count(("get", LAYOUT.modality("image"))) == 2  # one reading goes on
     gate.release()
     eventually(bench.knows_the_record, "the record")
-
-
-def test_corrupt_once_is_fetched_again(bench: Bench) -> None:
-    bench.stock("a")
-    bench.script.faults = [Fault(op="get", name=OBJECTS, change=flip(-1), times=1)]
-    done = bench.one()
-    assert (done.outcome, done.source) == (FetchOutcome.READY, "bucket")
-    assert bench.counters.get("corrupt.checksum") == 1
-    assert bench.index.maybe_contains(key_of("a"))
 
 
 def cut_off(body: bytes) -> bytes:
@@ -476,23 +433,6 @@ def test_what_this_node_has_is_served_though_the_object_is_bad(bench: Bench) -> 
     assert len(bench.store.fetched) == 2
 
 
-def test_a_bad_object_that_was_deleted_is_not_asked_for_either(bench: Bench) -> None:
-    bench.put(key_of("a"), b"no entry")
-    assert bench.one().outcome is FetchOutcome.CORRUPT
-    del bench.bucket[LAYOUT.object(key_of("a"))]
-    assert bench.one().outcome is FetchOutcome.CORRUPT
-    bench.index.add(key_of("a"))  # this process has stored it again
-    assert bench.one().outcome is FetchOutcome.ABSENT
-
-
-def test_a_bad_file_in_the_tier_is_fetched_anew(bench: Bench) -> None:
-    bench.stock("a")
-    bench.tier.writer.publish(key_of("a"), [entry(key_of("b"))])
-    done = bench.one()
-    assert (done.outcome, done.source) == (FetchOutcome.READY, "bucket")
-    assert bench.counters.get("tier.bad_files") == 1
-
-
 @pytest.mark.parametrize(
     ("changes", "counter"),
     [
@@ -531,14 +471,6 @@ def test_an_entry_of_another_shape_in_the_tier_is_a_mismatch_and_not_held_open_f
     assert bench.store.fetched == []
 
 
-def test_a_mismatch_is_logged_once_per_kind(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    for text in "abc":
-        bench.put(key_of(text), entry(key_of(text), rows=ROWS - 1))
-    bench.fetch(*(want(text) for text in "abc"))
-    assert caplog.text.count("counts as a miss") == 1
-    assert bench.counters.get("mismatch.rows") == 3
-
-
 def test_a_larger_object_is_refused_unread_and_stays_known(bench: Bench) -> None:
     """A client may have made its row count up; others need the entry."""
     bench.put(key_of("a"), entry(key_of("a"), rows=10_000))
@@ -546,20 +478,6 @@ def test_a_larger_object_is_refused_unread_and_stays_known(bench: Bench) -> None
     assert len(bench.store.fetched) == 1
     assert bench.counters.get("mismatch.size") == 1
     assert bench.index.maybe_contains(key_of("a"))
-
-
-def test_no_more_is_asked_for_than_the_request_needs(bench: Bench) -> None:
-    bench.stock("a")
-    asked: list[int] = []
-    get = bench.store.get
-
-    async def watched(name: str, *, max_bytes: int) -> bytes | None:
-        asked.append(max_bytes)
-        return await get(name, max_bytes=max_bytes)
-
-    bench.store.get = watched  # type: ignore[method-assign]
-    bench.one()
-    assert asked[-1] == ENTRY_LIMIT
 
 
 def test_what_was_saved_here_before_the_namespaces_first_record_is_not_here_yet(
@@ -579,15 +497,6 @@ def test_without_a_record_nothing_is_fetched(bench: Bench) -> None:
     assert bench.one(modality="video").outcome is FetchOutcome.ABSENT
     assert bench.counters.get("mismatch.no_record") == 1
     assert bench.store.fetched == []
-
-
-def test_a_record_that_is_garbage_is_as_good_as_none(bench: Bench) -> None:
-    bench.stock("a")
-    for body in (b'{"width": 32, "dtype": []}', b"x" * 10_000):
-        bench.bucket[LAYOUT.modality("image")] = body
-        bench.records = ModalityRecords(bench.store, LAYOUT)
-        bench.make()
-        assert bench.one().outcome is FetchOutcome.ABSENT
 
 
 # -- a store or disk that does not answer ------------------------------------------------------
@@ -617,18 +526,6 @@ def test_the_tier_serves_though_the_bucket_is_down_since_the_start(
     assert (done.outcome, done.source) == (FetchOutcome.READY, "tier")
     assert bench.one("b").outcome is FetchOutcome.UNAVAILABLE
     assert bench.one("a", rows=ROWS + 1).outcome is FetchOutcome.MISMATCH
-
-
-def test_a_full_disk_is_unavailable_and_the_next_want_is_served(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.stock("a")
-    full = bench.make_tier(min_free_bytes=1 << 60)
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.tier.writer, "receive", full.writer.receive)
-        assert bench.one().outcome is FetchOutcome.UNAVAILABLE
-    assert bench.one().outcome is FetchOutcome.READY
-    full.close()
 
 
 @pytest.mark.parametrize("kind", [KeyError, BaseException, asyncio.CancelledError])
@@ -785,11 +682,6 @@ def test_many_wants_for_one_key_are_one_fetch(bench: Bench) -> None:
     assert len(bench.store.fetched) == 1
 
 
-def test_a_want_after_the_end_of_the_first_is_a_new_one(bench: Bench) -> None:
-    bench.stock("a")
-    assert [bench.one().outcome for _ in range(3)] == [FetchOutcome.READY] * 3
-
-
 def order_of(bench: Bench, texts: Sequence[str] = "abcdefgh") -> list[str]:
     names = {LAYOUT.object(key_of(text)): text for text in texts}
     return [names[name] for name in bench.store.fetched]
@@ -851,20 +743,6 @@ def test_no_more_than_the_allowed_bytes_are_in_flight(
     assert bench.store.peak == at_once
 
 
-def test_a_fetch_that_waits_for_bytes_ends_at_its_deadline_too(
-    bench: Bench, deadlines: Deadlines
-) -> None:
-    bench.stock("a", "b")
-    bench.make(max_inflight_bytes=1)
-    bench.held_up([want("a"), want("b")])
-    bench.fence()
-    deadlines.expire(bench.loop)
-    assert {done.outcome for done in bench.collect(2)} == {FetchOutcome.UNAVAILABLE}
-    assert len(bench.store.fetched) == 1
-    bench.script.faults = []
-    assert bench.one("b").outcome is FetchOutcome.READY
-
-
 def test_a_full_queue_answers_at_once(bench: Bench) -> None:
     bench.stock(*"abcd")
     bench.make(max_concurrency=1, max_queued=2)
@@ -919,19 +797,6 @@ def test_a_large_object_takes_the_memory_of_a_few_parts(in_parts: Bench) -> None
     assert in_parts.collect(1)[0].outcome is FetchOutcome.READY
 
 
-def test_a_large_object_beside_another_one_comes_in_larger_parts(in_parts: Bench) -> None:
-    in_parts.put(key_of("b"), entry(key_of("b"), rows=LARGE_ROWS))
-    gate = in_parts.held_up([want("a", rows=LARGE_ROWS)], op="get_range", name=OBJECTS)
-    in_parts.prefetcher.submit([want("b", rows=LARGE_ROWS)])
-    eventually(lambda: ranges(in_parts, "b") == 1, "both are under way")
-    gate.release()
-    done = {each.want.key: body_of(each) for each in in_parts.collect(2)}
-    for text, nbytes in {"a": PART_BYTES, "b": 2 * PART_BYTES}.items():
-        body = done[key_of(text)]
-        assert body == entry(key_of(text), rows=LARGE_ROWS)
-        assert ranges(in_parts, text) == -(-len(body) // nbytes)
-
-
 def test_ranges_of_what_the_index_knows_to_fit_are_asked_for_at_once(in_parts: Bench) -> None:
     nbytes = len(entry(key_of("a"), rows=LARGE_ROWS))
     in_parts.read_the_manifest().add(key_of("a"), nbytes)
@@ -939,24 +804,6 @@ def test_ranges_of_what_the_index_knows_to_fit_are_asked_for_at_once(in_parts: B
     gate = in_parts.held_up([want("a", rows=LARGE_ROWS)], op="get_range", name=OBJECTS)
     in_parts.fence()
     assert ranges(in_parts) == PARTS_AT_A_TIME
-    gate.release()
-    done = in_parts.collect(1)[0]
-    assert body_of(done) == entry(key_of("a"), rows=LARGE_ROWS)
-
-
-@pytest.mark.parametrize("late", range(PARTS_AT_A_TIME))
-def test_a_range_that_comes_last_of_all_changes_nothing(in_parts: Bench, late: int) -> None:
-    nbytes = len(entry(key_of("a"), rows=LARGE_ROWS))
-    in_parts.read_the_manifest().add(key_of("a"), nbytes)
-    in_parts.make()
-    gate = in_parts.hold(op="get_range", name=OBJECTS)
-    in_parts.script.faults[0].skip, in_parts.script.faults[0].times = late, 1
-    in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
-    assert gate.reached.wait(TIMEOUT_S)
-    # All that may be asked for before that one is there: what comes early is kept in memory.
-    eventually(lambda: ranges(in_parts) == late + PARTS_AT_A_TIME, "the others")
-    in_parts.fence()
-    assert ranges(in_parts) == late + PARTS_AT_A_TIME
     gate.release()
     done = in_parts.collect(1)[0]
     assert body_of(done) == entry(key_of("a"), rows=LARGE_ROWS)
@@ -1050,17 +897,6 @@ def test_what_another_process_fetches_is_not_fetched_here_and_takes_no_place(
     assert bench.counters.get("fetch_parked") == 2
 
 
-def test_many_parked_wants_are_all_looked_at(bench: Bench) -> None:
-    texts = [str(number) for number in range(150)]
-    bench.stock(*texts)
-    bench.make(claim_patience_s=600)
-    end = others_claim(bench, *texts)
-    bench.prefetcher.submit([want(text) for text in texts])
-    eventually(lambda: bench.counters.get("fetch_parked") == 150, "all parked")
-    end()
-    assert {each.outcome for each in bench.collect(150)} == {FetchOutcome.READY}
-
-
 def test_a_large_object_of_another_process_is_waited_for_as_long_as_it_may_take(
     in_parts: Bench,
 ) -> None:
@@ -1084,25 +920,6 @@ def test_a_large_object_of_another_process_is_waited_for_as_long_as_it_may_take(
     end()
 
 
-def test_a_process_that_hangs_with_its_claim_holds_nobody_up_for_ever(bench: Bench) -> None:
-    bench.stock("a")
-    bench.make(claim_patience_s=0.0)
-    end = others_claim(bench, "a")
-    assert bench.one().source == "bucket"
-    end()
-
-
-def test_parked_wants_end_with_the_loop(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    bench.stock("a")
-    end = others_claim(bench, "a")
-    bench.prefetcher.submit([want("a")])
-    eventually(lambda: bench.counters.get("fetch_parked") == 1, "the parking")
-    bench.loop.stop(TIMEOUT_S)
-    gc.collect()
-    assert "destroyed" not in caplog.text
-    end()
-
-
 def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
     bench: Bench,
 ) -> None:
@@ -1115,47 +932,6 @@ def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
     gate.release()
     assert {each.outcome for each in bench.collect(4)} == {FetchOutcome.READY}
     assert order_of(bench) == list("acdb")
-
-
-def test_what_was_forgotten_can_be_wanted_again(bench: Bench) -> None:
-    bench.stock(*"abc")
-    bench.make(max_concurrency=1)
-    gate = bench.held_up([want(text) for text in "abc"])
-    bench.prefetcher.submit([want(text, Priority.FORGOTTEN) for text in "bc"])
-    bench.prefetcher.submit([want("c")])
-    bench.fence()
-    gate.release()
-    bench.collect(3)
-    assert order_of(bench) == list("acb")
-
-
-def test_queue_stays_short_however_often_its_wants_change_their_place(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    longest = 0
-    push = heapq.heappush
-
-    def measuring(heap: list[Any], item: Any) -> None:
-        nonlocal longest
-        push(heap, item)
-        if isinstance(item, tuple) and isinstance(item[0], Priority):  # not the loop's timers
-            longest = max(longest, len(heap))
-
-    texts = [f"{number}" for number in range(50)]
-    bench.stock("a", *texts)
-    bench.make(max_concurrency=1)
-    gate = bench.held_up([want("a")])  # so its lane is never idle
-    monkeypatch.setattr(heapq, "heappush", measuring)
-    for _ in range(100):
-        bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in texts])
-        for _ in range(2):
-            bench.prefetcher.submit([want(text, Priority.FORGOTTEN) for text in texts])
-    bench.prefetcher.submit([want(text) for text in reversed(texts)])
-    bench.fence()
-    assert len(texts) <= longest <= 4 * len(texts)
-    gate.release()
-    assert {each.outcome for each in bench.collect(51)} == {FetchOutcome.READY}
-    assert order_of(bench, ["a", *texts]) == ["a", *reversed(texts)]
 
 
 # -- the end -----------------------------------------------------------------------------------
@@ -1181,24 +957,3 @@ def test_stopping_ends_running_and_queued_fetches_and_closes_every_entry(
     assert bench.open_files() == 0
     assert "destroyed" not in caplog.text
     assert "exception" not in caplog.text
-
-
-def test_a_want_after_the_end_is_answered(bench: Bench) -> None:
-    bench.loop.stop(TIMEOUT_S)
-    assert bench.one().outcome is FetchOutcome.UNAVAILABLE
-
-
-@pytest.mark.slow
-def test_stopping_with_a_hundred_thousand_queued_wants_is_quick(bench: Bench) -> None:
-    bench.stock("a")
-    bench.make(max_concurrency=1)
-    gate = bench.hold()
-    wants = [
-        FetchRequest(Key(str(n), "x", n.to_bytes(16, "big")), "image", ROWS) for n in range(100_000)
-    ]
-    bench.prefetcher.submit([want("a")])
-    assert gate.reached.wait(TIMEOUT_S)
-    bench.prefetcher.submit(wants)
-    bench.fence()
-    bench.loop.stop(TIMEOUT_S)
-    assert bench.store.fetched == [LAYOUT.object(key_of("a"))]

@@ -2,7 +2,7 @@
 """Odd picture files, a few pixels each, and what vLLM was seen to make of them.
 
 ``python -m pytest tests/versions/test_decoding.py`` compares. What another release makes otherwise
-is a new step of ``s3ec/decoding.py``, with its values here.
+has its values here, and a job leaves it out (``s3ec/decoding.py``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ class Odd:
 
     Attributes:
         text: Its bytes in base64.
-        seen: For each way of decoding from the first one on: size and SHA-256 of the pixels, and
-            vLLM's content hash (0.31 and newer), 16 digits each. A way that is not there is the one
-            before it.
+        seen: Up to vLLM 0.32, and from 0.33 on where that differs: size and SHA-256 of the pixels,
+            and vLLM's content hash (0.31 and newer), 16 digits each.
     """
 
     text: str
@@ -31,7 +30,7 @@ class Odd:
         return base64.b64decode(self.text)
 
     def way(self, number: int) -> tuple[str, str]:
-        """What that way makes of it."""
+        """What vLLM makes of it: way 1 up to 0.32, way 2 from 0.33 on."""
         return self.seen[min(number, len(self.seen)) - 1]
 
 

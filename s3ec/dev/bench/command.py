@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,16 +32,13 @@ from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     Command,
-    console,
     epilog,
     print_json,
     stdout_to_stderr,
+    table,
 )
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result, Row, Spec
 from s3ec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Say = Callable[[str], None]
 
@@ -131,11 +128,11 @@ ENTRIES: dict[str, Entry] = {
         options={
             "keys": _given(
                 *(int | None, None, "--keys", "N"),
-                "Keys in the largest index, 1e7 if left out; 1e8 take 7 GB of scratch space.",
+                "Keys in the largest index, 1e7 if left out; 1e8 take 17 GB of scratch space.",
                 parser=_number_of_keys,
             )
         },
-        example=("--keys 1e8", "of a larger corpus; 7 GB of scratch space"),
+        example=("--keys 1e8", "of a larger corpus; 17 GB of scratch space"),
     ),
     "payoff": Entry(
         "Measure the gain of `wait: auto`, in vLLM's scheduler with a virtual clock.",
@@ -391,40 +388,27 @@ def _failed(name: str, why: str) -> Result:
 # -- output ----------------------------------------------------------------------------------------
 
 # A dash where nothing is asked for, or nothing was measured.
-_VERDICTS = {True: ("yes", "green"), False: ("NO", "bold red"), None: ("-", "dim")}
+_VERDICTS = {True: "yes", False: "NO", None: "-"}
 
 
 def figure(value: Any) -> str:
     """A number with three digits that matter; a dash for none."""
-    if value is None:
-        return "-"
-    if value == 0:
-        return "0"
+    if not value:
+        return "-" if value is None else "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def table(result: Result) -> Table:
+def lines(result: Result) -> list[dict[str, str]]:
     """The rows, each followed by its cases."""
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(title=f"s3ec bench {result.bench}", title_justify="left", box=None, pad_edge=False)
-    for heading in ("row", "value", "unit", "reach", "ok"):
-        made.add_column(heading, justify="right" if heading == "value" else "left", no_wrap=True)
-    made.add_column("rounds, or why not")
+    found = []
     for row in result.rows:
         ok = row.ok if row.spec.reach is not None else None
-        made.add_row(
-            Text(row.spec.name),
-            Text(figure(row.value)),
-            Text(row.spec.unit),
-            Text(row.spec.reach or ""),
-            Text(*_VERDICTS[ok]),
-            Text(_remark(row), style="dim"),
-        )
+        line = {"row": row.spec.name, "value": figure(row.value), "unit": row.spec.unit}
+        line |= {"reach": row.spec.reach or "", "ok": _VERDICTS[ok], "rounds": _remark(row)}
+        found.append(line)
         for name, value in (row.detail.get("cases") or {}).items():
-            made.add_row(Text(f"  {name}", style="dim"), Text(figure(value), style="dim"))
-    return made
+            found.append(dict.fromkeys(line, "") | {"row": f"  {name}", "value": figure(value)})
+    return found
 
 
 def _remark(row: Row) -> str:
@@ -455,19 +439,16 @@ def _publish(results: Sequence[Result], whole: Result, json_file: str | None) ->
         whole: All rows of these.
         json_file: Gets the JSON; ``-`` for stdout, without tables.
     """
-    from rich.text import Text
-
     if json_file == _STDOUT:
         print_json(whole.to_json())
     else:
         if json_file is not None:
             text = json.dumps(whole.to_json(), indent=2, ensure_ascii=False)
             Path(json_file).write_text(text + "\n", encoding="utf-8")
-        out = console()
         for result in results:
-            out.print(table(result), "")
-        out.print(Text(_machine_line(whole.machine), style="dim"))
-        sys.stdout.flush()
+            table(lines(result))
+            typer.echo("")
+        typer.echo(_machine_line(whole.machine))
     if whole.failed:
         raise typer.Exit(EXIT_WRONG)
 

@@ -46,19 +46,13 @@ class RequestTimes:
 
     ttft: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
-    schedules: list[float] = field(default_factory=list)
 
     def add(self, reply: dict[str, Any]) -> None:
         self.steps += [each / 1e6 for each in reply["steps"]]
-        self.schedules += [each / 1e6 for each in reply["schedules"]]
 
 
 def run(context: Context) -> None:
-    """Measure; needs the SeaweedFS binary and vLLM.
-
-    Raises:
-        CannotMeasureError: There is no server or no vLLM.
-    """
+    """Measure; needs the SeaweedFS binary and vLLM."""
     from s3ec.dev.rigs.proxy import FaultProxy
 
     rounds = context.rounds(ROUNDS)
@@ -156,11 +150,7 @@ def _announce(client: Any, namespace: str, names: Sequence[str]) -> None:
 
 
 def _die(engine: EngineProcess, proxy: FaultProxy, asked: Iterator[Prompt]) -> None:
-    """Wait until the engine knows the index, swallow its requests, wait for its breaker.
-
-    Raises:
-        CannotMeasureError: One of the two does not happen.
-    """
+    """Wait until the engine knows the index, swallow its requests, wait for its breaker."""
     from s3ec.dev.rigs.proxy import Rule
     from s3ec.dev.rigs.proxy_faults import StallUpload
 
@@ -196,10 +186,6 @@ def report(
                 "spread": measure.spread(groups),
                 "note": f"p99 of all rounds; spread of {len(groups)} parts of the run",
                 "percentiles_ms": {name: _percentiles(values) for name, values in ms.items()},
-                "schedule_us": {
-                    name: _percentiles([1000 * v for one in times for v in one.schedules])
-                    for name, times in kept.items()
-                },
                 "counters": dict(moved),
             },
         )

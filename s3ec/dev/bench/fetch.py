@@ -56,27 +56,16 @@ class Plan:
     all_clients: bool = True
 
     @property
-    def specs(self) -> tuple[Spec, ...]:
-        """The benchmark's rows."""
-        return tuple(
-            Spec(f"{self.name}.{row}", _UNITS[row], reach) for row, reach in self.reaches.items()
-        )
-
-    @property
     def bench(self) -> Bench:
-        """The benchmark."""
-        return Bench(self.specs, functools.partial(run, plan=self))
+        """The benchmark, with its rows."""
+        rows = [
+            Spec(f"{self.name}.{row}", _UNITS.get(row, "ratio"), reach)
+            for row, reach in self.reaches.items()
+        ]
+        return Bench(rows, functools.partial(run, plan=self))
 
 
-_UNITS = {
-    "ratio_to_raw": "ratio",
-    "ratio_to_files": "ratio",
-    "cpu_ratio_to_raw": "ratio",
-    "cpu_ratio_to_files": "ratio",
-    "gb_per_s": "GB/s",
-    "cpu_ms": "ms",
-    "cpu_ms_per_object": "ms",
-}
+_UNITS = {"gb_per_s": "GB/s", "cpu_ms": "ms", "cpu_ms_per_object": "ms"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +102,12 @@ def run(context: Context, plan: Plan) -> None:
     Args:
         context: Where rows go.
         plan: What is fetched.
-
-    Raises:
-        CannotMeasureError: There is no server to be had.
     """
     from s3ec.codec import Shape
     from s3ec.dev.bench.corpus import filled
     from s3ec.dev.bench.fetcher import floor_ms
     from s3ec.dev.bench.measure import memory_folder
-    from s3ec.dev.rigs.relay import Relay
+    from s3ec.dev.rigs.relay import relayed
 
     shape = Shape(plan.rows, plan.width, "bfloat16")
     with contextlib.ExitStack() as stack:
@@ -129,8 +115,8 @@ def run(context: Context, plan: Plan) -> None:
             filled(context, plan.objects_quick if context.quick else plan.objects, shape)
         )
         if plan.latency_s:
-            relay = stack.enter_context(Relay(corpus.endpoint_url, plan.latency_s))
-            corpus = replace(corpus, endpoint_url=relay.url)
+            url = stack.enter_context(relayed(corpus.endpoint_url, plan.latency_s))
+            corpus = replace(corpus, endpoint_url=url)
         folder, on_tmpfs = stack.enter_context(memory_folder(context.scratch / "tier"))
         clients = stack.enter_context(_clients(server, corpus, folder, plan.all_clients))
         clients.about |= {
@@ -147,28 +133,28 @@ def run(context: Context, plan: Plan) -> None:
 def _clients(server: LocalS3, corpus: Corpus, folder: Path, all_clients: bool) -> Iterator[Clients]:
     from s3ec.dev.bench import fetcher, raw_loops
 
-    def case(work: Callable[[], None], after: Callable[[], None] | None = None) -> None:
-        clients.cases[name] = lambda: _sample(server.pid, work, after)
-
     clients = Clients()
+    files = folder / "files"
+    files.mkdir()
+
+    def empty() -> None:
+        for path in files.iterdir():
+            path.unlink()
+
     with contextlib.ExitStack() as stack:
+
+        def add(name: str, client: Any, after: Callable[[], None] | None = None) -> None:
+            stack.callback(client.close)
+            clients.cases[name] = lambda: _sample(server.pid, client.fetch, after)
+
         loops, clients.missing = raw_loops.open_loops(corpus)
-        for client, loop in loops.items():
-            stack.callback(loop.close)
-            name = RAW + client
-            case(loop.fetch)
+        for name, loop in loops.items():
+            add(RAW + name, loop)
         there, auto = fetcher.transports(corpus, folder / "none")
-        files = folder / "files"
-        files.mkdir()
-        to_file = raw_loops.ObstoreToFileLoop(corpus, files)
-        stack.callback(to_file.close)
-        name = TO_FILE
-        case(to_file.fetch, to_file.empty)
+        add(TO_FILE, raw_loops.ObstoreLoop(corpus, files), empty)
         for transport in there if all_clients else [auto]:
             ours = fetcher.Fetcher(corpus, folder / transport, transport)
-            stack.callback(ours.close)
-            name = OURS + transport
-            case(ours.fetch, ours.empty)
+            add(OURS + transport, ours, ours.empty)
         clients.auto, clients.raw = OURS + auto, RAW + auto
         yield clients
 

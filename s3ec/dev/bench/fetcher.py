@@ -96,23 +96,23 @@ def floor_ms(folder: Path, nbytes: int) -> dict[str, float]:
         with open(path, "wb" if not path.exists() else "r+b", buffering=0) as file:
             file.write(data)
 
-    def fresh() -> float:
-        path.unlink(missing_ok=True)
-        return _cpu_ms(write)
-
-    try:
-        return {
-            "write a fresh file": statistics.median(fresh() for _ in range(_REPEATS)),
-            "write over a file": statistics.median(_cpu_ms(write) for _ in range(_REPEATS)),
-            "xxh3-128": statistics.median(
-                _cpu_ms(lambda: codec.checksum(data)) for _ in range(_REPEATS)
-            ),
-        }
-    finally:
+    def unlink() -> None:
         path.unlink(missing_ok=True)
 
+    found = {
+        "write a fresh file": _cpu_ms(write, unlink),
+        "write over a file": _cpu_ms(write),
+        "xxh3-128": _cpu_ms(lambda: codec.checksum(data)),
+    }
+    unlink()
+    return found
 
-def _cpu_ms(work: Callable[[], object]) -> float:
-    before = time.thread_time_ns()
-    work()
-    return (time.thread_time_ns() - before) / 1e6
+
+def _cpu_ms(work: Callable[[], object], prepare: Callable[[], object] = bool) -> float:
+    times = []
+    for _ in range(_REPEATS):
+        prepare()
+        before = time.thread_time_ns()
+        work()
+        times.append((time.thread_time_ns() - before) / 1e6)
+    return statistics.median(times)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import enum
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,8 +42,10 @@ from s3ec.connector import saves
 from s3ec.connector.connector import S3ECConnector
 from s3ec.connector.parts import Parts
 from s3ec.dev.bench.corpus import key_of
+from s3ec.dev.bench.hooks import DECODING, HIT, KINDS, MISS, PENDING
 from s3ec.dev.bench.measure import time_each
 from s3ec.identity import Layout, Namespace
+from s3ec.index.maker import rebuild
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.store.base import Blob
@@ -60,15 +61,6 @@ _HEAD_TOKENS = 16
 # Nothing may time out while the benchmark looks at what is pending.
 _HOUR_S = 3600.0
 _FILL_TIMEOUT_S = 120.0
-
-
-class Kind(enum.Enum):
-    """What the connector knows of a request's images."""
-
-    HIT = "hit"  # verified and pinned on this node
-    MISS = "miss"  # not in the corpus
-    PENDING = "pending"  # being fetched
-    DECODING = "decoding"  # covered by the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +167,7 @@ class Rig:
         self.node.prefetcher._limits = dataclasses.replace(limits, deadline_s=_HOUR_S)
         self.shell = scheduler_shell(self.node)
         self.requests = {
-            (kind, images): self._requests(kind, images) for kind in Kind for images in (1, IMAGES)
+            (kind, images): self._requests(kind, images) for kind in KINDS for images in (1, IMAGES)
         }
 
     def _store(self, layout: Layout) -> MemoryStore:
@@ -184,17 +176,13 @@ class Rig:
             bucket.objects[layout.object(key_of(name))] = _entry(name, layout.namespace)
         silent = {layout.object(key_of(name)) for name in [*self.pending, *self._unseen]}
         bucket.objects.update(dict.fromkeys(silent, b"never read"))
+        asyncio.run(rebuild(MemoryStore(bucket), layout))
         return _GatedStore(bucket, silent)
 
-    def _requests(self, kind: Kind, images: int) -> list[Request]:
-        pool = {
-            Kind.HIT: self.hits,
-            Kind.DECODING: self.hits,
-            Kind.MISS: self.misses,
-            Kind.PENDING: self.pending,
-        }[kind]
+    def _requests(self, kind: str, images: int) -> list[Request]:
+        pool = {MISS: self.misses, PENDING: self.pending}.get(kind, self.hits)
         return [
-            make_request(f"{kind.value}-{images}-{n}", pool[n * images : (n + 1) * images])
+            make_request(f"{kind}-{images}-{n}", pool[n * images : (n + 1) * images])
             for n in range(self.size.requests)
         ]
 
@@ -210,11 +198,11 @@ class Rig:
             raise RuntimeError(f"a corpus of {self.size.corpus} keys is too small")
         return taken
 
-    def computed_tokens(self, kind: Kind, request: Request) -> int:
+    def computed_tokens(self, kind: str, request: Request) -> int:
         """What vLLM would say is in the KV cache."""
-        return request.num_tokens if kind is Kind.DECODING else 0
+        return request.num_tokens if kind is DECODING else 0
 
-    def calls(self, kind: Kind, images: int) -> list[tuple[Request, int]]:
+    def calls(self, kind: str, images: int) -> list[tuple[Request, int]]:
         """Arguments of ensure_cache_available for every request of a kind."""
         return [(r, self.computed_tokens(kind, r)) for r in self.requests[kind, images]]
 
@@ -232,7 +220,7 @@ class Rig:
         record = self.node.records.settle("image", Record(_WIDTH, "bfloat16"))
         self.node.loop.run(record, timeout_s=30)
         _wait_until("the index is there", lambda: self.node.index.loaded)
-        hits = self.requests[Kind.HIT, IMAGES]
+        hits = self.requests[HIT, IMAGES]
 
         def all_here() -> bool:
             here = [self.shell.ensure_cache_available(request, 0) for request in hits]
@@ -241,7 +229,7 @@ class Rig:
 
         _wait_until("the hits are on this node", all_here)
         # Only now, or those that never come would take all places.
-        for request in self.requests[Kind.PENDING, IMAGES]:
+        for request in self.requests[PENDING, IMAGES]:
             self.shell.ensure_cache_available(request, 0)
         self.end_step()
         self.settle()
@@ -259,9 +247,9 @@ class Rig:
             for request, tokens in self.calls(kind, images):
                 available.add(self.shell.ensure_cache_available(request, tokens))
                 granted.update(map(self.shell.has_cache_item, identifiers_of([request])))
-            if available != {kind is not Kind.PENDING}:
+            if available != {kind is not PENDING}:
                 raise RuntimeError(f"{kind} of {images}: ensure_cache_available said {available}")
-            if kind is not Kind.DECODING and granted != {kind is Kind.HIT}:
+            if kind is not DECODING and granted != {kind is HIT}:
                 raise RuntimeError(f"{kind} of {images}: has_cache_item said {granted}")
             self.end_step()
             self.end_requests(kind, images)
@@ -269,7 +257,7 @@ class Rig:
         if errors:
             raise RuntimeError(f"{errors:.0f} hooks raised; see the log")
 
-    def end_requests(self, kind: Kind, images: int) -> None:
+    def end_requests(self, kind: str, images: int) -> None:
         """Have the connector forget how long these waited, or it would stop deferring them."""
         for request in self.requests[kind, images]:
             self.shell.request_finished(request)
@@ -394,9 +382,9 @@ class Passes:
     def cases(self) -> dict[str, Callable[[], Times]]:
         """All passes, for measure.interleave."""
         made: dict[str, Callable[[], Times]] = {}
-        for kind in Kind:
+        for kind in KINDS:
             for images in (1, IMAGES):
-                made[f"{kind.value}/{images}"] = self._asking(kind, images)
+                made[f"{kind}/{images}"] = self._asking(kind, images)
         return made | {
             "loading": self._load_steps,
             "new": self._new_images,
@@ -407,32 +395,29 @@ class Passes:
             "example loading": self._example_steps,
         }
 
-    def _asking(self, kind: Kind, images: int) -> Callable[[], Times]:
-        """For each request ensure_cache_available, then has_cache_item; all of that twice.
+    def _asking(self, kind: str, images: int) -> Callable[[], Times]:
+        """For each request ensure_cache_available, then has_cache_item, timed the second time.
 
-        The first time stands for a request that comes up: other passes have run since, so little
-        of it is in the processor's caches, and a deferred one begins to wait. The second time
-        is how vLLM asks from then on, at every step.
+        The first time it may begin to wait; later ones are how vLLM asks at every step.
         """
         rig, shell = self._rig, self._shell
-        case = f"{kind.value}/{images}"
+        case = f"{kind}/{images}"
         # vLLM asks nothing more of a request that decodes.
         plan = [
-            (call, [] if kind is Kind.DECODING else [(n,) for n in identifiers_of([call[0]])])
+            (call, [] if kind is DECODING else [(n,) for n in identifiers_of([call[0]])])
             for call in rig.calls(kind, images)
         ]
 
         def ask() -> Times:
-            times: dict[str, list[int]] = {}
-            for which in ("cold", "warm"):
-                ensure = times.setdefault(f"ensure {which}/{case}", [])
-                has = times.setdefault(f"has {which}/{case}", [])
+            for _ in range(2):
+                ensure: list[int] = []
+                has: list[int] = []
                 for call, names in plan:
                     ensure += time_each(shell.ensure_cache_available, [call])
                     has += time_each(shell.has_cache_item, names)
                 rig.end_step()
             rig.end_requests(kind, images)
-            return times
+            return {f"ensure warm/{case}": ensure, f"has warm/{case}": has}
 
         return ask
 
@@ -442,7 +427,7 @@ class Passes:
         alloc: list[int] = []
         meta: list[int] = []
         freed: list[str] = []
-        for request in self._rig.requests[Kind.HIT, IMAGES]:
+        for request in self._rig.requests[HIT, IMAGES]:
             names = identifiers_of([request])
             shell.ensure_cache_available(request, 0)
             for name in names:
@@ -521,17 +506,17 @@ class Passes:
 
     def _ask_example(self) -> Times:
         rig, example = self._rig, self._example
-        times = {"noop": time_each(example.ensure_cache_available, rig.calls(Kind.HIT, IMAGES))}
+        times = {"noop": time_each(example.ensure_cache_available, rig.calls(HIT, IMAGES))}
         for case, names in (("hit", rig.hits), ("miss", rig.misses)):
             calls = [(name,) for name in names]
-            for which in ("cold", "warm"):
-                times[f"example {which}/{case}"] = time_each(example.has_cache_item, calls)
+            for _ in range(2):
+                times[f"example warm/{case}"] = time_each(example.has_cache_item, calls)
         return times
 
     def _example_steps(self) -> Times:
         alloc: list[int] = []
         meta: list[int] = []
-        for request in self._rig.requests[Kind.HIT, IMAGES]:
+        for request in self._rig.requests[HIT, IMAGES]:
             indexes = [(request, n) for n in range(IMAGES)]
             alloc += time_each(self._example.update_state_after_alloc, indexes)
             meta += time_each(self._example.build_connector_meta, [(step_output(),)])

@@ -9,7 +9,6 @@ it is by default, so the scheduler looks for each request's prefix in each pass.
 from __future__ import annotations
 
 import copy
-import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,15 +19,13 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from s3ec import runtime
 from s3ec.connector.connector import S3ECConnector
-from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.counters import Counters
+from s3ec.dev.bench import measure
 from s3ec.dev.bench.hooks_rig import Identifiers, engine_config, identifiers_of, make_request
 from s3ec.dev.rigs.models import write_gemma3
 from s3ec.dev.rigs.virtual_engine import (
@@ -36,7 +33,7 @@ from s3ec.dev.rigs.virtual_engine import (
     PlayedFetches,
     PlayedIndex,
     make_scheduler,
-    played_parts,
+    played_half,
 )
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import make_key
@@ -58,31 +55,6 @@ class Deferring(NoConnector):
         return False
 
 
-class _Watched:
-    """Times every pass of one scheduler."""
-
-    def __init__(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
-        self._scheduler = scheduler
-        self._waiting = len(requests)
-        self._places = scheduler.max_num_active_reqs
-        for request in requests:
-            scheduler.add_request(request)
-
-    def schedule_s(self, *, is_full: bool = False) -> float:
-        """One pass; a full engine asks about nobody.
-
-        Raises:
-            RuntimeError: A request was scheduled, so that something else would be measured.
-        """
-        self._scheduler.max_num_active_reqs = 0 if is_full else self._places
-        started = time.thread_time()
-        output = self._scheduler.schedule()
-        seconds = time.thread_time() - started
-        if output.total_num_scheduled_tokens or len(self._scheduler.requests) != self._waiting:
-            raise RuntimeError("not all requests wait")
-        return seconds
-
-
 def ratios(scratch: Path, *, requests: int, rounds: int) -> dict[str, list[float]]:
     """Time of a pass over that of a connector that only defers, for ``always`` and ``auto``.
 
@@ -92,8 +64,10 @@ def ratios(scratch: Path, *, requests: int, rounds: int) -> dict[str, list[float
         rounds: Passes of each, in turn, after those in which every request was looked at.
 
     Returns:
-        By the setting ``wait``: one ratio a round. Behind ``after a full pass, `` the same where
-        the engine was full in the pass before, which is in the time as well.
+        By the setting ``wait``: one ratio a round.
+
+    Raises:
+        RuntimeError: A request was scheduled, so that something else would be measured.
     """
     init_none_hash(sha256)
     config = EngineArgs(
@@ -108,43 +82,31 @@ def ratios(scratch: Path, *, requests: int, rounds: int) -> dict[str, list[float
     asked = [make_request(f"waits-{one}", named.take(PICTURES)) for one in range(requests)]
     hasher = get_request_block_hasher(_BLOCK, sha256)
     hashes = [hasher(one) for one in asked]
-    watched = {}
+    schedulers: dict[str, Any] = {}
     for name in ("", "always", "auto"):
         connector: Any = _s3ec(asked, is_auto=name == "auto") if name else Deferring()
-        scheduler = make_scheduler(
+        schedulers[name] = make_scheduler(
             config, connector, is_async=False, blocks=4096, block_size=_BLOCK, cache_rows=_TOKENS
         )
-        copies = [copy.copy(one) for one in asked]
-        for one, its_hashes in zip(copies, hashes, strict=True):
+        for one, its_hashes in zip(map(copy.copy, asked), hashes, strict=True):
             one.block_hashes = its_hashes
-        watched[name] = _Watched(scheduler, copies)
-    times: dict[str, list[float]] = {name: [] for name in watched}
-    after_full: dict[str, list[float]] = {name: [] for name in watched}
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(_FIRST_PASSES + rounds):
-            for name, each in watched.items():
-                seconds = each.schedule_s()
-                if number >= _FIRST_PASSES:
-                    times[name].append(seconds)
-        for _ in range(rounds):
-            for name, each in watched.items():
-                seconds = each.schedule_s(is_full=True) + each.schedule_s()
-                after_full[name].append(seconds)
-    finally:
-        gc.enable()
-    return _over_alone(times) | {
-        f"after a full pass, {name}": found for name, found in _over_alone(after_full).items()
-    }
+            schedulers[name].add_request(one)
 
+    def schedule_s(scheduler: Any) -> float:
+        started = time.thread_time()
+        output = scheduler.schedule()
+        seconds = time.thread_time() - started
+        if output.total_num_scheduled_tokens or len(scheduler.requests) != requests:
+            raise RuntimeError("not all requests wait")
+        return seconds
 
-def _over_alone(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    alone = times.pop("")
-    return {
-        name: [one / other for one, other in zip(seconds, alone, strict=True)]
-        for name, seconds in times.items()
-    }
+    times: dict[str, list[float]] = {name: [] for name in schedulers}
+    with measure.no_collection():
+        for _ in range(_FIRST_PASSES + rounds):
+            for name, scheduler in schedulers.items():
+                times[name].append(schedule_s(scheduler))
+    times = {name: found[_FIRST_PASSES:] for name, found in times.items()}
+    return {name: measure.ratios(times[name], times[""]) for name in ("always", "auto")}
 
 
 def _s3ec(asked: Sequence[Request], *, is_auto: bool) -> S3ECConnector:
@@ -160,20 +122,12 @@ def _s3ec(asked: Sequence[Request], *, is_auto: bool) -> S3ECConnector:
         key = make_key(identifier)
         if key is not None:
             index.add(key)
-    half = SchedulerHalf(
-        Role(
-            producer=False,
-            consumer=True,
-            window_tokens=_TOKENS + 16,
-            ranks=1,
-            steps_in_flight=1,
-            defer_timeout_s=60.0,
-        ),
-        **played_parts(index, PlayedFetches(1, 3600.0)),
-        needs_embedding=lambda _: False,
-        placeholder_of=lambda _: None,
-        counters=Counters(),
+    half = played_half(
+        index,
+        PlayedFetches(1, 3600.0),
         policy=policy,
+        steps_in_flight=1,
+        defer_timeout_s=60.0,
     )
     parts: Any = SimpleNamespace(
         node=SimpleNamespace(process=runtime.process_number, counters=Counters()),

@@ -3,7 +3,6 @@
 
 The digests are made up, which makes no difference: real ones are parts of a SHA-256. Files lie on
 this node's disk and in a SeaweedFS on this machine, which takes its share of the same cores.
-Where ``--keys`` is above 1e7, what opens, moves or merges a whole snapshot does so with 1e7.
 
 Each lookup that is timed is of a key that was not asked for before, so its cache lines are cold.
 The clock's own share, which is measured beside it, is taken off. A reader is opened in a fresh
@@ -63,7 +62,6 @@ ROWS = (
 KEYS, _KEYS_QUICK = 10_000_000, 100_000
 # Where lookups have their reach; the largest is compared with it.
 _SMALL = 1_000_000
-_MOVED = 10_000_000
 # On disk: of a key's row and its share of a filter; and of what moves, the server's copies before
 # and after a union, two readers', raw downloads, and temporary files.
 _BYTES, _COPIES = 24, 6
@@ -88,42 +86,31 @@ def run(context: Context, keys: int | None = None) -> None:
     Args:
         context: Where rows go.
         keys: In the largest index.
-
-    Raises:
-        CannotMeasureError: There is no server to be had; the other rows are reported by then.
     """
     from s3ec.dev.bench.corpus import filled
     from s3ec.dev.bench.index_bucket import head_times, measure_in_bucket
     from s3ec.dev.bench.index_made import make
 
     keys = keys or (_KEYS_QUICK if context.quick else KEYS)
-    need, free = _BYTES * (keys + _COPIES * min(keys, _MOVED)), _free_bytes(context)
+    need, free = _BYTES * (1 + _COPIES) * keys, shutil.disk_usage(context.scratch).free
     if free < need:
         raise CannotMeasureError(
             f"{keys:.3g} keys need {need / 1e9:.1f} GB of scratch space, and {free / 1e9:.1f} GB "
             "are free; TMPDIR can name another place"
         )
     context.say(f"an index of {keys} keys")
-    largest = make(context.scratch, keys)
-    # What has its reach at 1e7 keys, or takes the server long, is measured with no more.
-    made = make(context.scratch, _MOVED) if keys > _MOVED else largest
-    _measure_opening(context, made, largest)
-    _measure_filter(context, largest)
+    made = make(context.scratch, keys)
+    _measure_opening(context, made)
+    _measure_filter(context, made)
     with contextlib.ExitStack() as stack:
         try:
             server, corpus = stack.enter_context(filled(context, 1))
         except CannotMeasureError:
-            _measure_lookups(context, largest, None)
+            _measure_lookups(context, made, None)
             raise
         with head_times(corpus, context.scratch / "heads") as heads:
-            _measure_lookups(context, largest, heads)
-        if made is not largest:
-            largest.delete()
+            _measure_lookups(context, made, heads)
         measure_in_bucket(context, server, corpus, made)
-
-
-def _free_bytes(context: Context) -> int:
-    return shutil.disk_usage(context.scratch).free
 
 
 # -- lookups ---------------------------------------------------------------------------------------
@@ -246,47 +233,37 @@ def _report_lookups(
 # -- opening, and the filter -----------------------------------------------------------------------
 
 
-def _measure_opening(context: Context, made: Made, largest: Made) -> None:
-    """Report how long opening one takes, and the memory of a reader of the largest."""
-    context.say("opening in fresh processes")
-    several = _open_several(context, made)
-    of_largest = several if largest is made else _open_several(context, largest)
-    opened, grown = [one[0] for one in several], [one[1] for one in of_largest]
-    context.report(
-        OPEN,
-        statistics.median(opened),
-        samples=len(opened),
-        detail={
-            "spread": measure.spread(opened),
-            "entries": made.entries,
-            "note": "refresh to first hit in a fresh process; bucket in memory, page cache warm",
-        },
-    )
-    context.report(
-        PRIVATE,
-        statistics.median(grown) / largest.entries,
-        samples=len(grown),
-        detail={
-            "spread": measure.spread([one / largest.entries for one in grown]),
-            "entries": largest.entries,
-            "bytes": statistics.median(grown),
-            "note": f"anonymous memory after opening and {2 * _OPENED_LOOKUPS} lookups, "
-            "less before",
-        },
-    )
-
-
-def _open_several(context: Context, made: Made) -> list[tuple[float, int]]:
+def _measure_opening(context: Context, made: Made) -> None:
+    """Report how long opening takes in a fresh process, and the memory of a reader."""
     from s3ec.dev.bench.index_made import Keys
 
+    context.say("opening in fresh processes")
     keys = Keys(made.segment())
     digests = [key.digest for key in (*keys.hits(_OPENED_LOOKUPS), *keys.misses(_OPENED_LOOKUPS))]
-    spawn = multiprocessing.get_context("spawn")
     opened = []
     for _ in range(context.rounds(_OPENINGS)):
-        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             opened.append(pool.submit(_open, made, digests).result())
-    return opened
+    opened_ms, grown = zip(*opened, strict=True)
+    per_key = [one / made.entries for one in grown]
+    for row, values, note in (
+        (
+            OPEN,
+            opened_ms,
+            "refresh to first hit in a fresh process; bucket in memory, page cache warm",
+        ),
+        (
+            PRIVATE,
+            per_key,
+            f"anonymous memory after opening and {2 * _OPENED_LOOKUPS} lookups, less before",
+        ),
+    ):
+        context.report(
+            row,
+            statistics.median(values),
+            samples=len(opened),
+            detail={"spread": measure.spread(values), "entries": made.entries, "note": note},
+        )
 
 
 def _open(made: Made, digests: Sequence[bytes]) -> tuple[float, int]:
@@ -321,7 +298,8 @@ def _measure_filter(context: Context, made: Made) -> None:
     context.say("filters")
     count = _MISSES_QUICK if context.quick else _MISSES
     keys = Keys(made.segment(), seed=1)
-    words = memoryview(made.folder.filter_path(made.name).read_bytes()).cast("Q")
+    bits = made.folder.filter_path(made.name).read_bytes()
+    words = memoryview(bits).cast("Q")
 
     def contains(key: Key) -> bool:
         return maybe(words, key.digest_hi, key.digest_lo)
@@ -330,11 +308,8 @@ def _measure_filter(context: Context, made: Made) -> None:
     wrong = 0
     for _ in range(count // _MISSES_AT_A_TIME):
         wrong += sum(map(contains, keys.misses(_MISSES_AT_A_TIME)))
-    detail = {"entries": made.entries, "bytes": made.filter_nbytes}
-    context.report(
-        BLOOM_BYTES, made.filter_nbytes / made.entries, samples=made.entries, detail=detail
-    )
-    detail = {"entries": made.entries, "wrong": wrong}
+    detail = {"entries": made.entries, "bytes": len(bits), "wrong": wrong}
+    context.report(BLOOM_BYTES, len(bits) / made.entries, samples=made.entries, detail=detail)
     context.report(BLOOM_FPR, wrong / count, samples=count, detail=detail)
 
 

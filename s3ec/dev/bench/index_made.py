@@ -61,11 +61,6 @@ class Made:
         """Size of its object."""
         return self.folder.rows_path(self.name).stat().st_size
 
-    @property
-    def filter_nbytes(self) -> int:
-        """Size of its filter."""
-        return self.folder.filter_path(self.name).stat().st_size
-
     def segment(self) -> Segment:
         """Its rows, apart from any reader."""
         return Segment.open(self.folder.rows_path(self.name), NAMESPACE.name)

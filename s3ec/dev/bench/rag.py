@@ -60,9 +60,6 @@ def run(
         configs: Numbers of configurations.
         object_mb: Megabytes of an embedding, one of ``ENCODERS``.
         device: ``cpu`` or ``cuda``.
-
-    Raises:
-        CannotMeasureError: There is no server, or no vLLM.
     """
     factor = factor or (_QUICK_FACTOR if context.quick else _FACTOR)
     far = latency_ms or (_QUICK_LATENCIES_MS if context.quick else _LATENCIES_MS)

@@ -60,9 +60,6 @@ def run(context: Context, device: str = "cpu") -> None:
     Args:
         context: Takes the rows.
         device: Where the engines run: ``cpu`` or ``cuda``.
-
-    Raises:
-        CannotMeasureError: There is no server, or no vLLM.
     """
     workload = workloads.questions(factor=_FACTOR)
     encode_ms = _ENCODE_MS[:1] if context.quick else _ENCODE_MS

@@ -11,18 +11,28 @@ import asyncio
 import contextlib
 import http.client
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from s3ec.dev.bench.corpus import IN_FLIGHT, Corpus
+from s3ec.store.concurrency import in_parallel
 from s3ec.testing.server import REGION
 
 
-class RawLoop(Protocol):
+class RawLoop:
     """One client with its connections, kept over rounds."""
+
+    def __init__(self, corpus: Corpus, folder: Path | None = None) -> None:
+        """Connect.
+
+        Args:
+            corpus: What it gets.
+            folder: Where each body becomes a file; None drops the bodies.
+        """
+        self._corpus = corpus
+        self._folder = folder
 
     def fetch(self) -> None:
         """GET every object of the corpus.
@@ -30,11 +40,25 @@ class RawLoop(Protocol):
         Raises:
             RuntimeError: Fewer or more bytes came than are stored.
         """
-        ...
+        if self._get_all() != [self._corpus.entry_bytes] * len(self._corpus.keys):
+            raise RuntimeError("not every object came whole")
+
+    def _get_all(self) -> Sequence[int]:
+        """Bytes of each object."""
+        raise NotImplementedError
+
+    def _path(self, name: str) -> Path | None:
+        return self._folder / name.rpartition("/")[2] if self._folder else None
+
+    def _keep(self, name: str, body: Any) -> int:
+        path = self._path(name)
+        if path is not None:
+            with open(path, "wb", buffering=0) as file:
+                return file.write(memoryview(body))
+        return len(body)
 
     def close(self) -> None:
         """Let go of the connections."""
-        ...
 
 
 def open_loops(
@@ -46,41 +70,40 @@ def open_loops(
         corpus: What they get.
         folder: Where each body becomes a file; None drops the bodies.
     """
-    loops: dict[str, RawLoop] = {}
-    missing: dict[str, str] = {}
-    makers: dict[str, Callable[[], RawLoop]] = {
-        "aioboto3": lambda: Aioboto3Loop(corpus),
-        "obstore": lambda: ObstoreLoop(corpus),
-        "awscrt": lambda: CrtLoop(corpus),
-    }
-    if folder is not None:
-        makers = {
-            "obstore": lambda: ObstoreToFileLoop(corpus, folder),
-            "obstore in threads": lambda: ObstoreThreadsLoop(corpus, folder),
-            "http.client in threads": lambda: HttpThreadsLoop(corpus, folder),
-            "awscrt": lambda: CrtToFileLoop(corpus, folder),
-        }
-    for name, make in makers.items():
+    kinds: dict[str, type[RawLoop]] = {"obstore": ObstoreLoop, "awscrt": CrtLoop}
+    if folder is None:
+        kinds["aioboto3"] = Aioboto3Loop
+    else:
+        kinds |= {"obstore in threads": ObstoreThreadsLoop, "http.client in threads": HttpLoop}
+    loops, missing = {}, {}
+    for name, kind in kinds.items():
         try:
-            loops[name] = make()
+            loops[name] = kind(corpus, folder)
         except ImportError as exc:
             missing[name] = str(exc)
     return loops, missing
 
 
-class _AsyncioLoop:
+class _AsyncioLoop(RawLoop):
     """An asyncio loop in the calling thread."""
 
-    def __init__(self, corpus: Corpus) -> None:
-        self._corpus = corpus
+    def __init__(self, corpus: Corpus, folder: Path | None = None) -> None:
+        super().__init__(corpus, folder)
         self._runner = asyncio.Runner()
 
-    async def _get(self, name: str) -> int:
-        """Bytes of one object's body."""
+    async def _get(self, name: str) -> Any:
+        """One object's body."""
         raise NotImplementedError
 
-    def fetch(self) -> None:
-        self._runner.run(_all_of(self._corpus, self._get))
+    async def _get_and_keep(self, name: str) -> int:
+        body = await self._get(name)
+        if self._folder is None:
+            return len(body)
+        return await asyncio.to_thread(self._keep, name, body)
+
+    def _get_all(self) -> list[int]:
+        names = self._corpus.object_names
+        return self._runner.run(in_parallel(names, self._get_and_keep, width=IN_FLIGHT))
 
     def close(self) -> None:
         self._runner.close()
@@ -89,8 +112,8 @@ class _AsyncioLoop:
 class Aioboto3Loop(_AsyncioLoop):
     """aioboto3: an asyncio client in Python, bodies through aiohttp."""
 
-    def __init__(self, corpus: Corpus) -> None:
-        super().__init__(corpus)
+    def __init__(self, corpus: Corpus, folder: Path | None = None) -> None:
+        super().__init__(corpus, folder)
         self._stack = contextlib.AsyncExitStack()
         self._client: Any = self._runner.run(self._connect())
 
@@ -110,88 +133,77 @@ class Aioboto3Loop(_AsyncioLoop):
         )
         return await self._stack.enter_async_context(client)
 
-    async def _get(self, name: str) -> int:
+    async def _get(self, name: str) -> Any:
         reply = await self._client.get_object(Bucket=self._corpus.bucket, Key=name)
         async with reply["Body"] as body:
-            return len(await body.read())
+            return await body.read()
 
     def close(self) -> None:
         self._runner.run(self._stack.aclose())
         super().close()
 
 
+def _obstore(corpus: Corpus) -> Any:
+    from obstore.store import S3Store
+
+    return S3Store(
+        corpus.bucket,
+        endpoint=corpus.endpoint_url,
+        region=REGION,
+        access_key_id=corpus.env["AWS_ACCESS_KEY_ID"],
+        secret_access_key=corpus.env["AWS_SECRET_ACCESS_KEY"],
+        virtual_hosted_style_request=False,
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 0},
+    )
+
+
 class ObstoreLoop(_AsyncioLoop):
     """obstore: a client in Rust, bodies as buffers of its own."""
 
-    def __init__(self, corpus: Corpus) -> None:
-        from obstore.store import S3Store
+    def __init__(self, corpus: Corpus, folder: Path | None = None) -> None:
+        super().__init__(corpus, folder)
+        self._store = _obstore(corpus)
 
-        super().__init__(corpus)
-        self._store = S3Store(
-            corpus.bucket,
-            endpoint=corpus.endpoint_url,
-            region=REGION,
-            access_key_id=corpus.env["AWS_ACCESS_KEY_ID"],
-            secret_access_key=corpus.env["AWS_SECRET_ACCESS_KEY"],
-            virtual_hosted_style_request=False,
-            client_options={"allow_http": True},
-            retry_config={"max_retries": 0},
-        )
-
-    async def _get(self, name: str) -> int:
+    async def _get(self, name: str) -> Any:
         import obstore
 
         reply = await obstore.get_async(self._store, name)
-        return len(await reply.bytes_async())
+        return await reply.bytes_async()
 
 
-class ObstoreToFileLoop(ObstoreLoop):
-    """The same, each body written to a fresh file: what storing the bytes costs, unverified."""
+class _ThreadsLoop(RawLoop):
+    """Blocking calls in 16 threads that write as well."""
 
-    def __init__(self, corpus: Corpus, folder: Path) -> None:
-        super().__init__(corpus)
-        self._folder = folder
+    def _get_one(self, name: str) -> int:
+        raise NotImplementedError
 
-    async def _get(self, name: str) -> int:
-        import obstore
-
-        reply = await obstore.get_async(self._store, name)
-        path = self._folder / name.rpartition("/")[2]
-        return await asyncio.to_thread(_write, path, await reply.bytes_async())
-
-    def empty(self) -> None:
-        """Delete the files."""
-        for path in self._folder.iterdir():
-            path.unlink()
-
-
-class ObstoreThreadsLoop(ObstoreLoop):
-    """obstore's blocking calls, in 16 threads that write as well."""
-
-    def __init__(self, corpus: Corpus, folder: Path) -> None:
-        super().__init__(corpus)
-        self._folder = folder
-
-    def fetch(self) -> None:
+    def _get_all(self) -> list[int]:
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            _require_all(self._corpus, pool.map(self._keep, self._corpus.object_names))
+            return list(pool.map(self._get_one, self._corpus.object_names))
 
-    def _keep(self, name: str) -> int:
+
+class ObstoreThreadsLoop(_ThreadsLoop):
+    """obstore's blocking calls."""
+
+    def __init__(self, corpus: Corpus, folder: Path | None = None) -> None:
+        super().__init__(corpus, folder)
+        self._store = _obstore(corpus)
+
+    def _get_one(self, name: str) -> int:
         import obstore
 
-        body = obstore.get(self._store, name).bytes()
-        return _write(self._folder / name.rpartition("/")[2], body)
+        return self._keep(name, obstore.get(self._store, name).bytes())
 
 
-class HttpThreadsLoop:
-    """Python's own HTTP client in 16 threads, with signed URLs, and a buffer for each thread."""
+class HttpLoop(_ThreadsLoop):
+    """Python's own HTTP client with signed URLs; a connection and a buffer for each thread."""
 
-    def __init__(self, corpus: Corpus, folder: Path) -> None:
+    def __init__(self, corpus: Corpus, folder: Path | None = None) -> None:
         import boto3
         from botocore.config import Config
 
-        self._corpus = corpus
-        self._folder = folder
+        super().__init__(corpus, folder)
         client = boto3.client(
             "s3",
             endpoint_url=corpus.endpoint_url,
@@ -206,41 +218,29 @@ class HttpThreadsLoop:
             ).removeprefix(corpus.endpoint_url)
             for name in corpus.object_names
         }
+        self._mine = threading.local()
 
-    def fetch(self) -> None:
-        names: SimpleQueue[str | None] = SimpleQueue()
-        for name in (*self._urls, *[None] * IN_FLIGHT):
-            names.put(name)
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            kept = [pool.submit(self._some, names) for _ in range(IN_FLIGHT)]
-            _require_all(self._corpus, [nbytes for one in kept for nbytes in one.result()])
-
-    def _some(self, names: SimpleQueue[str | None]) -> list[int]:
-        buffer, sizes = memoryview(bytearray(self._corpus.entry_bytes)), []
-        with contextlib.closing(
-            http.client.HTTPConnection(self._corpus.endpoint_url.removeprefix("http://"))
-        ) as connection:
-            while (name := names.get()) is not None:
-                connection.request("GET", self._urls[name])
-                reply = connection.getresponse()
-                done = 0
-                while count := reply.readinto(buffer[done:]):
-                    done += count
-                _write(self._folder / name.rpartition("/")[2], buffer[:done])
-                sizes.append(done)
-        return sizes
-
-    def close(self) -> None:
-        pass
+    def _get_one(self, name: str) -> int:
+        mine = self._mine
+        if not hasattr(mine, "connection"):
+            host = self._corpus.endpoint_url.removeprefix("http://")
+            mine.connection = http.client.HTTPConnection(host)
+            mine.buffer = memoryview(bytearray(self._corpus.entry_bytes))
+        mine.connection.request("GET", self._urls[name])
+        reply = mine.connection.getresponse()
+        done = 0
+        while count := reply.readinto(mine.buffer[done:]):
+            done += count
+        return self._keep(name, mine.buffer[:done])
 
 
-class CrtLoop:
-    """awscrt: Amazon's client in C, bodies as chunks in callbacks of its threads."""
+class CrtLoop(RawLoop):
+    """awscrt: Amazon's client in C; it writes files itself, or hands over chunks in its threads."""
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: Corpus, folder: Path | None = None) -> None:
         from awscrt import auth, s3
 
-        self._corpus = corpus
+        super().__init__(corpus, folder)
         credentials = auth.AwsCredentialsProvider.new_static(
             corpus.env["AWS_ACCESS_KEY_ID"], corpus.env["AWS_SECRET_ACCESS_KEY"]
         )
@@ -252,92 +252,44 @@ class CrtLoop:
             ),
         )
 
-    def fetch(self) -> None:
+    def _get_all(self) -> list[int]:
         slots = threading.Semaphore(IN_FLIGHT)
-        bodies: dict[str, list[bytes]] = {}
+        sizes: list[int] = []
         # A request that nobody refers to is cancelled.
         requests = []
         for name in self._corpus.object_names:
             slots.acquire()
-            requests.append(self._request(name, bodies, slots))
+            requests.append(self._request(name, sizes, slots))
         for request in requests:
             request.finished_future.result()
-        if bodies:
-            raise RuntimeError(f"awscrt: {len(bodies)} objects were not of their size")
+        return sizes
 
-    def _request(
-        self, name: str, bodies: dict[str, list[bytes]], slots: threading.Semaphore
-    ) -> Any:
-        chunks = bodies[name] = []
+    def _request(self, name: str, sizes: list[int], slots: threading.Semaphore) -> Any:
+        from awscrt import http, s3
+
+        chunks: list[bytes] = []  # held, as a body that somebody wants
+        path = self._path(name)
 
         def on_body(chunk: bytes, **_: Any) -> None:
             chunks.append(chunk)
 
-        def on_done(**_: Any) -> None:
-            if sum(map(len, chunks)) == self._corpus.entry_bytes:
-                del bodies[name]
+        def on_done(*, error: Exception | None = None, **_: Any) -> None:
+            if path is None:
+                sizes.append(sum(map(len, chunks)))
+            elif error is None:  # awscrt may flush the file a moment later
+                sizes.append(self._corpus.entry_bytes)
             slots.release()
 
-        return self._get(name, on_body=on_body, on_done=on_done)
-
-    def _get(self, name: str, **how: Any) -> Any:
-        from awscrt import http, s3
-
         host = self._corpus.endpoint_url.removeprefix("http://")
+        target = f"/{self._corpus.bucket}/{name}"
         return self._client.make_request(
             type=s3.S3RequestType.GET_OBJECT,
-            request=http.HttpRequest(
-                "GET", f"/{self._corpus.bucket}/{name}", http.HttpHeaders([("Host", host)])
-            ),
-            **how,
+            request=http.HttpRequest("GET", target, http.HttpHeaders([("Host", host)])),
+            on_done=on_done,
+            **({"on_body": on_body} if path is None else {"recv_filepath": str(path)}),
         )
 
     def close(self) -> None:
         shut_down = self._client.shutdown_event
         self._client = None  # nothing else asks it to end
         shut_down.wait(10)
-
-
-class CrtToFileLoop(CrtLoop):
-    """The same, each body written to a fresh file by awscrt itself."""
-
-    def __init__(self, corpus: Corpus, folder: Path) -> None:
-        super().__init__(corpus)
-        self._folder = folder
-
-    def _request(
-        self, name: str, bodies: dict[str, list[bytes]], slots: threading.Semaphore
-    ) -> Any:
-        bodies[name] = []
-
-        def on_done(*, error: Exception | None, **_: Any) -> None:
-            if error is None:  # awscrt may flush the file a moment later
-                del bodies[name]
-            slots.release()
-
-        path = self._folder / name.rpartition("/")[2]
-        return self._get(name, recv_filepath=str(path), on_done=on_done)
-
-
-async def _all_of(corpus: Corpus, get: Callable[[str], Awaitable[int]]) -> None:
-    names = iter(corpus.object_names)
-
-    async def some() -> None:
-        for name in names:
-            nbytes = await get(name)
-            if nbytes != corpus.entry_bytes:
-                raise RuntimeError(f"{nbytes} bytes came of an object of {corpus.entry_bytes}")
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(IN_FLIGHT):
-            group.create_task(some())
-
-
-def _require_all(corpus: Corpus, sizes: Iterable[int]) -> None:
-    if [*sizes] != [corpus.entry_bytes] * len(corpus.keys):
-        raise RuntimeError("not every object came whole")
-
-
-def _write(path: Path, body: Any) -> int:
-    with open(path, "wb", buffering=0) as file:
-        return file.write(memoryview(body))

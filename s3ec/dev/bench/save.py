@@ -42,11 +42,7 @@ ROWS = (
 
 
 def run(context: Context) -> None:
-    """Measure; needs vllm.
-
-    Raises:
-        CannotMeasureError: It is not there.
-    """
+    """Measure; needs vllm."""
     from s3ec.dev.bench.hooks import need_vllm
     from s3ec.dev.bench.measure import memory_folder
 

@@ -66,11 +66,7 @@ _DISK_BYTES = 24 * 2**20
 
 
 def run(context: Context, minutes: float = 60.0, seed: int = 0) -> None:
-    """Measure; needs the SeaweedFS binary and vLLM. Ends early, with a report, on Ctrl-C.
-
-    Raises:
-        CannotMeasureError: There is no server or no vLLM, or it was ended before it began.
-    """
+    """Measure; needs the SeaweedFS binary and vLLM. Ends early, with a report, on Ctrl-C."""
     scale = 1.0
     if context.quick:
         minutes, scale = min(minutes, 1.0), 0.5

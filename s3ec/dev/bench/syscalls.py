@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from s3ec.dev.bench.context import CannotMeasureError
@@ -29,21 +28,7 @@ _PR_SET_PTRACER = 0x59616D61
 _CALL = re.compile(r"(\d+) +(\w+)\(")
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """System calls that were begun during one section, by their names.
-
-    Attributes:
-        own: By the thread that ran it. Handing work to another thread shows here too, since
-            waking one is a call.
-        others: By all other threads of the process meanwhile.
-    """
-
-    own: Counter[str] = field(default_factory=Counter)
-    others: Counter[str] = field(default_factory=Counter)
-
-
-def count_syscalls(sections: Mapping[str, Callable[[], object]]) -> dict[str, list[Calls]]:
+def count_syscalls(sections: Mapping[str, Callable[[], object]]) -> dict[str, list[Counter[str]]]:
     """Run each section once unobserved, then three times under strace.
 
     What a section does itself shows in every try. A call in one of them only is the
@@ -53,7 +38,7 @@ def count_syscalls(sections: Mapping[str, Callable[[], object]]) -> dict[str, li
         sections: Name to what to run. The first, unobserved run takes the memory it needs.
 
     Returns:
-        Name to the calls of each try.
+        Name to the system calls of each try, as ``parse`` counts them.
 
     Raises:
         CannotMeasureError: strace is not installed, or may not attach here.
@@ -81,9 +66,12 @@ def mark(number: int, which: str) -> None:
         os.stat(f"{_MARK}-{number}-{which}")
 
 
-def parse(lines: list[str], number: int) -> Calls:
-    """Count what lies between the two marks of one number in the output of ``strace -f -o``."""
-    counts = Calls()
+def parse(lines: list[str], number: int) -> Counter[str]:
+    """System calls of one thread between its two marks, in the output of ``strace -f -o``.
+
+    Handing work to another thread shows here too, since waking one is a call.
+    """
+    counts: Counter[str] = Counter()
     caller = None
     for line in lines:
         found = _CALL.match(line)  # what is resumed was counted when it began
@@ -92,8 +80,8 @@ def parse(lines: list[str], number: int) -> Calls:
         thread, name = found.groups()
         if f"{_MARK}-{number}-" in line:
             caller = thread if "-begin" in line else None
-        elif caller is not None:
-            (counts.own if thread == caller else counts.others)[name] += 1
+        elif thread == caller:
+            counts[name] += 1
     return counts
 
 
@@ -103,7 +91,8 @@ def _strace(trace: Path) -> Iterator[None]:
     program = shutil.which("strace")
     if program is None:
         raise CannotMeasureError("strace is not installed")
-    _allow_children_to_trace()
+    with contextlib.suppress(OSError, AttributeError):  # Yama lets only an ancestor trace
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
     tracer = subprocess.Popen(
         [program, "-f", "-o", str(trace), "-p", str(os.getpid())],
         stdin=subprocess.DEVNULL,
@@ -120,12 +109,6 @@ def _strace(trace: Path) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             tracer.kill()
             tracer.communicate()
-
-
-def _allow_children_to_trace() -> None:
-    """Yama lets only an ancestor trace by default; elsewhere this does nothing."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
 
 
 def _wait_until_attached(tracer: subprocess.Popen[bytes]) -> None:

@@ -54,6 +54,8 @@ def text(words: str) -> dict[str, Any]:
 class EngineProcess:
     """One engine, usable as a context manager; not thread-safe.
 
+    All but ``chat``, ``generate`` and the counters is for an engine in one process only.
+
     Attributes:
         start_s: Seconds from spawning the child to a ready engine.
     """
@@ -168,7 +170,7 @@ class EngineProcess:
         max_tokens: int,
         clients: int,
     ) -> tuple[list[float], float]:
-        """Ask so many prompts at a time. For an engine in one process only.
+        """Ask so many prompts at a time.
 
         Args:
             prompts: As of ``chat``; rendered before the first one is asked.
@@ -186,11 +188,10 @@ class EngineProcess:
     def timed(
         self, prompts: Sequence[Sequence[Mapping[str, Any]]], *, max_tokens: int
     ) -> dict[str, Any]:
-        """Ask all prompts at once; how long that took. For an engine in one process only.
+        """Ask all prompts at once; how long that took.
 
         Returns:
-            Nanoseconds: ``whole`` of the call, ``steps`` and ``schedules`` of each step of the
-            engine and of the scheduler's part in it.
+            Nanoseconds: ``whole`` of the call, and ``steps`` of each step of the engine.
         """
         times: dict[str, Any] = self._call("timed", prompts=prompts, max_tokens=max_tokens)
         return times
@@ -205,27 +206,24 @@ class EngineProcess:
         return answer
 
     def shuffle_vision_tower(self) -> None:
-        """Give the running model other vision weights, and have vLLM drop what the old ones made.
-
-        The same shuffle in each engine. For an engine in one process only.
-        """
+        """Give the running model other vision weights: the same ones in each engine."""
         self._call("shuffle")
 
     def leave_out_language_model(self) -> None:
-        """Have the layers of a Gemma3 do nothing. For an engine in one process only."""
+        """Have the layers of a Gemma3 do nothing."""
         self._call("leave_out_language_model")
 
     def slow_encoder(self, seconds: float) -> None:
-        """Have the encoder sleep so long for each picture. For an engine in one process only."""
+        """Have the encoder sleep so long for each picture."""
         self._call("slow_encoder", seconds=seconds)
 
     def learned_costs(self) -> dict[str, float]:
-        """``EncodeCosts.document`` of an engine in one process."""
+        """``EncodeCosts.document``."""
         learned: dict[str, float] = self._call("learned_costs")
         return learned
 
     def work(self) -> dict[str, float]:
-        """What it has done since this was asked first. For an engine in one process only.
+        """What it has done since this was asked first.
 
         Returns:
             ``encodes`` and ``encode_s``: pictures, and seconds inside the encoder. ``allocations``:

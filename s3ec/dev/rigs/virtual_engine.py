@@ -18,8 +18,9 @@ import hashlib
 import heapq
 import math
 import random
+import time
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +84,8 @@ class Point:
             one request at a time.
         pictures: Of a request; all differ.
         hits: Share of the pictures that the bucket holds.
+        near_s: Median of what a replica takes that is asked before the bucket; None without one.
+        lag: Share of what the bucket holds that this replica lacks.
     """
 
     encode_s: float
@@ -90,12 +93,15 @@ class Point:
     load: float
     pictures: int = 1
     hits: float = 1.0
+    near_s: float | None = None
+    lag: float = 0.0
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What one run came to: seconds to the first token, and requests a second."""
 
+    ttft_mean_s: float
     ttft_p50_s: float
     ttft_p99_s: float
     requests_per_s: float
@@ -107,13 +113,20 @@ class Outcome:
 class PlayedFetches:
     """The prefetcher as the scheduler half sees it; ``advance`` lets time pass."""
 
-    def __init__(self, seed: int, median_s: float) -> None:
+    def __init__(
+        self, seed: int, median_s: float, near_s: float | None = None, lag: float = 0.0
+    ) -> None:
+        """As a point says."""
         self._seed = seed
         self._median_s = median_s
+        self._near_s = near_s
+        self._lag = lag
         self._queue: list[tuple[Priority, int, str]] = []
-        self._known: dict[str, tuple[FetchRequest, Priority, float]] = {}
-        self._ends: list[tuple[float, float, str]] = []
+        self._known: dict[str, tuple[FetchRequest, Priority, list[float]]] = {}
+        self._under_way: set[str] = set()
+        self._answers: list[tuple[float, int, str]] = []  # of which place; the next one of each
         self._done: list[FetchResult] = []
+        self._far: list[FetchRequest] = []
         self._turn = 0
         self._now_s = 0.0
 
@@ -125,48 +138,65 @@ class PlayedFetches:
             self._push(want, want.priority, seconds)
         self._start()
 
-    def _draw(self, name: str) -> float:
-        """The same in every run of a seed, whatever else is fetched and when."""
-        source = random.Random(f"{self._seed} {name}")
-        return self._median_s * math.exp(_SIGMA * source.gauss(0.0, 1.0))
+    def _draw(self, name: str) -> list[float]:
+        """How long each place takes that is asked for it, one after the other.
 
-    def _push(self, want: FetchRequest, priority: Priority, seconds: float) -> None:
+        The same in every run of a seed, whatever else is fetched and when.
+        """
+        source = random.Random(f"{self._seed} {name}")
+        home_s = self._median_s * math.exp(_SIGMA * source.gauss(0.0, 1.0))
+        if self._near_s is None:
+            return [home_s]
+        near_s = self._near_s * math.exp(_SIGMA * source.gauss(0.0, 1.0))
+        return [near_s, home_s] if source.random() < self._lag else [near_s]
+
+    def _push(self, want: FetchRequest, priority: Priority, seconds: list[float]) -> None:
         self._turn += 1
         self._known[want.key.identifier] = (want, priority, seconds)
         heapq.heappush(self._queue, (priority, self._turn, want.key.identifier))
 
     def _start(self) -> None:
-        under_way = {name for _, _, name in self._ends}
-        while self._queue and len(self._ends) < _PLACES:
+        while self._queue and len(self._under_way) < _PLACES:
             priority, _, name = heapq.heappop(self._queue)
             known = self._known.get(name)
-            if known is None or known[1] is not priority or name in under_way:
+            if known is None or known[1] is not priority or name in self._under_way:
                 continue
-            under_way.add(name)
-            heapq.heappush(self._ends, (self._now_s + known[2], known[2], name))
+            self._under_way.add(name)
+            heapq.heappush(self._answers, (self._now_s + known[2][0], 0, name))
 
     def advance(self, now_s: float) -> None:
         """End what has ended by now."""
-        while self._ends and self._ends[0][0] <= now_s:
-            self._now_s, seconds, name = heapq.heappop(self._ends)
-            want = self._known.pop(name)[0]
+        while self._answers and self._answers[0][0] <= now_s:
+            self._now_s, place, name = heapq.heappop(self._answers)
+            want, _, times = self._known[name]
+            if place + 1 < len(times):
+                self._far.append(want)
+                heapq.heappush(self._answers, (self._now_s + times[place + 1], place + 1, name))
+                continue
+            del self._known[name]
+            self._under_way.remove(name)
             shape = Shape(want.rows, 64, "bfloat16")
             header = Header(name, "virtual", want.modality, shape, "0" * 32)
             entry = VirtualEntry(f"/virtual/{name}", header)
-            self._done.append(FetchResult(want, FetchOutcome.READY, entry, "bucket", seconds))
+            self._done.append(FetchResult(want, FetchOutcome.READY, entry, "bucket", sum(times)))
             self._start()
         self._now_s = now_s
         self._start()
 
     @property
     def has_news(self) -> bool:
-        """Whether anything has ended."""
-        return bool(self._done)
+        """Whether anything has ended, or gone on from the replica to the bucket."""
+        return bool(self._done or self._far)
 
     def drain(self) -> list[FetchResult]:
         """What has ended since the last call."""
         done, self._done = self._done, []
         return done
+
+    def drain_far(self) -> list[FetchRequest]:
+        """What has gone on since the last call."""
+        far, self._far = self._far, []
+        return far
 
 
 class PlayedIndex:
@@ -192,9 +222,25 @@ class PlayedIndex:
         self.stored.discard(key.digest)
 
 
-def played_parts(index: PlayedIndex, fetches: PlayedFetches) -> dict[str, Any]:
-    """What a scheduler half works with, by the names of its arguments."""
-    return {
+def played_half(
+    index: PlayedIndex,
+    fetches: PlayedFetches,
+    *,
+    policy: WaitPolicy | None,
+    steps_in_flight: int,
+    defer_timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> SchedulerHalf:
+    """A consumer's scheduler half whose index and fetches are played."""
+    role = Role(
+        producer=False,
+        consumer=True,
+        window_tokens=_BATCHED_TOKENS + 16,
+        ranks=1,
+        steps_in_flight=steps_in_flight,
+        defer_timeout_s=defer_timeout_s,
+    )
+    played: dict[str, Any] = {
         "index": index,
         "local": LocalKeys(),
         "prefetcher": fetches,
@@ -202,6 +248,15 @@ def played_parts(index: PlayedIndex, fetches: PlayedFetches) -> dict[str, Any]:
         "store": SimpleNamespace(is_open=False),
         "disk": SimpleNamespace(hangs=False),
     }
+    return SchedulerHalf(
+        role,
+        **played,
+        needs_embedding=lambda _: False,
+        placeholder_of=lambda _: None,
+        counters=Counters(),
+        policy=policy,
+        clock=clock,
+    )
 
 
 class NoConnector:
@@ -372,12 +427,21 @@ class VirtualEngine:
     _arrived_s: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._fetches = PlayedFetches(self.seed, self.point.fetch_s)
+        self._fetches = PlayedFetches(
+            self.seed, self.point.fetch_s, self.point.near_s, self.point.lag
+        )
         self._index = PlayedIndex()
-        self._counters = Counters()
         if self.wait == "auto":
             self.policy = WaitPolicy(EncodeCosts(), EngineLoad(_IN_FLIGHT))
-        hooks = NoConnector() if self.wait == "none" else _Hooks(self._half())
+        half = played_half(
+            self._index,
+            self._fetches,
+            policy=self.policy,
+            steps_in_flight=_IN_FLIGHT,
+            defer_timeout_s=2.0,
+            clock=lambda: self.now_s,
+        )
+        hooks = NoConnector() if self.wait == "none" else _Hooks(half)
         self._scheduler = make_scheduler(
             _configuration(self.model),
             hooks,
@@ -388,25 +452,6 @@ class VirtualEngine:
         )
         self._encoded = self._loaded = 0
         self._gpu_free_s = 0.0
-
-    def _half(self) -> SchedulerHalf:
-        role = Role(
-            producer=False,
-            consumer=True,
-            window_tokens=_BATCHED_TOKENS + 16,
-            ranks=1,
-            steps_in_flight=_IN_FLIGHT,
-            defer_timeout_s=2.0,
-        )
-        return SchedulerHalf(
-            role,
-            **played_parts(self._index, self._fetches),
-            needs_embedding=lambda _: False,
-            placeholder_of=lambda _: None,
-            counters=self._counters,
-            policy=self.policy,
-            clock=lambda: self.now_s,
-        )
 
     def run(self, count: int, *, rate: float, warm_up: int = 0) -> Outcome:
         """Send requests, and let the last one end.
@@ -439,6 +484,7 @@ class VirtualEngine:
         times = sorted(self._first_s[name] - self._arrived_s[name] for name in measured)
         seconds = self.now_s - self._arrived_s[measured[0]]
         return Outcome(
+            sum(times) / len(times),
             times[len(times) // 2],
             times[int(len(times) * 0.99)],
             len(measured) / seconds,

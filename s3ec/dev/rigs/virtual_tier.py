@@ -16,11 +16,8 @@ class VirtualEntry(OpenEntry):
         """Nothing is opened."""
         self.path, self.header = path, header
         self.nbytes = header.total_bytes
-        self.fd = self.pid = self.device = self.inode = -1
+        self.fd = self.pid = self.device = self.inode = -1  # of no file, so nothing is closed
         self.verified_s = self.used_s = 0.0
-
-    def __del__(self) -> None:
-        """Nothing is closed."""
 
 
 class NoResidents:

@@ -40,7 +40,7 @@ def entry_bytes(
         shape=shape,
         checksum=codec.checksum(data),
         placeholder={"image_grid_thw": [1, 2, 2]},
-        maker=codec.Maker(made_by),
+        made_by=made_by,
     )
     return codec.encode_header(header) + data
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from s3ec.corpus.catalog import CatalogRow, append_rows
+from s3ec.corpus.catalog import CatalogWriter
+from s3ec.corpus.catalog_file import CatalogRow
 from s3ec.identity import Layout
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.catalogues import row
@@ -31,7 +32,7 @@ def append(corpus: Corpus, namespace: str, rows: list[CatalogRow]) -> None:
 
     async def work() -> MemoryStore:
         store = MemoryStore()
-        await append_rows(store, Layout(namespace), rows)
+        await CatalogWriter(store, Layout(namespace)).append(rows)
         return store
 
     for name, body in asyncio.run(work()).bucket.objects.items():
@@ -108,6 +109,10 @@ def test_find_says_where_there_is_nothing(cli: Cli, namespace: str, words: list[
 )
 def test_find_looks_for_one_thing(cli: Cli, namespace: str, words: list[str]) -> None:
     assert "give DOCUMENT" in cli("catalog", "find", *words, code=2).stderr
+
+
+def test_export_names_a_file_that_is_none_of_parquet(cli: Cli, namespace: str) -> None:
+    assert "`.` must be a Parquet file" in cli("catalog", "export", ".", code=2).stderr
 
 
 def test_export_writes_a_file(cli: Cli, namespace: str, tmp_path: Path) -> None:

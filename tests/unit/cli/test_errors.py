@@ -61,6 +61,7 @@ def test_fix_is_the_end_of_the_message_with_the_choices_below_it() -> None:
     [
         ("ls --limit many", "usage", "limit", 2),
         ("ls --no-such-option", "usage", "--no-such-option", 2),
+        ("ls --bucket x-y --region=", "usage", "region", 2),
         ("nosuchcommand", "usage", None, 2),
         ("stat", "usage", "identifier", 2),
         ("ls --config {}", "usage", "bucket", 2),
@@ -82,6 +83,11 @@ def test_every_failure_is_one_object_under_json(
     assert document["error"]["message"]
     assert result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_choice_that_is_none_is_told_without_the_parsers_words(cli: Cli) -> None:
+    said = cli("ls", "--sort", "foo", code=2).stderr
+    assert said.startswith("error: Invalid value for '--sort': 'foo' is not one of 'name', ")
 
 
 def test_without_json_stdout_stays_empty(cli: Cli) -> None:

@@ -367,7 +367,7 @@ SHOWING = [
         "ns --count",
     ),
     *("ns show", "ls", "ls --json", "ls --ndjson", f"stat {ONE}", f"get {ONE} -o -"),
-    *("manifest show", "catalog show", "catalog find a.pdf", "catalog sql SELECT(1)"),
+    *("manifest show", "catalog show", "catalog find a.pdf"),
     *("tier", "tier ls", "tier ls --names", "advise --no-probe --like gemma3-27b"),
 ]
 

@@ -144,7 +144,9 @@ def test_a_query_of_the_catalogue_says_what_comes(
 
     rows = [row("a.pdf", page=1, identifier=IDS[0]), row("b.pdf", page=1, identifier=IDS[1])]
     with s3ec.Corpus.open() as opened:
-        opened.within(lambda store, layout: catalog.append_rows(store, layout, rows), namespace)
+        opened.within(
+            lambda store, layout: catalog.CatalogWriter(store, layout).append(rows), namespace
+        )
     found = cli.json("hydrate", "--where", "document = 'b.pdf'")
     assert (found["fetched_count"], found["wanted_count"]) == (1, 1)
     assert here(tmp_path / "s3ec-cache") == {IDS[1]}

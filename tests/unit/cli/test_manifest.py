@@ -55,7 +55,8 @@ def test_show_before_and_after_the_first_snapshot(cli: Cli, corpus: Corpus, name
 
 def test_verify_tells_what_rebuild_mends(cli: Cli, corpus: Corpus, namespace: str) -> None:
     announce(corpus, namespace, content_hash("a"), content_hash("b"), ago_s=3600)
-    assert cli.json("verify")["ok"]
+    before = cli.json("verify")
+    assert (before["ok"], before["snapshot_name"]) == (True, None)
     key = make_key(content_hash("a"))
     assert key is not None
     corpus.client.delete_object(Bucket=corpus.bucket, Key=Layout(namespace).object(key))

@@ -43,11 +43,19 @@ def test_every_model_of_the_table_on_every_gpu_and_store(cli: Cli, model: str) -
             assert set(document["verdicts"]) == {"latency", "throughput", "money"}
 
 
+@pytest.mark.parametrize("figure", ["encode-ms", "fetch-ms", "reads", "gpu-dollars", "rows"])
+def test_a_figure_beyond_all_measure_is_refused(cli: Cli, figure: str) -> None:
+    value = str(10**400) if figure == "rows" else "inf"
+    error = cli.json(*CALCULATE, "--like", GEMMA, f"--{figure}", value, code=2)["error"]
+    assert error["field"] == figure.replace("-", "_")
+
+
 def test_people_are_told_what_was_assumed(cli: Cli) -> None:
     text = cli(*CALCULATE, "--like", GEMMA).stdout
     assert "`--gpu` names another" in text
     assert 'beside the bucket: {"save": "worth"}' in text
     assert "prices of 20" in text
+    assert "a node fetches 1,250 MB/s" in text
     help_text = " ".join(cli("advise", "--help").stdout.split())
     assert all(f"[{default}]" in help_text for default in ("h100", "aws", "1.5"))
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from s3ec.corpus import Corpus
+from s3ec.corpus.encoder import Encoded, EncoderError, Picture
 from s3ec.settings import Settings
 from tests.unit.cli.conftest import Cli
 from tests.unit.corpus.test_precompute import FakeEncoder
@@ -78,13 +80,34 @@ def test_last_lines_name_what_failed_what_was_replaced_and_the_log(
     assert cli.json(*command)["log"] is None  # it had nothing to say
 
 
+def test_the_cause_is_quoted_where_the_engine_only_names_its_log(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause = "ValueError: Free memory on device is less than desired"
+
+    class Broken(FakeEncoder):
+        def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
+            next(iter(pictures))
+            os.write(2, f"(Worker pid=1) ERROR 11-27 [executor.py:953] {cause}\n".encode())
+            os.write(2, b"RuntimeError: initialization failed\n")
+            raise EncoderError("vLLM did not start: See root cause above.")
+            yield
+
+    monkeypatch.setattr(
+        "s3ec.corpus.precompute.VllmEncoder", lambda _, settings, **__: Broken(Corpus(settings))
+    )
+    (folder / "a.png").write_bytes(b"one")
+    last = cli("precompute", str(folder), "--model", "m", code=1).stdout.splitlines()[-1]
+    assert last == f"the first error there: {cause}"
+
+
 def test_verbose_shows_what_vllm_writes_and_keeps_no_log(
     cli: Cli, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "a.png").write_bytes(b"one")
     shown = cli("precompute", str(folder), "--model", "m", "-v")
     assert sorted(capfd.readouterr().err.splitlines()) == ["a logger's line", "a process's line"]
-    assert "what vLLM wrote" not in shown.stdout
+    assert "vLLM's output" not in shown.stdout
     assert not list(folder.parent.glob("*.log"))
 
 

@@ -153,7 +153,7 @@ def test_ls_is_of_one_namespace(cli: Cli, engine: Tier, root: Path) -> None:
     assert "say which one with `--namespace`" in error
     assert NAMESPACE in error
     assert OTHER_NAMESPACE in error
-    assert "fits no namespace" in cli("tier", "ls", "-n", "x", code=2).stderr
+    assert "fits no namespace" in cli("tier", "ls", "-n", "x", code=1).stderr
     assert "do not go together" in cli("tier", "ls", "--names", "--json", code=2).stdout
 
 
@@ -233,8 +233,8 @@ def test_evict_of_one_namespace_leaves_the_others(cli: Cli, engine: Tier, root: 
     assert present(engine) == set(range(10))
     assert len(list(other.entries.names())) == 1
     other.close()
-    for begin, part in (("tiny-", "fits 2 namespaces"), ("x", "fits no namespace")):
-        out = cli("tier", "evict", "--to", "0", "--namespace", begin, code=2)
+    for begin, part, code in (("tiny-", "fits 2 namespaces", 2), ("x", "fits no namespace", 1)):
+        out = cli("tier", "evict", "--to", "0", "--namespace", begin, code=code)
         assert part in out.stderr
         assert OTHER_NAMESPACE in out.stderr
 

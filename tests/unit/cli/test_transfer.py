@@ -93,6 +93,17 @@ def test_bad_options_are_named(
     assert not (tmp_path / "disk").exists()
 
 
+def test_a_folder_of_something_else_is_told_so(cli: Cli, here: Filled, tmp_path: Path) -> None:
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    (pages / "p.png").write_bytes(b"png")
+    for layout in ("s3ec", "vllm"):
+        words = ["import", str(pages), "--layout", layout, "--url", (tmp_path / "here").as_uri()]
+        error = cli.json(*words, code=1)["error"]
+        assert error["kind"] == "not_found"
+        assert f"{pages} holds no " in error["message"]
+
+
 def test_vllms_layout_by_the_command_line(
     cli: Cli, here: Filled, there: Corpus, tmp_path: Path
 ) -> None:

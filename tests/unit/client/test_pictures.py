@@ -32,7 +32,7 @@ Make = Callable[..., Pictures]
 
 
 def index_of(*rows: CatalogRow) -> CatalogIndex:
-    return CatalogIndex.from_table(to_table(rows))
+    return CatalogIndex(to_table(rows))
 
 
 @pytest.fixture
@@ -162,9 +162,7 @@ def test_an_address_of_a_host_that_is_not_allowed_goes_nowhere(uri: str, files: 
     """A catalogue is another's word: neither the server nor the client asks what it names."""
     table = to_table([row_of(files[0])])
     table = table.set_column(table.schema.get_field_index("uri"), "uri", pa.array([uri]))
-    pictures = Pictures(
-        CatalogIndex.from_table(table), without_pixels=False, hosts=["example.org", "[::2]"]
-    )
+    pictures = Pictures(CatalogIndex(table), without_pixels=False, hosts=["example.org", "[::2]"])
     with pytest.raises(SourceError, match="not in `hosts`"):
         pictures.parts("a.png")
     pictures.close()
@@ -457,14 +455,6 @@ def test_a_request_that_is_wrong_with_pixels_too_teaches_nothing(
     assert server.kinds == [WITHOUT, WITH, WITHOUT]
 
 
-def test_other_errors_are_the_callers(make: Make, client: openai.OpenAI, server: Server) -> None:
-    server.answer = lambda _kind, _number: 404
-    pictures = make()
-    with pytest.raises(openai.NotFoundError):
-        pictures.chat(client, **asking(*pictures.parts("a.png")))
-    assert server.kinds == [WITHOUT]
-
-
 def test_a_busy_server_is_asked_again_as_the_package_would_and_without_pixels(
     make: Make, server: Server
 ) -> None:
@@ -518,24 +508,6 @@ def test_a_stream_that_fails_before_its_first_word_is_another_one(
     request = asking(*pictures.parts("a.png"))
     assert words(pictures.chat(client, stream=True, **request)) == ["", "y", "e", "s"]
     assert server.kinds == [WITHOUT, WITH]
-
-
-def test_a_stream_that_is_refused_is_another_one(
-    make: Make, client: openai.OpenAI, server: Server
-) -> None:
-    server.answer = lambda kind, _number: 400 if kind == WITHOUT else "yes"
-    pictures = make()
-    request = asking(*pictures.parts("a.png"))
-    for _ in range(2):
-        assert words(pictures.chat(client, stream=True, **request)) == ["", "y", "e", "s"]
-    assert server.kinds == [WITHOUT, WITH, WITH]
-
-
-def test_a_good_stream_goes_through(make: Make, client: openai.OpenAI, server: Server) -> None:
-    pictures = make()
-    chunks = pictures.chat(client, stream=True, **asking(*pictures.parts("a.png")))
-    assert words(chunks) == ["", "y", "e", "s"]
-    assert server.kinds == [WITHOUT]
 
 
 # -- the same, asynchronous --------------------------------------------------------------------

@@ -88,6 +88,7 @@ class FakePrefetcher:
         self.demoted: list[str] = []
         self.open: dict[str, FetchRequest] = {}
         self.done: list[FetchResult] = []
+        self.far: list[FetchRequest] = []
         self.placeholder: dict[str, Any] = {}  # of every entry
         self.live: Counter[str] = Counter()  # who holds a file, by its name
         self.released: list[str] = []
@@ -105,11 +106,15 @@ class FakePrefetcher:
 
     @property
     def has_news(self) -> bool:
-        return bool(self.done)
+        return bool(self.done or self.far)
 
     def drain(self) -> list[FetchResult]:
         done, self.done = self.done, []
         return done
+
+    def drain_far(self) -> list[FetchRequest]:
+        far, self.far = self.far, []
+        return far
 
     # -- as Residents
 
@@ -226,6 +231,13 @@ class World:
             self.stock(text)
         return self.deferred(request("r", feature(text, **more)))
 
+    def deferred_far(self, text: object) -> Any:
+        """A request for one picture that no replica has: it waited until home was asked."""
+        self.stock(text)
+        asker = self.deferred(request(f"r {text}", feature(text)))
+        self.go_far(text)
+        return asker
+
     def deferred(self, request: Any) -> Any:
         """A request that waits; the pass is over."""
         assert not self.ask(request)
@@ -275,6 +287,10 @@ class World:
         self, text: object, outcome: FetchOutcome = FetchOutcome.READY, **more: Any
     ) -> OpenEntry | None:
         return self.prefetcher.finish(identifier_of(text), outcome, **more)
+
+    def go_far(self, text: object) -> None:
+        """No replica has it, and home is asked."""
+        self.prefetcher.far.append(self.prefetcher.open[identifier_of(text)])
 
     def make_resident(self, text: object, rows: int = ROWS, modality: str = "image") -> OpenEntry:
         """This node's disk holds it, open and verified."""

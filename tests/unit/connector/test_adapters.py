@@ -242,25 +242,6 @@ def test_an_encoded_image_is_saved_under_the_adapter_s_content(tmp_path: Path) -
     assert key.name.startswith(stored.split(":")[0] + "/")
 
 
-def test_an_adapter_is_read_whole_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed = []
-    original = hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda *of: hashed.append(1) or original(*of))
-    engine = Engine()
-    adapter(tmp_path)
-    for number in range(5):
-        assert engine.saves(adapted(str(number), number, lora(tmp_path)))
-        engine.world.clock.now_s += 2
-    assert len(hashed) == 2
-
-
-def test_what_was_loaded_before_its_first_request_is_known_at_once(tmp_path: Path) -> None:
-    engine = Engine()
-    engine.half.adapter_loaded(lora(adapter(tmp_path)))
-    engine.reads.pop()()
-    assert engine.ask(adapted("r", "cat", lora(tmp_path)))
-
-
 def in_place(engine: Engine, folder: Path) -> Any:
     return lora(folder, inplace=True)
 
@@ -378,20 +359,6 @@ def test_requests_without_an_adapter_are_called_as_ever(tmp_path: Path) -> None:
     other = request("other", feature("dog"))
     other.lora_request = lora(adapter(tmp_path))
     assert engine.saves(other) == {identifier_of("dog"): ""}
-
-
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    engine = Engine()
-    adapter(tmp_path)
-    asked = adapted("r", "cat", lora(tmp_path))
-    engine.until_asked(asked)
-    engine.allocate(asked)
-    engine.step()
-    engine.step((raw_name("cat"),))
-    engine.half.request_finished(asked)
-    engine.world.clock.now_s += 60
-    engine.step()
-    assert engine.world.leftovers() == []
 
 
 def test_after_a_stop_nothing_of_an_adapter_is_granted_or_saved(tmp_path: Path) -> None:

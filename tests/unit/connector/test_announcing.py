@@ -175,14 +175,6 @@ def test_confirmed_announcement_leaves_a_later_save_of_the_entry_in_the_spool(ri
     assert name in rig.bucket.objects
 
 
-def test_announcement_says_what_was_stored(rig: Rig) -> None:
-    rig.save(1)
-    rig.flush()
-    blob = rig.bucket.objects[rig.node.layout.object(key_at(1))]
-    assert rig.told() == {key_at(1).digest: len(blob)}
-    assert rig.node.index.nbytes(key_at(1)) == len(blob)
-
-
 def test_object_that_was_there_and_may_not_be_read_is_announced(tmp_path: Path) -> None:
     first = Rig(tmp_path)
     first.save(1)
@@ -353,10 +345,3 @@ def test_what_is_given_up_stays_in_the_spool_or_is_counted(tmp_path: Path) -> No
     assert rig.counted("announce_dropped") == 1
     rig.close()
     assert rig.told() == {}
-
-
-def test_many_confirmed_at_once_are_all_removed(rig: Rig) -> None:
-    rig.save(*range(2 * uploads.REMOVED_AT_ONCE + 1))
-    rig.flush()
-    assert rig.spooled() == 0
-    assert len(rig.told()) == 2 * uploads.REMOVED_AT_ONCE + 1

@@ -324,17 +324,6 @@ def test_a_second_shutdown_in_the_middle_of_the_first_leaves_it_the_node() -> No
     assert node.released == 1
 
 
-def test_a_panic_while_counts_are_reported_stays_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = broken()
-    it.parts.metrics = Broken()
-    assert it.get_ec_connector_stats() is None
-    assert it.parts.node.counters.get("internal_errors") == 1
-    monkeypatch.setattr(stats, "S3ECStats", _panics)
-    assert shell.S3ECConnector.build_ec_connector_stats({}) is None
-    monkeypatch.setattr(stats, "S3ECPromMetrics", _panics)
-    assert shell.S3ECConnector.build_prom_metrics(None, {}, [], {}) is None
-
-
 def test_a_fault_in_the_count_of_lookups_takes_no_orders_from_the_workers() -> None:
     it = broken()
     plan = StepPlan(step=7)
@@ -409,17 +398,6 @@ def test_a_scheduler_half_that_went_away_lets_nothing_without_pixels_through() -
     assert it.ensure_cache_available(plain, 0) is True
     assert it.ensure_cache_available(bare, 0) is False
     assert it.take_unavailable_requests() == {"bare"}
-
-
-@pytest.mark.parametrize("media", [True, False])
-def test_a_model_without_media_is_not_asked_for_their_fields(
-    media: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM would build a processor to answer, and warn that it cannot."""
-    it = _started(
-        ECConnectorRole.SCHEDULER, monkeypatch, Panic("told to"), problem="no", media=media
-    )
-    assert (it.parts.features is not None) is media
 
 
 @pytest.mark.parametrize(

@@ -59,14 +59,6 @@ def test_step_that_failed_before_its_end_is_dropped() -> None:
     assert one.take() == [EncodeTime("image", 1, 256, 0.5)]
 
 
-def test_step_that_failed_is_dropped_where_the_next_one_encodes_nothing() -> None:
-    one = timer(1.0)
-    one.begin([IMAGE])
-    one.begin([])
-    one.end()
-    assert one.take() == []
-
-
 class Event:
     """Stands for torch.cuda.Event: there is no GPU here."""
 
@@ -220,12 +212,6 @@ def test_worker_measures_the_encoder_and_nothing_else_in_every_role_and_release(
     assert report.encoded == 3 * [EncodeTime("image", 1, 256, _ENCODE_S)]
 
 
-def test_step_that_encodes_nothing_teaches_nothing(runner: Runner) -> None:
-    for calls in _CALLS.values():
-        runner.step(calls, encodes=False)
-    assert runner.process.node.encode_costs.document == {}
-
-
 def test_where_the_scheduler_is_in_this_process_nothing_is_learned_twice(runner: Runner) -> None:
     runner.process.node.users = 2
     for _ in range(3):
@@ -241,11 +227,3 @@ def test_only_the_first_rank_measures(tmp_path: Path) -> None:
     assert runner.report() is None or runner.report().encoded == []
     assert runner.process.node.encode_costs.document == {}
     runner.close()
-
-
-def test_measurements_pile_up_to_a_bound_where_vllm_asks_for_no_report(runner: Runner) -> None:
-    for _ in range(100):
-        runner.step(_CONSUMER)
-    report = runner.report()
-    assert report is not None
-    assert len(report.encoded) == 64

@@ -103,14 +103,6 @@ def check(outcomes: list[torch.Tensor | Exception], count: int) -> None:
         assert torch.equal(outcome, tensor(number))
 
 
-@pytest.mark.usefixtures("any_size", "in_memory")
-def test_one_alone_is_read_in_the_calling_thread(bench: Bench) -> None:
-    watched = Watched()
-    loader = loader_on(bench.node, lambda: watched)
-    check(loader.load(bench.loads(1)), 1)
-    assert watched.threads == [threading.current_thread().name]
-
-
 @pytest.mark.usefixtures("in_memory")
 def test_small_ones_that_are_in_memory_are_read_by_the_calling_thread(bench: Bench) -> None:
     watched = Watched()
@@ -156,47 +148,6 @@ def test_the_calling_thread_reads_what_no_reader_can_be_started_for(
     assert watched.threads == [threading.current_thread().name] * 2
     check(loader.load(bench.loads(2)), 2)
     assert len(watched.threads) == 4  # what was refused is not read later
-
-
-@pytest.mark.usefixtures("large")
-def test_two_large_ones_are_read_at_the_same_time(bench: Bench) -> None:
-    watched = Watched(threading.Barrier(2))
-    loader = loader_on(bench.node, lambda: watched)
-    check(loader.load(bench.loads(2)), 2)
-    assert len(set(watched.threads)) == 2
-    loader.close()
-
-
-@pytest.mark.usefixtures("any_size")
-def test_many_keep_their_order(bench: Bench) -> None:
-    loader = loader_on(bench.node, staging.HostStaging)
-    check(loader.load(bench.loads(len(HASHES))), len(HASHES))
-    loader.close()
-
-
-@pytest.mark.usefixtures("large")
-def test_caller_reads_what_the_readers_have_not_begun(bench: Bench) -> None:
-    """The readers are held in their first file: the caller does all the others."""
-    me = threading.current_thread()
-    gate = threading.Event()
-    mine: list[int] = []
-
-    class Held(staging.HostStaging):
-        def take(self, shape: Shape) -> host_pool.Buffer:
-            if threading.current_thread() is me:
-                mine.append(shape.nbytes)
-                if len(mine) == len(HASHES) - min(
-                    loading.MAX_READERS, len(os.sched_getaffinity(0))
-                ):
-                    gate.set()
-            else:
-                assert gate.wait(DEADLINE_S)
-            return super().take(shape)
-
-    loader = loader_on(bench.node, Held)
-    check(loader.load(bench.loads(len(HASHES))), len(HASHES))
-    assert gate.is_set()
-    loader.close()
 
 
 @pytest.mark.usefixtures("any_size")
@@ -385,19 +336,6 @@ def test_accelerator_gets_all_through_few_buffers(
 
 
 @pytest.mark.usefixtures("any_size")
-def test_next_file_is_read_while_the_copy_of_the_last_is_held_back(bench: Bench) -> None:
-    fake = accelerators.FakeAccelerator()
-    device = staging.AcceleratorStaging(fake)
-    loader = loader_on(bench.node, lambda: device)
-    fake.streams[0].held = True
-    outcomes = loader.load(bench.loads(6))
-    assert fake.log.count("loads copies") == 6  # all read, none there
-    fake.release()
-    check(outcomes, 6)
-    loader.close()
-
-
-@pytest.mark.usefixtures("any_size")
 def test_buffer_comes_back_from_a_load_that_failed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,14 +356,6 @@ def test_buffer_comes_back_from_a_load_that_failed(
 
 
 # One file
-
-
-def test_large_entry_is_read_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PART_BYTES", 7)
-    load = bench.load(1)
-    memory = torch.empty(load.shape.nbytes, dtype=torch.uint8)
-    loading.read_data(load, memory)
-    assert torch.equal(memory.view(torch.bfloat16).view(4, 8), tensor(1))
 
 
 @pytest.mark.parametrize("cached", [4096, 8192, 9000])
@@ -547,25 +477,6 @@ def read_again(load: Load) -> torch.Tensor:
     return memory.view(torch.bfloat16).view(4, 8)
 
 
-@pytest.mark.parametrize(
-    ("becomes", "how"),
-    [
-        *(("evicted", "here"), ("replaced", "here"), ("a link", "here")),
-        *(("evicted", "elsewhere"), ("replaced", "elsewhere")),
-    ],
-)
-def test_what_is_held_open_is_read_whatever_becomes_of_its_name(
-    bench: Bench, becomes: str, how: str
-) -> None:
-    with reached(bench, bench.load(1), how) as load:
-        os.unlink(load.path)
-        if becomes == "replaced":
-            bench.granted(load.identifier, tensor(2))
-        elif becomes == "a link":
-            Path(load.path).symlink_to("nowhere")
-        assert torch.equal(read_again(load), tensor(1))
-
-
 def test_what_has_its_name_is_read_by_it_where_the_schedulers_process_is_out_of_reach(
     bench: Bench,
 ) -> None:
@@ -609,13 +520,3 @@ def test_a_file_that_was_found_bad_is_granted_no_more(bench: Bench) -> None:
     assert torch.equal(outcome, tensor(1))
     assert len(bench.node.residents) == 0
     assert not bench.node.tier.entries.contains(key)
-
-
-def test_a_load_is_a_use_and_a_look_is_none(bench: Bench) -> None:
-    """By the time of use the least recently used are evicted."""
-    load = bench.load(1)
-    os.utime(load.path, ns=(10**9, 10**9))
-    assert bench.node.tier.entries.open(key_of(load.identifier)) is not None
-    assert os.stat(load.path).st_mtime_ns == 10**9
-    read_again(load)
-    assert os.stat(load.path).st_mtime_ns > 10**9

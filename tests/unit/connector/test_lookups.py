@@ -7,12 +7,9 @@ from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from s3ec.connector.lookups import DeviceLookups
 from s3ec.connector.vllm_config import PASSED_THROUGH
 from s3ec.counters import Counters
-from s3ec.fetch import FetchOutcome
 from tests.unit.connector.scheduling import World, feature, request
 
 TIERS = ("device", "node", "bucket")
@@ -142,64 +139,6 @@ def test_the_device_holds_for_a_request_what_its_steps_have_needed_until_it_is_b
     assert held(it, asked, 32) == [2]
 
 
-@pytest.mark.parametrize("how", ["preempted", "went back", "the device was reset"])
-def test_nothing_is_held_any_more_for_a_request_that_begins_again(how: str) -> None:
-    it, asked = Device(), running(*three())
-    it.lookups.end_pass(output({"r": (0, 12)}, new={"r": asked.mm_features}))
-    assert held(it, asked, 12) == [0, 1]
-    if how == "preempted":
-        asked.status.name = "PREEMPTED"
-    elif how == "the device was reset":
-        it.lookups.device_was_reset()
-    assert held(it, asked, 11 if how == "went back" else 12) == []
-
-
-def test_a_resumed_request_holds_what_it_has_needed_since() -> None:
-    it, asked = Device(), running(*three())
-    it.lookups.end_pass(output({"r": (0, 22)}, new={"r": asked.mm_features}))
-    it.lookups.end_pass(output({"r": (4, 8)}, resumed=["r"]))
-    assert held(it, asked, 12) == [1]
-
-
-class Counted:
-    """A feature that counts how often somebody looks where it is."""
-
-    looks = 0
-
-    def __init__(self, number: int) -> None:
-        self._real = feature(number, 10 * number)
-
-    def __getattr__(self, name: str) -> Any:
-        Counted.looks += name == "mm_position"
-        return getattr(self._real, name)
-
-
-@pytest.mark.parametrize("producer", [False, True])
-def test_a_pass_of_a_session_costs_what_is_new_in_it(producer: bool) -> None:
-    """Not what it has brought before, be that ten frames or a thousand."""
-    costs = {frames: looks_of_a_turn(World(producer=producer), frames) for frames in (10, 1000)}
-    assert costs[10] == costs[1000]
-
-
-def looks_of_a_turn(world: World, frames: int) -> int:
-    """How often somebody looks where a frame is, while a session goes past one more."""
-    asked = running(*map(Counted, range(frames)))
-    asked.num_prompt_tokens = 10 * frames
-    last = 0
-    for _ in range(2):  # the first turn brings them all
-        computed = asked.num_prompt_tokens - 10
-        before = Counted.looks
-        assert world.ask(asked, computed)
-        world.schedule(asked, len(asked.mm_features) - 1)
-        world.step()
-        step = output({"r": (computed, 10)}, new={"r": asked.mm_features})
-        world.half.lookups.end_pass(step)
-        last = Counted.looks - before
-        asked.mm_features.append(Counted(len(asked.mm_features)))
-        asked.num_prompt_tokens += 10
-    return last
-
-
 def test_what_a_client_embedded_itself_is_no_lookup() -> None:
     it = Device()
     it.lookups.end_pass(output({"r": (0, 4)}, new={"r": [feature("a", modality=PASSED_THROUGH)]}))
@@ -227,24 +166,6 @@ def test_the_first_load_of_a_download_is_a_hit_of_the_bucket_and_the_next_one_of
     world.step(["a"])  # given up at once, and still open
     assert world.run(request("s", feature("a"))) == [True]
     assert found(world.counters) == {"device": (0, 2), "node": (1, 1), "bucket": (1, 0)}
-
-
-def test_what_came_from_the_disk_is_a_hit_of_the_node() -> None:
-    world = World()
-    world.put_here("a")
-    asked = world.defer("a")
-    world.finish("a", source="tier")
-    assert world.run(asked) == [True]
-    assert found(world.counters) == {"device": (0, 1), "node": (1, 0), "bucket": (0, 0)}
-
-
-def test_what_is_encoded_is_a_miss_of_every_tier() -> None:
-    world = World()
-    assert world.run(request("r", feature("unknown"))) == [False]
-    asked = world.defer("absent")
-    world.finish("absent", FetchOutcome.ABSENT)
-    assert world.run(asked) == [False]
-    assert found(world.counters) == dict.fromkeys(TIERS, (0, 2))
 
 
 def test_what_a_producer_need_not_encode_is_a_hit_of_the_bucket() -> None:

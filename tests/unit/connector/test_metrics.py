@@ -66,11 +66,6 @@ def test_the_line_says_what_moved_and_what_went_wrong() -> None:
     )
 
 
-def test_nothing_is_said_of_a_minute_in_which_nothing_happened() -> None:
-    assert line_of({}) is None
-    assert line_of({"index.downloads": 3}) is None
-
-
 def test_the_line_comes_again_and_again_and_tells_each_thing_once(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,14 +107,6 @@ def test_gauges_of_ranks_are_added_up_or_compared_and_those_of_the_node_are_told
     }
     told.on_report({1: {"level.spool_entries": 0}})
     assert told.levels()["level.spool_entries"] == 2
-
-
-def test_gauges_are_told_again_though_nothing_has_changed(node: Node) -> None:
-    told = EngineMetrics(node)
-    for _ in range(2):  # the reader may have started in between
-        node.levels = {"level.tier_bytes": 1000}
-        assert told.news() == {"level.tier_bytes": 1000}
-        assert told.news() == {}
 
 
 def test_a_node_that_follows_the_bucket_keeps_all_its_gauges(node: Node) -> None:

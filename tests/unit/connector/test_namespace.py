@@ -444,22 +444,16 @@ def test_values_that_json_lacks_are_spelt_out() -> None:
     assert content["mm_processor_kwargs"] == {"size": [1, 2], "kind": "(1+2j)", "3": "inf"}
 
 
-def test_releases_that_decode_rare_pictures_otherwise_share_unless_told_not_to(
+def test_releases_that_decode_rare_pictures_otherwise_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from s3ec.connector import compat
 
-    def names(**values: str) -> list[str]:
-        found = []
-        for version in ("0.31.0", "0.32.0", "0.33.0", "0.34.0rc1"):
-            monkeypatch.setattr(compat, "vllm_version", lambda version=version: version)
-            found.append(namespace_of(engine(), settings_of(**values)).name)
-        return found
-
-    assert len(set(names())) == 1
-    apart = names(decoding="equal")
-    assert apart[0] == apart[1] != apart[2] == apart[3]
-    assert not set(names()) & set(apart)
+    names = set()
+    for version in ("0.31.0", "0.32.0", "0.33.0", "0.34.0rc1"):
+        monkeypatch.setattr(compat, "vllm_version", lambda version=version: version)
+        names.add(namespace_of(engine(), settings_of()).name)
+    assert len(names) == 1
 
 
 def test_the_same_configuration_has_the_same_name_in_every_release_of_s3ec() -> None:

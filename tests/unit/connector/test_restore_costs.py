@@ -43,22 +43,6 @@ def test_it_costs_what_was_measured_where_it_is() -> None:
     assert restore_s(world, "local") == pytest.approx(TIER_S)
 
 
-def test_a_disk_that_nothing_was_measured_of_counts_as_fast() -> None:
-    world = World()
-    world.stock("stored", "local")
-    world.put_here("local")
-    assert restore_s(world, "local") < restore_s(world, "stored")
-
-
-def test_loading_to_the_device_counts() -> None:
-    world = learned()
-    world.put_here("local")
-    world.half.update_connector_output(WorkerReport(counts={"load.items": 4, "load.seconds": 0.04}))
-    world.clock.now_s += 2
-    world.step()
-    assert restore_s(world, "local") == pytest.approx(TIER_S + 0.01)
-
-
 def test_what_is_slower_than_the_encoder_costs_an_encode() -> None:
     world = learned()
     world.half.update_connector_output(

@@ -46,15 +46,6 @@ def test_the_last_ones_are_known_and_old_ones_are_forgotten() -> None:
     assert sum(forgotten) > 0.98 * len(forgotten)
 
 
-def test_key_that_is_seen_again_and_again_is_never_forgotten() -> None:
-    seen = SeenKeys(1024)
-    seen.add(digest(-1))
-    for number in range(6 * seen.capacity):
-        seen.add(digest(number))
-        if number % (seen.capacity // 2) == 0:
-            assert seen.add(digest(-1))
-
-
 # -- the decision ----------------------------------------------------------------------------
 
 
@@ -80,14 +71,6 @@ def test_what_takes_longer_to_bring_than_to_encode_is_not_stored(kind: str) -> N
     assert counters.get("save_declined.cheap") == 1
     fetched(counters, 0.001, count=100, kind=kind)
     assert twice(worth, "b")
-
-
-def test_fetches_tell_more_than_uploads() -> None:
-    counters = Counters()
-    worth = SaveWorth(EncodeCosts({KIND: 0.03 / ROWS}), counters)
-    fetched(counters, 0.06, kind="upload")
-    fetched(counters, 0.01, kind="fetch")
-    assert twice(worth)
 
 
 def test_where_nothing_is_known_it_is_stored() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import queue as queue_module
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from s3ec.modality import Record
 from s3ec.runtime import DiskWatch
 from s3ec.store.endpoint import BreakerOptions
 from s3ec.testing.fault_store import Fault, Gate
-from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Spool
 from tests.support.file_calls import file_calls_of
 from tests.support.on_disk import audit_of
@@ -40,8 +38,6 @@ staging_module = pytest.importorskip("s3ec.connector.staging")
 AcceleratorStaging, HostStaging = staging_module.AcceleratorStaging, staging_module.HostStaging
 accelerators = pytest.importorskip("tests.unit.connector.accelerators")
 safetensors_torch = pytest.importorskip("safetensors.torch")
-
-CPU = torch.device("cpu")
 
 IMAGE = Save("image", {"image_grid_thw": [1, 2, 2]})
 
@@ -133,12 +129,12 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
 
 def test_an_entry_says_what_made_it_and_the_first_writer_s_word_stays(rig: Rig) -> None:
     for version in ("0.32.0", "0.33.0"):
-        queue = rig.queue(maker=codec.Maker(f"vllm={version}", 1))
+        queue = rig.queue(made_by=f"vllm={version}")
         assert queue.put(HASHES[0], IMAGE, tensor(1))
         assert queue.drain(DEADLINE_S) == 0
         blob = rig.stored(HASHES[0])
         assert blob is not None
-        assert codec.parse_header(blob).maker == codec.Maker("vllm=0.32.0", 1)
+        assert codec.parse_header(blob).made_by == "vllm=0.32.0"
 
 
 def test_what_waits_is_in_the_gauges_and_its_time_is_observed_when_the_bucket_confirms(
@@ -161,23 +157,6 @@ def test_what_waits_is_in_the_gauges_and_its_time_is_observed_when_the_bucket_co
     assert sum(one.many for one in times) == 2
     assert set(queue.levels().values()) == {0}
     rig.close()
-
-
-def test_a_store_that_overwrites_is_warned_about_once(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    put_if_absent = MemoryStore.put_if_absent
-
-    async def overwrite(self: MemoryStore, name: str, body: Sequence[bytes | memoryview]) -> None:
-        await self.delete(name)
-        await put_if_absent(self, name, body)
-
-    monkeypatch.setattr(MemoryStore, "put_if_absent", overwrite)
-    queue = rig.queue()
-    queue.put(HASHES[0], IMAGE, tensor())
-    assert queue.drain(DEADLINE_S) == 0
-    assert rig.stored(HASHES[0]) is not None
-    assert sum("If-None-Match" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_first_save_writes_descriptor_and_modality_record(rig: Rig) -> None:
@@ -388,36 +367,6 @@ def test_drain_with_a_dead_bucket_ends_at_its_deadline_and_says_what_is_left(
     assert not queue.put(HASHES[5], IMAGE, tensor())
 
 
-def test_drain_that_is_called_again_answers_at_once_and_counts_nothing_twice(rig: Rig) -> None:
-    rig.faults.append(Fault(error=UnavailableError))
-    queue = rig.queue()
-    rig.put_spooled(queue, *HASHES[:3])
-    assert queue.drain(0.2) == 3
-    assert queue.drain(3600) == 3
-    assert rig.counted("spool.left") == 3
-
-
-def test_drain_finds_the_save_of_a_hook_that_a_signal_ended_before_its_ring(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Bell(queue_module.SimpleQueue[bool]):
-        rings = 0
-
-        def put(self, item: bool, block: bool = True, timeout: float | None = None) -> None:
-            self.rings += 1
-            if self.rings == 1:
-                raise SystemExit  # as vLLM's handler does
-            super().put(item)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(queue_module, "SimpleQueue", Bell)
-        queue = rig.queue()
-    with pytest.raises(SystemExit):
-        queue.put(HASHES[0], IMAGE, tensor())
-    assert queue.drain(DEADLINE_S) == 0
-    assert rig.stored(HASHES[0]) is not None
-
-
 def test_drain_announces_what_the_bucket_took(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "PAUSE_S", 3600.0)
     queue = rig.queue()
@@ -493,22 +442,6 @@ def test_full_disk_does_not_keep_an_entry_from_the_bucket(tmp_path: Path) -> Non
     rig.close()
 
 
-def test_what_keeps_many_saves_from_the_disk_or_the_bucket_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = Rig(tmp_path, min_free_bytes=NO_ROOM)
-    queue = rig.queue()
-    for number, identifier in enumerate(HASHES[:4]):
-        queue.put(identifier, IMAGE, tensor(number))
-    for identifier in HASHES[4:8]:
-        queue.put(identifier, IMAGE, torch.full((4, 8), float("nan"), dtype=torch.bfloat16))
-    assert queue.drain(DEADLINE_S) == 0
-    assert rig.counted("spool.refused") == rig.counted("save_problem.refused.nonfinite") == 4
-    assert caplog.text.count("is not on this node's disk") == 1
-    assert caplog.text.count("holds NaN") == 1
-    rig.close()
-
-
 def test_save_that_gets_no_thread_gives_its_room_back_and_the_next_one_is_stored(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -524,17 +457,6 @@ def test_save_that_gets_no_thread_gives_its_room_back_and_the_next_one_is_stored
         assert queue.put(identifier, IMAGE, tensor())
     assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
-
-
-def test_many_saves_are_all_stored_once(rig: Rig) -> None:
-    queue = rig.queue(budget_bytes=300)
-    for number, identifier in enumerate(HASHES):
-        queue.put(identifier, IMAGE, tensor(number))
-    assert queue.drain(DEADLINE_S) == 0
-    assert all(rig.stored(identifier) for identifier in HASHES)
-    assert rig.counted("save.items") == len(HASHES)
-    assert rig.counted("internal_errors") == 0
-    assert rig.spooled() == 0
 
 
 # The spool
@@ -655,25 +577,6 @@ def test_next_process_uploads_what_the_last_one_could_not(tmp_path: Path) -> Non
     assert list((tmp_path / "tier" / "v1" / "spool").iterdir()) == []
 
 
-@pytest.mark.slow
-def test_adopted_entry_that_the_bucket_holds_already_is_done(tmp_path: Path) -> None:
-    first = Rig(tmp_path)
-    first.faults.append(
-        Fault(op="put_if_absent", name="objects/", lost_reply=True, error=UnavailableError, times=1)
-    )
-    first.faults.append(Fault(op="put_if_absent", name="objects/", error=UnavailableError))
-    first.put_spooled(first.queue(), HASHES[0])
-    eventually(lambda: first.stored(HASHES[0]) is not None)
-    first.close()
-
-    second = Rig(tmp_path, shared=first.bucket)
-    assert second.spooled() == 1
-    second.queue()
-    eventually(lambda: second.counted("save.existed") == 1)
-    eventually(lambda: second.spooled() == 0)
-    second.close()
-
-
 def test_a_save_that_is_always_refused_holds_up_no_other(tmp_path: Path) -> None:
     """As one that is larger than a proxy takes, where it has one of few places."""
     rig = Rig(tmp_path, breaker=NEVER_OPEN, max_concurrency=1)
@@ -690,71 +593,6 @@ def test_a_save_that_is_always_refused_holds_up_no_other(tmp_path: Path) -> None
     assert rig.stored(HASHES[2]) is not None
     large.times = large.struck
     eventually(lambda: rig.spooled() == 0)
-    rig.close()
-
-
-def test_spoiled_entry_is_deleted_and_never_uploaded(tmp_path: Path) -> None:
-    first = dead_process(tmp_path, *HASHES[:2])
-    key = key_of(HASHES[0])
-    (spoiled,) = (tmp_path / "tier").rglob(f"v1/spool/*{key.digest.hex()}*")
-    blob = bytearray(spoiled.read_bytes())
-    blob[-1] ^= 1
-    spoiled.write_bytes(blob)
-
-    second = Rig(tmp_path, shared=first.bucket)
-    queue = second.queue()
-    eventually(lambda: second.counted("tier.bad_files") == 1)
-    assert queue.drain(DEADLINE_S) == 0
-    assert second.stored(HASHES[0]) is None
-    assert second.stored(HASHES[1]) is not None
-    assert second.spooled() == 0
-    assert audit_of(second.node.tier) == []
-    second.close()
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"descriptor": {"model": "b"}},
-        {"bucket": "another"},
-        {"prefix": "b"},
-        {"endpoint_url": "https://b:9000"},
-    ],
-)
-def test_entries_of_another_model_or_for_another_bucket_are_left_alone(
-    tmp_path: Path, other: dict[str, Any]
-) -> None:
-    first = dead_process(tmp_path, *HASHES[:2])
-
-    stranger = Rig(tmp_path, **other)
-    queue = stranger.queue()
-    queue.put(HASHES[3], IMAGE, tensor())
-    eventually(lambda: stranger.stored(HASHES[3]) is not None)
-    assert queue.drain(DEADLINE_S) == 0
-    assert stranger.counted("spool.adopted") == 0
-    assert stranger.spooled() == 2
-    assert audit_of(stranger.node.tier) == []
-    stranger.close()
-
-    second = Rig(tmp_path, shared=first.bucket)
-    second.queue()
-    eventually(lambda: second.stored(HASHES[0]) is not None)
-    eventually(lambda: second.stored(HASHES[1]) is not None)
-    second.close()
-
-
-def test_dead_bucket_that_comes_back_gets_everything(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, breaker=SHORT_PAUSES)
-    dead = Fault(error=UnavailableError)
-    rig.faults.append(dead)
-    rig.pause(first_s=0.01, longest_s=0.05)
-    queue = rig.queue(budget_bytes=64)
-    rig.put_spooled(queue, *HASHES)
-    eventually(lambda: dead.struck > 5)
-    rig.faults.clear()
-    assert queue.drain(DEADLINE_S) == 0
-    assert all(rig.stored(identifier) for identifier in HASHES)
-    assert audit_of(rig.node.tier) == []
     rig.close()
 
 
@@ -829,23 +667,6 @@ def test_fresh_save_of_an_adopted_entry_stores_it_once(tmp_path: Path) -> None:
     second.close()
 
 
-def test_adopted_uploads_that_never_end_are_left_at_the_end(tmp_path: Path) -> None:
-    first = dead_process(tmp_path, *HASHES[:5])
-    assert first.counted("spool.left") == 5
-
-    second = Rig(tmp_path)
-    gate = Gate()
-    second.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
-    queue = second.queue()
-    assert gate.reached.wait(DEADLINE_S)
-    assert queue.drain(0.1) == 5
-    assert second.counted("spool.left") == 5
-    second.close()
-    assert second.counted("internal_errors") == 0
-    assert second.spooled() == 5
-    assert audit_of(second.node.tier) == []
-
-
 def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_next_process(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -870,49 +691,6 @@ def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_n
     assert rig.stored(HASHES[1]) is None
     assert rig.spooled() == 1
     assert caplog.text.count("too many open files") == 1
-
-
-@pytest.mark.parametrize("where", ["spool", "memory"])
-def test_save_whose_name_a_bad_object_has_is_given_up(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Counted, out of the spool; neither confirmed nor announced nor retried."""
-    key = key_of(HASHES[0])
-    name = rig.node.layout.object(key)
-    rig.bucket.objects[name] = b"<html>"
-    rig.node.index.mark_bad(key)
-    if where == "memory":
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise TierError("read-only")
-
-        monkeypatch.setattr(rig.node.tier.writer, "publish", refuse)
-    rig.pause(first_s=0.001)
-    queue = rig.queue()
-    for count in (1, 2):
-        eventually(lambda count=count: queue.put(HASHES[0], IMAGE, tensor(count)))
-        eventually(lambda count=count: rig.counted("save_problem.bad_object") == count)
-        eventually(lambda: rig.spooled() == 0)
-    assert queue.drain(DEADLINE_S) == 0
-    assert rig.counted("save.items") == rig.counted("save.existed") == 0
-    assert rig.store.log.count(("put_if_absent", name)) == 2
-    assert rig.bucket.objects[name] == b"<html>"
-    assert queue.take_stored() == []
-    assert not rig.node.index.maybe_contains(key)
-    assert not [each for each in rig.bucket.objects if "/manifest/" in each]
-
-
-def test_save_of_a_repaired_object_is_stored_and_believed_at_once(rig: Rig) -> None:
-    key = key_of(HASHES[0])
-    rig.node.index.mark_bad(key)  # and deleted since, of which this process has not heard
-    queue = rig.queue()
-    assert queue.put(HASHES[0], IMAGE, tensor(1))
-    assert queue.drain(DEADLINE_S) == 0
-    assert rig.stored(HASHES[0]) is not None
-    assert rig.counted("save_problem.bad_object") == 0
-    assert rig.node.index.maybe_contains(key)
-    assert not rig.node.index.is_bad(key)
-    assert [each for each in rig.bucket.objects if "/manifest/v2/delta/" in each]
 
 
 def test_the_loop_makes_no_call_that_a_disk_has_to_answer(

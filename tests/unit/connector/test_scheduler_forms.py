@@ -97,15 +97,6 @@ def test_where_the_form_is_not_known_nothing_is_stored_or_loaded(form: Form) -> 
     assert len(saved(world)) == form.most
 
 
-def test_what_the_device_holds_in_another_form_is_not_stored_again() -> None:
-    world = world_of()
-    world.run(crowd("page", "other"))
-    world.step()
-    world.clock.now_s += 60  # whatever was ordered before
-    world.ask(alone())
-    assert not saved(world)
-
-
 @pytest.mark.parametrize("first", [crowd("page", "other"), alone("page", "first")])
 def test_what_vllm_may_have_kept_in_the_other_form_is_not_stored(first: Any) -> None:
     """Its cache of processed pictures has one form of each, and may give it to either prompt."""
@@ -153,15 +144,3 @@ def test_an_encoder_stores_and_skips_by_form() -> None:
     assert formless.run(alone()) == [False]
     assert formless.half.request_finished(alone()) == [0]
     assert world.half.request_finished(alone("one")) == []
-
-
-def test_nothing_is_remembered_at_rest() -> None:
-    world = world_of(asked_every_pass=False)
-    asker = crowd("page", "other")
-    world.run(asker)
-    world.step()
-    world.end(asker)
-    evict(world, "page", "other")
-    world.clock.now_s += 100
-    world.step()
-    assert world.leftovers() == []

@@ -83,15 +83,6 @@ def test_where_vllm_asks_once_everything_is_waited_for() -> None:
     assert [load.identifier for load in world.step().loads] == [identifier_of("b")]
 
 
-def test_the_same_picture_twice_in_one_prompt_is_fetched_and_loaded_once(world: World) -> None:
-    world.stock("a")
-    asker = world.deferred(request("r", feature("a"), feature("a", 20)))
-    assert len(world.wanted) == 1
-    world.finish("a")
-    assert world.run(asker, 0) == [True]  # vLLM does not ask for the second
-    assert len(world.step().loads) == 1
-
-
 @pytest.mark.parametrize(
     ("name", "counted"),
     [("renderer0-mm-1-image-0", 1), ("\ud800", 1), ("x" * 5000, 1), ("lora:renderer0-mm-1-a-0", 1)],
@@ -314,13 +305,6 @@ def test_without_a_report_an_entry_stays_open_for_the_steps_in_flight(steps: int
     assert path not in world.prefetcher.live
 
 
-def test_steps_without_tokens_are_steps_too(world: World) -> None:
-    _, path = world.load_one()
-    for _ in range(3):
-        world.step(tokens=0)
-    assert path not in world.prefetcher.live
-
-
 def test_late_double_and_unknown_reports_are_harmless(world: World) -> None:
     step, path = world.load_one()
     world.report(step)
@@ -362,14 +346,6 @@ def test_evicted_on_the_device_and_wanted_again_is_fetched_again(world: World) -
     assert [load.path for load in world.step().loads] == [second.path]
 
 
-def test_evicted_before_the_report_is_held_open_until_then(world: World) -> None:
-    step, path = world.load_one()
-    world.step(freed="a")
-    assert path in world.prefetcher.live
-    world.report(step)
-    assert path not in world.prefetcher.live
-
-
 def test_a_reset_lets_go_of_a_load_that_no_step_has_carried_yet(world: World) -> None:
     world.bring("a")
     asker = request("r", feature("a"))
@@ -404,15 +380,6 @@ def test_what_nobody_asks_for_is_released_when_its_lease_ends(world: World) -> N
     assert not world.half.tracker.items
 
 
-def test_asking_renews_the_lease(world: World) -> None:
-    (path,) = world.bring("a")
-    for _ in range(10):
-        world.clock.now_s += LEASE_S - 1
-        assert world.ask(request("r", feature("a")))
-        world.step()
-    assert path in world.prefetcher.live
-
-
 def test_a_lease_does_not_end_while_a_step_loads_the_file() -> None:
     world = World(steps_in_flight=1000)
     step, path = world.load_one()
@@ -425,28 +392,6 @@ def test_a_lease_does_not_end_while_a_step_loads_the_file() -> None:
     world.clock.now_s += LEASE_S
     world.step()
     assert path not in world.prefetcher.live
-
-
-def test_what_arrives_after_everybody_left_is_released(world: World) -> None:
-    asker = world.defer("a")
-    world.end(asker)
-    world.finish("a")
-    world.clock.now_s += 2
-    world.step()
-    world.clock.now_s += LEASE_S + 2
-    world.step()
-    assert not world.prefetcher.live
-    assert not world.half.tracker.items
-
-
-def test_a_second_answer_for_one_item_is_released(world: World) -> None:
-    (path,) = world.bring("a")
-    world.prefetcher.open[identifier_of("a")] = world.prefetcher.submitted[0]
-    extra = world.finish("a")
-    world.step()
-    world.ask(request("r", feature("b")))
-    assert extra is not None
-    assert set(world.prefetcher.live) == {path}
 
 
 # -- ranks that cannot be told to load ------------------------------------------------------------

@@ -125,6 +125,12 @@ class HalfMachine(RuleBasedStateMachine):
         outcome = FetchOutcome.READY if fine else failure
         self.world.prefetcher.finish(identifier, outcome, holds=ROWS)
 
+    @precondition(lambda self: self.world.prefetcher.open)
+    @rule(data=st.data())
+    def a_fetch_goes_on_to_home(self, data: st.DataObject) -> None:
+        prefetcher = self.world.prefetcher
+        prefetcher.far.append(prefetcher.open[data.draw(st.sampled_from(sorted(prefetcher.open)))])
+
     @rule()
     def all_fetches_end_well(self) -> None:
         for identifier in sorted(self.world.prefetcher.open):

@@ -75,13 +75,6 @@ def test_what_a_request_names_is_fetched_whatever_the_index_says(world: World) -
     assert world.run(asker) == [True]
 
 
-def test_only_what_it_names_is(world: World) -> None:
-    asker = naming("r", "a", "b")
-    del asker.ec_transfer_params[identifier_of("b")]
-    world.deferred(asker)
-    assert world.wanted == [identifier_of("a")]
-
-
 def test_it_is_asked_for_again_until_its_upload_has_ended(world: World) -> None:
     asker = world.deferred(naming("r", "a"))
     for _ in range(3):
@@ -130,30 +123,11 @@ def test_nothing_is_fetched_by_name_while_the_store_is_down(world: World) -> Non
     assert world.wanted == []
 
 
-def test_a_store_that_goes_down_ends_the_wait(world: World) -> None:
-    asker = world.deferred(naming("r", "a"))
-    world.finish("a", FetchOutcome.ABSENT)
-    world.store.is_open = True
-    assert world.run(asker) == [False]
-
-
-def test_a_disk_that_hangs_ends_the_wait(world: World) -> None:
-    asker = world.deferred(naming("r", "a"))
-    world.finish("a", FetchOutcome.ABSENT)
-    world.disk.hangs = True
-    assert world.run(asker) == [False]
-
-
 def test_another_request_does_not_wait_for_what_it_does_not_name(world: World) -> None:
     asker = world.deferred(naming("r", "a"))
     world.finish("a", FetchOutcome.ABSENT)
     until_fetched_again(world, asker, "a")
     assert world.run(request("other", feature("a"))) == [False]
-
-
-def test_a_request_waits_for_nothing_where_requests_do_not_wait() -> None:
-    world = World(defer_timeout_s=0.0)
-    assert world.run(naming("r", "a")) == [False]
 
 
 @pytest.mark.parametrize("params", [None, [], ["a"], "a", 7, {}, {"ec_items": [{"mm_hash": 1}]}])
@@ -248,10 +222,6 @@ def test_an_encoder_tells_which_of_its_items_are_not_stored() -> None:
     asker = request("r", feature("a"), feature("", 10, raw=True), feature("c", 20))
     asker.mm_features[2].modality = "prompt_embeds"
     assert world.half.request_finished(asker) == [1, 2]
-
-
-def test_others_answer_with_nothing(world: World) -> None:
-    assert world.half.request_finished(request("r", feature("a"))) is None
 
 
 # -- vLLM's scheduler ------------------------------------------------------------------------------

@@ -130,19 +130,6 @@ def test_it_fails_alone_when_its_embedding_does_not_come_in_time(
     assert not world.ask(request("r2", feature("c")))
 
 
-def test_the_next_request_for_it_asks_again_too(world: World) -> None:
-    """Where its embedding came between the two."""
-    first = world.deferred(request("first", bare("a")))
-    world.finish("a", FetchOutcome.ABSENT)
-    assert not world.ask(first)
-    world.end(first)
-    world.clock.now_s += 0.1
-    second = world.deferred(request("second", bare("a")))
-    world.finish("a")
-    assert world.ask(second)
-    assert world.failed() == set()
-
-
 def test_one_prompt_may_name_it_with_and_without_pixels(world: World) -> None:
     asker = world.deferred(
         request("r", bare("a"), feature("a", 10), feature("a", 20, rows=ROWS + 1))
@@ -367,25 +354,3 @@ def test_the_same_with_pixels_in_the_prompt_takes_no_grant_away_while_the_disk_h
     world.finish("a")
     world.disk.hangs = True
     assert world.run(asker, 0) == [True]
-
-
-def test_while_the_disk_hangs_a_grant_is_for_the_rows_that_are_asked_for_first(
-    world: World,
-) -> None:
-    """A prompt that gives one identifier two sizes: vLLM asks for the first, without saying so."""
-    world.bring("a")
-    bare = feature("a", 60, pixels=False)
-    asker = request("r", feature("a", rows=ROWS + 1), feature("a", 30), bare)
-    world.disk.hangs = True
-    assert world.ask(asker)
-    assert not world.has("a")
-
-
-def test_where_vllm_asks_once_a_grant_outlives_that_the_disk_hangs() -> None:
-    world = World(asked_every_pass=False)
-    world.bring("a")
-    asker = request("r", feature("a"))
-    assert world.ask(asker)
-    world.disk.hangs = True
-    assert world.ask(request("other", feature("a")))
-    assert world.schedule(asker) == [True]

@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 from s3ec.connector.item_tracker import LEASE_S
-from s3ec.connector.vllm_config import PASSED_THROUGH
-from s3ec.connector.waiting import EngineLoad, WaitPolicy
-from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import ModalityScopes
 from tests.unit.connector.scheduling import (
     ROWS,
@@ -54,14 +51,6 @@ def test_a_resident_is_granted_in_the_pass_that_asks_for_it(world: World) -> Non
     assert world.counters.get("lookups.bucket.hit") == 0
 
 
-def test_a_load_names_the_very_file_that_is_open(world: World) -> None:
-    entry = world.make_resident("a")
-    entry.pid, entry.fd, entry.device, entry.inode = 1, 2, 3, 4
-    world.run(request("r", feature("a")))
-    (load,) = world.step().loads
-    assert (load.pid, load.fd, load.device, load.inode) == (1, 2, 3, 4)
-
-
 def test_a_request_waits_for_what_is_not_resident_alone(world: World) -> None:
     world.make_resident("a")
     world.stock("b")
@@ -79,23 +68,6 @@ def test_a_resident_beyond_the_window_is_not_fetched(world: World) -> None:
     assert world.wanted == []
     assert world.ask(asker, 1)
     assert world.schedule(asker, 1) == [True]
-
-
-def test_no_policy_is_asked_about_a_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unasked(*_: Any, **__: Any) -> NoReturn:
-        pytest.fail("nobody waits")
-
-    policy = WaitPolicy(EncodeCosts(), EngineLoad(2))
-    monkeypatch.setattr(policy, "limit_s", unasked)
-    world = World(policy=policy)
-    world.make_resident("a")
-    assert world.run(request("r", feature("a"))) == [True]
-
-
-def test_where_nobody_waits_for_anything_a_resident_is_granted_too() -> None:
-    world = World(defer_timeout_s=0.0)
-    world.make_resident("a")
-    assert world.run(request("r", feature("a"))) == [True]
 
 
 def test_what_the_device_has_evicted_is_granted_at_once(world: World) -> None:
@@ -150,32 +122,6 @@ def test_a_resident_is_let_go_of_once_after_its_step_was_reported() -> None:
     assert world.leftovers() == []
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_without_a_report_a_resident_is_held_open_for_the_steps_in_flight(steps: int) -> None:
-    world = World(steps_in_flight=steps)
-    entry = world.make_resident("a")
-    world.run(request("r", feature("a")))
-    world.step()
-    for _ in range(steps):
-        world.step()
-        assert world.prefetcher.released == []
-    world.step()
-    assert world.prefetcher.released == [entry.path]
-    assert entry.verified_s < world.clock()  # nobody has said so
-
-
-def test_the_next_request_is_granted_the_same_resident_again(world: World) -> None:
-    entry = world.make_resident("a")
-    for number in range(3):
-        assert world.run(request(str(number), feature("a"))) == [True]
-        plan = world.step()
-        assert [load.path for load in plan.loads] == [entry.path]
-        world.report(plan.step)
-        world.step(freed=["a"])
-    assert world.prefetcher.released == [entry.path] * 3
-    assert world.wanted == []
-
-
 def test_two_requests_of_a_pass_share_one_item(world: World) -> None:
     entry = world.make_resident("a")
     assert world.run(request("first", feature("a"))) == [True]
@@ -185,18 +131,6 @@ def test_two_requests_of_a_pass_share_one_item(world: World) -> None:
     assert len(plan.loads) == 1
     world.report(plan.step)
     assert world.prefetcher.released == [entry.path]
-
-
-def test_a_load_that_no_step_has_carried_is_let_go_of_in_time(world: World) -> None:
-    """The device gave it up in the pass that allocated it."""
-    entry = world.make_resident("a")
-    world.run(request("r", feature("a")))
-    world.step(freed=["a"], tokens=0)
-    assert world.step().loads == []
-    world.clock.now_s += LEASE_S + 2
-    world.step()
-    assert world.prefetcher.released == [entry.path]
-    assert world.leftovers() == []
 
 
 # -- what does not fit ----------------------------------------------------------------------------
@@ -218,28 +152,12 @@ def test_a_resident_of_another_kind_is_a_mismatch_and_not_granted(
     assert world.counters.get("misses") == 1
 
 
-def test_who_has_room_for_a_resident_is_granted_it_behind_one_who_has_not(world: World) -> None:
-    world.make_resident("a")
-    assert not_at_once(world, request("other", feature("a", rows=ROWS + 1)))
-    world.step(freed=["a"])
-    assert world.run(request("right", feature("a"))) == [True]
-
-
 def test_features_of_one_request_that_disagree_are_granted_by_the_first() -> None:
     """vLLM asks by the name alone."""
     world = World()
     world.make_resident("a")
     asker = request("r", feature("a", rows=ROWS + 1), feature("a", 10))
     assert world.ask(asker)
-    assert not world.has("a")
-
-
-def test_where_vllm_asks_once_two_requests_that_disagree_are_both_encoded() -> None:
-    world = World(asked_every_pass=False)
-    world.make_resident("a")
-    first, second = request("1", feature("a")), request("2", feature("a", rows=ROWS + 1))
-    assert world.ask(first)
-    assert world.ask(second)
     assert not world.has("a")
 
 
@@ -272,15 +190,6 @@ def test_without_pixels_a_resident_of_another_placeholder_is_refused(world: Worl
     assert world.run(request("pixels", feature("a"))) == [True]  # which say it themselves
 
 
-def test_without_pixels_it_is_had_ready_though_the_device_holds_it(world: World) -> None:
-    """The device may evict it between one call and the next."""
-    step, _ = world.load_one("a")
-    world.report(step)
-    world.make_resident("a")
-    assert world.ask(request("r", bare("a")))
-    assert world.has("a")
-
-
 # -- not at once ----------------------------------------------------------------------------------
 
 
@@ -293,21 +202,6 @@ def test_with_an_open_breaker_a_resident_is_looked_at_first(world: World) -> Non
     assert world.wanted == [identifier_of("a")]
     world.finish("a", source="tier")
     assert world.run(asker) == [True]
-
-
-def test_with_an_open_breaker_what_the_node_does_not_know_of_is_encoded(world: World) -> None:
-    world.make_resident("a")
-    world.store.is_open = True
-    assert not_at_once(world, request("r", feature("a")))
-
-
-def test_once_the_breaker_is_closed_residents_are_granted_at_once(world: World) -> None:
-    world.make_resident("a")
-    world.store.is_open = True
-    assert not_at_once(world, request("r", feature("a")))
-    world.step(freed=["a"])
-    world.store.is_open = False
-    assert world.run(request("later", feature("a"))) == [True]
 
 
 def test_while_the_disk_hangs_no_resident_is_granted(world: World) -> None:
@@ -334,12 +228,6 @@ def test_where_ranks_cannot_be_told_to_load_no_resident_is_granted() -> None:
     assert not_at_once(world, request("r", feature("a")))
 
 
-def test_a_pure_producer_loads_no_resident() -> None:
-    world = World(producer=True, consumer=False)
-    world.make_resident("a")
-    assert not_at_once(world, request("r", feature("a")))
-
-
 def test_after_the_weights_were_replaced_no_resident_is_granted(world: World) -> None:
     world.make_resident("a", ROWS)
     world.make_resident("b")
@@ -348,11 +236,6 @@ def test_after_the_weights_were_replaced_no_resident_is_granted(world: World) ->
     world.half.stop()
     for text in "ab":
         assert not_at_once(world, request(text, feature(text)))
-
-
-def test_an_embedding_that_the_client_sends_is_no_resident_of_ours(world: World) -> None:
-    world.make_resident("a", modality=PASSED_THROUGH)
-    assert not_at_once(world, request("r", feature("a", modality=PASSED_THROUGH)))
 
 
 def test_a_resident_is_found_by_the_name_that_its_modality_is_stored_under() -> None:

@@ -128,28 +128,6 @@ def test_what_the_device_holds_is_not_stored_again_while_a_bad_object_has_its_na
     assert list(world.step().saves) == [identifier_of("a")]
 
 
-def test_embeddings_that_the_client_sent_are_not_stored_again_either() -> None:
-    """vLLM's runner puts them where the encoder's are."""
-    world = World(producer=True)
-    asker = request("r", feature("a", modality="prompt_embeds"))
-    assert world.run(asker) == [False]
-    assert world.step().saves == {}
-    world.ask(request("again", feature("a", modality="prompt_embeds")))
-    assert world.step().saves == {}
-
-
-def test_what_the_device_gives_up_is_not_stored_again() -> None:
-    world = World(producer=True, consumer=False)
-    asker = request("r", feature("a"))
-    world.run(asker)
-    world.step()
-    orders_end(world)
-    world.ask(asker)
-    assert world.step(freed=["a"]).saves == {}
-    world.run(asker)
-    assert world.step().saves[identifier_of("a")].on_device is False
-
-
 def test_a_decoding_request_has_nothing_stored_again() -> None:
     """It is asked about in every step, and each picture would be looked up."""
     world = World(producer=True)

@@ -77,12 +77,3 @@ def test_a_pure_producer_skips_what_is_stored_under_the_marked_name_alone() -> N
         asked = request(text, feature(text, modality="video"))
         assert it.run(asked) == [is_stored]
         assert it.half.request_finished(asked) == []
-
-
-def test_an_entry_that_was_stored_is_known_under_its_marked_name() -> None:
-    it = world()
-    assert it.run(request("r", feature("film", modality="video"))) == [False]
-    plan = it.step()
-    it.report(plan.step, stored=[identifier_of("film")])
-    assert it.index.maybe_contains(key_of(marked("film")))
-    assert not it.index.maybe_contains(key_of(identifier_of("film")))

@@ -7,11 +7,9 @@ import pytest
 
 from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
 from s3ec.connector.request_waits import MOST_IN_VAIN, VAIN_REST_S
-from s3ec.counters import observed
-from s3ec.prefetch import FetchOutcome, Priority
+from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import (
     ROWS,
-    WINDOW,
     World,
     bare,
     feature,
@@ -74,20 +72,6 @@ def test_a_request_waits_for_all_of_its_images_and_no_longer(world: World) -> No
     }
 
 
-def test_two_requests_for_one_image_share_the_fetch(world: World) -> None:
-    world.stock("a")
-    first, second = request("1", feature("a")), request("2", feature("a", 50))
-    assert not world.ask(first)
-    assert not world.ask(second)
-    world.step()
-    assert not world.ask(second)
-    world.step()
-    assert len(world.wanted) == 1
-    world.finish("a")
-    assert world.run(first) == [True]
-    assert world.ask(second)
-
-
 @pytest.mark.parametrize(
     "outcome",
     [FetchOutcome.ABSENT, FetchOutcome.MISMATCH, FetchOutcome.CORRUPT, FetchOutcome.UNAVAILABLE],
@@ -143,21 +127,6 @@ def test_the_wait_is_bounded_in_all_across_the_chunks_of_a_prompt(world: World) 
     assert world.counters.get("deferred_requests") == 1
 
 
-def test_time_between_waits_does_not_count(world: World) -> None:
-    world.stock("a", "b")
-    asker = world.deferred(request("r", feature("a"), feature("b", 200)))
-    world.clock.now_s += 1.0
-    world.finish("a")
-    world.run(asker, 0)
-    world.step()
-    world.clock.now_s += 100.0
-    assert not world.ask(asker, 150)
-    world.clock.now_s += 0.9
-    assert not world.ask(asker, 150)
-    world.clock.now_s += 0.1
-    assert world.ask(asker, 150)
-
-
 def test_time_in_which_vllm_does_not_ask_is_no_wait(world: World) -> None:
     """A full engine leaves its queue early: who stands at its end is asked about much later."""
     world.put_here("a")
@@ -195,52 +164,6 @@ def test_a_wait_is_longer_by_its_pauses_and_no_more(world: World) -> None:
     assert world.clock.now_s - began_s == pytest.approx(2.0 + pauses * 0.4, abs=0.11)
 
 
-def test_paused_request_that_ends_leaves_nothing_behind(world: World) -> None:
-    world.stock("a")
-    asker = world.deferred(request("r", feature("a")))
-    world.step()
-    world.step()
-    world.end(asker)
-    assert not world.half.waits.records
-
-
-@pytest.mark.parametrize("paused_s", [0.0, 5.0])
-def test_what_a_request_has_waited_is_counted_where_it_ends_before_its_embedding_comes(
-    world: World, paused_s: float
-) -> None:
-    """Its client has gone; but for a pause, which is no wait."""
-    asker = world.defer("a")
-    world.clock.now_s += 0.3
-    if paused_s:
-        world.deferred(asker)
-        world.clock.now_s += paused_s
-        world.step()  # nobody is asked about
-    world.end(asker)
-    assert world.counters.get("deferred_seconds") == pytest.approx(0.3)
-    assert waits_of(world) == (1, pytest.approx(0.3))
-
-
-def waits_of(world: World) -> tuple[int, float]:
-    """How many waits were observed, and their seconds."""
-    found = [one for one in observed(world.counters.snapshot()) if one.histogram == "wait_time"]
-    return sum(one.many for one in found), sum(one.seconds for one in found)
-
-
-def test_a_wait_that_was_paused_is_observed_once_and_as_a_whole(world: World) -> None:
-    asker = world.defer("a")
-    for _ in range(3):
-        world.clock.now_s += 5.0
-        world.step()  # nobody is asked about
-        world.clock.now_s += 0.1
-        world.deferred(asker)
-    assert waits_of(world) == (0, 0)
-    world.clock.now_s += 0.2
-    world.finish("a")
-    assert world.run(asker) == [True]
-    world.end(asker)
-    assert waits_of(world) == (1, pytest.approx(0.5))
-
-
 @pytest.mark.parametrize("how", ["computed", "stopped"])
 def test_a_wait_ends_where_its_request_goes_on_without_the_embedding(
     world: World, how: str
@@ -259,26 +182,6 @@ def test_a_wait_ends_where_its_request_goes_on_without_the_embedding(
     assert world.counters.get("deferred_seconds") == pytest.approx(0.3)
 
 
-def test_a_wait_that_ends_after_a_pause_is_in_vain_like_any_other(world: World) -> None:
-    """So a slow bucket in a full engine costs MOST_IN_VAIN requests their time, and no more."""
-    waits = []
-    for number in range(MOST_IN_VAIN + 3):
-        world.stock(f"slow {number}")
-        asker = request(f"r{number}", feature(f"slow {number}"))
-        waits.append(not world.ask(asker))
-        world.step()
-        if waits[-1]:
-            world.clock.now_s += 1.9
-            world.deferred(asker)
-            world.clock.now_s += 5.0
-            world.step()  # nobody is asked about
-            world.clock.now_s += 0.2
-            assert world.ask(asker)
-        world.half.request_finished(asker)
-    assert waits == [True] * MOST_IN_VAIN + [False] * 3
-    assert world.counters.get("defer_timeouts") == MOST_IN_VAIN
-
-
 def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
     world = World(defer_timeout_s=0.0)
     world.stock("a")
@@ -286,17 +189,6 @@ def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
     world.step()
     assert world.wanted == [identifier_of("a")]
     assert world.counters.get("deferred_requests") == 0
-
-
-def test_a_finished_request_is_forgotten(world: World) -> None:
-    asker = world.defer("a")
-    world.finish("a", FetchOutcome.ABSENT)
-    world.end(asker)
-    world.end(asker)
-    for _ in range(2):  # the answer is taken, and then forgotten
-        world.clock.now_s += LEASE_S + 1
-        world.step()
-    assert world.leftovers() == []
 
 
 def test_a_pure_producer_never_waits() -> None:
@@ -441,25 +333,6 @@ def test_what_is_first_in_the_queue_is_submitted_first(world: World) -> None:
     assert world.wanted == [identifier_of(text) for text in texts]
 
 
-def test_a_wait_that_is_over_costs_the_item_its_place_and_a_new_one_gives_it_back(
-    world: World,
-) -> None:
-    world.stock("a")
-    first = world.deferred(request("first", feature("a")))
-    world.clock.now_s += 2.0
-    assert world.ask(first)
-    assert world.prefetcher.demoted == []  # told at the end of the pass
-    world.step()
-    assert world.prefetcher.demoted == [identifier_of("a")]
-    for _ in range(3):  # waits for room on the device
-        assert world.ask(first)
-        world.step()
-    assert len(world.prefetcher.demoted) == len(world.wanted) == 1
-    assert not world.ask(request("second", feature("a")))
-    world.step()
-    assert [want.priority for want in world.prefetcher.submitted] == [Priority.DEMAND] * 2
-
-
 def test_a_client_that_leaves_takes_only_its_own_interest_along(world: World) -> None:
     world.stock("a", "b")
     first = request("first", feature("a"), feature("b", 10))
@@ -474,33 +347,6 @@ def test_a_client_that_leaves_takes_only_its_own_interest_along(world: World) ->
     world.step(tokens=0)
     assert world.prefetcher.demoted == [identifier_of("a"), identifier_of("b")]
     assert not world.half.tracker.waiting
-
-
-def test_left_and_wanted_again_within_a_pass_keeps_its_place(world: World) -> None:
-    world.stock("a")
-    first = request("first", feature("a"))
-    world.ask(first)
-    world.step()
-    world.end(first)
-    assert not world.ask(request("second", feature("a")))
-    world.step()
-    assert world.prefetcher.demoted == []
-
-
-def test_fetched_ahead_is_waited_for_and_a_forgotten_one_is_ordered_ahead_again(
-    world: World,
-) -> None:
-    world.stock("a", "b")
-    first = request("first", feature("a"), feature("b", WINDOW))
-    world.ask(first)
-    world.step()
-    assert world.prefetcher.demoted == []
-    world.end(first)
-    world.step()
-    assert set(world.prefetcher.demoted) == {identifier_of("a"), identifier_of("b")}
-    world.ask(request("second", feature("c"), feature("b", WINDOW)))
-    world.step()
-    assert world.prefetcher.submitted[-1].priority is Priority.LOOKAHEAD
 
 
 def test_an_image_that_another_request_had_encoded_is_not_waited_for(world: World) -> None:
@@ -624,10 +470,3 @@ def test_a_store_that_is_too_slow_for_three_requests_holds_no_other_up(world: Wo
     world.finish("d", seconds=0.5)
     world.stock("f")
     assert not world.ask(request("f", feature("f")))
-
-
-def test_who_has_no_pixels_waits_for_a_store_that_is_too_slow(world: World) -> None:
-    for text in ("a", "b", "c"):
-        wait_in_vain(world, text)
-    world.stock("d")
-    assert not world.ask(request("d", feature("d", pixels=False)))

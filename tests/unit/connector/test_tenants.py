@@ -231,20 +231,6 @@ def test_a_request_without_pixels_fails_alone_where_its_identifier_is_refused() 
     assert world.half.take_unavailable_requests() == {"r"}
 
 
-@pytest.mark.parametrize("characters", [20, 10_000])
-def test_distinct_identifiers_in_any_number_leave_nothing_behind(characters: int) -> None:
-    world = World(producer=False)
-    for number in range(1000):
-        name = f"{number:0{characters}}"
-        asker = request(name[-9:], feature(name, raw=True))
-        assert world.ask(asker)
-        assert world.schedule(asker) == [False]
-        world.step([])
-        world.half.build_connector_meta([name], scheduled_tokens=1)  # the device lets go of it
-        world.half.request_finished(asker)
-    assert world.leftovers() == []
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [("a", "ab"), ("a", "a/b"), ("corpus", "corpus-2"), ("a", "a/objects"), ("", "a")],

@@ -293,16 +293,6 @@ def test_a_worker_s_half_is_made_beside_the_start_and_used_with_the_first_plan(
     assert node.users == 1
 
 
-def test_a_half_that_is_never_used_is_let_go_of(connectors: Any) -> None:
-    worker, scheduler = started(connectors("WORKER")), connectors("SCHEDULER")
-    worker.shutdown()
-    assert scheduler.parts.node.users == 1
-    late = connectors("WORKER")
-    late.shutdown()
-    started(late)
-    assert scheduler.parts.node.users == 1
-
-
 def test_weights_that_were_replaced_while_the_engine_started_stop_it(
     connectors: Any, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -54,14 +54,6 @@ def test_a_few_fetches_that_take_for_ever_move_it_little() -> None:
     assert times(slow).likely_s < 1.5 * times(draw(0.03)).likely_s
 
 
-def test_old_fetches_are_forgotten() -> None:
-    assert times(draw(0.03) + [1.0] * 512).likely_s == pytest.approx(1.0, rel=0.01)
-
-
-def test_a_fetch_that_took_no_time_can_be_told_of() -> None:
-    assert 0.0 < times([0.0] * 1000 + [-1.0]).likely_s < 0.001
-
-
 # -- one decision ----------------------------------------------------------------------------
 
 
@@ -122,6 +114,21 @@ def test_a_new_engine_waits_for_its_own_disk_and_not_for_a_bucket_that_it_does_n
     assert one.times.of("tier", ROWS).likely_s == PRIOR_FETCH_S["tier"]
 
 
+def test_a_wait_for_a_replica_begins_by_its_time_and_by_what_it_lacked_lately() -> None:
+    def near(encode_s: float, lacks: float) -> WaitPolicy:
+        one = policy(encode_s=encode_s, fetch_s=0.004)
+        one.times.of("home", ROWS).add(0.08)
+        for number in range(100):
+            one.times.note_far(is_far=number % 10 < 10 * lacks)
+        return one
+
+    assert limit_s(near(0.015, 0.0)) > 0
+    assert limit_s(near(0.015, 0.5)) > 0
+    assert limit_s(near(0.015, 1.0)) == 0
+    assert limit_s(near(0.015, 0.0), source="home") == 0
+    assert limit_s(near(0.15, 1.0)) > 0  # home pays as well
+
+
 # -- whom an encode delays -------------------------------------------------------------------
 
 
@@ -159,16 +166,6 @@ def test_time_without_requests_is_no_time_of_a_step() -> None:
         load.end_request(now + 0.01)
         now += 1.0
     assert load.price < 1.1
-
-
-def test_load_is_forgotten() -> None:
-    load = EngineLoad(2)
-    now = run_passes(load, requests=20)
-    assert load.price > 5
-    for _ in range(8):
-        now += 5.0
-        load.end_pass(now, has_prefill=False, requests=0)
-    assert load.price == 1.0
 
 
 # -- what is not known, or no longer true ------------------------------------------------------
@@ -297,21 +294,51 @@ def test_no_wait_is_longer_than_its_own_limit_however_busy_the_engine_is(request
         here.end(asker)
 
 
-def test_after_waits_in_vain_nobody_waits_until_something_comes_that_was_in_time() -> None:
-    here = world(encode_s=0.2)
-    askers = [request(str(number), feature(str(number))) for number in range(MOST_IN_VAIN + 2)]
-    here.stock(*(str(number) for number in range(MOST_IN_VAIN + 2)))
-    for number, asker in enumerate(askers[:-1]):
-        assert until_it_goes_on(here, asker) == (
-            pytest.approx(0.4, abs=0.002) if number < MOST_IN_VAIN else 0.0
-        )
-        here.step()
-    here.finish("0", seconds=1.0)  # too late for anybody
-    here.stock("a", "b")
-    assert here.ask(request("a", feature("a")))
+def beside_home(encode_s: float) -> World:
+    """A replica that takes 5 ms, and home behind it that takes 80."""
+    here = world(encode_s=encode_s, fetch_s=0.005)
+    assert here.policy is not None
+    here.policy.times.of("home", SMALL).add(0.08)
+    return here
+
+
+def test_what_no_replica_has_is_encoded_at_once_where_home_takes_too_long() -> None:
+    here = beside_home(encode_s=0.02)
+    asker = here.defer("a")
+    assert not here.ask(asker)
     here.step()
-    here.finish("a", seconds=0.3)
-    assert not here.ask(request("b", feature("b")))
+    here.go_far("a")
+    here.go_far("a")  # of a large one each range goes there
+    assert here.ask(asker)
+    assert here.schedule(asker) == [False]
+    here.step()
+    assert here.prefetcher.demoted == [identifier_of("a")]
+    here.finish("a", seconds=0.8)
+    here.ask(request("other", feature("other")))
+    assert here.policy is not None
+    assert here.policy.times.of("home", SMALL).likely_s > 0.2
+    assert here.policy.times.of("bucket", SMALL).likely_s < 0.01
+    assert here.counters.get("defer_timeouts") == 0
+
+
+def test_what_no_replica_has_is_waited_for_where_home_pays() -> None:
+    here = beside_home(encode_s=0.4)
+    asker = here.defer("a")
+    here.clock.now_s += 0.7
+    here.go_far("a")
+    # The wait begins anew. All waits of a request together have an end.
+    assert until_it_goes_on(here, asker) == pytest.approx(0.8, abs=0.002)
+    assert here.counters.get("deferred_requests") == 1
+
+
+def test_a_home_that_is_awaited_in_vain_is_no_reason_not_to_wait_for_a_replica() -> None:
+    here = beside_home(encode_s=0.2)
+    for number in range(MOST_IN_VAIN):
+        asker = here.deferred_far(f"slow {number}")
+        assert until_it_goes_on(here, asker) == pytest.approx(0.4, abs=0.002)
+        here.end(asker)
+        here.step()
+    assert here.ask(here.deferred_far("a"))
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, -60.0, 60.0, 3600.0])
@@ -332,19 +359,6 @@ def test_a_step_of_the_wall_clock_changes_no_answer(step_s: float) -> None:
         here.finish(text, seconds=1.0)
         here.end(asker)
     assert waited == 0
-
-
-def test_each_turn_of_a_session_is_weighed_anew() -> None:
-    here = world()
-    here.stock("a", "b")
-    session = request("r", feature("a"))
-    assert until_it_goes_on(here, session) > 0.1
-    here.schedule(session)
-    here.step()
-    assert here.ask(session)
-    session.mm_features.append(feature("b", 10))
-    session.num_prompt_tokens = 20
-    assert not here.ask(session, 8)
 
 
 def test_request_without_pixels_waits_whatever_it_costs() -> None:

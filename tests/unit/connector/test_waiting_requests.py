@@ -139,19 +139,6 @@ def test_what_others_had_encoded_is_seen_and_so_is_what_the_device_gave_up(
     assert waits.is_looked_at()
 
 
-def test_other_computed_tokens_are_another_question(waits: Waits) -> None:
-    assert waits.is_looked_at(SPACING)
-    assert not waits.is_looked_at(SPACING)
-    assert waits.is_looked_at(0)
-
-
-def test_the_longest_wait_stays_what_it_was(world: World, waits: Waits) -> None:
-    world.clock.now_s += 1.99
-    assert not waits.ask()
-    world.clock.now_s += 0.01
-    assert waits.ask()
-
-
 def test_a_wait_that_ends_between_question_and_answer_is_not_kept(world: World) -> None:
     world.clock.now_s = 1022.08
     waits = Waits(world)
@@ -159,30 +146,6 @@ def test_a_wait_that_ends_between_question_and_answer_is_not_kept(world: World) 
     waits.ask()
     world.clock.now_s += 0.01
     assert waits.ask()
-
-
-def test_three_waits_in_vain_let_the_others_go(world: World, waits: Waits) -> None:
-    hasty = [request(f"hasty {n}", feature(f"hasty {n}")) for n in range(3)]
-    world.stock(*(f"hasty {n}" for n in range(3)))
-    world.half.request_finished(waits.request)
-    assert not any(map(world.ask, hasty))
-    world.step()
-    world.clock.now_s += 1.0
-    assert not any(map(world.ask, hasty))
-    assert not waits.ask()
-    world.clock.now_s += 1.0
-    assert all(map(world.ask, hasty))
-    assert world.ask(waits.request)
-
-
-def test_request_without_pixels_is_not_looked_at_either_while_its_fetches_run(world: World) -> None:
-    waits = Waits(world, without_pixels=True)
-    assert not waits.is_looked_at()
-    world.clock.now_s += 9.99
-    assert not waits.ask()
-    world.clock.now_s += 0.01
-    waits.ask()
-    assert world.failed() == {"r"}
 
 
 def test_what_came_and_was_let_go_in_a_long_wait_is_looked_for_again() -> None:

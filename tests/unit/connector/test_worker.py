@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from s3ec import codec
 from s3ec.connector.messages import Save, StepPlan, WorkerReport
 from s3ec.counters import observed
 from s3ec.errors import UnavailableError
@@ -74,46 +73,12 @@ def test_granted_embeddings_are_loaded_and_reported(rig: Rig) -> None:
     assert rig.worker.report() is None
 
 
-def test_loaded_tensors_share_no_memory(rig: Rig) -> None:
-    loads = [rig.granted(identifier, tensor()) for identifier in HASHES[:2]]
-    cache: dict[str, torch.Tensor] = {}
-    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=loads))
-    cache[HASHES[0]].zero_()
-    assert torch.equal(cache[HASHES[1]], tensor())
-
-
 def test_embedding_that_the_device_holds_is_left_alone(rig: Rig) -> None:
     load = rig.granted(HASHES[0], tensor(1))
     mine = tensor(2)
     cache = {HASHES[0]: mine}
     rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     assert cache[HASHES[0]] is mine
-
-
-@pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "other", "grown"])
-def test_damaged_file_is_replaced_by_the_bucket_s_copy(rig: Rig, damage: str) -> None:
-    load = rig.granted(HASHES[0], tensor(1))
-    rig.bucket.objects[rig.object_name(HASHES[0])] = rig.entry(HASHES[0], tensor(1))
-    path = Path(load.path)
-    blob = bytearray(path.read_bytes())
-    if damage == "missing":
-        rig.lose(load)
-    elif damage == "cut":
-        path.write_bytes(blob[:-1])
-    elif damage == "flipped":
-        blob[-1] ^= 1
-        path.write_bytes(blob)
-    elif damage == "other":
-        path.write_bytes(rig.entry(HASHES[1], tensor(2)))
-    else:
-        path.write_bytes(blob + bytes(codec.HEADER_LIMIT + 9))
-    cache: dict[str, torch.Tensor] = {}
-    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
-    assert torch.equal(cache[HASHES[0]], tensor(1))
-    assert rig.node.counters.get("load.rescued") == 1
-    key = key_of(HASHES[0])
-    if damage != "missing":  # nobody may open it again
-        assert not rig.node.tier.entries.contains(key)
 
 
 def test_load_that_cannot_be_had_anywhere_raises_with_the_file_and_fills_nothing_in(
@@ -185,35 +150,7 @@ def test_entry_of_another_namespace_is_never_loaded(rig: Rig) -> None:
     assert cache == {}
 
 
-def test_fresh_output_is_handed_to_the_save_queue(rig: Rig) -> None:
-    output = tensor()
-    plan = StepPlan(step=1, saves={HASHES[0]: Save("image", {})})
-    rig.worker.save_caches({HASHES[0]: output}, HASHES[0], plan)
-    assert rig.saved == [(HASHES[0], plan.saves[HASHES[0]], output)]
-
-
 # Several at a time
-
-
-class Plain:
-    """An encoder cache that has nothing but what every runner's has."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, torch.Tensor] = {}
-
-    def __contains__(self, identifier: str) -> bool:
-        return identifier in self.held
-
-    def __setitem__(self, identifier: str, value: torch.Tensor) -> None:
-        self.held[identifier] = value
-
-
-def test_encoder_cache_needs_only_to_be_asked_and_set(rig: Rig) -> None:
-    loads = [rig.granted(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
-    cache = Plain()
-    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[*loads, loads[0]]))
-    assert len(cache.held) == len(HASHES)
-    assert all(torch.equal(cache.held[each], tensor(n)) for n, each in enumerate(HASHES))
 
 
 def test_rows_of_another_picture_under_the_same_identifier_are_replaced(rig: Rig) -> None:
@@ -222,15 +159,6 @@ def test_rows_of_another_picture_under_the_same_identifier_are_replaced(rig: Rig
     cache = {HASHES[0]: torch.full((tensor(1).shape[0] + 8, tensor(1).shape[1]), 7.0)}
     rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     assert torch.equal(cache[HASHES[0]], tensor(1))
-
-
-def test_what_the_device_holds_is_not_loaded_again(rig: Rig) -> None:
-    load = rig.granted(HASHES[0], tensor(1))
-    held = tensor(1)
-    cache = {HASHES[0]: held}
-    rig.lose(load)
-    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
-    assert cache[HASHES[0]] is held
 
 
 def test_failed_load_leaves_the_others_in_place(rig: Rig) -> None:
@@ -255,13 +183,6 @@ def test_only_what_the_scheduler_named_is_saved_and_only_by_rank_0(rig: Rig) -> 
     rig.rank = 1
     rig.worker.save_caches(cache, HASHES[0], plan)
     assert rig.saved == []
-
-
-def test_output_that_is_no_tensor_is_not_saved(rig: Rig) -> None:
-    plan = StepPlan(step=1, saves={HASHES[0]: Save("image", {})})
-    rig.worker.save_caches({HASHES[0]: (tensor(), tensor())}, HASHES[0], plan)
-    assert rig.saved == []
-    assert rig.node.counters.get("save_problem.shape") == 1
 
 
 def test_what_the_device_holds_is_stored_as_the_step_begins(rig: Rig) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from s3ec.corpus import deep_check
 from s3ec.corpus.audit import Audit, audit
-from s3ec.corpus.catalog import CatalogRow, append_rows, read_table
+from s3ec.corpus.catalog import CatalogWriter, read_table
+from s3ec.corpus.catalog_file import CatalogRow
 from s3ec.corpus.deep_check import AuditState, BadObject, DeepCheck, check_objects
 from s3ec.corpus.repair import Repair, repair
 from s3ec.errors import (
@@ -511,7 +512,7 @@ def rows_for(identifiers: Sequence[str]) -> list[CatalogRow]:
 async def test_rows_of_the_catalogue_without_an_object_are_found_and_dropped(
     memory: MemoryStore,
 ) -> None:
-    await append_rows(memory, LAYOUT, rows_for([*IDS[:4], "sha256:" + "0" * 64]))
+    await CatalogWriter(memory, LAYOUT).append(rows_for([*IDS[:4], "sha256:" + "0" * 64]))
     await memory.delete(object_of(IDS[1]))
     found = await look(memory, deep=False)
     catalog = found.catalog
@@ -527,7 +528,7 @@ async def test_rows_of_the_catalogue_without_an_object_are_found_and_dropped(
 
 
 async def test_row_whose_entry_came_back_stays(memory: MemoryStore) -> None:
-    await append_rows(memory, LAYOUT, rows_for(IDS[:2]))
+    await CatalogWriter(memory, LAYOUT).append(rows_for(IDS[:2]))
     await memory.delete(object_of(IDS[1]))
     found = await look(memory, deep=False)
     put(memory, IDS[1])
@@ -538,7 +539,7 @@ async def test_row_whose_entry_came_back_stays(memory: MemoryStore) -> None:
 async def test_row_whose_entry_came_back_while_the_catalogue_was_read_stays(
     memory: MemoryStore,
 ) -> None:
-    await append_rows(memory, LAYOUT, rows_for(IDS[:2]))
+    await CatalogWriter(memory, LAYOUT).append(rows_for(IDS[:2]))
     await memory.delete(object_of(IDS[1]))
     found = await look(memory, deep=False)
 
@@ -553,7 +554,7 @@ async def test_row_whose_entry_came_back_while_the_catalogue_was_read_stays(
             if prefix == LAYOUT.catalog and not self.is_done:
                 self.is_done = True
                 put(memory, IDS[1])
-                await append_rows(memory, LAYOUT, [row_of("doc 1", IDS[1])])
+                await CatalogWriter(memory, LAYOUT).append([row_of("doc 1", IDS[1])])
             async for info in super().list(prefix, start_after=start_after):
                 yield info
 
@@ -562,8 +563,8 @@ async def test_row_whose_entry_came_back_while_the_catalogue_was_read_stays(
 
 
 async def test_older_row_of_a_dropped_one_does_not_come_back(memory: MemoryStore) -> None:
-    await append_rows(memory, LAYOUT, [row_of("doc", IDS[0])])
-    await append_rows(memory, LAYOUT, [row_of("doc", IDS[1])])
+    await CatalogWriter(memory, LAYOUT).append([row_of("doc", IDS[0])])
+    await CatalogWriter(memory, LAYOUT).append([row_of("doc", IDS[1])])
     await memory.delete(object_of(IDS[1]))
     assert (await mend(memory, await look(memory, deep=False))).dropped == 1
     assert len(await read_table(memory, LAYOUT)) == 0
@@ -572,7 +573,7 @@ async def test_older_row_of_a_dropped_one_does_not_come_back(memory: MemoryStore
 async def test_catalogue_that_is_damaged_is_said_and_the_rest_is_still_looked_at(
     memory: MemoryStore,
 ) -> None:
-    await append_rows(memory, LAYOUT, [row_of("doc", IDS[0])])
+    await CatalogWriter(memory, LAYOUT).append([row_of("doc", IDS[0])])
     for name in list(memory.bucket.objects):
         if name.startswith(LAYOUT.catalog):
             memory.bucket.objects[name] = b"no Parquet"

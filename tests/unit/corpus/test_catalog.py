@@ -17,24 +17,18 @@ import pytest
 from s3ec.client.known import KnownCatalog
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus
-from s3ec.corpus.catalog import (
-    Catalog,
-    CatalogIndex,
-    CatalogRow,
-    CatalogWriter,
-    append_rows,
-    check_row,
-    list_parts,
-    read_table,
-)
+from s3ec.corpus.catalog import Catalog, CatalogWriter, list_parts, read_table
 from s3ec.corpus.catalog_file import (
     COLUMNS,
     MAX_PART_BYTES,
     MAX_PART_ROWS,
+    CatalogRow,
+    check_row,
     decode_part,
     encode_part,
     to_rows,
 )
+from s3ec.corpus.catalog_index import CatalogIndex
 from s3ec.corpus.catalog_query import export_table, run_sql
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError, TierError
@@ -62,7 +56,7 @@ async def test_rows_come_back_as_they_were() -> None:
         row("b.pdf", page=1, placeholder=None),
         row("a.wav", modality="audio", placeholder={}),
     ]
-    await append_rows(store, LAYOUT, given)
+    await CatalogWriter(store, LAYOUT).append(given)
     assert await rows_of(store) == [given[2], given[1], given[0]]
     assert (await read_table(store, LAYOUT)).schema.names == list(COLUMNS)
     assert len(await list_parts(store, LAYOUT)) == 1
@@ -70,39 +64,43 @@ async def test_rows_come_back_as_they_were() -> None:
 
 async def test_long_number_of_a_source_comes_back_as_text() -> None:
     store = MemoryStore()
-    await append_rows(store, LAYOUT, [row(extra={"id": [10**18, {"of": -(10**15)}], "n": True})])
+    await CatalogWriter(store, LAYOUT).append(
+        [row(extra={"id": [10**18, {"of": -(10**15)}], "n": True})]
+    )
     [found] = await rows_of(store)
     assert found.extra == {"id": [str(10**18), {"of": str(-(10**15))}], "n": True}
 
 
 async def test_secrets_in_urls_are_not_stored() -> None:
     store = MemoryStore()
-    await append_rows(store, LAYOUT, [row(uri="https://me:secret@h/a.png?sig=secret")])
+    await CatalogWriter(store, LAYOUT).append([row(uri="https://me:secret@h/a.png?sig=secret")])
     assert [one.uri for one in await rows_of(store)] == ["https://h/a.png?..."]
 
 
 async def test_without_rows_nothing_is_written() -> None:
     store = FaultStore(MemoryStore())
-    await append_rows(store, LAYOUT, [])
+    await CatalogWriter(store, LAYOUT).append([])
     assert not store.calls
     assert await rows_of(store) == []
 
 
 async def test_the_later_append_counts_whatever_the_times_say() -> None:
     store = MemoryStore()
-    await append_rows(store, LAYOUT, [row(rows=1), row(rows=2, stored_s=2e9)])
-    await append_rows(store, LAYOUT, [row(rows=3, stored_s=1e9), row(modality="video", rows=4)])
+    await CatalogWriter(store, LAYOUT).append([row(rows=1), row(rows=2, stored_s=2e9)])
+    await CatalogWriter(store, LAYOUT).append(
+        [row(rows=3, stored_s=1e9), row(modality="video", rows=4)]
+    )
     assert [found.rows for found in await rows_of(store)] == [3, 4]
 
 
 async def test_files_of_one_name_in_two_folders_are_two_documents() -> None:
     store = MemoryStore()
     here, there = (row("a.png", uri=f"file:///{place}/a.png") for place in ("here", "there"))
-    await append_rows(store, LAYOUT, [there])
-    await append_rows(store, LAYOUT, [here])
+    await CatalogWriter(store, LAYOUT).append([there])
+    await CatalogWriter(store, LAYOUT).append([here])
     assert await rows_of(store) == [here, there]
     changed = dataclasses.replace(there, rows=9)
-    await append_rows(store, LAYOUT, [changed])
+    await CatalogWriter(store, LAYOUT).append([changed])
     assert await rows_of(store) == [here, changed]
 
 
@@ -115,7 +113,7 @@ async def test_part_of_the_future_is_named_and_left_out_and_the_next_append_coun
         await read_table(store, LAYOUT)
     assert str(caught.value).startswith(f"{name}: ")
     for rows in (2, 3):
-        await append_rows(store, LAYOUT, [row(rows=rows)])
+        await CatalogWriter(store, LAYOUT).append([row(rows=rows)])
         assert [found.rows for found in await rows_of(store)] == [rows]
     await CatalogWriter(store, LAYOUT).fold(everything=True)
     assert name in store.bucket.objects
@@ -124,7 +122,7 @@ async def test_part_of_the_future_is_named_and_left_out_and_the_next_append_coun
 
 async def test_name_of_a_part_is_by_the_clock_of_the_server() -> None:
     store = MemoryStore(clock=lambda: 1_700_000_000.0)
-    await append_rows(store, LAYOUT, [row()])
+    await CatalogWriter(store, LAYOUT).append([row()])
     [ulid] = await list_parts(store, LAYOUT)
     assert abs(time_s(ulid) - 1_700_000_000.0) < 60
     assert not [name for name in store.bucket.objects if "/claim/" in name]
@@ -134,7 +132,7 @@ async def test_many_rows_become_several_parts(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("s3ec.corpus.catalog_file.OWN_ROWS", 4)
     store = MemoryStore()
     given = [row(f"{number}.png", rows=number + 1) for number in range(10)]
-    await append_rows(store, LAYOUT, [*given, row("0.png", rows=99)])
+    await CatalogWriter(store, LAYOUT).append([*given, row("0.png", rows=99)])
     assert len(await list_parts(store, LAYOUT)) == 3
     assert await rows_of(store) == [row("0.png", rows=99), *given[1:]]
 
@@ -143,7 +141,7 @@ async def test_an_append_whose_reply_was_lost_is_there_once() -> None:
     memory = MemoryStore()
     lost = Fault("put_if_absent", name="/catalog/", lost_reply=True, times=1)
     store = RetryStore(FaultStore(memory, Script([lost])), Counters(), attempts=2)
-    await append_rows(store, LAYOUT, [row()])
+    await CatalogWriter(store, LAYOUT).append([row()])
     assert lost.struck == 1
     assert len(await list_parts(memory, LAYOUT)) == 1
     assert await rows_of(memory) == [row()]
@@ -152,7 +150,7 @@ async def test_an_append_whose_reply_was_lost_is_there_once() -> None:
 async def test_others_in_the_folder_are_left_alone() -> None:
     store = MemoryStore()
     await store.put_if_absent(f"{LAYOUT.catalog}README.md", [b"ours"])
-    await append_rows(store, LAYOUT, [row()])
+    await CatalogWriter(store, LAYOUT).append([row()])
     assert await rows_of(store) == [row()]
 
 
@@ -202,7 +200,7 @@ async def test_wrong_value_is_refused_by_its_name(field: str, value: Any) -> Non
     column = {"nbytes": "bytes", "stored_s": "time"}.get(field, field)
     wrong = dataclasses.replace(row("b.png"), **{field: value})
     with pytest.raises(ConfigError, match=f"`({field}|{column})`"):
-        await append_rows(store, LAYOUT, [row(), wrong])
+        await CatalogWriter(store, LAYOUT).append([row(), wrong])
     with pytest.raises(ConfigError, match=f"`({field}|{column})`"):
         check_row(wrong)
     assert not store.bucket.objects
@@ -214,7 +212,7 @@ async def test_no_catalogue_where_a_secret_hides_the_names() -> None:
     layout = Layout(namespace.name)
     await store.put_if_absent(layout.descriptor, [namespace.to_json()])
     with pytest.raises(ConfigError, match="tenant_key") as caught:
-        await append_rows(store, layout, [row()])
+        await CatalogWriter(store, layout).append([row()])
     assert caught.value.field == "tenant_key"
     assert list(store.bucket.objects) == [layout.descriptor]
     assert await rows_of(store, layout) == []
@@ -284,7 +282,7 @@ async def test_damaged_part_is_named_and_left_out(case: str) -> None:
     with pytest.raises(CorruptEntryError, match=says) as caught:
         await read_table(store, LAYOUT)
     assert str(caught.value).startswith(f"{name}: ")
-    await append_rows(store, LAYOUT, [row("good.png")])
+    await CatalogWriter(store, LAYOUT).append([row("good.png")])
     notes: list[str] = []
     table = await read_table(store, LAYOUT, note=notes.append)
     assert list(to_rows(table)) == [row("good.png")]
@@ -303,7 +301,7 @@ async def test_part_whose_texts_are_too_long_together_is_refused(
 
 async def test_damaged_part_is_a_warning_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
-    await append_rows(store, LAYOUT, [row()])
+    await CatalogWriter(store, LAYOUT).append([row()])
     await store.put_if_absent(LAYOUT.catalog_part(LATER), [b"PAR1"])
     assert await rows_of(store) == [row()]
     assert LAYOUT.catalog_part(LATER) in caplog.text
@@ -311,7 +309,7 @@ async def test_damaged_part_is_a_warning_in_the_log(caplog: pytest.LogCaptureFix
 
 async def test_part_is_read_again_where_it_was_damaged_on_its_way() -> None:
     memory = MemoryStore()
-    await append_rows(memory, LAYOUT, [row()])
+    await CatalogWriter(memory, LAYOUT).append([row()])
     once = Fault("get_range", change=flip(800), times=1)
     assert await rows_of(FaultStore(memory, Script([once]))) == [row()]
     assert once.struck == 1
@@ -358,7 +356,7 @@ def test_index_finds_by_file_document_and_identifier() -> None:
         row("a.pdf", page=page, sha256=f"{page:064x}", identifier=f"id {page}") for page in (2, 1)
     ]
     rows.append(row("copy.pdf", page=9, sha256=f"{1:064x}", identifier="id 1", stored_s=2e9))
-    index = CatalogIndex.from_table(part_table(*rows))
+    index = CatalogIndex(part_table(*rows))
     assert len(index) == 3
     assert index.by_document("a.pdf") == [rows[1], rows[0]]
     assert index.by_document("a.pdf", 2) == [rows[0]]
@@ -371,7 +369,7 @@ def test_index_finds_by_file_document_and_identifier() -> None:
 
 
 def test_empty_index_finds_nothing() -> None:
-    for index in (CatalogIndex(), CatalogIndex.from_table(part_table())):
+    for index in (CatalogIndex(), CatalogIndex(part_table())):
         assert len(index) == 0
         assert index.by_sha256("ab" * 32) is None
         assert index.by_document("a.png") == []
@@ -542,7 +540,7 @@ def test_missing_extra_is_named(catalog: Catalog, monkeypatch: pytest.MonkeyPatc
 
 async def test_namespace_is_removed_with_its_catalogue() -> None:
     store = MemoryStore()
-    await append_rows(store, LAYOUT, [row()])
+    await CatalogWriter(store, LAYOUT).append([row()])
     contents = await survey(store, LAYOUT)
     assert (contents.objects, contents.others) == (1, 0)
     await remove_namespace(store, LAYOUT, 0.0)

@@ -19,7 +19,6 @@ from s3ec.corpus import Corpus
 from s3ec.corpus.catalog import (
     CatalogRow,
     CatalogWriter,
-    append_rows,
     list_parts,
     read_table,
 )
@@ -54,7 +53,7 @@ async def with_parts(count: int) -> MemoryStore:
     store = MemoryStore()
     for number in range(count):
         mine = row(f"{number:03}.png", rows=number + 1)
-        await append_rows(store, LAYOUT, [mine, row("shared.png", rows=number + 1)])
+        await CatalogWriter(store, LAYOUT).append([mine, row("shared.png", rows=number + 1)])
     return store
 
 
@@ -86,7 +85,7 @@ async def test_writer_folds_its_own_parts_and_no_others() -> None:
 async def test_large_parts_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store = await with_parts(4)
     large = [row(f"large {number}", extra={"n": "x" * 99 + str(number)}) for number in range(500)]
-    await append_rows(store, LAYOUT, large)
+    await CatalogWriter(store, LAYOUT).append(large)
     largest = max((await list_parts(store, LAYOUT)).values(), key=lambda info: info.nbytes)
     other = copy_of(store)
     await fold(other)
@@ -186,7 +185,7 @@ async def test_folded_part_does_not_count_over_what_was_appended_meanwhile() -> 
     slow = FaultStore(store, Script([Fault("put_if_absent", name="/catalog/", gate=gate)]))
     folding = asyncio.create_task(fold(slow))
     await until(gate.reached.is_set)
-    await append_rows(store, LAYOUT, [row("shared.png", rows=99)])
+    await CatalogWriter(store, LAYOUT).append([row("shared.png", rows=99)])
     gate.release()
     await folding
     assert (await rows_of(store))[-1].rows == 99
@@ -206,7 +205,7 @@ async def test_reader_lists_again_where_parts_vanish() -> None:
 
 async def test_dropped_rows_are_gone_and_older_ones_do_not_come_back() -> None:
     store = await with_parts(3)
-    await append_rows(store, LAYOUT, [row("000.png", identifier="gone")])
+    await CatalogWriter(store, LAYOUT).append([row("000.png", identifier="gone")])
 
     def is_suspect(identifier: str) -> bool:
         return identifier == "gone"
@@ -276,7 +275,9 @@ class World:
         what, number = action
         if what == "append":
             document, rows = f"{number % 2}.png", len(self.jobs) + 1
-            self.begin(append_rows(self.store, LAYOUT, [row(document, rows=rows)]), document, rows)
+            self.begin(
+                CatalogWriter(self.store, LAYOUT).append([row(document, rows=rows)]), document, rows
+            )
         elif what == "fold":
             self.begin(fold(self.store))
         elif what == "read":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.corpus.catalog import append_rows, list_parts, read_table
+from s3ec.corpus.catalog import CatalogWriter, list_parts, read_table
 from s3ec.corpus.collect import Collection, Rules, choose, collect, collect_garbage
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import make_key
@@ -151,7 +151,7 @@ def test_no_rule_is_an_error() -> None:
 
 async def test_rows_of_the_catalogue_go_with_their_entries(memory: MemoryStore) -> None:
     memory.bucket.objects[LAYOUT.descriptor] = b'{"model": "tiny"}'
-    await append_rows(memory, LAYOUT, rows_for(IDS))
+    await CatalogWriter(memory, LAYOUT).append(rows_for(IDS))
     rules = Rules(older_than_s=5.5 * HOUR_S)
     tried = await collect_garbage(
         memory, LAYOUT, rules, tenant=None, dry_run=True, clock=lambda: NOW_S
@@ -168,7 +168,7 @@ async def test_rows_of_the_catalogue_go_with_their_entries(memory: MemoryStore) 
 async def test_parts_that_jobs_left_are_folded(memory: MemoryStore) -> None:
     memory.bucket.objects[LAYOUT.descriptor] = b'{"model": "tiny"}'
     for one in rows_for(IDS):
-        await append_rows(memory, LAYOUT, [one])
+        await CatalogWriter(memory, LAYOUT).append([one])
     rules = Rules(older_than_s=1000 * HOUR_S)
     done = await collect_garbage(memory, LAYOUT, rules, tenant=None, dry_run=False)
     assert (done.objects, done.problem) == (0, "")
@@ -191,7 +191,7 @@ async def test_ages_are_by_the_servers_clock_and_not_by_ours(
 
 async def test_row_of_an_entry_that_came_back_meanwhile_stays(memory: MemoryStore) -> None:
     memory.bucket.objects[LAYOUT.descriptor] = b'{"model": "tiny"}'
-    await append_rows(memory, LAYOUT, rows_for(IDS))
+    await CatalogWriter(memory, LAYOUT).append(rows_for(IDS))
 
     class Filling(Wrapper):
         """A job encodes one again, and catalogues it, when all are deleted."""
@@ -201,7 +201,7 @@ async def test_row_of_an_entry_that_came_back_meanwhile_stays(memory: MemoryStor
         ) -> AsyncGenerator[ObjectInfo, None]:
             if prefix == LAYOUT.catalog and name_of(IDS[6]) not in left(memory):
                 put(memory, IDS[6], 0.0)
-                await append_rows(memory, LAYOUT, [rows_for(IDS)[6]])
+                await CatalogWriter(memory, LAYOUT).append([rows_for(IDS)[6]])
             async for info in super().list(prefix, start_after=start_after):
                 yield info
 

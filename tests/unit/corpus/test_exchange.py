@@ -331,7 +331,7 @@ def test_folder_that_is_not_there_is_named(there: Corpus, tmp_path: Path) -> Non
         there.import_from(tmp_path / "nothing")
     assert caught.value.field == "folder"
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NotFoundError, match="no namespace here"):
+    with pytest.raises(NotFoundError, match="empty holds no namespace"):
         there.import_from(tmp_path / "empty")
 
 

@@ -25,6 +25,8 @@ T = TypeVar("T")
 FEW, MANY = 2000, 6000
 # 256 MiB for 200,000 entries are 1,342 bytes for each; half of it is left to allocators.
 MOST_BYTES = 670
+# Of what is chosen among all: with more than this a listing is kept as objects of Python.
+MOST_CHOSEN_BYTES = 150
 
 
 def filled(count: int) -> MemoryStore:
@@ -98,5 +100,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_of_a_job_grows_by_little_for_each_entry(job: str) -> None:
     (few, few_of_arrow), (many, many_of_arrow) = (peaks_of(JOBS[job], n) for n in (FEW, MANY))
     grown = (many - few) / (MANY - FEW)
-    assert grown < MOST_BYTES, f"{grown:.0f} bytes for each entry"
+    most = MOST_CHOSEN_BYTES if job == "gc --max-bytes" else MOST_BYTES
+    assert grown < most, f"{grown:.0f} bytes for each entry"
     assert many_of_arrow < 2 * few_of_arrow + 2**20, "the catalogue is read part by part"

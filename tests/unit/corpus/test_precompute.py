@@ -134,14 +134,16 @@ class FakeEncoder:
         self.is_closed = True
 
 
-def save(corpus: Corpus, identifier: str, tenant: Tenant | None = None) -> None:
-    """What an engine does: the object, then its announcement."""
+def save(
+    corpus: Corpus, identifier: str, tenant: Tenant | None = None, *, told_bytes: int | None = None
+) -> None:
+    """What an engine does: the object, then its announcement, as of so many bytes."""
     key = make_key(identifier, tenant)
     assert key is not None
     body = entry_bytes(key.stored, NAMESPACE.name, made_by=MADE_BY)
     put(corpus, LAYOUT.descriptor, NAMESPACE.to_json())
     put(corpus, LAYOUT.object(key), body)
-    put(corpus, delta_name(LAYOUT), delta_bytes({key.digest: len(body)}, LAYOUT))
+    put(corpus, delta_name(LAYOUT), delta_bytes({key.digest: told_bytes or len(body)}, LAYOUT))
 
 
 def put(corpus: Corpus, name: str, body: bytes) -> None:
@@ -464,6 +466,32 @@ def test_what_the_index_has_is_catalogued_without_an_engine(desk: Desk) -> None:
     assert (report.status, report.catalogued, report.encoded) == ("complete", 2, 0)
     assert not encoder.is_running
     assert desk.rows()["a.png"].placeholder == {"image_grid_thw": [1, 2, 2]}
+
+
+class Asked:
+    """No faults; notes what is asked of entries."""
+
+    def __init__(self) -> None:
+        self.ops: list[str] = []
+
+    def next(self, op: str, name: str) -> None:
+        if name.startswith(LAYOUT.objects):
+            self.ops.append(op)
+
+
+def test_an_embedding_is_confirmed_by_one_request_where_the_index_tells_its_size(
+    desk: Desk, bucket: MemoryBucket, open_corpus: Callable[..., Corpus]
+) -> None:
+    desk.write(a=b"one", b=b"two")
+    save(desk.corpus, name_of(b"one"))
+    save(desk.corpus, name_of(b"two"), told_bytes=7)  # that of another s3ec
+    asked = Asked()
+    counted = Desk(open_corpus(FaultStore(MemoryStore(bucket), asked)), desk.folder)
+    report, _ = counted.run()
+    assert (report.status, report.catalogued) == ("complete", 2)
+    assert sorted(asked.ops) == ["get_range"] * 3 + ["head"]
+    sizes = {len(body) for name, body in bucket.objects.items() if name.startswith(LAYOUT.objects)}
+    assert {row.nbytes for row in counted.rows().values()} == sizes
 
 
 def test_what_was_deleted_is_encoded_again(desk: Desk) -> None:

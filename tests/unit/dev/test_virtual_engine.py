@@ -63,6 +63,18 @@ def test_waits_where_that_is_better_and_only_there(
     assert auto.learned_encode_s == pytest.approx(point.encode_s, rel=0.01)
 
 
+@pytest.mark.parametrize("load", [0.0, 0.5])
+def test_what_a_replica_lacks_makes_no_engine_slower(
+    virtual: Any, model: Path, load: float
+) -> None:
+    """It has half of what is asked for; home is too far away to wait for."""
+    point = virtual.Point(0.015, 0.08, load, near_s=0.005, lag=0.5)
+    found = outcomes(virtual, model, point, count=240)
+    auto, none = found["auto"], found["none"]
+    assert auto.ttft_mean_s <= 1.05 * none.ttft_mean_s
+    assert auto.loaded > 60
+
+
 def test_what_a_straggler_holds_up_is_encoded(virtual: Any, model: Path) -> None:
     """The rest of its request is loaded all the same."""
     found = outcomes(virtual, model, virtual.Point(0.02, 0.03, 0.0, pictures=4), count=240)

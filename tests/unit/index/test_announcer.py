@@ -10,7 +10,6 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, UnavailableError
-from s3ec.identity import split_digest
 from s3ec.index import deltas
 from s3ec.index.deltas import Announcer, parse_delta
 from s3ec.index.names import Names, ServerClock, deltas_prefix, time_s, writer_of
@@ -60,18 +59,6 @@ class Rig:
 
 def rows(*texts: object, nbytes: int = 5) -> dict[bytes, int]:
     return {key_of(text).digest: nbytes for text in texts}
-
-
-async def test_what_is_added_becomes_one_delta(corpus: Corpus) -> None:
-    rig = Rig(corpus, pause_s=_NEVER_S)
-    rig.add("a", "b")
-    rig.add("a", nbytes=7)
-    assert len(rig.announcer) == 2
-    await rig.announcer.flush()
-    assert rig.announced() == [{**rows("a", nbytes=7), **rows("b")}]
-    assert rig.told == {"a": [True, True], "b": [True]}
-    assert len(rig.announcer) == 0
-    assert rig.counters.get("announced") == 2
 
 
 async def test_nothing_is_asked_of_the_bucket_before_something_is_added(corpus: Corpus) -> None:
@@ -254,8 +241,3 @@ async def test_a_key_added_while_the_last_batch_ends_is_announced_too(corpus: Co
     rig.announcer.add(key_of("a"), 1, lambda _: rig.announcer.add(key_of("b"), 1, later.append))
     await until(lambda: later == [True])
     assert [len(each) for each in rig.announced()] == [1, 1]
-
-
-def test_digests_are_split_as_columns_are() -> None:
-    key = key_of("a")
-    assert split_digest(key.digest) == (key.digest_hi, key.digest_lo)

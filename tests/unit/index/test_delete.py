@@ -10,7 +10,7 @@ import pytest
 from s3ec.errors import AccessError, ConflictError, UnavailableError
 from s3ec.identity import Layout
 from s3ec.index import delete as module
-from s3ec.index.delete import delete_chosen, delete_entries, find_objects, remove_namespace, survey
+from s3ec.index.delete import delete_chosen, delete_entries, remove_namespace, survey
 from s3ec.index.maker import rebuild, verify
 from s3ec.index.names import snapshots_prefix
 from s3ec.index.snapshot import Segment
@@ -56,21 +56,6 @@ async def test_who_asks_for_nothing_takes_deleted_entries_for_stored_until_the_n
     assert (await verify(corpus.store, LAYOUT)).index_agrees
 
 
-async def test_a_thousand_go_with_one_request(corpus: Corpus) -> None:
-    corpus.save(*range(2500))
-    store = FaultStore(corpus.store)
-    done: list[tuple[int, int | None]] = []
-    await delete_entries(
-        store,
-        LAYOUT,
-        keys_of(*range(2500), *range(10)),
-        report=lambda _, count, total: done.append((count, total)),
-    )
-    assert store.calls == {"delete_many": 3}
-    assert done[-1] == (2500, 2500)
-    assert not any(name.startswith(LAYOUT.objects) for name in corpus.objects)
-
-
 @pytest.mark.parametrize("partial", [True, False])
 @pytest.mark.parametrize("error", [UnavailableError, AccessError])
 async def test_what_cannot_be_deleted_is_an_error_and_is_not_told(
@@ -88,15 +73,6 @@ async def test_what_cannot_be_deleted_is_an_error_and_is_not_told(
         )
     await reader.refresh()
     assert reader.holds("a", "b") == (["a"] if partial else ["a", "b"])
-
-
-async def test_a_request_that_fails_does_not_stop_the_others(corpus: Corpus) -> None:
-    corpus.save(*range(3000))
-    script = Script([Fault(op="delete_many", error=UnavailableError, times=1)])
-    with pytest.raises(UnavailableError):
-        await delete_entries(FaultStore(corpus.store, script), LAYOUT, keys_of(*range(3000)))
-    left = [name for name in corpus.objects if name.startswith(LAYOUT.objects)]
-    assert len(left) == 1000
 
 
 def odd(infos: Sequence[ObjectInfo]) -> list[ObjectInfo]:
@@ -153,14 +129,6 @@ async def test_many_objects_are_chosen_round_by_round(
     assert made.rows == 50
     body = corpus.objects[snapshots_prefix(LAYOUT) + str(made.name)]
     assert len(Segment.parse(body, NAMESPACE)) == 50
-
-
-async def test_entries_that_are_there_are_found(corpus: Corpus) -> None:
-    corpus.save(*range(50))
-    asked = (1, "x", *range(40, 60))
-    found = await find_objects(corpus.store, LAYOUT, keys_of(*asked))
-    there = [text for text in asked if found[key_of(text)] is not None]
-    assert there == [text for text in asked if text in range(50)]
 
 
 async def test_a_namespace_goes_with_all_that_is_in_it(corpus: Corpus) -> None:

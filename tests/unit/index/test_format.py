@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from s3ec.errors import CorruptEntryError, TierError
+from s3ec.errors import CorruptEntryError
 from s3ec.index import snapshot as snapshot_module
 from s3ec.index.bloom import WORD_BYTES, maybe, words_for, write_bloom
 from s3ec.index.deltas import Overlay, parse_delta
-from s3ec.index.names import Names, SnapshotName, first_ulid, time_s
+from s3ec.index.names import Names, SnapshotName, time_s
 from s3ec.index.snapshot import (
     PARTS,
     Rows,
@@ -178,13 +177,6 @@ def test_too_many_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         write_rows(io.BytesIO(), NAMESPACE, [rows], None)
 
 
-def test_a_folder_that_is_absent_is_a_tier_error(tmp_path: Path) -> None:
-    spill = Spill(tmp_path / "absent")
-    spill.add(rows_for(range(3)))
-    with pytest.raises(TierError):
-        spill.part(0)
-
-
 def test_sizes_that_do_not_fit_count_as_not_known() -> None:
     rows = Rows.of([b"a" * 16, b"b" * 16], [2**40, -1])
     assert rows.nbytes.tolist() == [0, 0]
@@ -201,16 +193,6 @@ def test_names_rise_whatever_the_clock_does(times: list[float]) -> None:
     assert time_s(made[0]) == int(times[0] * 1000) / 1000 or times[0] < 0.002
 
 
-def test_names_of_one_moment_are_not_below_its_first() -> None:
-    assert first_ulid(START_S) <= Names().next(START_S) < first_ulid(START_S + 0.001)
-    assert first_ulid(-5) == "0" * 26
-
-
 @pytest.mark.parametrize("text", ["", "x", "0" * 53, "0" * 26 + "-" + "I" * 26, "0" * 26 + "-\n"])
 def test_other_names_are_no_snapshots(text: str) -> None:
     assert SnapshotName.parse(text) is None
-
-
-def test_a_snapshots_name_is_read_as_it_is_written() -> None:
-    name = SnapshotName(Names().next(START_S), Names().next(START_S + 1))
-    assert SnapshotName.parse(str(name)) == name

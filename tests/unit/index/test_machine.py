@@ -297,7 +297,7 @@ def test_the_index_is_a_dictionary_within_its_promises() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         IndexMachine,
         settings=settings(
-            max_examples=40,
+            max_examples=25,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],

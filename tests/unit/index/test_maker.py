@@ -19,17 +19,14 @@ from s3ec.index.maker import (
     Maintainer,
     make_listing,
     make_union,
-    newest_rows,
     rebuild,
     verify,
 )
 from s3ec.index.names import (
     MARGIN_S,
-    NEVER,
     SnapshotName,
     claims_prefix,
     deltas_prefix,
-    list_snapshots,
     snapshots_prefix,
 )
 from s3ec.index.snapshot import Rows, Segment
@@ -87,15 +84,6 @@ async def test_a_union_holds_the_snapshot_and_the_deltas_since(
     assert segment.nbytes(row) == 9
 
 
-async def test_a_union_of_deltas_alone_descends_from_no_listing(
-    corpus: Corpus, node: NodeFolder
-) -> None:
-    corpus.delta("a")
-    made = await make_union(corpus.store, LAYOUT, node)
-    assert made is not None
-    assert made.name.listed == NEVER
-
-
 async def test_the_node_that_made_a_snapshot_does_not_download_it(
     corpus: Corpus, make_reader: MakeReader
 ) -> None:
@@ -131,16 +119,6 @@ async def test_a_union_is_made_at_most_every_ten_minutes(corpus: Corpus, node: N
     assert await make_union(corpus.store, LAYOUT, node) is None
     corpus.clock.now_s += 2
     assert await make_union(corpus.store, LAYOUT, node) is not None
-
-
-async def test_a_union_that_is_not_due_is_not_made(corpus: Corpus, node: NodeFolder) -> None:
-    corpus.snapshot(*range(1000), ulid=corpus.ulid(ago_s=1000))
-    corpus.delta("a")
-    assert await make_union(corpus.store, LAYOUT, node) is None
-    assert len(corpus.index_names("snapshot")) == 1
-    assert maker.is_union_due(4097, 0, 10**9)
-    assert not maker.is_union_due(4096, 10**9 // 8, 10**9)
-    assert maker.is_union_due(1, 10**9 // 8 + 1, 10**9)
 
 
 async def test_a_union_whose_claim_another_writer_has_is_not_made(
@@ -224,17 +202,6 @@ async def test_a_union_that_fails_at_any_request_leaves_no_snapshot_and_no_files
 # -- listings --------------------------------------------------------------------------------------
 
 
-async def test_a_listing_becomes_a_snapshot(corpus: Corpus) -> None:
-    corpus.save(*range(50))
-    corpus.put(LAYOUT.objects + "junk", b"x")
-    corpus.snapshot("gone", ulid=corpus.ulid(ago_s=100))
-    made = await rebuild(corpus.store, LAYOUT)
-    assert made.name.listed == made.name.ulid
-    segment = snapshot_of(corpus, made.name)
-    assert len(segment) == 50
-    assert holds(segment, *range(50), "gone") == list(range(50))
-
-
 async def test_what_is_announced_while_objects_are_listed_is_found(
     corpus: Corpus, make_reader: MakeReader
 ) -> None:
@@ -295,14 +262,6 @@ async def test_half_a_listing_never_becomes_a_snapshot(
     assert corpus.index_names("snapshot") == []
 
 
-async def test_of_two_listings_within_a_second_the_later_one_counts(corpus: Corpus) -> None:
-    """The server's date has whole seconds, and each maker carries it on by itself."""
-    corpus.save("a", "b")
-    for _ in range(20):
-        first = (await rebuild(corpus.store, LAYOUT)).name
-        assert (await rebuild(corpus.store, LAYOUT)).name > first
-
-
 async def test_a_listing_in_no_order_is_good_where_it_is_whole(corpus: Corpus) -> None:
     """A set needs no order, and directory buckets give none; only what broke off cannot go on."""
 
@@ -329,13 +288,6 @@ async def test_a_page_that_lists_nothing_is_no_listing_of_an_empty_bucket(
         with pytest.raises(UnavailableError, match="lists nothing"):
             await make
     assert corpus.index_names("snapshot") == []
-
-
-async def test_a_namespace_without_entries_has_a_listing_without_rows(corpus: Corpus) -> None:
-    corpus.put(LAYOUT.descriptor, b"{}")
-    made = await rebuild(corpus.store, LAYOUT)
-    assert made.rows == 0
-    assert await newest_rows(corpus.store, LAYOUT) == 0
 
 
 async def test_one_writer_of_the_fleet_lists_in_a_day(corpus: Corpus, node: NodeFolder) -> None:
@@ -365,13 +317,6 @@ async def test_of_two_makers_at_once_one_works(corpus: Corpus, tmp_path: Path) -
     assert sum(each is not None for each in made) == 1
     listed = await asyncio.gather(*(make_listing(corpus.store, LAYOUT, each) for each in nodes))
     assert sum(each is not None for each in listed) == 1
-
-
-async def test_a_full_disk_is_told_and_writes_nothing(corpus: Corpus, tmp_path: Path) -> None:
-    corpus.save("a")
-    with pytest.raises(TierError):
-        await rebuild(corpus.store, LAYOUT, folder=tmp_path / "absent")
-    assert corpus.index_names("snapshot") == []
 
 
 # -- what is cleared away --------------------------------------------------------------------------
@@ -514,26 +459,6 @@ async def test_verify_names_snapshots_that_cannot_be_used(corpus: Corpus) -> Non
     found = await verify(corpus.store, LAYOUT)
     assert found.snapshot == good
     assert list(found.refused) == [snapshots_prefix(LAYOUT) + str(bad)]
-
-
-async def test_the_newest_rows_are_counted_by_the_header_alone(corpus: Corpus) -> None:
-    assert await newest_rows(corpus.store, LAYOUT) is None
-    corpus.snapshot(*range(10), ulid=corpus.ulid(ago_s=10))
-    corpus.snapshot(*range(5), ulid=corpus.ulid(ago_s=100))
-    corpus.put(snapshots_prefix(LAYOUT) + str(SnapshotName(*[corpus.ulid()] * 2)), b"x")
-    store = FaultStore(corpus.store)
-    assert await newest_rows(store, LAYOUT) == 10
-    assert store.calls == {"list": 1, "get_range": 2}
-
-
-async def test_snapshots_are_listed_the_newest_first(corpus: Corpus) -> None:
-    listed = corpus.ulid(ago_s=100)
-    names = [
-        corpus.snapshot("a", ulid=corpus.ulid(ago_s=50)),
-        corpus.snapshot("a", listed=listed, ulid=corpus.ulid(ago_s=10)),
-        corpus.snapshot("a", listed=listed, ulid=corpus.ulid(ago_s=20)),
-    ]
-    assert [name for name, _ in await list_snapshots(corpus.store, LAYOUT)] == names
 
 
 # -- who makes them --------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -14,19 +13,11 @@ from s3ec.errors import AccessError, UnavailableError
 from s3ec.index import reader as reader_module
 from s3ec.index.names import NEVER, deltas_prefix, snapshots_prefix
 from s3ec.index.reader import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S, SNAPSHOTS_EVERY
-from s3ec.testing.fault_store import Fault, Gate, cut
+from s3ec.testing.fault_store import Fault, cut
 from s3ec.testing.memory_store import MemoryStore
-from tests.support.waiting import reached, until
 from tests.unit.index.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
 
 MakeReader = Callable[..., Reader]
-
-
-async def test_a_new_reader_finds_nothing(reader: Reader) -> None:
-    assert reader.holds("a") == []
-    assert not reader.index.loaded
-    assert reader.index.nbytes(key_of("a")) is None
-    assert reader.index.answered_s() is None
 
 
 async def test_an_empty_bucket_is_loaded(reader: Reader) -> None:
@@ -45,14 +36,6 @@ async def test_rows_of_snapshot_and_deltas_are_found(corpus: Corpus, reader: Rea
     assert reader.index.nbytes(key_of(5)) == 5
     assert reader.index.nbytes(key_of("c")) is None
     assert reader.index.counts()[:4] == (1, 2, 2, 1000)
-
-
-async def test_news_is_found_by_the_next_refresh(corpus: Corpus, reader: Reader) -> None:
-    await reader.refresh()
-    corpus.delta("a")
-    reader.pass_time(REFRESH_S)
-    await reader.refresh(now=False)
-    assert reader.holds("a") == ["a"]
 
 
 async def test_a_look_costs_one_list_and_a_get_for_each_new_delta(
@@ -199,24 +182,6 @@ async def test_a_snapshot_that_was_cut_on_its_way_is_brought_again(
     assert not reader.counters.get("index.refused")
 
 
-async def test_who_waits_for_a_snapshot_hears_of_a_download_that_failed_meanwhile(
-    corpus: Corpus, reader: Reader
-) -> None:
-    """Or a job would take the corpus for empty, and encode all of it again."""
-    corpus.snapshot("a")
-    gate = Gate()
-    reader.fault(Fault(op="list", name="delta/", gate=gate))
-    reader.fault(Fault(op="get_range", error=UnavailableError, times=1))
-    waiting = asyncio.create_task(reader.index.refresh(now=True))
-    await reached(gate)
-    await until(lambda: reader.counters.get("index.fetch_failed"))
-    gate.release()
-    with pytest.raises(UnavailableError):
-        await waiting
-    await reader.index.refresh(now=True)
-    assert reader.holds("a") == ["a"]
-
-
 async def test_a_download_that_always_fails_is_no_storm(corpus: Corpus, reader: Reader) -> None:
     """As where this node has no memory for it: each try may bring gigabytes."""
     corpus.snapshot("a")
@@ -253,14 +218,6 @@ async def test_what_this_process_stored_is_found_at_once(reader: Reader) -> None
     assert not reader.index.is_announced(key_of("a"))
 
 
-async def test_what_a_delta_tells_is_announced(corpus: Corpus, reader: Reader) -> None:
-    reader.index.add(key_of("a"), 9)
-    corpus.delta("a", nbytes=8)
-    await reader.refresh()
-    assert reader.index.is_announced(key_of("a"))
-    assert reader.index.nbytes(key_of("a")) == 8
-
-
 async def test_a_missing_key_is_denied_for_a_minute(corpus: Corpus, reader: Reader) -> None:
     corpus.snapshot("a", "b")
     await reader.refresh()
@@ -286,12 +243,6 @@ async def test_a_missing_key_is_believed_when_a_delta_names_it(
     corpus.delta("a")
     await reader.refresh()
     assert reader.holds("a", "b") == ["a"]
-
-
-async def test_a_missing_key_is_believed_when_it_is_stored_here(reader: Reader) -> None:
-    reader.index.mark_missing(key_of("a"))
-    reader.index.add(key_of("a"))
-    assert reader.holds("a") == ["a"]
 
 
 async def test_a_bad_key_is_denied_for_an_hour_whatever_a_delta_says(
@@ -325,17 +276,6 @@ async def test_one_fetch_in_a_hundred_that_finds_nothing_asks_for_a_listing(
     corpus.snapshot(*range(40, 100))
     await reader.refresh()
     assert not reader.index.wants_listing
-
-
-async def test_many_keys_of_this_process_are_all_found(corpus: Corpus, reader: Reader) -> None:
-    for number in range(2000):
-        reader.index.add(key_of(number))
-    assert len(reader.holds(*range(2000))) == 2000
-    await reader.refresh()
-    assert len(reader.holds(*range(2000))) == 2000
-    for number in range(1000):
-        reader.index.mark_missing(key_of(number))
-    assert len(reader.holds(*range(2000))) == 1000
 
 
 async def test_an_outage_keeps_what_is_known(corpus: Corpus, reader: Reader) -> None:

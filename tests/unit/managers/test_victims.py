@@ -77,23 +77,6 @@ def test_what_the_disk_gives_back_goes_before_the_buckets_and_that_before_what_i
     assert "n" not in "".join(gone)
 
 
-def test_hits_alone_let_nothing_grow() -> None:
-    cache = Cache(4)
-    for number in range(5_000):
-        cache.ask(f"picture-{number % 4}")
-    assert cache.queue.remembered < 200
-
-
-def test_of_equal_ones_the_oldest_goes() -> None:
-    cache = Cache(5)
-    for name in "abcde":
-        cache.ask(name)
-    cache.ask("f")
-    assert "a" not in cache.names
-    cache.ask("g")
-    assert "b" not in cache.names
-
-
 def test_larger_ones_of_the_same_cost_go_first() -> None:
     queue = LeastWorth(lambda *_: ENCODE_S)
     for name, rows in (("small", ROWS), ("large", 10 * ROWS), ("filler", 70 * ROWS)):
@@ -212,13 +195,6 @@ def test_the_window_stays_within_its_bounds_whatever_misses_cost() -> None:
     for _ in range(5_000):
         window.climb(rnd.choice([0.0, 1e-4, 1.0]))
         assert Window.LEAST <= window.share <= Window.MOST
-
-
-def test_the_window_stays_where_a_change_says_nothing() -> None:
-    window = Window()
-    for _ in range(50):
-        window.climb(0.1)
-    assert window.share == Window.START
 
 
 # -- what a request wants next ---------------------------------------------------------------------

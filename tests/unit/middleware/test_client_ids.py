@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import SimpleNamespace
@@ -267,14 +266,6 @@ def test_a_chunked_body_that_was_shortened_has_a_length_and_the_reply_is_streame
     ]  # fmt: skip
 
 
-def test_a_body_without_names_is_the_same_to_the_byte() -> None:
-    server = Server()
-    spaced = json.dumps(chat(part()), indent=3).encode()
-    assert server.ask(spaced) == 200
-    assert server.got == spaced
-    assert server.headers[b"content-length"] == b"%d" % len(spaced)
-
-
 def test_the_other_one_answers_400_and_the_application_hears_nothing() -> None:
     server = Server(RefuseClientIds)
     assert server.ask(POISONED) == 400
@@ -422,36 +413,3 @@ def test_other_protocols_are_not_touched(kind: str) -> None:
     server = Server()
     asyncio.run(server.middleware({"type": kind}, None, None))  # type: ignore[arg-type]
     assert server.calls == 1
-
-
-def test_vllm_takes_the_names_for_classes() -> None:
-    """Its register.py imports the name, and adds a class with add_middleware."""
-    assert inspect.isclass(StripClientIds)
-    assert inspect.isclass(RefuseClientIds)
-
-
-async def test_a_real_application_reads_the_shorter_body() -> None:
-    """Starlette's own reading of JSON, and httpx's of a streamed reply."""
-    applications = pytest.importorskip("starlette.applications")
-    httpx = pytest.importorskip("httpx")
-    from starlette.requests import Request
-    from starlette.responses import StreamingResponse
-    from starlette.routing import Route
-
-    async def echo(request: Request) -> StreamingResponse:
-        content = await request.json()
-
-        async def events() -> AsyncIterator[str]:
-            for one in (json.dumps(content), request.headers["content-length"]):
-                yield f"data: {one}\n\n"
-
-        return StreamingResponse(events(), media_type="text/event-stream")
-
-    app = applications.Starlette(routes=[Route("/v1/chat/completions", echo, methods=["POST"])])
-    app.add_middleware(StripClientIds)
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        reply = await client.post("/v1/chat/completions", json=chat(part(uuid=STOLEN)))
-    first, second, _ = reply.text.split("\n\n")
-    assert json.loads(first.removeprefix("data: ")) == chat(part())
-    assert int(second.removeprefix("data: ")) < len(POISONED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
 import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -259,12 +258,6 @@ async def test_requests_of_other_kinds_are_not_looked_at(scope: Any, make: Make)
     assert rig.middleware.counters.snapshot() == before
 
 
-async def test_a_path_below_the_servers_root_is_the_same_path(make: Make) -> None:
-    rig = await make()
-    await rig.ask(KNOWN, path=f"/api{PATH}", root_path="/api")
-    assert rig.count("replaced") == 1
-
-
 async def test_a_body_over_the_limit_passes_as_it_came(
     monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:
@@ -341,24 +334,6 @@ async def test_bodies_of_all_clients_together_are_bounded_and_what_is_over_passe
     assert rig.count("replaced") == 3
     await rig.ask(KNOWN)
     assert rig.count("replaced") == 4
-
-
-async def test_a_body_that_finds_no_more_room_passes_whole(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bodies, "_ROOM_BYTES", len(KNOWN))
-    monkeypatch.setenv(LIMIT_VARIABLE, str(len(KNOWN)))
-    rig = await make()
-    first = asyncio.create_task(rig.ask(KNOWN[:50], is_cut=True))
-    await until(lambda: rig.middleware._room.free_bytes == len(KNOWN) - 50)
-    await rig.ask(KNOWN[:-40], KNOWN[-40:-10], KNOWN[-10:])
-    assert rig.app.bodies == [KNOWN]
-    assert rig.count("untouched.busy") == 1
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    await rig.ask(KNOWN)
-    assert rig.count("replaced") == 1
 
 
 async def test_nobody_without_the_servers_key_has_pictures_looked_up(make: Make) -> None:
@@ -452,13 +427,6 @@ async def test_an_error_is_repeated_with_the_pixels_and_the_client_sees_that_ans
     await rig.nothing_is_held()
 
 
-async def test_what_vllm_raises_is_repeated_too(make: Make) -> None:
-    rig = await make(ZeroDivisionError(), (200, JSON, [b"good"]))
-    await rig.ask(KNOWN)
-    assert rig.answer == b"good"
-    assert rig.app.bodies[1:] == [KNOWN]
-
-
 @pytest.mark.parametrize("status", [401, 403, 404, 413, 429, 502, 503])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_error_that_pixels_would_not_mend_is_handed_on(
@@ -476,17 +444,6 @@ async def test_an_error_that_pixels_would_not_mend_is_handed_on(
     assert rig.count("repeated") == rig.count("untouched.resting") == 0
 
 
-async def test_an_error_with_pixels_reaches_the_client(make: Make) -> None:
-    rig = await make((500, JSON, [b"first"]), (400, JSON, [b"second"]))
-    await rig.ask(KNOWN)
-    assert rig.statuses == [400]
-    assert rig.answer == b"second"
-    assert len(rig.app.bodies) == 2
-    raising = await make((500, JSON, [b"first"]), ZeroDivisionError())
-    with pytest.raises(ZeroDivisionError):
-        await raising.ask(KNOWN)
-
-
 async def test_a_stream_that_begins_with_an_error_is_repeated(make: Make) -> None:
     failed = [b": keep-alive\n\n", event(ROLE), event(ERROR), event(END)]
     good = [event(ROLE), event(WORD), event(END)]
@@ -496,34 +453,6 @@ async def test_a_stream_that_begins_with_an_error_is_repeated(make: Make) -> Non
     assert rig.statuses == [200]
     assert rig.answer == b"".join(good)
     assert rig.count("repeated") == 1
-
-
-async def test_a_good_stream_reaches_the_client_with_its_first_word(make: Make) -> None:
-    rig = await make((200, STREAM, [event(ROLE), event(WORD), event(END)]))
-    await rig.ask(KNOWN)
-    bodies = [one.get("body") for one in rig.sent]
-    assert bodies == [None, event(ROLE), event(WORD), event(END), b""]
-    assert rig.count("replaced") == 1
-
-
-async def test_the_first_word_of_any_choice_passes_as_it_comes(make: Make) -> None:
-    second = WORD.replace(b'"index":0', b'"index":1')
-    parts = [event(ROLE), *[event(WORD)] * 3, event(second), event(END)]
-    rig = await make((200, STREAM, parts))
-    passed: list[int] = []
-    genuine = rig.middleware._app
-
-    async def counting(scope: Any, receive: Any, send: Any) -> None:
-        async def sending(message: Message) -> None:
-            await send(message)
-            passed.append(len(rig.sent))
-
-        await genuine(scope, receive, sending)
-
-    rig.middleware._app = counting
-    await rig.ask(json.dumps({**json.loads(KNOWN), "n": 2, "stream": True}).encode())
-    # The start of the answer and the role are held, and go with the first word.
-    assert passed == [0, 0, 3, 4, 5, 6, 7, 8]
 
 
 async def test_an_error_after_the_first_word_reaches_the_client(make: Make) -> None:
@@ -546,13 +475,6 @@ async def test_a_client_that_has_left_is_not_asked_for_again(answer: Any, make: 
     assert rig.sent == []
     assert rig.count("repeated") == 0
     await rig.nothing_is_held()
-
-
-async def test_a_client_that_leaves_in_its_body_is_handed_on(make: Make) -> None:
-    rig = await make()
-    await rig.ask(KNOWN[:50], leave=True, is_cut=True)
-    assert rig.app.bodies == []
-    assert rig.sent == []
 
 
 async def test_a_request_that_is_cancelled_holds_nothing(make: Make) -> None:
@@ -617,22 +539,6 @@ async def test_a_server_that_takes_none_for_good_is_tried_more_and_more_seldom(
     assert rig.count("replaced") == 1
     await asyncio.gather(*(rig.ask(KNOWN) for _ in range(5)))
     assert rig.count("replaced") == 6
-
-
-async def test_a_trial_whose_client_left_is_followed_by_another(make: Make) -> None:
-    rig = await make((500, JSON, [b"x"]))
-    for _ in range(3):
-        await rig.ask(KNOWN)
-    rig.now_s += 61
-    rig.app.listens = True
-    await rig.ask(KNOWN, leave=True)
-    rig.app.listens = False
-    rig.app.answers = ((200, JSON, [b"y"]),)
-    await rig.ask(KNOWN)
-    assert rig.count("replaced") == 0
-    rig.now_s += 61
-    await rig.ask(KNOWN)
-    assert rig.count("replaced") == 1
 
 
 async def test_errors_that_are_the_clients_own_are_no_reason_to_rest(make: Make) -> None:
@@ -778,16 +684,6 @@ def test_an_application_that_is_not_vllms_turns_it_off(caplog: pytest.LogCapture
             await task
 
     asyncio.run(start())
-
-
-def test_a_limit_that_is_no_number_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LIMIT_VARIABLE, "much")
-    with pytest.raises(ConfigError, match=LIMIT_VARIABLE):
-        SkipPictures(App())
-
-
-def test_vllm_takes_the_name_for_a_class() -> None:
-    assert inspect.isclass(SkipPictures)
 
 
 # -- with the other middleware ---------------------------------------------------------------------

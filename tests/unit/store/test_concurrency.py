@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import pytest
 
 from s3ec.errors import UnavailableError
-from s3ec.store.concurrency import in_parallel
+from s3ec.store.concurrency import for_each, in_parallel
 
 
 async def test_results_come_in_the_order_of_the_items() -> None:
@@ -51,3 +52,43 @@ async def test_the_first_error_ends_the_others_and_comes_as_it_is() -> None:
     with pytest.raises(UnavailableError, match="the bucket"):
         await in_parallel(range(9), call, width=4)
     assert sorted(ended) == [0, 1, 2, 3]
+
+
+async def test_items_that_come_one_by_one_are_begun_in_order_and_no_more_than_fit() -> None:
+    taken: list[int] = []
+    begun: list[int] = []
+    room = asyncio.Event()
+
+    async def items() -> AsyncGenerator[int, None]:
+        for number in range(5):
+            taken.append(number)
+            await asyncio.sleep(0)
+            yield number
+
+    async def call(number: int) -> None:
+        begun.append(number)
+        if len(begun) == 2:
+            assert taken == [0, 1]
+            room.set()
+        await room.wait()
+
+    await for_each(items(), call, width=2)
+    assert begun == taken == [0, 1, 2, 3, 4]
+
+
+async def test_an_error_closes_what_the_items_come_from() -> None:
+    closed: list[bool] = []
+
+    async def items() -> AsyncGenerator[int, None]:
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.append(True)
+
+    async def call(_: int) -> None:
+        raise UnavailableError("the bucket")
+
+    with pytest.raises(UnavailableError, match="the bucket"):
+        await for_each(items(), call, width=3)
+    assert closed == [True]

@@ -95,14 +95,6 @@ def open_by_hand(breaker: Breaker) -> None:
 
 
 @every_operation
-async def test_a_closed_breaker_passes_everything_on(
-    store: BreakerStore, inner: FaultStore, operation: str
-) -> None:
-    await OPERATIONS[operation](store)
-    assert inner.calls == {operation: 1}
-
-
-@every_operation
 @pytest.mark.parametrize("kind", FAILURES)
 async def test_failures_in_a_row_open_it_and_then_nothing_is_asked(
     store: BreakerStore,
@@ -128,15 +120,6 @@ async def test_failures_in_a_row_open_it_and_then_nothing_is_asked(
     assert inner.calls.total() == asked
 
 
-async def test_a_success_between_failures_keeps_it_closed(
-    store: BreakerStore, breaker: Breaker, script: Script
-) -> None:
-    for _ in range(5):
-        await open_up(store, script, times=2)
-        await store.head("a")
-    assert not breaker.is_open
-
-
 async def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_starts_over(
     store: BreakerStore, breaker: Breaker, script: Script, clock: Clock, inner: FaultStore
 ) -> None:
@@ -159,25 +142,6 @@ async def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_starts
     assert breaker.pause_s == 1
 
 
-@pytest.mark.parametrize("operation", ["get", "list"])
-async def test_a_cancelled_probe_makes_room_for_the_next(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock, operation: str
-) -> None:
-    await open_up(store, script)
-    clock.now_s += 1
-    gate = Gate()
-    script.faults = [Fault(op=operation, gate=gate)]
-    probe = asyncio.ensure_future(OPERATIONS[operation](store))
-    await reached(gate)
-    probe.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await probe
-    assert breaker.is_open
-    script.faults = []
-    assert await names(store) == []  # an empty listing is an answer
-    assert not breaker.is_open
-
-
 async def test_a_write_that_probes_a_silent_store_keeps_others_out_for_moments_only(
     script: Script, inner: FaultStore, clock: Clock
 ) -> None:
@@ -198,50 +162,6 @@ async def test_a_write_that_probes_a_silent_store_keeps_others_out_for_moments_o
     assert not endpoint.breaker.is_open
     gate.release()
     await probe
-
-
-async def test_cancelling_a_request_from_before_does_not_let_a_second_probe_out(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
-) -> None:
-    old_gate, probe_gate = Gate(), Gate()
-    script.faults = [Fault(op="get_range", gate=old_gate)]
-    old = asyncio.create_task(store.get_range("a", 0, 1))
-    await reached(old_gate)
-    await open_up(store, script)
-    clock.now_s += 1
-    script.faults = [Fault(op="get", gate=probe_gate)]
-    probe = asyncio.create_task(store.get("a", max_bytes=10))
-    await reached(probe_gate)
-    old.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await old
-    with pytest.raises(UnavailableError, match="breaker is open"):
-        await store.head("a")
-    probe_gate.release()
-    await probe
-
-
-async def test_a_late_failure_from_before_is_not_taken_for_the_probes(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
-) -> None:
-    old_gate, probe_gate = Gate(), Gate()
-    script.faults = [Fault(op="get_range", gate=old_gate, error=UnavailableError)]
-    old = asyncio.create_task(store.get_range("a", 0, 1))
-    await reached(old_gate)
-    await open_up(store, script)
-    clock.now_s += 1
-    script.faults = [Fault(op="get", gate=probe_gate)]
-    probe = asyncio.create_task(store.get("a", max_bytes=10))
-    await reached(probe_gate)
-    old_gate.release()
-    with pytest.raises(UnavailableError, match="fault"):
-        await old
-    assert breaker.pause_s == 0  # still the probe's turn, not a doubled pause
-    with pytest.raises(UnavailableError, match="breaker is open"):
-        await store.head("a")
-    probe_gate.release()
-    await probe
-    assert not breaker.is_open
 
 
 # Every way in which a probe can end without closing the circuit that it was sent for.
@@ -470,13 +390,6 @@ class Pages:
                 yield ObjectInfo(item, 1)
         finally:
             self.closed += 1
-
-
-async def first_of(store: Store) -> str:
-    """Take one item and walk away, as careless callers do."""
-    async for info in store.list(""):
-        return info.name
-    raise AssertionError("empty")
 
 
 async def test_a_listing_that_is_left_early_is_an_answer_and_closes_its_request(

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 from obstore.exceptions import GenericError
 
-from s3ec.config import load_settings
 from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Reply, Rule
 from s3ec.errors import ConflictError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.store import s3
-from s3ec.store.open import open_store
 from s3ec.store.s3 import ObstoreStore
 from tests.unit.store.conftest import SECRET, Configure
 
@@ -272,12 +270,3 @@ async def test_child_forked_after_obstore_started_reads_through_the_sdk_with_a_w
     assert result.returncode == 0, result.stderr
     assert "forked after obstore" in result.stderr
     assert senders(proxy) == ["obstore", "sdk"]
-
-
-def test_fault_of_ours_is_not_taken_for_a_missing_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "s3ec.store.obstore_runtime", None)
-    monkeypatch.delitem(sys.modules, "s3ec.store.s3")
-    with pytest.raises(ImportError, match="obstore_runtime"):
-        open_store(load_settings({"bucket": "bucket", "transport": "obstore"}).settings)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +12,6 @@ from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableErro
 from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.open import (
-    KEPT_PROBE,
     ConditionalPut,
     HeadBeforePut,
     choose_transport,
@@ -42,23 +39,6 @@ async def test_probe_finds_what_a_server_does_and_leaves_nothing(
     assert store.bucket.objects == {}
 
 
-async def test_probe_that_is_cancelled_while_its_store_closes_says_nothing_else() -> None:
-    writing = asyncio.Event()
-
-    class Stalling(MemoryStore):
-        async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-            writing.set()
-            await asyncio.Event().wait()
-
-    store = Stalling()
-    probe = asyncio.create_task(probe_conditional_put(store))
-    await writing.wait()
-    await store.close()
-    probe.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await probe
-
-
 async def test_probe_of_a_reader_is_unknown() -> None:
     denied = Script([Fault(op="put_if_absent|delete", error=AccessError)])
     assert await probe_conditional_put(FaultStore(MemoryStore(), denied)) is ConditionalPut.UNKNOWN
@@ -69,21 +49,6 @@ async def test_probe_of_a_writer_that_may_not_overwrite_is_unknown() -> None:
     denied = Script([Fault(op="put_if_absent", error=AccessError, skip=1)])
     assert await probe_conditional_put(FaultStore(inner, denied)) is ConditionalPut.UNKNOWN
     assert inner.bucket.objects == {}
-
-
-@every_server
-async def test_probes_without_leave_to_delete_share_one_object(
-    kind: type[MemoryStore], expected: ConditionalPut
-) -> None:
-    inner = kind()
-    store = FaultStore(inner, Script([Fault(op="delete", error=AccessError)]))
-    assert [await probe_conditional_put(store) for _ in range(3)] == [expected] * 3
-    assert list(inner.bucket.objects) == [KEPT_PROBE]
-
-
-async def test_probe_whose_first_reply_was_lost_and_retried_finds_enforcement() -> None:
-    store = FaultStore(MemoryStore(), Script([Fault(op="put_if_absent", error=ConflictError)]))
-    assert await probe_conditional_put(store) is ConditionalPut.ENFORCED
 
 
 @pytest.mark.parametrize("skip", [0, 1])
@@ -113,13 +78,6 @@ async def test_a_store_is_probed_once_for_all_who_ask() -> None:
     for _ in range(2):
         assert await with_conditional_put(store) is store
     assert store.calls.total() == probed
-
-
-async def test_a_server_that_ignores_conditions_is_probed_once() -> None:
-    store = FaultStore(OverwritingStore())
-    for _ in range(2):
-        assert isinstance(await with_conditional_put(store), HeadBeforePut)
-    assert store.calls["put_if_absent"] == 2
 
 
 async def test_an_identity_without_rights_is_probed_again() -> None:

@@ -14,7 +14,7 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, CutBodyError, S3ECError, UnavailableError
 from s3ec.identity import Layout
 from s3ec.store.endpoint import BreakerOptions, BreakerStore, Endpoint
-from s3ec.store.places import BAD_S, LAG_S, AllPlaces, Place, PlacesStore, served_by
+from s3ec.store.places import BAD_S, LAG_S, AllPlaces, Place, PlacesStore, served_by, tell_of_home
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, replace
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
@@ -91,6 +91,20 @@ async def test_lag_costs_one_request_a_minute(world: World) -> None:
     world.put(NAME, 0)
     assert await world.get() == b"body"
     assert world.asked() == [1, 0, 0]
+
+
+async def test_who_reads_an_entry_is_told_when_home_is_asked(world: World) -> None:
+    told: list[str] = []
+    tell_of_home.set(lambda: told.append("home"))
+    world.put(NAME, 1, 2)
+    world.put(DELTA, 2)
+    assert await world.get(DELTA) == b"body"
+    assert await world.get() == b"body"
+    assert told == []
+    for number in (0, 1):
+        world.fault(number, Fault(error=UnavailableError))
+    assert await world.get() == b"body"
+    assert told == ["home"]
 
 
 async def test_only_homes_404_is_an_absence(world: World) -> None:

@@ -134,13 +134,6 @@ async def test_the_delay_is_drawn_from_zero_up(
     assert [high for _, high in drawn] == [0.1, 0.2, 0.4]
 
 
-async def test_close_reaches_the_innermost_store(inner: FaultStore, counters: Counters) -> None:
-    store = resilient(inner, Endpoint(16), counters, hedge=True)
-    await store.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        await inner.head("a")
-
-
 async def test_a_cancelled_operation_is_not_tried_again(
     inner: FaultStore, script: Script, counters: Counters
 ) -> None:
@@ -350,14 +343,6 @@ async def test_one_failure_of_two_is_no_failure(rig: Hedged, first_fails: bool) 
         await asyncio.sleep(0)
     (second if first_fails else first).release()
     assert await asking == b"x"
-
-
-async def test_two_failures_are_the_firsts(rig: Hedged) -> None:
-    asking, first, second = await rig.both(*(lambda _, n=n: UnavailableError(n) for n in "12"))
-    first.release()
-    second.release()
-    with pytest.raises(UnavailableError, match="1"):
-        await asking
 
 
 async def test_a_cancelled_caller_cancels_both(rig: Hedged) -> None:

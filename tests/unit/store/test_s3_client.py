@@ -79,21 +79,6 @@ def clients_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry per walk through the SDK's chain; no answer of it gets old."""
-    monkeypatch.setattr(ChainCredentials, "look_every_s", 3600.0)
-    made: list[int] = []
-    genuine = s3_client.find_credentials
-
-    def counting(settings: Settings) -> Any:
-        made.append(1)
-        return genuine(settings)
-
-    monkeypatch.setattr(s3_client, "find_credentials", counting)
-    return made
-
-
 def offline(**changes: Any) -> Settings:
     return load_settings({"bucket": BUCKET, **changes}).settings
 
@@ -267,25 +252,6 @@ async def test_absent_credentials_are_an_access_error_that_heals(
     assert await store.get("x", max_bytes=1) is None
 
 
-async def test_many_calls_without_credentials_look_for_them_once(
-    make: Make, looks: list[int]
-) -> None:
-    store = make()
-    for _ in range(2):
-        calls = (store.get("x", max_bytes=1) for _ in range(8))
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert all(isinstance(result, AccessError) for result in results)
-    assert looks == [1]
-
-
-async def test_half_of_the_credentials_is_an_access_error(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
-    with pytest.raises(AccessError, match="AWS_SECRET_ACCESS_KEY"):
-        await make().get("x", max_bytes=1)
-
-
 async def test_client_is_made_once_for_many_first_calls(
     make: Make, keys: None, clients_made: list[int]
 ) -> None:
@@ -373,23 +339,6 @@ async def test_credentials_that_expire_are_renewed_between_requests(
     assert len(set(keys)) == len(keys) >= 3  # the first absence is asked about twice
 
 
-async def test_endpoint_of_the_sdks_environment_serves_where_no_setting_names_one(
-    make: Make, keys: None, proxy: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
-    store = make(endpoint_url=None, addressing_style="path")
-    assert await store.get("absent", max_bytes=1) is None
-    assert {request.target for request in proxy.requests} == {f"/{bucket}/absent"}
-
-
-async def test_endpoint_of_the_settings_goes_before_the_environments(
-    make: Make, keys: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    assert await make().get("absent", max_bytes=1) is None
-
-
 @pytest.mark.parametrize(
     "name", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "the profile", "HTTP_PROXY", "ALL_PROXY"]
 )
@@ -431,9 +380,7 @@ def sdk_levels() -> Iterator[None]:
     ("url", "options"),
     [
         ("", {}),
-        ("", {"addressing_style": "path"}),
         ("", {"use_accelerate_endpoint": True}),
-        ("", {"us_east_1_regional_endpoint": "legacy"}),
         ("https://s3-us-west-2.amazonaws.com", {}),
         ("https://bucket.vpce-1a2b3c-4d5e.s3.us-east-1.vpce.amazonaws.com", {}),
     ],
@@ -522,12 +469,6 @@ async def test_times_of_a_listing_are_not_left_to_the_sdk(
     monkeypatch.delattr(s3_client, "parse_timestamp")
     [info] = [info async for info in store.list("")]
     assert abs(info.modified_s - time.time()) < 3600
-
-
-def test_log_level_that_somebody_chose_for_the_sdk_stays(sdk_levels: None) -> None:
-    logging.getLogger("botocore").setLevel(logging.DEBUG)
-    BotocoreStore(offline())
-    assert logging.getLogger("botocore").level == logging.DEBUG
 
 
 def test_sdk_says_no_more_than_the_application_wants(

@@ -61,23 +61,6 @@ def test_authorities_that_are_no_certificates_are_a_config_error(tmp_path: Path)
         opened("gs://corpus", ca_bundle=str(bundle))
 
 
-async def test_what_a_killed_writer_left_in_a_folder_is_not_seen_and_not_in_the_way(
-    tmp_path: Path,
-) -> None:
-    """obstore writes NAME#1 and links it to NAME."""
-    folder = tmp_path / "objects"
-    folder.mkdir()
-    for number in (1, 2):
-        (folder / f"x.safetensors#{number}").write_bytes(b"half")
-    store = opened(f"file://{tmp_path}")
-    assert await store.head("objects/x.safetensors") is None
-    assert [one.name async for one in store.list("objects/")] == []
-    await store.put_if_absent("objects/x.safetensors", [b"whole"])
-    assert await store.get("objects/x.safetensors", max_bytes=10) == b"whole"
-    assert [one.name async for one in store.list("objects/")] == ["objects/x.safetensors"]
-    await store.close()
-
-
 async def test_a_store_serves_one_loop(tmp_path: Path) -> None:
     store = opened(tmp_path.as_uri())
     assert await store.head("x") is None

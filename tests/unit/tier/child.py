@@ -19,13 +19,11 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.index.local import NodeFolder
-from s3ec.tier import Claim, LocalKeys, evictor
+from s3ec.tier import Claim, evictor
 from s3ec.tier.evictor import evict_lock
-from s3ec.tier.files import DiskErrors, Folders, TempFile, try_lock
-from s3ec.tier.news import NewsWriter
+from s3ec.tier.files import Folders, TempFile, try_lock
 from tests.support.file_calls import open_below
 from tests.support.on_disk import make_room
 from tests.support.waiting import DEADLINE_S, eventually
@@ -33,14 +31,11 @@ from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
     entry,
-    file_of,
     key_at,
     new_tier,
     opened,
     publish,
     read,
-    served,
-    temps_below,
 )
 
 
@@ -51,19 +46,6 @@ def say(line: object) -> None:
 
 def hear() -> str:
     return sys.stdin.readline().strip()
-
-
-def race(root: Path, rounds: int) -> None:
-    """Publish and open one key again and again."""
-    tier, key = new_tier(root), key_at(0)
-    blob = entry(key)
-    say("ready")
-    hear()
-    for _ in range(rounds):
-        tier.writer.publish(key, [blob[:100], memoryview(blob)[100:]])
-        assert served(tier, key) == blob
-    tier.close()
-    say("done")
 
 
 def hold(root: Path, number: int) -> None:
@@ -90,24 +72,6 @@ def few_files(root: Path, most: int) -> None:
     say(len([opened(tier, key) for key in map(key_at, range(5))]))
     tier.close()
     say(len(open_below(root)))
-
-
-def claim(root: Path, number: int) -> None:
-    """Claim one entry, until killed."""
-    say(type(new_tier(root).entries.open_or_claim(key_at(number))).__name__)
-    hear()
-
-
-def stop_before_rename(root: Path, number: int) -> None:
-    """Publish as far as the rename, and wait there to be killed."""
-    tier = new_tier(root)
-
-    def stop(source: str, target: str) -> None:
-        say(source)
-        hear()
-
-    os.replace = stop  # type: ignore[assignment]
-    tier.writer.publish(key_at(number), [entry(key_at(number))])
 
 
 def churn(root: Path, budget_bytes: int, first: int, count: int) -> None:
@@ -154,18 +118,6 @@ def spool(root: Path, first: int, count: int) -> None:
     say(f"{os.getpid()}")
     hear()
     tier.close()
-
-
-def spool_before_rename(root: Path, number: int) -> None:
-    """Publish and spool as far as the rename, and wait there to be killed."""
-    tier = new_tier(root)
-
-    def stop(source: str, target: str) -> None:
-        say(source)
-        hear()
-
-    os.replace = stop  # type: ignore[assignment]
-    publish(tier, number, spool=tier.open_spool(DESTINATION))
 
 
 def adopt(root: Path) -> None:
@@ -284,52 +236,6 @@ def _all_locked(*things: object) -> Iterator[None]:
     holder.join()
 
 
-def tell_half(root: Path, number: int) -> None:
-    """Tell of an entry as far as the middle of its record, and wait there to be killed."""
-    tier = new_tier(root)
-    write = os.write
-
-    def tear(fd: int, blob: bytes) -> int:
-        written = write(fd, blob[:13])
-        say("torn")
-        hear()
-        return written
-
-    os.write = tear
-    publish(tier, number)
-
-
-def tell_under_limit(root: Path, first: int, count: int) -> None:
-    """Tell of entries under a limit on file sizes, which cuts a record of the news."""
-    tier = new_tier(root)
-    news = NewsWriter(tier.folders, NAMESPACE, DiskErrors(root, Counters()))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-    for number in range(first, first + count):
-        news.notify(key_at(number))
-    tier.close()
-    say("told")
-
-
-def fork_and_tell(root: Path, number: int) -> None:
-    """Follow the news, fork, and hear of what the child publishes."""
-    tier, keys = new_tier(root), LocalKeys()
-    publish(tier, number)  # so that there is a file, and it is open
-    tier.follow_news(keys.add_all).start()
-    pid = os.fork()
-    if pid == 0:
-        news = str(tier.folders.news)
-        names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-        assert news not in [os.readlink(name) for name in names if os.path.exists(name)]
-        own = new_tier(root)
-        publish(own, number + 1)
-        own.close()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    eventually(lambda: keys(key_at(number + 1)))
-    tier.close()
-    say("heard")
-
-
 def orphan(root: Path) -> None:
     """Hold all that can be held, fork a child that does nothing, and be killed."""
     tier = new_tier(root)
@@ -351,38 +257,11 @@ def orphan(root: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def limit(root: Path) -> None:
-    """Publish under a limit on file sizes, which the kernel keeps in the middle of a write."""
-    tier, key = new_tier(root), key_at(0)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-    try:
-        tier.writer.publish(key, [entry(key)])
-    except TierError as exc:
-        say(exc)
-    say(f"{file_of(root, key).exists()} {temps_below(root)}")
-    tier.close()
-
-
 if __name__ == "__main__":
     # Whoever holds a lock for seconds is busy, and not stopped.
     evictor.TURN_WAIT_S = evictor.TOTAL_LOCK_TIMEOUT_S = 60.0
     commands = {
         function.__name__: function
-        for function in (
-            *(
-                race,
-                hold,
-                few_files,
-                claim,
-                stop_before_rename,
-                churn,
-                flood,
-                occupy,
-                fork,
-                orphan,
-                limit,
-            ),
-            *(spool, spool_before_rename, adopt, tell_half, tell_under_limit, fork_and_tell),
-        )
+        for function in (hold, few_files, churn, flood, occupy, fork, orphan, spool, adopt)
     }
     commands[sys.argv[1]](Path(sys.argv[2]), *(int(argument) for argument in sys.argv[3:]))

@@ -23,7 +23,6 @@ from tests.unit.tier.cases import (
     SIZE,
     MakeTier,
     entry,
-    even,
     fill,
     key_of,
     left,
@@ -79,19 +78,6 @@ def test_publish_walks_only_where_it_would_break_the_budget(
     eventually(lambda: usage_of(tier).total_nbytes <= 95 * SIZE)
 
 
-def test_thread_takes_what_a_clock_ahead_noted_and_spares_what_was_just_used(
-    make_tier: MakeTier, clock: Clock
-) -> None:
-    tier = make_tier(budget_bytes=100 * SIZE)
-    clock.now_s += 86400
-    fill(tier, *range(40, 50))
-    clock.now_s -= 86400
-    fill(tier, *range(40))
-    fill(tier, *range(50, 96))
-    eventually(lambda: len(left(tier, 96)) == 90)
-    assert left(tier, 96) == {*range(40), *range(46, 96)}
-
-
 def test_thread_keeps_ahead_of_the_free_space_floor(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
@@ -107,30 +93,6 @@ def test_thread_keeps_ahead_of_the_free_space_floor(
     fill(tier, 60)
     # 12.5 ahead of the floor (a quarter of 5% of the budget), and a 64th of the budget
     eventually(lambda: len(left(tier, 60)) == 60 - 19)
-
-
-def test_tier_that_publishes_little_has_no_thread(make_tier: MakeTier) -> None:
-    before = evictor_threads()
-    tier = make_tier()
-    fill(tier, *range(20))
-    tier.entries.open(even(0))
-    make_room(tier)
-    assert evictor_threads() == before
-
-
-def test_folder_of_unknown_size_is_counted_by_the_thread_after_the_first_publish(
-    make_tier: MakeTier, root: Path
-) -> None:
-    tier = make_tier()
-    fill(tier, *range(20))
-    tier.close()
-    (root / "v1" / "usage").unlink()
-    before = evictor_threads()
-    tier = make_tier()
-    assert evictor_threads() == before
-    fill(tier, 20)
-    # The newest may be counted by both, the walk and its publisher.
-    eventually(lambda: 21 * SIZE <= running_total(tier) <= 22 * SIZE)
 
 
 def test_folder_of_unknown_size_takes_a_64th_of_the_budget_without_a_count(

@@ -12,7 +12,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.tier import Claim, OpenEntry, Tier
-from tests.unit.tier.cases import MakeTier, child, entry, key_at, refusing
+from tests.unit.tier.cases import MakeTier, entry, key_at, refusing
 
 KEY, OTHER = key_at(0), key_at(1)
 
@@ -73,15 +73,6 @@ def test_a_hanging_holder_can_be_passed_over(make_tier: MakeTier) -> None:
     two.claims.release(mine)
     assert two.claims.is_taken(KEY.digest)  # still the other's
     one.claims.release(taken)
-
-
-def test_a_killed_process_leaves_no_claim(make_tier: MakeTier, root: Path) -> None:
-    tier = make_tier()
-    with child("claim", root, 0) as other:
-        assert other.hear() == "Claim"
-        assert tier.entries.open_or_claim(KEY) is None
-        other.kill()
-        claim(tier)
 
 
 def test_a_closed_tier_leaves_no_claim_and_takes_none(make_tier: MakeTier) -> None:

@@ -6,13 +6,11 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -30,7 +28,6 @@ from tests.unit.tier.cases import (
     NAMESPACE,
     OTHER_NAMESPACE,
     MakeTier,
-    child,
     entry,
     file_of,
     key_at,
@@ -43,7 +40,6 @@ from tests.unit.tier.cases import (
     temps_below,
 )
 
-T = TypeVar("T")
 KEY = key_at(0)
 
 # A large entry, which comes in parts.
@@ -254,44 +250,7 @@ def test_files_and_folders_are_private_whatever_the_umask(
     assert audit_of(tier) == []
 
 
-def test_file_size_limit_in_the_middle_of_a_write_is_a_tier_error(root: Path) -> None:
-    with child("limit", root) as other:
-        assert "File too large" in other.hear()
-        assert other.hear() == "False set()"
-        other.end()
-
-
-def test_hot_path_never_walks_the_folder(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("walked the folder")
-
-    for name in ("scandir", "listdir"):
-        monkeypatch.setattr(os, name, refuse)
-    for number in range(50):
-        publish(tier, number)
-        assert present(tier, number) == {number}
-        opened(tier, key_at(number))
-        assert tier.entries.open(key_at(number + 1000)) is None
-    monkeypatch.undo()
-
-
 # -- temporary files -----------------------------------------------------------------------------
-
-
-def test_killed_publish_leaves_a_temp_that_the_next_open_sweeps(
-    make_tier: MakeTier, root: Path, counters: Counters
-) -> None:
-    bystander = make_tier()
-    with child("stop_before_rename", root, 0) as other:
-        temp = Path(other.hear())
-        assert temp.stat().st_size == len(entry(KEY))
-        assert audit_of(bystander) == []  # its writer lives
-        other.kill()
-    assert not bystander.entries.contains(KEY)
-    (complaint,) = audit_of(bystander)
-    assert str(temp) in complaint
-    assert audit_of(make_tier()) == []
-    assert temps_below(root) == set()
 
 
 def test_temp_is_kept_while_it_is_locked(make_tier: MakeTier, root: Path) -> None:
@@ -364,16 +323,6 @@ def test_a_bad_entry_never_appears(tier: Tier, root: Path, blob: bytes, reason: 
     incoming.discard()
     assert tier.entries.open(KEY) is None
     assert temps_below(root) == set()
-
-
-def test_a_folder_that_vanishes_is_an_error_and_leaves_nothing(tier: Tier, root: Path) -> None:
-    first, *rest = parts(BLOB)
-    incoming = begin(tier, first)
-    shutil.rmtree(root / "v1" / "incoming")
-    incoming.put(behind_first(rest))
-    with pytest.raises(TierError):
-        incoming.commit()
-    assert tier.entries.open(KEY) is None
 
 
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from s3ec.tier import LocalKeys, evictor, files
 from s3ec.tier.evictor import RunningTotal
 from s3ec.tier.files import Folders, free_bytes, try_lock
 from tests.support.clock import Clock
-from tests.support.file_calls import file_calls_of, open_below
+from tests.support.file_calls import file_calls_of
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
@@ -41,7 +39,6 @@ from tests.unit.tier.cases import (
     file_of,
     fill,
     key_at,
-    key_of,
     left,
     opened,
     publish,
@@ -74,37 +71,12 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def test_new_folder_is_counted_from_the_start(running: RunningTotal) -> None:
-    assert running.read() is None
-    running.begin()
-    assert running.read() == 0
-    assert running.add(700, unknown_bytes=9000) == 700
-    running.begin()
-    assert running.read() == 700
-
-
-def test_folder_without_a_total_is_taken_for_what_the_caller_fears(running: RunningTotal) -> None:
-    assert running.add(700, unknown_bytes=9000) == 9700
-    running.recount(9000, 5000)
-    assert running.read() == 5700
-
-
 def test_what_is_added_during_a_walk_is_not_lost(running: RunningTotal) -> None:
     running.begin()
     running.add(100, unknown_bytes=0)
     running.add(30, unknown_bytes=0)
     running.recount(100, 1000)
     assert running.read() == 1030
-
-
-def test_total_that_was_lost_during_a_walk_is_what_the_walk_found(
-    running: RunningTotal, folders: Folders
-) -> None:
-    running.begin()
-    running.add(100, unknown_bytes=0)
-    folders.usage.unlink()
-    running.recount(100, 1000)
-    assert running.read() == 1000
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES))
@@ -153,15 +125,6 @@ def test_lock_of_a_stopped_process_is_an_error_not_a_hang(
     assert running.read() == 0
 
 
-def test_total_is_private_whatever_the_umask(running: RunningTotal, folders: Folders) -> None:
-    before = os.umask(0o777)
-    try:
-        running.begin()
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(folders.usage.stat().st_mode) == 0o600
-
-
 def test_publish_that_cannot_be_counted_stands_and_is_reported(
     make_tier: MakeTier,
     monkeypatch: pytest.MonkeyPatch,
@@ -177,30 +140,6 @@ def test_publish_that_cannot_be_counted_stands_and_is_reported(
     assert running_total(tier) == 0
     make_room(tier)  # any round puts it right
     assert running_total(tier) == usage_of(tier).total_nbytes == len(entry(key))
-
-
-def test_entry_whose_folder_is_opened_to_others_as_it_gets_its_name_is_held_open_all_the_same(
-    make_tier: MakeTier, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is here, and whoever asked for it waits for it."""
-    tier = make_tier()
-    key, body = even(0), entry(even(0))
-    replace = os.replace
-
-    def replace_and_open(source: str, target: str) -> None:
-        replace(source, target)
-        root.chmod(0o777)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace_and_open)
-        # pytest keeps log records, these the exceptions, and these the frames with the entry.
-        patch.setattr(logging.getLogger("s3ec.tier.files"), "disabled", True)
-        held = tier.writer.receive(key, [body], codec.parse_header(body))
-    root.chmod(0o700)
-    assert read(held, key) == body
-    assert counters.get("tier.errors") > 0
-    del held
-    assert open_below(root / "v1" / "objects") == []
 
 
 def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
@@ -234,22 +173,6 @@ def test_what_was_saved_and_never_asked_for_is_told_apart_when_it_is_evicted(
     assert counters.get("tier.never_read_bytes") == 2 * SIZE
 
 
-def test_full_disk_for_which_somebody_evicts_meanwhile_is_not_evicted_from_again(
-    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier, lock, others = make_tier(), evictor.evict_lock, [make_tier()]
-    fill(tier, *range(30))
-
-    def taken(folders: Folders, *, wait_s: float = 0.0) -> AbstractContextManager[bool]:
-        if others:  # its turn comes first
-            others.pop().evictor.make_room(SIZE, full=True)
-        return lock(folders, wait_s=wait_s)
-
-    monkeypatch.setattr(evictor, "evict_lock", taken)
-    assert tier.evictor.make_room(SIZE, full=True, wait=True) == 3 * SIZE
-    assert left(tier, 30) == set(range(3, 30))
-
-
 def test_who_does_not_evict_stops_where_the_others_would_begin(make_tier: MakeTier) -> None:
     budget = 20 * len(entry(even(0)))
     fill(make_tier(budget_bytes=budget), *range(17))
@@ -274,14 +197,6 @@ def test_who_does_not_evict_counts_a_folder_that_nobody_has_counted(make_tier: M
     assert left(ours, 20) == set(range(11))
 
 
-def test_make_room_below_the_budget_does_nothing(make_tier: MakeTier) -> None:
-    tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, *range(10))
-    assert make_room(tier, budget_bytes=10 * SIZE) == 0
-    assert make_room(tier, SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
-    assert left(tier, 10) == set(range(2, 10))
-
-
 def test_lowered_budget_is_kept_after_a_restart(make_tier: MakeTier) -> None:
     tier = make_tier()
     fill(tier, *range(10))
@@ -303,31 +218,6 @@ def test_budget_is_for_all_namespaces_together(make_tier: MakeTier) -> None:
     assert audit_of(tier) == []
 
 
-def test_open_entries_are_evicted_like_others_and_read_well(make_tier: MakeTier) -> None:
-    tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, *range(10))
-    held = [opened(tier, even(number)) for number in range(3)]
-    assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE) == 5 * SIZE
-    assert left(tier, 10) == set(range(5, 10))
-    for number, one in enumerate(held):
-        assert read(one, even(number)) == entry(even(number))
-
-
-def test_entries_that_another_process_has_open_are_evicted_and_read_well(
-    make_tier: MakeTier, root: Path
-) -> None:
-    tier = make_tier(budget_bytes=4 * SIZE)
-    publish(tier, 0)
-    with child("hold", root, 0) as other:
-        assert other.hear() == "open"
-        fill(tier, *range(8))
-        assert not tier.entries.contains(key_at(0))
-        other.say()
-        assert other.hear() == "True"
-        other.say()
-        other.end()
-
-
 def test_a_budget_of_which_all_is_open_is_kept_and_takes_entries(make_tier: MakeTier) -> None:
     tier = make_tier(budget_bytes=3 * SIZE)
     held = []
@@ -338,18 +228,6 @@ def test_a_budget_of_which_all_is_open_is_kept_and_takes_entries(make_tier: Make
     for number, one in enumerate(held):
         assert read(one, even(number)) == entry(even(number))
     assert audit_of(tier) == []
-
-
-def test_what_is_only_open_does_not_count_against_the_budget(make_tier: MakeTier) -> None:
-    tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, *range(6))
-    held = [opened(tier, even(number)) for number in range(4)]
-    for number in range(4):
-        evict(tier, even(number))
-    assert make_room(tier, 8 * SIZE, budget_bytes=10 * SIZE) == 0
-    assert make_room(tier, 9 * SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
-    assert usage_of(tier).total_nbytes == 0
-    assert len(held) == 4
 
 
 def test_spooled_bytes_that_are_no_entry_any_more_count_against_the_budget(
@@ -491,15 +369,6 @@ def test_copy_of_a_rounds_descriptor_does_not_keep_evictors_out(
         os.close(copy)
 
 
-def test_budget_holds_for_what_several_tiers_publish(make_tier: MakeTier) -> None:
-    one, two = make_tier(budget_bytes=64 * SIZE), make_tier(budget_bytes=64 * SIZE)
-    for number in range(100):
-        for tier, name in ((one, f"a{number}"), (two, f"b{number}")):
-            tier.writer.publish(key_of(name), [entry(key_of(name))])
-            assert usage_of(tier).nbytes <= 64 * SIZE
-            assert running_total(one) == running_total(two)
-
-
 def test_entry_used_during_the_round_is_spared(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
@@ -529,35 +398,6 @@ def test_uses_that_a_clock_ahead_noted_go_first_and_cost_one_eviction(
         use(tier, even(number), clock)
     assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE, clock=clock) == 5 * SIZE
     assert left(tier, 10) == {0, 1, 7, 8, 9}  # and of the others in the order of their use
-
-
-def test_clock_that_is_set_back_by_little_keeps_the_order_of_the_times(
-    make_tier: MakeTier, clock: Clock
-) -> None:
-    tier = make_tier(budget_bytes=10 * SIZE)
-    for number in range(10):
-        fill(tier, number)
-        clock.now_s -= 20
-    assert make_room(tier, SIZE, budget_bytes=10 * SIZE, clock=clock) == 2 * SIZE
-    assert left(tier, 10) == set(range(8))
-
-
-def test_entry_that_somebody_else_removes_during_the_round_is_no_trouble(
-    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, counters: Counters
-) -> None:
-    tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, *range(10))
-    take = evictor.scan_tier
-
-    def remove_after(*arguments: object) -> object:
-        scan = take(*arguments)  # type: ignore[arg-type]
-        evict(tier, even(0))
-        return scan
-
-    monkeypatch.setattr(evictor, "scan_tier", remove_after)
-    make_room(tier, SIZE, budget_bytes=10 * SIZE, counters=counters)
-    assert usage_of(tier).nbytes <= 9 * SIZE
-    assert counters.get("tier.errors") == 0
 
 
 def test_foreign_files_are_complained_about_but_neither_counted_nor_deleted(

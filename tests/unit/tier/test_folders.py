@@ -5,26 +5,20 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import entries, evictor
-from tests.support.clock import Clock
 from tests.support.disks import give_to_group, small_tmpfs
-from tests.support.on_disk import audit_of, evict, make_room, usage_of
+from tests.support.on_disk import audit_of, make_room, usage_of
 from tests.unit.tier.cases import (
-    DESTINATION,
     NAMESPACE,
-    OTHER_NAMESPACE,
     MakeTier,
     entry,
     even,
@@ -37,17 +31,9 @@ from tests.unit.tier.cases import (
     read,
     refusing,
     served,
-    unspool,
-    use,
 )
 
 KEY = key_at(1)  # with a LoRA folder
-
-
-def test_missing_root_is_made_with_its_parents(make_tier: MakeTier, root: Path) -> None:
-    tier = make_tier(root / "a" / "b")
-    assert (root / "a").stat().st_mode & 0o777 == 0o700
-    assert audit_of(tier) == []
 
 
 def test_root_of_another_user_is_refused_with_the_fix(tmp_path: Path) -> None:
@@ -159,89 +145,6 @@ def test_root_that_is_a_file_is_refused(root: Path) -> None:
         new_tier(root / "below")
 
 
-def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path) -> None:
-    tier = make_tier()
-    tier.writer.publish(KEY, [entry(KEY)])
-    held = opened(tier, KEY)
-    for again in range(2):
-        shutil.rmtree(root)
-        assert tier.entries.open(KEY) is None
-        assert not tier.entries.contains(KEY)
-        assert usage_of(tier).entries == 0
-        evict(tier, KEY)
-        tier.entries.drop_bad(KEY, "checksum")
-        assert read(held, KEY) == entry(KEY)
-        if again:
-            assert make_room(tier) == 0
-        tier.writer.publish(KEY, [entry(KEY)])
-        assert served(tier, KEY) == entry(KEY)
-        assert audit_of(tier) == []
-
-
-@pytest.mark.parametrize("name", ["v1/incoming", "v1/evict.lock"])
-def test_vanished_part_is_made_again(
-    make_tier: MakeTier, root: Path, counters: Counters, name: str
-) -> None:
-    tier = make_tier()
-    tier.writer.publish(KEY, [entry(KEY)])
-    make_room(tier)
-    part = root / name
-    if part.is_dir():
-        shutil.rmtree(part)
-    else:
-        part.unlink()
-    assert served(tier, KEY) == entry(KEY)
-    tier.entries.drop_bad(KEY, "checksum")
-    make_room(tier)
-    tier.writer.publish(KEY, [entry(KEY)])
-    assert part.exists()
-    assert counters.get("tier.bad_files") == 1
-    assert counters.get("tier.errors") == 0
-    assert audit_of(tier) == []
-
-
-def test_full_disk_evicts_what_it_can_and_then_refuses(
-    make_tier: MakeTier, small_disk: Path, counters: Counters
-) -> None:
-    tier = make_tier(small_disk, budget_bytes=1 << 22)
-    blobs = [entry(key_at(number), rows=2000) for number in range(12)]  # 128 KB each
-    for number, blob in enumerate(blobs):
-        tier.writer.publish(key_at(number), [blob])
-    assert counters.get("tier.evicted") > 0
-    assert tier.entries.contains(key_at(11))
-    spool = tier.open_spool(DESTINATION)
-    for number in range(12):  # all that is left is spooled
-        if tier.entries.contains(key_at(number)):
-            tier.writer.publish(key_at(number), [blobs[number]], spool=spool)
-    found = os.statvfs(small_disk)
-    (small_disk / "somebody's").write_bytes(bytes(found.f_bavail * found.f_frsize))
-    before = usage_of(tier)
-    with pytest.raises(TierError, match="min_free_bytes"):
-        tier.writer.publish(key_at(20), [entry(key_at(20), rows=2000)])
-    assert usage_of(tier) == before
-    for number in range(12):
-        unspool(spool, key_at(number))
-    tier.writer.publish(key_at(30), [entry(key_at(30), rows=2000)])
-    assert tier.entries.open(key_at(30)) is not None
-    assert audit_of(tier) == []
-
-
-def test_disk_out_of_inodes_evicts_and_goes_on(
-    make_tier: MakeTier, small_disk: Path, counters: Counters
-) -> None:
-    tier = make_tier(small_disk)
-    refused = []
-    for number in range(200):
-        try:
-            publish(tier, number)
-        except TierError as exc:  # folders need inodes too, so one entry less may not do
-            refused.append(str(exc.__cause__))
-    assert all("No space" in reason for reason in refused)
-    assert len(refused) < 20
-    assert counters.get("tier.evicted") > 100
-    assert audit_of(tier) == []
-
-
 def test_disk_out_of_inodes_is_walked_once_for_many_publishes(
     make_tier: MakeTier, tmp_path: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,34 +202,6 @@ def test_what_others_have_open_on_a_full_disk_is_not_made_up_for_by_evicting_mor
         assert audit_of(tier) == []
 
 
-def test_large_entry_is_received_on_a_disk_out_of_inodes(
-    make_tier: MakeTier, tmp_path: Path
-) -> None:
-    with small_tmpfs(tmp_path / "disk", size=1 << 23, inodes=100) as disk:
-        tier = make_tier(disk)
-        number = 0
-        while os.statvfs(disk).f_favail:
-            fill(tier, number)
-            number += 1
-        key, blob = even(1000), entry(even(1000))
-        verifier = codec.Verifier(blob, namespace=NAMESPACE, identifier=key.identifier)
-        assert read(tier.writer.begin(key, blob, verifier).commit(), key) == blob
-
-
-def test_disk_that_is_full_at_the_start_of_another_model_loses_entries_not_the_tier(
-    make_tier: MakeTier, small_disk: Path
-) -> None:
-    tier = make_tier(small_disk)
-    for number in range(6):
-        publish(tier, number)
-    tier.close()
-    for number in range(os.statvfs(small_disk).f_favail):
-        (small_disk / f"somebody's {number}").touch()
-    tier = make_tier(small_disk, namespace=OTHER_NAMESPACE)
-    assert 0 < usage_of(tier).entries < 6
-    assert audit_of(tier) == []
-
-
 def test_disk_that_is_full_at_the_start_is_served_from_and_loses_nothing_by_that(
     make_tier: MakeTier, small_disk: Path
 ) -> None:
@@ -361,35 +236,6 @@ def test_disk_that_is_full_of_other_things_is_refused_and_left_alone(
     for number in range(2, 20):
         (small_disk / f"somebody's {number}").unlink()
     make_tier(small_disk)
-
-
-def test_read_only_disk_is_served_from_and_refuses_and_recovers(
-    make_tier: MakeTier,
-    small_disk: Path,
-    frozen: Callable[[], AbstractContextManager[None]],
-    counters: Counters,
-    clock: Clock,
-) -> None:
-    tier = make_tier(small_disk)
-    tier.writer.publish(KEY, [entry(KEY)])
-    held = opened(tier, KEY)
-    with frozen():
-        with pytest.raises(TierError, match="Read-only"):
-            tier.writer.publish(KEY, [entry(KEY)])
-        with pytest.raises(TierError, match=r"Read-only.*cache_dir"):
-            new_tier(small_disk)
-        use(tier, KEY, clock)  # which cannot be noted
-        assert served(tier, KEY) == entry(KEY)
-        assert counters.get("tier.errors") == 0
-        assert tier.entries.contains(KEY)
-        assert make_room(tier) == 0
-        tier.entries.drop_bad(KEY, "checksum")
-        assert counters.get("tier.errors") == 1
-        assert counters.get("tier.bad_files") == 0
-        assert read(held, KEY) == entry(KEY)
-        assert audit_of(tier) == []
-    tier.writer.publish(KEY, [entry(KEY, seed=1)])
-    assert served(tier, KEY) == entry(KEY, seed=1)
 
 
 def test_folder_without_permission_is_refused_counted_and_bypassed(

@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from s3ec.connector.messages import Load
 from s3ec.tier import OpenEntry, Tier
 from tests.support.on_disk import evict
@@ -19,56 +17,53 @@ from tests.unit.tier.cases import entry, file_of, key_at, opened
 _READ = """
 import pickle, sys, torch
 from s3ec.connector.loads import read_data
-load = pickle.loads(sys.stdin.buffer.read())
-memory = torch.empty(load.shape.nbytes, dtype=torch.uint8)
-read_data(load, memory)
-sys.stdout.buffer.write(memory.numpy().tobytes())
+
+def read(load):
+    memory = torch.empty(load.shape.nbytes, dtype=torch.uint8)
+    try:
+        read_data(load, memory)
+    except Exception as exc:
+        return str(exc)
+    return memory.numpy().tobytes()
+
+sys.stdout.buffer.write(pickle.dumps([read(load) for load in pickle.load(sys.stdin.buffer)]))
 """
 
 
-def read_elsewhere(load: Load) -> bytes | str:
-    """The values as another process reads them, or the last line of what it complains about."""
+def read_elsewhere(*loads: Load) -> list[bytes | str]:
+    """The values as another process reads them, or what it complains about."""
     done = subprocess.run(
         [sys.executable, "-c", _READ],
-        input=pickle.dumps(load),
+        input=pickle.dumps(loads),
         capture_output=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         timeout=120,
-        check=False,
+        check=True,
     )
-    return done.stdout if done.returncode == 0 else done.stderr.decode().splitlines()[-1]
+    found: list[bytes | str] = pickle.loads(done.stdout)
+    return found
 
 
-@pytest.fixture
-def held(tier: Tier) -> OpenEntry:
-    tier.writer.publish(key_at(0), [entry(key_at(0))])
-    return opened(tier, key_at(0))
+def held_at(tier: Tier, number: int) -> OpenEntry:
+    tier.writer.publish(key_at(number), [entry(key_at(number))])
+    return opened(tier, key_at(number))
 
 
 def values(held: OpenEntry) -> bytes:
     return os.pread(held.fd, held.nbytes, held.header.data_start)
 
 
-def test_by_its_name(held: OpenEntry) -> None:
-    assert read_elsewhere(Load.of("a", held)) == values(held)
-
-
-def test_after_its_eviction(tier: Tier, held: OpenEntry, root: Path) -> None:
-    evict(tier, key_at(0))
-    assert not file_of(root, key_at(0)).exists()
-    assert read_elsewhere(Load.of("a", held)) == values(held)
-
-
-def test_after_another_one_took_its_name(tier: Tier, held: OpenEntry) -> None:
-    before = values(held)
-    tier.writer.publish(key_at(0), [entry(key_at(0), seed=1)])
-    assert values(opened(tier, key_at(0))) != before
-    assert read_elsewhere(Load.of("a", held)) == before
-
-
-def test_what_nobody_has_open_any_more_is_out_of_reach_and_no_damage(tier: Tier) -> None:
-    tier.writer.publish(key_at(0), [entry(key_at(0))])
-    load = Load.of("a", opened(tier, key_at(0)))  # which nobody refers to after this
-    tier.writer.publish(key_at(0), [entry(key_at(0), seed=1)])
-    assert "evicted and is out of reach" in str(read_elsewhere(load))
-    assert tier.entries.contains(key_at(0))
+def test_what_is_held_open_is_read_whatever_became_of_its_name(tier: Tier, root: Path) -> None:
+    in_place, evicted, replaced = (held_at(tier, number) for number in range(3))
+    gone = Load.of("3", held_at(tier, 3))  # which nobody refers to after this
+    expected = [values(held) for held in (in_place, evicted, replaced)]
+    evict(tier, key_at(1))
+    assert not file_of(root, key_at(1)).exists()
+    for number in (2, 3):
+        tier.writer.publish(key_at(number), [entry(key_at(number), seed=1)])
+    assert values(opened(tier, key_at(2))) != expected[2]
+    loads = [Load.of(f"{n}", held) for n, held in enumerate((in_place, evicted, replaced))]
+    *found, complaint = read_elsewhere(*loads, gone)
+    assert found == expected
+    assert "evicted and is out of reach" in str(complaint)
+    assert tier.entries.contains(key_at(3))  # it is no damage

@@ -18,7 +18,6 @@ from tests.support.on_disk import audit_of, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     HOUR_S,
     NAMESPACE,
-    OTHER_NAMESPACE,
     SIZE,
     MakeTier,
     entry,
@@ -55,11 +54,6 @@ def test_a_file_that_is_broken_off_leaves_nothing(tier: Tier) -> None:
     with pytest.raises(KeyError), files.new_file(ROWS, 4):
         raise KeyError
     assert here(files) == set()
-
-
-def test_namespaces_have_files_of_their_own(tier: Tier) -> None:
-    index_of(tier).write(ROWS, [b"rows"])
-    assert here(index_of(tier, OTHER_NAMESPACE)) == set()
 
 
 def test_files_count_for_the_budget_and_are_not_evicted(make_tier: MakeTier) -> None:
@@ -119,24 +113,12 @@ def test_index_that_is_touched_is_in_use(make_tier: MakeTier) -> None:
     assert usage_of(tier).total_nbytes <= 10 * SIZE
 
 
-def test_index_that_is_not_here_can_be_touched(tier: Tier) -> None:
-    files = index_of(tier)
-    files.touch(OVERLAY)
-    assert not files.path.exists()
-
-
 def test_index_that_nobody_uses_stays_while_there_is_room(make_tier: MakeTier) -> None:
     tier = make_tier()
     files = stock_index(tier, 1, SIZE, unused_s=8 * DAY_S)
     fill(tier, *range(10))
     make_room(tier)
     assert len(here(files)) == 2
-
-
-def test_a_file_larger_than_the_budget_is_refused(make_tier: MakeTier) -> None:
-    files = index_of(make_tier(budget_bytes=1000))
-    with pytest.raises(TierError, match="1001"):
-        files.write(ROWS, [bytes(1001)])
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(make_tier: MakeTier, small_disk: Path) -> None:
@@ -183,10 +165,3 @@ def test_a_task_is_claimed_by_one_at_a_time(make_tier: MakeTier) -> None:
     assert again is not None
     second.release(again)
     second.release(other)
-
-
-def test_a_tier_that_is_not_open_has_no_room_for_an_index(make_tier: MakeTier) -> None:
-    tier = make_tier()
-    tier.close()
-    with pytest.raises(TierError):
-        index_of(tier).write(ROWS, [b"rows"])

@@ -415,7 +415,7 @@ class TierMachine(RuleBasedStateMachine):
 
 TestTierModel = pytest.mark.slow(TierMachine.TestCase)
 TestTierModel.settings = settings(
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

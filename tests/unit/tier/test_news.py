@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from s3ec.counters import Counters
 from s3ec.tier import LocalKeys, Tier, news
 from s3ec.tier.news import RECORD_BYTES, make_record, parse_records
-from tests.support.file_calls import open_below
 from tests.support.waiting import eventually
 from tests.unit.tier.cases import (
     NAMESPACE,
@@ -30,11 +29,6 @@ from tests.unit.tier.cases import (
 
 def news_of(root: Path) -> Path:
     return root / "v1" / "news"
-
-
-def open_news(root: Path) -> list[str]:
-    """The file, where this process has it open; a deleted one, too."""
-    return [file for file in open_below(root) if Path(file).name.startswith("news")]
 
 
 class Listener:
@@ -97,38 +91,6 @@ def test_a_scan_that_runs_does_not_lose_what_is_told_meanwhile() -> None:
     assert keys(key_at(1))
 
 
-def test_a_killed_writers_torn_record_does_not_hide_the_next_one(
-    make_tier: MakeTier, root: Path
-) -> None:
-    tier = make_tier()
-    listener = Listener(tier)
-    with child("tell_half", root, 0) as other:
-        assert other.hear() == "torn"
-        other.kill()
-    assert news_of(root).stat().st_size % RECORD_BYTES
-    publish(tier, 1, 2)
-    listener.hears(1, 2)
-
-
-def test_a_forked_child_tells_its_parent_and_does_not_listen_with_its_files(root: Path) -> None:
-    with child("fork_and_tell", root, 0) as other:
-        assert other.hear() == "heard"
-        other.end()
-
-
-def test_records_that_a_limit_of_the_kernel_cuts_do_not_hide_later_ones(
-    tier: Tier, root: Path, hears: Callable[..., None]
-) -> None:
-    with child("tell_under_limit", root, 0, 12) as other:
-        assert other.hear() == "told"
-        other.end()
-    whole = 300 // RECORD_BYTES
-    assert news_of(root).stat().st_size == 300
-    hears(*range(whole))
-    publish(tier, 12)
-    hears(12)
-
-
 def test_a_full_disk_costs_the_news_and_nothing_else(
     make_tier: MakeTier, small_disk: Path, counters: Counters
 ) -> None:
@@ -159,20 +121,6 @@ def test_a_file_that_may_not_be_written_or_read_costs_the_news_only(
     news_of(root).unlink()
     publish(tier, 2)
     listener.hears(2)
-
-
-def test_a_folder_in_its_place_costs_the_news_only(
-    make_tier: MakeTier, root: Path, counters: Counters
-) -> None:
-    tier = make_tier()
-    listener = Listener(tier)
-    news_of(root).mkdir()
-    publish(tier, 0)
-    assert tier.entries.contains(key_at(0))
-    eventually(lambda: counters.get("tier.errors") > 1)
-    news_of(root).rmdir()
-    publish(tier, 1)
-    listener.hears(1)
 
 
 def test_a_link_in_its_place_is_not_written_through(tier: Tier, root: Path, tmp_path: Path) -> None:
@@ -221,10 +169,3 @@ def test_every_whole_record_is_found_however_the_file_is_damaged_and_read(
         digests += found
         at += done
     assert digests == [digest for _, digest in told]
-
-
-@given(DIGESTS, st.integers(0, 8 * RECORD_BYTES - 1))
-def test_a_record_with_a_wrong_bit_tells_nothing(digest: bytes, bit: int) -> None:
-    damaged = bytearray(make_record(NAMESPACE, digest))
-    damaged[bit // 8] ^= 1 << bit % 8
-    assert parse_records(bytes(damaged), NAMESPACE)[0] == []

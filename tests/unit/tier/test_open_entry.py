@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from s3ec import codec
-from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.tier import OpenEntry, Tier, files
 from s3ec.tier.inspection import Inspection
@@ -40,14 +39,6 @@ def open_nbytes(root: Path) -> int:
     return Inspection.open(root).report(now_s=time.time()).open_nbytes
 
 
-def test_absent_entry_opens_as_none_and_is_no_error(tier: Tier, counters: Counters) -> None:
-    assert tier.entries.open(key_at(0)) is None
-    publish(tier, 0)
-    evict(tier, key_at(0))
-    assert tier.entries.open(key_at(0)) is None
-    assert counters.get("tier.errors") == 0
-
-
 def test_open_bytes_survive_evict_deletion_and_republish(tier: Tier) -> None:
     key = key_at(0)
     held = []
@@ -63,25 +54,6 @@ def test_open_bytes_survive_evict_deletion_and_republish(tier: Tier) -> None:
         assert one.is_evicted
 
 
-def test_what_a_download_has_open_survives_too(tier: Tier) -> None:
-    key, blob = key_at(0), entry(key_at(0))
-    held = tier.writer.receive(key, [blob], codec.parse_header(blob))
-    assert not held.is_evicted
-    evict(tier, key)
-    assert held.is_evicted
-    assert read(held, key) == blob
-
-
-def test_open_entries_of_one_file_are_independent(tier: Tier) -> None:
-    key = key_at(0)
-    tier.writer.publish(key, [entry(key)])
-    one, two = opened(tier, key), opened(tier, key)
-    assert one.fd != two.fd
-    assert (one.device, one.inode) == (two.device, two.inode)
-    del one
-    assert read(two, key) == entry(key)
-
-
 def test_a_replaced_entry_is_another_file_under_the_same_name(tier: Tier) -> None:
     key = key_at(0)
     tier.writer.publish(key, [entry(key)])
@@ -92,19 +64,6 @@ def test_a_replaced_entry_is_another_file_under_the_same_name(tier: Tier) -> Non
     assert (old.device, old.inode) != (new.device, new.inode)
     assert (read(old, key), read(new, key)) == (entry(key), entry(key, seed=1))
     assert (old.is_evicted, new.is_evicted) == (True, False)
-
-
-def test_an_open_entry_says_which_file_and_descriptor_it_is(tier: Tier, root: Path) -> None:
-    key = key_at(0)
-    tier.writer.publish(key, [entry(key)])
-    held = opened(tier, key)
-    found = file_of(root, key).stat()
-    assert held.path == str(file_of(root, key))
-    assert (held.device, held.inode, held.nbytes) == (found.st_dev, found.st_ino, found.st_size)
-    assert held.pid == os.getpid()
-    assert Path(f"/proc/{held.pid}/fd/{held.fd}").read_bytes() == entry(key)
-    evict(tier, key)
-    assert Path(f"/proc/{held.pid}/fd/{held.fd}").read_bytes() == entry(key)
 
 
 WAYS: dict[str, Callable[[Tier], object]] = {
@@ -147,16 +106,6 @@ def test_a_file_that_is_not_taken_over_is_not_left_open(tier: Tier, root: Path) 
         assert tier.entries.open(Key("", key_at(number).name, key_at(number).digest)) is None
         assert tier.entries.open(key_at(number)) is None
     assert open_below(root / "v1" / "objects") == []
-
-
-def test_close_keeps_what_is_open_and_entries(make_tier: MakeTier, root: Path) -> None:
-    tier = make_tier()
-    publish(tier, 0)
-    held = opened(tier, key_at(0))
-    tier.close()
-    assert read(held, key_at(0)) == entry(key_at(0))
-    assert file_of(root, key_at(0)).exists()
-    assert tier.entries.open(key_at(0)) is None
 
 
 def test_usage_counts_files_at_their_paths_and_the_report_what_is_only_open(
@@ -204,16 +153,6 @@ def test_a_load_notes_the_time_of_use(tier: Tier, root: Path, clock: Clock) -> N
     assert not files.is_unread(file_of(root, key).stat().st_mtime_ns)
 
 
-def test_a_load_notes_the_time_also_where_the_entrys_own_is_ahead(
-    tier: Tier, root: Path, clock: Clock
-) -> None:
-    """A clock that was set back: else the entry would be the newest until it has caught up."""
-    publish(tier, 0)
-    clock.now_s -= 86400
-    use(tier, key_at(0), clock)
-    assert abs(file_of(root, key_at(0)).stat().st_mtime - clock.now_s) < 1e-5
-
-
 def test_a_use_of_what_was_evicted_does_not_touch_its_successor(
     tier: Tier, root: Path, clock: Clock
 ) -> None:
@@ -245,20 +184,6 @@ def test_what_another_process_has_open_it_reads_after_the_eviction(
         other.say()
         other.end()
     assert open_nbytes(root) == 0
-
-
-def test_a_killed_process_leaves_nothing_behind(make_tier: MakeTier, root: Path) -> None:
-    tier = make_tier()
-    publish(tier, 0, 1)
-    before = {str(path) for path in root.rglob("*")}
-    with child("hold", root, 0) as other:
-        assert other.hear() == "open"
-        assert {str(path) for path in root.rglob("*")} == before
-        evict(tier, key_at(0))
-        other.kill()
-    assert open_nbytes(root) == 0
-    assert audit_of(tier) == []
-    assert usage_of(tier).entries == 1
 
 
 def test_a_forked_child_holds_nothing_open_and_takes_nothing_from_its_parent(

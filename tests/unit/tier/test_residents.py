@@ -351,26 +351,6 @@ def test_a_walk_prefers_what_was_used_last(tier: Tier, make: Held, clock: Clock)
     assert granted(here, *map(even, range(10))) == {even(4), even(1), even(6)}
 
 
-def test_a_walk_keeps_what_is_resident_already(tier: Tier, make: Held) -> None:
-    publish(tier, 0, 1)
-    here, thread = make(tier)
-    held = opened(tier, key_at(0))
-    here.add(key_at(0).digest, held)
-    here.start()
-    thread.turn()
-    assert here.get(key_at(0).digest, time.monotonic()) is held
-    assert open_files(tier) == 2
-
-
-def test_there_is_one_walk(tier: Tier, make: Held) -> None:
-    publish(tier, 0)
-    here = walked(make, tier)
-    here.discard(key_at(0).digest)
-    here.start()
-    ByHand.made[-1].turn()
-    assert len(here) == 0
-
-
 def test_bad_files_are_no_residents_and_are_deleted(
     make_tier: MakeTier, make: Held, root: Path, counters: Counters
 ) -> None:
@@ -447,30 +427,6 @@ def test_a_new_process_of_the_same_boot_hashes_nothing_again(rotten: Tier, make:
     assert here.get(ONE.digest, time.monotonic() + VERIFIED_FOR_S) is None
 
 
-def test_after_a_reboot_all_is_hashed(
-    rotten: Tier, make: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger, "boot_id", lambda: "another")
-    assert granted(walked(make, rotten), ZERO, ONE) == {ONE}
-    # And noted: the next process hashes what is missing only.
-    flip(file_of(rotten.folders.root, ONE))
-    assert granted(walked(make, rotten), ZERO, ONE) == {ONE}
-
-
-@pytest.mark.parametrize("record", [0, 1])
-def test_a_damaged_record_costs_one_hash(rotten: Tier, make: Held, record: int) -> None:
-    path = rotten.folders.ledger
-    blob = bytearray(path.read_bytes())
-    blob[record * ledger.RECORD_BYTES + 30] ^= 1
-    path.write_bytes(blob)
-    assert granted(walked(make, rotten), ZERO, ONE) == ({ONE} if record == 0 else {ZERO, ONE})
-
-
-def test_without_a_ledger_all_is_hashed(rotten: Tier, make: Held) -> None:
-    rotten.folders.ledger.unlink()
-    assert granted(walked(make, rotten), ZERO, ONE) == {ONE}
-
-
 def test_another_file_of_that_name_is_hashed(rotten: Tier, make: Held, root: Path) -> None:
     blob = bytearray(entry(ONE))
     blob[-1] ^= 1
@@ -494,20 +450,6 @@ def test_what_a_walk_has_hashed_is_noted_and_what_it_believed_is_not_noted_again
     assert path.stat().st_size == ledger.RECORD_BYTES  # of the good one
     walked(make, rotten)
     assert path.stat().st_size == ledger.RECORD_BYTES
-
-
-def test_who_does_not_hash_notes_nothing(make_tier: MakeTier, make: Held, root: Path) -> None:
-    """A process with ``verify: download`` beside one that hashes always."""
-    careless, careful = make_tier(), make_tier(check_values=True)
-    publish(careless, 0, 1)
-    flip(file_of(root, ZERO))
-    here, thread = make(careless)
-    here.add(ZERO.digest, opened(careless, ZERO))
-    here.start()
-    thread.turn()
-    assert granted(here, ZERO, ONE) == {ZERO, ONE}
-    here.close()
-    assert granted(walked(make, careful), ZERO, ONE) == {ONE}
 
 
 # -- descriptors ---------------------------------------------------------------------------------

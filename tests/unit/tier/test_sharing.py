@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier.files import free_bytes
 from tests.support.file_calls import open_below
-from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.support.on_disk import audit_of, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     MakeTier,
     child,
@@ -24,27 +23,9 @@ from tests.unit.tier.cases import (
     key_at,
     opened,
     read,
-    temps_below,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("patient")]  # many at once
-
-
-def test_sixteen_processes_publish_and_open_one_key(make_tier: MakeTier, root: Path) -> None:
-    tier = make_tier()
-    with ExitStack() as stack:
-        others = [stack.enter_context(child("race", root, 12)) for _ in range(16)]
-        for other in others:
-            assert other.hear() == "ready"
-        for other in others:
-            other.say()
-        for other in others:
-            assert other.hear() == "done"
-            other.end()
-    assert audit_of(tier) == []
-    assert usage_of(tier).entries == 1
-    assert usage_of(tier).held_nbytes == 0
-    assert temps_below(root) == set()
 
 
 def test_evictors_of_other_processes_never_take_a_readers_bytes(
@@ -135,37 +116,6 @@ def test_four_processes_that_publish_at_once_keep_the_free_space_floor(
     flood(large_disk, 1 << 30, min_free_bytes, lambda: seen.append(free_bytes(large_disk)))
     assert min(seen) >= min_free_bytes - 4 * (LARGE + 3 * PAGE)
     assert min(seen) < 2 * min_free_bytes
-    assert audit_of(tier) == []
-
-
-def test_threads_share_one_tier(make_tier: MakeTier, counters: Counters) -> None:
-    size = len(entry(key_at(0)))
-    tier = make_tier(budget_bytes=12 * size)
-    start = threading.Barrier(8)
-
-    def work(worker: int) -> int:
-        start.wait()
-        seen = 0
-        for turn in range(60):
-            key = key_at((worker * 7 + turn) % 24)
-            tier.writer.publish(key, [entry(key)])
-            one = tier.entries.open(key)
-            if turn % 5 == worker % 5:
-                make_room(tier, size, budget_bytes=12 * size, counters=counters)
-            if turn % 11 == worker:
-                evict(tier, key)
-            if one is not None:
-                assert read(one, key) == entry(key)
-                seen += 1
-        return seen
-
-    with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(work, range(8))) > 240
-    make_room(tier, budget_bytes=12 * size)
-    assert usage_of(tier).total_nbytes <= 12 * size
-    assert open_below(tier.folders.objects) == []
-    assert running_total(tier) == usage_of(tier).total_nbytes
-    assert counters.get("tier.errors") == 0
     assert audit_of(tier) == []
 
 

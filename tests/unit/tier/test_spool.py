@@ -18,7 +18,7 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Spool, Tier
-from s3ec.tier.files import lock_file, try_lock
+from s3ec.tier.files import try_lock
 from s3ec.tier.scan import SpoolFileName
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
@@ -131,18 +131,6 @@ def test_eviction_passes_over_what_the_spool_keeps_on_the_disk_anyway(
     assert audit_of(tier) == []
 
 
-def test_removed_entry_stays_in_the_tier_and_remove_is_idempotent(
-    tier: Tier, spool: Spool, root: Path
-) -> None:
-    publish(tier, 0, spool=spool)
-    for _ in range(2):
-        unspool(spool, KEY)
-    assert spooled_below(root) == []
-    assert spool.nbytes == 0
-    assert spool.load(KEY.digest) is None
-    assert tier.entries.contains(KEY)
-
-
 def test_second_save_of_an_entry_takes_the_place_of_the_first(
     tier: Tier, spool: Spool, root: Path
 ) -> None:
@@ -176,17 +164,6 @@ def test_the_spool_says_how_many_wait_and_since_when_the_oldest_does(
     assert spool.oldest_s() == about(0)
     unspool(spool, key_at(0))
     assert (spool.count, spool.oldest_s()) == (0, 0.0)
-
-
-def test_the_oldest_is_right_after_many_have_come_and_gone(
-    tier: Tier, spool: Spool, clock: Clock
-) -> None:
-    publish(tier, 0, spool=spool)
-    for _ in range(200):
-        clock.now_s += 1
-        publish(tier, 1, spool=spool)
-        unspool(spool, key_at(1))
-    assert spool.oldest_s() == about(200)
 
 
 def test_what_is_adopted_counts_from_its_last_use(
@@ -267,18 +244,6 @@ def test_removed_entry_that_the_disk_keeps_is_finished_by_the_next_process(
     assert spooled_below(root) == []
 
 
-def test_save_of_an_entry_whose_removal_the_disk_refused_is_kept(
-    tier: Tier, spool: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish(tier, 0, spool=spool)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refusing(errno.EROFS, "read-only"))
-        unspool(spool, KEY)
-    tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
-    assert spooled(spool, KEY) == entry(KEY, seed=1)
-    assert spool.nbytes == SIZE
-
-
 def test_entry_does_not_appear_where_the_spool_cannot_hold_it(
     tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,69 +268,6 @@ def test_entry_that_cannot_appear_may_be_spooled_and_is_counted(
     assert running_total(tier) >= usage_of(tier).total_nbytes == SIZE
 
 
-def test_without_hard_links_a_save_is_refused(
-    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "link", refusing(errno.EPERM, "no links here"))
-    with pytest.raises(TierError, match="no links here"):
-        publish(tier, 0, spool=spool)
-    assert spooled_below(root) == []
-    assert not tier.entries.contains(KEY)
-
-
-def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path, counters: Counters) -> None:
-    tier = make_tier()
-    spool = tier.open_spool(DESTINATION)
-    publish(tier, 0, spool=spool)
-    for folder in (root, root / "v1" / "spool"):
-        shutil.rmtree(folder)
-        assert spool.load(KEY.digest) is None
-        assert spool.nbytes == 0
-        publish(tier, 0, spool=spool)
-        assert spool.load(KEY.digest) is not None
-    assert counters.get("tier.errors") == 0
-    assert audit_of(tier) == []
-
-
-def test_threads_that_find_the_folder_gone_agree_on_a_new_owner(
-    make_tier: MakeTier, root: Path
-) -> None:
-    tier = make_tier()
-    spool = tier.open_spool(DESTINATION)
-    publish(tier, 8, spool=spool)
-    shutil.rmtree(root / "v1" / "spool")
-    start = threading.Barrier(8)
-
-    def work(number: int) -> None:
-        start.wait()
-        publish(tier, number, spool=spool)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert len(locks_below(root)) == 1
-    assert spooled_below(root) == digests_of(*range(8))
-
-
-def test_lock_that_is_swept_while_it_is_made_is_made_again(
-    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock, calls = lock_file, []
-
-    def sweep_first(fd: int) -> bool:
-        calls.append(fd)
-        if len(calls) == 1:  # an adopter, which takes it for a dead one's
-            (new,) = locks_below(root)
-            new.unlink()
-        return lock(fd)
-
-    monkeypatch.setattr("s3ec.tier.spool.lock_file", sweep_first)
-    publish(tier, 0, spool=spool)
-    assert len(calls) == 2
-    (held,), (path,) = locks_below(root), spool_files(root)
-    assert f"--{held.stem}-" in path.name
-    assert spooled(spool, KEY) == entry(KEY)
-
-
 def test_owner_whose_lock_was_deleted_goes_on_under_another_name(
     make_tier: MakeTier, root: Path
 ) -> None:
@@ -380,26 +282,6 @@ def test_owner_whose_lock_was_deleted_goes_on_under_another_name(
     # Nobody can tell any more that the first one's owner lives: it is uploaded twice, no harm.
     other = make_tier().open_spool(DESTINATION)
     assert [one.digest for one in other.adopt()] == [KEY.digest]
-
-
-def test_symlink_is_not_spooled(tier: Tier, spool: Spool, root: Path) -> None:
-    tier.writer.publish(KEY, [entry(KEY)])
-    link = root / "link"
-    link.symlink_to(file_of(root, KEY))
-    with pytest.raises(TierError, match="not a regular file"):
-        spool.add(KEY, str(link))
-    assert spooled_below(root) == []
-    link.unlink()
-
-
-def test_closed_spool_refuses(tier: Tier, root: Path) -> None:
-    spool = tier.open_spool(DESTINATION)
-    tier.writer.publish(KEY, [entry(KEY)])
-    spool.close()
-    with pytest.raises(TierError, match="closed"):
-        spool.add(KEY, str(file_of(root, KEY)))
-    assert spool.adopt() == []
-    assert locks_below(root) == []
 
 
 def test_spool_of_a_closed_tier_and_a_bad_destination_are_refused(tier: Tier) -> None:
@@ -453,34 +335,6 @@ def test_bad_entry_is_not_loaded_but_deleted_and_counted(
     assert usage_of(tier).total_nbytes == 0
 
 
-def test_bad_values_go_from_the_tier_too_without_a_walk(
-    tier: Tier, spool: Spool, counters: Counters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A power cut can leave many, and each walk over a large folder would look like a hung disk."""
-    blob = bytearray(entry(KEY))
-    blob[-1] ^= 1
-    tier.writer.publish(KEY, [bytes(blob)], spool=spool)
-    walked: list[object] = []
-    scan = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: walked.append(path) or scan(path))
-    assert spool.load(KEY.digest) is None
-    assert walked == []
-    assert not tier.entries.contains(KEY)
-    assert counters.get("tier.bad_files") == 1
-
-
-def test_bad_entry_that_a_reader_deleted_before_is_gone_from_the_spool_too(
-    tier: Tier, spool: Spool, root: Path
-) -> None:
-    blob = bytearray(entry(KEY))
-    blob[-1] ^= 1
-    tier.writer.publish(KEY, [bytes(blob)], spool=spool)
-    tier.entries.drop_bad(KEY, "checksum")
-    assert spool.load(KEY.digest) is None
-    assert spooled_below(root) == []
-    assert usage_of(tier).total_nbytes == 0
-
-
 def test_better_entry_of_the_tier_stays_when_the_spooled_one_is_bad(
     tier: Tier, spool: Spool
 ) -> None:
@@ -518,21 +372,6 @@ def test_disk_that_does_not_answer_is_an_error_and_the_entry_stays(
         with pytest.raises(TierError, match="too many"):
             spool.load(KEY.digest)
     assert spool.load(KEY.digest) is not None
-
-
-def test_bad_entry_that_cannot_be_deleted_is_counted_and_no_longer_held(
-    tier: Tier, spool: Spool, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier.writer.publish(KEY, [b"rubbish"], spool=spool)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refusing(errno.EIO, "no"))
-        assert spool.load(KEY.digest) is None
-    assert counters.get("tier.errors") == 1
-    assert spool.held(KEY.digest) is None
-    (path,) = spool_files(root)
-    path.unlink()
-    evict(tier, KEY)
 
 
 def test_check_finds_what_does_not_belong_into_the_spool(tier: Tier, root: Path) -> None:
@@ -575,36 +414,6 @@ def test_what_a_closed_tier_left_is_adopted_by_the_next_one(
     assert audit_of(two) == []
 
 
-def test_killed_process_leaves_its_spool_and_a_living_one_keeps_it(
-    make_tier: MakeTier, root: Path
-) -> None:
-    tier = make_tier()
-    spool = tier.open_spool(DESTINATION)
-    with child("spool", root, 0, 3) as other:
-        assert other.hear() == str(other.pid)
-        assert spool.adopt() == []
-        make_room(tier, 1 << 40)
-        other.kill()
-    assert usage_of(tier).spooled_nbytes == usage_of(tier).nbytes
-    assert len(spool.adopt()) == 3
-    assert audit_of(tier) == []
-
-
-def test_process_killed_before_the_entry_appears_has_spooled_it(
-    make_tier: MakeTier, root: Path
-) -> None:
-    tier = make_tier()
-    spool = tier.open_spool(DESTINATION)
-    with child("spool_before_rename", root, 0) as other:
-        assert "/.tmp-" in other.hear()
-        other.kill()
-    assert not tier.entries.contains(KEY)
-    assert [one.digest for one in spool.adopt()] == [KEY.digest]
-    assert spooled(spool, KEY) == entry(KEY)
-    make_room(tier)
-    assert audit_of(tier) == []
-
-
 def test_entries_of_other_models_and_buckets_stay_for_processes_of_theirs(
     make_tier: MakeTier, root: Path
 ) -> None:
@@ -632,16 +441,6 @@ def test_left_overs_of_the_dead_are_taken_with_or_without_their_lock(
     assert locks_below(root) == []
 
 
-def test_lock_of_a_dead_process_that_held_nothing_is_swept(
-    tier: Tier, spool: Spool, root: Path
-) -> None:
-    left_by_the_dead(root)
-    publish(tier, 0, spool=spool)
-    assert spool.adopt() == []
-    assert [path.stem for path in locks_below(root)] != [DEAD]
-    assert len(locks_below(root)) == 1  # our own
-
-
 def test_spool_of_another_process_is_kept_while_its_lock_is_held(
     tier: Tier, spool: Spool, root: Path, counters: Counters
 ) -> None:
@@ -662,13 +461,6 @@ def test_second_copy_of_what_we_hold_is_dropped(tier: Tier, spool: Spool, root: 
     assert spooled(spool, KEY) == entry(KEY, seed=1)
 
 
-def test_second_copy_of_two_dead_processes_is_dropped(tier: Tier, spool: Spool, root: Path) -> None:
-    left_by_the_dead(root, 0)
-    left_by_the_dead(root, 0, 1, owner="f" * 16)
-    assert {one.digest for one in spool.adopt()} == {KEY.digest, key_at(1).digest}
-    assert spooled_below(root) == digests_of(0, 1)
-
-
 def test_second_copy_of_what_we_hold_takes_the_place_of_a_bad_one(
     tier: Tier, spool: Spool, root: Path, counters: Counters
 ) -> None:
@@ -680,17 +472,6 @@ def test_second_copy_of_what_we_hold_takes_the_place_of_a_bad_one(
     assert spooled_below(root) == digests_of(0)
     assert spooled(spool, KEY) == entry(KEY)
     assert counters.get("tier.bad_files") == 1
-
-
-def test_files_of_the_dead_that_cannot_be_looked_at_are_left_to_the_next_time(
-    tier: Tier, spool: Spool, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left_by_the_dead(root, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr("s3ec.tier.spool.lock_file", refusing(errno.EIO, "disk gone"))
-        assert spool.adopt() == []
-    assert counters.get("tier.errors") == 1
-    assert [one.digest for one in spool.adopt()] == [KEY.digest]
 
 
 def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
@@ -713,30 +494,6 @@ def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
     assert spooled_below(root) == digests_of(*range(3))
     for number in range(3):
         assert spooled(spool, key_at(number)) == entry(key_at(number))
-
-
-def test_entry_of_another_bucket_that_comes_while_its_lock_is_swept_is_left_to_its_own(
-    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its owner held nothing at the first look, saved one entry, and died before the second."""
-    folder = left_by_the_dead(root)
-    listdir, looks = os.listdir, []
-
-    def late(path: str) -> list[str]:
-        names = listdir(path)
-        if path == str(folder) and not looks:
-            looks.append(path)
-            left = folder / name_of(0).replace(f"--{DESTINATION}--", f"--{'f' * 16}--", 1)
-            left.touch(mode=0o600)
-            left.write_bytes(entry(KEY))
-        return names
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", late)
-        assert spool.adopt() == []
-    assert spool.held(KEY.digest) is None
-    assert spooled_below(root) == digests_of(0)
-    assert [one.digest for one in tier.open_spool("f" * 16).adopt()] == [KEY.digest]
 
 
 def test_lock_of_the_dead_goes_when_all_that_they_left_has_gone(

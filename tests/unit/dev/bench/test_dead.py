@@ -18,7 +18,7 @@ def context(tmp_path: Path) -> Context:
 
 
 def times(ms: float) -> list[dead.RequestTimes]:
-    return [dead.RequestTimes([ms] * 4, [ms / 2] * 8, [0.1] * 8) for _ in range(10)]
+    return [dead.RequestTimes([ms] * 4, [ms / 2] * 8) for _ in range(10)]
 
 
 def test_the_rows_are_quotients_of_the_99th_percentiles(tmp_path: Path) -> None:

@@ -51,8 +51,12 @@ def test_a_decision_is_both_of_our_hooks_over_the_only_one_of_the_other() -> Non
 
 
 @pytest.mark.filterwarnings("ignore")  # of vLLM and torch, as they are imported
-def test_both_halves_of_the_connector_are_made_without_an_engine_and_its_model(
+def test_both_halves_are_made_without_an_engine_and_answer_as_each_case_is_called(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("vllm")
-    Half(tmp_path, MemoryStore(MemoryBucket())).close()
+    from s3ec.dev.bench import hooks_rig
+
+    Half(tmp_path / "half", MemoryStore(MemoryBucket())).close()
+    with hooks_rig.rig(tmp_path / "rig", hooks_rig.Size(2, 100)) as rig:
+        rig.check()

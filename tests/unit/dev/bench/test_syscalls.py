@@ -26,14 +26,12 @@ TRACE = """\
 """.splitlines()
 
 
-def test_only_calls_between_the_marks_are_counted_by_thread() -> None:
-    calls = syscalls.parse(TRACE, 0)
-    assert calls.own == {"mkdir": 2}
-    assert calls.others == {"futex": 1}
+def test_only_calls_of_the_thread_between_its_marks_are_counted() -> None:
+    assert syscalls.parse(TRACE, 0) == {"mkdir": 2}
 
 
 def test_section_without_calls_counts_none() -> None:
-    assert syscalls.parse(TRACE, 1) == syscalls.Calls()
+    assert syscalls.parse(TRACE, 1) == {}
 
 
 def test_real_strace_counts_what_a_section_does_and_nothing_for_one_that_does_nothing() -> None:
@@ -53,8 +51,8 @@ def test_real_strace_counts_what_a_section_does_and_nothing_for_one_that_does_no
         counts = syscalls.count_syscalls({"memory": memory_only, "files": files})
     except CannotMeasureError as exc:
         pytest.skip(str(exc))
-    assert min(one.own.total() for one in counts["memory"]) == 0
+    assert min(one.total() for one in counts["memory"]) == 0
     # Where another thread wants the interpreter, waiting for it is a call as well.
-    totals = [one.own.total() for one in counts["files"]]
+    totals = [one.total() for one in counts["files"]]
     assert len(totals) == 3
     assert min(totals) == 5
