@@ -112,7 +112,7 @@ def test_find_looks_for_one_thing(cli: Cli, namespace: str, words: list[str]) ->
 
 
 def test_export_names_a_file_that_is_none_of_parquet(cli: Cli, namespace: str) -> None:
-    assert "`.` is to be a Parquet file" in cli("catalog", "export", ".", code=2).stderr
+    assert "`.` must be a Parquet file" in cli("catalog", "export", ".", code=2).stderr
 
 
 def test_export_writes_a_file(cli: Cli, namespace: str, tmp_path: Path) -> None:
