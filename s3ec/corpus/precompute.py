@@ -309,7 +309,7 @@ class Job:
             for encoded in self._encoder.encode(self._pictures(confirmations)):
                 self._take(confirmations, encoded)
         except EncoderError as exc:
-            log.exception("the job ends")
+            log.debug("the job ends", exc_info=True)  # the report says why
             self.report.problem = str(exc)
         self.report.is_stopped = self._stopped.is_set()
         if not (self.report.items or self.report.is_stopped or self._options.shard[1] > 1):
