@@ -115,6 +115,12 @@ class NamespaceChoice:
     name: str | None = None
     model: str | None = None
 
+    def __post_init__(self) -> None:
+        # A script's unset variable; every namespace begins so.
+        for option_name, given in (("namespace", self.name), ("model", self.model)):
+            if given == "":
+                raise ConfigError(f"`--{option_name}` is empty; leave it out", field=option_name)
+
     def within(self, corpus: Corpus) -> str:
         """The namespace that fits. Raises what Corpus.choose raises."""
         return corpus.choose(self.name, model=self.model)

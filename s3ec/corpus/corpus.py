@@ -290,19 +290,17 @@ class Corpus(OpenBucket):
         from s3ec.corpus.hydrate import hydrate
 
         chosen = None if wanted is None else [self._wanted(one) for one in wanted]
-
-        async def work(store: Store, layout: Layout) -> Hydration:
-            return await hydrate(
-                store,
-                layout,
-                chosen,
+        return self.within(
+            lambda store, layout: hydrate(
+                *(store, layout, chosen),
                 settings=self.settings,
                 loop=self._thread,
                 rate_limit_bytes_per_s=rate_limit_bytes_per_s,
                 report=report,
-            )
-
-        return self.within(work, namespace, model=model)
+            ),
+            namespace,
+            model=model,
+        )
 
     def delete(
         self,
@@ -398,19 +396,18 @@ class Corpus(OpenBucket):
         name = self.choose(namespace, model=model)
         wanted = {} if made_by is None else parse_made_by(made_by)
         rules = Rules(older_than_s, max_bytes, adapter_folder(adapter, self.tenant), wanted)
-
-        async def work(store: Store, layout: Layout) -> Collection:
-            return await collect_garbage(
-                store,
-                layout,
-                rules,
+        return self.within(
+            lambda store, layout: collect_garbage(
+                *(store, layout, rules),
                 tenant=self.tenant,
                 dry_run=dry_run,
                 node=self._index_folder(layout),
                 report=report,
-            )
-
-        return self.within(work, name, write=True, dry_run=dry_run)
+            ),
+            name,
+            write=True,
+            dry_run=dry_run,
+        )
 
     def verify(
         self,
@@ -460,19 +457,17 @@ class Corpus(OpenBucket):
                 "made_s": self.within(_made_s, name),
             }
             opened = AuditState(state, place, again=not resume_complete)
-
-        async def work(store: Store, layout: Layout) -> Audit:
-            return await audit(
-                store,
-                layout,
+        return self.within(
+            lambda store, layout: audit(
+                *(store, layout),
                 tenant=self.tenant,
                 catalog=catalog,
                 deep=deep,
                 state=opened,
                 report=report,
-            )
-
-        return self.within(work, name)
+            ),
+            name,
+        )
 
     def repair(
         self,

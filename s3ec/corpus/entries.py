@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -233,14 +233,6 @@ async def _prefixes(
     return [prefix + folder for folder in below]
 
 
-async def _listed(store: Store, namespace: str, folder: str) -> AsyncIterator[CorpusEntry]:
-    """All entries below a folder of ``objects/``."""
-    layout = Layout(namespace)
-    async for info in store.list(layout.objects + folder):
-        for entry in entries_of(layout, [info]):
-            yield entry
-
-
 def entries_of(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[CorpusEntry]:
     """Those of listed objects that are entries; foreign objects are left out."""
     for info in infos:
@@ -271,9 +263,9 @@ async def _find_by_prefix(
 ) -> CorpusEntry | None:
     lora = f"{shape['lora']}/" if shape["lora"] else ""
     stem = f"{shape['mark'] or ''}{shape['hex']}"
-    found: list[CorpusEntry] = []
-    async for entry in _listed(store, namespace, f"{lora}{shape['hex'][:2]}/{stem}"):
-        found.append(entry)
+    layout, found = Layout(namespace), list[CorpusEntry]()
+    async for info in store.list(f"{layout.objects}{lora}{shape['hex'][:2]}/{stem}"):
+        found += entries_of(layout, [info])
         if len(found) > _SHOWN_MATCHES:
             break
     if len(found) > 1:
@@ -359,7 +351,8 @@ def key_of(text: str, tenant: Tenant | None) -> Key | None:
     """
     lora, _, stem = text.rpartition(":")
     name = text
-    if stem[:2] in ("x-", "t-") or _HASHED_ADAPTER.fullmatch(lora):
+    is_label = stem[:2] in ("x-", "t-") or _HASHED_ADAPTER.fullmatch(lora)
+    if is_label and not is_object_name(text):  # whose folder may begin so, too
         folder = f"{lora}/" if lora else ""
         name = f"{folder}{stem.removeprefix('x-').removeprefix('t-')[:2]}/{stem}{OBJECT_SUFFIX}"
     if is_object_name(name):

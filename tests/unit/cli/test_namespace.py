@@ -87,6 +87,17 @@ def test_name_its_beginning_and_the_variable_choose(
     assert cli.json("ls", "--model", "reader")["namespace"] == foreign
 
 
+@pytest.mark.parametrize("choice", ["namespace", "model"])
+def test_an_empty_choice_is_no_choice_of_the_only_one(
+    cli: Cli, corpus: Corpus, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus.namespace(MODEL)
+    error = cli.json("gc", "--max-bytes", "0", f"--{choice}=", "--yes", code=2)["error"]
+    assert (error["kind"], error["field"]) == ("usage", choice)
+    monkeypatch.setenv("S3EC_NAMESPACE", "")
+    cli("ls")
+
+
 @pytest.mark.parametrize("model", ["other/reader-2b", "OTHER/Reader", "reader", "other-reader-2b"])
 def test_model_is_chosen_by_a_part_of_its_name_or_by_its_slug(
     cli: Cli, three: tuple[str, str, str], model: str
