@@ -214,7 +214,7 @@ def export(
 
     if path.suffix.lower() != ".parquet":
         raise ConfigError(
-            f"`{path.name}` must be a Parquet file; use a name that ends with .parquet",
+            f"`{path}` must be a Parquet file; use a name that ends with .parquet",
             field="path",
         )
     name, table = _read(source, choice)

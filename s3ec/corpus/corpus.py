@@ -92,8 +92,8 @@ class Corpus(OpenBucket):
         Args:
             settings: Settings by name, as in ``ec_connector_extra_config``; or a loaded
                 ``Settings`` object, and then no other argument.
-            url: A corpus outside S3, such as ``file:///FOLDER`` or ``gs://BUCKET``.
-            bucket: The bucket's name, or ``s3://BUCKET/PREFIX``.
+            url: ``s3://BUCKET/PREFIX``; or outside S3, such as ``file:///FOLDER``, ``gs://BUCKET``.
+            bucket: The bucket's name.
             prefix: Folder inside the bucket.
             endpoint_url: URL of an S3-compatible server; AWS if it is set nowhere.
 
@@ -197,7 +197,7 @@ class Corpus(OpenBucket):
             ConfigError: This identifier can never be stored: it is empty, longer than 4096 bytes,
                 not Unicode, or a counter of one process.
             CorruptEntryError: The entry exists, but is damaged. ``reason`` says why.
-            NotFoundError, AmbiguousError: As for ``find``.
+            AmbiguousError: As for ``find``.
         """
         entry = self._entry(identifier, namespace, model)
         if entry is None:
@@ -225,7 +225,7 @@ class Corpus(OpenBucket):
             None if there is no such entry.
 
         Raises:
-            ConfigError, CorruptEntryError, NotFoundError, AmbiguousError: As for ``stat``.
+            ConfigError, CorruptEntryError, AmbiguousError: As for ``stat``.
         """
         entry = self._entry(identifier, namespace, model)
         if entry is None:
