@@ -66,7 +66,7 @@ def metrics_tables() -> str:
     parts.append("### Counters with a label\n\n" + _table("| metric | meaning |", labelled))
     parts.append("### Values of the labels\n")
     with_label = [one for one in (*HISTOGRAMS.values(), *LABELLED.values()) if one[2]]
-    for labels, of_label in groupby(with_label, key=lambda metric: metric[2]):
+    for (labels, _), of_label in groupby(with_label, key=lambda metric: metric[2:]):
         metrics = list(of_label)
         rows = (
             (*(f"`{one}`" for one in label_values(labels, value)), meaning)
