@@ -123,7 +123,7 @@ def _reader_of(source: Source) -> Callable[[], CatalogIndex]:
             raise ConfigError(
                 f"`{path.name}` is no exported catalogue: it ends with .parquet", field="catalog"
             )
-        return lambda: CatalogIndex(read_export(path))
+        return lambda: CatalogIndex.from_table(read_export(path))
     if hasattr(source, "index"):
         return source.index
     raise ConfigError(

@@ -510,7 +510,7 @@ class Catalog:
 
     def find(self, document: str, page: int | None = None) -> list[CatalogRow]:
         """The rows of a document by page; with ``page`` only those of that page."""
-        return CatalogIndex(self.table()).by_document(document, page)
+        return CatalogIndex.from_table(self.table()).by_document(document, page)
 
     def index(self) -> CatalogIndex:
         """The catalogue in memory, for many lookups. What is returned does not change any more.
@@ -522,7 +522,7 @@ class Catalog:
             parts = frozenset(await list_parts(store, layout))
             if self._known is None or self._known[0] != parts:
                 table = await read_table(store, layout)
-                self._known = parts, await asyncio.to_thread(CatalogIndex, table)
+                self._known = parts, await asyncio.to_thread(CatalogIndex.from_table, table)
             return self._known[1]
 
         return self._corpus.within(work, self.namespace)

@@ -284,7 +284,7 @@ async def collect(
 
     await delete_chosen(store, layout, done, deleted=deleted, node=node, report=report)
     done.dropped_rows, done.problem = await drop_deleted_rows(
-        store, layout, digests, tenant, fold=True
+        *(store, layout, digests, tenant, True)
     )
     return done
 
@@ -357,7 +357,7 @@ async def delete(
 
 
 async def drop_deleted_rows(
-    store: Store, layout: Layout, digests: Set[bytes], tenant: Tenant | None, *, fold: bool = False
+    store: Store, layout: Layout, digests: Set[bytes], tenant: Tenant | None, fold: bool = False
 ) -> tuple[int, str]:
     """Drop the catalogue's rows of entries that were deleted, and were not stored again since.
 

@@ -167,7 +167,7 @@ class Ledger:
         await self.index.refresh(now=True)
         if self.has_catalogue:
             table = await read_table(store, self._layout)
-            self.catalogue = await asyncio.to_thread(CatalogIndex, table)
+            self.catalogue = await asyncio.to_thread(CatalogIndex.from_table, table)
 
     def holds(self, key: Key) -> bool:
         """Whether a writer has said that the bucket confirmed this one."""

@@ -77,7 +77,7 @@ def catalog(folder: Path) -> CatalogIndex:
     for number in (1, 2):
         digest = hashlib.sha256(render_page(folder / "pumps.pdf", number)).hexdigest()
         rows.append(row("pumps.pdf", page=number, sha256=digest, identifier=f"name-{number}"))
-    return CatalogIndex(to_table(rows))
+    return CatalogIndex.from_table(to_table(rows))
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ class Changing:
         self.reads += 1
         if self.problem is not None:
             raise self.problem
-        return CatalogIndex(to_table(self.rows))
+        return CatalogIndex.from_table(to_table(self.rows))
 
 
 def test_an_old_catalogue_is_read_anew_in_the_background(rows: list[CatalogRow]) -> None:

@@ -32,7 +32,7 @@ Make = Callable[..., Pictures]
 
 
 def index_of(*rows: CatalogRow) -> CatalogIndex:
-    return CatalogIndex(to_table(rows))
+    return CatalogIndex.from_table(to_table(rows))
 
 
 @pytest.fixture
@@ -162,7 +162,9 @@ def test_an_address_of_a_host_that_is_not_allowed_goes_nowhere(uri: str, files: 
     """A catalogue is another's word: neither the server nor the client asks what it names."""
     table = to_table([row_of(files[0])])
     table = table.set_column(table.schema.get_field_index("uri"), "uri", pa.array([uri]))
-    pictures = Pictures(CatalogIndex(table), without_pixels=False, hosts=["example.org", "[::2]"])
+    pictures = Pictures(
+        CatalogIndex.from_table(table), without_pixels=False, hosts=["example.org", "[::2]"]
+    )
     with pytest.raises(SourceError, match="not in `hosts`"):
         pictures.parts("a.png")
     pictures.close()

@@ -356,7 +356,7 @@ def test_index_finds_by_file_document_and_identifier() -> None:
         row("a.pdf", page=page, sha256=f"{page:064x}", identifier=f"id {page}") for page in (2, 1)
     ]
     rows.append(row("copy.pdf", page=9, sha256=f"{1:064x}", identifier="id 1", stored_s=2e9))
-    index = CatalogIndex(part_table(*rows))
+    index = CatalogIndex.from_table(part_table(*rows))
     assert len(index) == 3
     assert index.by_document("a.pdf") == [rows[1], rows[0]]
     assert index.by_document("a.pdf", 2) == [rows[0]]
@@ -369,7 +369,7 @@ def test_index_finds_by_file_document_and_identifier() -> None:
 
 
 def test_empty_index_finds_nothing() -> None:
-    for index in (CatalogIndex(), CatalogIndex(part_table())):
+    for index in (CatalogIndex(), CatalogIndex.from_table(part_table())):
         assert len(index) == 0
         assert index.by_sha256("ab" * 32) is None
         assert index.by_document("a.png") == []
