@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from s3ec.decoding import why_left_out
@@ -300,6 +301,8 @@ class VllmEncoder:
 
     def _vllm_config(self) -> Any:
         if self._config is None:
+            if self._model.startswith((".", "/")) and not Path(self._model).exists():
+                raise ConfigError(f"there is no folder `{self._model}`", field="model")
             try:
                 from vllm.engine.arg_utils import EngineArgs
             except ImportError as exc:

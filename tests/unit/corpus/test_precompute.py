@@ -821,6 +821,8 @@ def test_bad_sources_batches_and_arguments_are_refused_before_anything_starts(de
     for name in ("model", "ec_transfer_config"):
         with pytest.raises(ConfigError, match=f"`{name}` cannot be given"):
             VllmEncoder("model", desk.corpus.settings, engine_args={name: "x"})
+    with pytest.raises(ConfigError, match="there is no folder `./no model`"):
+        VllmEncoder("./no model", desk.corpus.settings).namespace()
 
 
 def test_a_picture_that_releases_decode_in_two_ways_is_left_out_and_the_report_says_why(
