@@ -119,9 +119,10 @@ class Filler:
 
     async def _put(self, name: str, body: Sequence[bytes | memoryview]) -> bool:
         """Copy one object; True if the replica has it now."""
-        nbytes = sum(map(len, body))
+        nbytes, is_there = sum(map(len, body)), False
         try:
             await self._place.store.put_if_absent(name, body)
+            is_there = True
             self._place.count("filled")
         except ConflictError:
             return True
@@ -131,10 +132,10 @@ class Filler:
                 self._refused = True
                 self._waiting.clear()
                 log.warning("%s takes no copies until the next start: %s", self._place.name, exc)
-            return False
-        # The pace, which is also what a burst ends in: the queue overflows.
+        # The pace, also of copies that a full place refuses: they were sent. It is also what a
+        # burst ends in: the queue overflows.
         await self._pause(nbytes / self._bytes_per_s)
-        return True
+        return is_there
 
     # -- the index -------------------------------------------------------------------------------
 
