@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -424,6 +425,39 @@ def test_picture_that_is_confirmed_after_its_twin_was_looked_at_is_encoded_once(
     report = job.run()
     assert encoder.encoded == [b"one", b"two"]
     assert (report.status, report.encoded, report.catalogued) == ("complete", 2, 1)
+
+
+class InlineExecutor:
+    """Makes each request at once, in the thread that asks for it."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def submit(self, call: Callable[..., Any], *given: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(call(*given))
+        return future
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_rows_are_written_while_a_cluster_encodes(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3ec.corpus.confirmations._ROWS_EVERY_S", 0.0)
+    monkeypatch.setattr("s3ec.corpus.confirmations._LOOK_S", 0.0)
+    monkeypatch.setattr("s3ec.corpus.confirmations.ThreadPoolExecutor", InlineExecutor)
+    desk.write(a=b"one", b=b"two", c=b"three", d=b"four")
+    parts = 0
+
+    def before_each(_: int) -> None:
+        nonlocal parts
+        parts = len(desk.corpus.run(lambda store: list_parts(store, LAYOUT)))
+
+    report, _ = desk.run(at_once=True, reads_later=True, before_each=before_each)
+    assert (report.status, report.encoded) == ("complete", 4)
+    assert parts > 0
 
 
 def test_every_item_of_a_picture_that_cannot_be_encoded_is_listed(desk: Desk) -> None:
