@@ -29,10 +29,12 @@ from s3ec.corpus.sources import SourceItem, open_source
 from s3ec.decoding import has_transparent_colour
 from s3ec.errors import AccessError, ConfigError, SourceError
 from s3ec.identity import Layout, Namespace, make_key
+from s3ec.index.local import NodeFolder
 from s3ec.store.base import Store
 from s3ec.tenant import Tenant
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from s3ec.tier.files import Folders
 from tests.support.indexes import delta_bytes, delta_name
 from tests.support.pdfs import make_pdf
 from tests.support.waiting import eventually
@@ -390,6 +392,21 @@ def test_a_bucket_that_refuses_at_the_start_is_in_the_report_too(
         job.run()
     assert job.report.status == "failed"
     assert encoder.is_closed
+
+
+def test_a_job_that_cannot_read_the_catalogue_leaves_nothing_claimed_on_the_node(
+    desk: Desk, bucket: MemoryBucket, open_corpus: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    desk.write(a=b"one")
+    desk.run()
+    fault = Fault("list.*", "/catalog/", error=AccessError)
+    corpus = open_corpus(FaultStore(MemoryStore(bucket), Script([fault])))
+    with pytest.raises(AccessError):
+        Desk(corpus, desk.folder).run()
+    folder = NodeFolder.of(Folders(tmp_path / "tier"), NAMESPACE.name)
+    claim = folder.try_claim("refresh")
+    assert claim is not None
+    folder.release(claim)
 
 
 def test_nothing_but_bad_files_is_a_failure(desk: Desk) -> None:
