@@ -7,12 +7,15 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -888,3 +891,34 @@ def test_a_picture_that_releases_decode_in_two_ways_is_left_out_and_the_report_s
             assert encoder.read(0, replace(item, modality="video")).data == odd.data
         else:
             assert encoder.read(0, item).data == odd.data, name
+
+
+def test_threads_that_name_pictures_wait_for_one_processor(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    has_second = threading.Event()
+    processor = SimpleNamespace(
+        info=SimpleNamespace(parse_mm_data=dict),
+        _get_mm_hashes=lambda inputs: {"image": ["name"]},
+    )
+    loader = SimpleNamespace(fetch_image=str)
+
+    def make(encoder: VllmEncoder) -> tuple[Any, Any]:
+        if "made" not in vars(encoder):  # from Python 3.12 on no cached_property has a lock
+            begun.append(1)
+            if len(begun) > 1:
+                has_second.set()
+            has_second.wait(0.2)
+            vars(encoder)["made"] = processor, loader
+        return processor, loader
+
+    inputs = SimpleNamespace(ProcessorInputs=lambda *given: given)
+    monkeypatch.setitem(sys.modules, "vllm.multimodal.processing", inputs)
+    monkeypatch.setattr("s3ec.corpus.encoder._on_shelf", nullcontext)
+    monkeypatch.setattr(VllmEncoder, "_processor", property(make))
+    encoder = VllmEncoder("model", desk.corpus.settings)
+    with ThreadPoolExecutor(4) as pool:
+        names = list(pool.map(encoder.identify, [Picture(at, "image", b"") for at in range(4)]))
+    assert names == ["name"] * 4
+    assert len(begun) == 1
