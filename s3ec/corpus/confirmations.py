@@ -164,10 +164,14 @@ class Ledger:
             counters=self._counters,
             refresh_s=0.0,
         )
-        await self.index.refresh(now=True)
-        if self.has_catalogue:
-            table = await read_table(store, self._layout)
-            self.catalogue = await asyncio.to_thread(CatalogIndex.from_table, table)
+        try:
+            await self.index.refresh(now=True)
+            if self.has_catalogue:
+                table = await read_table(store, self._layout)
+                self.catalogue = await asyncio.to_thread(CatalogIndex.from_table, table)
+        except BaseException:
+            await self.index.close()  # its claim on this node's refreshes
+            raise
 
     def holds(self, key: Key) -> bool:
         """Whether a writer has said that the bucket confirmed this one."""

@@ -212,6 +212,7 @@ class VllmEncoder:
         self._config: Any = None
         self._formless: tuple[str, ...] = ()  # modalities of which nothing is stored
         self._llm: Any = None
+        self._loading = threading.Lock()
         self._scopes = ModalityScopes()
         self.start_s = 0.0
 
@@ -274,7 +275,8 @@ class VllmEncoder:
         """Decode a picture, and ask vLLM's processor of the model what it calls it."""
         from vllm.multimodal.processing import ProcessorInputs
 
-        processor, loader = self._processor
+        with self._loading:  # several threads name pictures
+            processor, loader = self._processor
         with _on_shelf(picture):
             media = getattr(loader, f"fetch_{picture.modality}")(picture.url)
         info = processor.info

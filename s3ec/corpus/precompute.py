@@ -308,6 +308,7 @@ class Job:
         try:
             for encoded in self._encoder.encode(self._pictures(confirmations)):
                 self._take(confirmations, encoded)
+                confirmations.poll()  # one that takes all pictures first asks for no more
         except EncoderError as exc:
             log.debug("the job ends", exc_info=True)  # the report says why
             self.report.problem = str(exc)

@@ -7,11 +7,15 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,10 +32,12 @@ from s3ec.corpus.sources import SourceItem, open_source
 from s3ec.decoding import has_transparent_colour
 from s3ec.errors import AccessError, ConfigError, SourceError
 from s3ec.identity import Layout, Namespace, make_key
+from s3ec.index.local import NodeFolder
 from s3ec.store.base import Store
 from s3ec.tenant import Tenant
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from s3ec.tier.files import Folders
 from tests.support.indexes import delta_bytes, delta_name
 from tests.support.pdfs import make_pdf
 from tests.support.waiting import eventually
@@ -391,6 +397,21 @@ def test_a_bucket_that_refuses_at_the_start_is_in_the_report_too(
     assert encoder.is_closed
 
 
+def test_a_job_that_cannot_read_the_catalogue_leaves_nothing_claimed_on_the_node(
+    desk: Desk, bucket: MemoryBucket, open_corpus: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    desk.write(a=b"one")
+    desk.run()
+    fault = Fault("list.*", "/catalog/", error=AccessError)
+    corpus = open_corpus(FaultStore(MemoryStore(bucket), Script([fault])))
+    with pytest.raises(AccessError):
+        Desk(corpus, desk.folder).run()
+    folder = NodeFolder.of(Folders(tmp_path / "tier"), NAMESPACE.name)
+    claim = folder.try_claim("refresh")
+    assert claim is not None
+    folder.release(claim)
+
+
 def test_nothing_but_bad_files_is_a_failure(desk: Desk) -> None:
     desk.write(a=b"broken")
     report, encoder = desk.run()
@@ -424,6 +445,39 @@ def test_picture_that_is_confirmed_after_its_twin_was_looked_at_is_encoded_once(
     report = job.run()
     assert encoder.encoded == [b"one", b"two"]
     assert (report.status, report.encoded, report.catalogued) == ("complete", 2, 1)
+
+
+class InlineExecutor:
+    """Makes each request at once, in the thread that asks for it."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def submit(self, call: Callable[..., Any], *given: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(call(*given))
+        return future
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_rows_are_written_while_a_cluster_encodes(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3ec.corpus.confirmations._ROWS_EVERY_S", 0.0)
+    monkeypatch.setattr("s3ec.corpus.confirmations._LOOK_S", 0.0)
+    monkeypatch.setattr("s3ec.corpus.confirmations.ThreadPoolExecutor", InlineExecutor)
+    desk.write(a=b"one", b=b"two", c=b"three", d=b"four")
+    parts = 0
+
+    def before_each(_: int) -> None:
+        nonlocal parts
+        parts = len(desk.corpus.run(lambda store: list_parts(store, LAYOUT)))
+
+    report, _ = desk.run(at_once=True, reads_later=True, before_each=before_each)
+    assert (report.status, report.encoded) == ("complete", 4)
+    assert parts > 0
 
 
 def test_every_item_of_a_picture_that_cannot_be_encoded_is_listed(desk: Desk) -> None:
@@ -839,3 +893,34 @@ def test_a_picture_that_releases_decode_in_two_ways_is_left_out_and_the_report_s
             assert encoder.read(0, replace(item, modality="video")).data == odd.data
         else:
             assert encoder.read(0, item).data == odd.data, name
+
+
+def test_threads_that_name_pictures_wait_for_one_processor(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    has_second = threading.Event()
+    processor = SimpleNamespace(
+        info=SimpleNamespace(parse_mm_data=dict),
+        _get_mm_hashes=lambda inputs: {"image": ["name"]},
+    )
+    loader = SimpleNamespace(fetch_image=str)
+
+    def make(encoder: VllmEncoder) -> tuple[Any, Any]:
+        if "made" not in vars(encoder):  # from Python 3.12 on no cached_property has a lock
+            begun.append(1)
+            if len(begun) > 1:
+                has_second.set()
+            has_second.wait(0.2)
+            vars(encoder)["made"] = processor, loader
+        return processor, loader
+
+    inputs = SimpleNamespace(ProcessorInputs=lambda *given: given)
+    monkeypatch.setitem(sys.modules, "vllm.multimodal.processing", inputs)
+    monkeypatch.setattr("s3ec.corpus.encoder._on_shelf", nullcontext)
+    monkeypatch.setattr(VllmEncoder, "_processor", property(make))
+    encoder = VllmEncoder("model", desk.corpus.settings)
+    with ThreadPoolExecutor(4) as pool:
+        names = list(pool.map(encoder.identify, [Picture(at, "image", b"") for at in range(4)]))
+    assert names == ["name"] * 4
+    assert len(begun) == 1
