@@ -875,7 +875,7 @@ def test_bad_sources_batches_and_arguments_are_refused_before_anything_starts(de
     for name in ("model", "ec_transfer_config"):
         with pytest.raises(ConfigError, match=f"`{name}` cannot be given"):
             VllmEncoder("model", desk.corpus.settings, engine_args={name: "x"})
-    with pytest.raises(ConfigError, match="there is no folder `./no model`"):
+    with pytest.raises(ConfigError, match=r"there is no folder `\./no model`"):
         VllmEncoder("./no model", desk.corpus.settings).namespace()
 
 
