@@ -249,11 +249,13 @@ class _Asked:
     Attributes:
         place: None for home.
         answers: Of the place, when this was asked or last found late.
+        is_probe: The place's breaker was open: an answer closes it, however late.
     """
 
     place: Place | None
     started_s: float
     answers: int
+    is_probe: bool
 
     @property
     def is_silent(self) -> bool:
@@ -326,6 +328,7 @@ class PlacesStore(DeletesEverywhere):
     ) -> None:
         super().__init__(home, replicas)
         self._is_entry = is_entry
+        self._probes: set[asyncio.Task[Blob | None]] = set()
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         return await self._read(name, lambda store: store.get(name, max_bytes=max_bytes))
@@ -402,13 +405,14 @@ class PlacesStore(DeletesEverywhere):
         error: S3ECError | None = None
 
         def ask_next() -> _Asked:
-            place = left.pop(0)
+            place, is_probe = left.pop(0), False
             if place is None:
                 tell_of_home.get()()
             else:
                 place.endpoint.budget.pay_in()
+                is_probe = place.endpoint.breaker.is_open
             task = asyncio.ensure_future(read(self._inner if place is None else place.store))
-            asked = _Asked(place, clock(), 0 if place is None else place.answers)
+            asked = _Asked(place, clock(), 0 if place is None else place.answers, is_probe)
             under_way[task] = asked
             return asked
 
@@ -447,10 +451,26 @@ class PlacesStore(DeletesEverywhere):
                 raise RuntimeError(f"nobody was asked for {name}")
             raise error
         finally:
-            for task in under_way:
-                task.cancel()
+            for task, asked in list(under_way.items()):
+                if asked.is_probe:  # or a place that is slower than the next would not come back
+                    del under_way[task]
+                    self._probes.add(task)
+                    task.add_done_callback(self._probe_ended)
+                else:
+                    task.cancel()
             if under_way:  # they give back what they hold
                 await asyncio.gather(*under_way, return_exceptions=True)
+
+    def _probe_ended(self, task: asyncio.Task[Blob | None]) -> None:
+        self._probes.discard(task)
+        if not task.cancelled():
+            task.exception()  # which its breaker knows
+
+    async def close(self) -> None:
+        for task in self._probes:
+            task.cancel()
+        await asyncio.gather(*self._probes, return_exceptions=True)
+        await super().close()
 
     def _won(
         self, name: str, asked: _Asked, body: Blob | None, now_s: float, losers: Iterable[_Asked]

@@ -278,6 +278,37 @@ async def test_no_request_waits_for_the_probe_of_a_place(world: World) -> None:
     assert not breaker.is_open
 
 
+async def test_a_place_that_is_slower_than_the_next_one_comes_back(world: World) -> None:
+    world.put(NAME, 0, 1, 2)
+    gate = Gate()
+    world.fault(0, Fault("get", gate=gate))
+    breaker = world.endpoints[0].breaker
+    breaker.admit()
+    world.clock.now_s += BreakerOptions().silence_s
+    assert breaker.missed(UnavailableError("silent"))
+    world.clock.now_s += breaker.pause_s
+    assert await world.get() == b"body"
+    assert breaker.is_open
+    gate.release()
+    await asyncio.gather(*world.store._probes)
+    assert not breaker.is_open
+    assert world.endpoints[0].places.used == 0
+    assert not world.store._probes
+
+
+async def test_a_store_that_closes_ends_the_probe_that_nobody_waits_for(world: World) -> None:
+    world.put(NAME, 0, 2)
+    world.fault(0, Fault("get", gate=Gate()))
+    breaker = world.endpoints[0].breaker
+    breaker.admit()
+    world.clock.now_s += BreakerOptions().silence_s
+    assert breaker.missed(UnavailableError("silent"))
+    world.clock.now_s += breaker.pause_s
+    assert await world.get() == b"body"
+    await world.store.close()
+    assert world.endpoints[0].places.used == 0
+
+
 async def test_cancelling_a_read_cancels_all_of_its_requests(world: World) -> None:
     world.put(NAME, 0, 2)
     gate = Gate()
