@@ -59,7 +59,7 @@ class _Pictures:
             without_pixels: Whether the server takes parts without pixels: True and False are not
                 questioned, None finds out.
             modalities: Which may go without pixels. Not every model answers alike for a video: see
-                docs/operations.md.
+                docs/without-pixels.md.
             fetch: Reads the bytes that the encoder was given, for a row of the catalogue.
             hosts: Whose ``http`` and ``https`` addresses in the catalogue may be used, such as
                 ``cdn.example.org``; without ``fetch``, which decides by itself.

@@ -257,7 +257,7 @@ class Confirmations:
         self._waiting: dict[Key, list[tuple[Origin, Counted]]] = {}
         self._rows: list[tuple[CatalogRow, Counted]] = []
         self._failures: list[Failure] = []
-        self._problem = ""
+        self._problem = self._gone = ""
         self._is_settling = False  # no more will come
         self._moved_s = self._written_s = time.monotonic()
         self._look_s = 0.0  # when the next look is due, or any request where one has failed
@@ -337,7 +337,8 @@ class Confirmations:
         return left + [Failure(row.document, row.page, row.uri, reason) for row, _ in self._rows]
 
     def _why(self) -> str:
-        return f" ({self._problem})" if self._problem else ""
+        why = self._problem or self._gone
+        return f" ({why})" if why else ""
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -388,17 +389,20 @@ class Confirmations:
 
         async def read(key: Key) -> CatalogRow | str | None:
             try:
-                return await self._ledger.describe(store, key)
+                row = await self._ledger.describe(store, key)
             except CorruptEntryError as exc:  # it blocks its key, and is to keep no other back
                 return f"{exc}; `s3ec verify --deep --repair` deletes it, then run the job again"
+            if row is None:  # not asked for each second; and this node's engines store it again
+                self._ledger.index.mark_missing(key, absent=True)
+            return row
 
         return dict(zip(told, await in_parallel(told, read), strict=True))
 
     def _confirm(self, found: Mapping[Key, CatalogRow | str | None]) -> None:
         now_s = self._clock()
         for key, facts in found.items():
-            if facts is None:  # engines do not store it again until then
-                self._problem = (
+            if facts is None:  # engines of other nodes do not store it again until then
+                self._gone = (
                     "the index names what the bucket does not hold; `s3ec manifest rebuild` mends "
                     "that"
                 )

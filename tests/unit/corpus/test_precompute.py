@@ -557,6 +557,23 @@ def test_what_was_deleted_is_encoded_again(desk: Desk) -> None:
     assert (report.status, report.done_before, report.encoded) == ("partial", 1, 0)
 
 
+def test_what_the_bucket_lacks_is_asked_for_once_and_the_next_run_encodes_it(
+    desk: Desk, bucket: MemoryBucket, open_corpus: Callable[..., Corpus]
+) -> None:
+    desk.write(a=b"one")
+    save(desk.corpus, name_of(b"one"))
+    for name in [name for name in bucket.objects if name.startswith(LAYOUT.objects)]:
+        del bucket.objects[name]
+    asked = Asked()
+    counted = Desk(open_corpus(FaultStore(MemoryStore(bucket), asked)), desk.folder)
+    report, encoder = counted.run(AT_ONCE)
+    assert encoder.encoded == []
+    assert "`s3ec manifest rebuild`" in report.unconfirmed[0].reason
+    assert asked.ops == ["get_range"]
+    report, encoder = desk.run()
+    assert (report.status, encoder.encoded) == ("complete", [b"one"])
+
+
 def test_a_copy_under_another_name_needs_no_engine(desk: Desk) -> None:
     desk.write(a=b"one")
     desk.run()
