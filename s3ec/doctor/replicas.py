@@ -170,13 +170,14 @@ async def replica_rows(
     sample, rows = newest(entries), []
     for place in settings.replicas:
         missing, problem = None, None
-        near = open_replica(settings, place, patient=True)
         try:
-            missing = len(await missing_in(near, sample))
-        except S3ECError as exc:
+            near = open_replica(settings, place, patient=True)
+            try:
+                missing = len(await missing_in(near, sample))
+            finally:
+                await near.close()
+        except S3ECError as exc:  # also a profile or a file that is not there
             problem = str(exc)
-        finally:
-            await near.close()
         price = crossing_price(settings, place)
         rows.append({
             "replica": place.name,

@@ -256,13 +256,15 @@ def test_ns_shows_replicas_with_what_they_lack(
     near = moto_server.create_bucket("cli-near")
     places = [{"bucket": near}, {"bucket": "cli-none", "endpoint_url": "http://127.0.0.1:1"}]
     places[0]["endpoint_url"] = moto_server.endpoint_url
+    places.append({"bucket": "cli-else", "profile": "nobody"})
     monkeypatch.setenv("S3EC_REPLICAS", json.dumps(places))
-    found, gone = cli.json("ns")["replicas"]
+    found, gone, unusable = cli.json("ns")["replicas"]
     assert (found["replica"], found["sampled_count"], found["missing_count"]) == (near, 1, 1)
     assert found["month_bytes"] > 0
     assert found["month_dollars"] is found["problem"] is None
     assert (gone["missing_count"], gone["sampled_count"]) == (None, 1)
     assert gone["problem"]
+    assert "nobody" in unusable["problem"]
     shown = cli("ns")
     assert near in shown.stdout
     assert "cli-none: " in shown.stderr
