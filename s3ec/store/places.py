@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from cachetools import TTLCache
@@ -452,19 +453,20 @@ class PlacesStore(DeletesEverywhere):
             raise error
         finally:
             for task, asked in list(under_way.items()):
-                if asked.is_probe:  # or a place that is slower than the next would not come back
+                # Or a place that is slower than the next would not come back.
+                if asked.place is not None and asked.is_probe:
                     del under_way[task]
                     self._probes.add(task)
-                    task.add_done_callback(self._probe_ended)
+                    task.add_done_callback(partial(self._probe_ended, asked.place, name))
                 else:
                     task.cancel()
             if under_way:  # they give back what they hold
                 await asyncio.gather(*under_way, return_exceptions=True)
 
-    def _probe_ended(self, task: asyncio.Task[Blob | None]) -> None:
+    def _probe_ended(self, place: Place, name: str, task: asyncio.Task[Blob | None]) -> None:
         self._probes.discard(task)
-        if not task.cancelled():
-            task.exception()  # which its breaker knows
+        if not task.cancelled() and task.exception() is None and task.result() is not None:
+            place.has(name)
 
     async def close(self) -> None:
         for task in self._probes:

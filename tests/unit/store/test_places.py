@@ -294,6 +294,9 @@ async def test_a_place_that_is_slower_than_the_next_one_comes_back(world: World)
     assert not breaker.is_open
     assert world.endpoints[0].places.used == 0
     assert not world.store._probes
+    world.asked()
+    assert await world.get() == b"body"
+    assert world.asked() == [1, 0, 0]
 
 
 async def test_a_store_that_closes_ends_the_probe_that_nobody_waits_for(world: World) -> None:
