@@ -172,8 +172,8 @@ class Place:
 
     def lost(self, name: str, *, is_silent: bool) -> None:
         """Another place was faster; silent: this one has answered nobody since it was asked."""
-        # Nobody knows whether it has this one. A copy that is offered finds out.
-        self._lag[name] = True
+        if self.fill:  # nobody knows whether it has this one; a copy that is offered finds out
+            self._lag[name] = True
         if not is_silent:
             return
         silence = UnavailableError(f"{self.name} does not answer, another place does")

@@ -216,14 +216,17 @@ async def test_a_copy_larger_than_asked_is_passed_over_for_a_minute(world: World
         await world.get()
 
 
-async def test_a_late_place_is_raced_by_the_next_one(world: World) -> None:
+@pytest.mark.parametrize("fills", [True, False])
+async def test_a_late_place_is_raced_by_the_next_one(world: World, fills: bool) -> None:
+    world.places[0].fill = fills
     world.put(NAME, 0, 1, 2)
     gate = Gate()
     world.fault(0, Fault("get", gate=gate, times=1))
     assert await world.get() == b"body"  # late, before any time is known
     assert world.counters.get("place.near.late") == 1
     assert world.endpoints[0].places.used == 0  # what lost gave back its place
-    assert world.places[0].lacks(NAME)  # as far as is known: a copy is offered
+    # A copy is offered, and finds out. Without one it is asked again: it may have it.
+    assert world.places[0].lacks(NAME) is fills
     assert not world.places[1].lacks(NAME)
 
 
