@@ -31,7 +31,6 @@ RAG_COLOURS = {
     4: "#00875f",
     6: _ORANGE,
 }
-_Leg = Mapping[str, Any]
 
 
 def need_matplotlib() -> None:

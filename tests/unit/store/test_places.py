@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, CutBodyError, S3ECError, UnavailableError
 from s3ec.identity import Layout
-from s3ec.store.endpoint import BreakerOptions, BreakerStore, Endpoint
+from s3ec.store.endpoint import Breaker, BreakerOptions, BreakerStore, Endpoint
 from s3ec.store.places import BAD_S, LAG_S, AllPlaces, Place, PlacesStore, served_by, tell_of_home
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, replace
 from s3ec.testing.memory_store import MemoryStore
@@ -55,6 +55,14 @@ class World:
     def fault(self, where: int, fault: Fault) -> Fault:
         self.scripts[where].faults.insert(0, fault)
         return fault
+
+    def silenced_breaker(self) -> Breaker:
+        """The breaker of the first place, which silence has opened."""
+        breaker = self.endpoints[0].breaker
+        breaker.admit()
+        self.clock.now_s += BreakerOptions().silence_s
+        assert breaker.missed(UnavailableError("silent"))
+        return breaker
 
     def asked(self, *, op: str = "get") -> list[int]:
         """How often each place was asked since the last time."""
@@ -262,10 +270,7 @@ async def test_a_place_that_answers_nobody_is_passed_over_and_left_alone(world: 
 async def test_no_request_waits_for_the_probe_of_a_place(world: World) -> None:
     world.put(NAME, 0, 1, 2)
     fault = world.fault(0, Fault("get", gate=Gate()))
-    breaker = world.endpoints[0].breaker
-    breaker.admit()
-    world.clock.now_s += BreakerOptions().silence_s
-    assert breaker.missed(UnavailableError("silent"))
+    breaker = world.silenced_breaker()
     pauses_s = []
     for number in range(3):
         name = f"{LAYOUT.objects}ab/{number:064x}.safetensors"
@@ -285,10 +290,7 @@ async def test_a_place_that_is_slower_than_the_next_one_comes_back(world: World)
     world.put(NAME, 0, 1, 2)
     gate = Gate()
     world.fault(0, Fault("get", gate=gate))
-    breaker = world.endpoints[0].breaker
-    breaker.admit()
-    world.clock.now_s += BreakerOptions().silence_s
-    assert breaker.missed(UnavailableError("silent"))
+    breaker = world.silenced_breaker()
     world.clock.now_s += breaker.pause_s
     assert await world.get() == b"body"
     assert breaker.is_open
@@ -305,10 +307,7 @@ async def test_a_place_that_is_slower_than_the_next_one_comes_back(world: World)
 async def test_a_store_that_closes_ends_the_probe_that_nobody_waits_for(world: World) -> None:
     world.put(NAME, 0, 2)
     world.fault(0, Fault("get", gate=Gate()))
-    breaker = world.endpoints[0].breaker
-    breaker.admit()
-    world.clock.now_s += BreakerOptions().silence_s
-    assert breaker.missed(UnavailableError("silent"))
+    breaker = world.silenced_breaker()
     world.clock.now_s += breaker.pause_s
     assert await world.get() == b"body"
     await world.store.close()
