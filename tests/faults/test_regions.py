@@ -387,16 +387,12 @@ def test_what_this_disk_has_damaged_since_is_not_copied(regions: Regions, tmp_pa
 
 
 def test_a_full_redis_is_still_read(regions: Regions, tmp_path: Path) -> None:
-    with Valkey("--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as valkey:
+    with Valkey("--maxmemory-policy", "noeviction") as valkey:
         replica = {"url": valkey.url, "fill": True}
         settings = {**regions.settings(tmp_path / "cache"), "replicas": [replica]}
-        client = redis.Redis(host=HOST, port=valkey.port)
-        near = f"{regions.home.prefix}/{LAYOUT.object(key_at(0))}"
-        client.set(near, body_at(0))
-        with contextlib.suppress(redis.OutOfMemoryError):
-            for number in range(100):
-                client.set(f"other-{number}", bytes(2**17))
-        client.close()
+        with contextlib.closing(redis.Redis(host=HOST, port=valkey.port)) as client:
+            client.set(f"{regions.home.prefix}/{LAYOUT.object(key_at(0))}", body_at(0))
+            client.config_set("maxmemory", 1)  # it holds more than that already
         with noding(settings) as node:
             refresh(node)
             assert serve(node, ASKED) == set(ASKED)
