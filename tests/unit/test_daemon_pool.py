@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from s3ec.runtime import DaemonPool, call_within
-
-DEADLINE_S = 20.0
+from tests.support.waiting import DEADLINE_S
 
 
 @pytest.fixture

@@ -10,15 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from s3ec.runtime import LoopThread
-
-TIMEOUT_S = 20.0
+from tests.support.waiting import DEADLINE_S
 
 
 @pytest.fixture
 def loop() -> Iterator[LoopThread]:
     loop = LoopThread("s3ec-test", disk_threads=1)
     yield loop
-    loop.stop(TIMEOUT_S)
+    loop.stop(DEADLINE_S)
 
 
 def test_result_that_came_in_the_moment_of_the_cancellation_is_undone(loop: LoopThread) -> None:
@@ -38,23 +37,23 @@ def test_result_that_came_in_the_moment_of_the_cancellation_is_undone(loop: Loop
         call = asyncio.ensure_future(loop.disk(str, "something", undo=undo))
         last = asyncio.ensure_future(loop.disk(made.set))
         await asyncio.sleep(0)
-        assert made.wait(TIMEOUT_S)  # so both outcomes are there before this loop goes on
+        assert made.wait(DEADLINE_S)  # so both outcomes are there before this loop goes on
         await asyncio.wait([cancelling, call, last])
         return call.cancelled()
 
-    assert loop.run(broken_off(), TIMEOUT_S)
-    assert undone.wait(TIMEOUT_S)
+    assert loop.run(broken_off(), DEADLINE_S)
+    assert undone.wait(DEADLINE_S)
     assert results == ["something"]
 
 
 def test_background_call_that_fails_is_logged(
     loop: LoopThread, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop.run(asyncio.sleep(0), TIMEOUT_S)
+    loop.run(asyncio.sleep(0), DEADLINE_S)
     loop.disk_soon(int, "no number")
 
     async def fence() -> None:
         await loop.disk(int)
 
-    loop.run(fence(), TIMEOUT_S)
+    loop.run(fence(), DEADLINE_S)
     assert "invalid literal" in caplog.text

@@ -20,11 +20,11 @@ from s3ec.store.endpoint import Endpoint
 from s3ec.store.places import Place
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
+from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import key_at
 
 LAYOUT = Layout("gemma-0123456789abcdef")
 NBYTES = 600
-TIMEOUT_S = 20.0
 
 
 def full(message: str) -> S3ECError:
@@ -64,7 +64,7 @@ def test_copies_keep_the_pace_whether_the_replica_takes_them_or_not(
                 filler.offer(each)
             await asyncio.gather(*filter(None, [filler._task]))
 
-        loop.run(fill(), TIMEOUT_S)
-        loop.stop(TIMEOUT_S)
+        loop.run(fill(), DEADLINE_S)
+        loop.stop(DEADLINE_S)
     assert pauses_s == [1.0, 1.0, 1.0]
     assert counters.get("place.near.filled" if error is None else "place.near.unfilled") == 3

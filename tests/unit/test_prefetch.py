@@ -45,13 +45,12 @@ from tests.support.file_calls import file_calls_of
 from tests.support.finite import FINITE
 from tests.support.indexes import key_of
 from tests.support.on_disk import audit_of, usage_of
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 NAMESPACE = "gemma-0123456789abcdef"
 LAYOUT = Layout(NAMESPACE)
 ROWS, WIDTH, DTYPE = 4, 32, "bfloat16"
 ENTRY_LIMIT = ROWS * WIDTH * 2 + 8 + codec.HEADER_LIMIT  # most that one fetch asks for
-TIMEOUT_S = 20.0
 OBJECTS = "/objects/"
 REPOSITORY = Path(__file__).parents[2]
 
@@ -184,7 +183,7 @@ class Bench:
         """Ask for them; the first one has begun, and waits at the gate."""
         gate = self.hold(**where)
         self.prefetcher.submit(wants)
-        assert gate.reached.wait(TIMEOUT_S)
+        assert gate.reached.wait(DEADLINE_S)
         return gate
 
     def collect(self, count: int) -> list[FetchResult]:
@@ -211,12 +210,12 @@ class Bench:
             for _ in range(3):
                 await asyncio.gather(*(self.loop.disk(int) for _ in range(8)))
 
-        self.loop.run(turn(), 10 * TIMEOUT_S)  # behind all that was submitted
+        self.loop.run(turn(), DEADLINE_S)  # behind all that was submitted
 
     def knows_the_record(self) -> bool:
         """Whether the reading that nobody waits for has ended."""
         try:
-            return self.loop.run(self.records.get_soon("image", 0.0), TIMEOUT_S) is not None
+            return self.loop.run(self.records.get_soon("image", 0.0), DEADLINE_S) is not None
         except UnavailableError:
             return False
 
@@ -233,7 +232,7 @@ class Bench:
         return found
 
     def end(self) -> None:
-        self.loop.stop(TIMEOUT_S)
+        self.loop.stop(DEADLINE_S)
         self.tier.close()
 
 
@@ -257,7 +256,7 @@ class Deadlines:
                 with suppress(RuntimeError):  # over already
                     made.reschedule(0)
 
-        loop.run(pass_all(), TIMEOUT_S)
+        loop.run(pass_all(), DEADLINE_S)
 
 
 @pytest.fixture
@@ -576,7 +575,7 @@ def test_an_entry_that_was_opened_after_the_deadline_is_closed(
     def slow(key: Key) -> OpenEntry | None:
         if key == key_of("a"):
             slow_ones.release()
-            assert release.wait(TIMEOUT_S)
+            assert release.wait(DEADLINE_S)
         found = look(key)
         if found is not None:
             opened.append(found.path)
@@ -584,7 +583,7 @@ def test_an_entry_that_was_opened_after_the_deadline_is_closed(
 
     def slowly(key: Key, pieces: Sequence[bytes], header: Header) -> OpenEntry:
         slow_ones.release()
-        assert release.wait(TIMEOUT_S)
+        assert release.wait(DEADLINE_S)
         received = receive(key, pieces, header)
         opened.append(received.path)
         return received
@@ -592,8 +591,8 @@ def test_an_entry_that_was_opened_after_the_deadline_is_closed(
     monkeypatch.setattr(bench.tier.entries, "open", slow)
     monkeypatch.setattr(bench.tier.writer, "receive", slowly)
     bench.prefetcher.submit([want("a"), want("b")])
-    assert slow_ones.acquire(timeout=TIMEOUT_S)
-    assert slow_ones.acquire(timeout=TIMEOUT_S)
+    assert slow_ones.acquire(timeout=DEADLINE_S)
+    assert slow_ones.acquire(timeout=DEADLINE_S)
     deadlines.expire(bench.loop)
     assert {each.outcome for each in bench.collect(2)} == {FetchOutcome.UNAVAILABLE}
     release.set()
@@ -604,7 +603,7 @@ def test_an_entry_that_was_opened_after_the_deadline_is_closed(
 def test_an_entry_is_closed_when_the_record_cannot_be_had_in_time(
     bench: Bench, deadlines: Deadlines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("s3ec.fetch._RECORD_PATIENCE_S", TIMEOUT_S)
+    monkeypatch.setattr("s3ec.fetch._RECORD_PATIENCE_S", DEADLINE_S)
     bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])
     bench.held_up([want("a")], name="/modality/")
     deadlines.expire(bench.loop)
@@ -630,7 +629,7 @@ def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
     bench.stock("new", "parked")
     bench.put(key_of("bad"), b"<html>")
     bench.index.add(key_of("absent"))
-    calls = file_calls_of(bench.loop.run(thread_of(), TIMEOUT_S), monkeypatch)
+    calls = file_calls_of(bench.loop.run(thread_of(), DEADLINE_S), monkeypatch)
     end = others_claim(bench, "parked")
     bench.prefetcher.submit([want("parked")])
     eventually(lambda: bench.counters.get("fetch_parked") == 1, "the other one's fetch")
@@ -654,7 +653,7 @@ def test_who_waits_for_another_process_is_answered_though_the_disk_hangs(
     end = others_claim(bench, "a")
     answers = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(bench.tier.claims, "is_taken", lambda _: answers.wait(2 * TIMEOUT_S))
+        patch.setattr(bench.tier.claims, "is_taken", lambda _: answers.wait(DEADLINE_S))
         assert bench.one().source == "bucket"
         answers.set()
     end()
@@ -672,7 +671,7 @@ def test_many_wants_for_one_key_are_one_fetch(bench: Bench) -> None:
     gate = bench.hold()
     for number in range(32):
         bench.prefetcher.submit([want("a", Priority(number % 2)), want("a")])
-    assert gate.reached.wait(TIMEOUT_S)
+    assert gate.reached.wait(DEADLINE_S)
     bench.prefetcher.submit([want("a")])
     bench.fence()
     gate.release()
@@ -790,7 +789,7 @@ def test_a_large_object_takes_the_memory_of_a_few_parts(in_parts: Bench) -> None
     gate = in_parts.hold(op="get_range", name=OBJECTS)
     in_parts.script.faults[0].skip = 1
     in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
-    assert gate.reached.wait(TIMEOUT_S)
+    assert gate.reached.wait(DEADLINE_S)
     in_parts.fence()
     assert ranges(in_parts) == 1 + PARTS_AT_A_TIME  # the first, and all that may be out behind it
     gate.release()
@@ -847,7 +846,7 @@ def test_a_large_object_that_is_absent_or_vanishes_is_a_miss(in_parts: Bench) ->
     gate = in_parts.hold(op="get_range", name=OBJECTS)
     in_parts.script.faults[0].skip = 1
     in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
-    assert gate.reached.wait(TIMEOUT_S)
+    assert gate.reached.wait(DEADLINE_S)
     del in_parts.bucket[LAYOUT.object(key_of("a"))]
     gate.release()
     assert in_parts.collect(1)[0].outcome is FetchOutcome.ABSENT  # at the second attempt
@@ -860,7 +859,7 @@ def test_a_large_object_that_is_broken_off_leaves_nothing(
     gate = in_parts.hold(op="get_range", name=OBJECTS)
     in_parts.script.faults[0].skip = 3
     in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
-    assert gate.reached.wait(TIMEOUT_S)
+    assert gate.reached.wait(DEADLINE_S)
     deadlines.expire(in_parts.loop)
     assert in_parts.collect(1)[0].outcome is FetchOutcome.UNAVAILABLE
     eventually(lambda: not list(in_parts.folder.rglob(".tmp-*")), "the temp file's end")
@@ -949,7 +948,7 @@ def test_stopping_ends_running_and_queued_fetches_and_closes_every_entry(
     eventually(lambda: bench.store.active == 2, "two fetches")
     bench.fence()
     started = len(bench.store.fetched)
-    bench.loop.stop(TIMEOUT_S)
+    bench.loop.stop(DEADLINE_S)
     assert "s3ec-prefetch-test" not in {thread.name for thread in threading.enumerate()}
     assert len(bench.store.fetched) == started == 2
     bench.tier.close()
