@@ -4,17 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from s3ec.index import maker
+from s3ec.index.names import ServerClock
 from tests.unit.index.corpus import Corpus, Reader
 
 
 @pytest.fixture
-def corpus() -> Corpus:
-    return Corpus()
+def corpus(monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    made = Corpus()
+    # A maker's clock moves with the server's, however long the machine takes.
+    monkeypatch.setattr(maker, "ServerClock", partial(ServerClock, clock=made.clock))
+    return made
 
 
 @pytest.fixture

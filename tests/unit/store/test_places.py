@@ -251,8 +251,6 @@ async def test_all_late_requests_together_stay_within_the_budget(world: World) -
     world.put(NAME, 0, 1, 2)
     gate = Gate()
     world.fault(0, Fault("get", gate=gate))
-    gets = [asyncio.ensure_future(world.get()) for _ in range(10)]
-    await reached(gate)
 
     async def answer_others() -> None:
         while True:
@@ -260,6 +258,8 @@ async def test_all_late_requests_together_stay_within_the_budget(world: World) -
             await asyncio.sleep(0)
 
     answering = asyncio.ensure_future(answer_others())
+    gets = [asyncio.ensure_future(world.get()) for _ in range(10)]
+    await reached(gate)
     done, waiting = await asyncio.wait(gets, timeout=2 * LATE_AT_FIRST_S)
     answering.cancel()
     assert len(done) <= 2

@@ -67,14 +67,15 @@ def make(monkeypatch: pytest.MonkeyPatch, counters: Counters) -> Iterator[Held]:
         *,
         may_grant: Callable[[Header], bool] = lambda header: True,
         most: int = 1000,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> tuple[Residents, ByHand]:
         made = Residents(
             tier.entries,
             Ledger(tier.folders, NAMESPACE, DiskErrors(tier.folders.root, counters)),
             may_grant=may_grant,
             most=most,
-            clock=clock,
+            # A walk takes no time by it, or a busy machine would need several turns.
+            clock=clock or Clock(time.monotonic()),
         )
         return made, ByHand.made[-1]
 
@@ -435,7 +436,7 @@ def test_another_file_of_that_name_is_hashed(rotten: Tier, make: Held, root: Pat
 
 
 def test_what_was_verified_long_ago_is_hashed(rotten: Tier, make: Held) -> None:
-    here, thread = make(rotten, clock=lambda: time.monotonic() + VERIFIED_FOR_S + 1)
+    here, thread = make(rotten, clock=Clock(time.monotonic() + VERIFIED_FOR_S + 1))
     here.start()
     thread.turn()
     assert granted(here, ZERO, ONE) == {ONE}
