@@ -10,6 +10,8 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,15 +45,34 @@ def _root() -> Path:
     return Path(spec.origin).parent
 
 
-def _sources() -> Iterator[tuple[Path, ast.Module]]:
+@dataclass(frozen=True)
+class _Method:
+    """A method of a class in vLLM's models and processors."""
+
+    model: str
+    cls: str
+    name: str
+    couples: bool
+
+
+@cache
+def _methods() -> list[_Method]:
+    """All of them; the sources are read once, since to parse them takes seconds."""
+    return [
+        _Method(_name(path), cls.name, method.name, any(map(_couples, ast.walk(method))))
+        for path in _paths()
+        for cls, method in _methods_of(ast.parse(path.read_text()))
+    ]
+
+
+def _paths() -> Iterator[Path]:
     root = _root()
     for pattern in (
         "model_executor/models/**/*.py",
         "models/**/*.py",
         "transformers_utils/processors/*.py",
     ):
-        for path in sorted(root.glob(pattern)):
-            yield path, ast.parse(path.read_text())
+        yield from sorted(root.glob(pattern))
 
 
 def _name(path: Path) -> str:
@@ -60,7 +81,7 @@ def _name(path: Path) -> str:
     return parts[1] if parts[0] == "models" else path.stem
 
 
-def _methods(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]]:
+def _methods_of(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]]:
     for cls in ast.walk(tree):
         if isinstance(cls, ast.ClassDef):
             for method in cls.body:
@@ -98,30 +119,24 @@ def _couples(node: ast.AST) -> bool:
 
 
 def test_every_processor_that_goes_around_vllms_cache_is_known() -> None:
-    definers = {
-        cls.name
-        for _, tree in _sources()
-        for cls, method in _methods(tree)
-        if method.name == forms.HOOK
-    }
+    definers = {method.cls for method in _methods() if method.name == forms.HOOK}
     assert definers, "vLLM calls that method otherwise now; see forms.HOOK"
     assert definers <= forms.FORMS.keys() | forms.ONE_FORM.keys()
 
 
 def test_every_processor_that_counts_the_items_of_a_prompt_is_known() -> None:
-    known, found = set[str](), set[tuple[str, str]]()
-    for path, tree in _sources():
-        for cls, method in _methods(tree):
-            if cls.name in forms.FORMS or cls.name in forms.ONE_FORM:
-                known.add(_name(path))
-            # What makes a size for the memory profile is no processor.
-            if re.search(r"Process|Tiler", cls.name) and any(map(_couples, ast.walk(method))):
-                found.add((_name(path), method.name))
+    listed = forms.FORMS.keys() | forms.ONE_FORM.keys()
+    known = {method.model for method in _methods() if method.cls in listed}
+    # What makes a size for the memory profile is no processor.
+    found = {
+        (method.model, method.name)
+        for method in _methods()
+        if method.couples and re.search(r"Process|Tiler", method.cls)
+    }
     left = {one for one in found if one[0] not in known and one not in LOOKED_AT}
     assert not left, "does an item have another form there? See s3ec/connector/forms.py"
 
 
 def test_what_the_table_names_is_there_or_was() -> None:
     """A class that vLLM renames would fall out of the table unseen."""
-    names = {cls.name for _, tree in _sources() for cls, _ in _methods(tree)}
-    assert forms.FORMS.keys() <= names
+    assert forms.FORMS.keys() <= {method.cls for method in _methods()}
