@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import itertools
 import logging
 import os
@@ -66,6 +68,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "apart" if path.removeprefix(_E2E) in _APART else "shared"
 
     return ByServers(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays until the end, so no collection of garbage visits it.
+
+    These are millions of objects, vLLM's and torch's: one visit takes a second and more.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        # Or extensions would find objects of theirs left at the end, and say so.
+        atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
