@@ -443,12 +443,6 @@ class S3ECConnector(ECConnectorBase):
             )
 
     @guarded()
-    def adapter_loaded(self, lora_request: Any) -> None:
-        """The workers are about to load an adapter; not a hook of vLLM's, see live_weights."""
-        if self.parts.scheduler is not None:
-            self.parts.scheduler.adapter_loaded(lora_request)
-
-    @guarded()
     def prefix_is_replayed(self, tokens: int) -> None:
         """vLLM computes the last tokens of a prefix hit again; not a hook, see live_weights."""
         if self.parts.scheduler is not None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose processor gives one picture other pixels when others are in its prompt.
 
-vLLM's identifier of a picture says nothing of the prompt, so two forms of it have one identifier.
-What may have another form than it has alone is neither loaded nor saved. ``FORMS`` names the
-models, and ``tests/versions/test_forms.py`` fails for a processor of the installed vLLM that is not
-in it. From 0.33 on vLLM's identifiers of three of them name the form (``_get_mm_hashes``), and
+vLLM's identifier of a picture says nothing of the prompt, so two forms of it have one identifier,
+and vLLM's own caches mix them up. Nothing of such a modality is loaded or saved. ``FORMS`` names
+the models, and ``tests/versions/test_forms.py`` fails for a processor of the installed vLLM that is
+not in it. From 0.33 on vLLM's identifiers of three of them name the form (``_get_mm_hashes``), and
 nothing is left to do here.
 """
 
@@ -26,16 +26,14 @@ _MODALITIES = ("image", "video", "audio", "vision_chunk")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the form of an item depends on the prompt.
+    """Why the form of an item depends on the prompt.
 
     Attributes:
-        most: Of its modality in one prompt, so that each has the form that it has alone.
         why: What the processor does.
         modalities: Which items that is about.
         applies: Whether a model is one of these, by its Hugging Face configuration.
     """
 
-    most: int
     why: str
     modalities: tuple[str, ...] = ("image",)
     applies: Callable[[Any], bool] = lambda config: True
@@ -49,14 +47,13 @@ def _has_dynamic_resolution(config: Any) -> bool:
 # By the class that makes the difference; classes derived from it are found as well.
 FORMS: Mapping[str, Form] = {
     "UnlimitedOCRMultiModalProcessor": Form(
-        1, "cuts one picture into tiles or pads it, and squashes several"
+        "cuts one picture into tiles or pads it, and squashes several"
     ),
-    "H2OVLMultiModalProcessor": Form(1, "cuts one picture twice, and several once"),
-    "DeepseekVL2MultiModalProcessor": Form(2, "cuts up to two pictures into tiles"),
+    "H2OVLMultiModalProcessor": Form("cuts one picture twice, and several once"),
+    "DeepseekVL2MultiModalProcessor": Form("cuts up to two pictures into tiles"),
     # The budget is shared by those that vLLM's cache lacks at that moment, and it is cut from
     # `max_model_len`. What came of it stays in that cache, and is used for later prompts.
     "NanoNemotronVLMultiModalProcessor": Form(
-        0,
         "shrinks the pictures of a prompt until they fit together",
         applies=_has_dynamic_resolution,
     ),
@@ -71,7 +68,7 @@ ONE_FORM: Mapping[str, str] = {
     "CohereASRMultiModalProcessor": "adds noise, whatever else is in the prompt",
     "FunASRMultiModalProcessor": "adds noise, whatever else is in the prompt",
 }
-_UNKNOWN = Form(1, "may do so, as far as s3ec knows", modalities=_MODALITIES)
+_UNKNOWN = Form("may give one item several forms, for all s3ec knows", modalities=_MODALITIES)
 
 
 def form_of(processor: Any, config: Any) -> tuple[str, Form] | None:
@@ -111,21 +108,20 @@ def form_of_model(model_config: Any) -> tuple[str, Form] | None:
     return form_of(model._processor_factory.processor, getattr(model_config, "hf_config", None))
 
 
-def forms_of(model_config: Any) -> dict[str, Form]:
-    """Modality to how the form of its items depends on the prompt; empty for most models.
+def unshared_modalities(model_config: Any) -> tuple[str, ...]:
+    """Modalities of which nothing may be loaded or saved; empty for most models.
 
-    A line in the log says what is neither loaded nor saved for that.
+    A line in the log says which, and why.
     """
     found = form_of_model(model_config)
     if found is None:
-        return {}
+        return ()
     name, form = found
     log.warning(
-        "vLLM's %s %s, under the same identifiers. It is encoded, and neither loaded nor saved: "
-        "each %s%s",
+        "vLLM's %s %s, under the same identifiers: each %s is encoded, and neither loaded nor "
+        "saved. vLLM 0.33 or newer may name the forms",
         name,
         form.why,
         " or ".join(form.modalities),
-        f" of a prompt that has more than {form.most}" if form.most else "",
     )
-    return dict.fromkeys(form.modalities, form)
+    return form.modalities

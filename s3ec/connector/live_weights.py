@@ -15,9 +15,6 @@ schedules, called between two passes of the scheduler (vLLM 0.32, `v1/engine/cor
 They are wrapped once per process, and each call is passed on unchanged. What goes past all three, a
 caller that writes into the workers' memory by itself, is not seen.
 
-Where adapters touch the encoder ``EngineCore.add_lora`` is wrapped too: it is how an API server
-loads one, also in the place of another.
-
 ``Scheduler.add_request`` is wrapped in releases with bounded replay (0.32 and newer): how many
 tokens of a prefix hit vLLM computes again stands in the scheduler alone, which is ready only after
 it has made its connector.
@@ -76,13 +73,6 @@ def watch() -> None:
         _wrap(Scheduler, "add_request", _on_request)
 
 
-def watch_adapters() -> None:
-    """Wrap the method that loads adapters, unless that was done."""
-    from vllm.v1.engine.core import EngineCore
-
-    _wrap(EngineCore, "add_lora", _on_adapter)
-
-
 def _wrap(owner: type, name: str, notice: Callable[..., None]) -> None:
     original = getattr(owner, name, None)
     if original is None or getattr(original, _MARK, False):
@@ -121,12 +111,6 @@ def _on_request(scheduler: Any, *_: Any) -> None:
         notice = getattr(getattr(scheduler, "ec_connector", None), "prefix_is_replayed", None)
         if notice is not None:
             notice(tokens)
-
-
-def _on_adapter(core: Any, lora_request: Any) -> None:
-    loaded = getattr(getattr(core.scheduler, "ec_connector", None), "adapter_loaded", None)
-    if loaded is not None:
-        loaded(lora_request)
 
 
 def _notify(scheduler: Any, what: str, *, was_reset: bool) -> None:

@@ -12,9 +12,6 @@ from s3ec.codec import Shape
 if TYPE_CHECKING:
     from s3ec.tier import OpenEntry
 
-FileFacts = tuple[tuple[str, int, int, int, int], ...]
-"""Of some files: path, bytes, times of the last write and change in nanoseconds, inode."""
-
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -70,14 +67,12 @@ class Save:
             scheduler cannot see it.
         on_device: It is stored from the device's encoder cache as the step begins.
         renamed: See identity.Key.
-        made_by: Files of the adapter that has its part in it, as its name has them.
     """
 
     modality: str
     placeholder: Mapping[str, Any] | None
     on_device: bool = False
     renamed: str = ""
-    made_by: FileFacts = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,7 +255,6 @@ _LABELLED: dict[str, _Labelled] = {
             "bad_object": "A bad object of the bucket has its name. Given up; see "
             "`s3ec_bad_objects`.",
             "shape": "The encoder's output was no tensor. Not stored.",
-            "refused.adapter": "The LoRA adapter's files have changed. Not stored.",
             "unreadable": "The spooled file cannot be read. s3ec retries it.",
             "vanished": "The spooled file is gone. Not stored.",
             "refused.identifier": "The identifier may not be shared. Not stored.",

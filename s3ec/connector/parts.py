@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Container
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,7 @@ from typing import Any
 
 from s3ec.config import load_settings, set_up_logging
 from s3ec.connector import compat, forms, live_weights
-from s3ec.connector.adapters import Adapters
 from s3ec.connector.metrics import EngineMetrics
-from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
@@ -273,28 +271,10 @@ class Parts:
             counters=node.counters,
             naming=node.naming,
             scopes=scopes_of(config),
-            adapters=self._adapters(node, features),
             costs=costs,
             policy=policy,
             worth=_worth_of(role, settings, node, costs, policy),
         )
-
-    def _adapters(self, node: Node, features: FeatureReader) -> Adapters | None:
-        """What this engine's adapters are; None where none touches the encoder."""
-        lora = getattr(self._vllm_config, "lora_config", None)
-        if not getattr(lora, "enable_tower_connector_lora", False):
-            return None
-        live_weights.watch_adapters()
-
-        def read(work: Callable[[], None]) -> None:
-            node.loop.submit(node.loop.disk_long(work))
-
-        def longest_wait_s(request: Any) -> float:
-            if any(map(features.needs_embedding, request.mm_features)):
-                return max(NO_PIXELS_WAIT_S, node.settings.defer_timeout_s)
-            return node.settings.defer_timeout_s
-
-        return Adapters(read, longest_wait_s)
 
     def start_worker(self, node: Node) -> None:
         """Make the worker half on a node."""
@@ -386,6 +366,14 @@ def _role_of(vllm_config: Any, settings: Settings, *, can_load: bool) -> Role:
     transfer = vllm_config.ec_transfer_config
     # Then nothing is stored that the device holds: nothing was encoded for it.
     saves_worth = settings.save == "worth" and transfer.is_ec_consumer
+    lora = getattr(vllm_config, "lora_config", None)
+    tower_adapters = bool(getattr(lora, "enable_tower_connector_lora", False))
+    if tower_adapters:
+        log.warning(
+            "images of requests with a LoRA adapter are neither loaded nor saved, since adapters "
+            "may change the encoder (--enable-tower-connector-lora) and their names say nothing of "
+            "their files"
+        )
     return Role(
         producer=transfer.is_ec_producer,
         consumer=transfer.is_ec_consumer,
@@ -397,7 +385,8 @@ def _role_of(vllm_config: Any, settings: Settings, *, can_load: bool) -> Role:
         asked_every_pass=this is None or this >= (0, 30),
         can_load=can_load,
         stores_again=compat.installed_hooks()["start_save_caches"] and not saves_worth,
-        forms=forms.forms_of(vllm_config.model_config),
+        unshared=forms.unshared_modalities(vllm_config.model_config),
+        tower_adapters=tower_adapters,
     )
 
 

@@ -25,7 +25,6 @@ from s3ec.codec import (
     encode_header,
     is_finite,
 )
-from s3ec.connector.adapters import facts_of
 from s3ec.connector.messages import Save
 from s3ec.connector.staging import HostCopy, Staging, bytes_of, open_staging
 from s3ec.connector.uploads import Upload, Uploader
@@ -437,8 +436,6 @@ class SaveQueue:
         try:
             if key is None:
                 raise CorruptEntryError("it may not be shared", reason="identifier")
-            if save.made_by and facts_of(path for path, *_ in save.made_by) != save.made_by:
-                raise CorruptEntryError("its adapter's files have changed", reason="adapter")
             header = describe(
                 tensor,
                 identifier=key.stored,

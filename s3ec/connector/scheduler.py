@@ -10,15 +10,12 @@ vLLM objects are used by attribute only: this module imports neither torch nor v
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
-from dataclasses import replace
 from typing import Any
 
-from s3ec.connector.adapters import Adapter, Adapters
 from s3ec.connector.item_tracker import (
     ABSENT,
     FAILED,
@@ -37,7 +34,7 @@ from s3ec.connector.lookups import (
 )
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
-from s3ec.connector.save_orders import SaveOrders, SaveWorth, SeenKeys
+from s3ec.connector.save_orders import SaveOrders, SaveWorth
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
 from s3ec.connector.waiting import Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
@@ -64,12 +61,6 @@ def named_by(request: Any) -> Collection[str]:
     """
     params = getattr(request, "ec_transfer_params", None)
     return params if isinstance(params, dict) else ()
-
-
-def _token(identifier: str) -> bytes:
-    """Stands for an item in a sketch; 16 bytes."""
-    text = identifier.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 class SchedulerHalf:
@@ -104,7 +95,6 @@ class SchedulerHalf:
         counters: Counters,
         naming: KeyPolicy | None = None,
         scopes: ModalityScopes | None = None,
-        adapters: Adapters | None = None,
         costs: EncodeCosts | None = None,
         policy: WaitPolicy | None = None,
         worth: SaveWorth | None = None,
@@ -119,7 +109,6 @@ class SchedulerHalf:
             placeholder_of: Placeholder metadata of a feature; None where it cannot be seen.
             naming: Which identifiers have keys, and which; None for the plain ones.
             scopes: What marks the names of a modality; None where nothing does.
-            adapters: None where none touches the encoder.
             costs: None where there is a policy, which has it, or where nothing is known yet.
             policy: Weighs each wait against encoding; None where every wait is worth it.
             worth: Says what is worth storing; None where everything is.
@@ -142,8 +131,7 @@ class SchedulerHalf:
         self._clock = clock
         self._keys = KeyCache(naming or KeyPolicy(), counters)
         self._scopes = scopes or ModalityScopes()
-        self._adapters = adapters
-        self._renames = bool(self._scopes or role.forms) or adapters is not None
+        self._renames = bool(self._scopes or role.unshared) or role.tower_adapters
         # As of the begin of this pass: what all requests that wait depend on.
         self._down = self._hung = False  # the store, and the disk
         self.tracker = ItemTracker(prefetcher, residents, role=role, clock=clock, local=local)
@@ -167,10 +155,6 @@ class SchedulerHalf:
         # all requests asked for, as long as the item lives.
         self.rows_asked: dict[str, int] = {}
         self._bare: set[str] = set()  # of this request, while the disk hangs: without pixels
-        # Items that were asked for in another form than they have alone. vLLM's own caches know one
-        # form of an item, and may give it to a prompt for the other (multimodal/cache/lru.py), so
-        # nothing of these is saved.
-        self._crowded = SeenKeys() if role.forms else None
         self._named: Collection[str] = ()  # by the request being scheduled
         self.decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
@@ -223,16 +207,15 @@ class SchedulerHalf:
         if self._stopped:
             self.waits.leave_all(request_id)
             return self._can_be_encoded(request, needed, start)
-        if self._renames and not self._name(request, needed):
-            return False
+        if self._renames:
+            self._name(request, needed)
         if self._stores_again and self.on_device:
-            self._store_again(request, needed)
+            self._store_again(needed)
         if not self._role.consumer:
             return self._can_be_encoded(request, needed, start)
         if self._role.asked_every_pass:
             self.rows_asked.clear()  # vLLM schedules this request before it asks for the next
-        # An encoder was asked for each of them alone.
-        self._named = () if self._crowd_of(request) else named_by(request)
+        self._named = named_by(request)
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
             # There will be no second question: wait for all.
@@ -269,40 +252,21 @@ class SchedulerHalf:
         self.waits.let_through(request_id, needed)
         return True
 
-    def _name(self, request: Any, features: Iterable[Any]) -> bool:
-        """Name some of a request's features as they are stored; False while its adapter is read."""
-        adapter, adapters = self._adapter_of(request), self._adapters
-        if adapter is not None and adapters is not None and not adapters.is_ready(adapter, request):
-            return False
-        crowd = self._crowd_of(request)
+    def _name(self, request: Any, features: Iterable[Any]) -> None:
+        """Name some of a request's features as they are stored, or as what is never stored.
+
+        An adapter's image is called ``adapter:hash``, whatever the adapter's files hold (vLLM 0.32,
+        v1/engine/input_processor.py), so nothing is stored under that name.
+        """
+        lora = getattr(request, "lora_request", None) if self._role.tower_adapters else None
+        adapted = None if lora is None else f"{lora.lora_name}:"
         for feature in features:
-            name = identifier = feature.identifier
-            if adapter is not None:
-                name = adapter.name_of(name)
-            name = self._scopes.name(name, feature.modality)
-            if self._crowded is not None and feature.modality in crowd:
-                name = without_key(name)
-                self._crowded.add(_token(identifier))
+            identifier = feature.identifier
+            name = self._scopes.name(identifier, feature.modality)
+            is_adapted = adapted is not None and identifier.startswith(adapted)
+            if is_adapted or feature.modality in self._role.unshared:
+                name = without_key(identifier)
             self._keys.rename(identifier, name)
-        return True
-
-    def _crowd_of(self, request: Any) -> Collection[str]:
-        """Modalities of which the request has so many items that they have another form."""
-        forms = self._role.forms
-        if not forms:
-            return ()
-        counts = Counter(feature.modality for feature in request.mm_features)
-        return [modality for modality, form in forms.items() if counts[modality] > form.most]
-
-    def _adapter_of(self, request: Any) -> Adapter | None:
-        lora = getattr(request, "lora_request", None)
-        return None if self._adapters is None or lora is None else self._adapters.of(lora)
-
-    def adapter_loaded(self, lora_request: Any) -> None:
-        """The workers are about to load an adapter, between two passes."""
-        if self._adapters is not None:
-            self._adapters.of(lora_request)
-            self._adapters.look()
 
     def _begin_pass(self) -> None:
         """See what has changed since the last pass."""
@@ -343,7 +307,7 @@ class SchedulerHalf:
         """Whether the corpus holds it, as far as can be told without waiting for the disk."""
         return not self._disk.hangs and self._index.maybe_contains(key)
 
-    def _store_again(self, request: Any, features: Iterable[Any]) -> None:
+    def _store_again(self, features: Iterable[Any]) -> None:
         """Have stored what the device holds of these features and the corpus does not.
 
         vLLM asks for what its own manager lacks. An object that somebody deleted, or a save that
@@ -355,11 +319,9 @@ class SchedulerHalf:
                 continue
             if feature.modality == PASSED_THROUGH:  # the client's own; it is no embedding of ours
                 continue
-            if feature.modality in self._role.forms:  # nobody knows in which form
-                continue
             key = self._keys(identifier)
             if key is not None and not self._disk.hangs:
-                self._save(identifier, self.save_orders.again(key, feature), request)
+                self._save(identifier, self.save_orders.again(key, feature))
 
     def _is_held(self, identifier: str) -> bool:
         """Whether the device holds it, as far as is known."""
@@ -549,9 +511,8 @@ class SchedulerHalf:
         self._plan.encodes[identifier] = Encode(feature.modality, rows)
         if self._role.producer and not self._stopped:
             key = self._keys.asked(identifier)
-            has_one_form = self._crowded is None or _token(identifier) not in self._crowded
-            if key is not None and has_one_form:
-                self._save(identifier, self.save_orders.order(key, feature), request)
+            if key is not None:
+                self._save(identifier, self.save_orders.order(key, feature))
 
     def _why_encoded(self, request_id: str, identifier: str) -> str:
         """A key of ENCODED: why the encoder makes an input that is not granted."""
@@ -592,15 +553,10 @@ class SchedulerHalf:
         item.downloaded = False
         self._plan.loads.append(Load.of(identifier, item.entry, item.key.renamed))
 
-    def _save(self, identifier: str, save: Save | None, request: Any) -> None:
+    def _save(self, identifier: str, save: Save | None) -> None:
         """Have it saved, where that is ordered."""
-        if save is None:
-            return
-        adapter = self._adapter_of(request)
-        if adapter is not None and adapter.content is not None:
-            # The files by which a worker can tell that it had this adapter.
-            save = replace(save, made_by=adapter.content[1])
-        self._plan.saves[identifier] = save
+        if save is not None:
+            self._plan.saves[identifier] = save
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
         """Seconds until the device would have this again, by what was measured. Memory only.
@@ -644,8 +600,6 @@ class SchedulerHalf:
                 where some are prefilled. Of use to a policy only, as the next one.
             requests: That got tokens.
         """
-        if self._adapters is not None:
-            self._adapters.look()
         self.waits.end_pass(self._clock())
         if self._policy is not None:
             self._policy.load.end_pass(

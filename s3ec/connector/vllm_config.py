@@ -6,10 +6,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from s3ec.connector.forms import Form
 from s3ec.errors import ConfigError
 from s3ec.identity import ModalityScopes, Namespace, canonical_json
 from s3ec.settings import Settings
@@ -64,7 +63,9 @@ class Role:
         can_load: Whether all workers that load see this node's tier. Else nothing is granted.
         stores_again: Workers can store what the device holds already (vLLM's hook
             ``start_save_caches``, 0.30 and newer).
-        forms: Modality to how the form of its items depends on the prompt, where it does.
+        unshared: Modalities of which nothing is loaded or saved, see ``forms.py``.
+        tower_adapters: LoRA adapters may touch the encoder. Nothing that one has its part in is
+            loaded or saved.
     """
 
     producer: bool
@@ -76,7 +77,8 @@ class Role:
     asked_every_pass: bool = True
     can_load: bool = True
     stores_again: bool = True
-    forms: Mapping[str, Form] = field(default_factory=dict)
+    unshared: Collection[str] = ()
+    tower_adapters: bool = False
 
 
 def loading_ranks(vllm_config: Any) -> int:

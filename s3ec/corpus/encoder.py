@@ -327,7 +327,7 @@ class VllmEncoder:
             if problem is not None:
                 raise ConfigError(f"`model`: {problem}; take another one", field="model")
             found = form_of_model(self._config.model_config)
-            if found is not None and found[1].most == 0:
+            if found is not None:
                 self._formless = found[1].modalities
             _shelf()
             self._scopes = scopes_of(self._config)

@@ -25,7 +25,6 @@ from vllm.v1.outputs import ECConnectorOutput
 from vllm.v1.request import Request
 
 from s3ec.connector import live_weights, loads
-from s3ec.connector.adapters import Adapters
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
@@ -100,6 +99,11 @@ def _node(cache_dir: Path) -> Node:
     node.loop.watch = DiskWatch(node.counters, patience_s=_NEVER_S)
     node.users = 2  # the scheduler half reads the same counters
     return node
+
+
+def _is_adapted(identifier: str) -> bool:
+    """Whether a LoRA adapter has its part in it: vLLM puts the adapter's name first."""
+    return ":" in identifier
 
 
 def _kind_of(feature: Any) -> tuple[int, str]:
@@ -282,6 +286,7 @@ class S3EC(NoConnector):
             ranks=options.ranks,
             steps_in_flight=options.depth,
             defer_timeout_s=options.defer_timeout_s,
+            tower_adapters=True,
         )
         self.half = self.scheduler_half(
             role,
@@ -295,7 +300,6 @@ class S3EC(NoConnector):
             placeholder_of=lambda _: {},
             counters=self.counters,
             policy=self._make_policy(),
-            adapters=self.make_adapters(needs_embedding),
             clock=self.clock,
         )
         self.ranks = [self._make_rank(bench.node, rank) for rank in range(options.ranks)]
@@ -344,14 +348,6 @@ class S3EC(NoConnector):
         if self.options.encode_row_s is None:
             return None
         return WaitPolicy(EncodeCosts(), EngineLoad(self.options.depth))
-
-    def make_adapters(self, needs_embedding: Callable[[Any], bool]) -> Adapters | None:
-        """What the half is told of adapters; None where they do not touch the encoder."""
-        return None
-
-    def stored_name(self, identifier: str) -> str:
-        """What is stored under vLLM's name."""
-        return identifier
 
     def _make_rank(self, node: Node, rank: int) -> Rank:
         half = self.worker_half(
@@ -419,6 +415,8 @@ class S3EC(NoConnector):
             decode_tokens=len(output.num_scheduled_tokens),
             requests=len(output.num_scheduled_tokens),
         )
+        if any(map(_is_adapted, plan.saves)):
+            raise BrokenPromiseError("what an adapter has its part in is saved")
         self._check_lookups(output)
         self._passes += 1
         self._held = set(self.device)
@@ -505,16 +503,20 @@ class S3EC(NoConnector):
         self.prefetcher.close()
 
     def check_grant(self, identifier: str) -> None:
+        if _is_adapted(identifier):
+            raise BrokenPromiseError("what an adapter has its part in is granted", identifier[:12])
         if not self._open_of(identifier):
             raise BrokenPromiseError("granted without an entry", identifier[:12])
 
     def _open_of(self, identifier: str) -> list[OpenEntry]:
-        name = self.stored_name(identifier)
-        return [one for one in self.prefetcher.live.values() if one.header.identifier == name]
+        live = self.prefetcher.live.values()
+        return [one for one in live if one.header.identifier == identifier]
 
     def _lies_here(self, feature: Any) -> bool:
         """Whether this node's disk holds it, and the half can know."""
-        identifier = self.stored_name(feature.identifier)
+        identifier = feature.identifier
+        if _is_adapted(identifier):
+            return False
         held = self.outside.tier.get(identifier)
         fits = held is not None and (held.rows, held.modality) == _kind_of(feature)
         return fits and self.outside.local(key_of(identifier))
@@ -522,8 +524,9 @@ class S3EC(NoConnector):
     def _misfits(self, feature: Any) -> bool:
         """Whether what is stored or open under this name is, or was here, of another kind."""
         identifier, kind = feature.identifier, _kind_of(feature)
-        name = self.stored_name(identifier)
-        found = (self.outside.tier.get(name), self.outside.bucket.get(name))
+        if _is_adapted(identifier):
+            return True
+        found = (self.outside.tier.get(identifier), self.outside.bucket.get(identifier))
         kinds = {(one.rows, one.modality) for one in found if one is not None}
         held = {(one.header.shape.rows, one.header.modality) for one in self._open_of(identifier)}
         return identifier in self.prefetcher.misfits or not kinds | held <= {kind}

@@ -288,7 +288,8 @@ def scheduler_shell(node: Node) -> S3ECConnector:
     config.model_config = SimpleNamespace(multimodal_config=None)
     parts = Parts(config)
     # vLLM would look up the class of the model that is not there.
-    with _as_for_qwen2_vl(), mock.patch("s3ec.connector.forms.forms_of", return_value={}):
+    all_is_shared = mock.patch("s3ec.connector.forms.unshared_modalities", return_value=())
+    with _as_for_qwen2_vl(), all_is_shared:
         parts.start_scheduler(node)
     return S3ECConnector(config, ECConnectorRole.SCHEDULER, parts=parts)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from s3ec.codec import Header, Shape
-from s3ec.connector.adapters import Adapters
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.scheduler import SchedulerHalf
@@ -174,7 +173,6 @@ class World:
         index: ManifestIndex | None = None,
         naming: KeyPolicy | None = None,
         scopes: ModalityScopes | None = None,
-        adapters: Callable[[Clock], Adapters] | None = None,
         policy: WaitPolicy | None = None,
         worth: SaveWorth | None = None,
         **role: Any,
@@ -210,7 +208,6 @@ class World:
             counters=self.counters,
             naming=naming,
             scopes=scopes,
-            adapters=adapters and adapters(self.clock),
             policy=policy,
             worth=worth,
             clock=self.clock,

@@ -207,7 +207,6 @@ CHILDS_HOOKS = HOOKS | {
     "start_save_caches": lambda it: it.start_save_caches({}),
     "get_ec_connector_stats": lambda it: it.get_ec_connector_stats(),
     "weights_may_have_changed": lambda it: it.weights_may_have_changed("", was_reset=True),
-    "adapter_loaded": lambda it: it.adapter_loaded(None),
 }
 
 

@@ -8,13 +8,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from s3ec import codec
-from s3ec.connector.adapters import read_adapter
 from s3ec.connector.messages import Save
 from s3ec.counters import observed
 from s3ec.errors import AccessError, TierError, UnavailableError
@@ -27,7 +27,6 @@ from tests.support.file_calls import file_calls_of
 from tests.support.on_disk import audit_of
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.connector.processes import HASHES, Process, tensor
-from tests.unit.connector.test_adapters import adapter
 from tests.unit.tier.cases import key_of
 
 torch = pytest.importorskip("torch")
@@ -106,19 +105,20 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
-def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
-    queue = rig.queue()
-    assert queue.put(HASHES[0], IMAGE, tensor(1))
+@pytest.mark.parametrize("renamed", ["", f"video-0123456789abcdef:{HASHES[0]}"])
+def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig, renamed: str) -> None:
+    queue, name = rig.queue(), renamed or HASHES[0]
+    assert queue.put(HASHES[0], replace(IMAGE, renamed=renamed), tensor(1))
     assert queue.drain(DEADLINE_S) == 0
 
-    blob = rig.stored(HASHES[0])
+    blob = rig.stored(name)
     assert blob is not None
-    header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
+    header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=name)
     assert header.placeholder == {"image_grid_thw": [1, 2, 2]}
     assert header.modality == "image"
     read = safetensors_torch.load(blob)["ec_cache"]
     assert torch.equal(read, tensor(1))
-    key = key_of(HASHES[0])
+    key = key_of(name)
     assert rig.node.tier.entries.contains(key)
     assert rig.node.local(key)
     assert rig.node.index.maybe_contains(key)
@@ -746,29 +746,3 @@ def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(
         draining.join(2 * DEADLINE_S)
     assert left == [0]
     assert rig.stored(HASHES[0]) is not None
-
-
-# -- what an adapter has its part in ---------------------------------------------------------------
-
-
-def test_what_an_adapter_made_is_saved_under_its_name_while_its_files_are_the_same(
-    rig: Rig, tmp_path: Path
-) -> None:
-    folder = tmp_path / "adapter"
-    digest, files = read_adapter(str(adapter(folder)))
-    name = f"my-lora-{digest}:{HASHES[0]}"
-    save = Save("image", {}, renamed=name, made_by=files)
-    queue = rig.queue()
-    assert queue.put(f"my-lora:{HASHES[0]}", save, tensor())
-    eventually(lambda: rig.node.counters.get("save.items") == 1)
-    assert queue.take_stored() == [f"my-lora:{HASHES[0]}"]
-    key = key_of(name)
-    assert rig.node.local(key)
-    assert rig.node.index.maybe_contains(key)
-
-    adapter(folder, 2)
-    other = Save("image", {}, renamed=f"my-lora-{digest}:{HASHES[1]}", made_by=files)
-    assert queue.put(f"my-lora:{HASHES[1]}", other, tensor())
-    eventually(lambda: rig.node.counters.get("save_problem.refused.adapter") == 1)
-    assert not rig.node.local(key_of(other.renamed))
-    eventually(lambda: queue.levels()["level.save_queue_entries"] == 0)

@@ -16,8 +16,6 @@ from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.encode_costs import EncodeCosts
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import ROWS, World, feature, identifier_of, request
-from tests.unit.connector.test_adapters import Engine as AdapterEngine
-from tests.unit.connector.test_adapters import adapted, adapter, lora, stored_name
 
 if TYPE_CHECKING:
     from tests.fuzz.connectors import Bench
@@ -198,20 +196,6 @@ def test_how_long_uploads_take_is_learned() -> None:
     assert weighs.times.of("promise", ROWS).likely_s > 0.2
     world.clock.now_s += VAIN_REST_S + 1
     assert not world.ask(naming("later", "c"))  # or a bad day would last for ever
-
-
-# -- adapters --------------------------------------------------------------------------------------
-
-
-def test_a_name_with_an_adapter_is_the_adapters_content(tmp_path: Path) -> None:
-    engine = AdapterEngine()
-    name = stored_name(adapter(tmp_path), "cat")
-    asked = adapted("r", "cat", lora(tmp_path))
-    asked.ec_transfer_params = {asked.mm_features[0].identifier: {}}
-    for _ in range(3):
-        assert not engine.ask(asked)
-        engine.step()
-    assert [want.key.stored for want in engine.world.prefetcher.open.values()] == [name]
 
 
 # -- what an encoder instance answers --------------------------------------------------------------

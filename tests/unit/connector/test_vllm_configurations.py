@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,6 @@ from s3ec.errors import SourceError
 from s3ec.identity import Namespace
 from s3ec.settings import Settings
 from s3ec.weights import Checkpoint, weights_of
-from tests.unit.connector.test_adapters import adapter
 from tests.unit.test_weights import tensors_of, write
 
 torch = pytest.importorskip("torch")
@@ -486,134 +485,9 @@ def test_what_the_fingerprint_leaves_out_is_no_encoder_s_in_any_model_of_vllm(
     assert int(seen) > 50
 
 
-# -- an adapter that touches the encoder, through both halves ----------------------------------
+# -- what is saved -----------------------------------------------------------------------------
 
-_DEADLINE_S = 60.0
-_ROWS, _WIDTH = 4, 64
-
-
-class Adapted:
-    """vLLM's side of one engine: a scheduler and a worker connector, and the device's cache."""
-
-    def __init__(self, model: Path, settings: dict[str, Any]) -> None:
-        config = engine_config(
-            model,
-            ec("ec_both", settings),
-            enable_lora=True,
-            max_lora_rank=8,
-            enable_tower_connector_lora=True,
-        )
-        # vLLM's ranks are not set up here.
-        with mock.patch("s3ec.connector.compat.loading_rank", new=int):
-            self.worker = started(shell.S3ECConnector(config, shell.ECConnectorRole.WORKER))
-        self.scheduler = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER)
-        self.cache: dict[str, Any] = {}
-        self.requests = 0
-
-    def step(self, freed: tuple[str, ...] = (), encoded: dict[str, Any] | None = None) -> None:
-        """One step of the engine: orders, frees, loads, encodes and saves, report."""
-        output = SimpleNamespace(
-            free_encoder_mm_hashes=freed,
-            total_num_scheduled_tokens=10,
-            num_scheduled_tokens={},
-            scheduled_spec_decode_tokens={},
-        )
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
-        for name in freed:
-            self.cache.pop(name, None)
-        self.worker.start_save_caches(self.cache)
-        self.worker.start_load_caches(self.cache)
-        for name, tensor in (encoded or {}).items():
-            self.cache[name] = tensor
-            self.worker.save_caches(self.cache, name)
-        report = self.worker.build_connector_worker_meta()
-        self.scheduler.update_connector_output(SimpleNamespace(ec_connector_worker_meta=report))
-        self.worker.clear_connector_metadata()
-
-    def until(self, condition: Any) -> None:
-        end = time.monotonic() + _DEADLINE_S
-        while not condition():
-            assert time.monotonic() < end
-            self.step()
-            time.sleep(0.005)
-
-    def ask(
-        self, name: str, lora: Any, tensor: Any, scheduled: Callable[[], object] = bool
-    ) -> bool:
-        """One request for one picture; whether it was a hit. Afterwards the device is empty.
-
-        Args:
-            scheduled: Called between the scheduler's decision and the step.
-        """
-        self.requests += 1
-        pixels = {"pixel_values": SimpleNamespace(field=SimpleNamespace(keep_on_cpu=False))}
-        position = SimpleNamespace(offset=0, length=_ROWS, get_num_embeds=lambda: _ROWS)
-        request = SimpleNamespace(
-            request_id=str(self.requests),
-            lora_request=lora,
-            num_prompt_tokens=_ROWS + 1,
-            arrival_time=time.time(),
-            mm_features=[
-                SimpleNamespace(
-                    identifier=name, modality="image", data=pixels, mm_position=position
-                )
-            ],
-        )
-        self.until(lambda: self.scheduler.ensure_cache_available(request, 0))
-        granted = bool(self.scheduler.has_cache_item(name))
-        self.scheduler.update_state_after_alloc(request, 0)
-        scheduled()
-        self.step(encoded={} if granted else {name: tensor})
-        assert torch.equal(self.cache[name], tensor)
-        self.scheduler.request_finished(request)
-        self.step(freed=(name,))
-        return granted
-
-    def counted(self, name: str) -> float:
-        return float(self.scheduler.parts.node.counters.get(name))
-
-
-def test_an_adapter_s_embeddings_are_shared_and_those_of_unknown_files_are_not_saved(
-    model: Path, tmp_path: Path
-) -> None:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    settings = {"url": f"file://{corpus}", "cache_dir": str(tmp_path / "tier"),
-                "min_free_bytes": 0, "wait": "always", "defer_timeout_s": 60}  # fmt: skip
-    place = adapter(tmp_path / "adapter")
-    name = "my-lora:" + "ab" * 32
-    old, new = (torch.full((_ROWS, _WIDTH), float(n), dtype=torch.bfloat16) for n in (1, 2))
-
-    def lora(number: int = 1) -> Any:
-        from vllm.lora.request import LoRARequest
-
-        return LoRARequest(f"my-lora{'' if number == 1 else number}", number, str(place))
-
-    def stored() -> set[str]:
-        return {path.parts[-3] for path in corpus.rglob("objects/**/*.safetensors")}
-
-    engine = Adapted(model, settings)
-    try:
-        assert not engine.ask(name, lora(), old)
-        engine.until(lambda: engine.counted("save.items") == 1)
-        (first,) = stored()
-        assert first.startswith("my-lora-")
-        assert engine.ask(name, lora(), old)
-
-        # Replaced between the scheduler's decision and the save: nobody vouches for it.
-        other = "my-lora:" + "cd" * 32
-        assert not engine.ask(other, lora(), old, lambda: adapter(place, 2))
-        engine.until(lambda: engine.counted("save_problem.refused.adapter") == 1)
-
-        # Under another name and number it is another adapter.
-        again = "my-lora2:" + "ab" * 32
-        assert not engine.ask(again, lora(2), new)
-        engine.until(lambda: engine.counted("save.items") == 2)
-        assert engine.ask(again, lora(2), new)
-    finally:
-        engine.worker.shutdown()
-        engine.scheduler.shutdown()
-    assert {folder.rpartition("-")[0] for folder in stored()} == {"my-lora", "my-lora2"}
+_ROWS = 4
 
 
 @pytest.mark.parametrize(
@@ -658,12 +532,12 @@ def test_save_worth_stores_at_the_second_encode_and_a_pure_producer_at_the_first
     assert seen == saved
 
 
-def test_a_model_with_one_form_of_a_picture_has_no_bound(
+def test_all_is_shared_of_a_model_with_one_form_of_a_picture(
     model: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = engine_config(model, ec("ec_both", settings))
     caplog.clear()
-    assert forms.forms_of(config.model_config) == {}
+    assert forms.unshared_modalities(config.model_config) == ()
     assert not [record for record in caplog.records if record.name.startswith("s3ec")]
 
 
@@ -671,7 +545,7 @@ def test_a_job_leaves_out_pictures_whose_form_is_never_known(
     model: Path, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = VllmEncoder(str(model), Settings(**settings))
-    never = ("Processor", forms.Form(0, "shrinks them"))
+    never = ("Processor", forms.Form("shrinks them"))
     monkeypatch.setattr(forms, "form_of_model", lambda _: never)
     encoder.namespace()
     path = tmp_path / "page.png"
