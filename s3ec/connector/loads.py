@@ -12,11 +12,12 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,9 +43,6 @@ _OPEN_LINK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN = _OPEN_LINK | os.O_NOFOLLOW
 # Their pages are nowhere else, and they do not know RWF_NOWAIT.
 _IN_MEMORY = {"tmpfs", "ramfs"}
-# The last resort of a load whose file failed: the engine waits for it, since without
-# the embedding it would end.
-RESCUE_TIMEOUT_S = 20.0
 # More do not help: a few fill the memory bus.
 MAX_READERS = 4
 # Smaller entries are read sooner by one thread than by several, which take turns at the GIL: five
@@ -52,7 +50,8 @@ MAX_READERS = 4
 READERS_FROM_BYTES = 2**24
 # How long the engine waits for a disk that delivers nothing, before the bucket is asked.
 PATIENCE_S = 5.0
-# How long it waits where the bucket delivers nothing either, before it ends.
+# How long it waits where the bucket delivers nothing either, before it ends: without the embedding
+# it would end anyway.
 STALLED_S = 60.0
 
 
@@ -182,16 +181,28 @@ def _wait_for_any(outcomes: Collection[Future[Any]], timeout_s: float) -> None:
 _Blob = bytes | memoryview | None
 
 
-class _Handed(NamedTuple):
-    """One load that a reader does.
+class _UnreadableError(Exception):
+    """A granted file cannot be had: the bucket stands in for it."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """One load that is not on the device yet.
 
     Attributes:
-        held: The buffer that the reader reads into. Whoever pops it decides what becomes of it.
+        read: The reading of its file; None where that has failed.
+        held: The buffer that a reader reads into. Whoever pops it decides what becomes of it.
+        why: What is wrong with the file.
+        answer: The bucket's, once it was asked.
+        refusal: Why that does not help.
     """
 
     load: Load
-    held: list[Buffer]
-    outcome: Future[torch.Tensor]
+    read: Future[torch.Tensor] | None
+    held: list[Buffer] = field(default_factory=list)
+    why: str = "the disk does not answer"
+    answer: Future[_Blob] | None = None
+    refusal: Exception | None = None
 
 
 class Loader:
@@ -201,10 +212,11 @@ class Loader:
     started. It reads by itself what the kernel has in memory. Large entries, and what a disk would
     have to bring, go to reader threads, which are started when they are first needed.
 
-    A load in a reader's hands is waited for until one of three things happens: the reader has
-    ended, with a tensor or a failure; the bucket has delivered its copy; neither disk nor bucket
-    has delivered anything for ``STALLED_S``. The bucket is asked where no reader has delivered for
-    ``PATIENCE_S``, or at once while the disk is known to hang.
+    A load is waited for until one of four things happens: it is on the device; its file is bad and
+    so is the bucket's copy; the bucket has delivered its copy while a reader hangs; neither disk
+    nor bucket has delivered anything for ``STALLED_S``. The bucket is asked for a file that cannot
+    be read; for all of them where no reader has delivered for ``PATIENCE_S``, or at once while the
+    disk is known to hang.
     """
 
     def __init__(
@@ -231,7 +243,6 @@ class Loader:
         self._clock = clock
         self._wait_for_any = wait_for_any
         self._readers: DaemonPool | None = None
-        self._rescuing: set[str] = set()  # identifiers of which a reader has asked the bucket
 
     def load(self, loads: Sequence[Load]) -> list[torch.Tensor | Exception]:
         """Bring a step's loads to the device; the device waits for its copies by itself.
@@ -251,7 +262,7 @@ class Loader:
         # What the readers have not begun, from the end, since they come from the front.
         for place in reversed(range(split)):
             one = begun[place]
-            if not isinstance(one, _Handed) or not one.outcome.cancel():
+            if not isinstance(one, _Pending) or one.read is None or not one.read.cancel():
                 break
             begun[place] = self._load_here(loads[place])
         done = self._wait(begun)
@@ -267,23 +278,24 @@ class Loader:
     def _staging(self) -> Staging:
         return self._make_staging()
 
-    def _hand_over(self, load: Load) -> torch.Tensor | Exception | _Handed:
+    def _hand_over(self, load: Load) -> torch.Tensor | Exception | _Pending:
         if self._readers is None:
             readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
             self._readers = DaemonPool(readers, "s3ec-load")
         held: list[Buffer] = []
         try:
-            outcome = self._readers.submit(self._load, load, held, wait=True)
+            return _Pending(load, self._readers.submit(self._load, load, held, wait=True), held)
         except RuntimeError:  # no thread is to be had, and without its loads the engine would end
-            return _outcome_of(partial(self._load, load, [], wait=True))
-        return _Handed(load, held, outcome)
+            return self._load_here(load, wait=True)
 
-    def _load_here(self, load: Load) -> torch.Tensor | Exception | _Handed:
+    def _load_here(self, load: Load, *, wait: bool = False) -> torch.Tensor | Exception | _Pending:
         """Bring one to the device in this thread, or hand it over if a disk has to answer."""
         try:
-            return self._load(load, [], wait=False)
+            return self._load(load, [], wait=wait)
         except BlockingIOError:
             return self._hand_over(load)
+        except _UnreadableError as exc:
+            return _Pending(load, None, why=str(exc), answer=self._ask_bucket(load))
         except PASS_THROUGH:
             raise
         except BaseException as exc:  # noqa: BLE001 - raised by the caller, behind the others
@@ -294,14 +306,14 @@ class Loader:
 
         Raises:
             BlockingIOError: Not ``wait``, and a disk would have to answer.
-            RuntimeError: Neither the file nor the bucket has it.
+            _UnreadableError: The file cannot be read.
         """
         # Few steps, with little in memory: what is read goes through the processor's caches, so
         # all code and data behind it are cold.
         buffer = self._staging.take(load.shape)
         held.append(buffer)
         try:
-            self._read(load, buffer, held, wait=wait)
+            self._read(load, buffer, wait=wait)
         except BaseException:
             if _pop(held) is not None:
                 self._staging.drop(buffer)
@@ -310,18 +322,18 @@ class Loader:
             raise CancelledError  # the bucket was faster, and nobody waits for this
         return self._staging.to_device(buffer, load.shape)
 
-    def _read(self, load: Load, buffer: Buffer, held: list[Buffer], *, wait: bool) -> None:
-        """Fill a buffer from the file, or from the bucket if the file cannot be had."""
+    def _read(self, load: Load, buffer: Buffer, *, wait: bool) -> None:
+        """Fill a buffer from the file."""
         try:
             if wait:
                 self._loop.watch.run(partial(read_data, load, buffer.memory, hashed=self._hashed))
             else:
                 read_data(load, buffer.memory, hashed=self._hashed, wait=False)
             return
-        except (BlockingIOError, *PASS_THROUGH):
+        except PASS_THROUGH:
             raise
         except BaseException as exc:
-            if not held:  # given up
+            if isinstance(exc, BlockingIOError) and not wait:
                 raise
             # Not the exception itself: what keeps it keeps what its frames have open.
             why = str(exc)
@@ -333,13 +345,7 @@ class Loader:
             # Nobody shall open it again.
             self._sources.residents.discard(key.digest)
             self._sources.tier.entries.drop_bad(key, reason, inode=load.inode)
-        self._rescuing.add(load.identifier)
-        try:
-            answer = self._ask_bucket(load)
-            self._wait_for_any([answer], RESCUE_TIMEOUT_S)
-        finally:
-            self._rescuing.discard(load.identifier)
-        bytes_of(buffer.memory)[: load.shape.nbytes] = self._rescued(load, answer, why)
+        raise _UnreadableError(why)
 
     def _ask_bucket(self, load: Load) -> Future[_Blob]:
         return self._loop.submit(self._get(load))
@@ -376,16 +382,66 @@ class Loader:
             )
         return header
 
-    def _rescued(self, load: Load, answer: Future[_Blob], why: str) -> memoryview:
-        """The tensor's bytes from the bucket's answer, verified.
+    # -- what is not here yet ------------------------------------------------------------------
+
+    def _wait(
+        self, begun: Sequence[torch.Tensor | Exception | _Pending]
+    ) -> list[torch.Tensor | Exception]:
+        """Wait for the readers, and have the bucket stand in where a file cannot be had."""
+        outcomes = list(begun)
+        came_s = self._clock()  # when something was delivered last
+        while left := {at: one for at, one in enumerate(outcomes) if isinstance(one, _Pending)}:
+            ended = {at: self._ended(one) for at, one in left.items()}
+            now_s = self._clock()
+            for at, outcome in ended.items():
+                if outcome is not None:
+                    outcomes[at], came_s = outcome, now_s
+            if any(outcome is not None for outcome in ended.values()):
+                continue
+            unasked = [one for one in left.values() if one.answer is None]
+            patience_s = PATIENCE_S if unasked else STALLED_S
+            if unasked and self._loop.watch.hangs:
+                patience_s = 0.0
+            if now_s < came_s + patience_s:
+                self._wait_for_any(_awaited(left.values()), came_s + patience_s - now_s)
+                continue
+            for one in unasked:
+                self._counters.add("load.hung")
+                log.warning(
+                    "the disk does not answer; asking the bucket for what %s holds", one.load.path
+                )
+                one.answer = self._ask_bucket(one.load)
+            if not unasked:
+                for at, one in left.items():
+                    self._let_go(one)
+                    outcomes[at] = _failure(one, "it has not answered in time")
+        return [one for one in outcomes if not isinstance(one, _Pending)]
+
+    def _ended(self, one: _Pending) -> torch.Tensor | Exception | None:
+        """What came of a load: by its file, or by an answer of the bucket that helps."""
+        if one.read is not None and one.read.done():
+            read = _outcome_of(one.read.result)
+            if not isinstance(read, _UnreadableError):
+                return read
+            one.read, one.why = None, str(read)
+            one.answer = one.answer or self._ask_bucket(one.load)
+        if one.answer is not None and one.answer.done() and one.refusal is None:
+            brought = _outcome_of(partial(self._bring, one, one.answer))
+            if not isinstance(brought, Exception):
+                return brought
+            one.refusal = brought
+            if one.read is not None:
+                log.warning("%s", brought)  # the reader goes on: it may deliver yet
+        return one.refusal if one.read is None else None
+
+    def _bring(self, one: _Pending, answer: Future[_Blob]) -> torch.Tensor:
+        """Bring the bucket's answer to the device, verified.
 
         Raises:
             RuntimeError: The bucket did not deliver; it says what is wrong with the file too.
         """
+        load = one.load
         try:
-            if not answer.done():
-                answer.cancel()
-                raise TimeoutError("it has not answered in time")
             blob = answer.result()
             if blob is None:
                 raise CorruptEntryError("the bucket no longer holds it", reason="length")
@@ -393,94 +449,32 @@ class Loader:
         except PASS_THROUGH:
             raise
         except BaseException as exc:
-            raise RuntimeError(
-                f"embedding cannot be read from {load.path} ({why}), nor had from the bucket "
-                f"({exc})"
-            ) from exc
+            raise _failure(one, str(exc)) from exc
         self._counters.add("load.rescued")
-        return memoryview(blob)[header.data_start :]
-
-    # -- a disk that takes its time ------------------------------------------------------------
-
-    def _wait(
-        self, begun: Sequence[torch.Tensor | Exception | _Handed]
-    ) -> list[torch.Tensor | Exception]:
-        """Wait for the readers, and have the bucket race them where none delivers."""
-        done = {place: one for place, one in enumerate(begun) if not isinstance(one, _Handed)}
-        left = {place: one for place, one in enumerate(begun) if isinstance(one, _Handed)}
-        answers: dict[int, Future[_Blob]] = {}
-        is_asked = False
-        came_s = self._clock() if left else 0.0  # when something was delivered last
-        while left:
-            patience_s = STALLED_S if is_asked else 0.0 if self._loop.watch.hangs else PATIENCE_S
-            outcomes: list[Future[Any]] = [*answers.values()]
-            outcomes += [one.outcome for one in left.values()]
-            self._wait_for_any(outcomes, came_s + patience_s - self._clock())
-            ended = self._collect(left, answers)
-            done |= ended
-            now_s = self._clock()
-            if ended:
-                came_s = now_s
-            elif now_s < came_s + patience_s:
-                continue  # an answer of the bucket that does not help
-            elif not is_asked:
-                is_asked = True
-                for place, one in left.items():
-                    if one.load.identifier in self._rescuing:
-                        continue  # the disk has answered, and the bucket is asked already
-                    self._counters.add("load.hung")
-                    log.warning(
-                        "the disk does not answer; asking the bucket for what %s holds",
-                        one.load.path,
-                    )
-                    answers[place] = self._ask_bucket(one.load)
-            else:
-                done |= {place: self._give_up(one) for place, one in left.items()}
-                break
-        return [done[place] for place in range(len(begun))]
-
-    def _collect(
-        self, left: dict[int, _Handed], answers: dict[int, Future[_Blob]]
-    ) -> dict[int, torch.Tensor | Exception]:
-        """Take out what has ended: by its reader, or by an answer of the bucket that helps."""
-        ended: dict[int, torch.Tensor | Exception] = {}
-        for place, one in list(left.items()):
-            answer = answers.get(place)
-            if one.outcome.done():
-                ended[place] = _outcome_of(one.outcome.result)
-            elif answer is not None and answer.done():
-                del answers[place]
-                brought = _outcome_of(partial(self._bring, one, answer))
-                if isinstance(brought, Exception):
-                    log.warning("%s", brought)  # the reader goes on: it may deliver yet
-                    continue
-                ended[place] = brought
-            else:
-                continue
-            del left[place]
-            answers.pop(place, None)
-        return ended
-
-    def _bring(self, one: _Handed, answer: Future[_Blob]) -> torch.Tensor:
-        values = self._rescued(one.load, answer, "the disk does not answer")
         self._let_go(one)
-        buffer = self._staging.take(one.load.shape)
-        bytes_of(buffer.memory)[: one.load.shape.nbytes] = values
-        return self._staging.to_device(buffer, one.load.shape)
+        buffer = self._staging.take(load.shape)
+        bytes_of(buffer.memory)[: load.shape.nbytes] = memoryview(blob)[header.data_start :]
+        return self._staging.to_device(buffer, load.shape)
 
-    def _give_up(self, one: _Handed) -> RuntimeError:
-        self._let_go(one)
-        return RuntimeError(
-            f"embedding cannot be read from {one.load.path} (the disk does not answer), nor had "
-            "from the bucket"
-        )
-
-    def _let_go(self, one: _Handed) -> None:
+    def _let_go(self, one: _Pending) -> None:
         """Wait for a reader no more, and leave it the buffer that it reads into."""
-        one.outcome.cancel()
+        if one.read is not None:
+            one.read.cancel()
         buffer = _pop(one.held)
         if buffer is not None:
             self._staging.leak(buffer)  # the kernel may write to it for a long time yet
+
+
+def _awaited(pending: Iterable[_Pending]) -> list[Future[Any]]:
+    futures = (future for one in pending for future in (one.read, one.answer))
+    return [future for future in futures if future is not None and not future.done()]
+
+
+def _failure(one: _Pending, answer: str) -> RuntimeError:
+    return RuntimeError(
+        f"embedding cannot be read from {one.load.path} ({one.why}), nor had from the bucket "
+        f"({answer})"
+    )
 
 
 def _pop(held: list[Buffer]) -> Buffer | None:
