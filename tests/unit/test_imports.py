@@ -51,11 +51,10 @@ MAY_IMPORT = {
         **dict.fromkeys(("corpus", "doctor", "middleware"), "inside"),
     },
     "transformers": {"connector": "inside", "dev": "inside"},
-    "aioboto3": {"store": "anywhere", "dev": "inside"},
+    "aioboto3": {"store": "anywhere"},
     "aiobotocore": {"store": "anywhere"},
     "aiohttp": {"store": "anywhere"},
     "obstore": {"store": "anywhere", "dev": "inside"},
-    "awscrt": {"dev": "inside"},
     "duckdb": {"corpus": "inside"},
     "pyarrow": dict.fromkeys(("cli", "client", "corpus", "middleware", "dev"), "inside"),
     "pypdfium2": {"corpus": "inside"},
@@ -185,7 +184,7 @@ def test_the_extra_transport_is_one_module() -> None:
     """aioboto3 is not installed with s3ec, nor is what it brings."""
     extra = {"aioboto3", "aiobotocore", "aiohttp"}
     modules = {each.module.name for each in imports() if each.target.split(".")[0] in extra}
-    assert modules == {"aioboto3_s3.py", "raw_loops.py"}
+    assert modules == {"aioboto3_s3.py"}
 
 
 def test_tests_are_not_imported() -> None:

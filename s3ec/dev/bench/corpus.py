@@ -69,7 +69,7 @@ class Corpus:
         """Every entry, for a prefetcher."""
         return [FetchRequest(key, MODALITY, self.shape.rows) for key in self.keys]
 
-    def settings(self, cache_dir: Path, transport: str) -> Settings:
+    def settings(self, cache_dir: Path) -> Settings:
         """Settings of a process that reads this corpus into a tier without bounds."""
         extra = {
             "bucket": _BUCKET,
@@ -77,7 +77,6 @@ class Corpus:
             "region": self.env["AWS_REGION"],
             "cache_dir": str(cache_dir),
             "min_free_bytes": 0,
-            "transport": transport,
             "max_concurrency": IN_FLIGHT,
             "connect_timeout_s": _TIMEOUT_S,
             "read_timeout_s": _TIMEOUT_S,

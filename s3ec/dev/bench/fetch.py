@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench fetch`` and its sizes: bucket to tier, verified, beside raw GET loops of S3 clients.
+"""``bench fetch`` and its sizes: bucket to tier, verified, beside raw GET loops.
 
 All clients ask one SeaweedFS on this machine for the same objects, in turn, with 16 in flight.
 The server takes its share of the same cores, so ``cores_busy`` stands in the details: near the
@@ -16,7 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from s3ec.testing.server import LocalS3
 
 ROUNDS = 9
-RAW, TO_FILE, OURS = "raw ", "raw obstore to file", "s3ec "
+RAW, TO_FILE, OURS = "raw obstore", "raw obstore to file", "s3ec"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,6 @@ class Plan:
         objects_quick: How many in a quick run.
         rows: Of each embedding...
         width: ...and its width, bfloat16.
-        latency_s: Added to each request's way to the server.
-        all_clients: Whether s3ec is measured over every transport that is installed.
     """
 
     name: str
@@ -52,8 +50,6 @@ class Plan:
     objects_quick: int = 16
     rows: int = 256
     width: int = 5376
-    latency_s: float = 0.0
-    all_clients: bool = True
 
     @property
     def bench(self) -> Bench:
@@ -77,27 +73,8 @@ class Sample:
     server_cpu_s: float
 
 
-@dataclass(slots=True)
-class Clients:
-    """What is compared.
-
-    Attributes:
-        cases: Name to one round.
-        missing: Client to why it is not there.
-        auto: The case that ``transport: auto`` is.
-        raw: The raw loop over the same client.
-        about: For the details of each row.
-    """
-
-    cases: dict[str, Callable[[], Sample]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    auto: str = ""
-    raw: str = ""
-    about: dict[str, Any] = field(default_factory=dict)
-
-
 def run(context: Context, plan: Plan) -> None:
-    """Measure; needs the SeaweedFS binary.
+    """Measure; needs the SeaweedFS binary and obstore.
 
     Args:
         context: Where rows go.
@@ -106,34 +83,27 @@ def run(context: Context, plan: Plan) -> None:
     from s3ec.codec import Shape
     from s3ec.dev.bench.corpus import filled
     from s3ec.dev.bench.fetcher import floor_ms
-    from s3ec.dev.bench.measure import memory_folder
-    from s3ec.dev.rigs.relay import relayed
 
     shape = Shape(plan.rows, plan.width, "bfloat16")
     with contextlib.ExitStack() as stack:
         server, corpus = stack.enter_context(
             filled(context, plan.objects_quick if context.quick else plan.objects, shape)
         )
-        if plan.latency_s:
-            url = stack.enter_context(relayed(corpus.endpoint_url, plan.latency_s))
-            corpus = replace(corpus, endpoint_url=url)
-        folder, on_tmpfs = stack.enter_context(memory_folder(context.scratch / "tier"))
-        clients = stack.enter_context(_clients(server, corpus, folder, plan.all_clients))
-        clients.about |= {
-            "tier_on_tmpfs": on_tmpfs,
-            "latency_ms": plan.latency_s * 1000,
-            "floor_cpu_ms": floor_ms(folder, corpus.entry_bytes),
-        }
+        folder, on_tmpfs = stack.enter_context(measure.memory_folder(context.scratch / "tier"))
+        cases = stack.enter_context(_cases(server, corpus, folder))
+        about = {"tier_on_tmpfs": on_tmpfs, "floor_cpu_ms": floor_ms(folder, corpus.entry_bytes)}
         context.say(f"{context.rounds(ROUNDS)} rounds")
-        kept = measure.interleave(clients.cases, rounds=context.rounds(ROUNDS))
-    report(context, plan, clients, kept, corpus)
+        kept = measure.interleave(cases, rounds=context.rounds(ROUNDS))
+    report(context, plan, kept, corpus, about)
 
 
 @contextlib.contextmanager
-def _clients(server: LocalS3, corpus: Corpus, folder: Path, all_clients: bool) -> Iterator[Clients]:
-    from s3ec.dev.bench import fetcher, raw_loops
+def _cases(
+    server: LocalS3, corpus: Corpus, folder: Path
+) -> Iterator[dict[str, Callable[[], Sample]]]:
+    from s3ec.dev.bench.fetcher import Fetcher
+    from s3ec.dev.bench.raw_loops import RawLoop
 
-    clients = Clients()
     files = folder / "files"
     files.mkdir()
 
@@ -142,25 +112,19 @@ def _clients(server: LocalS3, corpus: Corpus, folder: Path, all_clients: bool) -
             path.unlink()
 
     with contextlib.ExitStack() as stack:
-
-        def add(name: str, client: Any, after: Callable[[], None] | None = None) -> None:
+        raw, to_file = RawLoop(corpus), RawLoop(corpus, files)
+        ours = Fetcher(corpus, folder / "ours")
+        for client in (raw, to_file, ours):
             stack.callback(client.close)
-            clients.cases[name] = lambda: _sample(server.pid, client.fetch, after)
-
-        loops, clients.missing = raw_loops.open_loops(corpus)
-        for name, loop in loops.items():
-            add(RAW + name, loop)
-        there, auto = fetcher.transports(corpus, folder / "none")
-        add(TO_FILE, raw_loops.ObstoreLoop(corpus, files), empty)
-        for transport in there if all_clients else [auto]:
-            ours = fetcher.Fetcher(corpus, folder / transport, transport)
-            add(OURS + transport, ours, ours.empty)
-        clients.auto, clients.raw = OURS + auto, RAW + auto
-        yield clients
+        yield {
+            RAW: lambda: _sample(server.pid, raw.fetch),
+            TO_FILE: lambda: _sample(server.pid, to_file.fetch, empty),
+            OURS: lambda: _sample(server.pid, ours.fetch, ours.empty),
+        }
 
 
 def _sample(
-    server_pid: int | None, work: Callable[[], None], after: Callable[[], None] | None
+    server_pid: int | None, work: Callable[[], None], after: Callable[[], None] | None = None
 ) -> Sample:
     server_before, before = _cpu_of(server_pid), time.process_time()
     started = time.perf_counter()
@@ -185,53 +149,42 @@ def _cpu_of(pid: int | None) -> float:
 def report(
     context: Context,
     plan: Plan,
-    clients: Clients,
     kept: Mapping[str, Sequence[Sample]],
     corpus: Corpus,
+    about: Mapping[str, Any],
 ) -> None:
     """Report the plan's rows from the rounds of all clients."""
     count, nbytes = len(corpus.keys), len(corpus.keys) * corpus.entry_bytes
     speed = {case: [nbytes / one.seconds / 1e9 for one in kept[case]] for case in kept}
-    cpu = {case: [one.cpu_s / count * 1e3 for one in kept[case]] for case in kept}
-    raw = [case for case in speed if case.startswith(RAW) and case != TO_FILE]
-    fastest = max(raw, key=lambda case: statistics.median(speed[case]))
-    same = {case: RAW + case.removeprefix(OURS) for case in speed if case.startswith(OURS)}
-    samples = count * len(speed[clients.auto])
-    about = {
-        **clients.about,
+    cpu_ms = {case: [one.cpu_s / count * 1e3 for one in kept[case]] for case in kept}
+    detail = {
+        **about,
         "objects": count,
         "object_bytes": corpus.entry_bytes,
         "in_flight": 16,
-        "transport": clients.auto.removeprefix(OURS),
         "cores_busy": {case: _busy(kept[case]) for case in kept},
-        "not_installed": clients.missing,
     }
 
-    def put(row: str, values: Mapping[str, Sequence[float]], note: str) -> None:
+    def put(row: str, values: Mapping[str, Sequence[float]], note: str = "") -> None:
         if row in plan.reaches:
+            samples = count * len(kept[OURS])
             name = f"{plan.name}.{row}"
-            context.report_median(
-                name, values, clients.auto, samples=samples, note=note, detail=about
-            )
+            context.report_median(name, values, OURS, samples=samples, note=note, detail=detail)
 
     def over(values: Mapping[str, Sequence[float]], other: str) -> dict[str, list[float]]:
-        cases = (*same, TO_FILE) if other != TO_FILE else tuple(same)
-        return {case: measure.ratios(values[case], values[other]) for case in cases}
+        return {
+            case: measure.ratios(values[case], values[other])
+            for case in (TO_FILE, OURS)
+            if case != other
+        }
 
-    put("ratio_to_raw", over(speed, fastest), f"{clients.auto} over the fastest, {fastest}")
-    put("ratio_to_files", over(speed, TO_FILE), f"{clients.auto} over {TO_FILE}")
-    put("gb_per_s", speed, _note(clients))
-    against = {case: measure.ratios(cpu[case], cpu[other]) for case, other in same.items()}
-    against[TO_FILE] = measure.ratios(cpu[TO_FILE], cpu[f"{RAW}obstore"])
-    put("cpu_ratio_to_raw", against, f"{clients.auto} over {clients.raw}")
-    put("cpu_ratio_to_files", over(cpu, TO_FILE), f"{clients.auto} over {TO_FILE}")
+    put("ratio_to_raw", over(speed, RAW), f"over {RAW}")
+    put("ratio_to_files", over(speed, TO_FILE), f"over {TO_FILE}")
+    put("gb_per_s", speed)
+    put("cpu_ratio_to_raw", over(cpu_ms, RAW), f"over {RAW}")
+    put("cpu_ratio_to_files", over(cpu_ms, TO_FILE), f"over {TO_FILE}")
     for row in ("cpu_ms", "cpu_ms_per_object"):
-        put(row, cpu, _note(clients))
-
-
-def _note(clients: Clients) -> str:
-    missing = [f"no {client}: {why}" for client, why in clients.missing.items()]
-    return "; ".join([clients.auto, *missing])
+        put(row, cpu_ms)
 
 
 def _busy(rounds: Sequence[Sample]) -> float:
@@ -253,17 +206,6 @@ FETCH = Plan(
 )
 
 
-def far(latency_ms: int) -> Bench:
-    """The same with a bucket that is far away."""
-    return Plan(
-        f"fetch{latency_ms}",
-        {"ratio_to_raw": ">= 0.8", "gb_per_s": None},
-        # 8 waves of 16: fewer, since each takes the latency; whole ones, so that all end alike.
-        objects=128,
-        latency_s=latency_ms / 1000,
-    ).bench
-
-
 BENCH = FETCH.bench
 SMALL = Plan(
     "fetch_8kb",
@@ -272,7 +214,6 @@ SMALL = Plan(
     objects_quick=64,
     rows=4,
     width=1024,
-    all_clients=False,
 ).bench
 LARGE = Plan(
     "fetch_30mb",
@@ -286,5 +227,4 @@ LARGE = Plan(
     objects=32,
     objects_quick=4,
     rows=2816,
-    all_clients=False,
 ).bench

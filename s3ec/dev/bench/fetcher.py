@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import statistics
 import time
@@ -11,11 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from s3ec import codec
-from s3ec.dev.bench.context import CannotMeasureError
 from s3ec.dev.bench.corpus import Corpus
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
-from s3ec.store.open import choose_transport
 from s3ec.tier import OpenEntry
 
 # How often the main thread looks for news, as a scheduler does at its steps.
@@ -24,28 +21,15 @@ _TIMEOUT_S = 120.0
 _REPEATS = 25
 
 
-def transports(corpus: Corpus, cache_dir: Path) -> tuple[list[str], str]:
-    """Those that are installed, and the one that ``auto`` takes.
-
-    Raises:
-        CannotMeasureError: obstore is not installed.
-    """
-    auto = choose_transport(corpus.settings(cache_dir, "auto"))
-    if auto.name != "obstore":
-        raise CannotMeasureError(auto.reason)
-    extra = ["aioboto3"] if importlib.util.find_spec("aioboto3") else []
-    return [*extra, auto.name], auto.name
-
-
 class Fetcher:
     """A Node over the corpus; nothing of it but the prefetcher is at work."""
 
-    def __init__(self, corpus: Corpus, cache_dir: Path, transport: str) -> None:
+    def __init__(self, corpus: Corpus, cache_dir: Path) -> None:
         self.corpus = corpus
         # Else a server that this machine is too busy for counts as down after 1.5 s.
         patient = {"defer_timeout_s": _TIMEOUT_S}
-        settings = corpus.settings(cache_dir, transport).model_copy(update=patient)
-        self.node = Node(settings, corpus.namespace, name=f"s3ec-bench-{transport}")
+        settings = corpus.settings(cache_dir).model_copy(update=patient)
+        self.node = Node(settings, corpus.namespace, name="s3ec-bench")
         self._entries: list[OpenEntry] = []
         for key in corpus.keys:  # as a reader of the bucket's index knows them
             self.node.index.add(key, corpus.entry_bytes)

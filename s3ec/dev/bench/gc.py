@@ -55,7 +55,7 @@ def run(context: Context) -> None:
     names = [f"{source.getrandbits(256):064x}" for _ in range(count)]
     with contextlib.ExitStack() as stack:
         server, made = stack.enter_context(filled(context, 1))
-        corpus = stack.enter_context(Corpus(made.settings(context.scratch / "tier", "auto")))
+        corpus = stack.enter_context(Corpus(made.settings(context.scratch / "tier")))
         layout = Layout(made.namespace.name)
         objects = [f"{layout.objects}{name[:2]}/{name}.safetensors" for name in names]
 

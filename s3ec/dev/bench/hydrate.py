@@ -79,34 +79,33 @@ def run(context: Context, *, objects: int | None = None) -> None:
             Key=f"{corpus.namespace.name}/namespace.json",
             Body=corpus.namespace.to_json(),
         )
-        cases, missing = _cases(corpus, context.scratch / "copies", stack)
+        cases = _cases(corpus, context.scratch / "copies", stack)
         context.say(f"{context.rounds(_ROUNDS)} rounds of {count} objects")
         kept = measure.interleave(cases, rounds=context.rounds(_ROUNDS))
-    report(context, corpus, kept, missing)
+    report(context, corpus, kept)
 
 
-def _cases(
-    corpus: Corpus, folder: Path, stack: ExitStack
-) -> tuple[dict[str, Callable[[], Sample]], dict[str, str]]:
-    """A round of each client, and why others are not there."""
+def _cases(corpus: Corpus, folder: Path, stack: ExitStack) -> dict[str, Callable[[], Sample]]:
+    """A round of each client."""
     from s3ec.corpus import Corpus as Opened
-    from s3ec.dev.bench import raw_loops
+    from s3ec.dev.bench.raw_loops import RawLoop
 
-    loops, missing = raw_loops.open_loops(corpus, folder)
-    for loop in loops.values():
-        stack.callback(loop.close)
-    opened = stack.enter_context(Opened(corpus.settings(folder, "auto")))
+    loop = RawLoop(corpus, folder)
+    threads = RawLoop(corpus, folder, in_threads=True)
+    for each in (loop, threads):
+        stack.callback(each.close)
+    opened = stack.enter_context(Opened(corpus.settings(folder)))
 
     def hydrate() -> None:
         found = opened.hydrate(namespace=corpus.namespace.name)
         if found.fetched != len(corpus.keys):
             raise RuntimeError(f"{found.fetched} entries came: {found.stopped}")
 
-    def case(work: Callable[[], None]) -> Callable[[], Sample]:
-        return lambda: _sample(folder, work)
-
-    cases = {f"raw {name}": case(loop.fetch) for name, loop in loops.items()}
-    return {**cases, _OURS: case(hydrate)}, missing
+    return {
+        "raw obstore": lambda: _sample(folder, loop.fetch),
+        "raw obstore in threads": lambda: _sample(folder, threads.fetch),
+        _OURS: lambda: _sample(folder, hydrate),
+    }
 
 
 def _sample(folder: Path, work: Callable[[], None]) -> Sample:
@@ -142,9 +141,7 @@ def _sync(folder: Path) -> None:
         os.close(fd)
 
 
-def report(
-    context: Context, corpus: Corpus, kept: dict[str, list[Sample]], missing: dict[str, str]
-) -> None:
+def report(context: Context, corpus: Corpus, kept: dict[str, list[Sample]]) -> None:
     """Report all rows from the rounds of all clients."""
     figures: dict[str, Callable[[Sample], float]] = {
         "ratio_to_raw": lambda one: 1 / one.synced_s,
@@ -172,7 +169,6 @@ def report(
                 "in_flight": 16,
                 "seconds": _medians(kept, lambda one: one.seconds),
                 "synced_s": _medians(kept, lambda one: one.synced_s),
-                "not_installed": missing,
             },
         )
 

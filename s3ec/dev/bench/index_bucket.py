@@ -69,7 +69,7 @@ def measure_in_bucket(context: Context, server: LocalS3, corpus: Corpus, made: M
 
 def _settings(corpus: Corpus, cache_dir: Path) -> Settings:
     """All by default."""
-    return corpus.settings(cache_dir, "auto")
+    return corpus.settings(cache_dir)
 
 
 @contextmanager
