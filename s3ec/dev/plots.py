@@ -29,7 +29,6 @@ RAG_COLOURS = {
     2: "#56a0d3",
     3: _BLUE,
     4: "#00875f",
-    6: _ORANGE,
 }
 
 

@@ -31,14 +31,12 @@ from s3ec.cli.options import JsonOption, option
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
-    Command,
     epilog,
     print_json,
     stdout_to_stderr,
     table,
 )
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result, Row, Spec
-from s3ec.errors import ConfigError
 
 Say = Callable[[str], None]
 
@@ -97,6 +95,7 @@ class Entry:
     example: tuple[str, str] = ("--quick", "does it still run?")
 
 
+_DEVICE = _given(Literal["cpu", "cuda"], "cpu", "--device", "cpu|cuda", "Device of the engines.")
 _SEED = _given(int, 0, "--seed", "S", "Seed of the random draws.", min=0)
 ENTRIES: dict[str, Entry] = {
     "hooks": Entry("Time the scheduler's hooks, compared with vLLM's own ECExampleConnector.", 60),
@@ -129,7 +128,7 @@ ENTRIES: dict[str, Entry] = {
         alone=True,
     ),
     "rag": Entry(
-        "Questions over document images: vLLM alone, with s3ec, and with ECExampleConnector.",
+        "Questions over document images: vLLM alone, with another manager, and with s3ec.",
         720,
         alone=True,
         options={
@@ -153,35 +152,19 @@ ENTRIES: dict[str, Entry] = {
             ),
             "configs": _given(
                 *(Any, None, "--configs", "N,..."),
-                "Numbers of the configurations; all five if left out.",
-                parser=_numbers((1, 2, 3, 4, 6), "configurations are 1, 2, 3, 4 and 6"),
+                "Numbers of the configurations; all four if left out.",
+                parser=_numbers((1, 2, 3, 4), "configurations are 1, 2, 3 and 4"),
             ),
-            "object_mb": _given(
-                *(Literal["2.75", "8.8", "30", "67"], "2.75", "--object-mb", "MB"),
-                "Size of an embedding: 2.75 (on a GPU with a real encoder), 8.8, 30 or 67.",
-            ),
-            "device": _given(
-                *(Literal["cpu", "cuda"], "cpu", "--device", "cpu|cuda"),
-                "Device of the engines.",
-            ),
-            "warm": (
-                Annotated[
-                    bool,
-                    typer.Option(
-                        "--warm",
-                        help="Hits on a warm disk, compared with ECExampleConnector; "
-                        "only --device goes with it.",
-                    ),
-                ],
-                False,
-            ),
+            "device": _DEVICE,
         },
         example=("--device cuda --configs 1,3 --factor 0.2", "two configurations, on a GPU"),
     ),
     "rag_warm": Entry(
-        "The same on a warm disk, against ECExampleConnector on a folder: `bench rag --warm`.",
+        "The same on a warm disk, against ECExampleConnector on a folder.",
         720,
         alone=True,
+        options={"device": _DEVICE},
+        example=("--device cuda", "on a GPU"),
     ),
     "weights": Entry(
         "Time the fingerprint of a 27B model's encoder, as at the start of an engine.", 20
@@ -327,7 +310,7 @@ def run_all(names: Sequence[str], *, quick: bool, say: Say) -> list[Result]:
 
 def bench_command(name: str, quick: bool) -> list[str]:
     """What runs one benchmark in a process of its own."""
-    command = [sys.executable, "-m", "s3ec", "bench", name, "--json", "-"]
+    command = [sys.executable, "-m", "s3ec", "bench", name, "--json"]
     return [*command, "--quick"] if quick else command
 
 
@@ -415,20 +398,17 @@ def _machine_line(machine: Mapping[str, Any]) -> str:
     )
 
 
-def _publish(results: Sequence[Result], whole: Result, json_file: str | None) -> None:
+def _publish(results: Sequence[Result], whole: Result, *, as_json: bool) -> None:
     """Print the tables, or the JSON; then end with 1 where a row misses its reach.
 
     Args:
         results: One for each benchmark.
         whole: All rows of these.
-        json_file: Gets the JSON; ``-`` for stdout, without tables.
+        as_json: Print the JSON.
     """
-    if json_file == _STDOUT:
+    if as_json:
         print_json(whole.to_json())
     else:
-        if json_file is not None:
-            text = json.dumps(whole.to_json(), indent=2, ensure_ascii=False)
-            Path(json_file).write_text(text + "\n", encoding="utf-8")
         for result in results:
             table(lines(result))
             typer.echo("")
@@ -438,8 +418,6 @@ def _publish(results: Sequence[Result], whole: Result, json_file: str | None) ->
 
 
 # -- the commands ----------------------------------------------------------------------------------
-
-_STDOUT = "-"
 
 app = App(
     add_completion=False,
@@ -453,26 +431,8 @@ app = App(
 )
 
 
-class BenchCommand(Command):
-    """Takes ``--json`` without a value for ``--json -``, which Typer's options cannot."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put in the value where it is left out."""
-        filled: list[str] = []
-        for argument in args:
-            if filled[-1:] == ["--json"] and argument[:1] == "-" and argument != _STDOUT:
-                filled.append(_STDOUT)
-            filled.append(argument)
-        if filled[-1:] == ["--json"]:
-            filled.append(_STDOUT)
-        return super().parse_args(ctx, filled)
-
-
 _OF_ALL = {
-    "json_file": _given(
-        *(str | None, None, "--json", "[FILE|-]"),
-        "Write the result as JSON; without a file, or with `-`, to stdout, and no table.",
-    ),
+    "as_json": (JsonOption, False),
     "quick": (
         Annotated[
             bool, typer.Option("--quick", help="Measure a few rounds only; too few for a report.")
@@ -494,16 +454,8 @@ def list_benches(as_json: JsonOption = False) -> None:
         typer.echo(f"{name:<{width}}  {entry.summary}")
 
 
-def _run(name: str, json_file: str | None, quick: bool, **options: Any) -> None:
-    """Run what a command names, and publish it. Progress goes to stderr, a line for each step.
-
-    Raises:
-        ConfigError: The JSON could not be written; said before anything is measured.
-    """
-    if json_file not in (None, _STDOUT):
-        path = Path(json_file)
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise ConfigError(f"--json: {json_file} cannot be written")
+def _run(name: str, as_json: bool, quick: bool, **options: Any) -> None:
+    """Run what a command names, and publish it. Progress goes to stderr, a line for each step."""
 
     def say(line: str) -> None:
         typer.echo(f"bench {name}: {line}", err=True)
@@ -511,16 +463,10 @@ def _run(name: str, json_file: str | None, quick: bool, **options: Any) -> None:
     if name in GROUPS:
         results = run_all(GROUPS[name][0], quick=quick, say=say)
         rows = [row for result in results for row in result.rows]
-        _publish(results, Result(name, results[0].machine, rows), json_file)
+        _publish(results, Result(name, results[0].machine, rows), as_json=as_json)
         return
-    # This option chooses other rows, and so another benchmark.
-    if name == "rag" and options.pop("warm"):
-        default = {key: value for key, (_, value) in ENTRIES[name].options.items()}
-        if any(value != default[key] for key, value in options.items() if key != "device"):
-            raise typer.BadParameter("--warm takes --device alone")
-        name, options = "rag_warm", {"device": options["device"]}
     result = run_here(name, quick=quick, say=say, **options)
-    _publish([result], result, json_file)
+    _publish([result], result, as_json=as_json)
 
 
 def _add(name: str, entry: Entry, about: str) -> None:
@@ -545,7 +491,7 @@ def _add(name: str, entry: Entry, about: str) -> None:
         (f"s3ec bench {name} {options}", purpose),
         (f"s3ec bench {name} --json | jq '.rows[] | select(.ok == false)'", "for machines"),
     )
-    app.command(name, *examples, cls=BenchCommand)(bench)
+    app.command(name, *examples)(bench)
 
 
 add_encode(app)

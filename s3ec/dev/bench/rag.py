@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench rag``: questions over document images, asked of real engines with five kinds of caches.
+"""``bench rag``: questions over document images, asked of real engines with four kinds of caches.
 
 The questions are in ``workloads.py``, the configurations and what a leg is in ``rag_rig.py``. All
 legs run in this order, twice: all first halves, a restart of every engine, all second halves. So a
-moment in which the machine is slow hits neighbours alike, and disks and mounts stay as they are.
+moment in which the machine is slow hits neighbours alike, and disks stay as they are.
 ``rag_warm.py`` compares hits on a warm disk.
 """
 
@@ -14,25 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from s3ec.dev.bench import rag_rig, workloads
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
-from s3ec.dev.bench.rag_rig import CONFIGS, DEVICE_IMAGES, ENCODERS, ON_GPU, TINY, Encoder, Leg
+from s3ec.dev.bench.context import Bench, Context, Spec
+from s3ec.dev.bench.rag_rig import CONFIGS, DEVICE_IMAGES, ON_CPU, ON_GPU, TINY, Encoder, Leg
 
-_TOTAL, _P50, _P99, _MOUNT, _LEGS = (
+_TOTAL, _P50, _P99, _LEGS = (
     "rag.total_ratio",
     "rag.ttft_p50_ratio",
     "rag.ttft_p99_ratio",
-    "rag.ratio_to_example_mount",
     "rag.legs",
 )
 ROWS = (
     Spec(_TOTAL, "ratio", "<= 0.25"),
     Spec(_P50, "ratio", "<= 0.25"),
     Spec(_P99, "ratio", "<= 1"),
-    Spec(_MOUNT, "ratio", "<= 0.5"),
     Spec(_LEGS, "1"),
 )
 # In an order that has those beside each other that are compared.
-_NUMBERS, _QUICK_NUMBERS = (1, 3, 2, 4, 6), (1, 3, 4, 6)
+_NUMBERS, _QUICK_NUMBERS = (1, 3, 2, 4), (1, 3, 4)
 _LATENCIES_MS, _QUICK_LATENCIES_MS = (0, 20, 80), (0,)
 # Two documents; one in a quick run.
 _FACTOR, _QUICK_FACTOR = 2 / 135, 0.002
@@ -46,7 +44,6 @@ def run(
     latency_ms: Sequence[int] | None = None,
     clients: int = 2,
     configs: Sequence[int] | None = None,
-    object_mb: str = "2.75",
     device: str = "cpu",
 ) -> None:
     """Measure all legs.
@@ -58,25 +55,18 @@ def run(
         latency_ms: Added to each request to the bucket, one leg for each.
         clients: How many clients, each with one request at a time.
         configs: Numbers of configurations.
-        object_mb: Megabytes of an embedding, one of ``ENCODERS``.
         device: ``cpu`` or ``cuda``.
     """
     factor = factor or (_QUICK_FACTOR if context.quick else _FACTOR)
     far = latency_ms or (_QUICK_LATENCIES_MS if context.quick else _LATENCIES_MS)
     configs = configs or (_QUICK_NUMBERS if context.quick else _NUMBERS)
-    encoder = encoder_for(context, device, object_mb)
+    encoder = encoder_for(context, device)
     workload = workloads.questions(factor=factor, seed=seed)
-    whys: dict[int, str] = {}
     with rag_rig.running(context, encoder, workload, configs, far, device=device) as rig:
-        if 6 in configs:
-            try:
-                rig.mount(far)
-            except CannotMeasureError as exc:
-                whys[6] = str(exc)
         legs = [
             Leg(number, each)
             for number in _NUMBERS
-            if number in configs and number not in whys
+            if number in configs
             for each in (far if CONFIGS[number].has_bucket else (0,))
         ]
         middle = math.ceil(len(workload.requests) / 2)
@@ -87,14 +77,14 @@ def run(
                 with rig.started(leg, empty=leg.number == 3 and not half) as engine:
                     rig.ask(leg, engine, requests, clients)
     loop = f"{clients} clients, restarted in the middle"
-    report(context, legs, whys, about(workload, encoder, device, loop))
+    report(context, legs, about(workload, encoder, device, loop))
 
 
-def encoder_for(context: Context, device: str, object_mb: str = "2.75") -> Encoder:
+def encoder_for(context: Context, device: str) -> Encoder:
     """A GPU has the real one; a quick look one that takes no time."""
     if context.quick:
         return TINY
-    return ON_GPU if device == "cuda" and object_mb == "2.75" else ENCODERS[object_mb]
+    return ON_GPU if device == "cuda" else ON_CPU
 
 
 def about(workload: workloads.Workload, encoder: Encoder, device: str, loop: str) -> dict[str, Any]:
@@ -112,33 +102,22 @@ def about(workload: workloads.Workload, encoder: Encoder, device: str, loop: str
     }
 
 
-def report(
-    context: Context, legs: Sequence[Leg], whys: Mapping[int, str], about: Mapping[str, Any]
-) -> None:
+def report(context: Context, legs: Sequence[Leg], about: Mapping[str, Any]) -> None:
     """Report all rows.
 
     Args:
         context: Takes them.
         legs: What was measured.
-        whys: Number of a configuration to why it could not be.
         about: What the run was of; ``object_bytes`` is of one embedding.
     """
-    for name, ours, theirs, value in (
-        (_TOTAL, 3, 1, _seconds),
-        (_P50, 3, 1, lambda leg: leg.ttft_s(50)),
-        (_P99, 3, 1, lambda leg: leg.ttft_s(99)),
-        (_MOUNT, 4, 6, _seconds),
-    ):
-        _report_ratio(context, name, legs, (ours, theirs), value, whys)
-    report_legs(context, _LEGS, {leg.name: leg for leg in legs}, about, whys)
+    _report_ratio(context, _TOTAL, legs, lambda leg: leg.seconds)
+    _report_ratio(context, _P50, legs, lambda leg: leg.ttft_s(50))
+    _report_ratio(context, _P99, legs, lambda leg: leg.ttft_s(99))
+    report_legs(context, _LEGS, {leg.name: leg for leg in legs}, about)
 
 
 def report_legs(
-    context: Context,
-    row: str,
-    legs: Mapping[str, Leg],
-    about: Mapping[str, Any],
-    whys: Mapping[int, str] | None = None,
+    context: Context, row: str, legs: Mapping[str, Leg], about: Mapping[str, Any]
 ) -> None:
     """Report the figures of each leg, under the name that it has in the table."""
     documents = [{**leg.document(about["object_bytes"]), "name": n} for n, leg in legs.items()]
@@ -153,38 +132,27 @@ def report_legs(
         row,
         len(legs),
         samples=sum(len(leg.first_s) for leg in legs.values()),
-        detail={"about": dict(about), "legs": documents, "not_measured": dict(whys or {})},
+        detail={"about": dict(about), "legs": documents},
     )
 
 
-def _seconds(leg: Leg) -> float:
-    return leg.seconds
-
-
 def _report_ratio(
-    context: Context,
-    name: str,
-    legs: Sequence[Leg],
-    compared: tuple[int, int],
-    value: Callable[[Leg], float],
-    whys: Mapping[int, str],
+    context: Context, name: str, legs: Sequence[Leg], value: Callable[[Leg], float]
 ) -> None:
-    """One figure of a configuration over another one's, at each latency; the worst of them."""
-    ours, theirs = ([leg for leg in legs if leg.number == number] for number in compared)
-    if not ours or not theirs:
-        missing = compared[1] if ours else compared[0]
-        context.cannot(name, whys.get(missing, f"configuration {missing} was not asked for"))
+    """One figure of s3ec with an empty disk over vLLM alone, at each latency; the worst of them."""
+    ours, alone = ([leg for leg in legs if leg.number == number] for number in (3, 1))
+    if not ours or not alone:
+        context.cannot(name, f"configuration {1 if ours else 3} was not asked for")
         return
-    cases = {}
-    for leg in ours:
-        # One that no bucket slows down was measured once.
-        other = next((one for one in theirs if one.latency_ms == leg.latency_ms), theirs[0])
-        cases[f"{leg.latency_ms} ms to the bucket"] = value(leg) / value(other)
+    cases = {
+        f"{leg.latency_ms} ms to the bucket": value(leg) / value(alone[0])  # which asks no bucket
+        for leg in ours
+    }
     context.report(
         name,
         max(cases.values()),
-        samples=sum(len(leg.first_s) for leg in [*ours, *theirs]),
-        detail={"cases": cases, "note": f"({compared[0]}) over ({compared[1]}), the worst latency"},
+        samples=sum(len(leg.first_s) for leg in [*ours, *alone]),
+        detail={"cases": cases, "note": "(3) over (1), the worst latency"},
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``bench rag`` measures with: engines of eight configurations, a bucket, a folder, a mount.
+"""What ``bench rag`` measures with: engines of seven configurations, a bucket, and a folder.
 
 The bucket, a tier and a folder of vLLM's ECExampleConnector hold the same embeddings of all
 pictures before anything is measured. A leg is one configuration at one latency.
@@ -10,21 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import secrets
-import shutil
-import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import engines, measure
-from s3ec.dev.bench.context import CannotMeasureError, Context
+from s3ec.dev.bench.context import Context
 from s3ec.dev.bench.workloads import Ask, Workload
 from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
-from s3ec.payoff import GPUS, MODELS
 
 if TYPE_CHECKING:
     from s3ec.dev.rigs.engine import EngineProcess
@@ -33,7 +28,6 @@ if TYPE_CHECKING:
     from s3ec.testing.server import LocalS3
 
 _BUCKET = "rag"
-_EXAMPLE_PREFIX = "example"
 # Otherwise glibc gives a prefill's memory back to the kernel, in one engine more than in another:
 # 16 questions took 184,000 to 315,000 page faults in place of 25,000, and up to twice the time.
 _ENV = ONE_PROCESS | {
@@ -46,7 +40,6 @@ _WORDS_TOKENS = 256
 _LEAST_BATCH = 512
 # Embeddings that an engine's own cache holds.
 DEVICE_IMAGES = 8
-_MOUNT_PATIENCE_S = 20.0
 # With `wait: auto` a node that has learned nothing encodes a few pictures to learn what that costs.
 _WARM_UP, _WARM_UP_COLD = 1, 3
 _SAVES = "vllm:s3ec_saves"
@@ -60,8 +53,8 @@ class Config:
     Attributes:
         name: For people.
         manager: Class of the encoder cache's manager in ``s3ec``; None is vLLM's own.
-        store: ``memory``, ``s3ec``, or where ECExampleConnector has its files: ``folder``,
-            ``mount``, or ``copies``, a folder whose files are copied as they are loaded.
+        store: ``memory``, ``s3ec``, or how ECExampleConnector has its files: ``folder``, or
+            ``copies``, a folder whose files are copied as they are loaded.
         warm_tier: Whether the node's disk holds everything at the start, for ``s3ec``.
     """
 
@@ -73,7 +66,7 @@ class Config:
     @property
     def has_bucket(self) -> bool:
         """Whether the latency of a bucket matters."""
-        return self.store in ("s3ec", "mount")
+        return self.store == "s3ec"
 
 
 CONFIGS: Mapping[int, Config] = {
@@ -82,7 +75,6 @@ CONFIGS: Mapping[int, Config] = {
     3: Config("LRU + s3ec, empty disk", "LRUEncoderCacheManager", "s3ec"),
     4: Config("tiered + s3ec, warm disk", "TieredEncoderCacheManager", "s3ec", warm_tier=True),
     5: Config("ECExample, local folder", None, "folder"),
-    6: Config("ECExample, rclone mount", None, "mount"),
     7: Config("ECExample, one copy a load", None, "copies"),
     8: Config("LRU + s3ec, warm disk", "LRUEncoderCacheManager", "s3ec", warm_tier=True),
 }
@@ -114,20 +106,9 @@ class Encoder:
         return self.rows * self.width * (2 if self.dtype == "bfloat16" else 4)
 
 
-def _sleeping(preset: str, rows: int, width: int, like: str) -> Encoder:
-    pause_s = MODELS[like].encode_ms(GPUS["l4"], gpus=1) / 1e3
-    said = f"sleeps {pause_s * 1e3:.0f} ms, as {MODELS[like].name} on an L4 (estimate)"
-    return Encoder(preset, "float32", rows, width, pause_s, said)
-
-
-# By the megabytes of an embedding. All sleep: the first one as long as Gemma3-27B's encoder takes
-# at half its resolution on a core that does nothing else.
-ENCODERS: Mapping[str, Encoder] = {
-    "2.75": Encoder("embedding-2.75mb", "float32", 256, 2688, 1.6, "sleeps 1.6 s"),
-    "8.8": _sleeping("embedding-8.8mb", 256, 8592, "molmo-7b-d"),
-    "30": _sleeping("embedding-30mb", 1024, 7328, "pixtral-12b"),
-    "67": _sleeping("embedding-67mb", 1024, 16384, "qwen3-vl-8b"),
-}
+# It sleeps as long as Gemma3-27B's encoder takes at half its resolution on a core that does nothing
+# else.
+ON_CPU = Encoder("embedding-2.75mb", "float32", 256, 2688, 1.6, "sleeps 1.6 s")
 # As a GPU has it: at its full resolution.
 ON_GPU = Encoder("gemma3-27b", "bfloat16", 256, 5376, 0.0, "real, Gemma3-27B's")
 # For a look that takes no time.
@@ -151,7 +132,7 @@ class Leg:
         from_bucket: Embeddings that came from the bucket.
         bucket_bytes: Answered by the server, with everything that was asked of it.
         bucket_requests: How many requests that took.
-        cpu_s: Of the engines outside their encoders while they were asked, and of the mount.
+        cpu_s: Of the engines outside their encoders while they were asked.
     """
 
     number: int
@@ -291,12 +272,12 @@ class Rig:
         self._context = context
         self._encoder = encoder
         self._scratch = scratch
+        self._example = scratch / "example"
         self._stack = stack
         self._nursery = nursery
         self._server = server
         self._links = links
         self._model = model
-        self._mounts: dict[int, _Mount] = {}
         self._most_images = workload.most_images
         names = workload.names
         self._ids = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
@@ -305,17 +286,6 @@ class Rig:
         )
         self._files = dict(zip(self._ids, files, strict=True))
         self._engines = 0
-
-    def mount(self, latencies_ms: Sequence[int]) -> None:
-        """Mount the bucket once for each latency.
-
-        Raises:
-            CannotMeasureError: There is no rclone, or nothing can be mounted here.
-        """
-        for latency_ms in latencies_ms:
-            folder, url = self._scratch / f"mount-{latency_ms}", self._links[latency_ms].url
-            mount = _Mount(url, folder, self._server.env())
-            self._mounts[latency_ms] = self._stack.enter_context(mount)
 
     @contextlib.contextmanager
     def started(
@@ -363,8 +333,6 @@ class Rig:
         for name, count in after.items():
             setattr(leg, name, getattr(leg, name) + count - before[name])
         leg.from_bucket += self._from_bucket(leg, engine) - from_bucket
-        if leg.config.store == "mount":
-            leg.from_bucket = leg.allocations - leg.encodes
         leg.first_s += first_s
         leg.rounds.append((measure.percentile(first_s, 50), seconds))
         leg.seconds += seconds
@@ -373,9 +341,8 @@ class Rig:
     def _counts(self, leg: Leg, engine: EngineProcess) -> dict[str, float]:
         """By the leg's attributes."""
         work, link = engine.work(), self._links[leg.latency_ms]
-        mount = self._mounts[leg.latency_ms].cpu_s if leg.config.store == "mount" else 0.0
         return {
-            "cpu_s": work["cpu_s"] + mount,
+            "cpu_s": work["cpu_s"],
             "encodes": int(work["encodes"]),
             "encode_s": work["encode_s"],
             "allocations": int(work["allocations"]),
@@ -447,16 +414,13 @@ class Rig:
                 "cache_dir": str(self._scratch / folder),
             }
             return ec_config(role, settings, ec_connector_module_path="s3ec.connector")
-        path = self._scratch / _EXAMPLE_PREFIX
-        if config.store == "mount":
-            path = self._mounts[latency_ms].path
         names = {"ec_connector": "ECExampleConnector"}
         if config.store == "copies":
             names = {
                 "ec_connector": "CopyingExampleConnector",
                 "ec_connector_module_path": "s3ec.dev.rigs.copying_example",
             }
-        return ec_config(role, {"shared_storage_path": str(path)}) | names
+        return ec_config(role, {"shared_storage_path": str(self._example)}) | names
 
     def fill(self, stores: set[str]) -> None:
         """Have all pictures encoded once; bucket, tier and folder then hold the same."""
@@ -474,9 +438,9 @@ class Rig:
             )
         if stores - {"memory", "s3ec"}:
             self._context.say("writing the same for ECExampleConnector")
-            self._copy_for_example(to_bucket="mount" in stores)
+            self._copy_for_example()
 
-    def _copy_for_example(self, *, to_bucket: bool) -> None:
+    def _copy_for_example(self) -> None:
         """The bucket's embeddings in the files that vLLM's ECExampleConnector reads."""
         import torch
         from safetensors.torch import save_file
@@ -494,93 +458,6 @@ class Rig:
             shape = header.shape
             values = bytearray(blob[header.data_start :])
             tensor = torch.frombuffer(values, dtype=getattr(torch, shape.dtype))
-            name = f"{_EXAMPLE_PREFIX}/{header.identifier}/encoder_cache.safetensors"
-            path = self._scratch / name
+            path = self._example / header.identifier / "encoder_cache.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file({"ec_cache": tensor.reshape(shape.rows, shape.width)}, path)
-            if to_bucket:
-                client.upload_file(str(path), _BUCKET, name)
-
-
-class _Mount:
-    """A folder of the bucket, mounted by rclone with an empty cache; a context manager.
-
-    Attributes:
-        path: Where it is.
-    """
-
-    def __init__(self, url: str, folder: Path, env: Mapping[str, str]) -> None:
-        """Nothing is mounted yet.
-
-        Args:
-            url: Of the server.
-            folder: For the mount, the cache and the log.
-            env: With the keys.
-        """
-        self.path = folder / "bucket"
-        self._folder = folder
-        remote = {
-            "TYPE": "s3",
-            "PROVIDER": "Other",
-            "ENV_AUTH": "true",
-            "ENDPOINT": url,
-            "FORCE_PATH_STYLE": "true",
-            "REGION": env["AWS_REGION"],
-        }
-        # With a bundle of certificates of its own rclone 1.60 refuses any S3 server.
-        inherited = {name: value for name, value in os.environ.items() if name != "AWS_CA_BUNDLE"}
-        settings = {f"RCLONE_CONFIG_BENCH_{name}": value for name, value in remote.items()}
-        self._env = {**inherited, **env, **settings}
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def cpu_s(self) -> float:
-        """What its process has taken of the processor."""
-        import psutil  # type: ignore[import-untyped]  # vLLM depends on it
-
-        if self._process is None:
-            return 0.0
-        times = psutil.Process(self._process.pid).cpu_times()
-        return float(times.user + times.system)
-
-    def __enter__(self) -> _Mount:
-        for tool, package in (("rclone", "rclone"), ("fusermount3", "fuse3")):
-            if shutil.which(tool) is None:
-                raise CannotMeasureError(f"{tool} is not installed: Debian has it in {package}")
-        if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-            raise CannotMeasureError("nothing can be mounted here: /dev/fuse cannot be opened")
-        self.path.mkdir(parents=True)
-        log = self._folder / "rclone.log"
-        with log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [
-                    *("rclone", "mount", f"BENCH:{_BUCKET}/{_EXAMPLE_PREFIX}", str(self.path)),
-                    *("--vfs-cache-mode", "full", "--cache-dir", str(self._folder / "cache")),
-                    *("--config", str(self._folder / "none.conf")),
-                ],
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-            )
-        end_s = time.monotonic() + _MOUNT_PATIENCE_S
-        while not os.path.ismount(self.path):
-            if self._process.poll() is not None or time.monotonic() > end_s:
-                words = log.read_text(errors="replace").strip()[-500:]
-                self.__exit__()
-                raise CannotMeasureError(f"nothing can be mounted here: {words}")
-            time.sleep(0.05)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.terminate()  # rclone unmounts
-        try:
-            process.wait(_MOUNT_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if os.path.ismount(self.path):
-            subprocess.run(["fusermount3", "-u", "-z", str(self.path)], check=False)

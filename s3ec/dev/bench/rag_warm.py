@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench rag --warm``: hits on a warm disk, beside vLLM's ECExampleConnector on a local folder.
+"""``bench rag_warm``: hits on a warm disk, beside vLLM's ECExampleConnector on a local folder.
 
 The questions are those of ``bench rag``. For each encoder, with a language model and without, three
 engines run side by side: s3ec, the example, and the example with one copy a load, which is what the

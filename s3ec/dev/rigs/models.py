@@ -54,8 +54,6 @@ class _Gemma3Shape:
 GEMMA3_PRESETS = {
     "tiny": _Gemma3Shape(64, 64, 2, 2, 128, image_size=224, image_tokens=64),
     "embedding-2.75mb": _Gemma3Shape(2688, 64, 2, 2, 128, 224, image_tokens=256, text_mlp=16),
-    "embedding-8.8mb": _Gemma3Shape(8592, 64, 2, 2, 128, 224, image_tokens=256, text_mlp=32),
-    "embedding-30mb": _Gemma3Shape(7328, 64, 2, 2, 128, 448, image_tokens=1024, text_mlp=32),
     "embedding-67mb": _Gemma3Shape(16384, 64, 2, 2, 128, 448, image_tokens=1024, text_mlp=32),
     "encoder-27b": _Gemma3Shape(5376, 1152, 27, 16, 4304, image_size=448, image_tokens=256),
     "gemma3-27b": _Gemma3Shape(5376, 1152, 27, 16, 4304, image_size=896, image_tokens=256),

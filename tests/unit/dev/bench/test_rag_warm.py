@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``bench rag --warm`` makes of its rounds."""
+"""What ``bench rag_warm`` makes of its rounds."""
 
 from __future__ import annotations
 
