@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """All settings, parsed once at start-up into frozen data that knows where each value came from.
 
-Precedence: the JSON of ``ec_connector_extra_config`` (or ``--config`` of the command line),
-then ``S3EC_NAME`` variables, then the file that ``S3EC_CONFIG`` names, then the default.
+Precedence: the JSON of ``ec_connector_extra_config`` (or ``--config`` of the command line), then
+``S3EC_NAME`` variables, then the default.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import os
 import sys
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from pydantic import ValidationError
@@ -23,7 +20,6 @@ from pydantic import ValidationError
 from s3ec.errors import ConfigError
 from s3ec.settings import ENV_PREFIX, OF_S3, Settings, parse_url
 
-CONFIG_FILE_VARIABLE = "S3EC_CONFIG"
 # The value of `bucket` where none was given and none is needed.
 _NO_BUCKET = "no-bucket-given"
 _CREDENTIAL_WORDS = (
@@ -33,6 +29,17 @@ _CREDENTIAL_WORDS = (
     "session_token",
     "password",
     "credential",
+)
+# Beginnings of pydantic's kinds of errors, and what is said in place of its own words.
+_REASONS = (
+    ("byte_size", "no size; write it as `50GiB`, `500MB` or a number of bytes"),
+    ("extra_forbidden", "no such key, and no key holds credentials; see docs/regions.md"),
+    ("int_", "no whole number; write it as digits, such as 16"),
+    ("float_", "no number; write it as digits, such as 2.5"),
+    ("finite_number", "no finite number; write it as digits, such as 2.5"),
+    ("bool_", "neither true nor false; write one of the two"),
+    ("string_type", "no text; write it in quotes"),
+    ("path_type", "no text; write a path in quotes"),
 )
 _CHAIN = (
     "use the SDK's chain: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, a "
@@ -64,7 +71,7 @@ def load_settings(
     """Read the settings of this process.
 
     Args:
-        extra: The JSON that wins over environment and file, or None.
+        extra: The JSON that wins over the environment, or None.
         origin: What messages call this JSON.
         options: Settings that win over the JSON: those options of a command line that were given.
         as_arguments: The options are arguments of a call in Python, and messages say so.
@@ -77,16 +84,14 @@ def load_settings(
     """
     given = dict(extra or {})
     for name in given:
-        _refuse_credentials(str(name), origin, "vLLM logs its whole configuration")
+        _refuse_credentials(str(name), origin)
         _refuse_unknown(str(name), origin)
-    file, file_values = _read_file()
     _refuse_misspelt_variables()
     options_label = "argument" if as_arguments else "option"
     sources = [
         (options_label, options or {}),
         (origin, given),
         ("env", _read_environment()),
-        (f"file {file}", file_values),
     ]
     merged: dict[str, Any] = {}
     origins = dict.fromkeys(Settings.model_fields, "default")
@@ -118,8 +123,8 @@ def _spelt(name: str, label: str) -> str:
 def _give_way(below: dict[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Where options name the corpus in another form, remove that name from the settings below.
 
-    Only options do that: whoever types one wants another corpus this time. A file or variable
-    that contradicts the JSON of a fleet is a mistake, and is refused.
+    Only options do that: whoever types one wants another corpus this time. A variable that
+    contradicts the JSON of a fleet is a mistake, and is refused.
 
     Returns:
         The names that were removed.
@@ -170,31 +175,11 @@ def _read_environment() -> dict[str, str]:
     return {name: given[variable] for name, variable in names.items() if variable in given}
 
 
-def _read_file() -> tuple[str, dict[str, Any]]:
-    path = os.environ.get(CONFIG_FILE_VARIABLE, "")
-    if not path:
-        return "", {}
-    if not Path(path).is_file():
-        raise ConfigError(f"{CONFIG_FILE_VARIABLE} names {path}, which is not a file")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.endswith(".toml") else json.loads(text.strip() or "{}")
-        if not isinstance(values, dict):
-            raise TypeError(f"it holds a {type(values).__name__}")
-    except (OSError, ValueError, TypeError, RecursionError) as exc:
-        raise ConfigError(
-            f"cannot read {path} ({CONFIG_FILE_VARIABLE}) as a table of settings: {exc}"
-        ) from exc
-    for name in values:
-        _refuse_credentials(name, f"file {path}", "no setting holds any")
-        _refuse_unknown(name, f"file {path}")
-    return path, values
-
-
-def _refuse_credentials(name: str, origin: str, because: str) -> None:
+def _refuse_credentials(name: str, origin: str) -> None:
     if _is_credential(name):
         raise ConfigError(
-            f"`{name}` in {origin}: credentials are not accepted here, because {because}; {_CHAIN}",
+            f"`{name}` in {origin}: credentials are not accepted here, because vLLM logs its whole "
+            f"configuration; {_CHAIN}",
             field=name,
         )
 
@@ -236,7 +221,7 @@ def _refuse_misspelt_variables() -> None:
     """
     for variable in os.environ:
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if not variable.startswith(ENV_PREFIX) or name == "config":
+        if not variable.startswith(ENV_PREFIX):
             continue
         _refuse_credential_variable(variable)
         near = _nearest(name, cutoff=0.85)
@@ -266,15 +251,14 @@ def _readable(exc: ValidationError, origins: Mapping[str, str], as_arguments: bo
                 places = f"as the argument `bucket`, or as {ENV_PREFIX}BUCKET"
             lines.append(f"`bucket` is required, or `url` for a corpus outside S3; set it {places}")
         else:
-            if error["type"].startswith("byte_size"):
-                reason = "no size; write it as `50GiB`, `500MB` or a number of bytes"
-            if error["type"] == "extra_forbidden":
-                reason = "no such key, and no key holds credentials; see docs/regions.md"
+            kind = error["type"]
+            reason = next((ours for start, ours in _REASONS if kind.startswith(start)), reason)
+            reason = reason.replace("Input should be", "it must be")
             label = f"`{field}`"
             for inner in error["loc"][1:]:  # the number of a replica, and its key
                 label += f" {inner + 1}" if isinstance(inner, int) else f", `{inner}`"
-            kind = type(error["input"]).__name__
-            lines.append(f"{label} ({kind}, from {origins.get(field, '?')}): {reason}")
+            given = type(error["input"]).__name__
+            lines.append(f"{label} ({given}, from {origins.get(field, '?')}): {reason}")
     separator = " " if len(lines) == 1 else "\n  "
     return ConfigError(f"bad settings:{separator}{separator.join(lines)}", field=field)
 

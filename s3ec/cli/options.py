@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PANEL = "Settings (then S3EC_* variables, then the file that S3EC_CONFIG names)"
+_PANEL = "Settings (then S3EC_* variables)"
 _MAX_CONFIG_BYTES = 2**20
 _DURATION = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(min|h|d|w)")
 _UNITS_S = {"min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

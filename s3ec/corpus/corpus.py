@@ -86,8 +86,7 @@ class Corpus(OpenBucket):
         """Open the corpus that arguments and settings name. This sends no request.
 
         Values come from the same places as on the command line. An argument overrides ``settings``,
-        ``settings`` override ``S3EC_*`` variables, and these override the file that ``S3EC_CONFIG``
-        names. Credentials come from the SDK's own chain.
+        and ``settings`` override ``S3EC_*`` variables. Credentials come from the SDK's own chain.
 
         Args:
             settings: Settings by name, as in ``ec_connector_extra_config``; or a loaded

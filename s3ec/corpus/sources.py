@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import glob
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -290,8 +291,8 @@ def _item_of_line(line: bytes, folder: Path, options: ReadOptions) -> SourceItem
     if len(line) > _MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {_MAX_LINE_BYTES} bytes")
     try:
-        # pandas writes a gap as NaN, which is no JSON for others.
-        rest = json.loads(line, parse_constant=lambda _: None)
+        # pandas writes a gap as NaN, which is no JSON for others. No more is 1e999, read as infinity.
+        rest = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
     except (ValueError, RecursionError) as exc:
         raise ValueError(f"it is no JSON ({exc})") from exc
     if not isinstance(rest, dict):
@@ -308,6 +309,11 @@ def _item_of_line(line: bytes, folder: Path, options: ReadOptions) -> SourceItem
         raise ValueError(f"`modality` is one of {', '.join(MODALITIES)}")
     extra = {key: value for key, value in rest.items() if value is not None}
     return SourceItem(document, page, uri, extra, modality, options)
+
+
+def _finite(digits: str) -> float | None:
+    value = float(digits)
+    return value if math.isfinite(value) else None
 
 
 def _document(rest: dict[str, Any]) -> str:

@@ -389,12 +389,19 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(f"the SDK's shared configuration cannot be used: {exc}") from exc
     if not settings.allow_http and is_plain_http_elsewhere(endpoint_url):
         raise ConfigError(f"`allow_http`: {_not_encrypted(settings)}", field="allow_http")
+    region = settings.region
+    if region is None:
+        region = core.get_config_variable("region")
     try:
-        if settings.region == "":  # which botocore's pattern fits
+        if region == "":  # which botocore's pattern fits
             raise InvalidRegionError(region_name="")
-        validate_region_name(settings.region)
+        validate_region_name(region)
     except InvalidRegionError as exc:
-        raise ConfigError("`region` is not a region's name", field="region") from exc
+        source = " (of AWS_DEFAULT_REGION or the profile)" if settings.region is None else ""
+        raise ConfigError(
+            f"`region`{source} is not a region's name; write one such as us-east-1, or unset it",
+            field="region",
+        ) from exc
     check_roots(settings, core)
     proxy_for(endpoint_url or "https://s3.amazonaws.com")
 

@@ -11,15 +11,13 @@ import json
 import os
 import re
 import struct
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from botocore.exceptions import ClientError
 
 from s3ec import codec
-from s3ec.config import CONFIG_FILE_VARIABLE, load_settings
+from s3ec.config import load_settings
 from s3ec.corpus.catalog_file import decode_part, encode_part, to_rows
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import (
@@ -294,25 +292,6 @@ def settings(data: bytes) -> None:
     )
 
 
-def settings_file(data: bytes) -> None:
-    """The file that S3EC_CONFIG names: JSON, or TOML after a first byte ``t``."""
-    toml = data[:1] == b"t"
-    with tempfile.TemporaryDirectory(prefix="s3ec-fuzz-") as folder:
-        path = Path(folder, "settings.toml" if toml else "settings.json")
-        path.write_bytes(data[1:] if toml else data)
-        before = os.environ.get(CONFIG_FILE_VARIABLE)
-        os.environ[CONFIG_FILE_VARIABLE] = str(path)
-        try:
-            load_settings({"bucket": "corpus", "cache_dir": "/cache"})
-        except ConfigError:
-            return
-        finally:
-            if before is None:
-                del os.environ[CONFIG_FILE_VARIABLE]
-            else:
-                os.environ[CONFIG_FILE_VARIABLE] = before
-
-
 def places(data: bytes) -> None:
     """URLs, endpoints, prefixes and references, from settings and the command line."""
     text = data.decode("utf-8", "replace")
@@ -382,7 +361,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
             usage,
             news,
             settings,
-            settings_file,
             places,
             request_body,
             error_text,

@@ -20,11 +20,10 @@ TRANSFER = {
 
 
 def test_show_names_value_and_origin_of_every_setting(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "s3ec.toml"
-    file.write_text('region = "eu-north-1"\nbucket = "from-file"\n')
-    monkeypatch.setenv("S3EC_CONFIG", str(file))
+    monkeypatch.setenv("S3EC_REGION", "eu-north-1")
+    monkeypatch.setenv("S3EC_BUCKET", "from-env")
     monkeypatch.setenv("S3EC_PREFIX", "team")
     config = json.dumps({"cache_bytes": "2GiB", "prefix": "json"})
     found = cli.json("config", "show", "--config", config, "--bucket", "mine")["settings"]
@@ -32,7 +31,7 @@ def test_show_names_value_and_origin_of_every_setting(
     assert found["bucket"] == {"value": "mine", "origin": "--bucket"}
     assert found["prefix"] == {"value": "json", "origin": "--config"}
     assert found["cache_bytes"] == {"value": 2 * 2**30, "origin": "--config"}
-    assert found["region"] == {"value": "eu-north-1", "origin": f"file {file}"}
+    assert found["region"] == {"value": "eu-north-1", "origin": "env S3EC_REGION"}
     assert found["transport"] == {"value": "auto", "origin": "default", "chosen": "obstore"}
     text = cli("config", "show", "--bucket", "mine").stdout
     assert "env S3EC_PREFIX" in text

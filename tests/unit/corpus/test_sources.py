@@ -295,12 +295,12 @@ def test_long_list_is_not_held_in_memory(tmp_path: Path) -> None:
 
 def test_gaps_and_floats_of_pandas_are_understood(tmp_path: Path) -> None:
     rows = [
-        '{"id": "a", "path": "a.pdf", "page": 4.0, "score": NaN, "deep": [NaN, 1]}',
-        '{"id": "b", "path": "b.mp3", "page": NaN}',
+        '{"id": "a", "path": "a.pdf", "page": 4.0, "score": NaN, "deep": [NaN, 1, 1e999]}',
+        '{"id": "b", "path": "b.mp3", "page": NaN, "score": -1e999}',
     ]
     first, second = open_source(str(write_lines(tmp_path / "list.jsonl", *rows)))
-    assert (first.document, first.page, first.extra) == ("a", 4, {"deep": [None, 1]})
-    assert (second.page, second.modality) == (None, "audio")
+    assert (first.document, first.page, first.extra) == ("a", 4, {"deep": [None, 1, None]})
+    assert (second.page, second.modality, second.extra) == (None, "audio", {})
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,19 @@ def test_plain_http_of_the_sdks_own_configuration_needs_leave_too(
     check_settings(offline(**asked, allow_http=True))
 
 
+@pytest.mark.parametrize("region", ["", " ", "us_east"])
+def test_a_region_of_the_environment_that_is_none_is_named_with_its_variable(
+    region: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", region)
+    with pytest.raises(
+        ConfigError, match=r"`region` \(of AWS_DEFAULT_REGION .*us-east-1"
+    ) as caught:
+        check_settings(offline())
+    assert caught.value.field == "region"
+    check_settings(offline(region="eu-west-1"))
+
+
 def test_plain_http_of_a_profiles_services_is_found_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
