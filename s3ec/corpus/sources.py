@@ -291,7 +291,7 @@ def _item_of_line(line: bytes, folder: Path, options: ReadOptions) -> SourceItem
     if len(line) > _MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {_MAX_LINE_BYTES} bytes")
     try:
-        # pandas writes a gap as NaN, which is no JSON for others. No more is 1e999, read as infinity.
+        # pandas writes a gap as NaN, which is no JSON for others. 1e999 would be read as infinity.
         rest = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
     except (ValueError, RecursionError) as exc:
         raise ValueError(f"it is no JSON ({exc})") from exc
