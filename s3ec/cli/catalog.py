@@ -210,7 +210,7 @@ def export(
 
     DuckDB, pandas, Polars and Spark read it, and query it with SQL.
     """
-    from s3ec.corpus.catalog_query import export_table
+    from s3ec.corpus.catalog_file import export_table
 
     if path.suffix.lower() != ".parquet":
         raise ConfigError(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -28,11 +28,6 @@ from s3ec.cli.output import (
     safe,
     show,
 )
-from s3ec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from s3ec.corpus import Corpus, CorpusEntry
-    from s3ec.corpus.hydrate import Wanted
 
 # As many problems are named for people; --json names all.
 _SHOWN = 20
@@ -60,9 +55,6 @@ def hydrate(
             "Only these entries: a file with an identifier or a label on each line, or -.",
         ),
     ] = None,
-    where: Annotated[
-        str | None, option("--where", "SQL", "Only entries whose catalogue row matches.")
-    ] = None,
     rate_limit: Annotated[
         str | None, option("--rate-limit", "SIZE", "Bytes per second, such as `100MB`.")
     ] = None,
@@ -70,19 +62,19 @@ def hydrate(
 ) -> None:
     """Fetch entries into this node's disk tier before engines request them, and check every byte.
 
-    Fetches everything in the namespace, or the entries of --ids or --where, in their order. It
-    evicts nothing: when the tier is full, it leaves out the rest. An entry that is there already
-    costs no request, so the next run resumes after an interruption. Engines may run meanwhile.
+    Fetches everything in the namespace, or the entries of --ids, in their order. It evicts nothing:
+    when the tier is full, it leaves out the rest. An entry that is there already costs no request,
+    so the next run resumes after an interruption. Engines may run meanwhile.
 
     Exits with 3 if a requested entry is not on this node afterwards.
     """
-    if ids is not None and where is not None:
-        raise ConfigError("`--ids` and `--where` do not go together; give one of them")
     rate = optional(size_bytes, rate_limit, "rate_limit")
     given = None if ids is None else lines_of(ids)
     with source.with_options(cache).corpus() as corpus:
         name = choice.within(corpus)
-        wanted = _wanted(corpus, name, given, where)
+        wanted = (
+            None if given is None else [entry_of(corpus, name, each, full=True) for each in given]
+        )
         with counting("hydrating", in_bytes=True, resume=RESUMES) as report:
             found = corpus.hydrate(
                 wanted, namespace=name, rate_limit_bytes_per_s=rate, report=report
@@ -116,20 +108,3 @@ def hydrate(
             print_note(f"{more:,} more; --json names all of them")
     if found.status != "complete":
         raise typer.Exit(EXIT_PARTIAL)
-
-
-def _wanted(
-    corpus: Corpus,
-    namespace: str,
-    ids: list[str] | None,
-    where: str | None,
-) -> list[str | CorpusEntry | Wanted] | None:
-    """What the options name, the most wanted first; None for everything."""
-    from s3ec.corpus.hydrate import of_catalog
-
-    if where is not None:
-        rows = corpus.catalog(namespace).rows(where)
-        return list(of_catalog(rows, corpus.tenant))
-    if ids is None:
-        return None
-    return [entry_of(corpus, namespace, text, full=True) for text in ids]

@@ -42,7 +42,7 @@ def register(app: App) -> None:
     app.command(
         "export",
         ("s3ec export /media/disk/corpus", "everything of the newest namespace"),
-        ("s3ec export corpus --where \"document LIKE '%/manuals/%'\"", "a part of it"),
+        ("s3ec export corpus --ids names.txt", "a part of it"),
     )(with_namespace(export))
     app.command(
         "import",
@@ -66,15 +66,6 @@ def export(
             "line, or -.",
         ),
     ] = None,
-    where: Annotated[
-        str | None,
-        option(
-            "--where",
-            "SQL",
-            "Only entries whose catalogue row matches, such as `modality = 'image' AND rows > "
-            "1000`.",
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Copy a namespace into a folder, and check every byte.
@@ -91,9 +82,7 @@ def export(
     with source.corpus() as corpus:
         name = choice.within(corpus)
         with counting("copying", resume=RESUMES) as report:
-            done = corpus.export(
-                folder, namespace=name, identifiers=identifiers, where=where, report=report
-            )
+            done = corpus.export(folder, namespace=name, identifiers=identifiers, report=report)
     _tell(done, f"from {name} to {safe(str(folder))}", as_json=as_json)
 
 

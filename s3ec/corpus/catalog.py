@@ -51,7 +51,6 @@ from s3ec.corpus.catalog_file import (
     to_table,
 )
 from s3ec.corpus.catalog_index import CatalogIndex
-from s3ec.corpus.catalog_query import select
 from s3ec.errors import (
     AccessError,
     ConfigError,
@@ -495,18 +494,9 @@ class Catalog:
         """All rows as a table of pyarrow, the newest of each document, page, modality and place."""
         return self._corpus.within(read_table, self.namespace)
 
-    def rows(self, where: str | None = None) -> Iterator[CatalogRow]:
-        """The rows, sorted by document and page unless ``where`` changes that.
-
-        Args:
-            where: A condition in SQL over the columns, such as ``modality = 'image' AND rows >
-                1000``; None for all.
-
-        Raises:
-            ConfigError: DuckDB does not take the condition, or is not installed.
-        """
-        table = self.table()
-        return to_rows(table if where is None else select(table, where))
+    def rows(self) -> Iterator[CatalogRow]:
+        """All rows, sorted by document and page."""
+        return to_rows(self.table())
 
     def find(self, document: str, page: int | None = None) -> list[CatalogRow]:
         """The rows of a document by page; with ``page`` only those of that page."""

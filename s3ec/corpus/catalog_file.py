@@ -9,8 +9,10 @@ checksum, the columns' types, and every value. What passes can be used without a
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +21,11 @@ import xxhash
 from s3ec.codec import MADE_BY, MADE_BY_CHARACTERS
 from s3ec.corpus.parquet_pages import unpacked_bytes
 from s3ec.corpus.reading import without_secrets
-from s3ec.errors import ConfigError, CorruptEntryError
+from s3ec.errors import ConfigError, CorruptEntryError, TierError
 from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, is_ulid
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import Blob
+from s3ec.tier.files import TempFile
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -526,3 +529,22 @@ def _json_problem(name: str, column: pa.ChunkedArray) -> str:
         if not isinstance(value, dict):
             return f"`{name}` is not a JSON object"
     return ""
+
+
+def export_table(table: pa.Table, path: str | os.PathLike[str]) -> None:
+    """Write a table to a Parquet file, whole or not at all.
+
+    Raises:
+        TierError: The file cannot be written.
+    """
+    import pyarrow.parquet as pq
+
+    target = Path(path)
+    try:
+        with TempFile(os.fspath(target.parent), private=False) as temp:
+            temp.close()
+            pq.write_table(table, temp.path, compression="zstd", store_schema=False)
+            os.replace(temp.path, target)
+            temp.is_named = True
+    except OSError as exc:
+        raise TierError(f"{target}: cannot be written: {exc}") from exc

@@ -258,7 +258,7 @@ class Corpus(OpenBucket):
 
     def hydrate(
         self,
-        wanted: Iterable[str | CorpusEntry | Wanted] | None = None,
+        wanted: Iterable[str | CorpusEntry] | None = None,
         *,
         namespace: str | None = None,
         model: str | None = None,
@@ -526,8 +526,8 @@ class Corpus(OpenBucket):
     ) -> PrecomputeReport:
         """Encode all pictures, pages, sounds and films of a source that are missing in the corpus.
 
-        Runs vLLM as ``ec_producer`` if there is something to encode, so it needs vLLM, duckdb,
-        pillow and pyarrow. An item counts as done when the bucket has confirmed it and the
+        Runs vLLM as ``ec_producer`` if there is something to encode, so it needs vLLM, pillow
+        and pyarrow. An item counts as done when the bucket has confirmed it and the
         catalogue has its row. A second call resumes where the first one ended, and encodes nothing
         twice. Ctrl-C saves the finished encodes and then ends the call.
 
@@ -558,7 +558,6 @@ class Corpus(OpenBucket):
         namespace: str | None = None,
         model: str | None = None,
         identifiers: Sequence[str] | None = None,
-        where: str | None = None,
         report: Report = unreported,
     ) -> Transferred:
         """Copy a namespace into a folder, and check every byte. A second call copies only missing
@@ -569,7 +568,6 @@ class Corpus(OpenBucket):
         Args:
             folder: Target folder; created if it is absent.
             identifiers: Only these entries: full identifiers, or labels as ``s3ec ls`` prints them.
-            where: Only entries whose catalogue row matches this SQL condition.
             report: Called with the number of finished entries.
 
         Returns:
@@ -587,7 +585,6 @@ class Corpus(OpenBucket):
                 *(store, layout, Path(folder)),
                 settings=self.settings,
                 identifiers=identifiers,
-                where=where,
                 report=report,
             ),
             namespace,
@@ -684,11 +681,9 @@ class Corpus(OpenBucket):
             raise _never_stored(text, argument)
         return text, key
 
-    def _wanted(self, one: str | CorpusEntry | Wanted) -> Wanted:
+    def _wanted(self, one: str | CorpusEntry) -> Wanted:
         from s3ec.corpus.hydrate import Wanted, wanted_by_name
 
-        if isinstance(one, Wanted):
-            return one
         if isinstance(one, CorpusEntry):
             return wanted_by_name(one.name, one.nbytes)
         text, key = self._key_of_one(one, "wanted")

@@ -110,11 +110,10 @@ async def export(
     *,
     settings: Settings,
     identifiers: Sequence[str] | None = None,
-    where: str | None = None,
     report: Report = unreported,
 ) -> Transferred:
     """Copy the wanted entries of a namespace into a folder; see Corpus.export."""
-    names = await _wanted_names(store, layout, identifiers, where, settings)
+    names = _wanted_names(identifiers, settings)
     await asyncio.to_thread(_begin, folder, layout)
     async with _opened(folder, settings, writes=True) as target:
         result = await _copy_namespace(store, target, layout, settings, names, report)
@@ -168,27 +167,12 @@ async def import_example(
     return copying.result
 
 
-async def _wanted_names(
-    store: Store,
-    layout: Layout,
-    texts: Sequence[str] | None,
-    where: str | None,
-    settings: Settings,
-) -> dict[str, str] | None:
+def _wanted_names(texts: Sequence[str] | None, settings: Settings) -> dict[str, str] | None:
     """Names of the chosen objects, and how the caller calls them; None for all.
 
     Raises:
-        ConfigError: A list and a condition; an identifier under which nothing is stored; a
-            condition that DuckDB does not take.
+        ConfigError: An identifier under which nothing is stored.
     """
-    if where is not None:
-        from s3ec.corpus.catalog import read_table
-        from s3ec.corpus.catalog_query import select
-
-        if texts is not None:
-            raise ConfigError("a list and `where` at once; give one of the two", field="where")
-        rows = select(await read_table(store, layout), where)
-        texts = rows.column("identifier").to_pylist()
     if texts is None:
         return None
     tenant = Tenant.read(settings.tenant_key)

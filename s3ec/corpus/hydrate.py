@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,14 +39,12 @@ from s3ec.store.base import Blob, Store, parts_as_they_come
 from s3ec.store.concurrency import Pace, for_each
 from s3ec.store.open import open_places
 from s3ec.store.places import past_bad_copies
-from s3ec.tenant import Tenant
 from s3ec.tier import Claim, Incoming, OpenEntry, Tier
 from s3ec.tier.claims import LookAgain
 from s3ec.tier.evictor import NoRoomError
 from s3ec.tier.files import is_full
 
 if TYPE_CHECKING:
-    from s3ec.corpus.catalog_file import CatalogRow
     from s3ec.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -129,18 +127,6 @@ class Hydration:
     def status(self) -> Literal["complete", "partial"]:
         """Whether all that was wanted is on this node now."""
         return "complete" if self.here + self.fetched == self.wanted else "partial"
-
-
-def of_catalog(rows: Iterable[CatalogRow], tenant: Tenant | None = None) -> Iterator[Wanted]:
-    """The entries of some rows of a catalogue, each once, in their order."""
-    seen: set[str] = set()
-    for row in rows:
-        if row.identifier in seen:
-            continue  # one picture is in several documents
-        seen.add(row.identifier)
-        key = make_key(row.identifier, tenant)
-        if key is not None:
-            yield Wanted(key, row.identifier, row.nbytes)
 
 
 def wanted_by_name(name: str, nbytes: int = 0) -> Wanted:
@@ -408,7 +394,7 @@ class _Hydrator:
                 )
             except CorruptEntryError as exc:
                 reason = exc.reason
-                if reason == "size" and nbytes:  # a catalogue may be older than it
+                if reason == "size" and nbytes:  # a listing may be older than it
                     return await self._twice(replace(one, nbytes=0), used_s)
                 log.warning("%s is unusable (attempt %d): %s", name, attempt, exc)
                 continue

@@ -25,8 +25,7 @@ from PIL import Image
 
 from s3ec import Corpus
 from s3ec.client import AsyncPictures, Pictures
-from s3ec.corpus.catalog_file import CatalogRow, to_table
-from s3ec.corpus.catalog_query import export_table
+from s3ec.corpus.catalog_file import CatalogRow, export_table, to_table
 from s3ec.dev.rigs.api_server import ApiServer
 from s3ec.dev.rigs.engine import ec_config
 from s3ec.dev.rigs.models import QWEN_VL_FAMILIES, write_qwen_vl

@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "aiobotocore": {"store": "anywhere"},
     "aiohttp": {"store": "anywhere"},
     "obstore": {"store": "anywhere", "dev": "inside"},
-    "duckdb": {"corpus": "inside"},
+    "duckdb": {},
     "pyarrow": dict.fromkeys(("cli", "client", "corpus", "middleware", "dev"), "inside"),
     "pypdfium2": {"corpus": "inside"},
     "ray": {"corpus": "inside", "dev": "inside"},

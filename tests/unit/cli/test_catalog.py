@@ -151,8 +151,6 @@ def test_catalogue_of_damaged_parts_alone(cli: Cli, corpus: Corpus) -> None:
 
 
 def test_missing_extra_is_named(cli: Cli, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "duckdb", None)
-    assert "pip install duckdb" in cli("hydrate", "--where", "rows > 1", code=2).stderr
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     for words in (["show"], ["find", "b.pdf"]):
         assert "pip install pyarrow" in cli("catalog", *words, code=2).stderr

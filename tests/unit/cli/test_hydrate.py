@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.corpus import catalog
 from s3ec.counters import Counters
 from s3ec.identity import Layout, make_key
-from s3ec.testing.server import MotoServer
 from s3ec.tier import Tier
-from tests.support.catalogues import row
 from tests.support.clock import Clock
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash, entry_bytes
@@ -137,25 +134,9 @@ def test_names_of_another_namespace_are_absent_and_what_is_never_stored_is_refus
     assert "under which nothing is stored" in result.stderr
 
 
-def test_a_query_of_the_catalogue_says_what_comes(
-    cli: Cli, namespace: str, tmp_path: Path, moto_server: MotoServer
-) -> None:
-    import s3ec
-
-    rows = [row("a.pdf", page=1, identifier=IDS[0]), row("b.pdf", page=1, identifier=IDS[1])]
-    with s3ec.Corpus.open() as opened:
-        opened.within(
-            lambda store, layout: catalog.CatalogWriter(store, layout).append(rows), namespace
-        )
-    found = cli.json("hydrate", "--where", "document = 'b.pdf'")
-    assert (found["fetched_count"], found["wanted_count"]) == (1, 1)
-    assert here(tmp_path / "s3ec-cache") == {IDS[1]}
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("--ids", "a", "--where", "b"), "`--ids` and `--where` do not go together; give one"),
         (("--ids", "not-there"), "cannot read not-there: No such file or directory"),
         (("--rate-limit", "fast"), "`--rate-limit` 'fast' is no size; write it as `10GiB`"),
     ],

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from s3ec.client.known import KnownCatalog, read_export
-from s3ec.corpus.catalog_file import CatalogRow, to_rows, to_table
+from s3ec.corpus.catalog_file import CatalogRow, export_table, to_rows, to_table
 from s3ec.corpus.catalog_index import CatalogIndex
-from s3ec.corpus.catalog_query import export_table
 from s3ec.errors import ConfigError, UnavailableError
 from tests.support.clock import Clock
 from tests.support.waiting import eventually

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from s3ec.corpus.catalog_file import to_table
-from s3ec.corpus.catalog_query import export_table
+from s3ec.corpus.catalog_file import export_table, to_table
 from tests.unit.client.conftest import WITHOUT, Server, row_of
 
 PAGE = Path(__file__).parents[3] / "docs/without-pixels.md"

@@ -26,10 +26,10 @@ from s3ec.corpus.catalog_file import (
     check_row,
     decode_part,
     encode_part,
+    export_table,
     to_rows,
 )
 from s3ec.corpus.catalog_index import CatalogIndex
-from s3ec.corpus.catalog_query import export_table, run_sql
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError, TierError
 from s3ec.identity import Layout, Namespace
@@ -412,8 +412,6 @@ def catalog(make: Make) -> Catalog:
 
 def test_catalog_is_asked_from_a_program(catalog: Catalog) -> None:
     assert [found.rows for found in catalog.rows()] == [300, 100, 200]
-    assert [found.page for found in catalog.rows("modality = 'image' AND rows > 100")] == [2]
-    assert list(catalog.rows("page IS NULL -- or so")) == [row("a.wav", modality="audio", rows=300)]
     assert [found.page for found in catalog.find("b.pdf")] == [1, 2]
     assert [found.rows for found in catalog.find("b.pdf", 2)] == [200]
     assert len(catalog.index()) == 3
@@ -432,71 +430,6 @@ def test_index_learns_what_was_appended_since(catalog: Catalog) -> None:
     catalog.append([row("new.png", sha256="f" * 64)])
     assert catalog.index().by_sha256("f" * 64) == row("new.png", sha256="f" * 64)
     assert first.by_sha256("f" * 64) is None
-
-
-@pytest.mark.parametrize(
-    "query",
-    [
-        "SELECT * FROM read_csv('/etc/passwd')",
-        "SELECT * FROM '/etc/passwd'",
-        "SELECT * FROM read_text('/etc/passwd')",
-        "SELECT * FROM glob('/*')",
-        "SELECT * FROM read_parquet('http://127.0.0.1:9/x.parquet')",
-        "SELECT * FROM sys",
-        "SET enable_external_access=true",
-        "SET python_enable_replacements=true",
-        "INSTALL httpfs",
-        "LOAD httpfs",
-        "SELEC",
-        "",
-    ],
-)
-def test_question_sees_the_catalogue_and_nothing_else(catalog: Catalog, query: str) -> None:
-    with pytest.raises(ConfigError, match="`query`") as caught:
-        run_sql(catalog.table(), query)
-    assert caught.value.field == "query"
-
-
-@pytest.mark.parametrize(
-    "statement", ["COPY catalog TO '{}'", "EXPORT DATABASE '{}'", "ATTACH '{}'"]
-)
-def test_question_writes_nothing(catalog: Catalog, tmp_path: Path, statement: str) -> None:
-    with pytest.raises(ConfigError):
-        run_sql(catalog.table(), statement.format(tmp_path / "x"))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "COPY catalog TO '.tmp/x.csv'",
-        "EXPLAIN ANALYZE COPY catalog TO '.tmp/x.csv'",
-        "PREPARE p AS COPY (SELECT 1) TO '.tmp/x.csv'; EXECUTE p",
-        "SELECT 1; COPY (SELECT 1) TO '.tmp/x.csv'; SELECT 2",
-        "EXPORT DATABASE '.tmp/x'",
-        "ATTACH '.tmp/x'",
-        "SELECT * FROM read_text('.tmp/there')",
-        "SELECT * FROM read_blob(['.tmp/there'])",
-        "SELECT * FROM glob('.tmp/*')",
-        "SET temp_directory='.tmp'",
-    ],
-)
-def test_question_sees_no_folder_for_temporary_files(
-    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
-) -> None:
-    """DuckDB lets a question use it, `.tmp` of the working folder, whatever else is off."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".tmp").mkdir()
-    (tmp_path / ".tmp/there").write_text("not for questions")
-    with pytest.raises(ConfigError):
-        run_sql(catalog.table(), statement)
-    assert [path.name for path in (tmp_path / ".tmp").iterdir()] == ["there"]
-
-
-@pytest.mark.parametrize("where", ["", "rows >", "no_column = 1", "true) UNION SELECT 1 --"])
-def test_condition_that_is_none_is_refused(catalog: Catalog, where: str) -> None:
-    with pytest.raises(ConfigError, match="`where`"):
-        list(catalog.rows(where))
 
 
 def test_export_is_plain_parquet_and_replaces_a_file(catalog: Catalog, tmp_path: Path) -> None:
@@ -530,9 +463,6 @@ def test_namespace_that_is_not_there_is_an_error(make: Make) -> None:
 
 
 def test_missing_extra_is_named(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(ConfigError, match=r"pip install duckdb"):
-        list(catalog.rows("rows > 1"))
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ConfigError, match=r"pip install pyarrow"):
         catalog.table()

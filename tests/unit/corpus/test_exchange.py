@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -149,29 +148,17 @@ def test_only_what_is_listed_is_copied_and_what_is_absent_is_named(
         assert {entry.label for entry in exported.list()} == {IDS[0], label}
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"identifiers": ["renderer0-mm-1-image-0"]}, "identifiers"),
-        ({"identifiers": [IDS[0]], "where": "rows > 1"}, "where"),
-    ],
-)
-def test_selection_that_cannot_be_meant_is_refused(
-    here: Filled, tmp_path: Path, options: dict[str, Any], field: str
-) -> None:
+def test_selection_that_cannot_be_meant_is_refused(here: Filled, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        here.corpus.export(tmp_path / "disk", **options)
-    assert caught.value.field == field
+        here.corpus.export(tmp_path / "disk", identifiers=["renderer0-mm-1-image-0"])
+    assert caught.value.field == "identifiers"
     assert not (tmp_path / "disk").exists()
 
 
-def test_a_condition_on_the_catalogue_chooses_and_the_rows_go_along(
-    here: Filled, there: Corpus, tmp_path: Path
-) -> None:
+def test_rows_of_what_is_chosen_go_along(here: Filled, there: Corpus, tmp_path: Path) -> None:
     rows = [row(f"manuals/{n}.png", identifier=identifier) for n, identifier in enumerate(IDS)]
     here.corpus.catalog().append(rows)
-    chosen = "document IN ('manuals/0.png', 'manuals/3.png')"
-    done = here.corpus.export(tmp_path / "disk", where=chosen)
+    done = here.corpus.export(tmp_path / "disk", identifiers=[IDS[0], IDS[3]])
     assert (done.copied, done.catalogued) == (2, 2)
     again = here.corpus.export(tmp_path / "disk")
     assert (again.copied, again.present, again.catalogued) == (2, 2, 2)

@@ -16,10 +16,7 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus, hydrate
-from s3ec.corpus.hydrate import (
-    Hydration,
-    of_catalog,
-)
+from s3ec.corpus.hydrate import Hydration
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, UnavailableError
 from s3ec.identity import Layout, make_key
@@ -28,7 +25,6 @@ from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import LocalKeys, Tier
 from s3ec.tier.files import is_unread, use_time_ns
-from tests.support.catalogues import row
 from tests.support.corpora import Bucket
 from tests.support.on_disk import audit_of
 from tests.support.waiting import DEADLINE_S, eventually
@@ -184,13 +180,6 @@ def test_the_least_wanted_would_be_evicted_first(rig: Rig) -> None:
     assert all(map(is_unread, times))
 
 
-def test_rows_of_the_catalogue_are_wanted_once_in_their_order() -> None:
-    rows = [row("a.pdf", identifier=IDS[1]), row("b.pdf", identifier=IDS[0], nbytes=7),
-            row("c.pdf", identifier=IDS[1])]  # fmt: skip
-    found = list(of_catalog(rows))
-    assert [(one.label, one.nbytes) for one in found] == [(IDS[1], rows[0].nbytes), (IDS[0], 7)]
-
-
 # -- what is left out --------------------------------------------------------------------------
 
 
@@ -220,8 +209,9 @@ def test_a_listing_says_how_much_was_left_out(rig: Rig) -> None:
 
 def test_what_fits_comes_whatever_another_one_claims_to_need(rig: Rig) -> None:
     rig.fill(*IDS[:3])
-    rows = [row(one, identifier=one, nbytes=NBYTES) for one in IDS[:3]]
-    found = rig.open().hydrate(of_catalog([replace(rows[0], nbytes=10**15), *rows[1:]]))
+    first, *others = (rig.open().find(one, namespace=rig.name) for one in IDS[:3])
+    assert first is not None
+    found = rig.open().hydrate([replace(first, nbytes=10**15), *filter(None, others)])
     assert (found.fetched, found.left_out, found.stopped) == (2, 1, "full")
     assert rig.is_here(*IDS[1:3])
 
@@ -255,9 +245,11 @@ def test_what_is_absent_or_damaged_is_named_and_the_rest_comes(rig: Rig) -> None
     assert len(rig.names()) == 2
 
 
-def test_an_object_that_is_larger_than_the_catalogue_knew_comes(rig: Rig) -> None:
+def test_an_object_that_is_larger_than_its_entry_says_comes(rig: Rig) -> None:
     rig.fill(IDS[0])
-    found = rig.open().hydrate(of_catalog([row(identifier=IDS[0], nbytes=100)]))
+    entry = rig.open().find(IDS[0])
+    assert entry is not None
+    found = rig.open().hydrate([replace(entry, nbytes=100)])
     assert (found.fetched, found.status) == (1, "complete")
 
 
