@@ -39,7 +39,6 @@ from s3ec.corpus.catalog_file import (
     OWN_ROWS,
     PART,
     CatalogRow,
-    Winners,
     decode_part,
     encode_part,
     free_unused,
@@ -66,8 +65,6 @@ from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store, VanishedError, 
 from s3ec.store.concurrency import in_parallel
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import pyarrow as pa
 
     from s3ec.corpus.bucket import OpenBucket
@@ -227,16 +224,26 @@ async def read_table(
         UnavailableError, AccessError: The store does not answer now, or refuses.
     """
     problems: list[CorruptEntryError] = []
-    async with aclosing(read_parts(store, layout, problem=problems.append)) as coming:
-        kept = [name for name in (*COLUMNS, PART) if name in {*KEY, PART, *columns}]
-        tables = [table.select(kept) async for _, table in coming]
-    if problems and not tables:
+    _, table = await _read_all(store, layout, columns, problems)
+    if problems and table is None:
         raise problems[0]
     for exc in problems:
         (note or log.warning)(f"this part of the catalogue is left out: {exc}")
-    if not tables:
-        return schema().empty_table().select(columns)
-    return (await asyncio.to_thread(newest, tables)).select(columns)
+    return schema().empty_table().select(columns) if table is None else table.select(columns)
+
+
+async def _read_all(
+    store: Store, layout: Layout, columns: Sequence[str], problems: list[CorruptEntryError]
+) -> tuple[list[str], pa.Table | None]:
+    """The parts that can be used, and their newest rows with ``part``; None where none can."""
+    kept = [name for name in (*COLUMNS, PART) if name in {*KEY, PART, *columns}]
+    ulids, tables = [], []
+    async with aclosing(read_parts(store, layout, problem=problems.append)) as coming:
+        async for ulid, table in coming:
+            ulids.append(ulid)
+            tables.append(table.select(kept))
+            del table
+    return ulids, await asyncio.to_thread(newest, tables) if tables else None
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -335,7 +342,7 @@ class CatalogWriter:
         that was stored again, by whoever fills the corpus meanwhile, keeps its row. An older row of
         the same document and place goes with a newer one: it is of what the document was before. A
         fold that is under way may bring rows back; they are found again by the next audit. Costs a
-        HEAD for each suspect of each part. Memory: some 100 bytes a row, and a part.
+        HEAD for each suspect. Memory: as read_table.
 
         Args:
             is_suspect: True if the entry of an identifier may be gone. Called in another thread.
@@ -348,43 +355,25 @@ class CatalogWriter:
             UnavailableError, AccessError: The store does not answer now, or refuses. No other row
                 is lost.
         """
-        store, layout = self._store, self._layout
-        winners, ulids = Winners(), []
-
-        def suspects(table: pa.Table) -> list[str]:
-            return list(filter(is_suspect, table.column("identifier").unique().to_pylist()))
 
         async def is_gone(identifier: str) -> bool:
             key = make_key(identifier, tenant)
-            return key is None or await store.head(layout.object(key)) is None
+            return key is None or await self._store.head(self._layout.object(key)) is None
 
-        any_suspect = False
-        async with aclosing(read_parts(store, layout)) as coming:
-            async for ulid, table in coming:
-                ulids.append(ulid)
-                await asyncio.to_thread(winners.add, table)
-                any_suspect = any_suspect or bool(await asyncio.to_thread(suspects, table))
-                del table
-        if not any_suspect:
+        ulids, table = await _read_all(self._store, self._layout, COLUMNS, [])
+        if table is None:
+            return 0
+        suspects = await asyncio.to_thread(_suspects, table, is_suspect)
+        looked = await in_parallel(suspects, is_gone)
+        gone = [name for name, absent in zip(suspects, looked, strict=True) if absent]
+        if not gone:
             return 0
         await self._require_deletions()
-        counts = dict(zip(ulids, winners.masks(), strict=True))
-        dropped, old = 0, []
-        # Again, since only the rows' keys were kept. All is written before anything is deleted: an
-        # older row must not count meanwhile.
-        async with aclosing(read_parts(store, layout, only=ulids)) as coming:
-            async for ulid, table in coming:
-                names = await asyncio.to_thread(suspects, table)
-                looked = await in_parallel(names, is_gone)
-                gone = [name for name, absent in zip(names, looked, strict=True) if absent]
-                left, went = await asyncio.to_thread(_without, table, counts[ulid], gone)
-                dropped += went
-                if len(left) < len(table):
-                    old.append(ulid)
-                    await self._write(left)
-                del table, left
-        await self._delete(old)
-        return dropped
+        left = await asyncio.to_thread(_without, table, gone)
+        # All is written before anything is deleted: an older row must not count meanwhile.
+        await self._write(left)
+        await self._delete(ulids)
+        return len(table) - len(left)
 
     async def _require_deletions(self) -> None:
         """Who may not delete would add a part with each fold. A name that nobody has tells."""
@@ -430,18 +419,17 @@ def _last_of_each(table: pa.Table, ulid: str) -> pa.Table:
     return newest([table.append_column(schema(part=True).field(PART), part)])
 
 
-def _without(
-    table: pa.Table, counts: npt.NDArray[np.bool_], gone: Sequence[str]
-) -> tuple[pa.Table, int]:
-    """The rows that count and are not of these entries, and how many are only not that."""
+def _suspects(table: pa.Table, is_suspect: Callable[[str], bool]) -> list[str]:
+    return list(filter(is_suspect, table.column("identifier").unique().to_pylist()))
+
+
+def _without(table: pa.Table, gone: Sequence[str]) -> pa.Table:
+    """The rows that are not of these entries."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     column = table.column("identifier")
-    is_gone = pc.is_in(column, value_set=pa.array(gone, column.type))
-    newest_rows = pa.chunked_array([pa.array(counts)])
-    left = table.filter(pc.and_not(newest_rows, is_gone))
-    return left, int(counts.sum()) - len(left)
+    return table.filter(pc.invert(pc.is_in(column, value_set=pa.array(gone, column.type))))
 
 
 # -- for programs ----------------------------------------------------------------------------------
