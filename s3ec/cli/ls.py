@@ -86,9 +86,6 @@ def ls(
             "--limit", min=0, help="Number of entries to show; 0: all. [100; with --ndjson all]"
         ),
     ] = None,
-    starts_with: Annotated[
-        str, option("--starts-with", "TEXT", "Only entries whose label begins with this text.")
-    ] = "",
     adapter: Annotated[
         str | None, option("--adapter", "NAME", "Only entries of this LoRA adapter.")
     ] = None,
@@ -100,8 +97,8 @@ def ls(
 ) -> None:
     """List entries of a namespace, and count all of them.
 
-    Lists the whole namespace, 1000 entries per request and 16 requests at a time, unless
-    --starts-with or --adapter name a folder. `s3ec ls --ndjson | head` ends when `head` does.
+    Lists the whole namespace, or the adapter's folder, 1000 entries per request and 16 requests at
+    a time. `s3ec ls --ndjson | head` ends when `head` does.
     """
     if as_json and as_lines:
         raise ConfigError("`--json` and `--ndjson` do not go together; leave one out")
@@ -115,11 +112,11 @@ def ls(
     shown = nullcontext(unreported) if streams else counting("listing")
     with shown as report, source.corpus() as corpus:
         name = choice.within(corpus)
-        total = None if streams or starts_with or adapter else _indexed(corpus, name)
+        total = None if streams or adapter else _indexed(corpus, name)
 
         def counted() -> Iterator[CorpusEntry]:
             nonlocal count, nbytes
-            for entry in corpus.list(name, starts_with=starts_with, adapter=adapter):
+            for entry in corpus.list(name, adapter=adapter):
                 count += 1
                 nbytes += entry.nbytes
                 # What was stored after the snapshot makes it no total.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.manifest import ABOUT, index_document, note_index
 from s3ec.cli.options import (
     CONSENT,
     Consent,
@@ -143,8 +142,13 @@ def _is_mended(found: Audit, done: Repair) -> bool:
     return catalog is None or not catalog.problem
 
 
+# What stands behind the counts.
 _ABOUT = {
-    **ABOUT,
+    "entry_count": "in the index",
+    "object_count": "in the bucket",
+    "missing_count": "objects are not in the index",
+    "extra_count": "entries of the index have no object",
+    "unannounced_count": "young objects are not in the index yet",
     "catalog: gone": "rows of entries that have no object",
     "catalog: uncatalogued": "entries without a row",
     "deep: unread": "could not be read; they may be good",
@@ -156,7 +160,10 @@ _ABOUT = {
 
 def _print(found: Audit, document: dict[str, Any]) -> None:
     show(document, as_json=False, hide={"refused"}, about=_ABOUT)
-    note_index(found.index)
+    for name, problem in found.index.refused.items():
+        print_note(f"unusable: {safe(name)}: {safe(problem)}")
+    if not found.index.index_agrees:
+        print_note("`s3ec manifest rebuild` makes the index match the bucket")
     catalog, deep = found.catalog, found.deep
     if catalog is not None and catalog.problem:
         print_note(f"the catalogue cannot be read: {safe(catalog.problem, limit=2000)}")
@@ -169,8 +176,18 @@ def _print(found: Audit, document: dict[str, Any]) -> None:
 
 
 def _document(found: Audit) -> dict[str, Any]:
-    catalog, deep = found.catalog, found.deep
-    document = index_document(found.index)
+    from s3ec.index.names import SnapshotName
+
+    index, catalog, deep = found.index, found.catalog, found.deep
+    document: dict[str, Any] = {
+        "snapshot_name": None if index.snapshot == SnapshotName() else str(index.snapshot),
+        "entry_count": index.entries,
+        "object_count": index.objects,
+        "missing_count": index.missing,
+        "extra_count": index.extra,
+        "unannounced_count": index.unannounced,
+        "refused": index.refused,
+    }
     if catalog is not None:
         document["catalog"] = {
             "row_count": catalog.rows,

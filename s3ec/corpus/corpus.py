@@ -236,7 +236,6 @@ class Corpus(OpenBucket):
         namespace: str | None = None,
         *,
         model: str | None = None,
-        starts_with: str = "",
         adapter: str | None = None,
     ) -> Iterator[CorpusEntry]:
         """Yield the entries of one namespace, in no order, as the store lists them.
@@ -246,7 +245,6 @@ class Corpus(OpenBucket):
         ahead of the caller.
 
         Args:
-            starts_with: Only entries whose label begins with this text.
             adapter: Only entries of the LoRA adapter of this name.
 
         Raises:
@@ -254,7 +252,7 @@ class Corpus(OpenBucket):
         """
         folder = adapter_folder(adapter, self.tenant)
         name = self.choose(namespace, model=model)
-        return self._entries(scan(self._store, name, starts_with=starts_with, adapter=folder))
+        return self._entries(scan(self._store, name, adapter=folder))
 
     def hydrate(
         self,

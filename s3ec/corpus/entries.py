@@ -31,7 +31,6 @@ from s3ec.store.base import (
     VanishedError,
     get_in_parts,
 )
-from s3ec.store.concurrency import REQUESTS_AT_A_TIME
 from s3ec.tenant import Tenant
 
 if TYPE_CHECKING:
@@ -43,9 +42,6 @@ if TYPE_CHECKING:
 _HASHED_ADAPTER = re.compile(r"[tx]-[0-9a-f]{64}")
 # 8 hex digits tell four thousand million images apart, and name the fan-out folder.
 _HASH_PREFIX = re.compile(r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})")
-# The first digits of a hash name a folder of the bucket.
-_HASH_BEGIN = re.compile(r"(?:[tx]-)?([0-9a-f]{2})[0-9a-f]*")
-_FAN_OUT = re.compile(r"[0-9a-f]{2}/")
 _SHOWN_MATCHES = 5
 _PARTS_AT_A_TIME = 4
 
@@ -163,74 +159,23 @@ class Embedding:
 
 
 async def scan(
-    store: Store,
-    namespace: str,
-    *,
-    starts_with: str = "",
-    adapter: str | None = None,
-    width: int = REQUESTS_AT_A_TIME,
+    store: Store, namespace: str, *, adapter: str | None = None
 ) -> AsyncGenerator[Sequence[CorpusEntry], None]:
     """The entries of a namespace, some at a time, in no order. To be closed.
 
     Args:
-        starts_with: Only those whose label begins so.
         adapter: Only those in the folder of this adapter.
-        width: Folders that are listed at a time. Each waits until what it found is taken.
     """
-    from s3ec.index.listing import list_side_by_side
+    from s3ec.index.listing import list_folders, list_side_by_side
 
     layout = Layout(namespace)
-    above, narrow = _place(starts_with, adapter)
-    listing = list_side_by_side(
-        store,
-        None if narrow else layout.objects + above,
-        lambda: _prefixes(store, layout, starts_with, above, narrow),
-        width=width,
-    )
+    folder = layout.objects if adapter is None else f"{layout.objects}{adapter}/"
+    listing = list_side_by_side(store, folder, lambda: list_folders(store, folder))
     async with aclosing(listing) as batches:
         async for infos in batches:
-            found = [
-                entry
-                for entry in entries_of(layout, infos)
-                if _is_wanted(entry, starts_with, adapter)
-            ]
+            found = list(entries_of(layout, infos))
             if found:
                 yield found
-
-
-def _is_wanted(entry: CorpusEntry, begin: str, adapter: str | None) -> bool:
-    if not begin and adapter is None:  # a label takes 3 us
-        return True
-    label = entry.label
-    return label.startswith(begin) and adapter in (None, label.rpartition(":")[0])
-
-
-def _place(begin: str, adapter: str | None) -> tuple[str, str | None]:
-    """Find the folder below ``objects/`` that holds all labels that begin so.
-
-    Returns:
-        The adapter's folder, empty for all; and the beginning of the names of objects, None where
-        the label's beginning does not tell it.
-    """
-    if adapter is None and ":" in begin:
-        adapter = begin.partition(":")[0]
-    above = "" if adapter is None else f"{adapter}/"
-    match = _HASH_BEGIN.fullmatch(begin if adapter is None else begin.removeprefix(f"{adapter}:"))
-    return above, match and f"{above}{match[1]}/{match[0]}"
-
-
-async def _prefixes(
-    store: Store, layout: Layout, begin: str, above: str, narrow: str | None
-) -> list[str]:
-    """Beginnings of objects' names that hold all that is wanted, to list side by side."""
-    if narrow and above:
-        return [layout.objects + narrow]
-    prefix = layout.objects + above
-    below = await store.list_folders(prefix)
-    if narrow:
-        # What looks like a hash may be the beginning of an adapter's name.
-        below = [narrow, *(f for f in below if f.startswith(begin) and not _FAN_OUT.fullmatch(f))]
-    return [prefix + folder for folder in below]
 
 
 def entries_of(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[CorpusEntry]:

@@ -13,7 +13,7 @@ from s3ec.errors import UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name, is_object_name
 from s3ec.index.snapshot import Rows
 from s3ec.store.base import ObjectInfo, Store, UnorderedListingError
-from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
+from s3ec.store.concurrency import in_parallel
 
 BATCH = 1000
 """Objects that are handed on at a time: one page of a listing."""
@@ -28,19 +28,17 @@ _FAN_OUT = re.compile(r"[0-9a-f]{2}/")
 
 async def list_side_by_side(
     store: Store,
-    first: str | None,
+    first: str,
     prefixes: Callable[[], Awaitable[Iterable[str]]],
-    *,
-    width: int = REQUESTS_AT_A_TIME,
 ) -> AsyncGenerator[list[ObjectInfo], None]:
     """List objects, some at a time, in no order. To be closed.
 
     Where there are more than FEW objects, all are listed by several requests at a time.
 
     Args:
-        first: The prefix of all of them, to see whether they are few; None to skip that.
-        prefixes: Finds prefixes that hold all of them; asked where they are many.
-        width: Prefixes that are listed at a time. Each waits until what it found is taken.
+        first: The prefix of all of them, to see whether they are few.
+        prefixes: Finds prefixes that hold all of them; asked where they are many. Each listing
+            waits until what it found is taken.
 
     Raises:
         UnavailableError: The store does not answer now; part of the listing is missing.
@@ -59,9 +57,9 @@ async def list_side_by_side(
             await found.put(batch)
 
     async def read_all() -> None:
-        few = None if first is None else await at_most(store, first, FEW)
+        few = await at_most(store, first, FEW)
         if few is None:
-            await in_parallel(await prefixes(), read, width=width)
+            await in_parallel(await prefixes(), read)
             return
         for start in range(0, len(few), BATCH):
             await found.put(few[start : start + BATCH])

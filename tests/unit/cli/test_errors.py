@@ -65,7 +65,7 @@ def test_fix_is_the_end_of_the_message_with_the_choices_below_it() -> None:
         ("nosuchcommand", "usage", None, 2),
         ("stat", "usage", "identifier", 2),
         ("ls --config {}", "usage", "bucket", 2),
-        ("manifest show --bucket x", "usage", "bucket", 2),
+        ("manifest rebuild --bucket x", "usage", "bucket", 2),
         ("get x -o /nowhere/there --url file:///nowhere/here", "access", None, 1),
         ("serve-s3 --bucket B", "usage", None, 2),
         ("doctor --config {}", "usage", "bucket", 2),
@@ -99,7 +99,7 @@ def test_json_behind_two_dashes_is_not_ours(cli: Cli) -> None:
     assert cli("doctor", "--config", "{", "--", "--json", code=2).stdout == ""
 
 
-@pytest.mark.parametrize("command", ["ns", "ls", "stat x", "rm x", "manifest show"])
+@pytest.mark.parametrize("command", ["ns", "ls", "stat x", "rm x", "verify"])
 def test_refused_connection_is_told_in_the_words_of_the_doctor(
     cli: Cli, corpus: Corpus, command: str
 ) -> None:

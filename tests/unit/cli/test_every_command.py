@@ -49,10 +49,8 @@ COMMANDS: list[tuple[str, str, int]] = [
     ("get", f"{ONE} -o FOLDER/one", 0),
     ("rm", f"{ONE} nobody", 1),
     ("gc", "--older-than 1d", 0),
-    ("manifest show", "", 0),
     ("manifest rebuild", "", 0),
     ("verify", "", 0),
-    ("manifest show", "", 0),
     ("verify", "--deep --repair", 1),
     ("catalog show", "", 0),
     ("catalog find", "a.pdf", 0),
@@ -367,7 +365,7 @@ SHOWING = [
         "ns --count",
     ),
     *("ns show", "ls", "ls --json", "ls --ndjson", f"stat {ONE}", f"get {ONE} -o -"),
-    *("manifest show", "catalog show", "catalog find a.pdf"),
+    *("catalog show", "catalog find a.pdf"),
     *("tier", "tier ls", "tier ls --names", "advise --no-probe --like gemma3-27b"),
 ]
 

@@ -53,7 +53,7 @@ COMMANDS: list[list[str]] = [
     ["get", content_hash("one"), "-o", "-"],
     ["rm", content_hash("one")],
     ["gc", "--older-than", "90d"],
-    ["manifest", "show"],
+    ["manifest", "rebuild"],
     ["verify"],
 ]
 
@@ -69,7 +69,7 @@ def test_every_command_takes_the_same_options_and_the_variable(
     assert "S3EC_NAMESPACE `nobody`" in cli(*command, code=1).stderr
 
 
-@pytest.mark.parametrize("command", ["ls", "manifest show"])
+@pytest.mark.parametrize("command", ["ls", "manifest rebuild"])
 def test_namespace_is_no_positional_argument(cli: Cli, corpus: Corpus, command: str) -> None:
     name = corpus.namespace(MODEL)
     cli(*command.split(), name, code=2)
@@ -207,7 +207,7 @@ def test_what_bash_is_given_completes_in_bash(tmp_path: Path) -> None:
     script = tmp_path / "s3ec"
     script.write_text(f"#!{sys.executable}\nfrom s3ec.cli import main\nmain()\n")
     script.chmod(0o700)
-    typed = [["mani"], ["manifest", "sh"], ["ls", "--starts"]]
+    typed = [["mani"], ["manifest", "re"], ["ls", "--rev"]]
     lines = ['eval "$(s3ec --show-completion bash)"']
     for words in typed:
         lines += [
@@ -222,4 +222,4 @@ def test_what_bash_is_given_completes_in_bash(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert out.stdout.splitlines() == ["manifest", "show", "--starts-with"]
+    assert out.stdout.splitlines() == ["manifest", "rebuild", "--reverse"]
