@@ -22,7 +22,6 @@ DAYS_A_MONTH = 30.4
 # Reads of one entry from the bucket in a month, where nobody says more. Most questions about a
 # document come in one session and on one node, whose disk tier answers the second.
 ASSUMED_READS = 1.5
-ITEM_BYTES = 2  # bf16 or fp16
 # A share of the encoder's time that an assessment does not turn on.
 MARGIN = 1.25
 # Large objects are fetched in ranges of this size, all at once.
@@ -147,6 +146,30 @@ STORES: Mapping[str, StorePreset] = {
 }
 
 
+# Dollars for 10^9 bytes from a region of AWS to another one, by the one that they leave: "Data
+# transfer out from Amazon S3 to another AWS Region", https://aws.amazon.com/s3/pricing/.
+_CROSSING: Mapping[str, float] = {
+    "af-south-1": 0.147, "ap-east-1": 0.09, "ap-northeast-1": 0.09, "ap-northeast-2": 0.08,
+    "ap-northeast-3": 0.09, "ap-south-1": 0.086, "ap-southeast-1": 0.09, "ap-southeast-2": 0.098,
+    "ap-southeast-3": 0.1, "me-south-1": 0.1105, "sa-east-1": 0.138,
+    "us-gov-east-1": 0.03, "us-gov-west-1": 0.03,
+}  # fmt: skip
+_CROSSING_DOLLARS = 0.02  # from all others in America and Europe
+_OHIO_VIRGINIA_DOLLARS = 0.01
+
+
+def crossing_dollars_gb(source: str | None, target: str | None) -> float | None:
+    """What 10^9 bytes cost from one region of AWS to another; None where that is not known."""
+    if source is None or target is None:
+        return None
+    if source == target:
+        return 0.0
+    if {source, target} == {"us-east-1", "us-east-2"}:
+        return _OHIO_VIRGINIA_DOLLARS
+    usual = _CROSSING_DOLLARS if source.startswith(("us-", "ca-", "eu-")) else None
+    return _CROSSING.get(source, usual)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelEstimate:
     """One picture of an A4 page at 150 dots per inch (1240 x 1754), or 30 s of audio.
@@ -176,9 +199,9 @@ class ModelEstimate:
     @property
     def nbytes(self) -> int:
         """Of the stored tensor."""
-        return self.rows * self.width * ITEM_BYTES
+        return self.rows * self.width * 2
 
-    def encode_ms(self, gpu: Gpu, gpus: float) -> float:
+    def encode_ms(self, gpu: Gpu, gpus: int) -> float:
         """One encode on so many GPUs that share the encoder's work."""
         tflops = gpu.large_tflops if self.large else gpu.tflops
         return self.tflop / tflops * 1e3 / speed_up(gpus)
@@ -256,12 +279,28 @@ def alike(name: str) -> list[str]:
     return list(dict.fromkeys(_BY_NAME[one].hub for one in near))[:3]
 
 
+def transformer_tflop(
+    *, layers: int, width: int, inner: int, gated: bool, patches: int, span: int
+) -> float:
+    """Work of one vision transformer over the patches of one picture, in TFLOP.
+
+    Args:
+        inner: Width of the MLP.
+        gated: The MLP has a gate, so three matrices.
+        patches: Of the whole picture.
+        span: Patches that attend to each other: those of a tile, or of the whole picture.
+    """
+    parameters = layers * (4 * width**2 + (3 if gated else 2) * width * inner)
+    return (2 * parameters * patches + 4 * layers * patches * span * width) / 1e12
+
+
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """What is known of one kind of picture, an engine and a store.
 
     Attributes:
         rows, width: Of the embedding.
+        itemsize: Bytes of one number of it.
         encode_ms: One encode in the engine, on all its GPUs together.
         gpus: Of the engine. All take part in an encode or wait for it.
         gpu_dollars_an_hour: Of one of them.
@@ -269,11 +308,14 @@ class Inputs:
         node_mb_s: What a node can fetch at most.
         reads: Of one entry from the bucket, in a month.
         store: For its prices.
+        crossing_dollars_gb: For 10^9 bytes from home to a replica; None without one.
         tier_ms: One embedding from this node's disk; None where it is not known.
+        processor_ms: CPU time before the encoder; None where it is not known.
     """
 
     rows: Value
     width: Value
+    itemsize: Value
     encode_ms: Value
     gpus: Value
     gpu_dollars_an_hour: Value
@@ -281,12 +323,14 @@ class Inputs:
     node_mb_s: Value
     reads: Value
     store: StorePreset
+    crossing_dollars_gb: float | None = None
     tier_ms: Value | None = None
+    processor_ms: Value | None = None
 
     @property
     def nbytes(self) -> float:
         """Of one embedding."""
-        return self.rows.value * self.width.value * ITEM_BYTES
+        return self.rows.value * self.width.value * self.itemsize.value
 
 
 @dataclass(slots=True)
@@ -294,12 +338,13 @@ class Known:
     """What the command line says; None where it says nothing.
 
     Attributes:
-        like: A model of the table.
+        like: A model of the table, in place of one that vLLM is asked about.
         rows, width, encode_ms, fetch_ms, reads: As in Inputs.
         gpu: The engine's.
         gpus: How many of them.
         gpu_dollars_an_hour: Of one.
         store: Preset for prices, and for times that are not measured.
+        crossing_dollars_gb: As in Inputs.
     """
 
     like: ModelEstimate | None = None
@@ -312,6 +357,7 @@ class Known:
     gpus: int | None = None
     gpu_dollars_an_hour: float | None = None
     store: StorePreset | None = None
+    crossing_dollars_gb: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +481,7 @@ def estimate(model: ModelEstimate, gpu: Gpu, store: StorePreset) -> Payoff:
         Inputs(
             rows=assumed(model.rows),
             width=assumed(model.width),
+            itemsize=assumed(2),
             encode_ms=assumed(model.encode_ms(gpu, model.gpus)),
             gpus=assumed(model.gpus),
             gpu_dollars_an_hour=assumed(gpu.dollars_an_hour),
@@ -453,11 +500,15 @@ def advised_settings(payoff: Payoff) -> dict[str, str]:
 
 def figures(inputs: Inputs, payoff: Payoff) -> list[dict[str, Any]]:
     """Every figure with unit and source, in the order in which people read them."""
+    crossing = inputs.crossing_dollars_gb
+    once = None if crossing is None else assumed(payoff.nbytes / 1e3 * crossing, "once a replica")
     rows: list[tuple[str, Value | float | None, str]] = [
         ("rows", inputs.rows, "rows"),
         ("width", inputs.width, "values"),
+        ("itemsize", inputs.itemsize, "bytes"),
         ("embedding", payoff.nbytes / 1e6, "MB"),
         ("encode", inputs.encode_ms, "ms"),
+        ("processor", inputs.processor_ms, "ms"),
         ("fetch", inputs.fetch_ms, "ms"),
         ("tier_read", inputs.tier_ms, "ms"),
         ("node_bandwidth", inputs.node_mb_s, "MB/s"),
@@ -469,6 +520,7 @@ def figures(inputs: Inputs, payoff: Payoff) -> list[dict[str, Any]]:
         ("encode_price", payoff.encode_dollars * 1e6, "$ per million"),
         ("storage_price", payoff.month_dollars * 1e6, "$ per million and month"),
         ("read_price", payoff.read_dollars * 1e6, "$ per million"),
+        ("crossing_price", once, "$ per million"),
         ("reads", inputs.reads, "a month"),
         ("break_even_reads", payoff.break_even_reads, "a month"),
         ("keep", payoff.keep_days, "days"),

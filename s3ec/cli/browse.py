@@ -105,7 +105,8 @@ def ns(
     """List the namespaces of a bucket: one for each model, revision, weights and relevant settings.
 
     The list shows 12 digits of each fingerprint; `s3ec ns show` shows a full description. For each
-    replica it shows how many of the newest entries are missing there.
+    replica it shows how many of the newest entries are missing there, and the cost of copying a
+    month's new entries.
     """
     if ctx.invoked_subcommand is not None:
         if source != SettingsSource() or count or as_json:

@@ -10,10 +10,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from s3ec.cli.doctor import completed
 from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
 from s3ec.cli.output import (
     App,
@@ -104,8 +106,8 @@ def register(app: App) -> None:
     app.command(
         "advise",
         (
-            "s3ec advise --bucket embeddings --like google/gemma-3-27b-it --gpu h100",
-            "a model of the table, your bucket, from this machine",
+            "s3ec advise --bucket embeddings --images ./pages -- --model google/gemma-3-27b-it",
+            "your pages, your bucket, from this machine",
         ),
         (
             "s3ec advise --no-probe --like google/gemma-3-27b-it --gpu l4",
@@ -121,6 +123,19 @@ def register(app: App) -> None:
 def advise(
     source: SettingsSource,
     known: Known,
+    vllm_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- VLLM ARGS", help="Arguments of `vllm serve`."),
+    ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            metavar="DIR",
+            help="Pictures like those of your requests. Unset: one blank A4 page.",
+        ),
+    ] = None,
     no_probe: Annotated[
         bool, typer.Option("--no-probe", help="Measure neither the bucket nor the disk tier.")
     ] = False,
@@ -128,15 +143,24 @@ def advise(
 ) -> None:
     """Say whether s3ec pays for a model, before you deploy it.
 
-    Writes one object of the size of an embedding to the bucket, reads it a hundred times and
-    deletes it, and reads this node's disk. Then it calculates the costs and savings of a stored
-    embedding. It needs no weights and no GPU. It estimates unknown values, and each number says so.
+    Computes the size of your pages' embeddings with vLLM's processor, writes one object to the
+    bucket, reads it a hundred times and deletes it, and reads this node's disk. Then it calculates
+    the costs and savings of a stored embedding. It needs no weights and no GPU. It estimates
+    unknown values, and each number says so.
     """
-    from s3ec.doctor.advise import Measured, measure_here, use_prices
+    from s3ec.doctor.advise import Measured, measure_here, named_model, use_prices
 
+    vllm_args = vllm_args or []
+    source = completed(source, vllm_args)
     loaded = source.load(need_bucket=False)
     use_prices(loaded.settings, known)
     found = Measured()
+    if vllm_args:
+        with counting("asking vLLM's processor (its import takes 5 to 20 s)"):
+            found.pages = _pages(loaded.settings, vllm_args, images, found)
+        known.like = known.like or named_model(vllm_args)
+    elif images:
+        raise ConfigError("`--images` needs the model: add `-- --model MODEL`", field="images")
     if not no_probe:
         with counting("measuring bucket and disk"):
             measure_here(known, found, loaded)
@@ -175,10 +199,35 @@ def _known(given: dict[str, Any]) -> Known:
     return Known(gpu_dollars_an_hour=given.pop("gpu_dollars"), **given)
 
 
+def _pages(
+    settings: Any, vllm_args: list[str], images: Path | None, found: Measured
+) -> Mapping[str, Any] | None:
+    """What the model's processor makes of the pictures; None, and a note, where it fails."""
+    from s3ec.doctor.pages import pictures_in
+    from s3ec.doctor.serving import VllmChild, has_vllm
+
+    if not has_vllm():
+        found.notes.append("vLLM is not installed here, so its processor was not asked")
+        return None
+    files = pictures_in(images) if images else []
+    if images and not files:
+        raise ConfigError(f"`--images` {images} holds no pictures", field="images")
+    child = VllmChild(settings, vllm_args, pages=[str(path) for path in files])
+    pages = child.stage("pages")
+    if pages is None:
+        found.notes.append(f"vLLM's processor gave no answer: {child.last_words()}")
+    return pages
+
+
 def _show(known: Known, found: Measured, as_json: bool) -> None:
     from s3ec.doctor.advise import inputs_of
 
-    inputs = inputs_of(known, found)
+    try:
+        inputs = inputs_of(known, found)
+    except ConfigError as exc:
+        if found.notes:  # what was to be measured and was not may be why
+            raise ConfigError(f"{'; '.join(found.notes)}; {exc}", field=exc.field) from exc
+        raise
     payoff = pay_off(inputs)
     if as_json:
         print_json(_document(inputs, payoff, found))

@@ -6,34 +6,42 @@ What cannot be measured is what the user gave, and else an assumption that says 
 
 from __future__ import annotations
 
-import os
+import re
 import statistics
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from s3ec.codec import checksum
 from s3ec.config import LoadedSettings
 from s3ec.doctor.check import CheckContext
 from s3ec.doctor.latency import MOST_REQUESTS, StoreLatency, measure_store
 from s3ec.doctor.node import at_folder, probe_file
+from s3ec.doctor.replicas import crossing_price
 from s3ec.errors import ConfigError, S3ECError
 from s3ec.payoff import (
     ASSUMED_READS,
     GPUS,
-    ITEM_BYTES,
     STORES,
+    Gpu,
     Inputs,
     Known,
+    ModelEstimate,
     Value,
     assumed,
+    find_model,
     given,
     measured,
+    speed_up,
+    transformer_tflop,
 )
 from s3ec.settings import Settings, is_amazons
 from s3ec.store.open import probe_name
 
 _TIER_READS = 20
+_LARGE_ENCODER = 2e9  # parameters
 
 
 @dataclass(slots=True)
@@ -41,11 +49,13 @@ class Measured:
     """What was measured; None where that was not asked for, or failed.
 
     Attributes:
+        pages: Of the model's processor, as describe_pages returns it.
         latency: Of the store, at the size of one embedding.
         tier_ms: Of this node's disk, at that size.
         notes: What failed and why, for people.
     """
 
+    pages: Mapping[str, Any] | None = None
     latency: StoreLatency | None = None
     tier_ms: float | None = None
     notes: list[str] = field(default_factory=list)
@@ -57,34 +67,47 @@ def inputs_of(known: Known, found: Measured) -> Inputs:
     Raises:
         ConfigError: Nothing says how large an embedding is, or how long encoding takes.
     """
-    like, store, seen = known.like, known.store or STORES["aws"], found.latency
-    of_table = "of the table, an A4 page at 150 dpi"
-    rows = _best("rows", known.rows, None, like.rows if like else None, "", of_table)
-    width = _best("width", known.width, None, like.width if like else None, "", of_table)
-    gpus = _best("gpus", known.gpus, None, like.gpus if like else 1)
-    gpu, of_gpu = known.gpu or GPUS["h100"], "by `--gpu`" if known.gpu else "`--gpu` names another"
-    encode_ms, work = None, ""
-    if like is not None:
-        encode_ms = like.encode_ms(gpu, gpus.value)
-        work = f"{like.tflop:.2g} TFLOP, within 40%, on {gpus.value:g} {gpu.label}, {of_gpu}"
-    price, of_price = gpu.dollars_an_hour, f"{gpu.label} on demand; {of_gpu}"
+    pages, like = found.pages or {}, known.like
+    store = known.store or STORES["aws"]
+    of_pages, of_table = _of_pages(pages), "of the table, an A4 page at 150 dpi"
+    like_rows, like_width = (like.rows, like.width) if like else (None, None)
+    rows = _best("rows", known.rows, pages.get("rows"), like_rows, of_pages, of_table)
+    width = _best("width", known.width, pages.get("width"), like_width, of_pages, of_table)
+    itemsize = _best("itemsize", None, pages.get("itemsize"), 2, "", "bf16 or fp16")
+    # vLLM's arguments give them too.
+    gpus = _best("gpus", known.gpus or pages.get("gpus"), None, like.gpus if like else 1)
+    gpu, gpu_note = _gpu(known, pages)
+    tflop, tflops = _work(known, pages, gpu) or (None, 1.0)
+    encode_ms = _best(
+        "encode_ms",
+        known.encode_ms,
+        None,
+        None if tflop is None else tflop / tflops * 1e3 / speed_up(gpus.value),
+        "",
+        f"{tflop or 0:.2g} TFLOP, within 40%, on {gpus.value:g} {gpu.label}, {gpu_note}",
+    )
+    price, of_price = gpu.dollars_an_hour, f"{gpu.label} on demand; {gpu_note}"
     fetch_ms, node_mb_s, spread = None, None, ""
-    if seen is not None:
+    if found.latency is not None:
+        seen = found.latency
         fetch_ms, node_mb_s = seen.p50_ms, seen.node_mb_s
         spread = f"p90 {seen.p90_ms:.3g}, p99 {seen.p99_ms:.3g}"
-    guess_ms = store.fetch_ms(rows.value * width.value * ITEM_BYTES)
+    guess_ms = store.fetch_ms(rows.value * width.value * itemsize.value)
     tier_ms, of_tier = found.tier_ms, "read and checked, cached"
     return Inputs(
         rows=rows,
         width=width,
-        encode_ms=_best("encode_ms", known.encode_ms, None, encode_ms, "", work),
+        itemsize=itemsize,
+        encode_ms=encode_ms,
         gpus=gpus,
         gpu_dollars_an_hour=_best("price", known.gpu_dollars_an_hour, None, price, "", of_price),
         fetch_ms=_best("fetch_ms", known.fetch_ms, fetch_ms, guess_ms, spread, store.label),
         node_mb_s=_best("node", None, node_mb_s, store.node_mb_s, "16 at a time", store.label),
         reads=_best("reads", known.reads, None, ASSUMED_READS, "", "`--reads` says what you see"),
         store=store,
+        crossing_dollars_gb=known.crossing_dollars_gb,
         tier_ms=None if tier_ms is None else measured(tier_ms, of_tier),
+        processor_ms=measured(pages["processor_ms"], of_pages) if pages else None,
     )
 
 
@@ -115,18 +138,55 @@ def _best(
     )
 
 
+def _of_pages(pages: Mapping[str, Any]) -> str:
+    return f"median of {pages['pages']} pictures" if pages.get("pages") else "one blank A4 page"
+
+
+def _gpu(known: Known, pages: Mapping[str, Any]) -> tuple[Gpu, str]:
+    """The GPU, and how it is known."""
+    if known.gpu is not None:
+        return known.gpu, "by `--gpu`"
+    here = preset_of(str(pages.get("gpu")))
+    return (here, "of this machine") if here else (GPUS["h100"], "`--gpu` names another")
+
+
+def preset_of(device: str) -> Gpu | None:
+    """The preset of a device as CUDA or ROCm names it, such as ``NVIDIA H100 80GB HBM3``."""
+    words = set(re.split(r"[^a-z0-9]+", device.lower()))
+    return next((gpu for name, gpu in GPUS.items() if name in words), None)
+
+
+def _work(known: Known, pages: Mapping[str, Any], gpu: Gpu) -> tuple[float, float] | None:
+    """TFLOP of one encode and TFLOP/s of the GPU; None where the encoder is not known."""
+    encoder, like = pages.get("encoder"), known.like
+    if encoder and pages["patches"]:
+        tflop = transformer_tflop(**encoder, patches=int(pages["patches"]), span=int(pages["span"]))
+        is_large = 12 * encoder["layers"] * encoder["width"] ** 2 > _LARGE_ENCODER
+    elif like is not None:
+        tflop, is_large = like.tflop, like.large
+    else:
+        return None
+    return tflop, gpu.large_tflops if is_large else gpu.tflops
+
+
+def named_model(vllm_args: Sequence[str]) -> ModelEstimate | None:
+    """The model of the table that arguments of ``vllm serve`` name."""
+    return next(filter(None, (find_model(arg.rpartition("=")[2]) for arg in vllm_args)), None)
+
+
 # -- bucket and disk -----------------------------------------------------------------------------
 
 
 def use_prices(settings: Settings, known: Known) -> None:
-    """Take a corpus's prices where none are given: of another region without a replica here."""
-    # As ECS, EKS and Lambda say it to what they run.
-    here = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    is_far = here and settings.region and settings.region != here and not settings.replicas
-    if settings.endpoint_url and not is_amazons(settings.endpoint_url):
-        known.store = known.store or STORES["minio-nvme"]
-    elif is_far:
-        known.store = known.store or STORES["aws-other-region"]
+    """Take a corpus's prices where none are given, and that of bringing it to the first replica."""
+    near = settings.replicas[:1]
+    crossing, store = crossing_price(settings, *near), STORES["aws"]
+    if near:
+        known.crossing_dollars_gb = crossing
+    elif crossing:
+        store = replace(STORES["aws-other-region"], dollars_gb_read=crossing)
+    elsewhere = settings.endpoint_url and not is_amazons(settings.endpoint_url)
+    known.store = known.store or (STORES["minio-nvme"] if elsewhere else store)
 
 
 def measure_tier(folder: Path, nbytes: int) -> float:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at replicas: whether each can be used, and what it lacks."""
+"""Looks at replicas: whether each can be used, what it lacks, and what crossing a region costs."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
 from s3ec.errors import ConfigError, ConflictError, CorruptEntryError, S3ECError
 from s3ec.identity import Layout, is_object_name
 from s3ec.namespaces import NamespaceInfo, list_namespaces
-from s3ec.settings import Replica, Settings
+from s3ec.payoff import DAYS_A_MONTH, crossing_dollars_gb
+from s3ec.settings import Replica, Settings, is_amazons
 from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import KEPT_PROBE, PROBE_BODY, open_replica
@@ -126,9 +128,9 @@ async def _write(near: Store) -> None:
         await near.delete(KEPT_PROBE)
 
 
-async def _sample(home: Store, names: Sequence[str] | None = None) -> list[ObjectInfo]:
-    names = await list_namespaces(home) if names is None else names
-    listed = await in_parallel(names[:_NAMESPACES], lambda name: listed_entries(home, Layout(name)))
+async def _sample(home: Store) -> list[ObjectInfo]:
+    names = (await list_namespaces(home))[:_NAMESPACES]
+    listed = await in_parallel(names, lambda name: listed_entries(home, Layout(name)))
     return newest([info for entries in listed for info in entries])
 
 
@@ -149,13 +151,23 @@ def _is_equal(context: CheckContext, near: Store, info: ObjectInfo) -> bool:
 async def replica_rows(
     home: Store, settings: Settings, namespaces: Sequence[NamespaceInfo]
 ) -> list[dict[str, Any]]:
-    """What each replica lacks of the newest entries: a LIST per namespace, 32 HEADs per replica.
+    """What each replica lacks of the newest entries, and what a month's entries cost to cross.
+
+    A LIST for each namespace, and 32 HEADs for each replica.
 
     Returns:
-        Rows of ``s3ec ns --json``. A count is None where a replica did not answer.
+        Rows of ``s3ec ns --json``. A count is None where a replica did not answer, and the price
+        where a region or its price is not known. The bytes of a large namespace are estimated.
     """
-    sample = await _sample(home, [one.name for one in namespaces])
-    rows: list[dict[str, Any]] = []
+    entries: list[ObjectInfo] = []
+    month_bytes, since_s = 0.0, time.time() - DAYS_A_MONTH * 86400
+    for one in namespaces[:_NAMESPACES]:
+        listed = await listed_entries(home, Layout(one.name))
+        fresh_bytes = sum(info.nbytes for info in listed if info.modified_s >= since_s)
+        whole = max(1.0, (one.indexed or 0) / _LISTED) if len(listed) == _LISTED else 1.0
+        month_bytes += fresh_bytes * whole
+        entries += listed
+    sample, rows = newest(entries), []
     for place in settings.replicas:
         missing, problem = None, None
         try:
@@ -166,10 +178,22 @@ async def replica_rows(
                 await near.close()
         except S3ECError as exc:  # also a profile or a file that is not there
             problem = str(exc)
+        price = crossing_price(settings, place)
         rows.append({
             "replica": place.name,
             "sampled_count": len(sample),
             "missing_count": missing,
+            "month_bytes": int(month_bytes),
+            "month_dollars": None if price is None else price * month_bytes / 1e9,
             "problem": problem,
         })  # fmt: skip
     return rows
+
+
+def crossing_price(settings: Settings, place: Replica | None = None) -> float | None:
+    """Dollars for 10^9 bytes from home to a replica, or to this machine; None if not known."""
+    if settings.endpoint_url and not is_amazons(settings.endpoint_url):
+        return None
+    # As ECS, EKS and Lambda say it to what they run.
+    here = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return crossing_dollars_gb(settings.region or here, (place and place.region) or here)

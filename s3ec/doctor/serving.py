@@ -251,6 +251,7 @@ class VllmChild:
         settings: Settings,
         vllm_args: Sequence[str] | None,
         *,
+        pages: Sequence[str] | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         """Run it to its end. An interrupt ends it.
@@ -258,13 +259,18 @@ class VllmChild:
         Args:
             settings: Those under examination.
             vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
+            pages: Pictures for the model's processor; empty for a blank page, None to leave it out.
             deadline_s: How long it may take.
         """
         self.is_given_up = False
         self._status = 0
         self._deadline_s = deadline_s
         self._secrets = _secret_values(vllm_args or ())
-        request = {"settings": settings.model_dump(mode="json"), "args": vllm_args}
+        request = {
+            "settings": settings.model_dump(mode="json"),
+            "args": vllm_args,
+            "pages": None if pages is None else list(pages),
+        }
         with contextlib.ExitStack() as stack:
             # Files without a name, which nobody else can read: arguments may hold keys.
             asked, messages, replies = (
@@ -361,10 +367,12 @@ def answer_parent() -> None:
             newest=compat.NEWEST_TESTED,
         )
         if request["args"] is not None:
-            _describe(request["args"], settings, reply)
+            _describe(request["args"], settings, request["pages"], reply)
 
 
-def _describe(args: Sequence[str], settings: Settings, reply: Any) -> None:
+def _describe(
+    args: Sequence[str], settings: Settings, pages: Sequence[str] | None, reply: Any
+) -> None:
     from s3ec.connector.vllm_config import (
         encoder_weights,
         identifier_problem,
@@ -390,6 +398,10 @@ def _describe(args: Sequence[str], settings: Settings, reply: Any) -> None:
             descriptor=namespace and dict(namespace.descriptor),
             weights_problem=weights.problem,
         )
+    if problem is None and pages is not None:
+        from s3ec.doctor.pages import describe_pages
+
+        reply("pages", **describe_pages(vllm_config, pages))
 
 
 def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:

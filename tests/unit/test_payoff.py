@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from s3ec.doctor.advise import preset_of
 from s3ec.payoff import (
     DAYS_A_MONTH,
     GPUS,
@@ -23,12 +24,14 @@ from s3ec.payoff import (
     given,
     pay_off,
     speed_up,
+    transformer_tflop,
 )
 
 # Round numbers: 1 MB, 10 ms, a dollar a GPU-second, a dollar per GB and month.
 ROUND = Inputs(
     rows=given(500),
     width=given(1000),
+    itemsize=given(2),
     encode_ms=given(10),
     gpus=given(1),
     gpu_dollars_an_hour=given(3600),
@@ -99,6 +102,11 @@ def test_the_estimates_come_to_published_figures() -> None:
     gemma = MODELS["gemma3-27b"]
     assert gemma.encode_ms(GPUS["h100"], 1) == pytest.approx(20.05, rel=0.05)
     assert gemma.encode_ms(GPUS["h100"], 2) == pytest.approx(14.48, rel=0.05)
+    # SigLIP: 27 layers, 4096 patches that all attend to each other.
+    tflop = transformer_tflop(
+        layers=27, width=1152, inner=4304, gated=False, patches=4096, span=4096
+    )
+    assert tflop == pytest.approx(gemma.tflop, rel=0.05)
     assert speed_up(1) == 1
 
 
@@ -131,3 +139,14 @@ def test_a_model_is_found_by_the_hubs_name_a_folder_or_its_short_name() -> None:
     assert alike("google/gemma-3-27b")[0] == "google/gemma-3-27b-it"
     assert alike("Qwen/Qwen3-VL-8B")[0] == "Qwen/Qwen3-VL-8B-Instruct"
     assert alike("0000") == []
+
+
+def test_devices_by_their_names() -> None:
+    assert preset_of("NVIDIA H100 80GB HBM3") is GPUS["h100"]
+    assert preset_of("NVIDIA A100-SXM4-80GB") is GPUS["a100"]
+    assert preset_of("NVIDIA L4") is GPUS["l4"]
+    assert preset_of("NVIDIA L40S") is GPUS["l40s"]
+    assert preset_of("NVIDIA H200") is GPUS["h200"]
+    assert preset_of("NVIDIA B200") is GPUS["b200"]
+    assert preset_of("AMD Instinct MI300X") is GPUS["mi300x"]
+    assert preset_of("NVIDIA L40") is None

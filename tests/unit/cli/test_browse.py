@@ -260,7 +260,8 @@ def test_ns_shows_replicas_with_what_they_lack(
     monkeypatch.setenv("S3EC_REPLICAS", json.dumps(places))
     found, gone, unusable = cli.json("ns")["replicas"]
     assert (found["replica"], found["sampled_count"], found["missing_count"]) == (near, 1, 1)
-    assert found["problem"] is None
+    assert found["month_bytes"] > 0
+    assert found["month_dollars"] is found["problem"] is None
     assert (gone["missing_count"], gone["sampled_count"]) == (None, 1)
     assert gone["problem"]
     assert "nobody" in unusable["problem"]

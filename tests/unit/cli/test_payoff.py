@@ -124,25 +124,42 @@ def test_no_probe_touches_nothing(cli: Cli, tmp_path: Path) -> None:
     assert not cache.exists()
 
 
-def test_a_read_from_another_region_is_priced_as_one(
+def test_a_read_from_another_region_is_priced_by_the_region_that_it_leaves(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    gigabytes = 256 * 5376 * 2 / 1e9
 
-    def price(region: str, *more: str) -> float:
+    def prices(region: str, *more: str) -> tuple[float, float | None]:
         where = ("--bucket", "embeddings", "--region", region, *more)
-        found = row(cli.json("advise", *OWN, "--no-probe", *where), "read_price")["value"]
-        assert isinstance(found, float)
-        return found
+        document = cli.json("advise", *OWN, "--no-probe", *where)
+        names = [one["name"] for one in document["figures"]]
+        crossing = row(document, "crossing_price") if "crossing_price" in names else {}
+        return row(document, "read_price")["value"], crossing.get("value")
 
-    far, near = STORES["aws-other-region"], STORES["aws"]
-    far_dollars = far.dollars_get + 256 * 5376 * 2 / 1e9 * far.dollars_gb_read
-    assert price("eu-central-1") == pytest.approx(near.dollars_get * 1e6)
-    assert price("us-east-1") == pytest.approx(far_dollars * 1e6)
-    assert price("us-east-1", "--store", "aws") == pytest.approx(near.dollars_get * 1e6)
-    # Near a replica reads are those of a region.
+    get = STORES["aws"].dollars_get
+    assert prices("eu-central-1") == (pytest.approx(get * 1e6), None)
+    assert prices("sa-east-1") == (pytest.approx((get + gigabytes * 0.138) * 1e6), None)
+    # Near a replica each entry crosses once, and reads are those of a region.
     monkeypatch.setenv("S3EC_REPLICAS", '[{"bucket": "near", "region": "eu-central-1"}]')
-    assert price("us-east-1") == pytest.approx(near.dollars_get * 1e6)
+    assert prices("sa-east-1") == pytest.approx((get * 1e6, gigabytes * 0.138 * 1e6))
+
+
+def test_advise_without_vllm_says_so_where_it_needs_it(cli: Cli, tmp_path: Path) -> None:
+    result = cli("advise", "--no-probe", "--json", "--", "--model", "m", code=2)
+    error = json.loads(result.stdout)["error"]
+    assert "vLLM is not installed" in error["message"]
+    assert error["field"] == "rows"
+    error = cli.json("advise", "--no-probe", "--images", str(tmp_path), code=2)["error"]
+    assert error["field"] == "images"
+
+
+def test_without_vllm_the_table_answers_for_a_model_of_its_own(cli: Cli) -> None:
+    served = ("--", "vllm", "serve", GEMMA, "--port", "8000")
+    document = json.loads(cli(*CALCULATE, "--json", *served).stdout)
+    assert row(document, "rows")["value"] == MODELS["gemma3-27b"].rows
+    assert row(document, "rows")["source"] == "assumed"
+    assert document["notes"] == ["vLLM is not installed here, so its processor was not asked"]
 
 
 def test_the_readmes_json_is_what_is_advised_for_its_model(cli: Cli) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor says of replicas, and what ``s3ec ns`` says of their lag."""
+"""What the doctor says of replicas, and what ``s3ec ns`` says of lag and of crossing regions."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_each_replica_is_a_check_of_its_own(two: Two) -> None:
 # -- s3ec ns -----------------------------------------------------------------------------------
 
 
-async def test_of_a_large_namespace_a_page_is_looked_at(
+async def test_of_a_large_namespace_a_page_is_looked_at_and_the_month_is_estimated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     home, near, day_s, now_s = MemoryStore(), MemoryStore(), 86400.0, time.time()
@@ -151,8 +151,38 @@ async def test_of_a_large_namespace_a_page_is_looked_at(
     assert len(sample) == replicas.SAMPLED
     assert {round((now_s - info.modified_s) / day_s) for info in sample} <= {0, 1, 2}
     monkeypatch.setattr(replicas, "open_replica", lambda *_, **__: near)
-    settings = Settings.model_validate({"bucket": "home", "replicas": [{"bucket": "near"}]})
+    settings = Settings.model_validate({
+        "bucket": "home",
+        "region": "us-east-1",
+        "replicas": [{"bucket": "near", "region": "sa-east-1"}],
+    })  # fmt: skip
     namespaces = [NamespaceInfo(LAYOUT.namespace, indexed=10**8)]
     [row] = await replicas.replica_rows(home, settings, namespaces)
     assert (row["sampled_count"], row["missing_count"]) == (replicas.SAMPLED, 0)
     assert row["problem"] is None
+    # About half of 10^8 entries of 10 bytes, at 2 cents for a gigabyte.
+    assert row["month_bytes"] == pytest.approx(5e8, rel=0.1)
+    assert row["month_dollars"] == pytest.approx(0.01, rel=0.1)
+
+
+def test_the_price_of_a_crossing_is_that_of_the_region_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+
+    def price(home: dict[str, str], near: dict[str, str]) -> float | None:
+        given = {"bucket": "home", **home, "replicas": [{"bucket": "near", **near}]}
+        settings = Settings.model_validate(given)
+        return replicas.crossing_price(settings, settings.replicas[0])
+
+    assert price({"region": "us-east-1"}, {"region": "eu-west-1"}) == 0.02
+    assert price({"region": "us-east-1"}, {"region": "us-east-2"}) == 0.01
+    assert price({"region": "sa-east-1"}, {"region": "us-east-1"}) == 0.138
+    assert price({"region": "eu-west-1"}, {"region": "eu-west-1"}) == 0.0
+    assert price({"region": "us-east-1"}, {}) is None
+    assert price({"region": "mars-1"}, {"region": "us-east-1"}) is None
+    server = {"endpoint_url": "http://127.0.0.1:9000", "region": "us-east-1"}
+    assert price(server, {"region": "eu-west-1"}) is None
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    assert price({"region": "us-east-1"}, {}) == 0.02

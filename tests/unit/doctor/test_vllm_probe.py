@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *vllm_args: str) -> dict[str, Any]:
     """The stages of a child that was asked about these arguments."""
     settings = Settings.model_validate({"bucket": "corpus", "cache_dir": tmp_path / "cache"})
-    request = {"settings": settings.model_dump(mode="json"), "args": vllm_args}
+    request = {"settings": settings.model_dump(mode="json"), "args": vllm_args, "pages": None}
     replies = tmp_path / "replies"
     descriptor = os.open(replies, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # the probe closes it
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
