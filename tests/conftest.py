@@ -127,6 +127,14 @@ def _credentials_are_waited_for() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _disks_are_waited_for() -> Iterator[None]:
+    """A call that takes 5 s is a hang for an engine; the disk of a busy machine may take longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("s3ec.runtime.PATIENCE_S", DEADLINE_S)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _logging_is_left_as_it_was() -> Iterator[None]:
     """A connector sets the level of our loggers; the next test reads what it asks for."""

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import s3ec.node
+import s3ec.runtime
 from s3ec.errors import S3ECError, TierError
 from s3ec.index import maker
 from s3ec.index.delete import delete_chosen
@@ -96,7 +97,7 @@ class Life(Engine):
     def finish(self) -> None:
         """See all that is spooled into the bucket, and end."""
         self.announce()
-        say(f"left {self.close(30)}")
+        say(f"left {self.close(DEADLINE_S)}")
 
 
 # -- at work, to be killed or to end in order ------------------------------------------------------
@@ -141,7 +142,7 @@ def save(
     while not finish:
         time.sleep(1)
     engine.announce()
-    say(f"left {engine.close(30)}")
+    say(f"left {engine.close(DEADLINE_S)}")
 
 
 def keep(*, settings: dict[str, str], numbers: list[int]) -> None:
@@ -169,7 +170,7 @@ def want(*, settings: dict[str, str], numbers: list[int], patience_s: float) -> 
     Args:
         patience_s: How long to wait for another process that fetches the same.
     """
-    with limits(claim_patience_s=patience_s):
+    with limits(claim_patience_s=patience_s, deadline_s=DEADLINE_S):
         life = Life(settings)
     loop, prefetcher = life.node.loop, life.node.prefetcher
     loop.run(life.node.records.get("image"), DEADLINE_S)  # the client is ready from here on
@@ -231,7 +232,7 @@ def work(*, settings: dict[str, str], stock: int, first: int, **how: int | bool)
     say("worked")
     life.announce()
     say(f"refused by the disk {life.count('spool.refused'):g}")
-    life.close(30)
+    life.close(DEADLINE_S)
     say("done")
 
 
@@ -248,7 +249,7 @@ def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
         try:
             own = Life(settings, first)
             own.use(*range(stock // 2, stock))
-            say(f"left {own.close(30)}")
+            say(f"left {own.close(DEADLINE_S)}")
             life.node.close(5)  # is its parent's, and stays as it is
             del life, own
             gc.collect()
@@ -453,7 +454,7 @@ def starved(*, settings: dict[str, str], stock: int) -> None:
     eventually(all_stored, "uploads")
     engine.announce()
     say(f"refused {engine.count('tier.errors') + engine.count('spool.refused'):g}")
-    say(f"left {engine.close(30)}")
+    say(f"left {engine.close(DEADLINE_S)}")
 
 
 def leaks(*, settings: dict[str, str], rounds: int, stalled: int) -> None:
@@ -479,7 +480,7 @@ def leaks(*, settings: dict[str, str], rounds: int, stalled: int) -> None:
     # In time to be heard: the parent waits for longer.
     eventually(is_back, f"what is held is as before: {before}", deadline_s=DEADLINE_S / 2)
     say(f"unavailable {unavailable:g}")
-    say(f"left {engine.close(30)}")
+    say(f"left {engine.close(DEADLINE_S)}")
 
 
 def _held(engine: Engine) -> dict[str, int]:
@@ -622,10 +623,13 @@ COMMANDS = {function.__name__: function for function in (*_AT_WORK, *_ENDING, te
 def main() -> None:
     import torch
 
+    import s3ec.connector.loads
     import s3ec.connector.saves
-    import s3ec.store.s3  # noqa: F401
+    import s3ec.store.s3
 
     torch.set_num_threads(1)
+    # A slow disk is not a hung one.
+    s3ec.runtime.PATIENCE_S = s3ec.connector.loads.PATIENCE_S = DEADLINE_S
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps at once
     say("ready")
     for line in sys.stdin:

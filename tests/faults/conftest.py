@@ -12,13 +12,18 @@ from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.testing.server import LocalS3
 from tests.faults.herd import Herd, herding
 from tests.faults.site import Site
+from tests.support.waiting import DEADLINE_S
 
 
 @pytest.fixture(autouse=True)
 def announced_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test of this process waits for a fuller batch of announcements; children do."""
+    """No test of this process waits for a fuller batch of announcements; children do.
+
+    All wait for a disk that is slow.
+    """
     try:
         monkeypatch.setattr("s3ec.connector.uploads.PAUSE_S", 0.05)
+        monkeypatch.setattr("s3ec.connector.loads.PATIENCE_S", DEADLINE_S)
     except ImportError:
         return  # no torch here
 

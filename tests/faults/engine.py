@@ -26,15 +26,13 @@ from tests.faults.embeddings import (
     key_at,
     spooled_below,
 )
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 if TYPE_CHECKING:
     import pytest
 
     from s3ec.connector.saves import SaveQueue
     from tests.faults.site import Site
-
-PATIENCE_S = 30.0
 
 
 class Engine:
@@ -72,7 +70,7 @@ class Engine:
     @classmethod
     def at(cls, site: Site, cache_dir: Path, **other: str) -> Engine:
         """One with a cache folder of its own, that waits at its end until all is confirmed."""
-        return cls(site.settings(**{"cache_dir": str(cache_dir), **other}), drain_s=PATIENCE_S)
+        return cls(site.settings(**{"cache_dir": str(cache_dir), **other}), drain_s=DEADLINE_S)
 
     @classmethod
     def unhedged(cls, site: Site, cache_dir: Path) -> Engine:
@@ -118,7 +116,7 @@ class Engine:
 
     def refresh(self) -> None:
         """One look at the index."""
-        self.node.loop.run(self.node.index.refresh(now=True), PATIENCE_S)
+        self.node.loop.run(self.node.index.refresh(now=True), DEADLINE_S)
 
     # -- fetches ---------------------------------------------------------------------------------
 

@@ -10,31 +10,61 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from s3ec.errors import TierError
 from s3ec.prefetch import FetchOutcome, FetchRequest
+from s3ec.runtime import DiskWatch
 from tests.faults.embeddings import ROWS, identifier_at, key_at
 from tests.faults.lookups import half_of
 from tests.faults.machine import Corpus, Machine
 from tests.support.disks import FailingDisk, failing_disk
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 loads = pytest.importorskip("s3ec.connector.loads")
 scheduling = pytest.importorskip("tests.unit.connector.scheduling")
 
-# Longer than one call to a sound disk takes on a busy machine.
+# Where a disk is to hang, who waits for it does so for no longer. Elsewhere a busy machine may.
 _PATIENCE_S = 2.0
 
 
+class WatchClock:
+    """Of the watch: the patience passes in a moment where a disk is to hang."""
+
+    def __init__(self) -> None:
+        self._speed, self._seen_s, self._now_s = 1.0, time.monotonic(), 0.0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        with self._lock:
+            seen_s = time.monotonic()
+            self._now_s += self._speed * (seen_s - self._seen_s)
+            self._seen_s = seen_s
+            return self._now_s
+
+    @contextmanager
+    def hurrying(self) -> Iterator[None]:
+        """Inside, the watch loses its patience soon."""
+        self()
+        self._speed = DEADLINE_S / _PATIENCE_S
+        try:
+            yield
+        finally:
+            self()
+            self._speed = 1.0
+
+
 @pytest.fixture(autouse=True)
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("s3ec.runtime.PATIENCE_S", _PATIENCE_S)
-    monkeypatch.setattr("s3ec.connector.loads.PATIENCE_S", _PATIENCE_S)
+def clock(monkeypatch: pytest.MonkeyPatch) -> WatchClock:
+    clock = WatchClock()
+    monkeypatch.setattr("s3ec.node.DiskWatch", partial(DiskWatch, clock=clock))
+    return clock
 
 
 @pytest.fixture
@@ -75,7 +105,9 @@ class Engine:
         return granted
 
 
-def test_hooks_go_on_while_the_disk_hangs_and_hits_come_back_with_it(disk: FailingDisk) -> None:
+def test_hooks_go_on_while_the_disk_hangs_and_hits_come_back_with_it(
+    disk: FailingDisk, clock: WatchClock
+) -> None:
     corpus = Corpus()
     corpus.stock(*range(8))
     with Machine(corpus, disk.path / "cache") as machine:
@@ -84,7 +116,7 @@ def test_hooks_go_on_while_the_disk_hangs_and_hits_come_back_with_it(disk: Faili
             machine.node.index.add(key_at(number))
         assert all(engine.run(number) for number in range(4))
         hung = machine.node.counters.get("tier.hung")
-        with disk.hanging() as hang:
+        with clock.hurrying(), disk.hanging() as hang:
             assert engine.run(3)  # open, and in memory
             # Whoever meets the hanging disk first is deferred until it is known to hang.
             assert not any(engine.run(number) for number in (4, 5, 3))
@@ -100,10 +132,12 @@ def test_hooks_go_on_while_the_disk_hangs_and_hits_come_back_with_it(disk: Faili
         eventually(lambda: machine.serve(*range(8)) == set(range(8)))
 
 
-def test_saves_pass_a_hanging_disk_by_and_the_one_in_it_comes_later(disk: FailingDisk) -> None:
+def test_saves_pass_a_hanging_disk_by_and_the_one_in_it_comes_later(
+    disk: FailingDisk, clock: WatchClock
+) -> None:
     corpus = Corpus()
     with Machine(corpus, disk.path / "cache") as machine:
-        with disk.hanging() as hang:
+        with clock.hurrying(), disk.hanging() as hang:
             machine.save(0)  # its writer hangs
             eventually(lambda: machine.node.loop.watch.hangs)
             machine.save(*range(1, 8))
@@ -112,20 +146,22 @@ def test_saves_pass_a_hanging_disk_by_and_the_one_in_it_comes_later(disk: Failin
             assert not corpus.has(0)
             hang.end()
             eventually(lambda: not machine.node.loop.watch.hangs)
-            machine.save(8)
-            machine.wait_confirmed(*range(9))
+        machine.save(8)
+        machine.wait_confirmed(*range(9))
         assert machine.serve(*range(9)) == set(range(9))
         machine.assert_in_order()
 
 
-def test_uploads_that_hang_in_the_disk_leave_room_for_those_in_memory(disk: FailingDisk) -> None:
+def test_uploads_that_hang_in_the_disk_leave_room_for_those_in_memory(
+    disk: FailingDisk, clock: WatchClock
+) -> None:
     """All places but one are taken by files that cannot be let go of."""
     corpus = Corpus()
     gate = corpus.hold_saves()
     with Machine(corpus, disk.path / "cache", max_concurrency="2") as machine:
         machine.save(*range(6))
         machine.wait_written(*range(6))
-        with disk.hanging() as hang:
+        with clock.hurrying(), disk.hanging() as hang:
             machine.save(6)
             eventually(lambda: machine.node.loop.watch.hangs)
             gate.release()
@@ -136,13 +172,13 @@ def test_uploads_that_hang_in_the_disk_leave_room_for_those_in_memory(disk: Fail
         machine.assert_in_order()
 
 
-def test_node_ends_in_time_though_its_disk_hangs(disk: FailingDisk) -> None:
+def test_node_ends_in_time_though_its_disk_hangs(disk: FailingDisk, clock: WatchClock) -> None:
     corpus = Corpus()
     corpus.stock(*range(4))
     machine = Machine(corpus, disk.path / "cache")
     assert machine.serve(*range(4)) == set(range(4))
     granted = machine.grant(0)
-    with disk.hanging():
+    with clock.hurrying(), disk.hanging():
         machine.save(10)
         machine.node.prefetcher.submit([FetchRequest(key_at(1), "image", ROWS)])
         eventually(lambda: machine.node.loop.watch.hangs)
@@ -221,7 +257,7 @@ def one_reader(
 
 
 def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
-    disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
+    disk: FailingDisk, clock: WatchClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with one_reader(disk, monkeypatch, 0, 1, 2, 3) as (machine, reader):
         counters = machine.node.counters
@@ -229,7 +265,8 @@ def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
         granted = {number: machine.grant(number)[number] for number in (1, 2, 3)}
         for number in (1, 2):
             forget_pages(machine.file(number))
-        with calls_that_hang(reader.native_id):
+        with clock.hurrying(), calls_that_hang(reader.native_id):
+            monkeypatch.setattr("s3ec.connector.loads.PATIENCE_S", _PATIENCE_S)
             machine.load({1: granted[1]})
             assert counters.get("load.hung") - hung == counters.get("load.rescued") - rescued == 1
             eventually(lambda: machine.node.loop.watch.hangs)  # the read began after the wait
@@ -243,7 +280,7 @@ def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
 
 
 def test_load_is_rescued_though_a_look_for_another_entry_hangs(
-    disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
+    disk: FailingDisk, clock: WatchClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with one_reader(disk, monkeypatch, 0, 1) as (machine, _):
         counters = machine.node.counters
@@ -252,7 +289,7 @@ def test_load_is_rescued_though_a_look_for_another_entry_hangs(
         forget_pages(machine.file(1))
         # All threads that the node has by now: its loop's, the disk's, the reader.
         threads = [one.native_id for one in threads_named("s3ec")]
-        with calls_that_hang(*threads, calls="preadv,preadv2,%file"):
+        with clock.hurrying(), calls_that_hang(*threads, calls="preadv,preadv2,%file"):
             machine.node.prefetcher.submit([FetchRequest(key_at(3), "image", ROWS)])
             eventually(lambda: machine.node.loop.watch.hangs)
             machine.load(granted)

@@ -721,7 +721,7 @@ def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    rig.node.loop.watch = DiskWatch(rig.node.counters, clock=lambda: now_s)
+    rig.node.loop.watch = DiskWatch(rig.node.counters, patience_s=5.0, clock=lambda: now_s)
     reached, answers = threading.Event(), threading.Event()
     publish = rig.node.tier.writer.publish
 
