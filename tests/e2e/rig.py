@@ -24,7 +24,7 @@ from tests.support import waiting
 Prompt = list[dict[str, Any]]
 Answer = dict[str, Any]
 # Engines answer more slowly than threads do.
-eventually = partial(waiting.eventually, deadline_s=90.0, pause_s=0.05)
+eventually = partial(waiting.eventually, pause_s=0.05)
 First = TypeVar("First")
 Second = TypeVar("Second")
 

@@ -134,12 +134,12 @@ class _Rig:
         )
         patiently(self.hits, "hits come from the bucket")
 
-    def wait_for(self, before: dict[str, float], counter: str, purpose: str = "") -> None:
+    def wait_for(self, before: dict[str, float], *counters: str, purpose: str = "") -> None:
         """Wait until a counter has moved; counts travel with a step's results, so make steps.
 
         Args:
             before: The counters then.
-            counter: Its name.
+            counters: Names, of which one is enough.
             purpose: Of a picture whose fetch moves it. It is asked for again from time to time: on
                 a busy machine, a fetch may fail or not be begun.
         """
@@ -147,7 +147,7 @@ class _Rig:
 
         def there() -> bool:
             self.engine.chat([[text("tick")]], max_tokens=2)
-            if moved(before, self.engine.counters()).get(counter, 0) >= 1:
+            if {*counters} & moved(before, self.engine.counters()).keys():
                 return True
             if purpose and not (look := next(looks)) % 20:
                 for other in ("healthy-0", "healthy-1"):  # the encoder cache drops the picture
@@ -155,7 +155,7 @@ class _Rig:
                 self.put(self.gallery.again(purpose, f"look {look}"))
             return False
 
-        eventually(there, f"{counter} has moved", deadline_s=180.0)
+        eventually(there, f"{' or '.join(counters)} has moved")
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +270,7 @@ def test_a_bad_object_is_counted_and_its_image_encoded(
     assert rig.is_right(seen, f"solo {purpose}")
     assert seen[MISSES] == 1
     assert seen[HITS] == seen[LOADS] == 0
-    rig.wait_for(before, counter, purpose)
+    rig.wait_for(before, counter, purpose=purpose)
     rig.still_hits()
 
 
@@ -280,7 +280,7 @@ def test_another_images_object_under_this_images_key_is_not_used(rig: _Rig) -> N
     seen = rig.ask("other-object")
     assert rig.is_right(seen, "solo other-object")
     assert seen[MISSES] == 1
-    rig.wait_for(before, "vllm:s3ec_corrupt{reason=identifier}", "other-object")
+    rig.wait_for(before, "vllm:s3ec_corrupt{reason=identifier}", purpose="other-object")
     rig.still_hits()
 
 
@@ -295,10 +295,7 @@ def test_a_server_that_stops_answering_delays_a_request_but_not_its_answer(rig: 
     assert rig.is_right(seen, "solo stalled")
     assert seen[MISSES] == 1
     # The request's patience ends first, or that of the breaker does.
-    eventually(
-        lambda: bool({_DEFER_TIMEOUTS, _OPENED} & set(moved(before, rig.engine.counters()))),
-        "the wait has ended",
-    )
+    rig.wait_for(before, _DEFER_TIMEOUTS, _OPENED)
     rig.hits_come_back()
 
 
@@ -327,7 +324,8 @@ def test_a_server_killed_with_requests_in_flight_changes_no_answer_and_hits_come
         rig.reference[f"solo {purpose}"][0]["token_ids"] for purpose in purposes
     ]
     rig.server.restart()
-    rig.wait_for(before, _UNAVAILABLE)
+    # On a busy machine the breaker opens, by the look at the index, before a fetch is begun.
+    rig.wait_for(before, _UNAVAILABLE, _OPENED)
     assert moved(before, rig.engine.counters())[MISSES] == len(purposes)
     rig.hits_come_back()
 

@@ -71,9 +71,7 @@ def test_a_consumer_reads_near_copies_what_lags_and_lives_without_home(
                 ]
                 assert (found[HITS], found[MISSES]) == (1, 0), purpose
 
-            home.requests.clear()
-            answered("left")  # near
-            assert not any("/objects/" in asked.target for asked in home.requests)
+            answered("left")  # near, or both where near is late
             answered("right")  # near has another one's bytes
             answered("pair")  # near lacks it
             eventually(lambda: corpus.objects["pair"] in keys(client, near), "it is copied near")
