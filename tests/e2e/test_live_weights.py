@@ -141,7 +141,7 @@ def _delete(key: str, bucket: str, server: LocalS3, cache_dir: Path) -> None:
         env={**os.environ, **server.env(), "S3EC_CACHE_DIR": str(cache_dir)},
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -141,7 +141,7 @@ def run(code: str) -> str:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )

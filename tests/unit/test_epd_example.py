@@ -143,7 +143,7 @@ def post(proxy_url: str, encoder: StandIn, language: StandIn) -> Post:
         headers = {"Content-Type": "application/json", "Authorization": "Bearer key"}
         asked = urllib.request.Request(f"{proxy_url}{path}", data, headers)
         try:
-            with urllib.request.urlopen(asked, timeout=60) as reply:
+            with urllib.request.urlopen(asked, timeout=300) as reply:
                 assert reply.headers["X-From"] == "vLLM"
                 return reply.status, reply.read()
         except urllib.error.HTTPError as exc:
@@ -229,7 +229,7 @@ def test_without_a_language_instance_the_client_is_told(encoder: StandIn, tmp_pa
         proxy(encoder.url, nobody, tmp_path / "proxy.log") as url,
         pytest.raises(urllib.error.HTTPError) as caught,
     ):
-        urllib.request.urlopen(f"{url}/health", timeout=60)
+        urllib.request.urlopen(f"{url}/health", timeout=300)
     assert caught.value.code == 502
     caught.value.close()
 

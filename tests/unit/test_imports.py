@@ -223,7 +223,7 @@ def modules_after(*names: str) -> set[str]:
         [sys.executable, "-c", BLOCKED, *names],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},

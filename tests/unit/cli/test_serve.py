@@ -75,7 +75,7 @@ def test_server_answers_until_a_signal_ends_it(
         "replicas": [],
     }
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     cli("ns", "--config", config, code=1)

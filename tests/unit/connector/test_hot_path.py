@@ -84,7 +84,7 @@ def test_ensure_and_has_make_no_system_call(tmp_path: Path) -> None:
             [strace, "-f", "-o", tmp_path / "may-i", sys.executable, "-c", ""],
             check=True,
             capture_output=True,
-            timeout=60,
+            timeout=300,
         )
     except subprocess.CalledProcessError as exc:
         pytest.skip(f"strace may not trace here: {exc.stderr!r:.200}")

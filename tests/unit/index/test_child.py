@@ -121,7 +121,7 @@ async def test_a_job_that_is_cancelled_ends_its_child(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(started[0].wait, 30) != 0
+    assert await asyncio.to_thread(started[0].wait, DEADLINE_S) != 0
 
 
 async def test_a_child_that_hangs_is_ended(
@@ -170,7 +170,7 @@ def test_a_child_ends_with_its_parent_and_is_of_low_priority(
         running.stdin.flush()
         assert int(running.stdout.readline()) >= os.nice(0)
         running.stdin.close()
-        assert running.wait(60) == 1
+        assert running.wait(DEADLINE_S) == 1
 
 
 async def test_a_child_that_is_killed_while_it_writes_leaves_no_snapshot(

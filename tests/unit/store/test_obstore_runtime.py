@@ -65,7 +65,7 @@ def test_processes_that_end_in_the_midst_of_requests_are_not_aborted(
             env={**os.environ, **moto_server.env()},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         return ended.returncode, ended.stderr if ended.returncode else ""
 
@@ -117,6 +117,6 @@ asyncio.run(use())
 
 def test_what_starts_the_threads_is_answered_before_the_first_request() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", STARTING], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", STARTING], check=True, capture_output=True, text=True, timeout=300
     )
     assert ended.stdout == "['threads']\n"

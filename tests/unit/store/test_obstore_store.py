@@ -265,7 +265,7 @@ async def test_child_forked_after_obstore_started_reads_through_the_sdk_with_a_w
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     assert "forked after obstore" in result.stderr

@@ -37,7 +37,7 @@ def read_elsewhere(*loads: Load) -> list[bytes | str]:
         input=pickle.dumps(loads),
         capture_output=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=120,
+        timeout=300,
         check=True,
     )
     found: list[bytes | str] = pickle.loads(done.stdout)
