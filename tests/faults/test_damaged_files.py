@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.faults.embeddings import ENTRY_BYTES, body_at, key_at, spooled_below
 from tests.faults.machine import Corpus, Machine
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 
 def flip(at: int) -> Callable[[Path], None]:
@@ -104,7 +104,7 @@ def test_damaged_file_in_the_spool_is_not_uploaded_and_the_next_save_is(
     gate = corpus.hold_saves()
     with Machine(corpus, tmp_path / "cache", max_concurrency="1") as machine:
         machine.save(0)
-        assert gate.reached.wait(60)  # the one place is taken: the others are not read yet
+        assert gate.reached.wait(DEADLINE_S)  # the one place is taken: the others are not read yet
         machine.save(1, 2)
         machine.wait_written(0, 1, 2)
         damage(machine.file(1))  # which is the spool's file too

@@ -17,7 +17,7 @@ import pytest
 from tests.faults.embeddings import spooled_below
 from tests.faults.machine import Corpus, Machine, delete
 from tests.support.disks import as_plain_user, give_to_group, read_only, small_tmpfs
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 
 def test_deleted_folder_is_made_again_by_fetches_and_saves(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_deleted_spool_is_said_and_does_not_hold_up_the_queue(tmp_path: Path) ->
     with Machine(corpus, tmp_path / "cache", max_concurrency="1") as machine:
         machine.save(*range(4))
         machine.wait_written(*range(4))
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(DEADLINE_S)
         delete(machine.cache_dir)
         gate.release()
         eventually(lambda: machine.node.counters.get("save_problem.vanished") == 3)

@@ -37,7 +37,7 @@ from tests.faults.embeddings import LAYOUT, body_at, key_at
 from tests.faults.indexed import Bucket, evict, fetch, noding, refresh, run_rebuild, serve
 from tests.support import damage
 from tests.support.indexes import delta_bytes, delta_name
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 ASKED = range(8)
 
@@ -264,7 +264,7 @@ def test_what_is_copied_after_its_deletion_is_not_read_once_the_index_has_heard(
         )
         refresh(node)
         assert serve(node, [0]) == {0}
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(DEADLINE_S)
         settings = Settings.model_validate(regions.settings(tmp_path / "command"))
         with Corpus.open(settings) as corpus:
             corpus.delete([key_at(0).identifier])
@@ -314,7 +314,7 @@ def test_a_burst_is_copied_whole_but_for_what_was_evicted_meanwhile(
         )
         refresh(node)
         assert serve(node, ASKED) == set(ASKED)
-        assert gate.reached.wait(60)  # the first copy is under way, the others wait
+        assert gate.reached.wait(DEADLINE_S)  # the first copy is under way, the others wait
         evict(node, [7])
         gate.release()
 
@@ -375,7 +375,7 @@ def test_what_this_disk_has_damaged_since_is_not_copied(regions: Regions, tmp_pa
         )
         refresh(node)
         assert serve(node, ASKED) == set(ASKED)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(DEADLINE_S)
         key = filler._waiting[-1]  # not the one that is under way
         path = tmp_path / "cache" / "v1" / "objects" / LAYOUT.namespace / key.name
         path.write_bytes(damage.flipped(path.read_bytes()))

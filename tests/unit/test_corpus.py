@@ -32,7 +32,7 @@ from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.testing.server import MotoServer
 from tests.support.corpora import IDS, Bucket, CorpusSuite, Filled
-from tests.support.waiting import until
+from tests.support.waiting import DEADLINE_S, until
 from tests.unit.cli.corpus import MODEL, content_hash, entry_bytes
 
 Make = Callable[..., Corpus]
@@ -277,10 +277,10 @@ def test_a_call_ends_when_another_thread_closes_the_corpus(make: Make) -> None:
     filled = faulty(make, Fault(op="get_range", gate=gate))
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(filled.corpus.stat, IDS[0])
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(DEADLINE_S)
         filled.corpus.close()
         with pytest.raises(S3ECError, match="closed meanwhile"):
-            call.result(30)
+            call.result(DEADLINE_S)
 
 
 def test_interrupted_call_waits_until_it_has_cleaned_up(make: Make) -> None:

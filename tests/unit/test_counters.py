@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 
 from s3ec.counters import TIME_BOUNDS_S, Counters, Increments, Observed, RecentTimes, observed
+from tests.support.waiting import DEADLINE_S
 
 
 def test_no_addition_is_lost_between_threads() -> None:
@@ -13,7 +14,7 @@ def test_no_addition_is_lost_between_threads() -> None:
     start = threading.Barrier(8)
 
     def work() -> None:
-        start.wait(10)
+        start.wait(DEADLINE_S)
         for _ in range(2000):
             counters.add("hits")
 
@@ -21,7 +22,7 @@ def test_no_addition_is_lost_between_threads() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(DEADLINE_S)
     assert counters.get("hits") == 16_000
 
 

@@ -41,7 +41,7 @@ async def use():
     await asyncio.gather(*(repeat(store) for _ in range(16)), return_exceptions=True)
 
 threading.Thread(target=lambda: asyncio.run(use()), daemon=True).start()
-sys.exit(0 if warm.wait(60) else 3)
+sys.exit(0 if warm.wait(240) else 3)
 """
 
 

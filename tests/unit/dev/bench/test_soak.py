@@ -14,7 +14,7 @@ import pytest
 from s3ec.dev.bench import soak_engine
 from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, Sample, compare, growths
 from s3ec.dev.rigs.engine import EngineError, EngineProcess
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 
 def answer(*tokens: int, shift: float = 0.0) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def right() -> FakeEngine:
 def engine(right: FakeEngine, tmp_path: Path) -> Iterator[LiveEngine]:
     made = live(right, tmp_path)
     made.start(lambda: "a fault")
-    assert right.asked.wait(10)
+    assert right.asked.wait(DEADLINE_S)
     yield made
     made.stop()
 
@@ -122,7 +122,7 @@ def test_a_wrong_answer_is_counted_and_told(tmp_path: Path) -> None:
     fake = FakeEngine({"a.png": answer(5), "b.png": answer(5)})
     engine = live(fake, tmp_path)
     engine.start(lambda: "bits flipped")
-    assert fake.asked.wait(10)
+    assert fake.asked.wait(DEADLINE_S)
     engine.stop()
     tally = engine.tally
     assert tally.wrong == tally.requests > 0
