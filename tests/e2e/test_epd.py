@@ -104,7 +104,7 @@ def serve(
         "ec_connector_module_path": "s3ec.connector",
         # The first upload of a busy machine may take longer than the 2 s that are the default.
         "ec_connector_extra_config": settings(
-            server, bucket, workdir / f"epd-{role}", defer_timeout_s=8
+            server, bucket, workdir / f"epd-{role}", defer_timeout_s=30
         ),
     }
     return ApiServer(
