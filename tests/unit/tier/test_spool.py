@@ -21,6 +21,7 @@ from s3ec.tier import Spool, Tier
 from s3ec.tier.files import try_lock
 from s3ec.tier.scan import SpoolFileName
 from tests.support.clock import Clock
+from tests.support.file_calls import open_below
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import (
@@ -499,14 +500,14 @@ def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
 def test_lock_of_the_dead_goes_when_all_that_they_left_has_gone(
     tier: Tier, spool: Spool, root: Path
 ) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_below(root)
     for number in range(3):
         left_by_the_dead(root, number, owner=f"{number:016x}")
         assert len(spool.adopt()) == 1
         unspool(spool, key_at(number))
     assert spool.adopt() == []
     assert locks_below(root) == []
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_below(root) == before
 
 
 def test_save_does_not_wait_for_an_adoption_that_reads(
