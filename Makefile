@@ -83,7 +83,7 @@ setup:  ## make .venv with the pinned packages and this checkout (nothing to do 
 	echo "$$fingerprint" > $(STAMP)
 	echo "setup: done"
 
-demo: setup  ## encode real pictures into a bucket, answer from it; PRESET=gemma3-27b|tiny|encoder-27b
+demo: setup  ## encode real pictures into a bucket, answer from it; PRESET=gemma3-27b|tiny
 	@$(PY) -m s3ec.dev.demo --preset $(PRESET) $(ARGS)
 
 test: setup  ## all tests, with real vLLM engines; ARGS goes to pytest

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import enum
 import importlib.util
-import json
 import math
 import os
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,7 +51,6 @@ class Preset(enum.StrEnum):
 
     GEMMA3_27B = "gemma3-27b"
     TINY = "tiny"
-    ENCODER_27B = "encoder-27b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +88,6 @@ _ENCODERS = {
         "tiny",
         "random weights; its encoder has two layers and costs next to nothing, so nothing can be "
         "gained. This run shows that answers are right, not that they are faster.",
-    ),
-    Preset.ENCODER_27B: _Encoder(
-        "encoder-27b",
-        "random weights; encoder and embedding are as large as Gemma3-27B's, at half its "
-        "resolution, before a text model of two layers.",
     ),
 }
 
@@ -167,21 +159,6 @@ class Report:
     fetches: int
 
     @property
-    def encode_s(self) -> float:
-        """Seconds of the producer's request for one picture; the median."""
-        return statistics.median(picture.encode_s for picture in self.pictures)
-
-    @property
-    def break_even_s(self) -> float:
-        """How long `encode_s` would have to be for a hit to take no longer than encoding.
-
-        A slower encoder makes the producer's request longer, and the answer without s3ec by as
-        much, and a hit not at all. Seconds, the median; 0 or less where a hit costs nothing that
-        could be measured.
-        """
-        return statistics.median(p.encode_s + p.with_s - p.without_s for p in self.pictures)
-
-    @property
     def totals_s(self) -> dict[str, float]:
         """Seconds for all pictures, to encode them and to the first token."""
         times = [(one.encode_s, one.with_s, one.without_s) for one in self.pictures]
@@ -196,16 +173,6 @@ class Report:
             f"total of {len(self.pictures)} pictures: {_seconds(totals_s['with_s3ec'])} with s3ec, "
             f"{_seconds(totals_s['without_s3ec'])} without ({_ENCODERS[self.preset].kind})"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it, and what the figures are of."""
-        return {
-            "headline": self.headline,
-            "encoder": _ENCODERS[self.preset].meaning,
-            "totals_s": self.totals_s,
-            "problems": self.problems(),
-            **asdict(self),
-        }
 
     def problems(self) -> list[str]:
         """What the run failed to show, a sentence each; empty if all is well."""
@@ -421,7 +388,6 @@ def show(report: Report, console: Console) -> None:
         "encode": "the producer's request, from reading the file to the embedding",
         "with s3ec": "time to the first token, with the embedding from the bucket",
         "without s3ec": "the same in an engine that has no connector and encodes the picture",
-        "break-even": _break_even(report),
     }
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
@@ -430,17 +396,6 @@ def show(report: Report, console: Console) -> None:
     console.print(grid)
     for problem in report.problems():
         console.print(Text(f"PROBLEM: {problem}", style="bold red"))
-
-
-def _break_even(report: Report) -> str:
-    took = f"encoding took {_seconds(report.encode_s)} a picture here"
-    if report.break_even_s <= 0:
-        return f"{took}; a hit cost nothing that could be measured"
-    verdict = "does" if report.encode_s > report.break_even_s else "does not"
-    return (
-        f"a hit pays where encoding takes over {_seconds(report.break_even_s)} a picture; {took}, "
-        f"so it {verdict}"
-    )
 
 
 def _yes(value: bool) -> str:
@@ -464,7 +419,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
     epilog=epilog(
         ("python -m s3ec.dev.demo", "embedding and encode time of Gemma3-27B on an L4"),
         ("python -m s3ec.dev.demo --preset tiny", "an encoder that costs nothing"),
-        ("python -m s3ec.dev.demo --preset encoder-27b", "Gemma3-27B's encoder: many minutes"),
         ("python -m s3ec.dev.demo --keep ./look", "keep the bucket too, to look into it"),
     ),
 )
@@ -481,10 +435,6 @@ def main(
             help="Folder for model, pictures, logs and the bucket, all kept. Unset: `.demo`, "
             "where the bucket is not kept.",
         ),
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", dir_okay=False, metavar="FILE", help="Write the figures as JSON."),
     ] = None,
 ) -> None:
     """Run the demo; see the command's help."""
@@ -505,8 +455,6 @@ def main(
         raise typer.Exit(EXIT_USAGE if isinstance(exc, ConfigError) else EXIT_WRONG) from exc
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     show(report, Console(file=sys.stdout, highlight=False, width=width))
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     if keep is not None:
         data = shlex.quote(str(work_dir / "s3"))
         print_note(f"to look into the bucket: s3ec serve-s3 --data {data} --bucket {report.bucket}")

@@ -36,7 +36,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Entries in a bucket; picklable, for clients in processes of their own.
+    """Entries in a bucket, and what a client needs to read them.
 
     Attributes:
         endpoint_url: Where clients reach the server, or something in front of it.

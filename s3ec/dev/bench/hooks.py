@@ -2,8 +2,7 @@
 """``bench hooks``: what the scheduler's hooks cost, beside vLLM's own ECExampleConnector.
 
 Both run as vLLM calls them, through the connector's public hooks and with vLLM's own request
-objects. The headline figures are of requests that were asked about before, as vLLM asks at every
-step; what a first call costs has rows of its own.
+objects. The figures are of requests that were asked about before, as vLLM asks at every step.
 
 ECExampleConnector decides inside has_cache_item (a mkdir and some stats); its
 ensure_cache_available is the base class's, which returns True. So our hooks are compared with
@@ -41,7 +40,6 @@ ROWS = (
     Spec(f"{_ENSURE}_p50_us", "us", "<= 5"),
     Spec(f"{_ENSURE}_ratio_to_example", "ratio", "< 1"),
     Spec(f"{_ENSURE}_4_images_p50_us", "us"),
-    Spec(f"{_ENSURE}_first_sight_p50_us", "us"),
     Spec("hooks.decision_per_image_ratio_to_example", "ratio", "< 1"),
     Spec("hooks.update_state_after_alloc_p50_us", "us"),
     Spec("hooks.build_connector_meta_p50_us", "us"),
@@ -75,18 +73,8 @@ _MEDIANS: Sequence[tuple[str, Mapping[str, str], Mapping[str, str], str]] = (
         "",
     ),
     (
-        f"{_ENSURE}_first_sight_p50_us",
-        {
-            f"{what}, {images} image{'s' if images > 1 else ''}": f"first/{what}/{images}"
-            for what in ("in the corpus", "on the disk", "not in it")
-            for images in (1, 4)
-        },
-        {},
-        "once per image: its key is derived, its fetch noted",
-    ),
-    (
         "hooks.update_state_after_alloc_p50_us",
-        {"load": "alloc/load", "save": "alloc/save"},
+        {"load": "alloc/load"},
         {f"{EXAMPLE}, load": "example/alloc"},
         "",
     ),
@@ -95,7 +83,6 @@ _MEDIANS: Sequence[tuple[str, Mapping[str, str], Mapping[str, str], str]] = (
         {
             "idle step": "meta/idle",
             "4 loads": "meta/loads",
-            "4 new demands, which wake the loop": "meta/demand",
         },
         {f"{EXAMPLE}, 4 loads": "example/meta"},
         "",

@@ -142,12 +142,11 @@ class Rig:
 
     def __init__(self, scratch: Path, size: Size) -> None:
         self.size = size
-        self.identifiers = Identifiers()
-        self.hits = self.identifiers.take(size.requests * IMAGES)
-        self.misses = self.identifiers.take(size.requests * IMAGES)
-        self.pending = self.identifiers.take(size.requests * IMAGES)
-        self._unseen = self.identifiers.take(max(size.corpus - 2 * len(self.hits), 0))
-        self._next_unseen = 0
+        identifiers = Identifiers()
+        self.hits = identifiers.take(size.requests * IMAGES)
+        self.misses = identifiers.take(size.requests * IMAGES)
+        self.pending = identifiers.take(size.requests * IMAGES)
+        self._unseen = identifiers.take(max(size.corpus - 2 * len(self.hits), 0))
         namespace = Namespace.from_descriptor({"model": "s3ec/bench"})
         store = self._store(Layout(namespace.name))
         loaded = load_settings(
@@ -185,18 +184,6 @@ class Rig:
             make_request(f"{kind}-{images}-{n}", pool[n * images : (n + 1) * images])
             for n in range(self.size.requests)
         ]
-
-    def unseen(self, count: int) -> list[str]:
-        """Identifiers that are in the index and were never asked for; they stay pending.
-
-        Raises:
-            RuntimeError: The corpus is too small.
-        """
-        taken = self._unseen[self._next_unseen : self._next_unseen + count]
-        self._next_unseen += count
-        if len(taken) < count:
-            raise RuntimeError(f"a corpus of {self.size.corpus} keys is too small")
-        return taken
 
     def computed_tokens(self, kind: str, request: Request) -> int:
         """What vLLM would say is in the KV cache."""
@@ -358,7 +345,6 @@ def engine_config(name: str, extra: dict[str, Any], *, role: str = "ec_both") ->
 
 
 Times = Mapping[str, Sequence[int]]
-_NEW_REQUESTS = 16  # a pass, of images that were never seen
 _IDLE_STEPS = 200
 
 
@@ -371,14 +357,12 @@ class HookCalls:
 
 
 class Passes:
-    """One pass per case. Every pass leaves the rig as it found it, but for new images."""
+    """One pass per case. Every pass leaves the rig as it found it."""
 
     def __init__(self, rig: Rig, example: Any) -> None:
         self._rig = rig
         self._shell = rig.shell
         self._example = example
-        self._new_requests = min(_NEW_REQUESTS, rig.size.requests)
-        self._serial = 0
 
     def cases(self) -> dict[str, Callable[[], Times]]:
         """All passes, for measure.interleave."""
@@ -388,9 +372,6 @@ class Passes:
                 made[f"{kind}/{images}"] = self._asking(kind, images)
         return made | {
             "loading": self._load_steps,
-            "new": self._new_images,
-            "absent": self._absent_images,
-            "resident": self._resident_images,
             "idle": self._idle_steps,
             "example": self._ask_example,
             "example loading": self._example_steps,
@@ -442,64 +423,6 @@ class Passes:
         for _ in range(4):  # until the steps in flight are over
             self._rig.end_step(freed)
         return {"alloc/load": alloc, "meta/loads": meta}
-
-    def _fresh(self, names: Sequence[str], images: int) -> list[Any]:
-        made = []
-        for start in range(0, len(names), images):
-            self._serial += 1
-            made.append(make_request(f"new-{self._serial}", names[start : start + images]))
-        return made
-
-    def _new_images(self) -> Times:
-        """Images of the corpus that nobody asked for yet: their fetch is noted and handed over."""
-        times: dict[str, list[int]] = {"meta/demand": []}
-        for images in (1, IMAGES):
-            requests = self._fresh(self._rig.unseen(self._new_requests * images), images)
-            first: list[int] = []
-            for request in requests:
-                first += time_each(self._shell.ensure_cache_available, [(request, 0)])
-                meta = time_each(self._shell.build_connector_meta, [(step_output(),)])
-                if images == IMAGES:
-                    times["meta/demand"] += meta
-                self._shell.request_finished(request)
-                self._rig.settle()
-            times[f"first/in the corpus/{images}"] = first
-        return times
-
-    def _absent_images(self) -> Times:
-        """Images that the corpus lacks: they are encoded, and then saved."""
-        times: dict[str, list[int]] = {"alloc/save": []}
-        for images in (1, IMAGES):
-            names = self._rig.identifiers.take(self._new_requests * images)
-            requests = self._fresh(names, images)
-            calls = [(request, 0) for request in requests]
-            times[f"first/not in it/{images}"] = time_each(
-                self._shell.ensure_cache_available, calls
-            )
-            for name in names:
-                self._shell.has_cache_item(name)
-            for request in requests:
-                saves = [(request, n) for n in range(images)]
-                times["alloc/save"] += time_each(self._shell.update_state_after_alloc, saves)
-                self._shell.request_finished(request)
-            self._rig.end_step()
-            self._rig.end_step(names)
-        return times
-
-    def _resident_images(self) -> Times:
-        """Images on this node's disk that this scheduler was not asked for yet."""
-        times: dict[str, list[int]] = {}
-        for images in (1, IMAGES):
-            shell = scheduler_shell(self._rig.node)
-            requests = self._fresh(self._rig.hits[: self._new_requests * images], images)
-            times[f"first/on the disk/{images}"] = time_each(
-                shell.ensure_cache_available, [(request, 0) for request in requests]
-            )
-            for request in requests:
-                shell.request_finished(request)
-            shell.build_connector_meta(step_output())
-            self._rig.settle()
-        return times
 
     def _idle_steps(self) -> Times:
         steps = [(step_output(),) for _ in range(_IDLE_STEPS)]

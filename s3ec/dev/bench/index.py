@@ -15,11 +15,10 @@ import asyncio
 import contextlib
 import gc
 import multiprocessing
-import random
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +30,7 @@ if TYPE_CHECKING:
     from s3ec.identity import Key
     from s3ec.node import Node
 
-P50, TO_EXAMPLE, TO_HEAD, GROWTH = (
-    "index.lookup_p50_us",
-    "index.lookup_ratio_to_example",
-    "index.lookup_ratio_to_head",
-    "index.growth_1e6_to_max",
-)
+P50, GROWTH = "index.lookup_p50_us", "index.growth_1e6_to_max"
 OPEN, PRIVATE, BLOOM_BYTES, BLOOM_FPR = (
     "index.open_ms",
     "index.private_bytes_per_key",
@@ -45,8 +39,6 @@ OPEN, PRIVATE, BLOOM_BYTES, BLOOM_FPR = (
 )
 ROWS = (
     Spec(P50, "us", "<= 1.5"),
-    Spec(TO_EXAMPLE, "ratio", "< 1"),
-    Spec(TO_HEAD, "ratio", "<= 0.002"),
     Spec(GROWTH, "ratio", "<= 2"),
     Spec(PRIVATE, "B", "<= 0.2"),
     Spec(BLOOM_BYTES, "B", "<= 1.8"),
@@ -66,18 +58,15 @@ _SMALL = 1_000_000
 # and after a union, two readers', raw downloads, and temporary files.
 _BYTES, _COPIES = 24, 6
 _ROUNDS, _OPENINGS = 15, 5
-_LOOKUPS, _HEADS, _EXAMPLE_KEYS = 2500, 16, 256
+_LOOKUPS = 2500
 _OPENED_LOOKUPS = 20_000
 _MISSES, _MISSES_QUICK, _MISSES_AT_A_TIME = 500_000, 50_000, 10_000
 # How fast the interpreter is at the moment: on a shared machine that changes by a factor of two.
 _NOTHING = "a call that does nothing"
 _CASES = HIT, MISS = "hit", "miss"
-_EXAMPLE, _HEAD = "ECExampleConnector.has_cache_item", "HEAD"
 
 Round = Callable[[], Sequence[float]]
 """Microseconds of each call."""
-Heads = Callable[[bool, int], Sequence[float]]
-"""Microseconds of so many HEADs, of an object that is there or of none."""
 
 
 def run(context: Context, keys: int | None = None) -> None:
@@ -88,7 +77,7 @@ def run(context: Context, keys: int | None = None) -> None:
         keys: In the largest index.
     """
     from s3ec.dev.bench.corpus import filled
-    from s3ec.dev.bench.index_bucket import head_times, measure_in_bucket
+    from s3ec.dev.bench.index_bucket import measure_in_bucket
     from s3ec.dev.bench.index_made import make
 
     keys = keys or (_KEYS_QUICK if context.quick else KEYS)
@@ -102,22 +91,16 @@ def run(context: Context, keys: int | None = None) -> None:
     made = make(context.scratch, keys)
     _measure_opening(context, made)
     _measure_filter(context, made)
-    with contextlib.ExitStack() as stack:
-        try:
-            server, corpus = stack.enter_context(filled(context, 1))
-        except CannotMeasureError:
-            _measure_lookups(context, made, None)
-            raise
-        with head_times(corpus, context.scratch / "heads") as heads:
-            _measure_lookups(context, made, heads)
+    _measure_lookups(context, made)
+    with filled(context, 1) as (server, corpus):
         measure_in_bucket(context, server, corpus, made)
 
 
 # -- lookups ---------------------------------------------------------------------------------------
 
 
-def _measure_lookups(context: Context, largest: Made, heads: Heads | None) -> None:
-    """Report the four rows: ours at two sizes, the Example's and HEADs, in turn."""
+def _measure_lookups(context: Context, largest: Made) -> None:
+    """Report both rows: lookups in indexes of two sizes, in turn."""
     from s3ec.dev.bench.index_made import keys_of, make, reader
 
     some = keys_of([number.to_bytes(16, "big") for number in range(_LOOKUPS)])
@@ -133,14 +116,9 @@ def _measure_lookups(context: Context, largest: Made, heads: Heads | None) -> No
         for name, (made, node) in readers.items():
             for which in _CASES:
                 cases[f"{which}, {name}"] = _ours(made, node, which)
-        if heads is not None:
-            for which in _CASES:
-                cases[f"{_HEAD}, {which}"] = lambda which=which: heads(which == HIT, _HEADS)  # type: ignore[misc]
-        others, why = stack.enter_context(_example_cases(context))
-        cases |= others
         context.say(f"{context.rounds(_ROUNDS)} rounds of lookups")
         kept = measure.interleave(cases, rounds=context.rounds(_ROUNDS), warmup=2)
-    _report_lookups(context, list(readers), kept, why)
+    _report_lookups(context, list(readers), kept)
 
 
 def _times(contains: Callable[..., object], keys: Sequence[object]) -> list[float]:
@@ -165,46 +143,13 @@ def _ours(made: Made, node: Node, which: str) -> Round:
     return round_
 
 
-@contextlib.contextmanager
-def _example_cases(context: Context) -> Iterator[tuple[dict[str, Round], str]]:
-    """vLLM's connector over a folder in memory; without vLLM no cases, and why."""
-    from s3ec.dev.bench.hooks import need_vllm
-
-    try:
-        need_vllm(context)
-    except CannotMeasureError as exc:
-        yield {}, str(exc)
-        return
-    from s3ec.dev.bench.hooks_rig import example
-
-    source = random.Random(1)
-    hits, misses = (
-        [f"{source.getrandbits(256):064x}" for _ in range(_EXAMPLE_KEYS)] for _ in _CASES
-    )
-    with measure.memory_folder(context.scratch / "example") as (folder, _):
-        has = example(folder, hits, misses).has_cache_item
-        yield (
-            {
-                f"{_EXAMPLE}, {HIT}": lambda: _times(has, hits),
-                f"{_EXAMPLE}, {MISS}": lambda: _times(has, misses),
-            },
-            "",
-        )
-
-
 def _report_lookups(
-    context: Context, labels: Sequence[str], kept: Mapping[str, Sequence[Sequence[float]]], why: str
+    context: Context, labels: Sequence[str], kept: Mapping[str, Sequence[Sequence[float]]]
 ) -> None:
     def percentiles(percent: float) -> dict[str, list[float]]:
         return {
             case: [measure.percentile(times, percent) for times in rounds]
             for case, rounds in kept.items()
-        }
-
-    def over(above: str, below: str) -> dict[str, list[float]]:
-        return {
-            which: measure.ratios(p50[above.format(which)], p50[below.format(which)])
-            for which in _CASES
         }
 
     p50 = percentiles(50)
@@ -216,18 +161,12 @@ def _report_lookups(
     context.report_slowest(P50, ours, samples=samples, others=others, detail=detail)
     if small == large:
         context.cannot(GROWTH, "for this --keys must be above 1e6")
-    else:
-        detail = {"largest": labels[-1]}
-        context.report_slowest(GROWTH, over(large, small), samples=samples, detail=detail)
-    for row, name, reason in (
-        (TO_EXAMPLE, _EXAMPLE, why),
-        (TO_HEAD, _HEAD, "there is no local server"),
-    ):
-        if f"{name}, {HIT}" not in p50:
-            context.cannot(row, reason)
-            continue
-        detail = {"denominator": name, "keys": labels[-1]}
-        context.report_slowest(row, over(large, f"{name}, {{}}"), samples=samples, detail=detail)
+        return
+    growth = {
+        which: measure.ratios(p50[large.format(which)], p50[small.format(which)])
+        for which in _CASES
+    }
+    context.report_slowest(GROWTH, growth, samples=samples, detail={"largest": labels[-1]})
 
 
 # -- opening, and the filter -----------------------------------------------------------------------

@@ -82,33 +82,6 @@ def _node(corpus: Corpus, cache_dir: Path) -> Iterator[Node]:
         node.close(10)
 
 
-@contextmanager
-def head_times(corpus: Corpus, cache_dir: Path) -> Iterator[Callable[[bool, int], list[float]]]:
-    """Yields what times HEADs one after the other, in microseconds, as our store sends them.
-
-    Args:
-        corpus: With at least one entry.
-        cache_dir: For the node; nothing comes there.
-    """
-    with _node(corpus, cache_dir) as node:
-
-        async def heads(name: str, count: int, there: bool) -> list[float]:
-            out = []
-            for _ in range(count):
-                started = time.perf_counter_ns()
-                info = await node.store.head(name)
-                out.append((time.perf_counter_ns() - started) / 1000)
-                if (info is not None) is not there:
-                    raise RuntimeError(f"HEAD {name}: {info}")
-            return out
-
-        def timed(there: bool, count: int) -> list[float]:
-            name = corpus.object_names[0] if there else LAYOUT.objects + "not-there"
-            return node.loop.run(heads(name, count, there), timeout_s=_TIMEOUT_S)
-
-        yield timed
-
-
 # -- cold starts -----------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -33,7 +32,6 @@ _ENGINE = {
     "max_num_seqs": 8,
 }
 _BUCKET = "precompute"
-_SIDE = 32
 
 
 def run(context: Context) -> None:
@@ -47,7 +45,7 @@ def run(context: Context) -> None:
     items = _QUICK_ITEMS if context.quick else _ITEMS
     with engines.local_server(_BUCKET) as server:
         model = write_gemma3(context.scratch / "model")
-        _write_pictures(context.scratch / "pictures", items)
+        engines.write_patterns(context.scratch / "pictures", items, 0)
         context.say(f"encoding {items:,} pictures")
         first, first_s = _precompute(server, model, context.scratch)
         context.say("once more")
@@ -70,16 +68,6 @@ def run(context: Context) -> None:
         )
     else:
         context.report(_PER_ITEM, per_item_ms, samples=items, detail=detail)
-
-
-def _write_pictures(folder: Path, count: int) -> None:
-    """Different small pictures of noise."""
-    from PIL import Image
-
-    folder.mkdir(parents=True)
-    for number in range(count):
-        noise = random.Random(number).randbytes(_SIDE * _SIDE * 3)
-        Image.frombytes("RGB", (_SIDE, _SIDE), noise).save(folder / f"{number:05}.png")
 
 
 def _precompute(server: LocalS3, model: Path, scratch: Path) -> tuple[dict[str, Any], float]:

@@ -45,17 +45,14 @@ class _Gemma3Shape:
 
 
 # tiny: 64 rows of 64 values per image, 8 KiB in bfloat16; an engine starts in about 35 s.
-# encoder-27b: the vision side of Gemma3-27B (27 SigLIP layers) and its embedding, 256 rows of
-# 5376 values = 2,752,512 bytes, at half its resolution, before a two-layer text model:
-# encoding an image costs seconds on a CPU, as it should when one measures what a cache saves.
-# gemma3-27b: the same at its full resolution, as a GPU encodes it.
+# gemma3-27b: the vision side of Gemma3-27B (27 SigLIP layers) and its embedding, 256 rows of
+# 5376 values = 2,752,512 bytes, before a two-layer text model. For a GPU.
 # embedding-2.75mb: 256 rows of 2688 values, which in float32 are as many bytes, from a tiny
 # encoder. In bfloat16 and as wide as Gemma3-27B's, a prefill would take seconds on a CPU.
 GEMMA3_PRESETS = {
     "tiny": _Gemma3Shape(64, 64, 2, 2, 128, image_size=224, image_tokens=64),
     "embedding-2.75mb": _Gemma3Shape(2688, 64, 2, 2, 128, 224, image_tokens=256, text_mlp=16),
     "embedding-67mb": _Gemma3Shape(16384, 64, 2, 2, 128, 448, image_tokens=1024, text_mlp=32),
-    "encoder-27b": _Gemma3Shape(5376, 1152, 27, 16, 4304, image_size=448, image_tokens=256),
     "gemma3-27b": _Gemma3Shape(5376, 1152, 27, 16, 4304, image_size=896, image_tokens=256),
 }
 

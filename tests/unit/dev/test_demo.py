@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -120,19 +119,15 @@ def test_show_has_a_line_per_picture_and_one_of_totals() -> None:
     [
         (Preset.GEMMA3_27B, "simulated encoder"),
         (Preset.TINY, "real encoder, random weights"),
-        (Preset.ENCODER_27B, "real encoder, random weights"),
     ],
 )
 def test_report_says_in_itself_the_total_and_whether_its_encoder_is_simulated(
     preset: Preset, kind: str
 ) -> None:
-    one = report(preset=preset)
+    text = shown(report(preset=preset))
     said = f"total of 3 pictures: 1.50 s with s3ec, 15.00 s without ({kind})"
-    assert shown(one).splitlines()[0] == said
-    document = one.to_json()
-    assert document["headline"] == said
-    assert document["totals_s"] == {"encode": 12.0, "with_s3ec": 1.5, "without_s3ec": 15.0}
-    assert ("sleeps" in document["encoder"]) == (kind == "simulated encoder")
+    assert text.splitlines()[0] == said
+    assert ("sleeps" in text) == (kind == "simulated encoder")
 
 
 def test_show_says_how_far_probabilities_are_apart() -> None:
@@ -144,27 +139,6 @@ def test_show_cuts_names_but_no_figures_where_the_terminal_is_narrow() -> None:
     long = replace(picture(0), name="photo-04-hubble_deep_field-which-is-too-long.jpg")
     text = shown(report([long, picture(1)]), width=64)
     assert line(text, "photo-").endswith(" 4.00 s 500 ms 5.00 s yes")
-
-
-@pytest.mark.parametrize(
-    ("with_s", "encode_s", "said"),
-    [
-        # 6 s from the bucket, 5 s without: a second more of encoding would have been even.
-        (
-            6.0,
-            0.02,
-            "over 1.02 s a picture; encoding took 20 ms a picture here, so it does not",
-        ),
-        (1.5, 4.0, "over 500 ms a picture; encoding took 4.00 s a picture here, so it does"),
-        (0.5, 4.0, "a hit cost nothing that could be measured"),
-    ],
-)
-def test_break_even_is_where_both_answers_take_equally_long(
-    with_s: float, encode_s: float, said: str
-) -> None:
-    one = replace(picture(0, seconds=with_s), encode_s=encode_s)
-    other = answer(0, 7, seconds=5.0)
-    assert said in shown(report([replace(one, theirs=other)]), width=400)
 
 
 # -- the command ---------------------------------------------------------------------------------
@@ -181,15 +155,11 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
         yield run
 
 
-def test_a_good_run_ends_with_0_and_writes_its_figures(ended: mock.Mock, tmp_path: Path) -> None:
-    out = tmp_path / "demo.json"
-    result = CliRunner().invoke(demo.app, ["--preset", "tiny", "--json", str(out)])
+def test_a_good_run_ends_with_0(ended: mock.Mock) -> None:
+    result = CliRunner().invoke(demo.app, ["--preset", "tiny"])
     assert result.exit_code == 0
     assert "p2.png" in result.stdout
     ended.assert_called_once_with("tiny", 12, Path(".demo").absolute(), keep_bucket=False)
-    document = json.loads(out.read_text())
-    assert (document["problems"], document["hits"], document["preset"]) == ([], 3, "tiny")
-    assert document["pictures"][0]["ours"]["token_ids"] == [0, 7]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ ROWS = {
     "hooks": [
         *("has_cache_item_p50_us", "has_cache_item_ratio_to_example"),
         *(f"{_ENSURE}_p50_us", f"{_ENSURE}_ratio_to_example", f"{_ENSURE}_4_images_p50_us"),
-        *(f"{_ENSURE}_first_sight_p50_us", "decision_per_image_ratio_to_example"),
+        "decision_per_image_ratio_to_example",
         *("update_state_after_alloc_p50_us", "build_connector_meta_p50_us"),
         *("schedule_1000x20_ratio", "syscalls_per_call"),
     ],
@@ -38,7 +38,7 @@ ROWS = {
     "load": ["ratio_to_preadv", "ratio_to_preadv_disk", "ratio_to_example", "us_per_item"],
     "save": ["ratio_to_clone", "ratio_to_example", "us_per_item"],
     "index": [
-        *("lookup_p50_us", "lookup_ratio_to_example", "lookup_ratio_to_head", "growth_1e6_to_max"),
+        *("lookup_p50_us", "growth_1e6_to_max"),
         *("private_bytes_per_key", "/bloom.bytes_per_key", "/bloom.fpr", "open_ms"),
         *("cold_ratio_to_raw", "/union.peak_mib", "/union.seconds", "visible_p99_s"),
         *("idle_lists_per_refresh", "hooks_p99_ratio"),
@@ -57,7 +57,7 @@ ROWS = {
     "weights": ["fingerprint_ms"],
     "regions": [
         *("wrong_answers", "failed_requests", "near_p50_ratio", "lag_p50_ratio"),
-        *("late_requests", "home_requests_per_key", "redis_ratio"),
+        "late_requests",
     ],
     "dead": ["ttft_p99_ratio", "step_p99_ratio"],
     "soak": [
