@@ -250,8 +250,6 @@ class S3EC(NoConnector):
     """s3ec's scheduler half with everything around it played, and every answer noted.
 
     Attributes:
-        scheduler_half: Its class; another one where a test wants faults.
-        worker_half: Likewise.
         is_calm: Nothing fails and no clock jumps, so that everything comes in time.
         device: What vLLM's encoder-cache manager holds.
         held: Likewise, the numbers of the inputs for which a request holds it.
@@ -259,9 +257,6 @@ class S3EC(NoConnector):
         ranks: The workers' side.
         answers: What vLLM was answered, for ``Repeat``.
     """
-
-    scheduler_half: type[SchedulerHalf] = SchedulerHalf
-    worker_half: type[WorkerHalf] = WorkerHalf
 
     def __init__(
         self, options: Options, needs_embedding: Callable[[Any], bool], bench: Bench
@@ -288,7 +283,7 @@ class S3EC(NoConnector):
             defer_timeout_s=options.defer_timeout_s,
             tower_adapters=True,
         )
-        self.half = self.scheduler_half(
+        self.half = SchedulerHalf(
             role,
             index=self.outside.index,
             local=self.outside.local,
@@ -350,7 +345,7 @@ class S3EC(NoConnector):
         return WaitPolicy(EncodeCosts(), EngineLoad(self.options.depth))
 
     def _make_rank(self, node: Node, rank: int) -> Rank:
-        half = self.worker_half(
+        half = WorkerHalf(
             node,
             saves=self.saves,
             device=lambda: torch.device("cpu"),
@@ -477,14 +472,14 @@ class S3EC(NoConnector):
         if self.half.ensure_cache_available(request, num_computed_tokens):
             raise BrokenPromiseError("a kept answer is not what a look gives", request.request_id)
 
-    def audit(self, *, requests: Collection[str], device: Collection[str]) -> None:
+    def audit(self) -> None:
         """What the half remembers belongs to something that is there."""
         fetching = {
             *self.prefetcher.open,
             *(one.want.key.identifier for one in self.prefetcher.news),
         }
         complaints = complaints_of(
-            self.half, self.clock(), requests=requests, device=device, fetching=fetching
+            self.half, self.clock(), requests=self.requests, device=self.device, fetching=fetching
         )
         if self._no_cost:
             raise BrokenPromiseError("no cost", self._no_cost)

@@ -198,7 +198,7 @@ class Runner:
     """
 
     options: Options
-    side: RankSide | None
+    side: RankSide
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self, step: Step, weights: int) -> Any:
@@ -209,20 +209,20 @@ class Runner:
         # A pure producer calls the connector first, the others return early.
         if self.options.loads and not output.total_num_scheduled_tokens:
             return None
-        if self.side is not None and self.options.saves:
+        if self.options.saves:
             self.side.begin(self.cache, step.plan)
-        if self.side is not None and self.options.loads:
+        if self.options.loads:
             self.side.load(self.cache, step.plan)
         for name, feature in step.to_encode():
             if not has_pixels(feature):
                 raise BrokenPromiseError("the encoder runs on nothing", name)
             identifier = feature.identifier
             self.cache[identifier] = _encoded(feature, weights)
-            if self.side is not None and self.options.saves:
+            if self.options.saves:
                 self.side.save(self.cache, identifier, step.plan)
         if self.options.loads:
             self._gather(step, weights)
-        return None if self.side is None else self.side.report()
+        return self.side.report()
 
     def _gather(self, step: Step, weights: int) -> None:
         for ahead in sorted({0, self.options.lookahead}):
@@ -266,17 +266,15 @@ class V2Runner:
         cache: Its encoder cache.
     """
 
-    def __init__(self, options: Options, side: RankSide | None) -> None:
+    def __init__(self, options: Options, side: RankSide) -> None:
         self._options = options
         self._held = EncoderCache()
         self._encoder = EncoderRunner(
             SimpleNamespace(), 1, 1, self._held, torch.float32, torch.device("cpu")
         )
         self._prefill_lens: dict[str, int] = {}
-        self._connector = v2.NO_OP_EC_CONNECTOR
-        if side is not None:
-            with patch.object(v2, "get_ec_transfer", lambda: _Hooks(options, side)):
-                self._connector = v2.ActiveECConnector(None, self._held.encoder_outputs)
+        with patch.object(v2, "get_ec_transfer", lambda: _Hooks(options, side)):
+            self._connector = v2.ActiveECConnector(None, self._held.encoder_outputs)
 
     @property
     def cache(self) -> dict[str, torch.Tensor]:
@@ -377,16 +375,16 @@ class Engine:
         self,
         model: Path,
         options: Options,
-        connector: NoConnector | None,
-        sides: Sequence[RankSide] | None,
+        connector: NoConnector,
+        sides: Sequence[RankSide],
     ) -> None:
         """Build it.
 
         Args:
             model: Folder of a multimodal model's configuration.
             options: What it is.
-            connector: None for vLLM alone.
-            sides: Of the connector, one for each rank; None for vLLM alone.
+            connector: What the scheduler asks.
+            sides: Of the connector, one for each rank.
         """
         config = vllm_config(
             model, options.policy, options.is_async, options.batched_tokens, options.loads
@@ -408,9 +406,7 @@ class Engine:
         self.scheduler.is_mm_encoder_only = not options.loads
         self.connector = connector
         runner = V2Runner if options.v2 else Runner
-        self.runners = [
-            runner(options, None if sides is None else sides[rank]) for rank in range(options.ranks)
-        ]
+        self.runners = [runner(options, side) for side in sides]
         self.steps: deque[Step] = deque()
         self.journal: list[tuple[str, tuple[Any, ...]]] = []
         self.alive: dict[str, Request] = {}

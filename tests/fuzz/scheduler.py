@@ -12,10 +12,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -72,32 +70,28 @@ class Fuzz:
         s3ec.follow(engine)
         return engine, s3ec
 
-    def run(self, seed: int, **how: Any) -> Verdict:
-        """Run one seed; ``how`` as for Run."""
-        run = Run(seed, self._model, self._bench, self._needs_embedding, **how)
+    def run(self, seed: int) -> Verdict:
+        """Run one seed."""
+        run = Run(seed, self._model, self._bench, self._needs_embedding)
         verdict = Verdict(seed)
         try:
             run.live()
         except Exception as exc:  # noqa: BLE001 - whatever ends an engine is a finding
             verdict.failure = _one_line(exc)
             verdict.trace = _trace(run, exc)
-            if run.s3ec is None:
-                verdict.is_vllms = True
-            elif not isinstance(exc, BrokenPromiseError) or exc.kind in VLLMS:
+            if not isinstance(exc, BrokenPromiseError) or exc.kind in VLLMS:
                 again = self._repeat(run)
                 verdict.is_vllms = again is not None and _kind(again) == _kind(exc)
         finally:
             run.close()
         verdict.stat = run.engine.stat
-        if run.s3ec is not None:
-            answers = run.s3ec.answers
-            verdict.stat["deferrals"] += answers.count(("ensure", False))
-            verdict.stat["grants"] += answers.count(("has", True))
+        answers = run.s3ec.answers
+        verdict.stat["deferrals"] += answers.count(("ensure", False))
+        verdict.stat["grants"] += answers.count(("has", True))
         return verdict
 
     def _repeat(self, run: Run) -> Exception | None:
         """The same events and answers, with every grant delivered whole and in time."""
-        assert run.s3ec is not None
         engine: Engine
         side = RepeatRank(lambda: engine.weights)
         sides = [side] * run.options.ranks
@@ -208,58 +202,24 @@ def main(arguments: Sequence[str]) -> int:
     """Run seeds; the exit status is 1 where one of them failed by s3ec."""
     parser = argparse.ArgumentParser(prog="fuzz scheduler", description=__doc__)
     parser.add_argument("--seeds", type=seed_range, default=range(300), help="such as 0-300, or 7")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no seed after")
-    parser.add_argument("--alone", action="store_true", help="vLLM without a connector")
     parser.add_argument("--trace", action="store_true", help="print how a failing seed ends")
     given = parser.parse_args(arguments)
     began = time.monotonic()
     verdicts: list[Verdict] = []
-    for verdict in _all(given):
-        verdicts.append(verdict)
-        if verdict.failure is None:
-            continue
-        whose = "vLLM alone" if verdict.is_vllms else "s3ec"
-        print(f"seed {verdict.seed} failed by {whose}: {verdict.failure}")
-        if not verdict.is_vllms:
-            print(f"  again: make fuzz ARGS='scheduler --seeds {verdict.seed} --trace'")
-        if given.trace:
-            print(verdict.trace)
-        sys.stdout.flush()
+    with fuzzing() as fuzz:
+        for seed in given.seeds:
+            if time.monotonic() > began + given.seconds:
+                break
+            verdicts.append(verdict := fuzz.run(seed))
+            if verdict.failure is None:
+                continue
+            whose = "vLLM alone" if verdict.is_vllms else "s3ec"
+            print(f"seed {verdict.seed} failed by {whose}: {verdict.failure}")
+            if not verdict.is_vllms:
+                print(f"  again: make fuzz ARGS='scheduler --seeds {verdict.seed} --trace'")
+            if given.trace:
+                print(verdict.trace)
+            sys.stdout.flush()
     print(summary(verdicts, time.monotonic() - began))
     return int(any(verdict.failure and not verdict.is_vllms for verdict in verdicts))
-
-
-def _all(given: argparse.Namespace) -> Iterator[Verdict]:
-    """Verdicts in the order of their seeds, for as long as there is time."""
-    until_s = time.monotonic() + given.seconds
-    how = {"alone": given.alone}
-    if given.jobs <= 1:
-        with fuzzing() as fuzz:
-            for seed in given.seeds:
-                if time.monotonic() > until_s:
-                    return
-                yield fuzz.run(seed, **how)
-        return
-    seeds = given.seeds
-    portions = [seeds[start : start + _PORTION] for start in range(0, len(seeds), _PORTION)]
-    with ProcessPoolExecutor(given.jobs, initializer=_begin) as pool:
-        waiting = [pool.submit(_run_portion, portion, how, until_s) for portion in portions]
-        for portion in waiting:
-            yield from portion.result()
-
-
-# A process keeps its engine's configurations and entries from portion to portion.
-_process: list[Fuzz] = []
-_PORTION = 50
-
-
-def _begin() -> None:
-    stack = ExitStack()
-    _process.append(stack.enter_context(fuzzing()))
-    Finalize(None, stack.close, exitpriority=1)  # atexit is not for such processes
-
-
-def _run_portion(seeds: range, how: dict[str, Any], until_s: float) -> list[Verdict]:
-    (fuzz,) = _process
-    return [fuzz.run(seed, **how) for seed in seeds if time.monotonic() < until_s]

@@ -26,7 +26,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from s3ec.prefetch import FetchOutcome
 from tests.fuzz.connectors import S3EC, Bench
 from tests.fuzz.engine import BLOCK, Asked, Engine, Options
-from tests.fuzz.outside import FIRST_WEIGHTS, BrokenPromiseError, Stored
+from tests.fuzz.outside import FIRST_WEIGHTS, BrokenPromiseError, PlayedSaves, Stored
 from tests.unit.connector.scheduling import identifier_of
 from tests.unit.tier.cases import key_of
 
@@ -200,7 +200,7 @@ class Run:
 
     Attributes:
         engine: vLLM's part.
-        s3ec: The connector; None for vLLM alone.
+        s3ec: The connector.
     """
 
     def __init__(
@@ -209,8 +209,6 @@ class Run:
         model: Path,
         bench: Bench,
         needs_embedding: Callable[[Any], bool],
-        *,
-        alone: bool = False,
     ) -> None:
         """Draw everything.
 
@@ -219,25 +217,16 @@ class Run:
             model: Folder of the model's configuration.
             bench: What all runs share.
             needs_embedding: s3ec's own answer whether a feature came without pixels.
-            alone: Run vLLM without a connector; then nothing comes without pixels.
         """
         options, habits = draw(seed)
-        if alone:
-            options = dataclasses.replace(options, role="consumer")
-            habits = dataclasses.replace(habits, bare=0.0)
         self.options, self.habits = options, habits
         self._rnd = random.Random(f"{seed} life")
-        self.s3ec = None if alone else S3EC(options, needs_embedding, bench)
-        self.engine = Engine(model, options, self.s3ec, self.s3ec and self.s3ec.ranks)
-        if self.s3ec is not None:
-            self.s3ec.follow(self.engine)
-            self.s3ec.is_calm = not (
-                habits.faults
-                or habits.outages
-                or habits.jumps
-                or habits.two_sizes
-                or habits.two_kinds
-            )
+        self.s3ec = S3EC(options, needs_embedding, bench)
+        self.engine = Engine(model, options, self.s3ec, self.s3ec.ranks)
+        self.s3ec.follow(self.engine)
+        self.s3ec.is_calm = not (
+            habits.faults or habits.outages or habits.jumps or habits.two_sizes or habits.two_kinds
+        )
         self._loras = [
             LoRARequest(name, number, f"/adapters/{number}")
             for number, name in enumerate(_ADAPTERS[: habits.adapters], start=1)
@@ -344,28 +333,26 @@ class Run:
         Raises:
             BrokenPromiseError: A real engine would have ended, answered wrongly, or leaked.
         """
-        if self.s3ec is not None:
-            self._stock(self.s3ec)
+        self._stock()
         rounds = 0
         while self._sent < self.habits.requests or self.engine.alive or self.engine.steps:
             rounds += 1
             if rounds > _MOST_ROUNDS:
                 raise BrokenPromiseError("requests do not end", ", ".join(self.engine.alive))
             self._clients()
-            if self.s3ec is not None:
-                self._world(self.s3ec)
+            self._world()
             self._turn()
         self._rest()
 
-    def _stock(self, s3ec: S3EC) -> None:
+    def _stock(self) -> None:
         for picture in self._pictures:
             for lora in (None, *self._loras):
                 if self._rnd.random() < self.habits.stored:
-                    self._appear(s3ec, picture, lora)
+                    self._appear(picture, lora)
 
-    def _appear(self, s3ec: S3EC, picture: Picture, lora: LoRARequest | None) -> None:
+    def _appear(self, picture: Picture, lora: LoRARequest | None) -> None:
         """Another engine has stored it; this one's index may hold it."""
-        rnd = self._rnd
+        rnd, outside = self._rnd, self.s3ec.outside
         place = PlaceholderRange(0, picture.rows)
         both = picture.modality == "both"
         for tail, start in (("", 0), ("s", 1)) if both else (("", 0),):
@@ -375,14 +362,14 @@ class Run:
             modality = picture.modality if not both else "audio" if tail else "video"
             identifier = half.identifier(lora)
             stored = Stored(place.get_num_embeds(), FIRST_WEIGHTS, modality)
-            s3ec.outside.upload(identifier, stored)
+            outside.upload(identifier, stored)
             key = key_of(identifier)
             if rnd.random() < self.habits.announced:
-                s3ec.outside.index.learn(key)
+                outside.index.learn(key)
             if rnd.random() < 0.3:
-                s3ec.outside.publish(identifier, s3ec.outside.bucket[identifier])
+                outside.publish(identifier, outside.bucket[identifier])
                 if rnd.random() < 0.9:
-                    s3ec.outside.local.add(key)
+                    outside.local.add(key)
 
     def _clients(self) -> None:
         rnd, engine = self._rnd, self.engine
@@ -402,17 +389,17 @@ class Run:
 
     def _change_weights(self) -> None:
         self.engine.change_weights(call_first=self._rnd.random() < 0.5)
-        if self.s3ec is not None:
-            self.s3ec.outside.weights = self.engine.weights
+        self.s3ec.outside.weights = self.engine.weights
 
-    def _world(self, s3ec: S3EC) -> None:
-        rnd, habits, outside = self._rnd, self.habits, s3ec.outside
+    def _world(self) -> None:
+        rnd, habits, s3ec = self._rnd, self.habits, self.s3ec
+        outside = s3ec.outside
         for identifier in sorted(s3ec.prefetcher.open):
             if rnd.random() < 0.4:
                 fault = rnd.choice(_FAULTS) if rnd.random() < habits.faults else None
                 s3ec.prefetcher.end(identifier, fault)
         if rnd.random() < 0.05:
-            self._appear(s3ec, rnd.choice(self._pictures), rnd.choice([None, *self._loras]))
+            self._appear(rnd.choice(self._pictures), rnd.choice([None, *self._loras]))
         if outside.tier and rnd.random() < 0.02:
             outside.evict(rnd.choice(sorted(outside.tier)))
         if rnd.random() < habits.outages:
@@ -420,19 +407,18 @@ class Run:
         if rnd.random() < habits.outages:
             outside.disk.hangs = not outside.disk.hangs
         if s3ec.saves is not None:
-            self._uploads(s3ec)
+            self._uploads(s3ec.saves)
         s3ec.clock.now_s += _STEP_S
         if rnd.random() < habits.jumps:
             s3ec.clock.now_s += rnd.choice([0.5, 3, 12, 40])
 
-    def _uploads(self, s3ec: S3EC) -> None:
-        rnd, saves = self._rnd, s3ec.saves
-        assert saves is not None
+    def _uploads(self, saves: PlayedSaves) -> None:
+        rnd = self._rnd
         saves.full = rnd.random() < 0.1
         for identifier in sorted(saves.pending):
             if rnd.random() < 0.3:
                 saves.publish(identifier)
-            if rnd.random() < 0.3 and not s3ec.outside.store.is_open:
+            if rnd.random() < 0.3 and not self.s3ec.outside.store.is_open:
                 saves.end(identifier, stored=rnd.random() < 0.8)
 
     def _turn(self) -> None:
@@ -440,11 +426,7 @@ class Run:
         rnd, engine = self._rnd, self.engine
         if engine.can_schedule:
             engine.schedule()
-            if self.s3ec is not None:  # which sweeps as it schedules
-                self.s3ec.audit(
-                    requests=engine.scheduler.requests,
-                    device=engine.scheduler.encoder_cache_manager.cached,
-                )
+            self.s3ec.audit()  # it sweeps as it schedules
         full = len(engine.steps) >= engine.options.depth
         idle = not engine.can_schedule
         if engine.can_execute and (full or idle or rnd.random() < 0.5):
@@ -458,21 +440,17 @@ class Run:
 
         Requests with text only come in between: nothing else moves an engine.
         """
-        if self.s3ec is not None:
-            self.s3ec.outside.store.is_open = self.s3ec.outside.disk.hangs = False
+        self.s3ec.outside.store.is_open = self.s3ec.outside.disk.hangs = False
         for number in range(6):
-            if self.s3ec is not None:
-                self.s3ec.clock.now_s += 40
-                for identifier in sorted(self.s3ec.prefetcher.open):
-                    self.s3ec.prefetcher.end(identifier)
+            self.s3ec.clock.now_s += 40
+            for identifier in sorted(self.s3ec.prefetcher.open):
+                self.s3ec.prefetcher.end(identifier)
             self.engine.add(Asked(f"rest{number}", [5, 6, 7], [], max_tokens=1))
             while self.engine.alive or self.engine.steps:
                 self._turn()
         self.engine.check_rest()
-        if self.s3ec is not None:
-            self.s3ec.check_rest()
+        self.s3ec.check_rest()
 
     def close(self) -> None:
         """End threads and remove files."""
-        if self.s3ec is not None:
-            self.s3ec.close()
+        self.s3ec.close()
