@@ -12,21 +12,18 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import signal
 import statistics
 import subprocess
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from s3ec import codec
 from s3ec.dev.bench import engines, measure
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
+from s3ec.dev.bench.context import Bench, Context, Spec
 from s3ec.dev.bench.soak_engine import (
     LiveEngine,
     PictureSet,
@@ -66,12 +63,12 @@ _DISK_BYTES = 24 * 2**20
 
 
 def run(context: Context, minutes: float = 60.0, seed: int = 0) -> None:
-    """Measure; needs the SeaweedFS binary and vLLM. Ends early, with a report, on Ctrl-C."""
+    """Measure; needs the SeaweedFS binary and vLLM."""
     scale = 1.0
     if context.quick:
         minutes, scale = min(minutes, 1.0), 0.5
-    with stopped_by_signals() as stop, _site(context, minutes, seed, stop) as (site, live, album):
-        soak = Soak(site, live, album, minutes, seed, scale, stop, context.say)
+    with _site(context, minutes, seed) as (site, live, album):
+        soak = Soak(site, live, album, minutes, seed, scale, context.say)
         soak.run()
         _report_answers(context, soak)
         _report_memory(context, soak)
@@ -81,29 +78,8 @@ def run(context: Context, minutes: float = 60.0, seed: int = 0) -> None:
 
 
 @contextlib.contextmanager
-def stopped_by_signals() -> Iterator[threading.Event]:
-    """Set at the first SIGINT or SIGTERM; a second one acts as always."""
-    stop = threading.Event()
-    before: dict[int, Any] = {}
-
-    def note(_number: int, _frame: object) -> None:
-        stop.set()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    if threading.current_thread() is threading.main_thread():
-        for each in (signal.SIGINT, signal.SIGTERM):
-            before[each] = signal.signal(each, note)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
 def _site(
-    context: Context, minutes: float, seed: int, stop: threading.Event
+    context: Context, minutes: float, seed: int
 ) -> Iterator[tuple[Site, Sequence[LiveEngine], PictureSet]]:
     """Everything that a soak needs, running; the engine that saves is the first one."""
     scratch = context.scratch
@@ -150,11 +126,9 @@ def _site(
         with ThreadPoolExecutor(2) as pool:
             starting = [pool.submit(one.start) for one in (saver, reader)]
             with plain:
-                reference = references(plain, paths, stop=stop.is_set)
+                reference = references(plain, paths)
             for one in starting:
                 one.result()
-        if stop.is_set():
-            raise CannotMeasureError("it was ended before it began")
         album = PictureSet(list(reference))
         live = [
             LiveEngine(name, one, album=album, reference=reference, seed=seed)
@@ -224,7 +198,6 @@ class Soak:
         minutes: Of faults; engines start and end outside of them.
         seed: Gives the order of faults, their lengths, and the pictures.
         scale: Of the lengths.
-        stop: Ends it early once set.
         say: Shows progress.
         seconds: How long it was.
     """
@@ -235,7 +208,6 @@ class Soak:
     minutes: float
     seed: int
     scale: float
-    stop: threading.Event
     say: Callable[[str], None]
     seconds: float = 0.0
     blows: list[Blow] = field(default_factory=list)
@@ -269,7 +241,7 @@ class Soak:
             if engine.failure is not None:
                 raise engine.failure
         is_late = self.seconds >= self.minutes * 60
-        return is_late or self.stop.is_set() or any(engine.gave_up for engine in self.engines)
+        return is_late or any(engine.gave_up for engine in self.engines)
 
     def _carry_out(self, step: Step) -> Blow:
         source = random.Random(step.seed)
@@ -291,7 +263,8 @@ class Soak:
 
     def _pass_time(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while (now := time.monotonic()) < end and not self.stop.wait(_LOOK_S):
+        while (now := time.monotonic()) < end:
+            time.sleep(_LOOK_S)
             self.album.share = (now - self._began_s) / (self.minutes * 60)
             for engine in self.engines:
                 engine.unstick()
@@ -301,7 +274,7 @@ class Soak:
 
     def _until_back(self, since: float) -> float | None:
         """Seconds until every engine was asked anew and got something from the bucket."""
-        while time.monotonic() < since + _BACK_S and not self.stop.is_set():
+        while time.monotonic() < since + _BACK_S:
             ends = [engine.first_fetch_after(since) for engine in self.engines]
             found = [end for end in ends if end is not None]
             if len(found) == len(ends):
@@ -393,9 +366,7 @@ def _report_faults(context: Context, soak: Soak) -> None:
         },
     )
     back = [blow.back_s for blow in blows if blow.back_s is not None]
-    # Nobody waited after the last one where the soak was ended early.
-    waited = blows if soak.seconds >= soak.minutes * 60 else blows[:-1]
-    late = [" and ".join(blow.step.kinds) for blow in waited if blow.back_s is None]
+    late = [" and ".join(blow.step.kinds) for blow in blows if blow.back_s is None]
     note = "no hit came back"
     if back:
         note = f"hits from the bucket again after {statistics.median(back):.1f} s (median)"

@@ -37,9 +37,7 @@ def ask(engine: EngineProcess, paths: Sequence[Path]) -> list[Answer]:
     )
 
 
-def references(
-    engine: EngineProcess, paths: Sequence[Path], *, stop: Callable[[], bool] = lambda: False
-) -> dict[Path, Answer]:
+def references(engine: EngineProcess, paths: Sequence[Path]) -> dict[Path, Answer]:
     """The answers to compare with, of the pictures that are fit for it.
 
     Left out are those where two tokens are so close that the sums' differences could swap them,
@@ -48,8 +46,6 @@ def references(
     found: dict[Path, Answer] = {}
     said: dict[tuple[int, ...], list[Answer]] = {}
     for start in range(0, len(paths), AT_ONCE):
-        if stop():
-            break
         some = paths[start : start + AT_ONCE]
         for path, answer in zip(some, ask(engine, some), strict=True):
             alike = said.setdefault(tuple(answer["token_ids"]), [])
