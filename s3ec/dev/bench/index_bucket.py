@@ -89,11 +89,10 @@ def _measure_cold(context: Context, corpus: Corpus, made: Made) -> None:
     """Report the ratio of a reader's start on an empty node to raw downloads of the same bytes."""
     folder = context.scratch / "cold"
     hit = Keys(made.segment()).hits(1)[0]
-    raw, to_files, ours = "raw GETs into memory", "raw GETs into files", "a reader's cold start"
+    raw, ours = "raw GETs into memory", "a reader's cold start"
     cases = {
         ours: lambda: _start_cold(corpus, made, folder, hit),
-        raw: lambda: _get_raw(corpus, made, folder, keeps=False),
-        to_files: lambda: _get_raw(corpus, made, folder, keeps=True),
+        raw: lambda: asyncio.run(_get_all(_settings(corpus, folder), made)),
     }
     rounds = context.rounds(_ROUNDS)
     context.say(f"{rounds} rounds of cold starts")
@@ -109,7 +108,6 @@ def _measure_cold(context: Context, corpus: Corpus, made: Made) -> None:
         samples=rounds,
         detail={
             "spread": measure.spread(ratios),
-            "cases": {to_files: statistics.median(measure.ratios(kept[to_files], kept[raw]))},
             "seconds": measure.medians(kept),
             "entries": made.entries,
             "bytes": made.nbytes,
@@ -128,13 +126,8 @@ def _start_cold(corpus: Corpus, made: Made, folder: Path, hit: Key) -> None:
             raise RuntimeError("a key of the snapshot was not found")
 
 
-def _get_raw(corpus: Corpus, made: Made, folder: Path, *, keeps: bool) -> None:
-    """The reader's requests through the same transport, without retries; drops or writes bytes."""
-    folder.mkdir(parents=True)
-    asyncio.run(_get_all(_settings(corpus, folder), made, folder if keeps else None))
-
-
-async def _get_all(settings: Settings, made: Made, folder: Path | None) -> None:
+async def _get_all(settings: Settings, made: Made) -> None:
+    """The reader's requests through the same transport, without retries; drops the bytes."""
     store = open_store(settings)
 
     async def get(start: int) -> None:
@@ -142,8 +135,6 @@ async def _get_all(settings: Settings, made: Made, folder: Path | None) -> None:
         body = await store.get_range(made.object_name, start, length)
         if body is None or len(body) != length:
             raise RuntimeError(f"{made.object_name} is not whole")
-        if folder is not None:
-            await asyncio.to_thread((folder / str(start)).write_bytes, body)
 
     try:
         await in_parallel(range(0, made.nbytes, PART_BYTES), get, width=IN_FLIGHT)

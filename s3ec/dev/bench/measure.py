@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import gc
 import os
 import re
-import shutil
 import statistics
 import tempfile
 import time
@@ -159,15 +156,13 @@ def anonymous_bytes(pid: int | str = "self") -> int:
 
 
 TMPFS = Path("/dev/shm")  # noqa: S108  only where it is a tmpfs; a folder of our own in it
-_PREFIX = "s3ec-bench-"
 
 
 @contextmanager
 def memory_folder(otherwise: Path) -> Iterator[tuple[Path, bool]]:
     """An empty folder on tmpfs, deleted afterwards.
 
-    Deletes first what a benchmark that was killed has left there: that is memory nobody gives
-    back. The lock on a living one's folder ends with its process.
+    A benchmark that is killed leaves its own as /dev/shm/s3ec-bench-*: memory until it is deleted.
 
     Args:
         otherwise: Made and used where there is no tmpfs.
@@ -179,23 +174,5 @@ def memory_folder(otherwise: Path) -> Iterator[tuple[Path, bool]]:
         otherwise.mkdir(parents=True)
         yield otherwise, False
         return
-    _sweep()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=TMPFS))
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder, True
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-def _sweep() -> None:
-    for folder in TMPFS.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
-            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+    with tempfile.TemporaryDirectory(prefix="s3ec-bench-", dir=TMPFS) as folder:
+        yield Path(folder), True

@@ -125,7 +125,6 @@ class Leg:
         first_s: Seconds to the first token, of each request.
         rounds: Of each time it was asked, their median and the seconds until all had ended.
         seconds: Until all had ended, without the engines' starts.
-        start_s: Of its engines, until they were ready.
         references: Pictures shown.
         encodes: Pictures encoded, and ``encode_s`` the time in the encoder.
         allocations: Embeddings that came new into the engine's own cache.
@@ -140,7 +139,6 @@ class Leg:
     first_s: list[float] = field(default_factory=list)
     rounds: list[tuple[float, float]] = field(default_factory=list)
     seconds: float = 0.0
-    start_s: float = 0.0
     references: int = 0
     encodes: int = 0
     encode_s: float = 0.0
@@ -301,7 +299,6 @@ class Rig:
         from s3ec.dev.rigs.engine import text
 
         with self._engine(leg.config, leg.latency_ms) as engine:
-            leg.start_s += engine.start_s
             if not language_model:
                 engine.leave_out_language_model()
             engine.slow_encoder(self._encoder.pause_s)

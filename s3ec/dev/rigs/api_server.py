@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
 from s3ec.dev.rigs.engine import START_TIMEOUT_S, EngineError
-from s3ec.dev.rigs.nursery import EngineForkServer, Forked
+from s3ec.dev.rigs.nursery import EngineForkServer, Forked, end, spawn
 from s3ec.dev.rigs.vllm_cpu import engine_env
 from s3ec.testing.server import free_port
 
@@ -81,25 +78,19 @@ class ApiServer:
 
     def __enter__(self) -> ApiServer:
         with open(self._log_path, "ab") as log:
-            self._process = self._spawn(log.fileno())
+            self._process = spawn(
+                _MODULE,
+                self._arguments,
+                env=self._env,
+                log=log.fileno(),
+                nursery=self._nursery,
+            )
         try:
             self._wait_ready(self._process)
         except BaseException:
             self._end()
             raise
         return self
-
-    def _spawn(self, log: int) -> subprocess.Popen[bytes] | Forked:
-        if self._nursery is not None:
-            return self._nursery.fork_module(_MODULE, self._env, self._arguments, log)
-        return subprocess.Popen(
-            [sys.executable, "-m", _MODULE, *self._arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=self._env,
-            start_new_session=True,  # a group of its own, so that none of it is left behind
-        )
 
     def _wait_ready(self, process: subprocess.Popen[bytes] | Forked) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -119,11 +110,7 @@ class ApiServer:
         if process is None:
             return
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):  # the engine's process, if it is left
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end(process, _STOP_TIMEOUT_S)
 
     def __exit__(self, *_: object) -> None:
         self._end()

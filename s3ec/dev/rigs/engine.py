@@ -13,13 +13,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from s3ec.dev.rigs.nursery import EngineForkServer, Forked
+from s3ec.dev.rigs.nursery import EngineForkServer, Forked, end, spawn
 from s3ec.dev.rigs.vllm_cpu import engine_env
 
 START_TIMEOUT_S = 300.0
@@ -55,9 +53,6 @@ class EngineProcess:
     """One engine, usable as a context manager; not thread-safe.
 
     All but ``chat``, ``generate`` and the counters is for an engine in one process only.
-
-    Attributes:
-        start_s: Seconds from spawning the child to a ready engine.
     """
 
     def __init__(
@@ -91,7 +86,6 @@ class EngineProcess:
         }
         self._nursery = nursery
         self._child: subprocess.Popen[bytes] | Forked | None = None
-        self.start_s = 0.0
 
     @property
     def pid(self) -> int:
@@ -109,32 +103,22 @@ class EngineProcess:
         Raises:
             EngineError: It did not come up.
         """
-        started = time.monotonic()
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         request_read, self._request = os.pipe()
         self._reply, reply_write = os.pipe()
         with open(self._log_path, "ab") as log:
-            self._child = self._spawn(request_read, reply_write, log.fileno())
+            self._child = spawn(
+                "s3ec.dev.rigs.engine_child",
+                env=self._env,
+                log=log.fileno(),
+                fds=(request_read, reply_write),
+                nursery=self._nursery,
+            )
         os.close(request_read)
         os.close(reply_write)
         self._replies = os.fdopen(self._reply, "rb")
         self._send(self._spec)
-        self.start_s = time.monotonic() - started
         return self
-
-    def _spawn(self, requests: int, replies: int, log: int) -> subprocess.Popen[bytes] | Forked:
-        if self._nursery is not None:
-            return self._nursery.fork(self._env, requests, replies, log)
-        return subprocess.Popen(
-            [sys.executable, "-m", "s3ec.dev.rigs.engine_child", str(requests), str(replies)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=self._env,
-            pass_fds=(requests, replies),
-            # A group of its own, so that its workers can be ended with it.
-            start_new_session=True,
-        )
 
     def chat(
         self,
@@ -217,11 +201,6 @@ class EngineProcess:
         """Have the encoder sleep so long for each picture."""
         self._call("slow_encoder", seconds=seconds)
 
-    def learned_costs(self) -> dict[str, float]:
-        """``EncodeCosts.document``."""
-        learned: dict[str, float] = self._call("learned_costs")
-        return learned
-
     def work(self) -> dict[str, float]:
         """What it has done since this was asked first.
 
@@ -249,13 +228,8 @@ class EngineProcess:
             return
         try:
             os.close(self._request)  # end of requests: the child shuts its engine down
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(timeout_s)
+            end(child, timeout_s)
         finally:
-            # Nothing is left of an engine that has ended; one that hangs goes with its workers.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
             self._replies.close()
 
     def kill(self) -> None:

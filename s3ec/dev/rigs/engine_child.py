@@ -207,9 +207,6 @@ class _Engine:
 
         return counted
 
-    def learned_costs(self) -> Any:
-        return self._core().scheduler.ec_connector.parts.node.encode_costs.document
-
     def metrics(self) -> dict[str, float]:
         from prometheus_client import REGISTRY
 

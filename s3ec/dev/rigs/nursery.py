@@ -116,41 +116,76 @@ class EngineForkServer:
         if self._process is not None:
             self._process.wait()
 
-    def fork(self, env: Mapping[str, str], requests: int, replies: int, log: int) -> Forked:
-        """Start an engine's process; waits until vLLM is imported.
+    def fork(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: int,
+        fds: Sequence[int],
+    ) -> Forked:
+        """As ``spawn``, which calls it; waits until vLLM is imported.
 
-        Args:
-            env: Its environment, whole.
-            requests: Descriptor that ``engine_child`` reads from.
-            replies: Descriptor that it writes to.
-            log: Descriptor for its standard output and error.
+        Engines that the new process starts are forked from it in turn.
 
         Raises:
             ValueError: The environment differs in what was read already.
             OSError: The nursery ended; its log says why.
         """
-        return self._fork(env, {}, [requests, replies, log])
-
-    def fork_module(
-        self, module: str, env: Mapping[str, str], arguments: Sequence[str], log: int
-    ) -> Forked:
-        """Start ``python -m MODULE ARGUMENTS``; the rest as fork does.
-
-        Engines that it starts are forked from it in turn.
-        """
-        return self._fork(env, {"module": module, "arguments": list(arguments)}, [log])
-
-    def _fork(self, env: Mapping[str, str], more: Mapping[str, Any], fds: list[int]) -> Forked:
         for name in _READ_ONCE:
             if env.get(name) != self._env.get(name):
                 raise ValueError(f"an engine of this nursery cannot have its own {name}")
-        message = json.dumps({"env": dict(env), **more}).encode()
+        asked = {"module": module, "arguments": list(arguments), "env": dict(env)}
         with self._lock:
-            socket.send_fds(self._socket, [message], fds)
-            pid, fds, _, _ = socket.recv_fds(self._socket, 64, 1)
+            socket.send_fds(self._socket, [json.dumps(asked).encode()], [*fds, log])
+            pid, pidfds, _, _ = socket.recv_fds(self._socket, 64, 1)
         if not pid:
             raise OSError(f"the nursery ended: {self._log_path.read_text()[-4000:]}")
-        return Forked(int(pid), fds[0])
+        return Forked(int(pid), pidfds[0])
+
+
+def spawn(
+    module: str,
+    arguments: Sequence[str] = (),
+    *,
+    env: Mapping[str, str],
+    log: int,
+    fds: Sequence[int] = (),
+    nursery: EngineForkServer | None = None,
+) -> subprocess.Popen[bytes] | Forked:
+    """Start ``python -m MODULE ARGUMENTS`` in a process group of its own.
+
+    Args:
+        module: Its full name.
+        arguments: Of its command line.
+        env: Its environment, whole.
+        log: Descriptor for its standard output and error.
+        fds: Descriptors that it inherits; their numbers are its last arguments.
+        nursery: Forks it; None starts a new interpreter.
+    """
+    if nursery is not None:
+        return nursery.fork(module, arguments, env=env, log=log, fds=fds)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments, *map(str, fds)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=env,
+        pass_fds=fds,
+        start_new_session=True,  # so that its workers can be ended with it
+    )
+
+
+def end(process: subprocess.Popen[bytes] | Forked, timeout_s: float) -> None:
+    """Wait for the end of a process that was told to end; then kill what is left of its group."""
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> None:
@@ -200,11 +235,11 @@ def main() -> None:
     # it sets its variable to `spawn` itself (0.32: platforms/cpu.py).
     context: Any = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: context
-    if "module" in asked:
+    if asked["module"] == engine_child.__name__:  # which is imported
+        engine_child.serve(*pipes)
+    else:
         sys.argv = [asked["module"].rpartition(".")[2], *asked["arguments"]]
         runpy.run_module(asked["module"], run_name="__main__")
-    else:
-        engine_child.serve(*pipes)
 
 
 def _leave() -> None:
