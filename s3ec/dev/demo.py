@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import importlib.util
-import math
 import os
 import shlex
 import signal
@@ -117,19 +116,6 @@ class Picture:
     def without_s(self) -> float:
         """Seconds to the first token in the engine that encodes the picture."""
         return float(self.theirs["first_token_s"])
-
-    @property
-    def logprob_gap(self) -> float:
-        """Largest difference of log probabilities at the same place of both answers.
-
-        Infinite where they cannot be compared: another length, or other tokens among the likeliest.
-        """
-        ours, theirs = self.ours["logprobs"], self.theirs["logprobs"]
-        if [place.keys() for place in ours] != [place.keys() for place in theirs]:
-            return math.inf
-        pairs = zip(ours, theirs, strict=True)
-        gaps = (abs(here[token] - there[token]) for here, there in pairs for token in here)
-        return max(gaps, default=0.0)
 
     @property
     def identical(self) -> bool:
@@ -377,14 +363,12 @@ def show(report: Report, console: Console) -> None:
         name = Text(one.name, overflow="ellipsis", no_wrap=True)
         table.add_row(name, *map(_seconds, row), _yes(one.identical))
     console.print(table)
-    gap = max(one.logprob_gap for one in report.pictures)
-    probabilities = "equal" if same else f"apart by up to {gap:g}"
     facts = {
         "preset": f"{report.preset}: {_ENCODERS[report.preset].meaning}",
         "bucket": f"{report.objects} embeddings, one of them of a warm-up; {report.nbytes:,} bytes",
         "consumer": f"{report.hits} hits, {report.misses} misses, {report.fetches} fetched from "
         "the bucket, into a disk tier that was empty",
-        "answers": f"identical: {_yes(same)}; log probabilities {probabilities}",
+        "answers": f"tokens and log probabilities identical: {_yes(same)}",
         "encode": "the producer's request, from reading the file to the embedding",
         "with s3ec": "time to the first token, with the embedding from the bucket",
         "without s3ec": "the same in an engine that has no connector and encodes the picture",

@@ -4,8 +4,8 @@
 All clients ask one SeaweedFS on this machine for the same objects, in turn, with 16 in flight.
 The server takes its share of the same cores, so ``cores_busy`` stands in the details: near the
 number of cores nobody can be faster without using less of the processor. ``raw obstore to file``
-and ``floor_cpu_ms`` say what the kernel takes for putting the bytes into files, which no tier
-can do without. The rows ``*_to_files`` compare with that loop, which verifies nothing.
+says what the kernel takes for putting the bytes into files, which no tier can do without. The rows
+``*_to_files`` compare with that loop, which verifies nothing.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ def run(context: Context, plan: Plan) -> None:
     """
     from s3ec.codec import Shape
     from s3ec.dev.bench.corpus import filled
-    from s3ec.dev.bench.fetcher import floor_ms
 
     shape = Shape(plan.rows, plan.width, "bfloat16")
     with contextlib.ExitStack() as stack:
@@ -91,7 +90,7 @@ def run(context: Context, plan: Plan) -> None:
         )
         folder, on_tmpfs = stack.enter_context(measure.memory_folder(context.scratch / "tier"))
         cases = stack.enter_context(_cases(server, corpus, folder))
-        about = {"tier_on_tmpfs": on_tmpfs, "floor_cpu_ms": floor_ms(folder, corpus.entry_bytes)}
+        about = {"tier_on_tmpfs": on_tmpfs}
         context.say(f"{context.rounds(ROUNDS)} rounds")
         kept = measure.interleave(cases, rounds=context.rounds(ROUNDS))
     report(context, plan, kept, corpus, about)

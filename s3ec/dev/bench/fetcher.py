@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node of s3ec that fetches a whole corpus again and again, and the least it has to pay."""
+"""A node of s3ec that fetches a whole corpus again and again."""
 
 from __future__ import annotations
 
-import os
-import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from s3ec import codec
 from s3ec.dev.bench.corpus import Corpus
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
@@ -18,7 +14,6 @@ from s3ec.tier import OpenEntry
 # How often the main thread looks for news, as a scheduler does at its steps.
 _LOOK_S = 0.01
 _TIMEOUT_S = 120.0
-_REPEATS = 25
 
 
 class Fetcher:
@@ -65,38 +60,3 @@ class Fetcher:
     def close(self) -> None:
         """End the node."""
         self.node.close(10)
-
-
-def floor_ms(folder: Path, nbytes: int) -> dict[str, float]:
-    """Processor milliseconds, median, of what bringing ``nbytes`` into a folder is made of.
-
-    A fresh file is the kernel finding and clearing pages, then copying; one that is there
-    already is the copy alone.
-    """
-    data = os.urandom(nbytes)
-    path = folder / "floor"
-
-    def write() -> None:
-        with open(path, "wb" if not path.exists() else "r+b", buffering=0) as file:
-            file.write(data)
-
-    def unlink() -> None:
-        path.unlink(missing_ok=True)
-
-    found = {
-        "write a fresh file": _cpu_ms(write, unlink),
-        "write over a file": _cpu_ms(write),
-        "xxh3-128": _cpu_ms(lambda: codec.checksum(data)),
-    }
-    unlink()
-    return found
-
-
-def _cpu_ms(work: Callable[[], object], prepare: Callable[[], object] = bool) -> float:
-    times = []
-    for _ in range(_REPEATS):
-        prepare()
-        before = time.thread_time_ns()
-        work()
-        times.append((time.thread_time_ns() - before) / 1e6)
-    return statistics.median(times)

@@ -2,15 +2,14 @@
 """``bench payoff``: what `wait` = auto gains and loses, beside no connector and `wait` = always.
 
 vLLM's own scheduler and s3ec's scheduler half run with a virtual clock: encoder, model and fetches
-are played (see ``rigs/virtual_engine.py``), so the figures are the same on every machine but for
-the time that one decision takes. At each point ``auto`` is compared with the better of the two
-others, in the same run and with the same requests and durations.
+are played (see ``rigs/virtual_engine.py``), so the figures are the same on every machine. At each
+point ``auto`` is compared with the better of the two others, in the same run and with the same
+requests and durations.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -20,13 +19,12 @@ from s3ec.dev.bench.context import Bench, Context, Spec
 if TYPE_CHECKING:
     from s3ec.dev.rigs.virtual_engine import Outcome, Point
 
-_SHARE, _P50, _P99, _THROUGHPUT, _LEARNED, _DECIDE = (
+_SHARE, _P50, _P99, _THROUGHPUT, _LEARNED = (
     "payoff.sim_over_110_share",
     "payoff.sim_p50_worst",
     "payoff.sim_p99_worst",
     "payoff.sim_throughput_worst",
     "payoff.sim_encode_learned_ratio",
-    "payoff.decide_us",
 )
 ROWS = (
     Spec(_SHARE, "ratio", "<= 0.08"),
@@ -34,7 +32,6 @@ ROWS = (
     Spec(_P99, "ratio", "<= 1.6"),
     Spec(_THROUGHPUT, "ratio", "<= 1.03"),
     Spec(_LEARNED, "ratio", "<= 1.25"),
-    Spec(_DECIDE, "us", "<= 15"),
 )
 # At a load of 0.9 the median of 600 still depends on the seed (1.01 to 1.28 at one point).
 _REQUESTS, _QUICK_REQUESTS = 1200, 100
@@ -42,7 +39,6 @@ _REQUESTS, _QUICK_REQUESTS = 1200, 100
 _SEED = 41
 # Of the grid; no side of it is a multiple of these.
 _EVERY, _QUICK_EVERY = 3, 23
-_DECISIONS = 20_000
 
 
 def grid() -> Iterator[Point]:
@@ -96,7 +92,6 @@ def run(context: Context) -> None:
         _SHARE, over / len(points), samples=len(points), detail={"requests": count, "over": over}
     )
     context.report(_LEARNED, max(learned), samples=len(points))
-    context.report(_DECIDE, _decide_us(), samples=_DECISIONS)
 
 
 def _ratios(one: Outcome, none: Outcome, always: Outcome) -> dict[str, float]:
@@ -106,20 +101,6 @@ def _ratios(one: Outcome, none: Outcome, always: Outcome) -> dict[str, float]:
         _P99: one.ttft_p99_s / min(none.ttft_p99_s, always.ttft_p99_s),
         _THROUGHPUT: max(none.requests_per_s, always.requests_per_s) / one.requests_per_s,
     }
-
-
-def _decide_us() -> float:
-    """A decision about four items; the mean of many."""
-    from s3ec.connector.waiting import EngineLoad, Missing, WaitPolicy
-    from s3ec.encode_costs import EncodeCosts
-
-    policy = WaitPolicy(EncodeCosts({("image", 9): 1e-4}), EngineLoad(2))
-    policy.times.of("bucket", 256).add(0.03)
-    missing = [Missing("image", 256, "bucket")] * 4
-    started = time.thread_time()  # whatever else this machine does
-    for number in range(_DECISIONS):
-        policy.limit_s(missing, float(number))
-    return (time.thread_time() - started) / _DECISIONS * 1e6
 
 
 BENCH = Bench(ROWS, run)

@@ -7,18 +7,15 @@ import contextlib
 import ctypes
 import os
 import re
-import selectors
 import shutil
 import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from s3ec.dev.bench.context import CannotMeasureError
 
-_ATTACH_TIMEOUT_S = 20.0
 _END_TIMEOUT_S = 10.0
 _TRIES = 3
 # A file that is looked for and not there: the one call that nothing else makes. Only what lies
@@ -112,19 +109,10 @@ def _strace(trace: Path) -> Iterator[None]:
 
 
 def _wait_until_attached(tracer: subprocess.Popen[bytes]) -> None:
-    stream = tracer.stderr
-    if stream is None:  # it was asked for as a pipe
-        raise RuntimeError("strace has no stderr")
-    said = b""
-    deadline = time.monotonic() + _ATTACH_TIMEOUT_S
-    with selectors.DefaultSelector() as ready:
-        ready.register(stream, selectors.EVENT_READ)
-        while b" attached" not in said:
-            if not ready.select(max(0.0, deadline - time.monotonic())):
-                raise CannotMeasureError(f"strace did not attach in {_ATTACH_TIMEOUT_S:.0f} s")
-            piece = os.read(stream.fileno(), 4096)
-            if not piece:
-                # Its message names a process by number, nothing else.
-                reason = said.decode(errors="replace").strip().splitlines() or ["no reason given"]
-                raise CannotMeasureError(f"strace may not attach here: {reason[0]}")
-            said += piece
+    said = ""
+    for line in tracer.stderr or ():  # until it is attached, or has ended
+        if b" attached" in line:
+            return
+        said = said or line.decode(errors="replace").strip()
+    # Its message names a process by number, nothing else.
+    raise CannotMeasureError(f"strace may not attach here: {said or 'no reason given'}")

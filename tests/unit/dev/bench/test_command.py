@@ -45,7 +45,7 @@ ROWS = {
     ],
     "payoff": [
         *("sim_over_110_share", "sim_p50_worst", "sim_p99_worst", "sim_throughput_worst"),
-        *("sim_encode_learned_ratio", "decide_us"),
+        "sim_encode_learned_ratio",
     ],
     "rag": [
         *("total_ratio", "ttft_p50_ratio", "ttft_p99_ratio", "legs"),
