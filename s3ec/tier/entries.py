@@ -26,7 +26,6 @@ from s3ec.identity import Key, digest_of_name, key_of_header
 from s3ec.runtime import yield_gil
 from s3ec.tier.claims import Claim, Claims
 from s3ec.tier.files import DiskErrors, Folders, open_entry
-from s3ec.tier.ledger import Verified
 from s3ec.tier.open_entry import OpenEntry
 from s3ec.tier.scan import entry_names
 
@@ -148,9 +147,6 @@ class Entries:
     States of an entry on this node, each seen by all processes: absent; claimed (absent, and one
     process fetches it); here (``EntryWriter`` gave it its name). Eviction and ``drop_bad`` make it
     absent again. An open entry outlives all of that.
-
-    Attributes:
-        hashes: Whether what is opened is compared with its checksum.
     """
 
     def __init__(
@@ -173,7 +169,7 @@ class Entries:
         self._claims = claims
         self._failed = disk_errors.record
         self._counters = counters
-        self.hashes = check_values
+        self._hashes = check_values
         self._is_closed = False
 
     def close(self) -> None:
@@ -200,14 +196,11 @@ class Entries:
         """
         return entry_names(self.objects, yield_gil)
 
-    def open(self, key: Key, *, verified: Verified | None = None) -> OpenEntry | None:
+    def open(self, key: Key) -> OpenEntry | None:
         """Open one entry: it can be read for as long as the result lives.
 
         A few system calls and one read of 16 KiB, or of the whole file with ``check_values``; no
         walk.
-
-        Args:
-            verified: The ledger's word: this very file was hashed before, and need not be again.
 
         Returns:
             None where the entry is absent, or was bad (then it is deleted), or the disk
@@ -223,9 +216,7 @@ class Entries:
             header = read_header(fd, found.st_size)
             check_place(header, self.namespace, key.digest)
             verified_s = time.monotonic()
-            if verified is not None and verified.inode == inode:
-                verified_s = verified.seconds
-            elif self.hashes:
+            if self._hashes:
                 check_values(fd, header)
             taken, fd = fd, -1
             return OpenEntry(path, taken, header, verified_s=verified_s)

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import logging
 import os
-import platform
 import re
 import secrets
 import stat
@@ -73,7 +72,6 @@ class Folders:
         fetch_lock: A file. One byte per entry that some process fetches; see claims.py.
         usage: A file. The running total of all that is here.
         news: A file. Entries that were put here lately; see news.py.
-        ledger: A file. What was verified since the machine started; see ledger.py.
         evict_lock: A file. Locked by the one process that evicts.
         inner: The folders right below ``version``.
         shared_files: The files right below ``version``.
@@ -89,11 +87,10 @@ class Folders:
         self.fetch_lock = version / "fetch.lock"
         self.usage = version / "usage"
         self.news = version / "news"
-        self.ledger = version / "ledger"
         self.evict_lock = version / "evict.lock"
         self.inner = (self.objects, self.spool, self.incoming, self.index)
         locks = (self.fetch_lock, self.evict_lock)
-        self.shared_files = (*locks, self.usage, self.news, self.ledger)
+        self.shared_files = (*locks, self.usage, self.news)
 
     def make(self) -> None:
         """Create what is missing and check what is there.
@@ -313,20 +310,6 @@ def open_entry(path: str | Path) -> int:
     return fd
 
 
-def read_small(path: str | Path, *, max_bytes: int) -> bytes:
-    """All bytes of a small file of ours.
-
-    Raises:
-        CorruptEntryError: Not a regular file, another user's, or larger.
-        OSError: Absent, or it cannot be read.
-    """
-    with open(open_entry(path), "rb") as file:
-        found = os.fstat(file.fileno())
-        if found.st_uid != os.geteuid() or found.st_size > max_bytes:
-            raise CorruptEntryError(f"{path} is not ours, or too large", reason="header")
-        return file.read(found.st_size)
-
-
 class TempFile:
     """A file in the making, without a name that anybody looks for.
 
@@ -465,15 +448,6 @@ def is_stale_temp(path: str) -> bool:
     if fd is not None:
         os.close(fd)
     return fd is not None
-
-
-def boot_id() -> str:
-    """Names the time since this machine started; containers of one machine have the same."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return platform.node()
 
 
 def try_lock(fd: int) -> bool:

@@ -22,7 +22,7 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.runtime import Background
 from s3ec.tier.files import DiskErrors, Folders, open_entry
-from s3ec.tier.records import RecordLayout, append_records
+from s3ec.tier.records import RecordLayout
 
 _RECORD = RecordLayout(b"s3n\x01", "Q16s")
 RECORD_BYTES = _RECORD.nbytes
@@ -71,13 +71,24 @@ class NewsWriter:
 
     def notify(self, key: Key) -> None:
         """An entry has its name now; about six short system calls. Never raises."""
-        record = make_record(self._namespace, key.digest)
         try:
-            append_records(
-                *(self._folders, self._folders.news, record), largest_bytes=LARGEST_BYTES
-            )
+            self._append(make_record(self._namespace, key.digest))
         except (OSError, TierError) as exc:
             self._failed("tell of an entry", exc)
+
+    def _append(self, record: bytes) -> None:
+        path = self._folders.news
+        fd = self._folders.open_own(path, os.O_APPEND)
+        try:
+            # One write at the end, so what several processes write does not mix. A full disk may
+            # take a part of it.
+            os.write(fd, record)
+            if os.lseek(fd, 0, os.SEEK_CUR) >= LARGEST_BYTES:
+                with suppress(FileNotFoundError):  # somebody else has done so
+                    if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                        os.unlink(path)
+        finally:
+            os.close(fd)
 
 
 class NewsReader:

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of records by which the processes of a node tell each other something.
+"""Records with checksums, by which the processes of a node tell each other something.
 
-Such a file is no truth: a record that was lost, torn or damaged costs little. So nothing is locked
-or synced. Each record ends with its checksum, and readers pass over what is none.
+A file of them is no truth: a record that was lost, torn or damaged costs little. So nothing is
+synced, and readers pass over what is no record.
 """
 
 from __future__ import annotations
 
-import os
 import struct
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import xxhash
-
-from s3ec.tier.files import Folders
 
 _CHECK = struct.Struct("<I")
 
@@ -60,27 +55,3 @@ class RecordLayout:
             else:
                 at += 1  # the rest of a torn one, and a good one may begin inside
         return found, max(done, len(blob) - len(self._magic) + 1)
-
-
-def append_records(folders: Folders, path: Path, records: bytes, *, largest_bytes: int) -> None:
-    """Write some records at the end of a file; about five short system calls.
-
-    Args:
-        path: One of the folders' shared files.
-        largest_bytes: A file that gets so large is removed; who writes next makes another. Readers
-            that hold the old one open can read its rest.
-
-    Raises:
-        OSError, TierError: As for ``Folders.open_own``.
-    """
-    fd = folders.open_own(path, os.O_APPEND)
-    try:
-        # One write at the end, so what several processes write does not mix. A full disk may take
-        # a part of it.
-        os.write(fd, records)
-        if os.lseek(fd, 0, os.SEEK_CUR) >= largest_bytes:
-            with suppress(FileNotFoundError):  # somebody else has done so
-                if os.path.samestat(os.fstat(fd), os.lstat(path)):
-                    os.unlink(path)
-    finally:
-        os.close(fd)

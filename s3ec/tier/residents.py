@@ -20,7 +20,6 @@ from s3ec.codec import Header
 from s3ec.identity import Key, digest_of_name
 from s3ec.runtime import Background
 from s3ec.tier.entries import Entries
-from s3ec.tier.ledger import Ledger, Verified
 from s3ec.tier.open_entry import OpenEntry
 
 _log = logging.getLogger(__name__)
@@ -80,7 +79,6 @@ class Residents:
     def __init__(
         self,
         entries: Entries,
-        ledger: Ledger,
         *,
         may_grant: Callable[[Header], bool],
         most: int,
@@ -90,19 +88,16 @@ class Residents:
 
         Args:
             entries: Of the namespace.
-            ledger: Where this node's processes note what they have verified.
             may_grant: Whether an entry may be granted at once, as things stand. Memory only.
             most: See ``allowed_residents``.
             clock: Monotonic seconds.
         """
         self._entries = entries
-        self._ledger = ledger
         self._may_grant = may_grant
         self._most = most
         self._clock = clock
         self._open: dict[bytes, OpenEntry] = {}
         self.modalities: set[str] = set()
-        self._unnoted: deque[tuple[bytes, Verified]] = deque()
         self._released: deque[OpenEntry] = deque()
         self._filling: Iterator[None] | None = None
         self._is_closed = False
@@ -142,7 +137,6 @@ class Residents:
             return
         entry.used_s = entry.verified_s
         self._put(digest, entry)
-        self._unnoted.append((digest, Verified(entry.inode, entry.verified_s)))
         self._thread.wake()
 
     def start(self) -> None:
@@ -168,7 +162,6 @@ class Residents:
         self._thread.stop(_STOP_TIMEOUT_S)
         self._filling = iter(())  # one that was stopped has an entry in its frame
         self._open.clear()
-        self._unnoted.clear()
         self._released.clear()
 
     def __len__(self) -> int:
@@ -188,28 +181,22 @@ class Residents:
                 break
         swept_s = self._clock()
         self._sweep(pause)
-        self._note()
         rest_s = max(_TURN_S, (self._clock() - swept_s) * _SHARE)
         return 0.0 if is_filling else rest_s
 
     def _fill(self) -> Iterator[None]:
-        """Open what the folder holds; what no process has verified lately is hashed first."""
-        verified = self._ledger.read()
+        """Open and verify what the folder holds, at most so fast that other threads can work."""
         used = ((mtime_ns, name) for name, mtime_ns in self._entries.uses())
         for _, name in heapq.nlargest(self._most, used):
             digest = digest_of_name(name)
             if digest in self._open:
                 continue
-            noted, began_s = verified.get(digest), self._clock()
-            if noted is not None and began_s - noted.seconds > VERIFIED_FOR_S:
-                noted = None
-            entry = self._entries.open(Key("", name, digest), verified=noted)
+            began_s = self._clock()
+            entry = self._entries.open(Key("", name, digest))
             if entry is not None:
                 self._put(digest, entry)
-                if noted is None or entry.verified_s != noted.seconds:
-                    self._unnoted.append((digest, Verified(entry.inode, entry.verified_s)))
-                    took_s = self._clock() - began_s
-                    time.sleep(min(took_s * (_HASH_SHARE - 1), _LONGEST_PAUSE_S))
+                took_s = self._clock() - began_s
+                time.sleep(min(took_s * (_HASH_SHARE - 1), _LONGEST_PAUSE_S))
             yield
 
     def _sweep(self, pause: Callable[[], None]) -> None:
@@ -238,10 +225,3 @@ class Residents:
     def _drop(self, digest: bytes, entry: OpenEntry) -> None:
         if self._open.get(digest) is entry:  # else another file took its place
             del self._open[digest]
-
-    def _note(self) -> None:
-        noted = []
-        while self._unnoted:
-            noted.append(self._unnoted.popleft())
-        if noted and self._entries.hashes:
-            self._ledger.append(noted)

@@ -22,7 +22,6 @@ from s3ec.tier.entries import Entries
 from s3ec.tier.entry_writer import EntryWriter
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import DiskErrors, Folders, is_full, make_folder
-from s3ec.tier.ledger import Ledger
 from s3ec.tier.mounts import require_local
 from s3ec.tier.news import NewsReader, NewsWriter
 from s3ec.tier.residents import Residents, allowed_residents
@@ -162,12 +161,7 @@ class Tier:
             TierError: The tier is closed.
         """
         self._require_open()
-        residents = Residents(
-            self.entries,
-            Ledger(self.folders, self._namespace, self._disk_errors),
-            may_grant=may_grant,
-            most=allowed_residents(),
-        )
+        residents = Residents(self.entries, may_grant=may_grant, most=allowed_residents())
         self._opened.append(residents)
         self.evictor.after_evicting(residents.close_evicted)
         return residents

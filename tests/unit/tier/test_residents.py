@@ -13,14 +13,11 @@ from typing import Protocol
 
 import pytest
 
-from s3ec import codec
 from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import Key
-from s3ec.tier import Residents, Tier, ledger, residents
-from s3ec.tier.files import DiskErrors
-from s3ec.tier.ledger import Ledger
+from s3ec.tier import Residents, Tier, residents
 from s3ec.tier.residents import VERIFIED_FOR_S, allowed_residents
 from tests.support.clock import Clock
 from tests.support.file_calls import file_calls_of, open_below
@@ -28,7 +25,6 @@ from tests.support.on_disk import ByHand, evict
 from tests.support.waiting import eventually
 from tests.unit.tier.cases import (
     DESTINATION,
-    NAMESPACE,
     OTHER_NAMESPACE,
     MakeTier,
     child,
@@ -58,7 +54,7 @@ class Held(Protocol):
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, counters: Counters) -> Iterator[Held]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     """As ``Tier.open_residents`` makes them."""
     monkeypatch.setattr(residents, "Background", ByHand)
 
@@ -69,14 +65,9 @@ def make(monkeypatch: pytest.MonkeyPatch, counters: Counters) -> Iterator[Held]:
         most: int = 1000,
         clock: Callable[[], float] | None = None,
     ) -> tuple[Residents, ByHand]:
-        made = Residents(
-            tier.entries,
-            Ledger(tier.folders, NAMESPACE, DiskErrors(tier.folders.root, counters)),
-            may_grant=may_grant,
-            most=most,
-            # A walk takes no time by it, or a busy machine would need several turns.
-            clock=clock or Clock(time.monotonic()),
-        )
+        # A walk takes no time by it, or a busy machine would need several turns.
+        clock = clock or Clock(time.monotonic())
+        made = Residents(tier.entries, may_grant=may_grant, most=most, clock=clock)
         return made, ByHand.made[-1]
 
     yield make
@@ -398,59 +389,6 @@ def test_others_are_swept_while_a_walk_takes_its_time(tier: Tier, make: Held) ->
         turns += 1
     assert turns > 1
     assert granted(here, *map(key_at, range(6))) == {*map(key_at, range(6))} - {gone}
-
-
-# -- the ledger ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def rotten(make_tier: MakeTier, make: Held, root: Path) -> Tier:
-    """Two entries that a process has verified; one has rotted since. Hashing shows which."""
-    tier = make_tier(check_values=True)
-    publish(tier, 0, 1)
-    here, thread = make(tier)
-    here.add(key_at(0).digest, opened(tier, key_at(0)))
-    blob = entry(key_at(1))
-    here.add(key_at(1).digest, tier.writer.receive(key_at(1), [blob], codec.parse_header(blob)))
-    thread.turn()
-    here.close()
-    flip(file_of(root, key_at(0)))
-    return tier
-
-
-ZERO, ONE = key_at(0), key_at(1)
-
-
-def test_a_new_process_of_the_same_boot_hashes_nothing_again(rotten: Tier, make: Held) -> None:
-    here = walked(make, rotten)
-    assert granted(here, ZERO, ONE) == {ZERO, ONE}
-    # Verified then, not now.
-    assert here.get(ONE.digest, time.monotonic() + VERIFIED_FOR_S) is None
-
-
-def test_another_file_of_that_name_is_hashed(rotten: Tier, make: Held, root: Path) -> None:
-    blob = bytearray(entry(ONE))
-    blob[-1] ^= 1
-    rotten.writer.publish(ONE, [bytes(blob)])
-    assert granted(walked(make, rotten), ZERO, ONE) == {ZERO}
-
-
-def test_what_was_verified_long_ago_is_hashed(rotten: Tier, make: Held) -> None:
-    here, thread = make(rotten, clock=Clock(time.monotonic() + VERIFIED_FOR_S + 1))
-    here.start()
-    thread.turn()
-    assert granted(here, ZERO, ONE) == {ONE}
-
-
-def test_what_a_walk_has_hashed_is_noted_and_what_it_believed_is_not_noted_again(
-    rotten: Tier, make: Held
-) -> None:
-    path = rotten.folders.ledger
-    path.unlink()
-    walked(make, rotten)
-    assert path.stat().st_size == ledger.RECORD_BYTES  # of the good one
-    walked(make, rotten)
-    assert path.stat().st_size == ledger.RECORD_BYTES
 
 
 # -- descriptors ---------------------------------------------------------------------------------
