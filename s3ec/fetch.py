@@ -397,7 +397,7 @@ class Fetcher:
         """
         disk, name = self._loop.disk, self._layout.object(want.key)
         at_a_time = PARTS_AT_A_TIME * PART_BYTES // len(ranges[0])
-        incoming: Incoming[OpenEntry] | None = None
+        incoming: Incoming | None = None
         early: list[tuple[int, Blob]] = []
         coming = parts_as_they_come(
             self._store, name, ranges, at_a_time=at_a_time, first_alone=not at_once
@@ -432,7 +432,7 @@ class Fetcher:
 
     def _begin(
         self, want: FetchRequest, expected: Shape, first: Blob
-    ) -> Incoming[OpenEntry] | tuple[str, Header]:
+    ) -> Incoming | tuple[str, Header]:
         """Look at the front of an object, and make room for the rest; blocking."""
         verifier = codec.Verifier(
             first, namespace=self._layout.namespace, identifier=want.key.stored
@@ -442,7 +442,7 @@ class Fetcher:
             return misfit, verifier.header
         return self._writer.begin(want.key, first, verifier)
 
-    def _commit(self, key: Key, incoming: Incoming[OpenEntry]) -> OpenEntry:
+    def _commit(self, key: Key, incoming: Incoming) -> OpenEntry:
         entry = incoming.commit()
         self._note_here(key, entry)
         return entry

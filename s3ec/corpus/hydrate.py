@@ -39,7 +39,7 @@ from s3ec.store.base import Blob, Store, parts_as_they_come
 from s3ec.store.concurrency import Pace, for_each
 from s3ec.store.open import open_places
 from s3ec.store.places import past_bad_copies
-from s3ec.tier import Claim, Incoming, OpenEntry, Tier
+from s3ec.tier import Claim, Incoming, Tier
 from s3ec.tier.claims import LookAgain
 from s3ec.tier.evictor import NoRoomError
 from s3ec.tier.files import is_full
@@ -433,7 +433,7 @@ class _Hydrator:
 
     async def _receive_rest(self, one: Wanted, name: str, first: Blob, used_s: float) -> int:
         """A large entry, in ranges that are written as they come."""
-        incoming: Incoming[OpenEntry] | None = None
+        incoming: Incoming | None = None
         try:
             while incoming is None:
                 begun = await self._disk(self._begin, one, first, used_s, undo=_discard)
@@ -461,7 +461,7 @@ class _Hydrator:
             if incoming is not None:
                 self._disk_soon(incoming.discard)
 
-    def _begin(self, one: Wanted, first: Blob, used_s: float) -> Incoming[OpenEntry] | str:
+    def _begin(self, one: Wanted, first: Blob, used_s: float) -> Incoming | str:
         """Look at the front of a large entry, and open its file; as ``_keep``. Blocking."""
         verifier = codec.Verifier(
             first, namespace=self._layout.namespace, identifier=_identifier(one.key, first)
@@ -517,6 +517,6 @@ def _close(tier: Tier) -> None:
     tier.close()
 
 
-def _discard(begun: Incoming[OpenEntry] | str) -> None:
+def _discard(begun: Incoming | str) -> None:
     if not isinstance(begun, str):
         begun.discard()

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from s3ec.codec import Header, Verifier
 from s3ec.errors import CorruptEntryError, TierError
@@ -110,7 +110,7 @@ class EntryWriter:
         verifier: Verifier,
         *,
         used_s: float | None = None,
-    ) -> Incoming[OpenEntry]:
+    ) -> Incoming:
         """Receive one large entry part by part; it appears, open, when the last one was good.
 
         Args:
@@ -120,41 +120,23 @@ class EntryWriter:
         Raises:
             TierError: As in ``publish``.
         """
-        header = verifier.header
-
-        def commit(file: TempFile) -> OpenEntry:
-            verifier.finish()
-            return self._name_open(key, file, header, used_s)
-
-        incoming = self.open(key.name, header.total_bytes, check=verifier.feed, commit=commit)
-        incoming.write_checked(first)
-        return incoming
-
-    def open(
-        self,
-        name: str,
-        nbytes: int,
-        *,
-        check: Callable[[bytes | memoryview], object],
-        commit: Callable[[TempFile], T],
-    ) -> Incoming[T]:
-        """A file that comes in parts.
-
-        Args:
-            name: What it is, for messages.
-            nbytes: What it will have in the end.
-            check: Sees the parts in their order. May raise CorruptEntryError.
-            commit: Judges the whole file, and gives it its name.
-
-        Raises:
-            TierError: There will be no room, or the disk refused.
-        """
+        nbytes = verifier.header.total_bytes
         try:
             self._evictor.need_room(nbytes)
             file = self._with_room(nbytes, self._folders.new_file)
         except OSError as exc:
-            raise TierError(f"cannot receive {name}: {exc}") from exc
-        return Incoming(name, nbytes, file, check, commit, self._with_room)
+            raise TierError(f"cannot receive {key.name}: {exc}") from exc
+
+        def commit() -> OpenEntry:
+            return self._name_open(key, file, verifier.header, used_s)
+
+        incoming = Incoming(key.name, file, verifier, commit, self._with_room)
+        try:
+            incoming.write_first(first)
+        except BaseException:
+            incoming.discard()
+            raise
+        return incoming
 
     def place(self, file: TempFile, path: str) -> None:
         """Name a file, and count it; see ``Folders.place``."""
@@ -217,8 +199,8 @@ class EntryWriter:
         os.utime(file.path, ns=(used_ns, used_ns), follow_symlinks=False)
 
 
-class Incoming(Generic[T]):
-    """A file being received part by part; made by ``EntryWriter.open``. Blocking.
+class Incoming:
+    """An entry being received part by part; made by ``EntryWriter.begin``. Blocking.
 
     States: open, committed, discarded. ``put`` keeps it open, ``commit`` and ``discard`` end it.
     Nobody sees the file before ``commit``, which only a good one survives. Whoever makes one ends
@@ -227,34 +209,44 @@ class Incoming(Generic[T]):
     Calls exclude each other: a cancelled coroutine leaves one running in its thread.
 
     Attributes:
-        name: What it is, for messages.
-        nbytes: What it will have in the end.
+        nbytes: Of the whole entry.
     """
 
     def __init__(
         self,
         name: str,
-        nbytes: int,
         file: TempFile,
-        check: Callable[[bytes | memoryview], object],
-        commit: Callable[[TempFile], T],
+        verifier: Verifier,
+        commit: Callable[[], OpenEntry],
         with_room: Callable[[int, Callable[[], None]], None],
     ) -> None:
-        """See EntryWriter.open.
+        """See EntryWriter.begin.
 
         Args:
+            name: What it is, for messages.
+            verifier: Has seen the first part.
+            commit: Gives the good file its name.
             with_room: Writes so many bytes, once more after an eviction where the disk is full.
         """
-        self.name = name
-        self.nbytes = nbytes
+        self._name = name
+        self.nbytes = verifier.header.total_bytes
         self._file = file
-        self._check = check
+        self._verifier = verifier
         self._commit = commit
         self._with_room = with_room
         self._lock = threading.Lock()
         self._over = False
         self._checked_bytes = 0
         self._early: dict[int, bytes | memoryview] = {}
+
+    def write_first(self, part: bytes | memoryview) -> None:
+        """Write what the verifier has seen, before any ``put``.
+
+        Raises:
+            TierError: The disk is full or failing.
+        """
+        self._checked_bytes = len(part)
+        self._write(part, 0)
 
     def put(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
         """Write parts that come in any order, and verify them in theirs.
@@ -272,11 +264,11 @@ class Incoming(Generic[T]):
             for at, part in parts:
                 if at + len(part) > self.nbytes:
                     raise CorruptEntryError(
-                        f"{self.name}: goes on after {self.nbytes} bytes", reason="length"
+                        f"{self._name}: goes on after {self.nbytes} bytes", reason="length"
                     )
                 if at < self._checked_bytes or at in self._early:
                     # What was verified must not be written over.
-                    raise CorruptEntryError(f"{self.name}: byte {at} again", reason="length")
+                    raise CorruptEntryError(f"{self._name}: byte {at} again", reason="length")
                 if at == self._checked_bytes:
                     self._pass(part)
                 else:
@@ -287,26 +279,10 @@ class Incoming(Generic[T]):
 
     def _pass(self, part: bytes | memoryview) -> None:
         """Verify what is next."""
-        self._check(part)
+        self._verifier.feed(part)
         self._checked_bytes += len(part)
 
-    def write_checked(self, part: bytes | memoryview) -> None:
-        """Write what is verified already and comes first, before any ``put``.
-
-        Leaves nothing behind where that fails.
-
-        Raises:
-            TierError: The disk is full or failing.
-        """
-        try:
-            with self._running():
-                self._checked_bytes = len(part)
-                self._write(part, 0)
-        except BaseException:
-            self.discard()
-            raise
-
-    def commit(self) -> T:
+    def commit(self) -> OpenEntry:
         """Give the file its name if it is whole and good.
 
         Raises:
@@ -315,9 +291,10 @@ class Incoming(Generic[T]):
         """
         try:
             with self._running():
-                return self._commit(self._file)
+                self._verifier.finish()
+                return self._commit()
         except OSError as exc:
-            raise TierError(f"cannot publish {self.name}: {exc}") from exc
+            raise TierError(f"cannot publish {self._name}: {exc}") from exc
         finally:
             self.discard()
 
@@ -331,14 +308,14 @@ class Incoming(Generic[T]):
     def _running(self) -> Iterator[None]:
         with self._lock:
             if self._over:
-                raise TierError(f"{self.name} was discarded")
+                raise TierError(f"{self._name} was discarded")
             yield
 
     def _write(self, part: bytes | memoryview, at: int) -> None:
         try:
             self._with_room(len(part), lambda: self._file.put(part, at))
         except OSError as exc:
-            raise TierError(f"cannot write {self.name}: {exc}") from exc
+            raise TierError(f"cannot write {self._name}: {exc}") from exc
 
 
 class Disk(Protocol):

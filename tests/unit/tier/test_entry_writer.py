@@ -59,7 +59,7 @@ def behind_first(parts: Sequence[bytes]) -> list[tuple[int, bytes]]:
     return [(PART * number, part) for number, part in enumerate(parts, 1)]
 
 
-def begin(tier: Tier, first: bytes) -> Incoming[OpenEntry]:
+def begin(tier: Tier, first: bytes) -> Incoming:
     verifier = codec.Verifier(first, namespace=NAMESPACE, identifier=KEY.identifier)
     return tier.writer.begin(KEY, first, verifier)
 
