@@ -68,11 +68,6 @@ _PLAIN = {
     ),
     "tier.evicted": ("evictions", "Entries that this process evicted from the tier."),
     "tier.evicted_bytes": ("evicted_bytes", "Bytes that this process evicted."),
-    "tier.never_read_bytes": (
-        "never_read_bytes",
-        "Evicted bytes of entries that no process of this node had requested since they were "
-        "saved, or fetched by `s3ec hydrate`.",
-    ),
     "tier.bad_files": ("bad_files", "Bad files of this node's tier. s3ec deletes them."),
     "bad_objects": (
         "bad_objects",

@@ -61,7 +61,7 @@ _LOOKS = 16
 # Each of them was asked for five times. A store that is down is not asked for everything.
 _FAILURES_IN_A_ROW = 32
 # Entries come with times of use in the order in which they are wanted, so that the least wanted is
-# evicted first. Files keep microseconds of them; a float of today's time is not exact to one.
+# evicted first. A float of today's time is not exact to a microsecond.
 _RANK_S = 2e-6
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.tier.entries import Entries
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import Folders, TempFile, is_full, open_entry, use_time_ns
+from s3ec.tier.files import Folders, TempFile, is_full, open_entry, touch
 from s3ec.tier.news import NewsWriter
 from s3ec.tier.open_entry import OpenEntry
 from s3ec.tier.spool import Spool, Spooled
@@ -69,7 +68,7 @@ class EntryWriter:
         """
 
         def name(file: TempFile) -> Spooled | None:
-            self._stamp(file, self._clock(), unread=True)
+            touch(file.path, self._clock())
             path, spooled = self._entries.path(key), None
             if spool is None:
                 self.place(file, path)
@@ -95,8 +94,8 @@ class EntryWriter:
         Args:
             pieces: As in ``publish``.
             header: Theirs, verified and compared with the key.
-            used_s: Where nobody has asked for it yet: what it counts as its last use, seconds
-                since the epoch. What is evicted goes in the order of these times.
+            used_s: What counts as its last use, by which it is evicted, seconds since the epoch;
+                None for now.
 
         Raises:
             TierError: As in ``publish``.
@@ -183,7 +182,7 @@ class EntryWriter:
     def _name_open(
         self, key: Key, file: TempFile, header: Header, used_s: float | None
     ) -> OpenEntry:
-        self._stamp(file, self._clock() if used_s is None else used_s, unread=used_s is not None)
+        touch(file.path, self._clock() if used_s is None else used_s)
         path = self._entries.path(key)
         entry = OpenEntry(path, open_entry(file.path), header, verified_s=time.monotonic())
         try:
@@ -193,10 +192,6 @@ class EntryWriter:
             raise
         self._news.notify(key)
         return entry
-
-    def _stamp(self, file: TempFile, used_s: float, *, unread: bool) -> None:
-        used_ns = use_time_ns(used_s, unread=unread)
-        os.utime(file.path, ns=(used_ns, used_ns), follow_symlinks=False)
 
 
 class Incoming:

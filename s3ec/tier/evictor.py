@@ -32,7 +32,6 @@ from s3ec.tier.files import (
     DiskErrors,
     Folders,
     free_bytes,
-    is_unread,
     sweep_temps,
 )
 from s3ec.tier.records import RecordLayout
@@ -82,11 +81,10 @@ class NoRoomError(TierError):
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What went; ``unread_nbytes`` of it were saved here and never asked for."""
+    """What went."""
 
     entries: int
     nbytes: int
-    unread_nbytes: int = 0
 
 
 def oldest_first(
@@ -127,7 +125,7 @@ def evict(
         objects: ``Folders.objects``; folders below it that lost their last entry go too.
         remove: False only counts.
     """
-    freed = removed = unread = 0
+    freed = removed = 0
     for entry in entries:
         if freed >= goal_bytes and removed >= goal_entries:
             break
@@ -139,11 +137,10 @@ def evict(
                 os.unlink(entry.path)
                 _remove_empty(entry.path, str(objects))
             freed += entry.nbytes
-            unread += entry.nbytes if is_unread(entry.mtime_ns) else 0
             removed += 1
         if removed % _REMOVALS_PER_PAUSE == 0:
             pause()
-    return Evicted(removed, freed, unread)
+    return Evicted(removed, freed)
 
 
 def evict_indexes(
@@ -566,6 +563,4 @@ class Evictor:
         if gone.entries:
             self._counters.add("tier.evicted", gone.entries)
             self._counters.add("tier.evicted_bytes", gone.nbytes)
-        if gone.unread_nbytes:
-            self._counters.add("tier.never_read_bytes", gone.unread_nbytes)
         return gone.nbytes

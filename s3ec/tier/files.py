@@ -263,26 +263,18 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-# An entry's modification time is its last use, in whole microseconds: what eviction goes by. One
-# nanosecond more says that it was saved here and nobody has asked for it since.
-_UNREAD_NS = 1
+def touch(file: int | str, used_s: float | None = None) -> None:
+    """Note when an entry was used, by its modification time: eviction goes by that.
 
+    One that cannot be noted is as good as before.
 
-def use_time_ns(now_s: float, *, unread: bool = False) -> int:
-    """The modification time of an entry that is used now, or (``unread``) came for later use."""
-    return int(now_s * 1e6) * 1000 + (_UNREAD_NS if unread else 0)
-
-
-def touch(fd: int) -> None:
-    """Note that an open entry is used now; one that cannot be noted is as good as before."""
-    used_ns = use_time_ns(time.time())
+    Args:
+        file: Its descriptor, or its path, which is no link.
+        used_s: Seconds since the epoch; None for now.
+    """
+    used_ns = int((time.time() if used_s is None else used_s) * 1e9)
     with suppress(OSError):
-        os.utime(fd, ns=(used_ns, used_ns))  # as a new entry has them
-
-
-def is_unread(mtime_ns: int) -> bool:
-    """Whether nobody has asked for an entry; also False where the file system rounds times."""
-    return mtime_ns % 1000 == _UNREAD_NS
+        os.utime(file, ns=(used_ns, used_ns))
 
 
 def open_entry(path: str | Path) -> int:

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import Key, digest_of_name
@@ -157,20 +156,6 @@ def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
     assert counters.get("tier.evicted") == 2
     assert counters.get("tier.evicted_bytes") == 2 * SIZE
     assert audit_of(tier) == []
-
-
-def test_what_was_saved_and_never_asked_for_is_told_apart_when_it_is_evicted(
-    make_tier: MakeTier, counters: Counters, clock: Clock
-) -> None:
-    tier = make_tier()
-    fill(tier, *range(5))
-    for number in (0, 1, 2):
-        use(tier, even(number), clock)
-    received = entry(even(5))  # somebody asked for it, so it was fetched
-    tier.writer.receive(even(5), [received], codec.parse_header(received))
-    make_room(tier, budget_bytes=1, counters=counters)
-    assert counters.get("tier.evicted_bytes") == 6 * SIZE
-    assert counters.get("tier.never_read_bytes") == 2 * SIZE
 
 
 def test_who_does_not_evict_stops_where_the_others_would_begin(make_tier: MakeTier) -> None:
