@@ -228,9 +228,8 @@ class Spool:
     def adopt(self) -> list[Spooled]:
         """Take over what dead processes left for this namespace and bucket; never raises.
 
-        Whoever gets a dead owner's lock holds all its files, and keeps the lock until the first
-        call after they have gone. A second copy of what is held already is dropped, once that was
-        read and is good.
+        Whoever gets a dead owner's lock holds its files, and keeps the lock until the first call
+        after they have gone. A second copy of what is held already is left to a later call.
         """
         taken: list[Spooled] = []
         with self._locking:
@@ -324,28 +323,29 @@ class Spool:
             # Looked at once more: it may have added some before it died, and for another place.
             names = [(name, SpoolFileName.parse(name)) for name in os.listdir(self._folder)]
             left = [(name, parts) for name, parts in names if parts and parts.owner == owner]
-            ours = [(name, parts) for name, parts in left if name.startswith(self._place)]
-            for name, parts in ours:
-                self._take(f"{self._folder}/{name}", parts.digest, taken)
+            is_held = False
+            for name, parts in left:
+                if name.startswith(self._place):
+                    is_held |= self._take(f"{self._folder}/{name}", parts.digest, taken)
             if not left:
                 os.unlink(self._lock_path(owner))
             with self._locking:
-                if ours and not self._is_closed:
+                if is_held and not self._is_closed:
                     self._locks[owner], fd = fd, -1
         finally:
             if fd >= 0:
                 os.close(fd)
 
-    def _take(self, path: str, digest: bytes, taken: list[Spooled]) -> None:
-        held = self._held.get(digest)
-        if held is not None and held.path == path:  # taken before, by an adoption that then failed
-            return
-        if self.load(digest) is not None:
-            self._unlink(path)
-            return
+    def _take(self, path: str, digest: bytes, taken: list[Spooled]) -> bool:
+        """Hold a file of the dead, unless the entry is held; whether it is this file that is."""
         found = os.lstat(path)
-        taken.append(Spooled(path, digest, found.st_size, found.st_mtime))
-        self._hold(taken[-1])
+        spooled = Spooled(path, digest, found.st_size, found.st_mtime)
+        with self._lock:
+            held = self._held.setdefault(digest, spooled)
+            if held is spooled:
+                self._nbytes += spooled.nbytes
+                taken.append(spooled)
+        return held.path == path  # also where an adoption took it that failed after that
 
     # -- files -------------------------------------------------------------------------------
 

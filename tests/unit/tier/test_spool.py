@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -454,25 +453,27 @@ def test_spool_of_another_process_is_kept_while_its_lock_is_held(
     assert len(spool.adopt()) == 1
 
 
-def test_second_copy_of_what_we_hold_is_dropped(tier: Tier, spool: Spool, root: Path) -> None:
-    left_by_the_dead(root, 0, 1)
-    tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
-    assert [one.digest for one in spool.adopt()] == [key_at(1).digest]
-    assert spooled_below(root) == digests_of(0, 1)
-    assert spooled(spool, KEY) == entry(KEY, seed=1)
-
-
-def test_second_copy_of_what_we_hold_takes_the_place_of_a_bad_one(
-    tier: Tier, spool: Spool, root: Path, counters: Counters
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_second_copy_of_what_we_hold_is_taken_when_ours_has_gone(
+    tier: Tier, spool: Spool, root: Path, counters: Counters, is_bad: bool
 ) -> None:
-    left_by_the_dead(root, 0)
-    bad = bytearray(entry(KEY))
-    bad[-1] ^= 1
-    tier.writer.publish(KEY, [bytes(bad)], spool=spool)
+    left_by_the_dead(root, 0, 1)
+    blob = entry(KEY, seed=1)
+    tier.writer.publish(KEY, [blob[:-1] if is_bad else blob], spool=spool)
+    assert [one.digest for one in spool.adopt()] == [key_at(1).digest]
+    if is_bad:
+        assert spool.load(KEY.digest) is None
+        assert counters.get("tier.bad_files") == 1
+    else:
+        assert spooled(spool, KEY) == blob
+        unspool(spool, KEY)
+    assert spool.adopt() == []  # its owner is ours as long as we hold the other one
+    unspool(spool, key_at(1))
     assert [one.digest for one in spool.adopt()] == [KEY.digest]
-    assert spooled_below(root) == digests_of(0)
     assert spooled(spool, KEY) == entry(KEY)
-    assert counters.get("tier.bad_files") == 1
+    unspool(spool, KEY)
+    spool.close()
+    assert spooled_below(root) == locks_below(root) == []
 
 
 def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
@@ -508,30 +509,6 @@ def test_lock_of_the_dead_goes_when_all_that_they_left_has_gone(
     assert spool.adopt() == []
     assert locks_below(root) == []
     assert open_below(root) == before
-
-
-def test_save_does_not_wait_for_an_adoption_that_reads(
-    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish(tier, 0, spool=spool)
-    left_by_the_dead(root, 0)
-    load, reads, goes_on = Spool.load, threading.Event(), threading.Event()
-
-    def slow(spool: Spool, digest: bytes) -> Any:
-        reads.set()
-        assert goes_on.wait(DEADLINE_S)
-        return load(spool, digest)
-
-    monkeypatch.setattr(Spool, "load", slow)
-    with ThreadPoolExecutor(2) as pool:
-        adopted = pool.submit(spool.adopt)
-        try:
-            assert reads.wait(DEADLINE_S)
-            pool.submit(publish, tier, 1, spool=spool).result(DEADLINE_S)
-        finally:
-            goes_on.set()
-        assert adopted.result() == []
-    assert spooled_below(root) == digests_of(0, 1)
 
 
 @pytest.mark.slow
