@@ -30,7 +30,6 @@ from tests.faults.indexed import (
     noding,
     refresh,
     run_rebuild,
-    run_union,
     serve,
 )
 
@@ -228,26 +227,6 @@ def test_a_stale_index_costs_one_request_for_what_is_gone_and_skips_what_is_new(
         refresh(node, 2)
         assert serve(node, ASKED) == {1, 2, 3, 4}
         assert gets_of(proxy, 0) == 1
-
-
-def test_a_folder_with_yesterdays_index_is_brought_up_to_date(
-    bucket: tuple[Bucket, FaultProxy], tmp_path: Path
-) -> None:
-    corpus, _ = bucket
-    fill(corpus, tmp_path)
-    with noding(corpus.settings(tmp_path / "cache")) as node:
-        refresh(node, 2)
-    with noding(corpus.settings(tmp_path / "other")) as node:
-        corpus.stock(4)
-        corpus.announce(4)
-        assert run_union(node) is not None
-        corpus.delete(LAYOUT.object(key_at(0)))
-        run_rebuild(node)
-    with noding(corpus.settings(tmp_path / "cache")) as node:
-        refresh(node, 2)
-        assert serve(node, ASKED) == {1, 2, 3, 4}
-        assert node.index.counts().snapshot_rows == 4
-        assert node.counters.get("index.vanished") == 1  # 5, of which a young delta tells
 
 
 def gets_of(proxy: FaultProxy, number: int) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.config import load_settings
-from s3ec.corpus import Corpus, hydrate
+from s3ec.corpus import Corpus
 from s3ec.corpus.hydrate import Hydration
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, UnavailableError

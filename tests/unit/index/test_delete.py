@@ -11,7 +11,6 @@ from s3ec.errors import AccessError, ConflictError, UnavailableError
 from s3ec.identity import Layout
 from s3ec.index import delete as module
 from s3ec.index.delete import delete_chosen, delete_entries, remove_namespace, survey
-from s3ec.index.maker import rebuild, verify
 from s3ec.index.names import snapshots_prefix
 from s3ec.index.snapshot import Segment
 from s3ec.store.base import ObjectInfo
@@ -37,23 +36,6 @@ async def test_deleted_entries_are_gone_for_the_node_and_cost_others_one_404(
     assert there.holds("a", "b") == ["a", "b"]
     there.index.mark_missing(key_of("a"), absent=True)
     assert there.holds("a", "b") == ["b"]
-
-
-async def test_who_asks_for_nothing_takes_deleted_entries_for_stored_until_the_next_listing(
-    corpus: Corpus, make_reader: MakeReader
-) -> None:
-    corpus.save("a", "b")
-    corpus.snapshot("a", "b", ulid=corpus.ulid(ago_s=10))
-    producer = make_reader()
-    await producer.refresh()
-    await delete_entries(corpus.store, LAYOUT, keys_of("a"))
-    await producer.refresh()
-    assert producer.holds("a", "b") == ["a", "b"]
-    assert (await verify(corpus.store, LAYOUT)).extra == 1
-    await rebuild(corpus.store, LAYOUT)
-    await producer.refresh()
-    assert producer.holds("a", "b") == ["b"]
-    assert (await verify(corpus.store, LAYOUT)).index_agrees
 
 
 @pytest.mark.parametrize("partial", [True, False])

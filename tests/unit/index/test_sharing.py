@@ -14,10 +14,9 @@ import pytest
 from s3ec import safetensors_file
 from s3ec.errors import TierError, UnavailableError
 from s3ec.index.local import OVERLAY
-from s3ec.index.names import snapshots_prefix
 from s3ec.testing.fault_store import Fault, Gate
 from tests.support.waiting import DEADLINE_S, until
-from tests.unit.index.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
+from tests.unit.index.corpus import REFRESH_S, Corpus, Reader, key_of
 from tests.unit.tier.cases import refusing
 
 MakeReader = Callable[..., Reader]
@@ -129,17 +128,6 @@ async def test_what_this_process_stored_again_is_not_denied_by_its_own_mark(
     assert reader.holds("a") == ["a"]
 
 
-async def test_what_a_command_deleted_is_denied_by_all(
-    corpus: Corpus, make_reader: MakeReader
-) -> None:
-    corpus.snapshot("a", "b")
-    readers = [make_reader() for _ in range(2)]
-    await poll(readers, REFRESH_S)
-    readers[0].folder.add_missing([key_of("a").digest])
-    await poll(readers, REFRESH_S / 4)
-    assert [reader.holds("a", "b") for reader in readers] == [["b"]] * 2
-
-
 async def test_a_file_of_missing_keys_that_grew_large_begins_again(
     corpus: Corpus, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,16 +220,3 @@ async def test_a_disk_that_refuses_is_an_error_and_what_is_known_stays(
     with pytest.raises(TierError):
         await reader.refresh()
     assert reader.holds("a", "b") == ["a"]
-
-
-async def test_two_namespaces_do_not_read_each_other(
-    corpus: Corpus, make_reader: MakeReader
-) -> None:
-    """A file that somebody copied from another namespace is refused."""
-    name = corpus.snapshot("a")
-    key = snapshots_prefix(LAYOUT) + str(name)
-    corpus.put(key, corpus.objects[key].replace(b"gemma-0123", b"gemma-9123"))
-    reader = make_reader()
-    await reader.refresh()
-    assert reader.holds("a") == []
-    assert reader.counters.get("index.refused") == 1

@@ -182,16 +182,6 @@ def test_who_does_not_evict_counts_a_folder_that_nobody_has_counted(make_tier: M
     assert left(ours, 20) == set(range(11))
 
 
-def test_lowered_budget_is_kept_after_a_restart(make_tier: MakeTier) -> None:
-    tier = make_tier()
-    fill(tier, *range(10))
-    tier.close()
-    tier = make_tier(budget_bytes=5 * SIZE)
-    fill(tier, 15)
-    assert usage_of(tier).nbytes <= 5 * SIZE
-    assert left(tier, 16) >= {15}
-
-
 def test_budget_is_for_all_namespaces_together(make_tier: MakeTier) -> None:
     other = make_tier(namespace=OTHER_NAMESPACE)
     for number in range(6):
@@ -200,18 +190,6 @@ def test_budget_is_for_all_namespaces_together(make_tier: MakeTier) -> None:
     fill(tier, *range(6))
     assert left(tier, 6) == set(range(6))
     assert 0 < len(left(other, 6)) < 6
-    assert audit_of(tier) == []
-
-
-def test_a_budget_of_which_all_is_open_is_kept_and_takes_entries(make_tier: MakeTier) -> None:
-    tier = make_tier(budget_bytes=3 * SIZE)
-    held = []
-    for number in range(12):
-        fill(tier, number)
-        held.append(opened(tier, even(number)))
-        assert usage_of(tier).total_nbytes == running_total(tier) <= 3 * SIZE
-    for number, one in enumerate(held):
-        assert read(one, even(number)) == entry(even(number))
     assert audit_of(tier) == []
 
 

@@ -14,7 +14,7 @@ from s3ec.errors import TierError
 from s3ec.index.local import OVERLAY, NodeFolder
 from s3ec.index.names import SnapshotName
 from s3ec.tier import Tier
-from tests.support.on_disk import audit_of, make_room, running_total, usage_of
+from tests.support.on_disk import audit_of, running_total, usage_of
 from tests.unit.tier.cases import (
     HOUR_S,
     NAMESPACE,
@@ -111,14 +111,6 @@ def test_index_that_is_touched_is_in_use(make_tier: MakeTier) -> None:
     fill(tier, *range(20))
     assert len(here(files)) == 2
     assert usage_of(tier).total_nbytes <= 10 * SIZE
-
-
-def test_index_that_nobody_uses_stays_while_there_is_room(make_tier: MakeTier) -> None:
-    tier = make_tier()
-    files = stock_index(tier, 1, SIZE, unused_s=8 * DAY_S)
-    fill(tier, *range(10))
-    make_room(tier)
-    assert len(here(files)) == 2
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(make_tier: MakeTier, small_disk: Path) -> None:

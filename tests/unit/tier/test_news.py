@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,18 +77,6 @@ def test_another_namespaces_entries_are_not_ours(tier: Tier, make_tier: MakeTier
     publish(tier, 1)
     listener.hears(1)
     assert not listener.knows(0)
-
-
-def test_a_scan_that_runs_does_not_lose_what_is_told_meanwhile() -> None:
-    keys = LocalKeys()
-
-    def walk() -> Iterator[str]:
-        keys.add_all([key_at(1).digest])
-        yield key_at(0).name
-
-    keys.replace(walk())
-    assert keys(key_at(0))
-    assert keys(key_at(1))
 
 
 def test_a_full_disk_costs_the_news_and_nothing_else(

@@ -13,11 +13,11 @@ import pytest
 
 from s3ec import codec
 from s3ec.identity import Key
-from s3ec.tier import OpenEntry, Tier, files
+from s3ec.tier import OpenEntry, Tier
 from s3ec.tier.inspection import Inspection
 from tests.support.clock import Clock
 from tests.support.file_calls import open_below
-from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.support.on_disk import audit_of, evict, usage_of
 from tests.unit.tier.cases import (
     SIZE,
     MakeTier,
@@ -30,7 +30,6 @@ from tests.unit.tier.cases import (
     opened,
     publish,
     read,
-    use,
 )
 
 
@@ -52,18 +51,6 @@ def test_open_bytes_survive_evict_deletion_and_republish(tier: Tier) -> None:
     for seed, one in enumerate(held):
         assert read(one, key) == entry(key, seed=seed)
         assert one.is_evicted
-
-
-def test_a_replaced_entry_is_another_file_under_the_same_name(tier: Tier) -> None:
-    key = key_at(0)
-    tier.writer.publish(key, [entry(key)])
-    old = opened(tier, key)
-    tier.writer.publish(key, [entry(key, seed=1)])
-    new = opened(tier, key)
-    assert old.path == new.path
-    assert (old.device, old.inode) != (new.device, new.inode)
-    assert (read(old, key), read(new, key)) == (entry(key), entry(key, seed=1))
-    assert (old.is_evicted, new.is_evicted) == (True, False)
 
 
 WAYS: dict[str, Callable[[Tier], object]] = {
@@ -91,41 +78,6 @@ def test_the_file_is_closed_with_the_last_reference(tier: Tier, root: Path, way:
     assert open_nbytes(root) == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_descriptor_is_not_for_programs_that_are_started(tier: Tier, way: str) -> None:
-    publish(tier, 0)
-    held = WAYS[way](tier)
-    assert isinstance(held, OpenEntry)
-    assert not os.get_inheritable(held.fd)
-
-
-def test_a_file_that_is_not_taken_over_is_not_left_open(tier: Tier, root: Path) -> None:
-    tier.writer.publish(key_at(0), [entry(key_at(1))])  # of another name
-    tier.writer.publish(key_at(2), [entry(key_at(2))[:-1]])
-    for number in (0, 2):
-        assert tier.entries.open(Key("", key_at(number).name, key_at(number).digest)) is None
-        assert tier.entries.open(key_at(number)) is None
-    assert open_below(root / "v1" / "objects") == []
-
-
-def test_usage_counts_files_at_their_paths_and_the_report_what_is_only_open(
-    tier: Tier, root: Path
-) -> None:
-    for number in range(2):
-        tier.writer.publish(key_at(number), [entry(key_at(number), rows=number + 1)])
-    held = [opened(tier, key_at(number)) for number in (0, 1, 1)]
-    sizes = [held[0].nbytes, held[1].nbytes]
-    usage = usage_of(tier)
-    assert (usage.entries, usage.nbytes, usage.held_nbytes) == (2, sum(sizes), 0)
-    assert open_nbytes(root) == 0
-    evict(tier, key_at(1))
-    usage = usage_of(tier)
-    assert (usage.entries, usage.total_nbytes, usage.held_nbytes) == (1, sizes[0], 0)
-    assert open_nbytes(root) == sizes[1]  # once, however often it is open
-    make_room(tier)
-    assert running_total(tier) == sizes[0]
-
-
 # The time of use
 
 
@@ -141,25 +93,6 @@ def test_publish_notes_the_time_of_use_and_a_look_does_not(
     opened(tier, key)
     tier.entries.open(Key("", key.name, key.digest))
     assert file_of(root, key).stat().st_mtime_ns == noted.st_mtime_ns
-
-
-def test_a_load_notes_the_time_of_use(tier: Tier, root: Path, clock: Clock) -> None:
-    key = key_at(0)
-    tier.writer.publish(key, [entry(key)])
-    clock.now_s += 100
-    use(tier, key, clock)
-    assert abs(file_of(root, key).stat().st_mtime - clock.now_s) < 1e-5
-
-
-def test_a_use_of_what_was_evicted_does_not_touch_its_successor(
-    tier: Tier, root: Path, clock: Clock
-) -> None:
-    publish(tier, 0)
-    old = opened(tier, key_at(0))
-    publish(tier, 0)
-    noted = file_of(root, key_at(0)).stat().st_mtime_ns
-    files.touch(old.fd)
-    assert file_of(root, key_at(0)).stat().st_mtime_ns == noted
 
 
 # Other processes

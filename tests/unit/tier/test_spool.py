@@ -8,7 +8,6 @@ import os
 import shutil
 import threading
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Spool, Tier
-from s3ec.tier.files import try_lock
 from s3ec.tier.scan import SpoolFileName
 from tests.support.clock import Clock
 from tests.support.file_calls import open_below
-from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.support.on_disk import audit_of, make_room, running_total, usage_of
 from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import (
     DESTINATION,
@@ -93,23 +91,6 @@ def test_spooled_entry_is_one_file_with_two_names_beside_the_lock_of_its_owner(
     assert (usage.nbytes, usage.spooled_nbytes, usage.held_nbytes) == (SIZE, SIZE, 0)
     assert usage.total_nbytes == SIZE
     assert counters.get("tier.errors") == 0
-
-
-def test_spooled_entry_survives_evict_deletion_and_republish(tier: Tier, spool: Spool) -> None:
-    drops = (partial(evict, tier), lambda key: tier.entries.drop_bad(key, "checksum"))
-    for number, drop in enumerate((*drops, None)):
-        publish(tier, number, spool=spool)
-        if drop is not None:
-            drop(key_at(number))
-        else:
-            tier.writer.publish(key_at(number), [entry(key_at(number), seed=1)])
-    for number in range(3):
-        loaded = spool.load(key_at(number).digest)
-        assert loaded is not None
-        assert (loaded.key, loaded.blob) == (key_at(number), entry(key_at(number)))
-    assert usage_of(tier).spooled_nbytes == usage_of(tier).total_nbytes - len(
-        entry(key_at(2), seed=1)
-    )
 
 
 def test_eviction_passes_over_what_the_spool_keeps_on_the_disk_anyway(
@@ -439,18 +420,6 @@ def test_left_overs_of_the_dead_are_taken_with_or_without_their_lock(
         unspool(spool, key_at(number))
     spool.close()
     assert locks_below(root) == []
-
-
-def test_spool_of_another_process_is_kept_while_its_lock_is_held(
-    tier: Tier, spool: Spool, root: Path, counters: Counters
-) -> None:
-    folder = left_by_the_dead(root, 0)
-    with (folder / f"{DEAD}.lock").open("wb") as lock:
-        assert try_lock(lock.fileno())
-        assert spool.adopt() == []
-        assert audit_of(tier) == []
-    assert counters.get("tier.errors") == 0
-    assert len(spool.adopt()) == 1
 
 
 @pytest.mark.parametrize("is_bad", [False, True])
