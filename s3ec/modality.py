@@ -19,6 +19,7 @@ from s3ec.errors import AccessError, ConflictError, CorruptEntryError, Unavailab
 from s3ec.identity import Layout, canonical_json
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import Store
+from s3ec.store.places import served_by
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class ModalityRecords:
     seen in the bucket, for SETTLED_S. A read of an unknown one makes it absent or settled.
     ``settle`` makes any other one settled, by a write. A settled one becomes known with time. A
     known one becomes absent only where a read finds nothing: it stays where the bucket fails.
+    What a replica says while home does not answer changes none of that.
     """
 
     def __init__(
@@ -85,8 +87,11 @@ class ModalityRecords:
 
     async def _look(self, modality: str) -> Record | None:
         """Read the record, whatever is known; what is known stays where the bucket fails."""
-        body = await self._read(self._layout.modality(modality))
+        with served_by() as replicas:
+            body = await self._read(self._layout.modality(modality))
         record = parse_record(body) if body is not None else None
+        if replicas:  # it goes for now; home is asked again
+            return self._known.get(modality, record)
         if record is None:
             if body is not None:
                 log.error("%s is not a modality record", self._layout.modality(modality))

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Layout
 from s3ec.modality import SETTLED_S, ModalityRecords, Record
+from s3ec.store.endpoint import Endpoint
+from s3ec.store.places import Place, PlacesStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
@@ -242,3 +245,21 @@ async def test_a_lost_reply_to_the_write_is_settled_at_the_next_try(
     with pytest.raises(UnavailableError):
         await records.settle("image", WIDE)
     assert await records.settle("image", WIDE) == WIDE
+
+
+async def test_what_a_replica_says_counts_only_until_home_answers(
+    store: FaultStore, memory: MemoryStore
+) -> None:
+    """A forged record there would make every entry a misfit until the next restart."""
+    near = MemoryStore()
+    await ModalityRecords(near, LAYOUT).settle("image", NARROW)
+    await ModalityRecords(memory, LAYOUT).settle("image", WIDE)
+    place = Place("near", near, Endpoint(16), Counters())
+    records = ModalityRecords(PlacesStore(store, [place], is_entry=LAYOUT.is_entry), LAYOUT)
+    break_with(store, Fault(error=UnavailableError))
+    assert await records.get("image") == await records.get_soon("image", 60.0) == NARROW
+    assert records.known("image") is None  # so nothing is granted at once by it
+    store.plan = Script()
+    assert await records.get("image") == WIDE
+    break_with(store, Fault(error=UnavailableError))
+    assert await records.get("image") == WIDE
