@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import secrets
@@ -136,7 +137,7 @@ class NodeFolder:
             file.writelines(pieces)
 
     def touch(self, name: str) -> None:
-        """Set a file's time to now. Never raises."""
+        """Set a file's time to now, by ``clock``. Never raises."""
         with suppress(OSError):
             now_ns = int(self.clock() * 1e9)
             os.utime(self.path / name, ns=(now_ns, now_ns))
@@ -185,6 +186,15 @@ class NodeFolder:
     def release(self, claim: int) -> None:
         """Give a claim back."""
         os.close(claim)
+
+    def touch_claim(self, task: str) -> None:
+        """Note that whoever has the claim is at it. Never raises."""
+        self.touch(f"lock-{task}")
+
+    def claim_age_s(self, task: str) -> float:
+        """Seconds since ``touch_claim``, of any process; infinite where there is no claim."""
+        found = self.find(f"lock-{task}")
+        return math.inf if found is None else self.clock() - found.st_mtime
 
     # -- keys that were found gone -------------------------------------------------------------
 

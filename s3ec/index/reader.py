@@ -40,7 +40,8 @@ MAX_OWN = 2**18
 """Keys that this process denies, or has stored and no delta has told yet."""
 # Before a download that failed is tried again; after each further one twice as many.
 _RETRY_REFRESHES = 3
-_TAKE_OVER = 3  # refreshes without the process that asks the bucket for this node
+_REFRESH = "refresh"  # the claim of the process that asks the bucket for this node
+_TAKE_OVER = 3  # refreshes without it
 # One fetch in a hundred that finds nothing asks for a listing; of a few that says nothing.
 _MANY_VANISHED = 32
 _VANISHED_SHARE = 0.01
@@ -164,8 +165,7 @@ class ManifestIndex:
     one. Of too many the oldest are forgotten.
 
     Of a node's processes one asks the bucket: it holds the claim ``refresh``. The others take over
-    the files that it writes. Where it has written nothing for three refreshes, each asks for
-    itself.
+    the files that it writes. Where it has not tried for three refreshes, each asks for itself.
 
     Counters: ``index.missing`` (keys that were not to be had), ``index.vanished`` (of these,
     keys that the index held and the bucket did not), ``index.downloads`` (deltas and snapshots),
@@ -217,7 +217,6 @@ class ManifestIndex:
         self._until_whole = 0  # looks until one for snapshots and all deltas
         self._inode = 0  # of the overlay that is open
         self._asked_s: float | None = None  # its time: when the bucket last answered
-        self._begun_s = clock()
         self._tried_s = -math.inf  # when this process last asked the bucket, monotonic
         self._fetch: asyncio.Task[None] | None = None
         self._failures = 0  # of these, in a row
@@ -403,18 +402,21 @@ class ManifestIndex:
         """Whether it is this process's turn to ask the bucket; may take the node's claim."""
         if self._claim is None:
             with suppress(TierError):  # asks for itself
-                self._claim = self._folder.try_claim("refresh")
+                self._claim = self._folder.try_claim(_REFRESH)
+                if self._claim is not None:
+                    self._folder.touch_claim(_REFRESH)
         # A little early, or a poll that comes a moment before its time would wait for the next.
         due_s = self._refresh_s * 0.9
         if self._clock() - self._tried_s < due_s:
             return False
-        is_mine = self._claim is not None
-        if self._asked_s is None:  # who has the claim has just begun, too
-            return is_mine or self._clock() - self._begun_s >= _TAKE_OVER * self._refresh_s
-        if self._asked_s > self._folder.clock():  # it was set back
-            return True
-        patience_s = due_s if is_mine else _TAKE_OVER * self._refresh_s
-        return self._folder.clock() - self._asked_s >= patience_s
+        # Each is negative where the clock was set back.
+        if self._claim is None:
+            age_s = self._folder.claim_age_s(_REFRESH)
+            return not 0 <= age_s < _TAKE_OVER * self._refresh_s
+        if self._asked_s is not None and 0 <= self._folder.clock() - self._asked_s < due_s:
+            return False  # the process before this one did
+        self._folder.touch_claim(_REFRESH)
+        return True
 
     def _take_over(self) -> bool:
         """Open what another process of this node has written, and tell it what was gone.

@@ -45,7 +45,7 @@ _REMOVALS_PER_PAUSE = 64
 # So far may clocks differ.
 _SKEW_NS = 300 * 10**9
 _BEFORE_ALL_NS = 1 << 65
-# Who reads the index touches its folder at each refresh that the bucket answers. After a longer
+# Who reads the index touches its folder each time that it asks the bucket. After a longer
 # silence than this the files may be downloaded again; what is mapped stays.
 _INDEX_UNUSED_NS = 7 * 86_400 * 10**9
 

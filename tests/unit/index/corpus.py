@@ -104,6 +104,14 @@ class Corpus:
         return sorted(n.removeprefix(prefix) for n in self.objects if n.startswith(prefix))
 
 
+def near_of(corpus: Corpus) -> Corpus:
+    """A replica that has all that home has now."""
+    near = Corpus()
+    near.objects.update(corpus.objects)
+    near.store.bucket.modified_s.update(corpus.store.bucket.modified_s)
+    return near
+
+
 def rows_for(texts: Iterable[object], nbytes: int = 5) -> Rows:
     digests = [key.digest for key in keys_of(*texts)]
     return Rows.of(digests, [nbytes] * len(digests))

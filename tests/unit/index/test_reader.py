@@ -15,7 +15,7 @@ from s3ec.index.names import NEVER, deltas_prefix, snapshots_prefix
 from s3ec.index.reader import BAD_OBJECT_TTL_S, NEGATIVE_TTL_S, SNAPSHOTS_EVERY
 from s3ec.testing.fault_store import Fault, cut
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of
+from tests.unit.index.corpus import LAYOUT, REFRESH_S, Corpus, Reader, key_of, near_of
 
 MakeReader = Callable[..., Reader]
 
@@ -358,14 +358,6 @@ async def test_of_too_many_keys_that_this_process_knows_the_oldest_are_forgotten
 
 
 # -- while home does not answer, and a replica does ------------------------------------------------
-
-
-def near_of(corpus: Corpus) -> Corpus:
-    """A replica that has all that home has now."""
-    near = Corpus()
-    near.objects.update(corpus.objects)
-    near.store.bucket.modified_s.update(corpus.store.bucket.modified_s)
-    return near
 
 
 async def test_home_is_looked_at_whole_as_soon_as_it_answers_again(

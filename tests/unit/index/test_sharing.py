@@ -16,7 +16,7 @@ from s3ec.errors import TierError, UnavailableError
 from s3ec.index.local import OVERLAY
 from s3ec.testing.fault_store import Fault, Gate
 from tests.support.waiting import DEADLINE_S, until
-from tests.unit.index.corpus import REFRESH_S, Corpus, Reader, key_of
+from tests.unit.index.corpus import REFRESH_S, Corpus, Reader, key_of, near_of
 from tests.unit.tier.cases import refusing
 
 MakeReader = Callable[..., Reader]
@@ -102,6 +102,21 @@ async def test_another_process_asks_where_the_first_one_hangs_for_three_refreshe
     corpus.delta("b")
     await poll([first, second], 2 * REFRESH_S)
     assert first.holds("a", "b") == ["a", "b"]
+
+
+async def test_one_engine_asks_for_the_node_also_while_home_does_not_answer(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    corpus.snapshot("a")
+    readers = [make_reader(near=near_of(corpus)) for _ in range(4)]
+    await poll(readers, 2 * REFRESH_S)
+    for reader in readers:
+        reader.fault(Fault(error=UnavailableError))
+    before = sum(reader.store.calls["list"] for reader in readers)
+    refreshes = 30
+    await poll(readers, refreshes * REFRESH_S)
+    lists = sum(reader.store.calls["list"] for reader in readers) - before
+    assert lists <= 1.1 * 2 * refreshes  # for snapshots, too: home may be back
 
 
 async def test_what_one_process_found_gone_is_denied_by_all(
