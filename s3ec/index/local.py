@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from s3ec.errors import TierError
+from s3ec.identity import is_namespace_name
 from s3ec.index.names import SnapshotName
 from s3ec.tier.files import Folders, make_folder
+from s3ec.tier.scan import is_index_file
 
 OVERLAY = "overlay"
 MISSING = "missing"
 ROWS, FILTER = ".rows", ".filter"
 _TEMP_LIFETIME_S = 3600.0
+_UNUSED_S = 7 * 86400.0
 _TEMP = re.compile(r"[0-9a-f]{16}\.tmp")
 # Digest, and when it was found gone: seconds since the epoch, by this machine's clock.
 _MISSING = struct.Struct("<16sd")
@@ -141,7 +144,7 @@ class NodeFolder:
         with suppress(OSError):
             now_ns = int(self.clock() * 1e9)
             os.utime(self.path / name, ns=(now_ns, now_ns))
-            os.utime(self.path)  # the tier looks at this: somebody uses the namespace here
+            os.utime(self.path, ns=(now_ns, now_ns))  # see remove_unused
 
     def remove_older(self, name: SnapshotName) -> None:
         """Remove the files of older snapshots, and what dead processes left. Never raises."""
@@ -155,6 +158,23 @@ class NodeFolder:
                         is_old = age_s > _TEMP_LIFETIME_S
                     if is_old:
                         os.unlink(self.path / found)
+
+    def remove_unused(self) -> None:
+        """Remove the files of namespaces that no process of the node used for a week.
+
+        What is mapped stays. Only in a tier's folder. Never raises.
+        """
+        if len(self._folders) == 1:  # not in a tier: the folders beside it are not ours
+            return
+        with suppress(OSError):
+            for item in list(os.scandir(self.path.parent)):
+                with suppress(OSError):
+                    unused_s = self.clock() - item.stat(follow_symlinks=False).st_mtime
+                    is_ours = is_namespace_name(item.name) and item.is_dir(follow_symlinks=False)
+                    if is_ours and unused_s > _UNUSED_S:
+                        for name in filter(is_index_file, os.listdir(item.path)):
+                            os.unlink(f"{item.path}/{name}")
+                        os.rmdir(item.path)
 
     # -- claims ------------------------------------------------------------------------------
 

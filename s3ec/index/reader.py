@@ -643,3 +643,4 @@ class ManifestIndex:
             raise TierError(f"cannot read what was written: {exc}") from exc
         self._forget(self._view, list(rows.values()))
         self._folder.remove_older(overlay.snapshot)
+        self._folder.remove_unused()

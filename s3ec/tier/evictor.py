@@ -8,8 +8,8 @@ is not synced to the device either: after a power cut it may be an old one until
 
 A little ahead of the limits (the budget, the free-space floor) a thread evicts in the background,
 one per node at a time. A publish that would break a limit does a round itself, or waits a second
-for the one that is under way. What goes first is the index of a model that nobody here has used for
-a week. Then entries go in the order of their use. Who has one open can go on reading it.
+for the one that is under way. Entries go in the order of their use. Who has one open can go on
+reading it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from s3ec.tier.files import (
     sweep_temps,
 )
 from s3ec.tier.records import RecordLayout
-from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, no_pause, scan_tier
+from s3ec.tier.scan import ScannedEntry, TierScan, no_pause, scan_tier
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +45,6 @@ _REMOVALS_PER_PAUSE = 64
 # So far may clocks differ.
 _SKEW_NS = 300 * 10**9
 _BEFORE_ALL_NS = 1 << 65
-# Who reads the index touches its folder each time that it asks the bucket. After a longer
-# silence than this the files may be downloaded again; what is mapped stays.
-_INDEX_UNUSED_NS = 7 * 86_400 * 10**9
 
 # Eviction goes on down to this share of the budget, so that it is not needed at every publish.
 LOW_WATER = 0.9
@@ -141,37 +138,6 @@ def evict(
         if removed % _REMOVALS_PER_PAUSE == 0:
             pause()
     return Evicted(removed, freed)
-
-
-def evict_indexes(
-    indexes: Sequence[ScannedIndex], goal_bytes: int, *, above: Path, now_s: float
-) -> int:
-    """Remove the index's files of namespaces that no process has used for a week.
-
-    The longest unused goes first, and each wholly: a part of an index is of no use.
-
-    Args:
-        goal_bytes: No further namespace goes once so much is gone.
-        above: ``Folders.index``.
-
-    Returns:
-        Bytes freed.
-    """
-    freed = 0
-    for index in sorted(indexes, key=lambda index: index.used_ns):
-        if freed >= goal_bytes or index.used_ns > now_s * 1e9 - _INDEX_UNUSED_NS:
-            break
-        with suppress(OSError):
-            if os.lstat(index.path).st_mtime_ns != index.used_ns:
-                continue  # a process of that model has begun since the walk
-            _log.info("removing %s: no process here has used that index for a week", index.path)
-        for path in index.files:
-            with suppress(OSError):
-                nbytes = os.lstat(path).st_size
-                os.unlink(path)
-                freed += nbytes
-                _remove_empty(path, str(above))
-    return freed
 
 
 def _remove_empty(path: str, above: str) -> None:
@@ -503,12 +469,7 @@ class Evictor:
             share = 1 - LOW_WATER  # likewise
             goal_bytes = max(goal_bytes, incoming_bytes, int(scan.entry_bytes * share), 1)
             goal_entries = int(len(scan.entries) * share)
-        freed = 0
-        if goal_bytes > 0:
-            now_s, above = self._clock(), self._folders.index
-            freed = evict_indexes(scan.indexes, goal_bytes, above=above, now_s=now_s)
-        if freed < goal_bytes:
-            freed += self._evict(scan, goal_bytes - freed, goal_entries, pause)
+        freed = self._evict(scan, goal_bytes, goal_entries, pause) if goal_bytes > 0 else 0
         self._total.recount(before_bytes, scan.total_bytes - freed)
         if freed:
             for close in self._on_evicted:

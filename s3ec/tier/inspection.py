@@ -175,7 +175,7 @@ class Inspection:
             namespaces=dict(ranked),
             open_nbytes=sum(evicted_and_open(self.folders).values()),
             spooled_files=len(scan.spooled),
-            index_files=sum(len(index.files) for index in scan.indexes),
+            index_files=scan.index_files,
         )
 
     def namespaces(self) -> list[str]:

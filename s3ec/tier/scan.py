@@ -7,7 +7,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
@@ -49,6 +48,11 @@ class SpoolFileName:
         return cls(match[1], match[2], match[3], bytes.fromhex(match[4]))
 
 
+def is_index_file(name: str) -> bool:
+    """Whether the index could have made a file of this name in its folder."""
+    return _INDEX_NAME.fullmatch(name) is not None
+
+
 def owner_of_lock(name: str) -> str | None:
     """Whose lock in the spool has this name; None where it is no lock."""
     match = _SPOOL_LOCK.fullmatch(name)
@@ -87,23 +91,6 @@ class ScannedEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class ScannedIndex:
-    """The index's files of one namespace as the walk found them.
-
-    Attributes:
-        path: The namespace's folder.
-        used_ns: When a process that uses it last said so, nanoseconds since the epoch.
-        files: Paths.
-        nbytes: Of all of them.
-    """
-
-    path: str
-    used_ns: int
-    files: list[str]
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Usage:
     """What the folder holds, all namespaces together, as counted just now.
 
@@ -138,7 +125,8 @@ class TierScan:
         entry_bytes: Bytes of all entries.
         kept: Inode to bytes of what is spooled: evicting it would free nothing.
         spooled: Paths of all files that wait for the bucket.
-        indexes: The index's files, by namespace.
+        index_files: Files of the index, of all namespaces.
+        index_bytes: Bytes of these.
         named: Inodes of ``kept`` that have a name outside of the spool.
         temps: Paths of files that are being written, or were when their writer died; all in
             ``incoming``.
@@ -150,7 +138,8 @@ class TierScan:
     entry_bytes: int = 0
     kept: dict[int, int] = field(default_factory=dict)
     spooled: list[str] = field(default_factory=list)
-    indexes: list[ScannedIndex] = field(default_factory=list)
+    index_files: int = 0
+    index_bytes: int = 0
     named: set[int] = field(default_factory=set)
     temps: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
@@ -176,7 +165,7 @@ class TierScan:
             nbytes=self.entry_bytes,
             spooled_nbytes=sum(self.kept.values()),
             held_nbytes=held_nbytes,
-            index_nbytes=sum(index.nbytes for index in self.indexes),
+            index_nbytes=self.index_bytes,
         )
 
 
@@ -213,15 +202,11 @@ def scan_tier(folders: Folders, pause: Callable[[], None] = no_pause) -> TierSca
             if seen % FILES_PER_PAUSE == 0:
                 pause()
     for namespace in _namespaces(str(folders.index), scan):
-        files, nbytes = [], 0
         for item in _items(namespace.path, scan):
-            found = _look(item, _INDEX_NAME.fullmatch(item.name) is not None, scan)
+            found = _look(item, is_index_file(item.name), scan)
             if found is not None:
-                files.append(item.path)
-                nbytes += found.st_size
-        with suppress(OSError):  # it may have gone meanwhile
-            used_ns = os.lstat(namespace.path).st_mtime_ns
-            scan.indexes.append(ScannedIndex(namespace.path, used_ns, files, nbytes))
+                scan.index_files += 1
+                scan.index_bytes += found.st_size
     return scan
 
 

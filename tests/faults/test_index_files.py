@@ -16,7 +16,7 @@ import pytest
 from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.identity import Namespace
 from s3ec.index import deltas
-from s3ec.index.local import OVERLAY
+from s3ec.index.local import OVERLAY, NodeFolder
 from s3ec.index.names import SnapshotName, snapshots_prefix
 from s3ec.index.snapshot import Rows, encode
 from s3ec.prefetch import FetchOutcome
@@ -227,6 +227,20 @@ def test_a_stale_index_costs_one_request_for_what_is_gone_and_skips_what_is_new(
         refresh(node, 2)
         assert serve(node, ASKED) == {1, 2, 3, 4}
         assert gets_of(proxy, 0) == 1
+
+
+def test_a_node_removes_the_index_of_a_model_that_it_has_not_used_for_a_week(
+    bucket: tuple[Bucket, FaultProxy], tmp_path: Path
+) -> None:
+    corpus, _ = bucket
+    fill(corpus, tmp_path)
+    with noding(corpus.settings(tmp_path / "cache")) as node:
+        unused = NodeFolder.of(node.tier.folders, _OTHER.name)
+        unused.write(OVERLAY, [b"rows"])
+        os.utime(unused.path, (0, 0))
+        refresh(node, 2)
+        assert not unused.path.exists()
+        assert serve(node, ASKED) == STOCKED
 
 
 def gets_of(proxy: FaultProxy, number: int) -> int:

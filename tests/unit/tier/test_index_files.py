@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.index.local import OVERLAY, NodeFolder
 from s3ec.index.names import SnapshotName
@@ -18,13 +17,10 @@ from tests.support.on_disk import audit_of, running_total, usage_of
 from tests.unit.tier.cases import (
     HOUR_S,
     NAMESPACE,
-    SIZE,
     MakeTier,
     entry,
-    fill,
     index_of,
     key_at,
-    left,
 )
 
 SNAPSHOT = SnapshotName("01ARZ3NDEKTSV4RRFFQ69G5FAV", "01ARZ3NDEKTSV4RRFFQ69G5FAW")
@@ -73,44 +69,34 @@ def test_files_count_for_the_budget_and_are_not_evicted(make_tier: MakeTier) -> 
     assert usage_of(tier).index_nbytes == 6 * nbytes
 
 
-def stock_index(tier: Tier, number: int, nbytes: int, *, unused_s: float) -> NodeFolder:
-    """The index of another model, which no process has used for so long."""
-    files = index_of(tier, f"tiny-gemma3-{number:016x}")
-    for name in (ROWS, FILTER):
-        files.write(name, [bytes(nbytes // 2)])
-    used_s = time.time() - unused_s
-    os.utime(files.path, (used_s, used_s))
-    return files
-
-
-def test_index_that_nobody_uses_any_more_goes_before_any_entry(
-    make_tier: MakeTier, root: Path, counters: Counters
-) -> None:
-    tier = make_tier(budget_bytes=20 * SIZE)
-    unused = [stock_index(tier, days, 4 * SIZE, unused_s=days * DAY_S) for days in (8, 30, 9)]
-    used = stock_index(tier, 6, 4 * SIZE, unused_s=6 * DAY_S)
-    fill(tier, *range(4))
-    assert [len(here(files)) for files in (*unused, used)] == [2, 2, 2, 2]
-    fill(tier, 4)  # 21 of 20: down to 18
-    assert [len(here(files)) for files in (*unused, used)] == [2, 0, 2, 2]
-    fill(tier, *range(5, 16))
-    assert [len(here(files)) for files in (*unused, used)] == [0, 0, 0, 2]
-    assert left(tier, 16) == set(range(16))
-    assert counters.get("tier.evicted") == 0
-    assert running_total(tier) == usage_of(tier).total_nbytes
-    assert len(list((root / "v1" / "index").iterdir())) == 1
-    fill(tier, *range(16, 40))
-    assert len(here(used)) == 2
-    assert audit_of(tier) == []
-
-
-def test_index_that_is_touched_is_in_use(make_tier: MakeTier) -> None:
-    tier = make_tier(budget_bytes=10 * SIZE)
-    files = stock_index(tier, 1, 4 * SIZE, unused_s=8 * DAY_S)
-    files.touch(ROWS)
-    fill(tier, *range(20))
-    assert len(here(files)) == 2
-    assert usage_of(tier).total_nbytes <= 10 * SIZE
+def test_files_of_a_model_that_nobody_used_for_a_week_go_and_nothing_else(tier: Tier) -> None:
+    places: dict[int, NodeFolder] = {}
+    for days in (6, 8, 9):
+        places[days] = files = index_of(tier, f"tiny-gemma3-{days:016x}")
+        for name in (ROWS, FILTER):
+            files.write(name, [b"rows"])
+        claim = files.try_claim("refresh")
+        assert claim is not None
+        files.release(claim)
+        if days == 9:
+            (files.path / "notes.txt").write_text("mine")
+        used_s = time.time() - days * DAY_S
+        os.utime(files.path, (used_s, used_s))
+    ours = index_of(tier)
+    ours.write(ROWS, [b"rows"])
+    os.utime(ours.path, (0, 0))
+    ours.touch(ROWS)
+    ours.remove_unused()
+    assert here(ours) == {ROWS}
+    assert here(places[6]) == {ROWS, FILTER, "lock-refresh"}
+    assert not places[8].path.exists()
+    assert here(places[9]) == {"notes.txt"}
+    outside = NodeFolder(places[6].path)
+    os.utime(places[6].path, (0, 0))
+    outside.remove_unused()  # such as a command's: it is in no tier
+    assert here(ours) == {ROWS}
+    assert here(places[6]) == {ROWS, FILTER, "lock-refresh"}
+    (places[9].path / "notes.txt").unlink()
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(make_tier: MakeTier, small_disk: Path) -> None:
