@@ -161,7 +161,7 @@ PLAIN_HTTP = (
 
 # Settings that do not apply to a corpus that `url` names.
 OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
-          "sse", "sse_kms_key_id", "requester_pays")  # fmt: skip
+          "sse", "sse_kms_key_id")  # fmt: skip
 
 
 def _default_cache_dir() -> Path:
@@ -301,11 +301,6 @@ class Settings(BaseModel):
         "`cluster` and `ttl_s`. With `fill`, engines copy missing embeddings there, each at most "
         "`fill_bytes_per_minute` (1GiB).",
     )
-    requester_pays: bool = Field(
-        False,
-        description="Send `x-amz-request-payer: requester` with each request. This account then "
-        "pays for its requests to a bucket with that setting.",
-    )
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,
         description="Folder of the node's disk tier, on a disk of this machine or in memory. "
@@ -317,11 +312,10 @@ class Settings(BaseModel):
     min_free_bytes: ByteSize = Field(
         ByteSize(2**30), ge=0, description="Free disk space that the tier leaves to other programs."
     )
-    transport: Literal["auto", "aioboto3", "obstore"] = Field(
-        "auto",
+    transport: Literal["obstore", "aioboto3"] = Field(
+        "obstore",
         description="S3 client. `obstore` moves bodies outside the interpreter's lock, and "
-        "botocore does the rest. `auto` is the same, or botocore alone if obstore has no build "
-        "for the platform. `aioboto3` needs `pip install aioboto3`.",
+        "botocore does the rest. `aioboto3` needs `pip install aioboto3`.",
     )
     max_concurrency: int = Field(
         16, ge=1, le=256, description="Maximum number of objects in flight at a time, per process."

@@ -41,12 +41,9 @@ def show(source: SettingsSource, as_json: JsonOption = False) -> None:
 
     A missing bucket is marked, and is no error here: other commands need one.
     """
-    from s3ec.store.open import choose_transport
-
     loaded = source.load(need_bucket=False)
     values = loaded.settings.model_dump(mode="json")
     shown = {name: {"value": values[name], "origin": loaded.origins[name]} for name in values}
-    shown["transport"]["chosen"] = choose_transport(loaded.settings).name
     if not loaded.has_place:
         shown["bucket"] = {"value": None, "origin": _MISSING}
     if values["endpoint_url"] is None and values["url"] is None:
@@ -76,8 +73,7 @@ def _human(row: dict[str, Any], setting: object) -> str:
         return "-"
     if row["value"] is None:
         return "unset"
-    text = setting.human_readable() if isinstance(setting, ByteSize) else str(row["value"]) or '""'
-    return f"{text} ({row['chosen']})" if "chosen" in row and text == "auto" else text
+    return setting.human_readable() if isinstance(setting, ByteSize) else str(row["value"]) or '""'
 
 
 def docs() -> None:

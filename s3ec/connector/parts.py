@@ -47,7 +47,6 @@ from s3ec.managers.restore import RestoreCosts
 from s3ec.node import Node
 from s3ec.runtime import in_thread
 from s3ec.settings import Settings
-from s3ec.store.open import choose_transport
 from s3ec.weights import Checkpoint, Weights
 
 log = logging.getLogger(__name__)
@@ -229,7 +228,7 @@ class Parts:
             "s3ec namespace %s in %s by %s, tier %s; %s",
             node.namespace.name,
             settings.corpus,
-            choose_transport(settings).name,
+            settings.transport,
             settings.cache_dir,
             compat.summary(),
         )

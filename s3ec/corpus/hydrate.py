@@ -193,8 +193,8 @@ async def hydrate(
         source = everything(store, layout) if wanted is None else _each(wanted)
         return await work.run(source, settings.max_concurrency)
     finally:
-        for place in places.replicas if places else ():  # home is the caller's
-            await place.store.close()
+        if places is not None:  # home is the caller's
+            await places.close_replicas()
         await loop.disk_long(tier.close)
 
 

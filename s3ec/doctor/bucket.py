@@ -235,16 +235,15 @@ def sse(context: CheckContext) -> Outcome:
 def conditional_put(context: CheckContext) -> Outcome:
     """Whether a second ``If-None-Match: *`` of the same name is really refused."""
     try:
-        answer = context.ask_store(probe_conditional_put, requests=4)
+        with _probe_object(context) as name:
+            answer = context.ask_store(lambda store: probe_conditional_put(store, name), requests=2)
     except S3ECError as exc:
         return outcome_of(exc, "s3:PutObject")
     if answer is ConditionalPut.ENFORCED:
         code = " (412)" if context.settings.url is None else ""
         return ok(f"a second PUT of one name is refused{code}")
     return warn(
-        "the server accepts `If-None-Match: *` and overwrites all the same"
-        if answer is ConditionalPut.IGNORED
-        else "the server refuses `If-None-Match: *`, and accepts a PUT without it",
+        "the server does not honour `If-None-Match: *`: it overwrites, or refuses the header",
         "s3ec looks before it writes here, one request more per save; two writers at one moment "
         "still write the same bytes, and two engines may make the same snapshot of the index. A "
         "server with conditional writes does without",

@@ -24,7 +24,7 @@ from s3ec.doctor.check import (
 )
 from s3ec.errors import ConfigError
 from s3ec.settings import Replica
-from s3ec.store.open import choose_transport, open_store
+from s3ec.store.open import check_transport, open_store
 from s3ec.tenant import Tenant, exposure
 
 
@@ -79,8 +79,9 @@ def settings(context: CheckContext) -> Outcome:
 
 def transport(context: CheckContext) -> Outcome:
     """Which S3 client does the work."""
-    chosen = choose_transport(context.settings)
-    return ok(f"{chosen.name} {version(chosen.name)}; {chosen.reason}")
+    check_transport(context.settings)
+    name = "obstore" if context.settings.url else context.settings.transport
+    return ok(f"{name} {version(name)}")
 
 
 def _of_replica(place: Replica) -> Step:

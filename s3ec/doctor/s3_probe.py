@@ -8,8 +8,9 @@ it is left to the first check that needs it.
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from functools import cached_property, partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,7 +29,7 @@ from s3ec.store.s3_client import (
     quiet_sdk_logs,
     way_to,
 )
-from s3ec.store.s3_errors import boundary, reading_answer, unix_s
+from s3ec.store.s3_errors import boundary, reading_answer
 
 MOST_PAGES = 50
 """A listing that goes round in circles ends here."""
@@ -91,12 +92,17 @@ class S3Probe:
         before_s = time.time()
         with self._boundary("GET"):
             headers = self._send(AWSRequest("GET", url).prepare()).headers
-        skew_s = unix_s(headers.get("date", ""))
+        skew_s = None
+        with suppress(
+            ValueError, TypeError, IndexError, OverflowError, OSError
+        ):  # a server may say anything else
+            server_s = parsedate_to_datetime(headers.get("date", "")).timestamp()
+            skew_s = server_s - (before_s + time.time()) / 2
         parts = urlsplit(url)
         return ServerProbe(
             url=f"{parts.scheme}://{parts.netloc}",
             server=headers.get("server", ""),
-            skew_s=None if skew_s is None else skew_s - (before_s + time.time()) / 2,
+            skew_s=skew_s,
             is_s3="html" not in headers.get("content-type", "") or "x-amz-request-id" in headers,
             region=headers.get("x-amz-bucket-region", ""),
         )

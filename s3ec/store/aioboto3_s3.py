@@ -2,8 +2,8 @@
 """A bucket through aioboto3: BotocoreStore without threads, each request in the event loop.
 
 Optional, ``pip install aioboto3``: aioboto3 pins an old botocore. It passes the contract
-suite. Errors and pages of listings have no bound in size here. Checked with aioboto3 15.5,
-aiobotocore 2.25 and aiohttp 3.14.
+suite. Errors and pages of listings have no bound in size here, and what meets a dropped
+connection fails. Checked with aioboto3 15.5, aiobotocore 2.25 and aiohttp 3.14.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ from aiobotocore.config import AioConfig
 from aiobotocore.credentials import AioCredentials
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import get_session
-from botocore.exceptions import (
-    ClientError,
-    ConnectionClosedError,
-    EndpointConnectionError,
-    HTTPClientError,
-)
+from botocore.exceptions import ClientError, HTTPClientError
 
 from s3ec.store.botocore_s3 import BotocoreStore, SdkSlot
 from s3ec.store.s3_client import (
@@ -112,28 +107,6 @@ class StrictSession(AIOHTTPSession):  # type: ignore[misc]
     certificate's host name off, since its own transport makes that check itself.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        once = {"force_close": True}
-        if options["connector_args"] != once:
-            self._fresh = StrictSession(**{**options, "connector_args": once})
-            self._exit_stack.push_async_callback(self._fresh.close)
-
-    async def send(self, request: Any) -> Any:
-        """Send it, once more where it met a connection that had been dropped while it was idle.
-
-        aiohttp would do so too, but on whatever connection comes next.
-        """
-        exchange = _exchange.get()
-        exchange.is_reused = False
-        try:
-            return await super().send(request)
-        except (ConnectionClosedError, EndpointConnectionError):
-            if not exchange.is_reused:
-                raise
-            request.reset_stream()
-            return await self._fresh.send(request)
-
     def _get_ssl_context(self) -> ssl.SSLContext:
         context: ssl.SSLContext = super()._get_ssl_context()
         context.set_default_verify_paths()  # as BoundedSession
@@ -145,15 +118,10 @@ class StrictSession(AIOHTTPSession):  # type: ignore[misc]
         if not session.trace_configs:
             trace = aiohttp.TraceConfig()
             trace.on_request_redirect.append(_refuse)
-            trace.on_connection_reuseconn.append(_note_reuse)
             trace.freeze()
             session.trace_configs.append(trace)
-            session._retry_connection = False  # see send
+            session._retry_connection = False  # it would send a body on from where it ended
         return session
-
-
-async def _note_reuse(*_: Any) -> None:
-    _exchange.get().is_reused = True
 
 
 async def _refuse(

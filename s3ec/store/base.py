@@ -220,13 +220,6 @@ class Wrapper:
         await self._inner.close()
 
 
-def refuses_conditions(store: Store) -> bool:
-    """Whether the server has refused a conditional write, so that put_if_absent sends none."""
-    while isinstance(store, Wrapper):
-        store = store._inner
-    return bool(getattr(store, "refuses_conditions", False))
-
-
 async def parts_as_they_come(
     store: Store, name: str, ranges: Sequence[range], *, at_a_time: int, first_alone: bool
 ) -> AsyncGenerator[tuple[int, Blob | None], None]:

@@ -193,11 +193,6 @@ class BotocoreStore:
             if refusal is not None:
                 raise refusal
 
-    @property
-    def refuses_conditions(self) -> bool:
-        """Whether the server has refused ``If-None-Match``, so that it is sent no more."""
-        return not self._form.condition
-
     def _forms(self) -> Sequence[Form]:
         """Ways to write, the best first: until one has worked, a server may refuse any header."""
         if self._form_works:

@@ -305,10 +305,14 @@ class DeletesEverywhere(Wrapper):
                 self._named_places.add(place.name)
                 log.warning("what is deleted stays in %s: %s", place.name, exc)
 
-    async def close(self) -> None:
-        await super().close()
+    async def close_replicas(self) -> None:
+        """Close the replicas, and leave home open."""
         for place in self.replicas:
             await place.store.close()
+
+    async def close(self) -> None:
+        await super().close()
+        await self.close_replicas()
 
 
 class PlacesStore(DeletesEverywhere):
@@ -387,11 +391,11 @@ class PlacesStore(DeletesEverywhere):
         if self._is_entry(prefix):
             return None
         for place in self._answering():
-            for after in dict.fromkeys((start_after, "")):  # some refuse a place to start
-                with contextlib.suppress(S3ECError):
-                    found = [info async for info in place.store.list(prefix, start_after=after)]
-                    _note_served(place)
-                    return found
+            with contextlib.suppress(S3ECError):
+                listed = place.store.list(prefix)  # some refuse a place to start
+                found = [info async for info in listed if info.name > start_after]
+                _note_served(place)
+                return found
         return None
 
     # -- entries ---------------------------------------------------------------------------------
@@ -468,11 +472,11 @@ class PlacesStore(DeletesEverywhere):
         if not task.cancelled() and task.exception() is None and task.result() is not None:
             place.has(name)
 
-    async def close(self) -> None:
+    async def close_replicas(self) -> None:
         for task in self._probes:
             task.cancel()
         await asyncio.gather(*self._probes, return_exceptions=True)
-        await super().close()
+        await super().close_replicas()
 
     def _won(
         self, name: str, asked: _Asked, body: Blob | None, now_s: float, losers: Iterable[_Asked]

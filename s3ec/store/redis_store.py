@@ -136,15 +136,16 @@ class RedisStore:
         return body if there else None
 
     async def _front(self, name: str, start: int, length: int) -> tuple[bool, int, bytes]:
-        """Whether it is there, its size, and some of its bytes."""
-        key = self._key(name)
-        if not length:
-            length = 1
+        """Whether it is there, its size, and some of its bytes: ``length`` at most, or one."""
+        key, length = self._key(name), max(length, 1)
         pipe = self._client.pipeline(transaction=False)
         pipe.exists(key)
         pipe.strlen(key)
         pipe.getrange(key, start, start + length - 1)
         there, nbytes, body = await self._ask(name, pipe.execute())
+        is_redis = isinstance(there, int) and isinstance(nbytes, int) and isinstance(body, bytes)
+        if not is_redis or nbytes < 0 or len(body) > length:
+            raise UnavailableError(f"{self._where} answers for {name} as no Redis does")
         return bool(there), nbytes, body
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
@@ -161,11 +162,7 @@ class RedisStore:
             raise ConflictError(f"PUT {name}: it is there already")
 
     async def head(self, name: str) -> ObjectInfo | None:
-        key = self._key(name)
-        pipe = self._client.pipeline(transaction=False)
-        pipe.exists(key)
-        pipe.strlen(key)
-        there, nbytes = await self._ask(name, pipe.execute())
+        there, nbytes, _ = await self._front(name, 0, 1)
         return ObjectInfo(name, nbytes) if there else None
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
@@ -220,7 +217,7 @@ class RedisStore:
             raise AccessError(
                 f"{self._where} has no room for {name}: {exc}", code=TOO_LARGE, is_general=False
             ) from exc
-        except (TimeoutError, errors.RedisError, errors.RedisClusterException, OSError) as exc:
+        except Exception as exc:  # an answer that is no Redis's leads redis-py to any of them
             said = str(exc) or type(exc).__name__
             if "WRONGTYPE" in said:  # what a pipeline raises has no type for it
                 raise CorruptEntryError(f"{name} is no string: {said}", reason="header") from exc

@@ -156,8 +156,8 @@ class ObstoreStore(BotocoreStore):
     - It failed as well, or was refused for all: so did they, and botocore is not asked again. A
       store that fails or throttles gets one request a second more, and not twice as many.
     - It was answered: the connection was at fault, as one that was dropped while it was idle is.
-      They are repeated on connections of another client. Until obstore gets an answer to such a
-      request, it is doubted, and rests after another failure.
+      botocore makes the others too, and a new client of obstore those that follow. Until obstore
+      gets an answer to such a request, it is doubted, and rests after another failure.
     """
 
     def __init__(self, settings: Settings, *, patient: bool = False) -> None:
@@ -240,47 +240,44 @@ class ObstoreStore(BotocoreStore):
             form: Of a write.
         """
         what = slot.what
-        for _ in range(2):
-            client = await self._client_for(slot, kind, key, form)
-            if client is None:
-                break
-            begun_s = time.monotonic()
-            try:
-                result = await send(client)
-            except TimeoutError:  # a deadline of ours
+        client = await self._client_for(slot, kind, key, form)
+        if client is None:
+            return await ask_sdk()
+        begun_s = time.monotonic()
+        try:
+            result = await send(client)
+        except TimeoutError:  # a deadline of ours
+            raise
+        except OBSTORE_ERRORS as exc:
+            failure = exc.with_traceback(None)  # else it would keep the client
+        except BaseException as exc:
+            if not is_panic(exc):
                 raise
-            except OBSTORE_ERRORS as exc:
-                failure = exc.with_traceback(None)  # else it would keep the client
-            except BaseException as exc:
-                if not is_panic(exc):
-                    raise
-                # Its own words went to stderr.
-                raise UnavailableError(f"{what}: obstore failed inside") from exc
-            else:
-                self._doubts.discard(kind)
-                self._bucket_is_there = True
-                return result
-            if form is not None and isinstance(failure, obs.PreconditionError):
-                raise ConflictError(f"{what}: 412 PreconditionFailed")
-            if isinstance(failure, obs.AlreadyExistsError):
-                raise UnavailableError(f"{what}: 409 Conflict", status=409)
-            is_denied = isinstance(failure, _DENIED)
-            is_absent = isinstance(failure, FileNotFoundError)
-            is_generic = not is_denied and not is_absent
-            if is_generic and time.monotonic() - begun_s >= self._settings.read_timeout_s:
-                # Its time is over.
-                raise UnavailableError(f"{what}: timed out")
-            async with self._asking:
-                if self._is_resting:
-                    break
-                if time.monotonic() - self._told_s < OPINION_S:
-                    if self._told is not None:
-                        raise self._told.with_traceback(None)
-                    if is_denied:
-                        raise ClientError(_DENIAL, "GetObject" if form is None else "PutObject")
-                    # By now it is known that there is a bucket.
-                    if is_absent or client not in self._clients.values():
-                        continue
+            # Its own words went to stderr.
+            raise UnavailableError(f"{what}: obstore failed inside") from exc
+        else:
+            self._doubts.discard(kind)
+            self._bucket_is_there = True
+            return result
+        if form is not None and isinstance(failure, obs.PreconditionError):
+            raise ConflictError(f"{what}: 412 PreconditionFailed")
+        if isinstance(failure, obs.AlreadyExistsError):
+            raise UnavailableError(f"{what}: 409 Conflict", status=409)
+        is_denied = isinstance(failure, _DENIED)
+        is_absent = isinstance(failure, FileNotFoundError)
+        is_generic = not is_denied and not is_absent
+        if is_generic and time.monotonic() - begun_s >= self._settings.read_timeout_s:
+            # Its time is over.
+            raise UnavailableError(f"{what}: timed out")
+        async with self._asking:
+            is_recent = time.monotonic() - self._told_s < OPINION_S
+            if is_recent and self._told is not None:
+                raise self._told.with_traceback(None)
+            if is_recent and is_denied:
+                raise ClientError(_DENIAL, "GetObject" if form is None else "PutObject")
+            # By now it is known that there is a bucket, or the connections at fault are closed.
+            is_known = is_recent and (is_absent or client not in self._clients.values())
+            if not (is_known or self._is_resting):
                 return await self._second_opinion(slot, kind, ask_sdk, is_generic=is_generic)
         return await ask_sdk()
 
@@ -416,7 +413,7 @@ class ObstoreStore(BotocoreStore):
             "aws_endpoint_url_s3": address.url,
             "region": address.region,
             "conditional_put": "etag",
-            "request_payer": self._settings.requester_pays,
+            "request_payer": False,
             "s3_express": False,
             "skip_signature": False,
             "unsigned_payload": over_tls,

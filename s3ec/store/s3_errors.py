@@ -11,10 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import ssl
-import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
-from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -27,7 +24,6 @@ from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError,
 
 # A server's figure is an input like any other.
 _LONGEST_S = 86400.0
-_NO_DATE = (ValueError, TypeError, AttributeError, IndexError, OverflowError, OSError)
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
@@ -38,13 +34,6 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     """
     said = headers.get("retry-after", "").strip()
     return min(float(said[:9]), _LONGEST_S) if said.isascii() and said.isdigit() else None
-
-
-def unix_s(text: Any) -> float | None:
-    """A date of HTTP as Unix time; None for whatever else a server may say."""
-    with contextlib.suppress(*_NO_DATE):
-        return parsedate_to_datetime(text).timestamp()
-    return None
 
 
 # Everything the SDK raises. OSError includes TimeoutError, refused connections and ssl.SSLError.
@@ -302,9 +291,7 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
     if status < 400:
         return AccessError(f"{said}; {_REDIRECT_FIX} (now {region})", code=code)
     fix = _FIXES.get(code, "")
-    if code == "RequestTimeTooSkewed":
-        fix += _skew(exc.response)
-    elif not fix and status in (401, 403):
+    if not fix and status in (401, 403):
         fix = f"allow this identity {_ACTIONS.get(exc.operation_name, 's3:ListBucket')}"
     return AccessError(
         f"{said}; {fix}" if fix else said, code=code, is_general=code in _GENERAL_CODES
@@ -335,22 +322,6 @@ def _reason(exc: Exception) -> str:
     """What the operating system said, in brackets; empty where it did not."""
     first = _caused_by(exc, OSError)
     return f" ({first.strerror})" if first is not None and first.strerror else ""
-
-
-def _skew(response: Any) -> str:
-    """How far this machine's clock is off by the refusal's own words; empty where it has none.
-
-    S3 names its time in the body. The SDK does not correct signatures by it, nor does obstore.
-    """
-    told = response.get("Error", {}).get("ServerTime", "")
-    told_s = unix_s(response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", ""))
-    with contextlib.suppress(*_NO_DATE):
-        told_s = datetime.fromisoformat(told).timestamp()
-    if told_s is None:
-        return ""
-    ahead_s = time.time() - told_s
-    side = "ahead of" if ahead_s > 0 else "behind"
-    return f", it is {abs(ahead_s):.0f} s {side} the server's"
 
 
 def _right_region(response: Any) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -19,10 +20,13 @@ from s3ec.errors import (
     ConfigError,
     ConflictError,
     CorruptEntryError,
+    S3ECError,
     UnavailableError,
 )
 from s3ec.settings import Settings
+from s3ec.store.endpoint import Endpoint
 from s3ec.store.open import open_places
+from s3ec.store.places import Place, PlacesStore
 from s3ec.store.redis_store import RedisStore
 from s3ec.testing.contract import MakeStore, StoreContract
 from s3ec.testing.memory_store import MemoryStore
@@ -232,6 +236,71 @@ async def test_a_connection_that_was_dropped_while_idle_is_no_failure(
     admin.close()
     reads = (store.get("one", max_bytes=1) for _ in range(8))
     assert await asyncio.gather(*reads) == [b"x"] * 8
+
+
+# What no Redis answers: of a wrong type, of a wrong form, of another protocol.
+STRANGE = {
+    "a status": b"+OK\r\n",
+    "a number that is none": b":abc\r\n",
+    "a number below zero": b":-5\r\n",
+    "a length that is none": b"$abc\r\n",
+    "a length below zero": b"$-7\r\n",
+    "a string": b"$3\r\nabc\r\n",
+    "more bytes than asked for": b"$101\r\n" + bytes(101) + b"\r\n",
+    "fewer bytes than it says": b"$9\r\nabc\r\n:1\r\n:1\r\n",
+    "nothing": b"_\r\n",
+    "a list": b"*2\r\n:1\r\n:2\r\n",
+    "a list in a list, and so on": b"*1\r\n" * 5000,
+    "a list of a length that is none": b"*x\r\n",
+    "a map": b"%1\r\n+a\r\n+b\r\n",
+    "a map with a key of a list": b"%1\r\n*1\r\n:1\r\n+b\r\n",
+    "a set": b"~1\r\n:1\r\n",
+    "a fraction": b",1.5\r\n",
+    "a truth that is none": b"#x\r\n",
+    "a push": b">2\r\n+message\r\n+x\r\n",
+    "an error that is no text": b"-\xff\xfe\r\n",
+    "a web page": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "zeros": bytes(100),
+    "no answer": b"",
+}
+
+
+@pytest.mark.parametrize("is_greeted", [True, False], ids=["greets", "strange from the start"])
+@pytest.mark.parametrize("answer", STRANGE.values(), ids=STRANGE)
+async def test_a_server_that_is_no_redis_is_a_miss_of_its_place(
+    answer: bytes, is_greeted: bool, opened: Callable[..., RedisStore]
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                if line[:1] != b"*":
+                    continue
+                words = [
+                    (await reader.readline(), await reader.readline())[1]
+                    for _ in range(int(line[1:]))
+                ]
+                greeting = is_greeted and words[0].strip() in (b"HELLO", b"CLIENT")
+                writer.write(b"%1\r\n+proto\r\n:3\r\n" if greeting else answer)
+                if not answer and not greeting:
+                    break
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, HOST, 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        store = opened(f"redis://{HOST}:{port}", read_timeout_s=0.2)
+        endpoint, counters, home = Endpoint(4), Counters(), MemoryStore()
+        await home.put_if_absent("one", [b"body"])
+        place = Place("near", store, endpoint, counters)
+        places = PlacesStore(home, [place], is_entry=lambda _: True)
+        assert await places.get("one", max_bytes=100) == b"body"
+        place.has("one")
+        assert await places.get_range("one", 1, 2) == b"od"
+        with pytest.raises(S3ECError):
+            await store.head("one")
+        assert counters.get("place.near.hits") == 0
+        await store.close()
 
 
 def test_settings_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One ``ec_both`` engine with an empty bucket: encodes, saves, evicts, loads what it saved.
 
-It saves through aioboto3; the others through obstore, which is what ``transport: auto`` comes to.
+It saves through aioboto3; the others through obstore, the default.
 It runs on both of vLLM's model runners: GPU users get V2.
 """
 

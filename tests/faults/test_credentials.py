@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,7 +181,7 @@ class OtherClock:
         await exchange.send(Reply(403, kind, body.encode()))
 
 
-def test_clocks_an_hour_apart_are_named_with_the_difference_and_heal(
+def test_clocks_an_hour_apart_are_named_and_heal(
     site: Site,
     signed: None,
     caplog: pytest.LogCaptureFixture,
@@ -196,7 +195,7 @@ def test_clocks_an_hour_apart_are_named_with_the_difference_and_heal(
         assert engine.outcomes(0) == [FetchOutcome.UNAVAILABLE]
         eventually(lambda: engine.node.breaker.is_open)
         (line,) = warnings_of(caplog, "cannot read the index")
-        assert re.search(r"set this machine's clock, it is 36\d\d s ahead of the server's", line)
+        assert "set this machine's clock" in line
         clock.behind = datetime.timedelta()
         engine.fetch_in_the_end(0)
     assert 2 <= clock.refused < 20  # no storm

@@ -15,7 +15,8 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.store.botocore_s3 import BotocoreStore
-from s3ec.store.open import choose_transport, open_store
+from s3ec.store.open import open_store
+from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.contract import MakeStore, StoreContract
 
 ENDPOINT = {
@@ -32,7 +33,7 @@ def test_this_is_the_environment_that_was_asked_for() -> None:
     assert botocore.__version__ == os.environ["S3EC_TEST_BOTOCORE"]
     for absent in ("aioboto3", "aiohttp", "torch", "vllm"):
         assert importlib.util.find_spec(absent) is None
-    assert choose_transport(load_settings(ENDPOINT).settings).name == "obstore"
+    assert type(open_store(load_settings(ENDPOINT).settings)) is ObstoreStore
 
 
 class TestDefault(StoreContract):

@@ -35,7 +35,7 @@ from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.base import PART_BYTES
 from s3ec.store.concurrency import in_parallel
-from s3ec.store.open import choose_transport, open_store
+from s3ec.store.open import open_store
 
 if TYPE_CHECKING:
     from s3ec.testing.server import LocalS3
@@ -111,7 +111,7 @@ def _measure_cold(context: Context, corpus: Corpus, made: Made) -> None:
             "seconds": measure.medians(kept),
             "entries": made.entries,
             "bytes": made.nbytes,
-            "transport": choose_transport(_settings(corpus, folder)).name,
+            "transport": "obstore",
             "in_flight": IN_FLIGHT,
             "denominator": raw,
             "note": "until the first hit; verified and written to disk, page cache included",

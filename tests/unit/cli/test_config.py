@@ -32,11 +32,10 @@ def test_show_names_value_and_origin_of_every_setting(
     assert found["prefix"] == {"value": "json", "origin": "--config"}
     assert found["cache_bytes"] == {"value": 2 * 2**30, "origin": "--config"}
     assert found["region"] == {"value": "eu-north-1", "origin": "env S3EC_REGION"}
-    assert found["transport"] == {"value": "auto", "origin": "default", "chosen": "obstore"}
+    assert found["transport"] == {"value": "obstore", "origin": "default"}
     text = cli("config", "show", "--bucket", "mine").stdout
     assert "env S3EC_PREFIX" in text
     assert "50.0GiB" in text
-    assert "auto (obstore)" in text
 
 
 @pytest.mark.parametrize("document", [EXTRA, TRANSFER])

@@ -261,17 +261,6 @@ def test_what_is_not_the_sdks_passes_unchanged(exc: BaseException) -> None:
     assert caught.value is exc
 
 
-@pytest.mark.parametrize(
-    "told",
-    [None, {"a": "b"}, "soon", "0001-01-01T00:00:00", "1 Jan 99999999999999999 00:00:00 +0000",
-     "Mon, 01 Jan 2020 00:00:00 +99999999999999999999"],
-)  # fmt: skip
-def test_a_servers_time_that_cannot_be_read_is_left_out(told: Any) -> None:
-    error = translated(answer(403, "RequestTimeTooSkewed", ServerTime=told))
-    assert isinstance(error, AccessError)
-    assert str(error).endswith("set this machine's clock")
-
-
 # -- Retry-After -------------------------------------------------------------------------------
 
 
