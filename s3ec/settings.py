@@ -161,7 +161,7 @@ PLAIN_HTTP = (
 
 # Settings that do not apply to a corpus that `url` names.
 OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
-          "sse", "sse_kms_key_id")  # fmt: skip
+          "sse", "sse_kms_key_id", "requester_pays")  # fmt: skip
 
 
 def _default_cache_dir() -> Path:
@@ -300,6 +300,11 @@ class Settings(BaseModel):
         "(`rediss://USER@HOST:PORT`) and optionally `password` (`env:VARIABLE` or `file:/path`), "
         "`cluster` and `ttl_s`. With `fill`, engines copy missing embeddings there, each at most "
         "`fill_bytes_per_minute` (1GiB).",
+    )
+    requester_pays: bool = Field(
+        False,
+        description="Send `x-amz-request-payer: requester` with each request. This account then "
+        "pays for its requests to a bucket with that setting.",
     )
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,

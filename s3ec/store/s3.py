@@ -413,7 +413,7 @@ class ObstoreStore(BotocoreStore):
             "aws_endpoint_url_s3": address.url,
             "region": address.region,
             "conditional_put": "etag",
-            "request_payer": False,
+            "request_payer": self._settings.requester_pays,
             "s3_express": False,
             "skip_signature": False,
             "unsigned_payload": over_tls,

@@ -469,6 +469,8 @@ def check_and_adapt(client: Any, settings: Settings) -> None:
     if not settings.allow_http and is_plain_http_elsewhere(client.meta.endpoint_url):
         raise AccessError(_not_encrypted(settings), code="PlainHttp")
     client.meta.events.register_last("before-call.s3", _drop_expect)
+    if settings.requester_pays:
+        client.meta.events.register_last("before-call.s3", _pay)
     client.meta.events.register_last("before-call.s3.DeleteObjects", _send_md5)
     client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
 
@@ -633,6 +635,11 @@ def addressing_style(settings: Settings) -> str:
 def _drop_expect(params: dict[str, Any], **_: Any) -> None:
     """Send bodies at once: botocore waits a second for "100 Continue", aiohttp without a limit."""
     params["headers"].pop("Expect", None)
+
+
+def _pay(params: dict[str, Any], **_: Any) -> None:
+    """Take the cost of a request of a bucket whose owner does not; the header is signed."""
+    params["headers"]["x-amz-request-payer"] = "requester"
 
 
 def _send_md5(params: dict[str, Any], **_: Any) -> None:

@@ -72,6 +72,7 @@ def test_every_setting_can_come_from_every_source(
         "replicas": '[{"bucket": "near"}]',
         "sse": "aws:kms",
         "sse_kms_key_id": "key",
+        "requester_pays": "true",
         "cache_dir": str(tmp_path),
         "cache_bytes": "3MiB",
         "min_free_bytes": "1KiB",
