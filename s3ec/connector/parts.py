@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Container
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,6 +51,9 @@ from s3ec.weights import Checkpoint, Weights
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_TIMEOUT_S = 1.0
+# Of a worker before its first plan: what its process read of the model's files before they were
+# loaded, and a node for it; None where nothing could be made.
+_Early = tuple[Weights, Node | None]
 
 
 class Parts:
@@ -59,9 +61,9 @@ class Parts:
 
     The scheduler half reads the model's files, since it is made after the weights were loaded; its
     plans carry what the namespace says of them to the workers. A worker reads them as well, beside
-    the start of the engine, and makes its half there. So they are in memory when the scheduler half
-    comes to them, and what it reads shows whether they were replaced meanwhile. The half is put to
-    use with the first plan, or made anew for what that says.
+    the start of the engine, and opens a node there. So they are in memory when the scheduler half
+    comes to them, and what it reads shows whether they were replaced meanwhile. The worker half is
+    made with the first plan, on the same node if that says the same.
 
     Attributes:
         node: This process's parts; None before the start, after the end and where nothing started.
@@ -80,7 +82,7 @@ class Parts:
         self._vllm_config = vllm_config
         self._settings: Settings | None = None
         self._descriptor: dict[str, Any] = {}
-        self._early: Future[_EarlyHalf] | None = None
+        self._early: Future[_Early] | None = None
         self.node: Node | None = None
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
@@ -144,17 +146,16 @@ class Parts:
         except TierError as exc:
             raise ConfigError(f"`cache_dir`: {exc}", field="cache_dir") from exc
 
-    def _start_beside(self, checkpoint: Checkpoint, settings: Settings) -> _EarlyHalf:
-        """Make a worker half while the engine starts; on a thread of its own."""
-        early = _EarlyHalf(weights_at(checkpoint, settings))
-        if early.weights.problem is None:
+    def _start_beside(self, checkpoint: Checkpoint, settings: Settings) -> _Early:
+        """Read the model's files and open a node while the engine starts; on a thread."""
+        weights, node = weights_at(checkpoint, settings), None
+        if weights.problem is None:
             try:
-                early.node = self._open_node(settings, early.told)
-                early.half = self._worker_half(early.node)
+                node = self._open_node(settings, canonical_json(weights.descriptor))
             except BaseException:
                 # The first plan says more, and then whatever it is comes up again.
-                log.debug("no half beside the start", exc_info=True)
-        return early
+                log.debug("no node beside the start", exc_info=True)
+        return weights, node
 
     def _open_node(self, settings: Settings, weights: str) -> Node:
         namespace = Namespace.from_descriptor({**self._descriptor, **json.loads(weights)})
@@ -167,35 +168,26 @@ class Parts:
             weights: What the scheduler made of the model's files.
         """
         self.weights = weights  # first: what fails once is not tried again in every step
-        early = self._take_early()
-        if early is not None and early.half is not None and early.told == weights:
-            self.node, self.worker = early.node, early.half
-            return
-        self.end()
-        if early is not None:
-            early.close()
-            found, told = early.weights, json.loads(weights)["weights"]
-            self.has_other_weights = found.problem is None and found.fingerprint != told
-            if self.has_other_weights:
-                log.error(
-                    "the model's weights are %s for the scheduler, and were %s before this worker "
-                    "loaded them: it saves nothing",
-                    told,
-                    found.fingerprint,
-                )
-                return
-        if self._settings is not None:
-            self.start_worker(self._open_node(self._settings, weights))
-
-    def _take_early(self) -> _EarlyHalf | None:
-        """What was made beside the start by now; what is not ready is not put to use."""
         early, self._early = self._early, None
-        if early is None or (early.done() and early.exception() is not None):
-            return None
-        if early.done():
-            return early.result()
-        early.add_done_callback(_close)
-        return None
+        self.end()
+        try:
+            # What is not ready by now is not put to use.
+            if early is not None and early.done() and early.exception() is None:
+                found, told = early.result()[0], json.loads(weights)["weights"]
+                self.has_other_weights = found.problem is None and found.fingerprint != told
+                if self.has_other_weights:
+                    log.error(
+                        "the model's weights are %s for the scheduler, and were %s before this "
+                        "worker loaded them: it saves nothing",
+                        told,
+                        found.fingerprint,
+                    )
+                    return
+            if self._settings is not None:
+                self.start_worker(self._open_node(self._settings, weights))
+        finally:
+            if early is not None:  # its node is the worker half's, or nobody's
+                early.add_done_callback(_release)
 
     def end(self) -> None:
         """Drain saves within a deadline and end our threads. Safe to call twice."""
@@ -215,7 +207,7 @@ class Parts:
             if node is not None:
                 node.release(_SHUTDOWN_TIMEOUT_S)
             if early is not None:
-                early.add_done_callback(_close)
+                early.add_done_callback(_release)
 
     # -- the two halves ----------------------------------------------------------------------
 
@@ -278,9 +270,6 @@ class Parts:
     def start_worker(self, node: Node) -> None:
         """Make the worker half on a node."""
         self.node = node
-        self.worker = self._worker_half(node)
-
-    def _worker_half(self, node: Node) -> WorkerHalf:
         transfer = self._vllm_config.ec_transfer_config
         saves = None
         if transfer.is_ec_producer:
@@ -292,7 +281,7 @@ class Parts:
                 made_by=compat.made_by(),
             )
             node.keep_levels(saves.levels)
-        return WorkerHalf(
+        self.worker = WorkerHalf(
             node,
             saves=saves,
             device=compat.current_device,
@@ -301,36 +290,9 @@ class Parts:
         )
 
 
-@dataclass(slots=True)
-class _EarlyHalf:
-    """A worker half that was made before the first plan.
-
-    Attributes:
-        weights: What this process read of the model's files before they were loaded.
-        node: None where nothing could be made.
-        half: Likewise.
-    """
-
-    weights: Weights
-    node: Node | None = None
-    half: WorkerHalf | None = None
-
-    @property
-    def told(self) -> str:
-        """As StepPlan.weights."""
-        return canonical_json(self.weights.descriptor)
-
-    def close(self) -> None:
-        """It is not put to use."""
-        if self.half is not None:
-            self.half.finish()
-        if self.node is not None:
-            self.node.release(_SHUTDOWN_TIMEOUT_S)
-
-
-def _close(early: Future[_EarlyHalf]) -> None:
-    if early.exception() is None:
-        early.result().close()
+def _release(early: Future[_Early]) -> None:
+    if early.exception() is None and (node := early.result()[1]) is not None:
+        node.release(_SHUTDOWN_TIMEOUT_S)
 
 
 def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
