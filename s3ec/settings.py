@@ -397,8 +397,7 @@ class Settings(BaseModel):
         "always",
         description="Which embeddings an `ec_both` engine stores. `always`: every embedding that "
         "it encodes. `worth`: an embedding that it encodes for the second time (of the last half "
-        "a million or more), unless encoding takes less time than a fetch. An `ec_producer` "
-        "always stores all.",
+        "a million or more). An `ec_producer` always stores all.",
     )
     save_overflow: Literal["block", "drop"] = Field(
         "drop",

@@ -57,6 +57,11 @@ _PLAIN = {
     "save.queued": ("saves_queued", "Embeddings that entered the save queue."),
     "save.existed": ("saves_existing", "Uploads whose object was stored already."),
     "save.blocked": ("save_blocked", "Times that the encoder waited for a full save queue."),
+    "save_declined": (
+        "saves_declined",
+        "Embeddings that were not stored (`save` = worth), because the engine encoded them for the "
+        "first time, as far as it remembers.",
+    ),
     "announced": ("announced", "Stored embeddings that were announced in the index."),
     "announce_failed": (
         "announce_failures",
@@ -215,15 +220,6 @@ _LABELLED: dict[str, _Labelled] = {
             "placeholder": "A request without pixels claims another size than the entry has.",
             "size": "The object is larger than the request's embedding can be.",
             "no_record": "The namespace has no record of width and data type yet.",
-        },
-    ),
-    "save_declined.": (
-        "saves_declined",
-        "Embeddings that were not stored because that is not worth it (`save` = worth).",
-        ("reason",),
-        {
-            "first": "The engine encoded the picture for the first time, as far as it remembers.",
-            "cheap": "Encoding takes less time than a fetch from the bucket.",
         },
     ),
     "spool.": (

@@ -17,7 +17,7 @@ from typing import Any
 from s3ec.config import load_settings, set_up_logging
 from s3ec.connector import compat, forms, live_weights
 from s3ec.connector.metrics import EngineMetrics
-from s3ec.connector.save_orders import SaveWorth
+from s3ec.connector.save_orders import SeenKeys
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import (
@@ -247,8 +247,6 @@ class Parts:
         node.follow_the_bucket()
         if role.producer:
             node.maintain_the_index()
-        costs = node.encode_costs
-        policy = _policy_of(role, settings, costs)
         self.scheduler = SchedulerHalf(
             role,
             index=node.index,
@@ -262,9 +260,9 @@ class Parts:
             counters=node.counters,
             naming=node.naming,
             scopes=scopes_of(config),
-            costs=costs,
-            policy=policy,
-            worth=_worth_of(role, settings, node, costs, policy),
+            costs=node.encode_costs,
+            policy=_policy_of(role, settings, node.encode_costs),
+            seen=_seen_of(role, settings),
         )
 
     def start_worker(self, node: Node) -> None:
@@ -358,10 +356,8 @@ def _policy_of(role: Role, settings: Settings, costs: EncodeCosts) -> WaitPolicy
     return WaitPolicy(costs, EngineLoad(role.steps_in_flight))
 
 
-def _worth_of(
-    role: Role, settings: Settings, node: Node, costs: EncodeCosts, policy: WaitPolicy | None
-) -> SaveWorth | None:
-    """What says what is worth storing; None where everything is, or nothing is stored."""
+def _seen_of(role: Role, settings: Settings) -> SeenKeys | None:
+    """What remembers what was encoded; None where everything is stored, or nothing."""
     if settings.save == "always" or not role.producer:
         return None
     if not role.consumer:
@@ -370,4 +366,4 @@ def _worth_of(
             "`ec_producer` encodes, be it a job or the encoder of a language instance"
         )
         return None
-    return SaveWorth(costs, node.counters, policy=policy)
+    return SeenKeys()

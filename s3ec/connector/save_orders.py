@@ -3,24 +3,20 @@
 
 With `save` = worth only what is encoded a second time. Most pictures that people send are never
 sent again. What was encoded once is remembered by its key alone, in a sketch of fixed size, and
-stored when it is encoded once more. What takes less time to encode than to bring back is not
-stored at all.
+stored when it is encoded once more.
 
 The scheduler's thread owns all of it. Nothing here waits.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable
 from typing import Any
 
 from s3ec.connector.item_tracker import LEASE_S
 from s3ec.connector.messages import Save
-from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
-from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key
 from s3ec.index.reader import ManifestIndex
 
@@ -54,14 +50,6 @@ class SeenKeys:
         self._older = bytearray(generation_bytes)
         self._count = 0
 
-    def __contains__(self, digest: bytes) -> bool:
-        """Whether a key was seen; notes nothing."""
-        bits = [probe & self._mask for probe in _PROBES.unpack(digest)]
-        return any(
-            all(seen[bit >> 3] >> (bit & 7) & 1 for bit in bits)
-            for seen in (self._newer, self._older)
-        )
-
     def add(self, digest: bytes) -> bool:
         """Note one key; whether it was seen before. About 2 us.
 
@@ -83,61 +71,6 @@ class SeenKeys:
         return seen
 
 
-class SaveWorth:
-    """Says of what is about to be encoded whether to store it."""
-
-    def __init__(
-        self,
-        costs: EncodeCosts,
-        counters: Counters,
-        *,
-        policy: WaitPolicy | None = None,
-    ) -> None:
-        """Nothing was seen yet.
-
-        Args:
-            costs: What encoding costs.
-            counters: Of this process: what fetches and uploads took, and where to count.
-            policy: Knows what fetches of one size take, and what an encode costs all requests.
-        """
-        self._costs = costs
-        self._counters = counters
-        self._policy = policy
-        self._seen = SeenKeys()
-
-    def is_worth(self, key: Key, modality: str, rows: int) -> bool:
-        """Whether to store it; counts where not, and remembers that it was encoded."""
-        if not self._seen.add(key.digest):
-            self._counters.add("save_declined.first")
-            return False
-        encode_s = self._costs.known_s(modality, rows)
-        bring_s = self._bring_s(rows)
-        price = 1.0 if self._policy is None else self._policy.load.price
-        if encode_s is not None and bring_s is not None and price * encode_s < bring_s:
-            self._counters.add("save_declined.cheap")
-            return False
-        return True
-
-    def _bring_s(self, rows: int) -> float | None:
-        """What it takes to have it back; None where nothing is known.
-
-        What fetches of this size have taken, else those of all sizes, else uploads: who only saves
-        has nothing better to go by.
-        """
-        if self._policy is not None:
-            times = self._policy.times
-            if times.of("bucket", rows).is_known:
-                return times.likely_s("bucket", rows, math.inf)
-        get: Callable[[str], float] = self._counters.get
-        for items, seconds in (
-            ("fetch_items.bucket", "fetch_seconds.bucket"),
-            ("save.items", "save.seconds"),
-        ):
-            if count := get(items):
-                return get(seconds) / count
-        return None
-
-
 class SaveOrders:
     """Remembers what was ordered, so that an embedding is not saved by each of its requests.
 
@@ -152,11 +85,18 @@ class SaveOrders:
         self,
         index: ManifestIndex,
         placeholder_of: Callable[[Any], dict[str, Any] | None],
+        counters: Counters,
         clock: Callable[[], float],
-        worth: SaveWorth | None,
+        seen: SeenKeys | None,
     ) -> None:
+        """Nothing was ordered yet.
+
+        Args:
+            seen: What was encoded lately; None where everything is stored.
+        """
         self._index = index
-        self._worth = worth
+        self._seen = seen
+        self._counters = counters
         self._placeholder_of = placeholder_of
         self._clock = clock
         self.ordered_s: dict[str, float] = {}
@@ -165,8 +105,8 @@ class SaveOrders:
         """What to save of a feature that is about to be encoded; None where that is done."""
         if feature.identifier in self.ordered_s or self._index.maybe_contains(key):
             return None
-        rows = feature.mm_position.get_num_embeds()
-        if self._worth is not None and not self._worth.is_worth(key, feature.modality, rows):
+        if self._seen is not None and not self._seen.add(key.digest):
+            self._counters.add("save_declined")
             return None
         return self._order(key, feature, on_device=False)
 

@@ -34,7 +34,7 @@ from s3ec.connector.lookups import (
 )
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.request_waits import RequestWaits
-from s3ec.connector.save_orders import SaveOrders, SaveWorth
+from s3ec.connector.save_orders import SaveOrders, SeenKeys
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role, contradicts
 from s3ec.connector.waiting import Source, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
@@ -97,7 +97,7 @@ class SchedulerHalf:
         scopes: ModalityScopes | None = None,
         costs: EncodeCosts | None = None,
         policy: WaitPolicy | None = None,
-        worth: SaveWorth | None = None,
+        seen: SeenKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wire the half up.
@@ -111,7 +111,7 @@ class SchedulerHalf:
             scopes: What marks the names of a modality; None where nothing does.
             costs: None where there is a policy, which has it, or where nothing is known yet.
             policy: Weighs each wait against encoding; None where every wait is worth it.
-            worth: Says what is worth storing; None where everything is.
+            seen: What was encoded lately; None where everything is stored.
             clock: Monotonic seconds.
         """
         self._role = role
@@ -164,7 +164,7 @@ class SchedulerHalf:
         # The device gave them up in this pass: vLLM asks for them, and they were there.
         self._evicted: set[str] = set()
         self._plan = StepPlan()
-        self.save_orders = SaveOrders(index, placeholder_of, clock, worth)
+        self.save_orders = SaveOrders(index, placeholder_of, counters, clock, seen)
         self._swept_s = clock()
         self._stopped = False
 

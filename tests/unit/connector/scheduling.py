@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from s3ec.codec import Header, Shape
 from s3ec.connector.messages import StepPlan, WorkerReport
-from s3ec.connector.save_orders import SaveWorth
+from s3ec.connector.save_orders import SeenKeys
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import WaitPolicy
@@ -174,7 +174,7 @@ class World:
         naming: KeyPolicy | None = None,
         scopes: ModalityScopes | None = None,
         policy: WaitPolicy | None = None,
-        worth: SaveWorth | None = None,
+        seen: SeenKeys | None = None,
         **role: Any,
     ) -> None:
         values = {
@@ -209,7 +209,7 @@ class World:
             naming=naming,
             scopes=scopes,
             policy=policy,
-            worth=worth,
+            seen=seen,
             clock=self.clock,
         )
 
