@@ -92,6 +92,7 @@ class _Wait:
         since_s: When it began, later by its pauses.
         until_s: When it ends.
         is_over: There is no present wait.
+        is_undecided: Whether to wait on, and how long, is to be weighed anew.
         kept_tokens: Computed tokens that it was looked at with, while nothing has changed since;
             -1 where it is to be looked at again.
         asked_in: Number of the pass in which vLLM asked about it last.
@@ -104,6 +105,7 @@ class _Wait:
     since_s: float
     until_s: float = math.inf
     is_over: bool = False
+    is_undecided: bool = False
     kept_tokens: int = -1
     asked_in: int = 0
     asked_s: float = 0.0
@@ -120,8 +122,8 @@ class RequestWaits:
     (none)   waiting  what it needs now is on its way, and worth the wait
     waiting  waiting  vLLM asks again. It is told "not yet" without a look at its items while
                       none of these has changed, and neither store nor disk
-    waiting  waited   all is here, its time is over, the encoder is to make it, or it fails;
-                      no replica has something, and home is asked: it is looked at anew
+    waiting  waiting  no replica has something, and home is asked: it is weighed anew
+    waiting  waited   all is here, its time is over, the encoder is to make it, or it fails
     waited   waiting  something is on its way again and it has time left, as it has with each
                       turn of a session
     any      (none)   it has ended
@@ -276,20 +278,24 @@ class RequestWaits:
         # What came without pixels has no other chance.
         longest_s = max(self._longest_s, NO_PIXELS_WAIT_S) if is_bare else self._longest_s
         wait = self.records.get(request_id)
-        if wait is None or wait.is_over or wait.features < features:
+        is_new = wait is None or wait.is_over or wait.features < features
+        if wait is None or is_new or wait.is_undecided:
             spent_s = wait.spent_s if wait is not None and wait.features == features else 0.0
-            if spent_s >= longest_s:
+            waited_s = 0.0 if wait is None or is_new else now - wait.since_s
+            if spent_s + waited_s >= longest_s:
                 return False
             limit_s = self._longest_s - spent_s
             if self._policy is not None and not is_bare:
-                limit_s = min(limit_s, self._limit_s(self._policy, awaited, now))
-                if limit_s <= 0:
+                limit_s = min(limit_s, waited_s + self._limit_s(self._policy, awaited, now))
+                if limit_s <= waited_s:
                     return False
-            self.end_wait(request_id)  # of an earlier turn
-            if request_id not in self.records:
-                self._counters.add("deferred_requests")
-            wait = _Wait(features, spent_s, limit_s, now, asked_in=self._pass, asked_s=now)
-            self.records[request_id] = wait
+            if wait is None or is_new:
+                self.end_wait(request_id)  # of an earlier turn
+                if request_id not in self.records:
+                    self._counters.add("deferred_requests")
+                wait = _Wait(features, spent_s, limit_s, now, asked_in=self._pass, asked_s=now)
+                self.records[request_id] = wait
+            wait.limit_s, wait.is_undecided = limit_s, False
         wait.until_s = wait.since_s + (longest_s - wait.spent_s if is_bare else wait.limit_s)
         if now < wait.until_s:
             return True
@@ -409,8 +415,8 @@ class RequestWaits:
             item.is_far = True
             if not item.promised:
                 self._times.note_far(is_far=True)
-            for request_id in item.waiters:
-                self.end_wait(request_id)
+            for request_id in item.waiters & self.records.keys():
+                self.records[request_id].is_undecided = True
             self._tracker.look_again |= item.waiters
 
     def arrived(self, results: Iterable[FetchResult]) -> None:

@@ -19,6 +19,7 @@ from s3ec.connector.waiting import (
     Source,
     WaitPolicy,
 )
+from s3ec.counters import observed
 from s3ec.encode_costs import EncodeCosts
 from tests.unit.connector.scheduling import World, feature, identifier_of, request
 
@@ -326,9 +327,13 @@ def test_what_no_replica_has_is_waited_for_where_home_pays() -> None:
     asker = here.defer("a")
     here.clock.now_s += 0.7
     here.go_far("a")
-    # The wait begins anew. All waits of a request together have an end.
+    # The wait is weighed anew, and is one wait. All waits of a request together have an end.
     assert until_it_goes_on(here, asker) == pytest.approx(0.8, abs=0.002)
     assert here.counters.get("deferred_requests") == 1
+    (wait,) = observed(here.counters.snapshot())
+    assert (wait.histogram, wait.many) == ("wait_time", 1)
+    assert wait.seconds == pytest.approx(1.5, abs=0.002)
+    assert here.counters.get("deferred_seconds") == wait.seconds
 
 
 def test_a_home_that_is_awaited_in_vain_is_no_reason_not_to_wait_for_a_replica() -> None:
