@@ -31,7 +31,6 @@ DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
 # An exponent with all bits set: such a value is NaN or infinite.
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _SPELLING = {torch_name: spelling for spelling, (torch_name, _) in DTYPES.items()}
-_COUNT = re.compile(r"[1-9][0-9]{0,11}")
 MADE_BY_CHARACTERS = 512
 MADE_BY = re.compile(r"[a-z]+=[!-~]+(?: [a-z]+=[!-~]+)*")
 
@@ -124,9 +123,6 @@ def encode_header(header: Header) -> bytes:
         "identifier": header.identifier,
         "namespace": header.namespace,
         "modality": header.modality,
-        "rows": str(header.shape.rows),
-        "width": str(header.shape.width),
-        "dtype": header.shape.dtype,
         "xxh3": header.checksum,
     }
     if header.placeholder is not None:
@@ -134,8 +130,7 @@ def encode_header(header: Header) -> bytes:
     if header.made_by:
         metadata["made_by"] = header.made_by
         _checked_made_by(metadata)  # what readers would refuse is not written
-    tensors = {TENSOR_NAME: tensor_entry(header.shape)}
-    return safetensors_file.encode_header(metadata, tensors, only=TENSOR_NAME)
+    return safetensors_file.encode_header(metadata, {TENSOR_NAME: _tensor_entry(header.shape)})
 
 
 def _placeholder_json(placeholder: Mapping[str, Any]) -> str:
@@ -156,13 +151,13 @@ def parse_header(blob: memoryview | bytes) -> Header:
     Raises:
         CorruptEntryError: Not an entry of ours, or one that lies about itself.
     """
-    metadata, tensors, front = safetensors_file.parse_header(
-        blob, str(FORMAT_VERSION), only=TENSOR_NAME
-    )
+    metadata, tensors, front = safetensors_file.parse_header(blob, str(FORMAT_VERSION))
+    if tensors.keys() != {TENSOR_NAME}:
+        raise CorruptEntryError(f"header must hold one tensor `{TENSOR_NAME}`", reason="header")
     return _checked(metadata, tensors[TENSOR_NAME], front)
 
 
-def tensor_entry(shape: Shape) -> dict[str, Any]:
+def _tensor_entry(shape: Shape) -> dict[str, Any]:
     """What safetensors wants to know of a tensor of this shape, the only one in its file."""
     return {
         "dtype": _SPELLING[shape.dtype],
@@ -172,7 +167,7 @@ def tensor_entry(shape: Shape) -> dict[str, Any]:
 
 
 def _checked(metadata: dict[str, str], tensor: object, front: bytes) -> Header:
-    shape = _checked_shape(metadata, tensor)
+    shape = _checked_shape(tensor)
     if not safetensors_file.CHECKSUM.fullmatch(metadata.get("xxh3", "")):
         raise CorruptEntryError("no checksum", reason="checksum")
     placeholder = None
@@ -205,27 +200,26 @@ def _checked_made_by(metadata: Mapping[str, str]) -> str:
     return made_by
 
 
-def _checked_shape(metadata: dict[str, str], tensor: object) -> Shape:
-    dtype = metadata.get("dtype", "")
-    if dtype not in _SPELLING:
+def _checked_shape(tensor: Any) -> Shape:
+    try:
+        spelling, (rows, width) = tensor["dtype"], tensor["shape"]
+    except (KeyError, TypeError, ValueError) as exc:
         raise CorruptEntryError(
-            f"dtype {dtype!r:.40} is not one of {list(_SPELLING)}", reason="dtype"
+            "the tensor has no type, or not two lengths", reason="shape"
+        ) from exc
+    if not isinstance(spelling, str) or spelling not in DTYPES:
+        raise CorruptEntryError(
+            f"dtype {spelling!r:.40} is not one of {list(DTYPES)}", reason="dtype"
         )
-    rows, width = metadata.get("rows", ""), metadata.get("width", "")
-    if not _COUNT.fullmatch(rows) or not _COUNT.fullmatch(width):
+    # By type as well, since Python takes True and 1.0 for 1 and other readers don't.
+    if not all(type(count) is int and count > 0 for count in (rows, width)):
         raise CorruptEntryError("rows and width must be positive numbers", reason="shape")
-    shape = Shape(int(rows), int(width), dtype)
+    shape = Shape(rows, width, DTYPES[spelling][0])
     if shape.nbytes > MAX_TENSOR_BYTES:
         raise CorruptEntryError(f"a tensor of {shape.nbytes} bytes is too large", reason="size")
-    # By type as well, since Python takes True and 1.0 for 1 and other readers don't.
-    if tensor != tensor_entry(shape) or not _is_plain(tensor):
-        raise CorruptEntryError("tensor and metadata disagree", reason="shape")
+    if canonical_json(tensor) != canonical_json(_tensor_entry(shape)):
+        raise CorruptEntryError("the tensor is not where it should be", reason="shape")
     return shape
-
-
-def _is_plain(tensor: Any) -> bool:
-    """Whether all numbers are of type int: True and 1.0 are equal to 1 in Python."""
-    return all(type(number) is int for number in (*tensor["shape"], *tensor["data_offsets"]))
 
 
 def verify(blob: memoryview | bytes, *, namespace: str, identifier: str) -> Header:

@@ -110,26 +110,23 @@ def seal(metadata: Mapping[str, str], tensors: object) -> str:
     unnoticed.
 
     Args:
-        tensors: What safetensors wants to know of the tensors; of an entry's only one just that.
+        tensors: What safetensors wants to know of each tensor.
     """
     rest = {name: value for name, value in metadata.items() if name != _SEAL}
     return checksum(canonical_json([rest, tensors]).encode())
 
 
-def encode_header(
-    metadata: Mapping[str, str], tensors: Mapping[str, Any], *, only: str | None = None
-) -> bytes:
+def encode_header(metadata: Mapping[str, str], tensors: Mapping[str, Any]) -> bytes:
     """The bytes in front of the tensors.
 
     Args:
         metadata: Without the seal.
         tensors: What safetensors wants to know of each.
-        only: Name of the only tensor that files of this kind have.
 
     Raises:
         CorruptEntryError: They would be more than HEADER_LIMIT.
     """
-    sealed = {**metadata, _SEAL: seal(metadata, tensors[only] if only else tensors)}
+    sealed = {**metadata, _SEAL: seal(metadata, tensors)}
     body = canonical_json({"__metadata__": sealed, **tensors}).encode()
     padding = -(8 + len(body)) % _ALIGNMENT
     if len(body) + padding > HEADER_LIMIT:
@@ -140,14 +137,13 @@ def encode_header(
 
 
 def parse_header(
-    blob: memoryview | bytes, version: str, *, only: str | None = None
+    blob: memoryview | bytes, version: str
 ) -> tuple[dict[str, str], dict[str, Any], bytes]:
     """Read and check the front of a file; allocates at most HEADER_LIMIT.
 
     Args:
         blob: The first ``8 + HEADER_LIMIT`` bytes of a file, or all of a shorter one.
         version: What ``s3ec`` must say.
-        only: As of encode_header.
 
     Returns:
         Metadata, tensors, and all bytes in front of the tensors.
@@ -171,11 +167,8 @@ def parse_header(
         content = plain_json(front[8:].decode("utf-8"))
     except (ValueError, RecursionError) as exc:
         raise CorruptEntryError(f"header is not acceptable JSON: {exc}", reason="header") from exc
-    if not isinstance(content, dict) or (only and content.keys() != {"__metadata__", only}):
-        raise CorruptEntryError(
-            f"header must hold `__metadata__` and {f'one tensor `{only}`' if only else 'tensors'}",
-            reason="header",
-        )
+    if not isinstance(content, dict):
+        raise CorruptEntryError("header must hold `__metadata__` and tensors", reason="header")
     tensors = {name: value for name, value in content.items() if name != "__metadata__"}
     metadata = content.get("__metadata__")
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -187,7 +180,7 @@ def parse_header(
             f"format version {metadata['s3ec']!r:.40}, expected {version}", reason="version"
         )
     try:
-        sealed = seal(metadata, tensors[only] if only else tensors)
+        sealed = seal(metadata, tensors)
     except RecursionError as exc:
         raise CorruptEntryError("header is nested too deeply", reason="header") from exc
     if metadata.get(_SEAL) != sealed:

@@ -108,7 +108,8 @@ def forged_entry(data: bytes) -> None:
     metadata = content["__metadata__"]
     metadata["xxh3"] = codec.checksum(tensor)
     try:
-        metadata["header_xxh3"] = seal(metadata, content.get(codec.TENSOR_NAME))
+        tensors = {name: it for name, it in content.items() if name != "__metadata__"}
+        metadata["header_xxh3"] = seal(metadata, tensors)
         front = _front(content)
     except (ValueError, RecursionError):  # nothing that a forger could write either
         return
