@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which embedding a picture has, and a hold on it while its request runs.
 
-A picture is known by its bytes: those of its data URL, or of a file that vLLM would read. All calls
-here block and are for threads of their own.
+A picture is known by the bytes of its data URL. All calls here block and are for threads of their
+own.
 """
 
 from __future__ import annotations
 
 import binascii
-import io
-import os
-import stat
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from urllib.request import url2pathname
 
 from s3ec.identity import Key, KeyPolicy
 from s3ec.middleware.chat_pictures import UntouchedError
@@ -22,75 +17,24 @@ from s3ec.tier.open_entry import OpenEntry
 from s3ec.tier.tier import Tier
 
 
-class KnownPictures:
-    """Finds the names that vLLM will give to the pictures of a request. Thread-safe: keeps nothing.
+def name_of_picture(url: str, name_of: Callable[[bytes], str | None]) -> str:
+    """The identifier that vLLM will give to the picture of a URL.
 
     vLLM has decoded what is stored under a name, and a name is of all bytes of a picture. So one
     that vLLM would refuse has a name, and no embedding.
+
+    Args:
+        name_of: ``VLLMNames.name``.
+
+    Raises:
+        UntouchedError: It cannot be told here.
     """
-
-    def __init__(
-        self, name_of: Callable[[bytes], str | None], *, folder: str = "", most_bytes: int
-    ) -> None:
-        """Read nothing yet.
-
-        Args:
-            name_of: ``VLLMNames.name``.
-            folder: The one that vLLM reads files from (``--allowed-local-media-path``); empty for
-                none.
-            most_bytes: Of one file.
-        """
-        self._name_of = name_of
-        self._folder = Path(folder).resolve() if folder else None
-        self._most_bytes = most_bytes
-
-    def name(self, url: str) -> str:
-        """The identifier that vLLM will give to the picture of a URL.
-
-        Raises:
-            UntouchedError: It cannot be told here.
-        """
-        scheme = url[:5].lower()
-        if scheme == "data:":
-            data = _of_data_url(url)
-        elif scheme == "file:":
-            data = self._of_file(url)
-        else:
-            raise UntouchedError("url")
-        found = self._name_of(data)
-        if found is None:
-            raise UntouchedError("format")
-        return found
-
-    def _of_file(self, url: str) -> bytes:
-        path = self._allowed(url)
-        if path is None:
-            raise UntouchedError("file")
-        try:
-            # A pipe would be waited for.
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with io.FileIO(fd) as file:
-                about = os.fstat(fd)
-                if not stat.S_ISREG(about.st_mode) or about.st_size > self._most_bytes:
-                    raise UntouchedError("file")
-                return file.read(self._most_bytes)
-        except OSError:
-            raise UntouchedError("file") from None
-
-    def _allowed(self, url: str) -> Path | None:
-        """The file that vLLM would read (0.32, media/connector.py: ``_load_file_url``)."""
-        from urllib3.util import parse_url
-
-        if self._folder is None:
-            return None
-        try:
-            parsed = parse_url(url)
-            if parsed.scheme != "file":
-                return None
-            path = Path(url2pathname((parsed.netloc or "") + (parsed.path or ""))).resolve()
-        except (ValueError, OSError, RuntimeError):  # also what urllib3 raises
-            return None
-        return path if self._folder in path.parents else None
+    if url[:5].lower() != "data:":
+        raise UntouchedError("url")
+    found = name_of(_of_data_url(url))
+    if found is None:
+        raise UntouchedError("format")
+    return found
 
 
 def _of_data_url(url: str) -> bytes:

@@ -45,7 +45,7 @@ from s3ec.middleware.bodies import (
     with_length,
 )
 from s3ec.middleware.chat_pictures import MARK, UntouchedError, parse
-from s3ec.middleware.known_pictures import KnownPictures, Opener
+from s3ec.middleware.known_pictures import Opener, name_of_picture
 from s3ec.runtime import DaemonPool, in_thread
 from s3ec.tier.open_entry import OpenEntry
 from s3ec.trial import Trial
@@ -71,13 +71,13 @@ class Node:
     """What replacing needs of this node and this server.
 
     Attributes:
-        pictures: Knows vLLM's names for them.
+        name_of: vLLM's name for the bytes of a picture; None where it cannot be told.
         opener: Opens embeddings.
         api_keys: SHA-256 of what the server asks its clients for; empty where it asks for nothing.
         close: Ends all of it; blocks.
     """
 
-    pictures: KnownPictures
+    name_of: Callable[[bytes], str | None]
     opener: Opener
     api_keys: tuple[bytes, ...] = ()
     close: Callable[[], None] = lambda: None
@@ -334,7 +334,7 @@ class SkipPictures:
 
 def _without_pixels(node: Node, received: Received) -> WithoutPixels:
     request = parse(received.body)
-    names = [node.pictures.name(url) for url in request.urls]
+    names = [name_of_picture(url, node.name_of) for url in request.urls]
     entries = node.opener.open(names)
     named = [(name, entries[name].header.placeholder or {}) for name in names]
     return WithoutPixels(request.without_pixels(named), entries)
@@ -518,10 +518,8 @@ def _open_node(state: Any, counters: Counters) -> Node | str:
         check_values=True,
     )
     log.debug("SkipPictures reads namespace %s in %s", namespace.name, settings.cache_dir)
-    folder = getattr(config.model_config, "allowed_local_media_path", "") or ""
-    name_of = vllm_names.names_of(config, client).name
     return Node(
-        KnownPictures(name_of, folder=folder, most_bytes=limit_bytes()),
+        vllm_names.names_of(config, client).name,
         Opener(tier, naming_of(settings), vllm_names.metadata_fields(config)),
         hashed_keys(getattr(state, "args", None)),
         tier.close,

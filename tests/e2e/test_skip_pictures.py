@@ -202,7 +202,6 @@ def rig(workdir: Path, gallery: Gallery, qwen: Path, nursery: EngineForkServer) 
                 "--seed": 0,
                 "--max-num-batched-tokens": 128,
                 "--enable-prefix-caching": None,
-                "--allowed-local-media-path": str(home),
                 "--shutdown-timeout": 20,
                 "--middleware": "tests.e2e.vanishing.Vanishing",
                 "--middleware=s3ec.middleware.SkipPictures": None,
@@ -250,13 +249,13 @@ def test_embeddings_of_replaced_pictures_come_from_the_tier(rig: Rig) -> None:
     eventually(lambda: rig.server.metrics()["vllm:s3ec_loads_total"] > before, "it was loaded")
 
 
-def test_a_file_and_pictures_of_other_modes_are_known_too(rig: Rig) -> None:
+def test_pictures_of_other_formats_and_modes_are_known_too(rig: Rig) -> None:
     with Image.open(rig.picture("single")) as picture:
         picture.convert("L").save(rig.home / "gray.png")
         picture.save(rig.home / "photo.jpg", quality=80)
         picture.save(rig.home / "picture.webp", lossless=True)
     for name in ("gray.png", "photo.jpg", "picture.webp"):
-        part = image((rig.home / name).as_uri())
+        part = image(data_url(rig.home / name))
         answer = rig.until_replaced(part, QUESTION)
         assert answer == rig.with_pixels(part, QUESTION)
 

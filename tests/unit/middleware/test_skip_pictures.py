@@ -18,7 +18,7 @@ from s3ec.errors import ConfigError
 from s3ec.identity import KeyPolicy
 from s3ec.middleware import SkipPictures, StripClientIds, bodies
 from s3ec.middleware.bodies import LIMIT_VARIABLE, Message
-from s3ec.middleware.known_pictures import KnownPictures, Opener
+from s3ec.middleware.known_pictures import Opener
 from s3ec.middleware.skip_pictures import PATH, FirstEvents, HeldBack, Node
 from s3ec.tier import Tier
 from tests.support.waiting import until
@@ -106,10 +106,12 @@ class Rig:
         self.app = app
         self.names = Names()
         self.now_s = 0.0
-        self.pictures = KnownPictures(lambda data: self.names.name(data), most_bytes=1 << 20)
         self.closed = threading.Event()
         self.node = Node(
-            self.pictures, Opener(tier, KeyPolicy(), FIELDS), close=self.closed.set, **more
+            lambda data: self.names.name(data),
+            Opener(tier, KeyPolicy(), FIELDS),
+            close=self.closed.set,
+            **more,
         )
         self.middleware = SkipPictures(
             app, open_node=lambda _state, _counters: self.opened(), clock=lambda: self.now_s
