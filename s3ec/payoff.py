@@ -410,11 +410,6 @@ class Payoff:
     throughput: Assessment
     money: Assessment
 
-    @property
-    def is_a_loss(self) -> bool:
-        """Whether it pays in no respect at all."""
-        return {self.latency.word, self.throughput.word, self.money.word} == {"no"}
-
 
 def pay_off(inputs: Inputs) -> Payoff:
     """Compare fetching with encoding."""

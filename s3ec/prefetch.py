@@ -24,11 +24,10 @@ from functools import partial
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.fetch import Fetcher, FetchOutcome, FetchRequest, FetchResult, Priority, Sources
-from s3ec.runtime import LoopThread, contained
+from s3ec.runtime import Backoff, LoopThread, contained
 from s3ec.spans import Work
 from s3ec.store.concurrency import within
 from s3ec.store.places import tell_of_home
-from s3ec.tier.claims import LookAgain
 
 __all__ = [
     "FetchOutcome",
@@ -350,12 +349,12 @@ class Prefetcher:
         return self._clock() - place.parked_s >= patience_s
 
     async def _watch_parked(self) -> None:
-        looks = LookAgain(_FIRST_LOOK_S, _LAST_LOOK_S)
+        looks = Backoff(_FIRST_LOOK_S, _LAST_LOOK_S)
         try:
             while self._parked:
-                await looks.pause()
+                await asyncio.sleep(looks.next_s())
                 if await self._look_at_parked():
-                    looks.restart()
+                    looks.reset()
         finally:
             self._watch = None
 

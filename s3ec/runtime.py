@@ -215,19 +215,6 @@ def in_thread(function: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-async def await_in_thread(
-    function: Callable[..., T], *args: object, undo: Callable[[T], object] | None = None
-) -> T:
-    """As LoopThread.disk, where a command has no such pool."""
-    call = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        return await asyncio.shield(call)
-    except asyncio.CancelledError:
-        if undo is not None:
-            call.add_done_callback(lambda done: done.exception() or undo(done.result()))
-        raise
-
-
 def call_within(timeout_s: float, function: Callable[[], T]) -> T:
     """Make a call in a thread of its own, and wait at most ``timeout_s`` for it.
 

@@ -29,7 +29,6 @@ from s3ec.identity import Key, Layout, Namespace, naming_of
 from s3ec.index.child import in_process
 from s3ec.index.local import NodeFolder
 from s3ec.index.reader import ManifestIndex
-from s3ec.runtime import await_in_thread
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import with_conditional_put
@@ -160,7 +159,7 @@ class Ledger:
             *(store, self._layout),
             NodeFolder.of(tier.folders, namespace, need_room=tier.need_room),
             jobs=in_process(store),
-            disk=await_in_thread,
+            disk=asyncio.to_thread,
             counters=self._counters,
             refresh_s=0.0,
         )

@@ -34,13 +34,12 @@ from s3ec.identity import (
 )
 from s3ec.modality import ModalityRecords
 from s3ec.node import open_tier
-from s3ec.runtime import LoopThread
+from s3ec.runtime import Backoff, LoopThread
 from s3ec.store.base import Blob, Store, parts_as_they_come
 from s3ec.store.concurrency import Pace, for_each
 from s3ec.store.open import open_places
 from s3ec.store.places import past_bad_copies
 from s3ec.tier import Claim, Incoming, Tier
-from s3ec.tier.claims import LookAgain
 from s3ec.tier.evictor import NoRoomError
 from s3ec.tier.files import is_full
 
@@ -322,7 +321,7 @@ class _Hydrator:
 
         What another process fetches is waited for. One that hangs is not: then two fetch it.
         """
-        looks, waited_s = LookAgain(_FIRST_LOOK_S, _LAST_LOOK_S), 0.0
+        looks, waited_s = Backoff(_FIRST_LOOK_S, _LAST_LOOK_S), 0.0
         while True:
             # A few system calls on a file in memory, and here: nothing waits for this loop.
             claim = self._tier.claims.take(one.key.digest)
@@ -334,7 +333,9 @@ class _Hydrator:
                     return claim
                 self._tier.claims.release(claim)
                 return None
-            waited_s += await looks.pause()
+            pause_s = looks.next_s()
+            await asyncio.sleep(pause_s)
+            waited_s += pause_s
 
     def _reserve(self, nbytes: int) -> bool:
         """Set room aside for so much more; False where there is none.

@@ -9,10 +9,10 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from s3ec import safetensors_file
 from s3ec.counters import Counters
@@ -26,7 +26,6 @@ from s3ec.index.names import NEVER, SnapshotName, deltas_prefix, list_snapshots,
 from s3ec.index.snapshot import Rows, Segment, merge
 from s3ec.store.base import PART_BYTES, ObjectInfo, Store
 from s3ec.store.places import Place, served_by
-from s3ec.tier.entry_writer import Disk
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +184,7 @@ class ManifestIndex:
         folder: NodeFolder,
         *,
         jobs: Jobs,
-        disk: Disk,
+        disk: Callable[..., Awaitable[Any]],
         counters: Counters,
         refresh_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,

@@ -11,7 +11,6 @@ in 2**62; that is a wait and nothing else.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import os
@@ -135,27 +134,3 @@ def _is_locked(fd: int, place: int) -> bool:
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
-
-
-class LookAgain:
-    """When to look again at what another process fetches: soon at first, then ever later.
-
-    Args:
-        first_s: The pause before the first look.
-        last_s: The longest pause.
-    """
-
-    def __init__(self, first_s: float, last_s: float) -> None:
-        self._first_s = self._next_s = first_s
-        self._last_s = last_s
-
-    async def pause(self) -> float:
-        """Wait until the next look is due; answers how long that was."""
-        paused_s = self._next_s
-        await asyncio.sleep(paused_s)
-        self._next_s = min(paused_s * 1.5, self._last_s)
-        return paused_s
-
-    def restart(self) -> None:
-        """Something has changed, so more may soon."""
-        self._next_s = self._first_s

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from s3ec.codec import Header, Verifier
 from s3ec.errors import CorruptEntryError, TierError
@@ -311,17 +311,3 @@ class Incoming:
             self._with_room(len(part), lambda: self._file.put(part, at))
         except OSError as exc:
             raise TierError(f"cannot write {self._name}: {exc}") from exc
-
-
-class Disk(Protocol):
-    """Awaits a blocking call in another thread; ``LoopThread.disk`` is one.
-
-    ``undo`` is called with the result where the await was cancelled and nobody else gets it.
-    """
-
-    def __call__(
-        self,
-        function: Callable[..., T],
-        *args: object,
-        undo: Callable[[T], object] | None = None,
-    ) -> Awaitable[T]: ...
