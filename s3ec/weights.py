@@ -21,7 +21,7 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,6 @@ _SAMPLE_BYTES = 4096
 _STRIDE_BYTES = 2**20
 # A network folder answers in a millisecond each; together they take no longer than a few.
 _READERS = 16
-_TENSORS_AT_A_TIME = 16
 # What safetensors itself accepts (its MAX_HEADER_SIZE).
 _HEADER_LIMIT = 100_000_000
 _DIGEST_CHARS = 32
@@ -534,7 +533,7 @@ def _zip_entries(file: Path) -> list[str]:
         raise UnknownFilesError(f"{file} is a damaged zip: {exc!r}") from exc
 
 
-def _digests(samples: Sequence[Sequence[_Sample]]) -> Iterator[bytes]:
+def _digests(samples: Sequence[Sequence[_Sample]]) -> list[bytes]:
     """SHA-256 of what each group of samples holds, in their order."""
     with contextlib.ExitStack() as stack:
         streams = {
@@ -542,24 +541,16 @@ def _digests(samples: Sequence[Sequence[_Sample]]) -> Iterator[bytes]:
             for file in {file for group in samples for file, _, _ in group}
         }
 
-        def read(groups: Sequence[Sequence[_Sample]]) -> list[bytes]:
-            return [_digest_of_group(streams, group) for group in groups]
+        def read(group: Sequence[_Sample]) -> bytes:
+            digest = hashlib.sha256()
+            for file, offset, length in group:
+                content = os.pread(streams[file].fileno(), length, offset)
+                if len(content) != length:
+                    raise UnknownFilesError(f"{file} is shorter than its header says")
+                digest.update(content)
+            return digest.digest()
 
-        batches = [
-            samples[at : at + _TENSORS_AT_A_TIME]
-            for at in range(0, len(samples), _TENSORS_AT_A_TIME)
-        ]
-        yield from itertools.chain.from_iterable(_parallel(read, batches))
-
-
-def _digest_of_group(streams: dict[Path, Any], group: Sequence[_Sample]) -> bytes:
-    digest = hashlib.sha256()
-    for file, offset, length in group:
-        content = os.pread(streams[file].fileno(), length, offset)
-        if len(content) != length:
-            raise UnknownFilesError(f"{file} is shorter than its header says")
-        digest.update(content)
-    return digest.digest()
+        return _parallel(read, samples)
 
 
 def _parallel(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:

@@ -316,18 +316,6 @@ def test_namespaces_are_equal_where_descriptors_are(one: object, other: object) 
     assert (first.name == second.name) is same
 
 
-def test_the_order_of_keys_does_not_matter() -> None:
-    def turned(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: turned(inner) for key, inner in reversed(value.items())}
-        return value
-
-    other = turned(DESCRIPTOR)
-    assert isinstance(other, dict)
-    assert list(other) != list(DESCRIPTOR)
-    assert Namespace.from_descriptor(other) == Namespace.from_descriptor(DESCRIPTOR)
-
-
 @given(st.text(min_size=1))
 @example("/")
 @example("../..")

@@ -258,39 +258,6 @@ def test_a_snapshot_of_the_hub_shares_with_a_plain_copy_of_it(
     assert mark("acme/vision") == wanted
 
 
-def layers(front: str, count: int, leaves: str) -> list[str]:
-    return [f"{front}.{number}.{leaf}.weight" for number in range(count) for leaf in leaves.split()]
-
-
-# As many tensors as these have, with their names: encoder, projector.
-LARGE: dict[str, tuple[list[str], list[str]]] = {
-    "llama 4": (
-        layers("vision_model.model.layers", 68, "q_proj k_proj v_proj o_proj fc1 fc2 ln_1 ln_2"),
-        ["multi_modal_projector.linear_1.weight"],
-    ),
-    "internvl 78b": (
-        layers("vision_model.encoder.layers", 45, "norm1 norm2 ls1 ls2 qkv q_norm k_norm p f1 f2"),
-        [f"mlp1.{number}.{leaf}" for number in (0, 1, 3) for leaf in ("weight", "bias")],
-    ),
-    "qwen2.5-omni": (
-        layers("thinker.visual.blocks", 32, "n1 n2 q k v proj gate up down")
-        + layers("thinker.audio_tower.layers", 32, "q k v out fc1 fc2 ln1 ln2 ln3 ln4 ln5 ln6"),
-        ["thinker.visual.merger.ln_q.weight", "thinker.audio_tower.proj.weight"],
-    ),
-}
-
-
-@pytest.mark.parametrize("family", LARGE)
-def test_however_many_tensors_there_are_each_is_read(family: str, tmp_path: Path) -> None:
-    encoder, projector = LARGE[family]
-    tensors = tensors_of(encoder + projector + ["language_model.model.layers.0.up.weight"])
-    base = mark(write(tmp_path / "base" / "model.safetensors", tensors).parent)
-    few = random.Random(family).sample(encoder, 12)
-    for number, name in enumerate([*projector, *few]):
-        other = write(tmp_path / str(number) / "model.safetensors", changed(tensors, name))
-        assert mark(other.parent) != base, name
-
-
 @pytest.mark.parametrize(
     "part",
     [slice(0, 4096), slice(-4096, None), slice(100_000, 300_000), slice(16_384, None)],
@@ -392,13 +359,6 @@ def test_a_tower_in_a_folder_of_its_own_counts(file: str, name: str, tmp_path: P
             torch_zip(path, [fill * 64])
         fingerprints.add(mark(tmp_path))
     assert len(fingerprints) == 3
-
-
-def test_a_model_that_is_spread_over_folders_counts(tmp_path: Path) -> None:
-    for number, fill in enumerate((b"1", b"2")):
-        write(tmp_path / str(number) / "transformer" / "a.safetensors", {"layers.0.w": b"0"})
-        write(tmp_path / str(number) / "vision_encoder" / "b.safetensors", {"blocks.0.w": fill})
-    assert mark(tmp_path / "0") != mark(tmp_path / "1")
 
 
 def test_dummy_weights_are_neither_the_folder_s_nor_the_name_s(tmp_path: Path) -> None:

@@ -165,35 +165,6 @@ def test_more_pictures_than_are_held_for_one_request_are_left_alone() -> None:
 LONG = "data:image/png;base64," + "A" * 5000
 
 
-@pytest.mark.parametrize(
-    ("content", "urls"),
-    [
-        (chat(part(LONG), TEXT, part(LONG + "B"), part("data:short")),
-         [LONG, LONG + "B", "data:short"]),
-        (chat(part(LONG), {"type": "text", "text": LONG}), [LONG]),
-        (chat(part(LONG), {"type": "text", "text": f'the "{LONG}" of it'}), [LONG]),
-        (chat(part(LONG), {"type": "text", "text": f'\\"{LONG}'}), [LONG]),
-        (chat(part(LONG + "\u00e9"), part(LONG + "\\")), [LONG + "\u00e9", LONG + "\\"]),
-        (chat(part(LONG), stop=[LONG]), [LONG]),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("as_ascii", [True, False])
-def test_long_pictures_are_found_and_long_texts_are_kept(
-    content: Any, urls: list[str], as_ascii: bool
-) -> None:
-    content = copy.deepcopy(content)
-    request = parse(json.dumps(content, ensure_ascii=as_ascii).encode())
-    assert request.urls == urls
-    fresh = json.loads(request.without_pixels(named(len(urls))))
-    numbers = iter(range(len(urls)))
-    for message in content["messages"]:
-        message["content"] = [
-            without(next(numbers)) if one["type"] == "image_url" else one
-            for one in message["content"]
-        ]
-    assert fresh == content
-
-
 json_values: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: (
