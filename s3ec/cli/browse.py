@@ -21,6 +21,7 @@ from s3ec.cli.options import (
     JsonOption,
     NamespaceChoice,
     SettingsSource,
+    hint_of,
     with_namespace,
     with_settings,
 )
@@ -216,17 +217,12 @@ def _find(corpus: Corpus, choice: NamespaceChoice, identifier: str) -> CorpusEnt
     Raises:
         NotFoundError, AmbiguousError: There is none, or there are several.
     """
-    from s3ec.corpus import is_hash_prefix
-
     name = choice.within(corpus)
     entry = corpus.find(identifier, namespace=name)
     if entry is not None:
         return entry
-    if is_hash_prefix(identifier):
-        raise NotFoundError(f"no entry begins with `{identifier}` in {name}")
-    raise NotFoundError(
-        f"no entry for this identifier in {name}; a hash may be cut to 8 or more hex digits"
-    )
+    problem = f"no entry for `{safe(identifier)}` in {name}{hint_of(identifier)}"
+    raise NotFoundError(problem)
 
 
 def _deleted() -> NoReturn:

@@ -452,6 +452,15 @@ def optional(parse: Callable[[str, str], T], text: str | None, name: str) -> T |
 ID_HELP = "Identifier, a label that `s3ec ls` prints, or the first 8 or more hex digits of a hash."
 
 
+_FEW_DIGITS = re.compile(r"[0-9a-f]{1,7}")
+
+
+def hint_of(text: str) -> str:
+    """What to say of an ID that is not there: too few digits of a hash name a client's entry."""
+    few = _FEW_DIGITS.fullmatch(text.rpartition(":")[2])
+    return "; a hash may be cut to 8 or more hex digits" if few else ""
+
+
 def entry_of(corpus: Corpus, namespace: str, text: str, *, full: bool = False) -> str | CorpusEntry:
     """The entry that an ID names: its identifier, its label, or the beginning of its hash.
 

@@ -752,6 +752,7 @@ class Progress:
     def __post_init__(self) -> None:
         self._shown_s = self._began_s = self.clock()
         self._first, self._counted = 0, ""
+        self._line_count, self._is_told = 0, True
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         now_s = self.clock()
@@ -760,9 +761,19 @@ class Progress:
             self._began_s, self._first, self._counted = now_s, done, what
         self.what, self.done, self.total = what, done, total
         # People see at once what is done now.
-        if now_s - self._shown_s >= self.every_s or (is_new and self.write is _rewrite):
-            self._shown_s = now_s
-            self.write(self._line(now_s - self._began_s))
+        self._is_told = now_s - self._shown_s >= self.every_s or (is_new and self.write is _rewrite)
+        if self._is_told:
+            self._write(now_s)
+
+    def finish(self) -> None:
+        """Write the last counts, where earlier ones were written: a log is not to end with less."""
+        if self._line_count and not self._is_told:
+            self._write(self.clock())
+
+    def _write(self, now_s: float) -> None:
+        self._shown_s = now_s
+        self._line_count += 1
+        self.write(self._line(now_s - self._began_s))
 
     def _line(self, took_s: float) -> str:
         speed = (self.done - self._first) / took_s if took_s >= _LEAST_S else None
@@ -816,6 +827,7 @@ def counting(
         _rewrite(message)
     try:
         yield now
+        now.finish()
     finally:
         _erase()
 

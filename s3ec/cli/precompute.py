@@ -33,7 +33,7 @@ from s3ec.cli.output import (
     print_note,
     safe,
 )
-from s3ec.errors import ConfigError
+from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -164,8 +164,8 @@ def precompute(
         _ray_options(engine, {name: it for name, it in ray.items() if it is not None}),
     )
     if report_file is not None and not report_file.absolute().parent.is_dir():
-        raise ConfigError(
-            f"`--report`: no folder {report_file.absolute().parent}; make it first", field="report"
+        raise TierError(
+            f"cannot write {report_file}: no folder {report_file.absolute().parent}; make it first"
         )
     made: list[Job] = []
 

@@ -17,6 +17,7 @@ from s3ec.cli.options import (
     SettingsSource,
     duration_s,
     entry_of,
+    hint_of,
     option,
     optional,
     size_bytes,
@@ -102,7 +103,7 @@ def rm(
         found, _ = consent.carry_out(delete, told, as_json=as_json)
     absent = [typed[one] for one in found.absent]
     for text in absent:
-        print_note(f"not there: {safe(text)}")
+        print_note(f"not there: {safe(text)}{hint_of(text)}")
     _note_rows(found)
     if as_json:
         print_json(

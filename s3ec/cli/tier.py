@@ -284,9 +284,8 @@ def _open(source: SettingsSource) -> tuple[Settings, Inspection | None]:
         )
         return loaded.settings, None
     except TierError as exc:
-        raise ConfigError(
-            f"{exc} (`cache_dir` is from {origin}; --cache-dir names another folder)",
-            field="cache_dir",
+        raise TierError(
+            f"{exc} (`cache_dir` is from {origin}; --cache-dir names another folder)"
         ) from exc
 
 

@@ -572,9 +572,9 @@ class Corpus(OpenBucket):
             The copied entries; ``failures`` has the reason for each that could not be copied.
 
         Raises:
-            ConfigError: The folder cannot be made, or an argument is wrong.
+            ConfigError: An argument is wrong.
             NoSpaceError: The folder's disk is full. Copied entries stay, as in all these cases.
-            TierError: The folder for temporary files is full.
+            TierError: The folder cannot be made, or the one for temporary files is full.
         """
         from s3ec.corpus.exchange import export
 

@@ -34,6 +34,7 @@ from s3ec.errors import (
     ConflictError,
     CorruptEntryError,
     NotFoundError,
+    TierError,
     UnavailableError,
 )
 from s3ec.fetch import ByteBudget
@@ -466,13 +467,13 @@ def _begin(folder: Path, layout: Layout) -> None:
     An export that runs beside this one writes what it has lost once more.
 
     Raises:
-        ConfigError: The folder cannot be made, or is none.
+        TierError: The folder cannot be made, or is none.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        raise ConfigError(
-            f"{folder}: {exc.strerror}; name a folder that this user may write to", field="folder"
+        raise TierError(
+            f"cannot write {folder}: {exc.strerror}; name a folder that this user may write to"
         ) from exc
     ours = folder / layout.namespace
     for above, _, names in os.walk(ours) if not ours.is_symlink() else ():

@@ -279,6 +279,8 @@ class Job:
         began_s = time.monotonic()
         try:
             with closing(self._encoder):
+                if not self._has_items():
+                    return self.report
                 namespace = self._open_encoder()
                 self.report.namespace = namespace.name
                 with closing(Ledger(self._corpus, namespace)) as self._ledger:
@@ -294,6 +296,16 @@ class Job:
             self.report.seconds = time.monotonic() - began_s
             self.report.start_s = self._opening_s + self._encoder.start_s
         return self.report
+
+    def _has_items(self) -> bool:
+        """Look at the first item: to find a namespace takes vLLM's import at least."""
+        items = iter(_chosen(self._items, self._options))
+        first = next(items, None)
+        if first is not None:
+            self._items = itertools.chain([first], items)
+        elif self._options.shard[1] == 1:
+            self.report.problem = "the source has nothing to encode"
+        return first is not None
 
     def _open_encoder(self) -> Namespace:
         began_s = time.monotonic()
@@ -313,8 +325,7 @@ class Job:
             log.debug("the job ends", exc_info=True)  # the report says why
             self.report.problem = str(exc)
         self.report.is_stopped = self._stopped.is_set()
-        if not (self.report.items or self.report.is_stopped or self._options.shard[1] > 1):
-            self.report.problem = self.report.problem or "the source has nothing to encode"
+        self._show()
 
     def _end(self, confirmations: Confirmations) -> None:
         """Let saves come to their end, and count."""
@@ -418,7 +429,7 @@ class Job:
         """Plans of the items, in their order, made ahead by some threads."""
         readers = most_readers()
         window: deque[Future[_Plan]] = deque()
-        items = enumerate(_chosen(self._items, self._options))
+        items = enumerate(self._items)
         with ThreadPoolExecutor(readers, "s3ec-read") as pool:
             try:
                 while not self._stopped.is_set():

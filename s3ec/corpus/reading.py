@@ -205,6 +205,8 @@ class Reader:
             body = render_page(pdf, page, dpi=dpi, timeout_s=timeout_s)
         else:
             body = self._whole(uri)
+        if len(body) > self._options.max_bytes:  # of a drawn page
+            raise _too_large(self._options.max_bytes)
         if not body:
             raise SourceError("it is empty")
         return body

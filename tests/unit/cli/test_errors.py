@@ -85,6 +85,28 @@ def test_every_failure_is_one_object_under_json(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"get {content_hash('a')} -o /dev/null/x",
+        "catalog export /dev/null/x.parquet",
+        "export /dev/null/x",
+        "verify --deep --state /dev/null/x",
+        "hydrate --cache-dir /dev/null/x",
+        "tier --cache-dir /dev/null/x",
+        "precompute . --model m --report /dev/null/x",
+        "serve-s3 --data /dev/null/x",
+    ],
+)
+def test_a_folder_that_cannot_be_written_ends_every_command_alike(
+    cli: Cli, corpus: Corpus, command: str
+) -> None:
+    corpus.entry(corpus.namespace(MODEL), content_hash("a"))
+    error = cli.json(*command.split(), code=1)["error"]
+    assert error["kind"] == "disk"
+    assert "/dev/null" in error["message"]
+
+
 def test_a_choice_that_is_none_is_told_without_the_parsers_words(cli: Cli) -> None:
     said = cli("ls", "--sort", "foo", code=2).stderr
     assert said.startswith("error: Invalid value for '--sort': 'foo' is not one of 'name', ")

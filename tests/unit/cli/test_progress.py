@@ -29,6 +29,23 @@ def test_a_line_every_ten_seconds_has_count_rate_and_time_left() -> None:
     ]
 
 
+def test_the_last_line_of_a_log_says_all_that_was_done() -> None:
+    clock, lines = Clock(0.0), list[str]()
+    report = Progress(clock=clock, write=lines.append)
+    report("precomputing", 20, 20)
+    report.finish()
+    assert lines == [], "a short job has no lines"
+    clock.now_s = 20
+    report("precomputing", 0, 20)
+    clock.now_s = 25
+    report("precomputing", 20, 20)
+    report.finish()
+    assert [line.partition(",")[0] for line in lines] == [
+        "precomputing: 0 of 20",
+        "precomputing: 20 of 20",
+    ]
+
+
 def test_without_a_total_there_is_no_time_left_and_another_work_has_a_rate_of_its_own() -> None:
     clock, lines = Clock(0.0), list[str]()
     report = Progress(clock=clock, write=lines.append, in_bytes=True)

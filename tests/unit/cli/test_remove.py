@@ -84,7 +84,11 @@ def test_rm_takes_the_rows_of_the_catalogue_along(cli: Cli, corpus: Corpus, name
 def test_rm_takes_the_beginning_of_one_hash_and_no_other(
     cli: Cli, corpus: Corpus, namespace: str
 ) -> None:
-    assert cli.json("rm", content_hash("a")[:7], "--yes", code=1)["deleted"] == 0
+    out = cli("rm", content_hash("a")[:7], "no such page", "--yes", code=1)
+    hint = "; a hash may be cut to 8 or more hex digits"
+    assert f"not there: {content_hash('a')[:7]}{hint}\n" in out.stderr
+    assert "not there: no such page\n" in out.stderr
+    assert len(labels(cli)) == 4
     twins = ["ab" * 31 + tail for tail in ("00", "01")]
     for identifier in twins:
         corpus.entry(namespace, identifier)

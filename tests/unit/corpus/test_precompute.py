@@ -376,11 +376,24 @@ def test_what_cannot_be_read_is_listed_and_stops_nothing(desk: Desk) -> None:
     assert (report.status, report.done_before, encoder.encoded) == ("complete", 2, [])
 
 
-def test_an_empty_source_is_a_failure_but_for_an_empty_shard(desk: Desk) -> None:
+def test_an_empty_source_is_a_failure_but_for_an_empty_shard(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEncoder, "namespace", None)  # vLLM's would take its import
     report, _ = desk.run()
     assert (report.status, report.problem) == ("failed", "the source has nothing to encode")
     report, _ = desk.run(JobOptions(shard=(0, 4)))
     assert report.status == "complete"
+
+
+def test_progress_ends_with_all_items_where_all_were_there(desk: Desk) -> None:
+    desk.write(a=b"one", b=b"two")
+    desk.run()
+    told: list[tuple[str, int, int | None]] = []
+    found = open_source(str(desk.folder))
+    encoder = FakeEncoder(desk.corpus)
+    Job(desk.corpus, found, encoder, total=lambda: 2, report=lambda *it: told.append(it)).run()
+    assert told[-1] == ("precomputing", 2, 2)
 
 
 def test_a_bucket_that_refuses_at_the_start_is_in_the_report_too(

@@ -287,6 +287,16 @@ def test_local_pdf_that_is_larger_than_allowed_is_refused(tmp_path: Path, reader
     assert reason_of(reader, path.as_uri(), 1) == "it is larger than 1000 bytes (max_bytes)"
 
 
+def test_a_drawn_page_is_held_to_the_same_size(tmp_path: Path) -> None:
+    path = tmp_path / "a.pdf"
+    path.write_bytes(make_pdf(1))
+    most = path.stat().st_size
+    assert len(render_page(path, 1, dpi=600)) > most
+    reader = Reader(ReadOptions(dpi=600, max_bytes=most))
+    assert reason_of(reader, path.as_uri(), 1) == f"it is larger than {most} bytes (max_bytes)"
+    reader.close()
+
+
 # -- S3 ----------------------------------------------------------------------------------------
 
 
