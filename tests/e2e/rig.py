@@ -17,6 +17,7 @@ import numpy as np
 
 from s3ec.counters import Counters
 from s3ec.dev.rigs.engine import EngineProcess, image, text
+from s3ec.store.open import KEPT_PROBE
 from s3ec.testing.server import S3Server
 from s3ec.tier import Tier
 from tests.support import waiting
@@ -229,9 +230,10 @@ class Corpus:
 
 
 def keys(client: Any, bucket: str, prefix: str = "") -> set[str]:
-    """All keys of a bucket."""
+    """All keys of a bucket but the probe that any process leaves there."""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-    return {entry["Key"] for page in pages for entry in page.get("Contents", [])}
+    found = {entry["Key"] for page in pages for entry in page.get("Contents", [])}
+    return {key for key in found if not key.endswith(KEPT_PROBE)}
 
 
 def body(client: Any, bucket: str, key: str) -> bytes:

@@ -32,7 +32,7 @@ def test_one_encode_of_a_model_is_measured(
     with log.open("wb") as file:
         corpus = {"S3EC_BUCKET": "embeddings"}  # of a shell in which one works; it is not touched
         env = engine_env({**os.environ, **ONE_PROCESS, **corpus})
-        nursery.fork_module("s3ec", env, words, file.fileno()).wait(DEADLINE_S)
+        nursery.fork("s3ec", words, env=env, log=file.fileno(), fds=()).wait(DEADLINE_S)
     [line] = [one for one in log.read_text().splitlines() if one.startswith('{"model"')]
     found = json.loads(line)
     Draft202012Validator(SCHEMA).validate(found)

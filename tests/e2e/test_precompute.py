@@ -72,7 +72,7 @@ class Place:
     def start(self, *more: str, **changed: Any) -> Forked:
         with open(self.root / "log", "ab") as log:
             arguments = [*self.arguments(**changed), *more]
-            return self.nursery.fork_module("s3ec", self.env, arguments, log.fileno())
+            return self.nursery.fork("s3ec", arguments, env=self.env, log=log.fileno(), fds=())
 
     def run(self, **changed: Any) -> dict[str, Any]:
         """What the command reports."""
