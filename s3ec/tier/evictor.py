@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeping the folder below its budget: when to evict, who does it, and how the total is kept.
 
-The running total is one small file that every process of the node adds to: a record of magic (8)
-and total bytes (8), see records.py. It is no truth: a process killed between publishing and adding
-makes it too low, a deleted entry makes it too high, and each walk over the folder puts it right. It
-is not synced to the device either: after a power cut it may be an old one until the next walk.
+The running total is one small file that every process of the node adds to. It is no truth: a
+process killed between publishing and adding makes it too low, a deleted entry makes it too high,
+and each walk over the folder puts it right. It is not synced to the device either: after a power
+cut it may be an old one until the next walk.
 
 A little ahead of the limits (the budget, the free-space floor) a thread evicts in the background,
 one per node at a time. A publish that would break a limit does a round itself, or waits a second
@@ -19,6 +19,7 @@ import heapq
 import logging
 import math
 import os
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,7 +35,6 @@ from s3ec.tier.files import (
     free_bytes,
     sweep_temps,
 )
-from s3ec.tier.records import RecordLayout
 from s3ec.tier.scan import ScannedEntry, TierScan, no_pause, scan_tier
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,9 @@ REST_S = 1.0
 _REST_SHARE = 10
 _LOCK_POLL_S = 0.01
 
-_TOTAL = RecordLayout(b"s3ecuse\x03", "Q")
+# And the same with all bits inverted, which no torn or lost write leaves.
+_TOTAL = struct.Struct("<QQ")
+_ALL_BITS = 2**64 - 1
 _TOTAL_POLL_S = 0.0005
 # Its lock is held for two system calls. Whoever holds it for longer was stopped in between.
 TOTAL_LOCK_TIMEOUT_S = 2.0
@@ -198,17 +200,20 @@ class RunningTotal:
             before = self._read(fd)
             after = change(before)
             if after != before:
-                if os.pwrite(fd, _TOTAL.pack(after), 0) != _TOTAL.nbytes:
+                blob = _TOTAL.pack(after, after ^ _ALL_BITS)
+                if os.pwrite(fd, blob, 0) != _TOTAL.size:
                     raise OSError(errno.EIO, "the file system wrote a part", self._folders.usage)
                 if before is None:  # of whatever length
-                    os.ftruncate(fd, _TOTAL.nbytes)
+                    os.ftruncate(fd, _TOTAL.size)
             return after
 
     @staticmethod
     def _read(fd: int) -> int | None:
-        blob = os.pread(fd, _TOTAL.nbytes + 1, 0)
-        records, _ = _TOTAL.parse(blob)
-        return int(records[0][0]) if records and len(blob) == _TOTAL.nbytes else None
+        blob = os.pread(fd, _TOTAL.size + 1, 0)
+        if len(blob) != _TOTAL.size:
+            return None
+        total_bytes, inverted = _TOTAL.unpack(blob)
+        return int(total_bytes) if total_bytes ^ inverted == _ALL_BITS else None
 
     @contextmanager
     def _locked(self) -> Iterator[int]:

@@ -1,63 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """News: how the processes of a node tell each other of new entries, without a walk over the folder.
 
-One file for the whole folder. Whoever has named an entry appends one record, and every process that
-serves requests looks every 20 ms whether the file has grown. A record, 32 bytes, little-endian:
-magic (4), xxh3-64 of the namespace (8), digest (16), xxh32 of all that (4).
+One file for the whole folder. Whoever has named an entry appends one line, and every process that
+serves requests looks every 20 ms whether the file has grown. A line has the namespace, a space, and
+the digest in hex.
 
-Nothing depends on the file but how soon an entry is found: a record that was lost leaves the entry
-to the index and to the next walk. Readers of a file that was removed read its rest before they go
-on to the new one.
+Nothing depends on the file but how soon an entry is found: a line that was lost leaves the entry to
+the index and to the next walk, and a damaged one costs a look at the disk. So nothing is locked or
+synced. Readers of a file that was removed read its rest before they go on to the new one.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
-
-import xxhash
 
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.runtime import Background
 from s3ec.tier.files import DiskErrors, Folders, open_entry
-from s3ec.tier.records import RecordLayout
 
-_RECORD = RecordLayout(b"s3n\x01", "Q16s")
-RECORD_BYTES = _RECORD.nbytes
 LARGEST_BYTES = 2**20
 """A file of this size is begun anew."""
 POLL_S = 0.02
 """One look is one system call, about 3 us."""
+# No line is longer.
+_LINE_BYTES = 1024
 # After a look that failed.
 _REST_S = 1.0
 _STOP_TIMEOUT_S = 1.0
 
 
-def _tag(namespace: str) -> int:
-    return xxhash.xxh3_64_intdigest(namespace.encode())
-
-
-def make_record(namespace: str, digest: bytes) -> bytes:
-    """What tells of one entry.
+def make_line(namespace: str, digest: bytes) -> bytes:
+    """What tells of one entry; begins with a line feed, too, after a line that was cut.
 
     Args:
         namespace: ``Namespace.name``.
         digest: ``Key.digest``.
     """
-    return _RECORD.pack(_tag(namespace), digest)
+    return f"\n{namespace} {digest.hex()}\n".encode()
 
 
-def parse_records(blob: bytes, namespace: str) -> tuple[list[bytes], int]:
-    """Read a part of the file, which may begin and end anywhere and hold anything.
+def parse_lines(blob: bytes, namespace: str) -> tuple[list[bytes], int]:
+    """Read a part of the file, which may end anywhere and hold anything.
 
     Returns:
         The digests of this namespace, and how many bytes need not be read again.
     """
-    records, done = _RECORD.parse(blob)
-    tag = _tag(namespace)
-    return [digest for whose, digest in records if whose == tag], done
+    found = re.findall(rb"^%b ([0-9a-f]{32})\n" % re.escape(namespace.encode()), blob, re.MULTILINE)
+    done = max(blob.rfind(b"\n") + 1, len(blob) - _LINE_BYTES)
+    return [bytes.fromhex(digest.decode()) for digest in found], done
 
 
 class NewsWriter:
@@ -72,17 +66,17 @@ class NewsWriter:
     def notify(self, key: Key) -> None:
         """An entry has its name now; about six short system calls. Never raises."""
         try:
-            self._append(make_record(self._namespace, key.digest))
+            self._append(make_line(self._namespace, key.digest))
         except (OSError, TierError) as exc:
             self._failed("tell of an entry", exc)
 
-    def _append(self, record: bytes) -> None:
+    def _append(self, line: bytes) -> None:
         path = self._folders.news
         fd = self._folders.open_own(path, os.O_APPEND)
         try:
             # One write at the end, so what several processes write does not mix. A full disk may
             # take a part of it.
-            os.write(fd, record)
+            os.write(fd, line)
             if os.lseek(fd, 0, os.SEEK_CUR) >= LARGEST_BYTES:
                 with suppress(FileNotFoundError):  # somebody else has done so
                     if os.path.samestat(os.fstat(fd), os.lstat(path)):
@@ -183,6 +177,6 @@ class NewsReader:
         if self._fd is None:
             return []
         blob = os.pread(self._fd, 2 * LARGEST_BYTES, self._at)  # no writer of ours makes it larger
-        digests, done = parse_records(blob, self._namespace)
+        digests, done = parse_lines(blob, self._namespace)
         self._at += done
         return digests

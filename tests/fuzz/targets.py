@@ -40,8 +40,7 @@ from s3ec.safetensors_file import seal
 from s3ec.settings import check_endpoint, check_prefix, parse_url
 from s3ec.store.s3_errors import error_of
 from s3ec.tenant import Tenant, check_reference
-from s3ec.tier.news import make_record, parse_records
-from s3ec.tier.records import RecordLayout
+from s3ec.tier.news import make_line, parse_lines
 from s3ec.tier.scan import SpoolFileName
 
 NAMESPACE = "gemma-0123456789abcdef"
@@ -257,21 +256,12 @@ def _utf8(text: str) -> bool:
     return True
 
 
-def usage(data: bytes) -> None:
-    """The tier's running total, which any process of the node has written last."""
-    layout = RecordLayout(b"s3ecuse\x03", "Q")
-    found, done = layout.parse(data)
-    require(done <= len(data), "more was read than is there")
-    again = b"".join(layout.pack(*fields) for fields in found)
-    require(layout.parse(again)[0] == found, "not read as it was written")
-
-
 def news(data: bytes) -> None:
     """What other processes of the node told of new entries, in a file that anybody may cut."""
-    digests, done = parse_records(data, NAMESPACE)
+    digests, done = parse_lines(data, NAMESPACE)
     require(done <= len(data), "more was read than is there")
-    again = b"".join(make_record(NAMESPACE, digest) for digest in digests)
-    require(parse_records(again, NAMESPACE)[0] == digests, "not read as it was written")
+    again = b"".join(make_line(NAMESPACE, digest) for digest in digests)
+    require(parse_lines(again, NAMESPACE)[0] == digests, "not read as it was written")
 
 
 # -- settings ----------------------------------------------------------------------------------
@@ -359,7 +349,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
         *(
             names,
             identifiers,
-            usage,
             news,
             settings,
             places,

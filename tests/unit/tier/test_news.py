@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from s3ec.counters import Counters
 from s3ec.tier import LocalKeys, Tier, news
-from s3ec.tier.news import RECORD_BYTES, make_record, parse_records
+from s3ec.tier.news import make_line, parse_lines
 from tests.support.waiting import eventually
 from tests.unit.tier.cases import (
     NAMESPACE,
@@ -123,11 +123,12 @@ def test_a_link_in_its_place_is_not_written_through(tier: Tier, root: Path, tmp_
 def test_a_large_file_is_begun_anew_and_nothing_is_missed(
     tier: Tier, root: Path, hears: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(news, "LARGEST_BYTES", 4 * RECORD_BYTES)
+    line_bytes = len(make_line(NAMESPACE, bytes(16)))
+    monkeypatch.setattr(news, "LARGEST_BYTES", 4 * line_bytes)
     publish(tier, *range(3))
     hears(*range(3))  # so that what is open now is the one to be replaced
     publish(tier, *range(3, 6))
-    assert news_of(root).stat().st_size == 2 * RECORD_BYTES
+    assert news_of(root).stat().st_size == 2 * line_bytes
     hears(*range(6))
 
 
@@ -142,18 +143,18 @@ def test_an_emptied_folder_is_followed_anew(
 
 
 DIGESTS = st.binary(min_size=16, max_size=16)
-NOISE = st.one_of(st.just(b""), st.binary(max_size=40), st.just(make_record("x", b"x" * 16)[:-1]))
+NOISE = st.one_of(st.just(b""), st.binary(max_size=40), st.just(make_line("x", b"x" * 16)[:-1]))
 
 
 @given(st.lists(st.tuples(NOISE, DIGESTS)), st.integers(1, 100))
-def test_every_whole_record_is_found_however_the_file_is_damaged_and_read(
+def test_every_whole_line_is_found_however_the_file_is_damaged_and_read(
     told: list[tuple[bytes, bytes]], part_bytes: int
 ) -> None:
-    blob = b"".join(noise + make_record(NAMESPACE, digest) for noise, digest in told)
+    blob = b"".join(noise + make_line(NAMESPACE, digest) for noise, digest in told)
     digests, at, end = [], 0, 0
     while end < len(blob):
         end = min(len(blob), end + part_bytes)
-        found, done = parse_records(blob[at:end], NAMESPACE)
+        found, done = parse_lines(blob[at:end], NAMESPACE)
         digests += found
         at += done
     assert digests == [digest for _, digest in told]
