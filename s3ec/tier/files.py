@@ -416,14 +416,7 @@ def sweep_temps(folder: Path) -> None:
     """Remove what dead writers left in a folder; never raises."""
     with suppress(OSError):
         for name in filter(is_temp_name, os.listdir(folder)):
-            with suppress(OSError):  # BlockingIOError: its writer lives
-                path = f"{folder}/{name}"
-                fd = take_lock(path)
-                if fd is not None:
-                    try:
-                        os.unlink(path)  # under the lock, see lock_file
-                    finally:
-                        os.close(fd)
+            is_abandoned(f"{folder}/{name}", remove=True)
 
 
 def is_temp_name(name: str) -> bool:
@@ -431,15 +424,18 @@ def is_temp_name(name: str) -> bool:
     return _TEMP.fullmatch(name) is not None
 
 
-def is_stale_temp(path: str) -> bool:
-    """Whether nobody will finish this temp file: its lock can be taken."""
-    try:
-        fd = take_lock(path)
-    except OSError:
-        return False
-    if fd is not None:
-        os.close(fd)
-    return fd is not None
+def is_abandoned(path: str, *, remove: bool = False) -> bool:
+    """Whether nobody will finish this temp file, since its lock can be taken; never raises.
+
+    Args:
+        remove: Remove it then, under the lock, see lock_file.
+    """
+    with suppress(OSError), open(os.open(path, _OPEN_OWN), "rb") as file:
+        is_free = try_lock(file.fileno())
+        if is_free and remove:
+            os.unlink(path)
+        return is_free
+    return False
 
 
 def try_lock(fd: int) -> bool:
@@ -461,25 +457,3 @@ def lock_file(fd: int) -> bool:
     Whoever sweeps takes the lock first, and may have done so before the owner.
     """
     return try_lock(fd) and os.fstat(fd).st_nlink > 0
-
-
-def take_lock(path: str | Path) -> int | None:
-    """Take a lock that is not ours, which works where its owner is dead.
-
-    Returns:
-        The lock's descriptor; None where there is no such file.
-
-    Raises:
-        OSError: Somebody holds it (BlockingIOError), or it cannot be opened.
-    """
-    try:
-        fd = os.open(path, _OPEN_OWN)
-    except FileNotFoundError:
-        return None
-    try:
-        if not try_lock(fd):
-            raise BlockingIOError(errno.EWOULDBLOCK, "in use", str(path))
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd

@@ -7,7 +7,6 @@ For people and commands, while engines use the folder or not.
 from __future__ import annotations
 
 import glob
-import itertools
 import os
 import stat
 from collections import defaultdict
@@ -29,7 +28,7 @@ from s3ec.tier.files import (
     OTHERS_MAY_WRITE,
     Folders,
     free_bytes,
-    is_stale_temp,
+    is_abandoned,
     mode_for_others,
     open_entry,
     require_own_folder,
@@ -224,7 +223,7 @@ class Inspection:
             now_s: Seconds since the epoch.
             namespace: Only its entries; None takes from all.
             dry_run: Only count.
-            report: Told how many entries were found, then how many of which are gone.
+            report: Told how many entries were found.
 
         Raises:
             TierError: The folder cannot be written, or an eviction does not come to its end.
@@ -258,17 +257,8 @@ class Inspection:
         in_entries = _bytes_of(mine)
         before = scan.total_bytes if namespace is None else in_entries
         goal_bytes = before - target_bytes
-        oldest = list(oldest_first(free, now_s=now_s))
-        sizes = itertools.accumulate(entry.nbytes for entry in oldest)
-        count = sum(1 for _ in itertools.takewhile(lambda size: size < goal_bytes, sizes)) + 1
-
-        def told() -> Iterator[ScannedEntry]:
-            for number, entry in enumerate(oldest):
-                report("evicting entries", number, min(count, len(oldest)))
-                yield entry
-
         gone = evict(
-            told() if remove else oldest,
+            oldest_first(free, now_s=now_s),
             goal_bytes,
             objects=self.folders.objects,
             remove=remove,
@@ -338,7 +328,7 @@ def complaints_about(folders: Folders, *, report: Report = unreported) -> list[s
         if name is not None:
             complaints += _file_complaints(path, name.namespace, name.digest)
     complaints += [
-        f"{path} was left by a writer that died" for path in scan.temps if is_stale_temp(path)
+        f"{path} was left by a writer that died" for path in scan.temps if is_abandoned(path)
     ]
     return complaints
 
