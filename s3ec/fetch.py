@@ -29,7 +29,12 @@ from s3ec.runtime import LoopThread
 from s3ec.spans import Spans
 from s3ec.store.base import Blob, Store, parts_as_they_come
 from s3ec.store.places import Place, past_bad_copies
-from s3ec.tier import Claim, Incoming, LocalKeys, OpenEntry, Residents, Tier
+from s3ec.tier.claims import Claim
+from s3ec.tier.entries import LocalKeys
+from s3ec.tier.entry_writer import Incoming
+from s3ec.tier.open_entry import OpenEntry
+from s3ec.tier.residents import Residents
+from s3ec.tier.tier import Tier
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from s3ec.index.reader import ManifestIndex
 from s3ec.runtime import LoopThread, contained, jitter
 from s3ec.store.base import PART_BYTES, Store
 from s3ec.store.places import Place
-from s3ec.tier import OpenEntry
+from s3ec.tier.open_entry import OpenEntry
 
 log = logging.getLogger(__name__)
 

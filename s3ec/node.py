@@ -45,7 +45,8 @@ from s3ec.store.open import open_places, open_store, resilient
 from s3ec.store.places import AllPlaces, Health
 from s3ec.tenant import FIELD as TENANT_FIELD
 from s3ec.tenant import exposure
-from s3ec.tier import LocalKeys, Tier
+from s3ec.tier.entries import LocalKeys
+from s3ec.tier.tier import Tier
 
 log = logging.getLogger(__name__)
 

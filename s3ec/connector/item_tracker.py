@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from s3ec.connector.vllm_config import Role
 from s3ec.identity import Key
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Prefetcher, Priority
-from s3ec.tier import OpenEntry, Residents
+from s3ec.tier.open_entry import OpenEntry
+from s3ec.tier.residents import Residents
 
 # A failed fetch is not tried again for the same image within this time: the request that is
 # being deferred must go on, and the next one must not wait for the same failure.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from s3ec.codec import Shape
 
 if TYPE_CHECKING:
-    from s3ec.tier import OpenEntry
+    from s3ec.tier.open_entry import OpenEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.node import Node
-from s3ec.tier import Spool, Spooled
+from s3ec.tier.spool import Spool, Spooled
 
 log = logging.getLogger(__name__)
 

@@ -44,7 +44,8 @@ from s3ec.index.reader import ManifestIndex
 from s3ec.prefetch import Prefetcher, Priority
 from s3ec.runtime import DiskWatch
 from s3ec.store.places import Health
-from s3ec.tier import LocalKeys, Residents
+from s3ec.tier.entries import LocalKeys
+from s3ec.tier.residents import Residents
 
 log = logging.getLogger(__name__)
 

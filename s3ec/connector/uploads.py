@@ -29,7 +29,7 @@ from s3ec.runtime import Backoff, contained
 from s3ec.spans import Work, note
 from s3ec.store.base import Store
 from s3ec.store.open import with_conditional_put
-from s3ec.tier import Loaded, Spool, Spooled
+from s3ec.tier.spool import Loaded, Spool, Spooled
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from s3ec.index.reader import ManifestIndex
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import with_conditional_put
-from s3ec.tier import Tier
+from s3ec.tier.tier import Tier
 
 if TYPE_CHECKING:
     from s3ec.corpus.bucket import OpenBucket

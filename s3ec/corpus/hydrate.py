@@ -39,9 +39,11 @@ from s3ec.store.base import Blob, Store, parts_as_they_come
 from s3ec.store.concurrency import Pace, for_each
 from s3ec.store.open import open_places
 from s3ec.store.places import past_bad_copies
-from s3ec.tier import Claim, Incoming, Tier
+from s3ec.tier.claims import Claim
+from s3ec.tier.entry_writer import Incoming
 from s3ec.tier.evictor import NoRoomError
 from s3ec.tier.files import is_full
+from s3ec.tier.tier import Tier
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings

@@ -19,7 +19,7 @@ from s3ec.counters import Counters
 from s3ec.dev.rigs.engine import EngineProcess, image, text
 from s3ec.store.open import KEPT_PROBE
 from s3ec.testing.server import S3Server
-from s3ec.tier import Tier
+from s3ec.tier.tier import Tier
 from tests.support import waiting
 
 Prompt = list[dict[str, Any]]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.tier import Tier
+from s3ec.tier.tier import Tier
 from tests.e2e.consumers import Exchange
 from tests.e2e.rig import (
     FROM_BUCKET,

@@ -15,7 +15,7 @@ from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.settings import Settings
 from s3ec.store.base import Store
-from s3ec.tier import OpenEntry
+from s3ec.tier.open_entry import OpenEntry
 from tests.faults.embeddings import (
     NAMESPACE,
     ROWS,

@@ -22,8 +22,10 @@ from pathlib import Path
 from s3ec import codec
 from s3ec.index.local import NodeFolder
 from s3ec.index.names import NEVER, SnapshotName
-from s3ec.tier import Spool, Tier, evictor
+from s3ec.tier import evictor
 from s3ec.tier.files import touch
+from s3ec.tier.spool import Spool
+from s3ec.tier.tier import Tier
 from tests.support.on_disk import Asleep, audit_of, evict, make_room
 from tests.unit.tier.cases import DESTINATION, NAMESPACE, entry, key_at, new_tier, read
 

@@ -16,7 +16,7 @@ from s3ec.index.deltas import parse_delta
 from s3ec.index.names import deltas_prefix
 from s3ec.index.snapshot import Segment
 from s3ec.testing.server import LocalS3
-from s3ec.tier import Tier
+from s3ec.tier.tier import Tier
 from tests.faults.embeddings import LAYOUT, NAMESPACE, RECORD, body_at, key_at, spooled_below
 from tests.support.indexes import delta_bytes, delta_name, sizes_in
 from tests.support.on_disk import audit_of, found_in

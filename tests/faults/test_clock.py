@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.tier import Tier
+from s3ec.tier.tier import Tier
 from tests.faults.embeddings import ENTRY_BYTES
 from tests.faults.machine import Corpus, Machine
 from tests.support.on_disk import make_room

@@ -39,7 +39,7 @@ from s3ec.node import Node
 from s3ec.runtime import DiskWatch
 from s3ec.settings import Settings
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier import OpenEntry
+from s3ec.tier.open_entry import OpenEntry
 from tests.fuzz.engine import Engine, Options, Step, has_pixels
 from tests.fuzz.outside import (
     BrokenPromiseError,

@@ -26,7 +26,8 @@ from s3ec.connector.messages import Save
 from s3ec.identity import Key
 from s3ec.index.reader import BAD_OBJECT_TTL_S
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
-from s3ec.tier import LocalKeys, OpenEntry
+from s3ec.tier.entries import LocalKeys
+from s3ec.tier.open_entry import OpenEntry
 from tests.support.clock import Clock
 from tests.unit.tier.cases import key_of
 

@@ -12,11 +12,11 @@ from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import Key
 from s3ec.runtime import Background
-from s3ec.tier import Tier
 from s3ec.tier.evictor import Evictor, RunningTotal
 from s3ec.tier.files import DiskErrors, Folders
 from s3ec.tier.inspection import Inspection, complaints_about
 from s3ec.tier.scan import Usage, scan_tier
+from s3ec.tier.tier import Tier
 
 
 class Asleep(Background):

@@ -18,7 +18,7 @@ from s3ec.index.names import deltas_prefix
 from s3ec.node import Node, destination_of, refresh_pause_s
 from s3ec.store.endpoint import Breaker
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier import Claim
+from s3ec.tier.claims import Claim
 from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import Folders
 from s3ec.tier.inspection import Inspection

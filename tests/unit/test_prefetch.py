@@ -38,7 +38,10 @@ from s3ec.prefetch import (
 from s3ec.runtime import DiskWatch, LoopThread
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip, replace
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier import Claim, LocalKeys, OpenEntry, Tier
+from s3ec.tier.claims import Claim
+from s3ec.tier.entries import LocalKeys
+from s3ec.tier.open_entry import OpenEntry
+from s3ec.tier.tier import Tier
 from tests.support.clock import Clock
 from tests.support.fake_index import FakeIndex
 from tests.support.file_calls import file_calls_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from s3ec.dev.bench.corpus import Corpus
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
-from s3ec.tier import OpenEntry
+from s3ec.tier.open_entry import OpenEntry
 
 # How often the main thread looks for news, as a scheduler does at its steps.
 _LOOK_S = 0.01

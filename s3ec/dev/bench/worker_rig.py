@@ -34,7 +34,7 @@ from s3ec.identity import Namespace
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
-from s3ec.tier import OpenEntry
+from s3ec.tier.open_entry import OpenEntry
 
 Cache = dict[str, torch.Tensor]
 _SETTLE_TIMEOUT_S = 60.0

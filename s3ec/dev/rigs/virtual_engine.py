@@ -57,7 +57,7 @@ from s3ec.identity import Key, make_key
 from s3ec.managers import restore
 from s3ec.managers.restore import RestoreCosts
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
-from s3ec.tier import LocalKeys
+from s3ec.tier.entries import LocalKeys
 
 ROWS = 256
 _PLACEHOLDERS = ROWS + 2

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from s3ec.codec import Header
-from s3ec.tier import OpenEntry
+from s3ec.tier.open_entry import OpenEntry
 
 
 class VirtualEntry(OpenEntry):

@@ -11,7 +11,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.identity import Layout, make_key
-from s3ec.tier import Tier
+from s3ec.tier.tier import Tier
 from tests.support.clock import Clock
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash, entry_bytes

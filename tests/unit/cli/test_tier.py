@@ -13,7 +13,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.index.local import NodeFolder
-from s3ec.tier import Tier
+from s3ec.tier.tier import Tier
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, running_total
 from tests.unit.cli.conftest import Cli

@@ -19,7 +19,7 @@ from s3ec.settings import Settings
 from s3ec.store.endpoint import BreakerOptions, Endpoint
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
-from s3ec.tier import OpenEntry
+from s3ec.tier.open_entry import OpenEntry
 from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import key_of
 

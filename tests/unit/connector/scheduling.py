@@ -20,7 +20,8 @@ from s3ec.dev.rigs.virtual_tier import VirtualEntry
 from s3ec.identity import KeyPolicy, Layout, ModalityScopes
 from s3ec.index.reader import ManifestIndex
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
-from s3ec.tier import LocalKeys, OpenEntry
+from s3ec.tier.entries import LocalKeys
+from s3ec.tier.open_entry import OpenEntry
 from tests.support.clock import Clock
 from tests.support.fake_index import FakeIndex
 from tests.support.half_audit import leftovers_of

@@ -22,7 +22,7 @@ from s3ec.modality import Record
 from s3ec.runtime import DiskWatch
 from s3ec.store.endpoint import BreakerOptions
 from s3ec.testing.fault_store import Fault, Gate
-from s3ec.tier import Spool
+from s3ec.tier.spool import Spool
 from tests.support.file_calls import file_calls_of
 from tests.support.on_disk import audit_of
 from tests.support.waiting import DEADLINE_S, eventually

@@ -23,7 +23,8 @@ from s3ec.identity import Layout, make_key
 from s3ec.node import open_tier
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier import LocalKeys, Tier
+from s3ec.tier.entries import LocalKeys
+from s3ec.tier.tier import Tier
 from tests.support.corpora import Bucket
 from tests.support.on_disk import audit_of
 from tests.support.waiting import DEADLINE_S, eventually

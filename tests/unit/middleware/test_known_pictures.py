@@ -19,7 +19,7 @@ from s3ec.counters import Counters
 from s3ec.identity import Key, KeyPolicy, make_key
 from s3ec.middleware.chat_pictures import UntouchedError
 from s3ec.middleware.known_pictures import Opener, name_of_picture
-from s3ec.tier import Tier
+from s3ec.tier.tier import Tier
 from tests.support.file_calls import open_below
 from tests.support.on_disk import evict
 

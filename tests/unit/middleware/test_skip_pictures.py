@@ -20,7 +20,7 @@ from s3ec.middleware import SkipPictures, StripClientIds, bodies
 from s3ec.middleware.bodies import LIMIT_VARIABLE, Message
 from s3ec.middleware.known_pictures import Opener
 from s3ec.middleware.skip_pictures import PATH, FirstEvents, HeldBack, Node
-from s3ec.tier import Tier
+from s3ec.tier.tier import Tier
 from tests.support.waiting import until
 from tests.unit.middleware.test_chat_pictures import chat, part
 from tests.unit.middleware.test_known_pictures import (

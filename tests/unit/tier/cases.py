@@ -21,7 +21,10 @@ from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.identity import Key, make_key
 from s3ec.index.local import NodeFolder
-from s3ec.tier import OpenEntry, Spool, Tier, files
+from s3ec.tier import files
+from s3ec.tier.open_entry import OpenEntry
+from s3ec.tier.spool import Spool
+from s3ec.tier.tier import Tier
 from tests.support.clock import Clock
 from tests.support.finite import FINITE
 

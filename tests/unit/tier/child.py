@@ -21,7 +21,8 @@ from typing import Any
 
 from s3ec.errors import TierError
 from s3ec.index.local import NodeFolder
-from s3ec.tier import Claim, evictor
+from s3ec.tier import evictor
+from s3ec.tier.claims import Claim
 from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import Folders, TempFile, try_lock
 from tests.support.file_calls import open_below

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.tier import Tier, evictor
+from s3ec.tier import evictor
+from s3ec.tier.tier import Tier
 from tests.support.clock import Clock
 from tests.support.disks import as_plain_user, read_only, small_tmpfs
 from tests.support.on_disk import Asleep, audit_of

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.tier import Claim, OpenEntry, Tier
+from s3ec.tier.claims import Claim
+from s3ec.tier.open_entry import OpenEntry
+from s3ec.tier.tier import Tier
 from tests.unit.tier.cases import MakeTier, entry, key_at, refusing
 
 KEY, OTHER = key_at(0), key_at(1)

@@ -17,7 +17,9 @@ import pytest
 
 from s3ec import codec
 from s3ec.counters import Counters
-from s3ec.tier import LocalKeys, Tier, entries
+from s3ec.tier import entries
+from s3ec.tier.entries import LocalKeys
+from s3ec.tier.tier import Tier
 from tests.support.file_calls import open_below
 from tests.support.on_disk import audit_of, usage_of
 from tests.unit.tier.cases import (

@@ -20,7 +20,10 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.tier import Incoming, OpenEntry, Tier, files
+from s3ec.tier import files
+from s3ec.tier.entry_writer import Incoming
+from s3ec.tier.open_entry import OpenEntry
+from s3ec.tier.tier import Tier
 from tests.support.finite import FINITE
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (

@@ -20,7 +20,8 @@ from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import Key, digest_of_name
 from s3ec.runtime import PATIENCE_S
-from s3ec.tier import LocalKeys, evictor, files
+from s3ec.tier import evictor, files
+from s3ec.tier.entries import LocalKeys
 from s3ec.tier.evictor import RunningTotal
 from s3ec.tier.files import Folders, free_bytes, try_lock
 from tests.support.clock import Clock

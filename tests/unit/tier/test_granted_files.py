@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from s3ec.connector.messages import Load
-from s3ec.tier import OpenEntry, Tier
+from s3ec.tier.open_entry import OpenEntry
+from s3ec.tier.tier import Tier
 from tests.support.on_disk import evict
 from tests.unit.tier.cases import entry, file_of, key_at, opened
 

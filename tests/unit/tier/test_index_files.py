@@ -12,7 +12,7 @@ import pytest
 from s3ec.errors import TierError
 from s3ec.index.local import OVERLAY, NodeFolder
 from s3ec.index.names import SnapshotName
-from s3ec.tier import Tier
+from s3ec.tier.tier import Tier
 from tests.support.on_disk import audit_of, running_total, usage_of
 from tests.unit.tier.cases import (
     HOUR_S,

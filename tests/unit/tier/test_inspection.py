@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.tier import Tier, inspection
+from s3ec.tier import inspection
+from s3ec.tier.tier import Tier
 from tests.support.on_disk import audit_of, evict
 from tests.unit.tier.cases import entry, file_of, key_at
 from tests.unit.tier.test_entries import forged_size

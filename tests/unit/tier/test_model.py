@@ -28,8 +28,11 @@ from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key
-from s3ec.tier import OpenEntry, Residents, Tier, residents
+from s3ec.tier import residents
 from s3ec.tier.inspection import Inspection
+from s3ec.tier.open_entry import OpenEntry
+from s3ec.tier.residents import Residents
+from s3ec.tier.tier import Tier
 from tests.support.file_calls import open_below
 from tests.support.on_disk import ByHand, audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (

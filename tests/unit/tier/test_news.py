@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from s3ec.counters import Counters
-from s3ec.tier import LocalKeys, Tier, news
+from s3ec.tier import news
+from s3ec.tier.entries import LocalKeys
 from s3ec.tier.news import make_line, parse_lines
+from s3ec.tier.tier import Tier
 from tests.support.waiting import eventually
 from tests.unit.tier.cases import (
     NAMESPACE,

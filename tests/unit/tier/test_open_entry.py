@@ -13,8 +13,9 @@ import pytest
 
 from s3ec import codec
 from s3ec.identity import Key
-from s3ec.tier import OpenEntry, Tier
 from s3ec.tier.inspection import Inspection
+from s3ec.tier.open_entry import OpenEntry
+from s3ec.tier.tier import Tier
 from tests.support.clock import Clock
 from tests.support.file_calls import open_below
 from tests.support.on_disk import audit_of, evict, usage_of

@@ -17,8 +17,9 @@ from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import Key
-from s3ec.tier import Residents, Tier, residents
-from s3ec.tier.residents import VERIFIED_FOR_S, allowed_residents
+from s3ec.tier import residents
+from s3ec.tier.residents import VERIFIED_FOR_S, Residents, allowed_residents
+from s3ec.tier.tier import Tier
 from tests.support.clock import Clock
 from tests.support.file_calls import file_calls_of, open_below
 from tests.support.on_disk import ByHand, evict

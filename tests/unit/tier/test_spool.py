@@ -15,8 +15,9 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Spool, Tier
 from s3ec.tier.scan import SpoolFileName
+from s3ec.tier.spool import Spool
+from s3ec.tier.tier import Tier
 from tests.support.clock import Clock
 from tests.support.file_calls import open_below
 from tests.support.on_disk import audit_of, make_room, running_total, usage_of
