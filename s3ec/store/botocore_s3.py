@@ -16,8 +16,7 @@ import functools
 import io
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
 from botocore.parsers import ResponseParserError
@@ -52,7 +51,6 @@ from s3ec.store.s3_client import (
     read_piece,
 )
 from s3ec.store.s3_errors import (
-    SDK_ERRORS,
     boundary,
     code_of,
     error_of_key,
@@ -73,40 +71,19 @@ _HEADER_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemente
 
 
 class SdkSlot(RequestSlot):
-    """A slot with what the SDK needs, and the error boundary around all of it.
-
-    A class: a generator costs a GET five times as much.
+    """A slot with what the SDK needs.
 
     Attributes:
         opened: The SDK's client, and what it works with.
         exchange: What a thread does for it.
     """
 
-    __slots__ = ("_boundary", "_open", "exchange", "opened")
+    __slots__ = ("exchange", "opened")
 
-    def __init__(self, store: BotocoreStore, verb: str, key: str) -> None:
-        super().__init__(store._slots, store._what(verb, key))
-        self._boundary = boundary(self.what, store._region, store._by)
-        self._open = store._open
+    def __init__(self, slots: RequestSlots, what: str, opened: Opened) -> None:
+        super().__init__(slots, what)
+        self.opened = opened
         self.exchange = Exchange()
-
-    async def __aenter__(self) -> Self:
-        with self._boundary:
-            self.opened = await self._open()
-            # There are as many threads and connections as places, so nothing but what was
-            # given up a moment ago is waited for behind the deadline.
-            return await super().__aenter__()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._boundary:
-            await super().__aexit__(kind, exc, traceback)
-            if isinstance(exc, SDK_ERRORS):
-                raise exc
 
 
 class Form(NamedTuple):
@@ -333,9 +310,15 @@ class BotocoreStore:
     def _by(self) -> str:
         return self._opened.way.by if self._opened is not None else ""
 
-    def _slot(self, verb: str, key: str) -> SdkSlot:
+    @contextlib.asynccontextmanager
+    async def _slot(self, verb: str, key: str) -> AsyncIterator[SdkSlot]:
         """The client, one of the places, a deadline and the error boundary around an operation."""
-        return SdkSlot(self, verb, key)
+        what = self._what(verb, key)
+        with boundary(what, self._region, self._by):
+            # There are as many threads and connections as places, so nothing but what was
+            # given up a moment ago is waited for behind the deadline.
+            async with SdkSlot(self._slots, what, await self._open()) as slot:
+                yield slot
 
     async def _open(self) -> Opened:
         self._slots.check_loop()

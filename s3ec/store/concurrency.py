@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, aclosing
 from contextvars import ContextVar
 from types import TracebackType
@@ -24,7 +24,8 @@ R = TypeVar("R")
 _deadline: ContextVar[asyncio.Timeout | None] = ContextVar("s3ec_deadline", default=None)
 
 
-def within(seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
+@contextlib.asynccontextmanager
+async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
     """Give everything inside so much time; tasks begun inside know of it too.
 
     Yields:
@@ -33,31 +34,13 @@ def within(seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
     Raises:
         TimeoutError: It has passed.
     """
-    return _Within(seconds)
-
-
-class _Within(AbstractAsyncContextManager[asyncio.Timeout]):
-    """Contexts of a GET are classes: a generator costs some five times as much."""
-
-    __slots__ = ("_outer", "_timeout")
-
-    def __init__(self, seconds: float) -> None:
-        self._timeout = asyncio.timeout(seconds)
-
-    async def __aenter__(self) -> asyncio.Timeout:
-        await self._timeout.__aenter__()
-        self._outer = _deadline.get()
-        _deadline.set(self._timeout)
-        return self._timeout
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        _deadline.set(self._outer)
-        await self._timeout.__aexit__(kind, exc, traceback)
+    outer = _deadline.get()
+    async with asyncio.timeout(seconds) as deadline:
+        _deadline.set(deadline)
+        try:
+            yield deadline
+        finally:
+            _deadline.set(outer)
 
 
 def seconds_left() -> float:

@@ -12,7 +12,6 @@ import contextlib
 import re
 import ssl
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -146,7 +145,10 @@ _ACTIONS = {
 E = TypeVar("E", bound=BaseException)
 
 
-class boundary(contextlib.AbstractContextManager[None]):  # noqa: N801 -- used as a function
+@contextlib.contextmanager
+def boundary(
+    what: str, region: Callable[[], str], by: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
     """Let no SDK error out of this block.
 
     Args:
@@ -157,30 +159,16 @@ class boundary(contextlib.AbstractContextManager[None]):  # noqa: N801 -- used a
     Raises:
         UnavailableError, AccessError, ConflictError: Instead of what the SDK raised.
     """
-
-    __slots__ = ("_by", "_region", "_what")
-
-    def __init__(
-        self, what: str, region: Callable[[], str], by: Callable[[], str] = lambda: ""
-    ) -> None:
-        self._what = what
-        self._region = region
-        self._by = by
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if isinstance(exc, SDK_ERRORS):
-            # Tracebacks show the SDK's own text as well.
-            exc.args = tuple(_scrubbed(arg) if isinstance(arg, str) else arg for arg in exc.args)
-            error = error_of(exc, self._what + self._by(), self._region())
-            if isinstance(exc, sdk.ProxyConnectionError):
-                # aiohttp's own error repeats the proxy's URL, password included.
-                exc.__cause__ = exc.__context__ = None
-            raise error from exc
+    try:
+        yield
+    except SDK_ERRORS as exc:
+        # Tracebacks show the SDK's own text as well.
+        exc.args = tuple(_scrubbed(arg) if isinstance(arg, str) else arg for arg in exc.args)
+        error = error_of(exc, what + by(), region())
+        if isinstance(exc, sdk.ProxyConnectionError):
+            # aiohttp's own error repeats the proxy's URL, password included.
+            exc.__cause__ = exc.__context__ = None
+        raise error from exc
 
 
 @contextlib.contextmanager

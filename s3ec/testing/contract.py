@@ -73,20 +73,21 @@ class StoreContract:
         yield store
         await store.close()
 
-    @pytest.mark.parametrize("nbytes", [0, 1, 65_537, 2_752_512])
-    async def test_get_returns_what_was_put(self, store: Store, nbytes: int) -> None:
-        body = os.urandom(nbytes)
-        await store.put_if_absent("aa/one", [body])
-        assert await store.get("aa/one", max_bytes=_AMPLE) == body
+    async def test_get_returns_what_was_put(self, store: Store) -> None:
+        for nbytes in (0, 1, 65_537, 2_752_512):
+            body = os.urandom(nbytes)
+            await store.put_if_absent(f"aa/{nbytes}", [body])
+            assert await store.get(f"aa/{nbytes}", max_bytes=_AMPLE) == body
 
-    async def test_bodies_are_read_only_bytes_that_outlive_the_store(
+    async def test_bodies_are_read_only_bytes_that_outlive_a_store_which_is_closed_twice(
         self, make_store: MakeStore
     ) -> None:
         store, body = make_store(f"contract-{secrets.token_hex(6)}"), os.urandom(100_000)
         await store.put_if_absent("one", [body])
         whole = await store.get("one", max_bytes=_AMPLE)
         part = await store.get_range("one", 10, 1000)
-        await store.close()
+        for _ in range(2):
+            await store.close()
         for blob, expected in ((whole, body), (part, body[10:1010])):
             assert isinstance(blob, (bytes, memoryview))
             view = memoryview(blob)
@@ -106,8 +107,6 @@ class StoreContract:
         ]
         await store.put_if_absent("pieces", pieces)
         assert await store.get("pieces", max_bytes=_AMPLE) == data + b"end"
-
-    async def test_put_of_one_memoryview_and_of_no_piece(self, store: Store) -> None:
         await store.put_if_absent("view", [memoryview(b"abcdef")[2:4]])
         await store.put_if_absent("nothing", [])
         assert await store.get("view", max_bytes=10) == b"cd"
@@ -125,9 +124,9 @@ class StoreContract:
             await store.get("ten", max_bytes=9)
         assert caught.value.reason == "size"
 
-    @pytest.mark.parametrize(
-        ("start", "length", "expected"),
-        [
+    async def test_get_range_ends_where_the_object_ends(self, store: Store) -> None:
+        await store.put_if_absent("ten", [b"0123456789"])
+        for start, length, expected in (
             (0, 4, b"0123"),
             (3, 4, b"3456"),
             (8, 4, b"89"),
@@ -135,24 +134,15 @@ class StoreContract:
             (9, 1, b"9"),
             (10, 4, b""),
             (1000, 4, b""),
-        ],
-    )
-    async def test_get_range_ends_where_the_object_ends(
-        self, store: Store, start: int, length: int, expected: bytes
-    ) -> None:
-        await store.put_if_absent("ten", [b"0123456789"])
-        assert await store.get_range("ten", start, length) == expected
-
-    async def test_get_range_of_an_empty_object_is_empty(self, store: Store) -> None:
+        ):
+            assert await store.get_range("ten", start, length) == expected
         await store.put_if_absent("empty", [b""])
         assert await store.get_range("empty", 0, 10) == b""
 
-    @pytest.mark.parametrize(("start", "length"), [(-1, 4), (0, 0), (0, -1)])
-    async def test_get_range_refuses_impossible_ranges(
-        self, store: Store, start: int, length: int
-    ) -> None:
-        with pytest.raises(ValueError, match="range"):
-            await store.get_range("ten", start, length)
+    async def test_get_range_refuses_impossible_ranges(self, store: Store) -> None:
+        for start, length in ((-1, 4), (0, 0), (0, -1)):
+            with pytest.raises(ValueError, match="range"):
+                await store.get_range("ten", start, length)
 
     async def test_head_tells_name_and_size(self, store: Store) -> None:
         await store.put_if_absent("aa/ten", [b"0123456789"])
@@ -292,11 +282,8 @@ class StoreContract:
             await one.close()
             await longer.close()
 
-    @pytest.mark.parametrize("prefix", ["mit Leerzeichen", "corpus/größe/日本", "a+b%20&c=d/~#?"])
-    async def test_prefix_of_any_printable_characters(
-        self, make_store: MakeStore, prefix: str
-    ) -> None:
-        store = make_store(f"{secrets.token_hex(4)}/{prefix}")
+    async def test_prefix_of_any_printable_characters(self, make_store: MakeStore) -> None:
+        store = make_store(f"{secrets.token_hex(4)}/mit Leerzeichen/größe/日本/a+b%20&c=d/~#?")
         try:
             await store.put_if_absent("aa/x", [b"body"])
             assert await store.get("aa/x", max_bytes=10) == b"body"
@@ -333,17 +320,11 @@ class StoreContract:
         finally:
             await store.close()
 
-    @pytest.mark.parametrize("name", ["", "/absolute"])
-    async def test_names_that_leave_the_prefix_are_refused(self, store: Store, name: str) -> None:
-        with pytest.raises(ValueError, match="name"):
-            await store.put_if_absent(name, [b"x"])
-        with pytest.raises(ValueError, match="name"):
-            await store.get(name, max_bytes=10)
-        with pytest.raises(ValueError, match="name"):
-            await store.delete(name)
-
-    async def test_close_twice_is_fine(self, make_store: MakeStore) -> None:
-        store = make_store(f"contract-{secrets.token_hex(6)}")
-        await store.put_if_absent("one", [b"x"])
-        await store.close()
-        await store.close()
+    async def test_names_that_leave_the_prefix_are_refused(self, store: Store) -> None:
+        for name in ("", "/absolute"):
+            with pytest.raises(ValueError, match="name"):
+                await store.put_if_absent(name, [b"x"])
+            with pytest.raises(ValueError, match="name"):
+                await store.get(name, max_bytes=10)
+            with pytest.raises(ValueError, match="name"):
+                await store.delete(name)

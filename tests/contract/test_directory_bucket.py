@@ -19,6 +19,7 @@ from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Reply, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.errors import UnavailableError
 from s3ec.store.base import ObjectInfo, UnorderedListingError
+from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.testing.contract import MakeStore, StoreContract
 from s3ec.testing.server import Identity, LocalS3
 from tests.contract.conftest import Configure, Transport, _configure
@@ -90,20 +91,23 @@ def on_seaweed(
     return _configure(monkeypatch, directory_bucket.env(), in_front.url, BUCKET)
 
 
+@pytest.fixture
+def transport() -> Transport:
+    """To which obstore leaves such a bucket, tests/unit/store/test_obstore_store.py."""
+    return BotocoreStore
+
+
 class TestBehindTheProxy(StoreContract):
     @pytest.fixture
-    def make_store(self, on_seaweed: Configure, any_transport: Transport) -> MakeStore:
-        return lambda prefix: any_transport(on_seaweed(prefix=prefix))
+    def make_store(self, on_seaweed: Configure) -> MakeStore:
+        return lambda prefix: BotocoreStore(on_seaweed(prefix=prefix))
 
 
 async def test_a_listing_that_breaks_off_does_not_go_on_where_it_was(
-    on_seaweed: Configure,
-    transport: Transport,
-    in_front: FaultProxy,
-    monkeypatch: pytest.MonkeyPatch,
+    on_seaweed: Configure, in_front: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "page_size", 3)
-    store = transport(on_seaweed(prefix=f"broken-{transport.__name__}"))
+    monkeypatch.setattr(BotocoreStore, "page_size", 3)
+    store = BotocoreStore(on_seaweed(prefix="broken"))
     for number in range(5):
         await store.put_if_absent(f"o/{number}", [b"x"])
 

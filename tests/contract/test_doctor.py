@@ -23,7 +23,7 @@ from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Delay
 from s3ec.dev.rigs.vllm_cpu import engine_env
 from s3ec.identity import Layout, Namespace
-from s3ec.testing.server import Identity, LocalS3, MotoServer, S3Server
+from s3ec.testing.server import LocalS3, S3Server
 from tests.contract.conftest import BUCKET, READER
 
 # Where vLLM is not installed and no model is named.
@@ -141,26 +141,6 @@ def test_seaweedfs_is_well_and_encrypts_when_asked(
     assert objects(local_s3) == []
 
 
-def test_dead_port_fails_at_the_endpoint_and_skips_the_rest(
-    doctor: Doctor, config: Callable[..., str], moto_server: MotoServer
-) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        report = doctor(config(url), env=moto_server.env())  # nobody else gets the port meanwhile
-    assert report.verdicts() == {
-        **HEALTHY,
-        **NO_BUCKET,
-        "endpoint": "fail",
-        "clock": "skip",
-        "bucket": "skip",
-    }
-    assert report.document["ok"] is False
-    assert report.code == 1
-    assert "refused" in report["endpoint"]["found"]
-    assert url in report["endpoint"]["mend"]
-
-
 def test_nobody_waits_for_an_answer_beyond_the_time_for_a_request(
     doctor: Doctor, config: Callable[..., str]
 ) -> None:
@@ -275,47 +255,12 @@ def test_what_the_bucket_refuses_fails_there_and_says_what_to_do(
     assert report.code == 1
 
 
-def test_no_credentials_fail_and_the_endpoint_is_still_examined(
-    doctor: Doctor, config: Callable[..., str], local_s3: LocalS3
-) -> None:
-    report = doctor(config(local_s3.endpoint_url))
-    assert report.verdicts() == {
-        **HEALTHY,
-        **NO_BUCKET,
-        "credentials": "fail",
-        "bucket": "skip",
-    }
-
-
 def test_reader_without_list_is_told_which_right_is_missing(
     doctor: Doctor, config: Callable[..., str], guarded_s3: LocalS3
 ) -> None:
     report = doctor(config(guarded_s3.endpoint_url), env=guarded_s3.env(READER))
     assert report["bucket"]["verdict"] == "fail"
     assert "s3:ListBucket" in report["bucket"]["mend"]
-
-
-@pytest.fixture(scope="module")
-def read_only(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A server with an identity that may list and read, not write."""
-    viewer = Identity("viewer", actions=("Read", "List"))
-    with LocalS3(identities=[viewer]) as server:
-        server.create_bucket(BUCKET)
-        yield server, viewer
-
-
-def test_read_only_credentials_fail_for_a_producer_and_do_for_a_consumer(
-    doctor: Doctor, config: Callable[..., str], read_only: tuple[LocalS3, Identity]
-) -> None:
-    server, viewer = read_only
-    env = server.env(viewer)
-    report = doctor(config(server.endpoint_url), env=env)
-    unknown = dict.fromkeys(PROBING, "skip")
-    assert report.verdicts() == {**HEALTHY, **unknown, "write": "fail"}
-    assert "s3:PutObject" in report["write"]["mend"]
-    report = doctor(config(server.endpoint_url, role="ec_consumer"), env=env)
-    assert report.verdicts() == {**HEALTHY, **unknown, "write": "skip"}
-    assert report.code == 0
 
 
 def test_untrusted_certificate_fails_until_its_authority_is_named(
@@ -356,16 +301,6 @@ def test_unusable_settings_are_exit_code_2_and_one_document(
     assert "hush-hush" not in report.text
 
 
-# CAP_DAC_OVERRIDE lets root write anywhere; dropped from the bounding set, it does not come
-# back at exec. Elsewhere than as root this does nothing and is not needed.
-AS_ORDINARY_USER = """
-import ctypes, os, sys
-PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
-ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
-os.execv(sys.executable, [sys.executable, "-m", "s3ec", *sys.argv[1:]])
-"""
-
-
 def run_process(
     *command: str, env: Mapping[str, str], code: str | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -377,27 +312,6 @@ def run_process(
         text=True,
         check=False,
     )
-
-
-def test_read_only_cache_folder_fails(
-    config: Callable[..., str], local_s3: LocalS3, seaweed_bucket: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o500)
-    # As if vLLM were not installed: its import takes longer than all the rest.
-    code = AS_ORDINARY_USER.replace('"-m", "s3ec"', '"-c", NO_VLLM')
-    code = f"NO_VLLM = {NO_VLLM!r}\n{code}"
-    command = ("doctor", "--json", "--config", config(local_s3.endpoint_url))
-    out = run_process(*command, env=local_s3.env(), code=code)
-    report = Report(out.stdout, out.returncode)
-    assert report.verdicts() == {
-        **HEALTHY,
-        "cache_folder": "fail",
-        "open_files": "ok",
-        "cache_space": "skip",
-    }
-    assert "Permission denied" in report["cache_folder"]["found"]
-    assert report.code == 1
 
 
 NO_VLLM = """

@@ -26,6 +26,11 @@ from tests.unit.index.corpus import LAYOUT, NAMESPACE, in_thread, key_of, keys_o
 PAGE = 1000
 
 
+@pytest.fixture
+def transport() -> Transport:
+    return ObstoreStore
+
+
 def reader(store: Store, folder: Path, settings: Settings | None = None) -> ManifestIndex:
     jobs = in_process(store) if settings is None else in_child(settings)
     return ManifestIndex(

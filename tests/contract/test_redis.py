@@ -67,14 +67,6 @@ def cluster() -> Iterator[Valkey]:
         yield server
 
 
-class TestAlone(StoreContract):
-    list_count = 1
-
-    @pytest.fixture
-    def make_store(self, alone: Valkey) -> MakeStore:
-        return lambda prefix: RedisStore(alone.url, prefix=prefix, **_PATIENCE)
-
-
 class TestWithTlsAndAUser(StoreContract):
     list_count = 1
 

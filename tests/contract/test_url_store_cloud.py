@@ -73,31 +73,31 @@ async def store(make_store: MakeStore) -> AsyncIterator[UrlStore]:
     await store.close()
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "kind", "words"),
-    [
-        (403, "AccessDenied", AccessError, "allow these credentials"),
-        (401, "Unauthorized", AccessError, "allow these credentials"),
-        (400, "Malformed", UnavailableError, "400"),
-        (429, "SlowDown", UnavailableError, "429"),
-        (500, "InternalError", UnavailableError, "500"),
-        (503, "SlowDown", UnavailableError, "503"),
-    ],
+REFUSALS = (
+    (403, "AccessDenied", AccessError, "allow these credentials"),
+    (401, "Unauthorized", AccessError, "allow these credentials"),
+    (400, "Malformed", UnavailableError, "400"),
+    (429, "SlowDown", UnavailableError, "429"),
+    (500, "InternalError", UnavailableError, "500"),
+    (503, "SlowDown", UnavailableError, "503"),
 )
+
+
 async def test_refusals_of_a_cloud_are_errors_by_what_the_caller_does_next(
-    status: int, code: str, kind: type[Exception], words: str, store: UrlStore, proxy: FaultProxy
+    store: UrlStore, proxy: FaultProxy
 ) -> None:
-    proxy.add(Rule(faults.s3_error(status, code)))
-    for call in (
-        lambda: store.get("a", max_bytes=AMPLE),
-        lambda: store.get_range("a", 0, 10),
-        lambda: store.put_if_absent("b", [b"x"]),
-        lambda: store.delete("a"),
-        lambda: store.list_folders(""),
-        lambda: anext(store.list("")),
-    ):
-        with pytest.raises(kind, match=words):
-            await call()
+    for status, code, kind, words in REFUSALS:
+        proxy.clear(Rule(faults.s3_error(status, code)))
+        for call in (
+            lambda: store.get("a", max_bytes=AMPLE),
+            lambda: store.get_range("a", 0, 10),
+            lambda: store.put_if_absent("b", [b"x"]),
+            lambda: store.delete("a"),
+            lambda: store.list_folders(""),
+            lambda: anext(store.list("")),
+        ):
+            with pytest.raises(kind, match=words):
+                await call()
     proxy.clear()
     assert await store.get("a", max_bytes=AMPLE) == bytes(300_000)
 

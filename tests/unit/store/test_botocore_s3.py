@@ -4,21 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import hashlib
-import http.server
-import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from botocore.credentials import SSOProvider
 from botocore.exceptions import ConnectionClosedError
 
 from s3ec.dev.rigs import proxy_faults as faults
@@ -26,7 +19,6 @@ from s3ec.dev.rigs.proxy import Fault, FaultProxy, Rule
 from s3ec.errors import UnavailableError
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.s3_client import Exchange
-from tests.support.serving import running
 from tests.support.waiting import eventually, until
 from tests.unit.store.conftest import PATIENCE_S, Configure
 
@@ -181,95 +173,6 @@ class _Length:
 
 
 # -- sources of credentials --------------------------------------------------------------------
-
-
-@contextmanager
-def service(answers: Callable[[str, dict[str, str]], object]) -> Iterator[str]:
-    """An HTTP server on loopback that answers each GET with JSON; its address."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            body = json.dumps(answers(self.path, headers)).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    with running(server):
-        yield f"http://127.0.0.1:{server.server_port}"
-
-
-def in_hours(hours: float) -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=hours)
-
-
-async def test_credentials_of_a_container_are_used_and_asked_for_once(
-    configure: Configure, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def answer(path: str, headers: dict[str, str]) -> object:
-        asked.append(f"{path} {headers.get('authorization')}")
-        return {
-            "AccessKeyId": "AKIACONTAINER",
-            "SecretAccessKey": "s",
-            "Token": "a-containers-token",
-            "Expiration": in_hours(6).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        }
-
-    with service(answer) as url:
-        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")
-        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "a-pod")
-        store = BotocoreStore(configure())
-        for _ in range(3):
-            assert await store.get("absent", max_bytes=1) is None
-        await store.close()
-    assert asked == ["/role a-pod"]
-    for request in proxy.requests:
-        assert "AKIACONTAINER" in request.headers["authorization"]
-        assert request.headers["x-amz-security-token"] == "a-containers-token"
-
-
-async def test_single_sign_on_of_a_profile_is_used(
-    configure: Configure, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    start = "https://corpus.awsapps.test/start"
-    cached = (
-        tmp_path / ".aws" / "sso" / "cache" / f"{hashlib.sha1(start.encode()).hexdigest()}.json"
-    )
-    cached.parent.mkdir(parents=True)
-    token = {"accessToken": "a-sign-on", "expiresAt": f"{in_hours(6):%Y-%m-%dT%H:%M:%SZ}"}
-    cached.write_text(json.dumps({"startUrl": start, "region": "us-east-1", **token}))
-    (tmp_path / "config").write_text(
-        f"[profile people]\nsso_start_url = {start}\nsso_region = us-east-1\n"
-        "sso_account_id = 123456789012\nsso_role_name = reader\n"
-    )
-    asked: list[str] = []
-
-    def answer(path: str, headers: dict[str, str]) -> object:
-        asked.append(f"{path} {headers['x-amz-sso_bearer_token']}")
-        expires_ms = int(in_hours(6).timestamp() * 1000)
-        return {"roleCredentials": {"accessKeyId": "AKIASIGNEDON", "secretAccessKey": "s",
-                                    "sessionToken": "t", "expiration": expires_ms}}  # fmt: skip
-
-    # botocore looks the home folder up when it is imported.
-    monkeypatch.setattr(SSOProvider, "_SSO_TOKEN_CACHE_DIR", str(cached.parent))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    with service(answer) as url:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_SSO", url)
-        store = BotocoreStore(configure(profile="people"))
-        for _ in range(3):
-            assert await store.get("absent", max_bytes=1) is None
-        await store.close()
-    (request,) = asked
-    assert request.startswith("/federation/credentials?")
-    assert request.endswith(" a-sign-on")
-    assert all("AKIASIGNEDON" in one.headers["authorization"] for one in proxy.requests)
 
 
 async def test_service_of_credentials_that_hangs_is_given_up_as_soon_as_a_store_would_be(

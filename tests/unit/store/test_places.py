@@ -90,14 +90,6 @@ def world() -> World:
     return World()
 
 
-async def test_the_first_place_that_has_an_entry_is_the_only_one_asked(world: World) -> None:
-    world.put(NAME, 0, 1, 2)
-    assert await world.get() == b"body"
-    assert world.asked() == [1, 0, 0]
-    assert await world.store.get_range(NAME, 1, 2) == b"od"
-    assert world.asked(op="get_range") == [1, 0, 0]
-
-
 async def test_lag_costs_one_request_a_minute(world: World) -> None:
     world.put(NAME, 2)
     assert await world.get() == b"body"
@@ -124,13 +116,6 @@ async def test_who_reads_an_entry_is_told_when_home_is_asked(world: World) -> No
     assert told == ["home"]
 
 
-async def test_only_homes_404_is_an_absence(world: World) -> None:
-    assert await world.get() is None
-    world.fault(2, Fault(error=UnavailableError))
-    with pytest.raises(UnavailableError):
-        await world.get()
-
-
 @pytest.mark.parametrize("error", [UnavailableError, AccessError])
 async def test_a_place_that_fails_is_passed_over(world: World, error: type[S3ECError]) -> None:
     world.put(NAME, 0, 1, 2)
@@ -154,15 +139,6 @@ async def test_an_open_breaker_is_not_asked_and_its_probe_brings_it_back(world: 
     assert not world.endpoints[0].breaker.is_open
     assert await world.get() == b"body"
     assert world.asked()[0] == 2
-
-
-async def test_with_home_down_entries_are_read_near_and_saves_fail(world: World) -> None:
-    world.put(NAME, 0)
-    world.fault(2, Fault(error=UnavailableError))
-    assert await world.get() == b"body"
-    with pytest.raises(UnavailableError):
-        await world.store.put_if_absent("x", [b"1"])
-    assert world.asked(op="put_if_absent") == [0, 0, 1]
 
 
 async def test_reads_are_useless_only_where_every_place_is_down(world: World) -> None:

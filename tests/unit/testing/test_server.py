@@ -56,10 +56,22 @@ def _taken_port() -> Iterator[int]:
         yield busy.getsockname()[1]
 
 
-def test_identity_does_only_what_its_actions_say() -> None:
+def test_identity_does_only_what_its_actions_say_and_what_the_server_keeps_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module.tempfile, "tempdir", str(tmp_path))
+    admin = Identity("admin")
     reader = Identity("reader", actions=("Read:pictures",))
     keeper = Identity("keeper", may=("s3:PutObject", "s3:GetObject"))
-    with LocalS3(identities=[reader, keeper]) as server:
+    with LocalS3(admin=admin, identities=[reader, keeper]) as server:
+        (run_dir,) = tmp_path.iterdir()
+        assert (run_dir / "weed.INFO").exists(), "its own logs are elsewhere"
+        assert run_dir.stat().st_mode & 0o077 == 0, "it holds the keys"
+        assert server.secret_key not in repr(server) + repr(admin)
+        port = int(server.endpoint_url.rpartition(":")[2])
+        # SeaweedFS has no option for where it makes this one.
+        grpc = Path(f"/tmp/seaweedfs-s3-grpc-{port + 10_000}.sock")
+        assert grpc.exists()
         for name in ("pictures", "letters"):
             server.create_bucket(name)
             server.client().put_object(Bucket=name, Key="k", Body=b"1")
@@ -76,21 +88,31 @@ def test_identity_does_only_what_its_actions_say() -> None:
             client.delete_object(Bucket="pictures", Key="k3")
         with pytest.raises(ClientError, match="AccessDenied"):
             client.list_objects_v2(Bucket="pictures")
+    assert not list(tmp_path.iterdir())
+    assert not grpc.exists()
 
 
-@pytest.mark.parametrize("end", ["kill", "stop"])
-def test_restart_keeps_endpoint_keys_and_objects(end: str) -> None:
-    with LocalS3() as server:
-        endpoint, client = server.endpoint_url, server.client()
-        client.create_bucket(Bucket="kept")
-        client.put_object(Bucket="kept", Key="k", Body=b"x" * 100_000)
-        getattr(server, end)()
-        assert server.pid is None
-        with pytest.raises(BotoCoreError):
-            client.list_buckets()
-        server.restart()
-        assert server.endpoint_url == endpoint
-        assert client.get_object(Bucket="kept", Key="k")["Body"].read() == b"x" * 100_000
+def test_restart_keeps_endpoint_keys_and_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where somebody took a port since it was found free."""
+    with _taken_port() as busy:
+        # The port of S3, then those beside it; the second of these is taken.
+        found = [free_port(), free_port(), busy]
+        monkeypatch.setattr(
+            server_module, "free_port", lambda: found.pop(0) if found else free_port()
+        )
+        with LocalS3() as server:
+            assert found == []
+            endpoint, client = server.endpoint_url, server.client()
+            client.create_bucket(Bucket="kept")
+            client.put_object(Bucket="kept", Key="k", Body=b"x" * 100_000)
+            for end in (server.kill, server.stop):
+                end()
+                assert server.pid is None
+                with pytest.raises(BotoCoreError):
+                    client.list_buckets()
+                server.restart()
+                assert server.endpoint_url == endpoint
+                assert client.get_object(Bucket="kept", Key="k")["Body"].read() == b"x" * 100_000
 
 
 @pytest.mark.parametrize("child", [_CHILD, _CHILD_WITH_VALKEY], ids=["s3", "valkey"])
@@ -109,38 +131,6 @@ def test_sigkilled_parent_leaves_no_server_and_no_files(tmp_path: Path, child: s
         parent.kill()
     eventually(lambda: _refuses(endpoint))
     eventually(lambda: not list(tmp_path.iterdir()))
-
-
-def test_what_a_server_keeps_is_private_and_is_gone_when_it_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module.tempfile, "tempdir", str(tmp_path))
-    admin = Identity("admin")
-    with LocalS3(admin=admin) as server:
-        (run_dir,) = tmp_path.iterdir()
-        assert (run_dir / "weed.INFO").exists(), "its own logs are elsewhere"
-        assert run_dir.stat().st_mode & 0o077 == 0, "it holds the keys"
-        assert server.secret_key not in repr(server) + repr(admin)
-        port = int(server.endpoint_url.rpartition(":")[2])
-        # SeaweedFS has no option for where it makes this one.
-        grpc = Path(f"/tmp/seaweedfs-s3-grpc-{port + 10_000}.sock")
-        assert grpc.exists()
-    assert not list(tmp_path.iterdir())
-    assert not grpc.exists()
-
-
-def test_port_that_somebody_took_since_it_was_found_free_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with _taken_port() as busy:
-        # The port of S3, then those beside it; the second of these is taken.
-        found = [free_port(), free_port(), busy]
-        monkeypatch.setattr(
-            server_module, "free_port", lambda: found.pop(0) if found else free_port()
-        )
-        with LocalS3() as server:
-            assert found == []
-            server.create_bucket("taken")
 
 
 def test_given_port_that_is_taken_is_refused() -> None:
