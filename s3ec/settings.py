@@ -396,8 +396,8 @@ class Settings(BaseModel):
     save: Literal["always", "worth"] = Field(
         "always",
         description="Which embeddings an `ec_both` engine stores. `always`: every embedding that "
-        "it encodes. `worth`: an embedding that it encodes for the second time (of the last half "
-        "a million or more). An `ec_producer` always stores all.",
+        "it encodes. `worth`: an embedding that it encodes for the second time (of the last "
+        "131,072 or more). An `ec_producer` always stores all.",
     )
     save_overflow: Literal["block", "drop"] = Field(
         "drop",

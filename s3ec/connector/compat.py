@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from vllm import __version__ as _vllm_version
@@ -141,18 +137,3 @@ def can_pin_memory() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_pin_memory_available())
-
-
-@functools.cache
-def sync_allowed() -> Callable[[], AbstractContextManager[Any]]:
-    """What tells vLLM's sync checker (VLLM_GPU_SYNC_CHECK) that a copy may wait.
-
-    Returns:
-        Called anew for each block of such copies.
-    """
-    try:
-        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-    except ImportError:
-        return contextlib.nullcontext
-    allowed: Callable[[], AbstractContextManager[Any]] = gpu_sync_allowed
-    return allowed

@@ -300,23 +300,19 @@ def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
         ConfigError: Something must be changed first.
     """
     problem = model_problem(vllm_config)
+    if problem is None and (release := compat.release_problem()) is not None:
+        problem = f"{release}. s3ec stays inactive"
+    if problem is None:
+        problem = live_weights_problem(vllm_config, settings)
     if problem is not None:
         log.warning("%s", problem)
         return False
-    problem = compat.release_problem()
-    if problem is not None:
-        log.warning("%s. s3ec stays inactive", problem)
-        return False
-    problem = identifier_problem(vllm_config)
-    if problem is not None:
-        raise ConfigError(problem, field="mm_processor_cache_gb")
-    problem = trust_problem(vllm_config, settings)
-    if problem is not None:
-        raise ConfigError(problem, field="trust_client_ids")
-    problem = live_weights_problem(vllm_config, settings)
-    if problem is not None:
-        log.warning("%s", problem)
-        return False
+    for field, wrong in (
+        ("mm_processor_cache_gb", identifier_problem(vllm_config)),
+        ("trust_client_ids", trust_problem(vllm_config, settings)),
+    ):
+        if wrong is not None:
+            raise ConfigError(wrong, field=field)
     return True
 
 

@@ -2,15 +2,14 @@
 """What the scheduler half has stored: which embeddings, and each of them once.
 
 With `save` = worth only what is encoded a second time. Most pictures that people send are never
-sent again. What was encoded once is remembered by its key alone, in a sketch of fixed size, and
-stored when it is encoded once more.
+sent again. What was encoded once is remembered by its key alone, and stored when it is encoded once
+more.
 
 The scheduler's thread owns all of it. Nothing here waits.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -20,55 +19,31 @@ from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.index.reader import ManifestIndex
 
-# A generation: 1 MiB. At 16 bits for each key, of which 4 are set, it takes 1 in 400 for one that
-# it holds, which is stored a little early.
-GENERATION_BYTES = 1 << 20
-_BITS_PER_KEY = 16
-_PROBES = struct.Struct("<4I")
+# Of one generation. Two of them take about 20 MB.
+GENERATION_KEYS = 1 << 17
 
 
 class SeenKeys:
-    """A sketch of the keys that were seen lately: two bloom filters, the newer one being filled.
+    """Remembers the keys that were seen lately: two sets, the newer one being filled.
 
-    When it is full the older one is emptied and filled next. So the last ``capacity`` different
-    keys are always known, and none of those before the last ``2 * capacity``.
-
-    Attributes:
-        capacity: Keys of one filter.
+    When it is full the older one is dropped. So the last GENERATION_KEYS different keys are always
+    known, and none of those before the last two times as many.
     """
 
-    def __init__(self, generation_bytes: int = GENERATION_BYTES) -> None:
-        """Start with nothing seen.
+    def __init__(self) -> None:
+        """Start with nothing seen."""
+        self._newer: set[int] = set()
+        self._older: set[int] = set()
 
-        Args:
-            generation_bytes: Of one filter; a power of two.
-        """
-        self._nbytes = generation_bytes
-        self._mask = 8 * generation_bytes - 1
-        self.capacity = 8 * generation_bytes // _BITS_PER_KEY
-        self._newer = bytearray(generation_bytes)
-        self._older = bytearray(generation_bytes)
-        self._count = 0
-
-    def add(self, digest: bytes) -> bool:
-        """Note one key; whether it was seen before. About 2 us.
-
-        Args:
-            digest: ``Key.digest``.
-        """
-        mask = self._mask
-        bits = [probe & mask for probe in _PROBES.unpack(digest)]
-        newer, older = self._newer, self._older
-        if all(newer[bit >> 3] >> (bit & 7) & 1 for bit in bits):
+    def add(self, key: Key) -> bool:
+        """Note one key; whether it was seen before. Half of a digest tells keys apart."""
+        digest = key.digest_hi
+        if digest in self._newer:
             return True
-        seen = all(older[bit >> 3] >> (bit & 7) & 1 for bit in bits)
-        if self._count >= self.capacity:
-            self._older, self._newer = newer, bytearray(self._nbytes)
-            newer, self._count = self._newer, 0
-        self._count += 1
-        for bit in bits:
-            newer[bit >> 3] |= 1 << (bit & 7)
-        return seen
+        if len(self._newer) >= GENERATION_KEYS:
+            self._older, self._newer = self._newer, set()
+        self._newer.add(digest)
+        return digest in self._older
 
 
 class SaveOrders:
@@ -105,7 +80,7 @@ class SaveOrders:
         """What to save of a feature that is about to be encoded; None where that is done."""
         if feature.identifier in self.ordered_s or self._index.maybe_contains(key):
             return None
-        if self._seen is not None and not self._seen.add(key.digest):
+        if self._seen is not None and not self._seen.add(key):
             self._counters.add("save_declined")
             return None
         return self._order(key, feature, on_device=False)

@@ -164,7 +164,6 @@ class WorkerHalf:
         self._measured: deque[EncodeTime] = deque(maxlen=_MOST_MEASURED)
         self._loader = Loader(node, lambda: open_staging(device()))
         self._loaded: dict[int, set[int]] = {}
-        self._sync_allowed = compat.sync_allowed()
         self._increments = Increments(node.counters)
         self._told_levels: Mapping[str, float] = node.levels
 
@@ -214,8 +213,7 @@ class WorkerHalf:
         loads = sorted(missing.values(), key=lambda one: -one.shape.nbytes)
         failure: Exception | None = None
         nbytes = 0
-        with self._sync_allowed():
-            outcomes = self._loader.load(loads)
+        outcomes = self._loader.load(loads)
         for load, outcome in zip(loads, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 failure = failure or outcome
@@ -258,8 +256,7 @@ class WorkerHalf:
         if not isinstance(output, torch.Tensor):
             self._node.counters.add("save_problem.shape")
         else:
-            with self._sync_allowed():
-                self._saves.put(identifier, save, output, step=plan.step)
+            self._saves.put(identifier, save, output, step=plan.step)
 
     def report(self) -> WorkerReport | None:
         """What happened since the last report; None if nothing did."""
@@ -308,8 +305,7 @@ def load_without_a_half(cache: MutableMapping[str, Any], plan: StepPlan) -> None
                 "this worker's half of s3ec did not start, as its log says, and it cannot read "
                 f"{load.path} by itself: {exc}"
             ) from exc
-        with compat.sync_allowed()():
-            cache[load.identifier] = values.to(compat.current_device())
+        cache[load.identifier] = values.to(compat.current_device())
 
 
 def _holds(encoder_cache: Mapping[str, Any], load: Load) -> bool:

@@ -69,7 +69,6 @@ SINCE: dict[str, tuple[str, tuple[int, int], tuple[int, int]]] = {
     "mm_hasher_algorithm": ("config.multimodal:MultiModalConfig", (0, 27), (1, 0)),
     "ec_connector_worker_meta": ("v1.outputs:ECConnectorOutput", (0, 28), (1, 0)),
     "VLLM_MM_HASHER_ALGORITHM": ("envs:environment_variables", (0, 24), (0, 30)),
-    "VLLM_GPU_SYNC_CHECK": ("envs:environment_variables", (0, 25), (1, 0)),
 }
 HOOKS = {
     "ensure_cache_available": (0, 24),

@@ -3,35 +3,30 @@
 
 from __future__ import annotations
 
-import hashlib
+import pytest
 
+from s3ec.connector import save_orders
 from s3ec.connector.messages import WorkerReport
 from s3ec.connector.save_orders import SeenKeys
 from tests.unit.connector.scheduling import World, feature, identifier_of, request
-
-
-def digest(number: int) -> bytes:
-    return hashlib.sha256(str(number).encode()).digest()[:16]
-
-
-# -- the sketch ------------------------------------------------------------------------------
+from tests.unit.tier.cases import key_of
 
 
 def test_key_is_seen_from_its_second_time_on() -> None:
     seen = SeenKeys()
-    assert [seen.add(digest(1)) for _ in range(3)] == [False, True, True]
-    assert not seen.add(digest(2))
+    assert [seen.add(key_of("a")) for _ in range(3)] == [False, True, True]
+    assert not seen.add(key_of("b"))
 
 
-def test_the_last_ones_are_known_and_old_ones_are_forgotten() -> None:
-    seen = SeenKeys(1024)
-    many = 6 * seen.capacity
-    early = sum(seen.add(digest(number)) for number in range(many))
-    assert early < many / 100  # taken for others
-    for number in range(many - seen.capacity, many):
-        assert seen.add(digest(number))
-    forgotten = [not seen.add(digest(number)) for number in range(seen.capacity // 2)]
-    assert sum(forgotten) > 0.98 * len(forgotten)
+def test_the_last_ones_are_known_and_old_ones_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(save_orders, "GENERATION_KEYS", 8)
+    keys = [key_of(str(number)) for number in range(40)]
+    seen = SeenKeys()
+    assert not any(map(seen.add, keys))
+    assert all(map(seen.add, keys[-8:]))
+    assert not any(map(seen.add, keys[:8]))
 
 
 # -- in the scheduler half -------------------------------------------------------------------
