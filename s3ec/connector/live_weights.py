@@ -32,32 +32,14 @@ log = logging.getLogger(__name__)
 # vLLM's own calls into the workers that leave the weights as they are. All others may change them:
 # most do so for a living, `get_model` hands the model out, and nobody can say what a function or an
 # extension of the worker does, whatever it is called.
-_HARMLESS = frozenset(
-    {
-        "add_lora",
-        "check_health",
-        "compute_weight_checksums",
-        "get_cache_block_size_bytes",
-        "get_compilation_match_table",
-        "get_encoder_timing_stats",
-        "get_kv_cache_spec",
-        "get_kv_connector_handshake_metadata",
-        "get_model_inspection",
-        "get_supported_kv_cache_layouts",
-        "get_supported_tasks",
-        "list_loras",
-        "pin_lora",
-        "profile",
-        "release_late_interaction_query_cache",
-        "remove_lora",
-        "reset_mm_cache",
-        "save_sharded_state",
-        "save_tensorized_model",
-        "sleep",
-        "synchronize_device",
-        "wake_up",
-    }
-)
+_HARMLESS = frozenset((
+    "add_lora", "check_health", "compute_weight_checksums", "get_cache_block_size_bytes",
+    "get_compilation_match_table", "get_encoder_timing_stats", "get_kv_cache_spec",
+    "get_kv_connector_handshake_metadata", "get_model_inspection",
+    "get_supported_kv_cache_layouts", "get_supported_tasks", "list_loras", "pin_lora", "profile",
+    "release_late_interaction_query_cache", "remove_lora", "reset_mm_cache", "save_sharded_state",
+    "save_tensorized_model", "sleep", "synchronize_device", "wake_up",
+))  # fmt: skip
 _MARK = "__s3ec_watches__"
 
 

@@ -275,7 +275,8 @@ def namespace_of(vllm_config: Any, settings: Settings, weights: Weights | None =
     weights = weights or encoder_weights(vllm_config, settings)
     if weights.problem is not None:
         raise ConfigError(f"nothing can be shared: {weights.problem}", field="weights")
-    return Namespace.from_descriptor(describe(vllm_config, settings, weights))
+    described = _describe_but_files(vllm_config, settings)
+    return Namespace.from_descriptor({**described, **weights.descriptor})
 
 
 def encoder_weights(vllm_config: Any, settings: Settings) -> Weights:
@@ -315,11 +316,6 @@ def checkpoint_of(vllm_config: Any) -> Checkpoint:
     )
 
 
-def describe(vllm_config: Any, settings: Settings, weights: Weights) -> dict[str, Any]:
-    """The descriptor: plain JSON, the same on every replica that may share embeddings."""
-    return {**_describe_but_files(vllm_config, settings), **weights.descriptor}
-
-
 def describe_once(vllm_config: Any, settings: Settings) -> dict[str, Any]:
     """The descriptor but for what files say, as it was when this process first asked for it.
 
@@ -336,6 +332,7 @@ def describe_once(vllm_config: Any, settings: Settings) -> dict[str, Any]:
 
 
 def _describe_but_files(vllm_config: Any, settings: Settings) -> dict[str, Any]:
+    """Plain JSON, the same on every replica that may share embeddings."""
     model = vllm_config.model_config
     multimodal = model.multimodal_config
     tenant = Tenant.read(settings.tenant_key)

@@ -24,7 +24,7 @@ from s3ec.weights import Weights
 # Every engine process has it loaded; reading one descriptor needs it too.
 pytest.importorskip("transformers")
 
-from s3ec.connector.vllm_config import describe, encoder_weights, namespace_of, scopes_of
+from s3ec.connector.vllm_config import encoder_weights, namespace_of, scopes_of
 
 
 class Config:
@@ -432,7 +432,8 @@ def test_encoders_described_by_a_dictionary_count_too() -> None:
         one.model_config.hf_config.vision_config.to_dict()
     )
     weights = Weights("by name")
-    assert describe(one, settings_of(), weights) == describe(as_dict, settings_of(), weights)
+    same = [namespace_of(each, settings_of(), weights) for each in (one, as_dict)]
+    assert same[0] == same[1]
 
 
 def test_values_that_json_lacks_are_spelt_out() -> None:
