@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ASGI middleware for ``vllm serve --middleware s3ec.middleware.NAME``.
 
-``StripClientIds`` and ``RefuseClientIds`` keep clients from choosing identifiers. ``SkipPictures``
-keeps vLLM from reading pictures whose embeddings this node has. Each class is imported at its first
-use, because an API server loads one of them, not all.
+``StripClientIds`` keeps clients from choosing identifiers. ``SkipPictures`` keeps vLLM from reading
+pictures whose embeddings this node has. Each class is imported at its first use, because an API
+server loads one of them, not all.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from s3ec.middleware.client_ids import RefuseClientIds, StripClientIds
+    from s3ec.middleware.client_ids import StripClientIds
     from s3ec.middleware.skip_pictures import SkipPictures
 
-__all__ = ["RefuseClientIds", "SkipPictures", "StripClientIds"]
+__all__ = ["SkipPictures", "StripClientIds"]
 
 _FROM = {
-    "RefuseClientIds": "s3ec.middleware.client_ids",
     "SkipPictures": "s3ec.middleware.skip_pictures",
     "StripClientIds": "s3ec.middleware.client_ids",
 }

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps clients of ``vllm serve`` from choosing the identifiers of their pictures.
 
-``vllm serve --middleware s3ec.middleware.StripClientIds`` (or ``RefuseClientIds``). A client may
-otherwise give a picture any ``uuid``, also the 64 hex digits of another one's hash, and nothing
-behind the API can tell.
+``vllm serve --middleware s3ec.middleware.StripClientIds``. A client may otherwise give a picture
+any ``uuid``, also the 64 hex digits of another one's hash, and nothing behind the API can tell.
 
 vLLM 0.32 takes an identifier from two places of a request. One is ``uuid`` of a content part, in
 all that ``renderers/chat_utils.py`` and ``entrypoints/pooling/scoring/utils.py`` parse and in
@@ -55,12 +54,11 @@ class BodyError(ValueError):
     """A refused request; the text is for the client."""
 
 
-def rewrite(body: bytes, *, refuse: bool, must_be_json: bool = True) -> bytes:
+def rewrite(body: bytes, *, must_be_json: bool = True) -> bytes:
     """Take the identifiers that a client chose out of a request's body.
 
     Args:
         body: The whole of it.
-        refuse: Raise where there is one.
         must_be_json: Whether the server will read it as JSON.
 
     Returns:
@@ -85,8 +83,6 @@ def rewrite(body: bytes, *, refuse: bool, must_be_json: bool = True) -> bytes:
         return body
     if has_hashes:
         raise BodyError(f"`{_HASHES}` may not be given to this server")
-    if has_chosen and refuse:
-        raise BodyError(f"`{_UUID}` may not be given to this server")
     return fresh
 
 
@@ -132,8 +128,6 @@ class StripClientIds:
     more than 1 GiB, the answer is 503.
     """
 
-    refuse = False
-
     def __init__(self, app: App) -> None:
         """Wrap an application.
 
@@ -172,7 +166,7 @@ class StripClientIds:
                 await answer(send, 503, "the server holds too many bodies; try again")
             return
         try:
-            fresh = rewrite(body, refuse=self.refuse, must_be_json=is_json(kind))
+            fresh = rewrite(body, must_be_json=is_json(kind))
         except BodyError as exc:
             await answer(send, 400, str(exc))
             return
@@ -181,9 +175,3 @@ class StripClientIds:
         replay = Replay([whole(fresh)], receive)
         del body, fresh  # or they would stay until the answer has ended
         await self._app(scope, replay, send)
-
-
-class RefuseClientIds(StripClientIds):
-    """ASGI middleware that answers 400 to a request with an identifier that a client chose."""
-
-    refuse = True

@@ -306,10 +306,10 @@ def request_body(data: bytes) -> None:
     """The body of a request to ``vllm serve``."""
     for must_be_json in (True, False):
         try:
-            fresh = rewrite(data, refuse=False, must_be_json=must_be_json)
+            fresh = rewrite(data, must_be_json=must_be_json)
         except BodyError:
             continue
-        require(rewrite(fresh, refuse=True, must_be_json=must_be_json) is fresh, "a name is left")
+        require(rewrite(fresh, must_be_json=must_be_json) is fresh, "a name is left")
         if fresh is not data:
             json.loads(fresh)
 

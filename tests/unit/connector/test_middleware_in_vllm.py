@@ -106,13 +106,6 @@ async def test_who_has_no_key_is_answered_as_by_vllm(path: str) -> None:
     assert handler.asked == []
 
 
-async def test_the_server_hears_nothing_of_a_refused_request() -> None:
-    reply, handler = await post("s3ec.middleware.RefuseClientIds", CHAT, POISONED)
-    assert reply.status_code == 400
-    assert "uuid" in reply.json()["error"]["message"]
-    assert handler.asked == []
-
-
 @pytest.mark.parametrize("middleware", [None, "s3ec.middleware.StripClientIds"])
 async def test_hashes_for_generate_are_taken_by_vllm_and_refused_here(
     middleware: str | None,

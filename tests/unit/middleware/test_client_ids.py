@@ -18,7 +18,6 @@ from s3ec.middleware import bodies
 from s3ec.middleware.bodies import LIMIT_VARIABLE, Message
 from s3ec.middleware.client_ids import (
     BodyError,
-    RefuseClientIds,
     StripClientIds,
     rewrite,
 )
@@ -63,14 +62,12 @@ CHOSEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("content", CHOSEN.values(), ids=CHOSEN)
-def test_a_name_that_a_client_chose_is_stripped_or_refused(content: Any) -> None:
+def test_a_name_that_a_client_chose_is_stripped(content: Any) -> None:
     body = json.dumps(content).encode()
-    stripped = json.loads(rewrite(body, refuse=False))
+    stripped = json.loads(rewrite(body))
     assert STOLEN not in json.dumps(stripped)
     assert '"uuid"' not in json.dumps(stripped)
     assert without_names(content) == stripped
-    with pytest.raises(BodyError, match="may not be given"):
-        rewrite(body, refuse=True)
 
 
 def without_names(value: Any) -> Any:
@@ -98,8 +95,8 @@ def without_names(value: Any) -> Any:
     ],
 )
 def test_another_spelling_hides_no_name(body: bytes) -> None:
-    assert STOLEN.encode() not in rewrite(body, refuse=False)
-    assert b"uuid" not in rewrite(body, refuse=False).replace(b'"uuid":null', b"")
+    assert STOLEN.encode() not in rewrite(body)
+    assert b"uuid" not in rewrite(body).replace(b'"uuid":null', b"")
 
 
 @pytest.mark.parametrize(
@@ -122,13 +119,12 @@ def test_another_spelling_hides_no_name(body: bytes) -> None:
 )
 def test_what_is_no_name_of_a_picture_is_left_as_it_came(content: Any) -> None:
     body = json.dumps(content, indent=1).encode()
-    assert rewrite(body, refuse=False) is body
-    assert rewrite(body, refuse=True) is body
+    assert rewrite(body) is body
 
 
 def test_a_tool_call_that_is_a_picture_hides_no_name() -> None:
     body = json.dumps(chat(part(type="tool_use", uuid=STOLEN, input={"uuid": 1}))).encode()
-    assert json.loads(rewrite(body, refuse=False)) == chat(part(type="tool_use", input={"uuid": 1}))
+    assert json.loads(rewrite(body)) == chat(part(type="tool_use", input={"uuid": 1}))
 
 
 @pytest.mark.parametrize("where", ["request", "part"])
@@ -137,18 +133,15 @@ def test_input_that_only_looks_like_a_tool_calls_hides_no_name(where: str) -> No
     asked = {"type": "tool_use", "input": [{"role": "user", "content": [part(uuid=STOLEN)]}]}
     content = asked if where == "request" else {"requests": [asked]}
     body = json.dumps(content).encode()
-    assert STOLEN.encode() not in rewrite(body, refuse=False)
-    with pytest.raises(BodyError, match="uuid"):
-        rewrite(body, refuse=True)
+    assert STOLEN.encode() not in rewrite(body)
     plain = {"type": "tool_use", "input": {"content": [part(uuid=STOLEN)]}}
-    assert STOLEN.encode() not in rewrite(json.dumps(plain).encode(), refuse=False)
+    assert STOLEN.encode() not in rewrite(json.dumps(plain).encode())
 
 
-def test_hashes_of_another_servers_renderer_are_refused_in_either_case() -> None:
+def test_hashes_of_another_servers_renderer_are_refused() -> None:
     body = json.dumps({"token_ids": [1], "features": {"mm_hashes": {"image": [STOLEN]}}}).encode()
-    for refuse in (True, False):
-        with pytest.raises(BodyError, match="mm_hashes"):
-            rewrite(body, refuse=refuse)
+    with pytest.raises(BodyError, match="mm_hashes"):
+        rewrite(body)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +152,8 @@ def test_hashes_of_another_servers_renderer_are_refused_in_either_case() -> None
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_where_it_must_be_json(body: bytes) -> None:
     with pytest.raises(BodyError, match="no JSON"):
-        rewrite(body, refuse=False)
-    assert rewrite(body, refuse=False, must_be_json=False) is body
+        rewrite(body)
+    assert rewrite(body, must_be_json=False) is body
 
 
 json_values = st.recursive(
@@ -181,9 +174,8 @@ json_values = st.recursive(
 @given(json_values)
 def test_nothing_but_names_is_changed(content: Any) -> None:
     body = json.dumps(content).encode()
-    fresh = json.loads(rewrite(body, refuse=False))
+    fresh = json.loads(rewrite(body))
     assert without_names(fresh) == without_names(content)
-    assert rewrite(rewrite(body, refuse=False), refuse=True) is not None
 
 
 # -- as a server calls it ----------------------------------------------------------------------
@@ -192,13 +184,13 @@ def test_nothing_but_names_is_changed(content: Any) -> None:
 class Server:
     """One request through the middleware to an application that notes what it gets."""
 
-    def __init__(self, kind: type[StripClientIds] = StripClientIds) -> None:
+    def __init__(self) -> None:
         self.got: bytes | None = None
         self.headers: dict[bytes, bytes] = {}
         self.sent: list[Message] = []
         self.calls = 0
         self.last: Message = {}
-        self.middleware = kind(self._app)
+        self.middleware = StripClientIds(self._app)
 
     async def _app(self, scope: Any, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
         self.calls += 1
@@ -264,17 +256,6 @@ def test_a_chunked_body_that_was_shortened_has_a_length_and_the_reply_is_streame
     assert [message.get("body") for message in server.sent] == [
         None, b"data: 1\n\n", b"data: 2\n\n", b"",
     ]  # fmt: skip
-
-
-def test_the_other_one_answers_400_and_the_application_hears_nothing() -> None:
-    server = Server(RefuseClientIds)
-    assert server.ask(POISONED) == 400
-    assert server.calls == 0
-    answer = json.loads(server.sent[1]["body"])
-    assert answer["error"]["code"] == 400
-    assert "uuid" in answer["error"]["message"]
-    assert STOLEN not in server.sent[1]["body"].decode()
-    assert Server(RefuseClientIds).ask(CLEAN) == 200
 
 
 @pytest.mark.parametrize(
