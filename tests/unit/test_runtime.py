@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop thread: late to start, and sure to end."""
+"""Threads: the loop, late to start and sure to end; pools; a disk that may hang; tasks at the top."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.runtime import LoopThread
+from s3ec.counters import Counters
+from s3ec.runtime import DaemonPool, DiskWatch, LoopThread, call_within, contained
+from tests.support.clock import Clock
 from tests.support.waiting import DEADLINE_S
 
 REPOSITORY = Path(__file__).parents[2]
 
 
+Make = Callable[..., LoopThread]
+
+
 @pytest.fixture
-def make() -> Iterator[Callable[[str], LoopThread]]:
+def make() -> Iterator[Make]:
     made: list[LoopThread] = []
 
-    def make(name: str = "s3ec-test") -> LoopThread:
-        made.append(LoopThread(name, disk_threads=2))
+    def make(name: str, disk_threads: int = 2) -> LoopThread:
+        made.append(LoopThread(name, disk_threads=disk_threads))
         return made[-1]
 
     yield make
@@ -36,8 +41,14 @@ def make() -> Iterator[Callable[[str], LoopThread]]:
 
 
 @pytest.fixture
-def loop(make: Callable[[str], LoopThread]) -> LoopThread:
+def loop(make: Make) -> LoopThread:
     return make("s3ec-test")
+
+
+@pytest.fixture
+def one_disk(make: Make) -> LoopThread:
+    """Its pool has one thread."""
+    return make("s3ec-test", 1)
 
 
 def thread_names() -> set[str]:
@@ -141,8 +152,49 @@ def test_a_call_that_never_began_or_failed_has_nothing_to_undo(loop: LoopThread,
     assert undone == []
 
 
+def test_result_that_came_in_the_moment_of_the_cancellation_is_undone(
+    one_disk: LoopThread,
+) -> None:
+    made, undone = threading.Event(), threading.Event()
+    results: list[str] = []
+
+    def undo(result: str) -> None:
+        results.append(result)
+        undone.set()
+
+    async def broken_off() -> bool:
+        async def cancel() -> None:
+            await one_disk.disk(int)
+            call.cancel()  # which has its result, and has not run since
+
+        cancelling = asyncio.ensure_future(cancel())
+        call = asyncio.ensure_future(one_disk.disk(str, "something", undo=undo))
+        last = asyncio.ensure_future(one_disk.disk(made.set))
+        await asyncio.sleep(0)
+        assert made.wait(DEADLINE_S)  # so both outcomes are there before this loop goes on
+        await asyncio.wait([cancelling, call, last])
+        return call.cancelled()
+
+    assert one_disk.run(broken_off(), DEADLINE_S)
+    assert undone.wait(DEADLINE_S)
+    assert results == ["something"]
+
+
+def test_background_call_that_fails_is_logged(
+    one_disk: LoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    one_disk.run(asyncio.sleep(0), DEADLINE_S)
+    one_disk.disk_soon(int, "no number")
+
+    async def fence() -> None:
+        await one_disk.disk(int)
+
+    one_disk.run(fence(), DEADLINE_S)
+    assert "invalid literal" in caplog.text
+
+
 def test_loop_is_of_uvloop_where_it_is_installed_and_of_asyncio_elsewhere(
-    make: Callable[[str], LoopThread], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def kind() -> str:
         return type(asyncio.get_running_loop()).__module__
@@ -292,7 +344,7 @@ def test_what_is_submitted_runs_on_though_nobody_holds_it(
 
 @pytest.mark.slow
 def test_use_after_stop_is_an_error_and_leaves_no_coroutine(
-    make: Callable[[str], LoopThread],
+    make: Make,
 ) -> None:
     for use_first in (False, True):
         loop = make(f"s3ec-{use_first}")
@@ -383,3 +435,125 @@ loop.run(where(), 120)
 loop.stop(0.2)
 """
     )
+
+
+# -- pools -------------------------------------------------------------------------------------
+
+
+def test_shutdown_does_what_was_asked_or_cancels_it() -> None:
+    for cancels in (False, True):
+        pool, begun, go_on = DaemonPool(1, "s3ec-test-pool"), threading.Event(), threading.Event()
+        pool.submit(lambda begun=begun, go_on=go_on: (begun.set(), go_on.wait(DEADLINE_S)))
+        assert begun.wait(DEADLINE_S)
+        later = pool.submit(int)
+        pool.shutdown(wait=False, cancel_futures=cancels)
+        with pytest.raises(RuntimeError, match="has ended"):
+            pool.submit(int)
+        go_on.set()
+        pool.shutdown()
+        assert later.cancelled() == cancels
+
+
+def test_call_that_hangs_is_left_alone() -> None:
+    hung = threading.Event()
+    with pytest.raises(TimeoutError):
+        call_within(0.01, hung.wait)
+    hung.set()
+    assert call_within(DEADLINE_S, hung.wait)
+    with pytest.raises(ZeroDivisionError):
+        call_within(DEADLINE_S, lambda: 1 / 0)
+
+
+# -- whether the disk answers ------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def watch(clock: Clock, counters: Counters) -> DiskWatch:
+    return DiskWatch(counters, patience_s=5.0, clock=clock)
+
+
+def test_one_call_that_does_not_come_back_is_a_hang_until_it_does(
+    watch: DiskWatch, clock: Clock, counters: Counters, caplog: pytest.LogCaptureFixture
+) -> None:
+    for times in (1, 2):
+        first = watch.begin()
+        clock.now_s += 3
+        second = watch.begin()
+        clock.now_s += 3
+        assert watch.hangs
+        assert watch.hangs
+        assert counters.get("tier.hung") == times
+        watch.end(first)
+        assert not watch.hangs  # the other one is younger
+        watch.end(second)
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 2
+    assert "cache_dir" in warnings[0].message
+
+
+def test_asking_bears_calls_that_begin_and_end_meanwhile(watch: DiskWatch) -> None:
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            watch.run(int)
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    try:
+        assert not any(watch.hangs for _ in range(20_000))
+    finally:
+        over.set()
+        for worker in workers:
+            worker.join()
+
+
+# -- the top of a task -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [GeneratorExit, KeyboardInterrupt, SystemExit])
+async def test_what_ends_a_task_or_the_process_passes(kind: type[BaseException]) -> None:
+    counters = Counters()
+    with pytest.raises(kind), contained(counters, "a test"):
+        raise kind
+    assert counters.get("internal_errors") == 0
+
+
+@pytest.mark.parametrize("kind", [ValueError, BaseException, asyncio.CancelledError])
+async def test_faults_are_counted_and_logged_and_so_is_the_cancellation_of_something_else(
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    counters = Counters()
+    with contained(counters, "test of %s", "a fault"):
+        raise kind
+    assert counters.get("internal_errors") == 1
+    (record,) = caplog.records
+    assert record.getMessage() == "test of a fault"
+    assert record.exc_info is not None
+    assert record.exc_info[0] is kind
+
+
+async def test_a_task_s_own_cancellation_passes() -> None:
+    counters = Counters()
+
+    async def top() -> None:
+        with contained(counters, "a test"):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(top())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert counters.get("internal_errors") == 0
