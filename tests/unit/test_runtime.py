@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads: the loop, late to start and sure to end; pools; a disk that may hang; tasks at the top."""
+"""Threads: the loop, late to start and sure to end; pools; a disk that may hang; tasks at top."""
 
 from __future__ import annotations
 
