@@ -470,24 +470,6 @@ def _assess(ratio: float, why: str) -> Assessment:
     return Assessment("no" if ratio < 1 / MARGIN else "even", ratio, why)
 
 
-def estimate(model: ModelEstimate, gpu: Gpu, store: StorePreset) -> Payoff:
-    """What the presets say, without anything that was measured or given."""
-    return pay_off(
-        Inputs(
-            rows=assumed(model.rows),
-            width=assumed(model.width),
-            itemsize=assumed(2),
-            encode_ms=assumed(model.encode_ms(gpu, model.gpus)),
-            gpus=assumed(model.gpus),
-            gpu_dollars_an_hour=assumed(gpu.dollars_an_hour),
-            fetch_ms=assumed(store.fetch_ms(model.nbytes)),
-            node_mb_s=assumed(store.node_mb_s),
-            reads=assumed(ASSUMED_READS),
-            store=store,
-        )
-    )
-
-
 def advised_settings(payoff: Payoff) -> dict[str, str]:
     """Settings of s3ec that follow, as vLLM's JSON has them; what is a default is left out."""
     return {} if payoff.money.word == "yes" else {"save": "worth"}

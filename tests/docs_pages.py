@@ -26,7 +26,8 @@ from s3ec.connector.metrics import (
     PLAIN,
     label_values,
 )
-from s3ec.payoff import GPUS, MODELS, STORES, ModelEstimate, Payoff, estimate
+from s3ec.doctor.advise import Measured, inputs_of
+from s3ec.payoff import GPUS, MODELS, STORES, Known, ModelEstimate, Payoff, pay_off
 from s3ec.settings import settings_table
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -152,10 +153,15 @@ _ON_L4 = {
 _SHOWN_GPUS = ("l4", "a100", "h100")
 
 
+def _payoff(model: ModelEstimate, gpu: str, store: str) -> Payoff:
+    known = Known(like=model, gpu=GPUS[gpu], store=STORES[store])
+    return pay_off(inputs_of(known, Measured()))
+
+
 def _on(model: ModelEstimate, gpu: str, store: str = "aws") -> Payoff | None:
     if gpu == "l4" and model.key not in _ON_L4:
         return None
-    return estimate(model, GPUS[gpu], STORES[store])
+    return _payoff(model, gpu, store)
 
 
 def _each_gpu(model: ModelEstimate, cell: Callable[[Payoff], str], store: str = "aws") -> str:
@@ -167,7 +173,7 @@ def payoff_table() -> str:
     """Each model of ``s3ec advise`` by its table, the one that pays most first."""
 
     def rows() -> Iterator[tuple[str, ...]]:
-        order = {key: estimate(m, GPUS["h100"], STORES["aws"]) for key, m in MODELS.items()}
+        order = {key: _payoff(model, "h100", "aws") for key, model in MODELS.items()}
         for key in sorted(order, key=lambda key: -order[key].keep_days):
             model, on_h100 = MODELS[key], order[key]
             gpus = f" ({model.gpus} GPUs)" if model.gpus > 1 else ""

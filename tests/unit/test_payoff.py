@@ -8,18 +8,18 @@ import math
 
 import pytest
 
-from s3ec.doctor.advise import preset_of
+from s3ec.doctor.advise import Measured, inputs_of, preset_of
 from s3ec.payoff import (
     DAYS_A_MONTH,
     GPUS,
     MODELS,
     STORES,
     Inputs,
+    Known,
     Payoff,
     StorePreset,
     advised_settings,
     alike,
-    estimate,
     find_model,
     given,
     pay_off,
@@ -49,7 +49,8 @@ def changed(**values: float) -> Payoff:
 
 
 def of_model(name: str, gpu: str = "h100", store: str = "aws") -> Payoff:
-    return estimate(MODELS[name], GPUS[gpu], STORES[store])
+    known = Known(like=MODELS[name], gpu=GPUS[gpu], store=STORES[store])
+    return pay_off(inputs_of(known, Measured()))
 
 
 def words_of(payoff: Payoff) -> set[str]:

@@ -462,17 +462,6 @@ def test_absent_counts_as_vanished_where_the_index_held_it(bench: Bench) -> None
     assert bench.counters.get("index.vanished") == 1
 
 
-@pytest.mark.parametrize("changes", [{"rows": 3}, {"width": 31}, {"dtype": "float16"}])
-def test_an_entry_of_another_shape_in_the_tier_is_a_mismatch_and_not_held_open_for_the_request(
-    bench: Bench, changes: dict[str, object]
-) -> None:
-    bench.residents.close()
-    bench.tier.writer.publish(key_of("a"), [entry(key_of("a"), **changes)])  # type: ignore[arg-type]
-    assert bench.one().outcome is FetchOutcome.MISMATCH
-    eventually(lambda: bench.open_files() == 0, "the end of it")
-    assert bench.store.fetched == []
-
-
 def test_a_larger_object_is_refused_unread_and_stays_known(bench: Bench) -> None:
     """A client may have made its row count up; others need the entry."""
     bench.put(key_of("a"), entry(key_of("a"), rows=10_000))
@@ -689,17 +678,6 @@ def order_of(bench: Bench, texts: Sequence[str] = "abcdefgh") -> list[str]:
     return [names[name] for name in bench.store.fetched]
 
 
-def test_demand_overtakes_lookahead(bench: Bench) -> None:
-    bench.stock(*"abcdef")
-    bench.make(max_concurrency=1)
-    gate = bench.held_up([want(text, Priority.LOOKAHEAD) for text in "abcd"])
-    bench.prefetcher.submit([want("e"), want("f")])
-    bench.fence()
-    gate.release()
-    bench.collect(6)
-    assert order_of(bench) == list("aefbcd")
-
-
 def test_a_lookahead_that_is_needed_now_is_promoted_and_fetched_once(bench: Bench) -> None:
     bench.stock(*"abcd")
     bench.make(max_concurrency=1)
@@ -828,13 +806,6 @@ def test_a_large_object_with_one_bad_part_is_fetched_again(
     in_parts.script.faults = [Fault(op="get_range", name=OBJECTS, change=change, skip=4, times=1)]
     assert in_parts.one(rows=LARGE_ROWS).outcome is FetchOutcome.READY
     assert in_parts.counters.get(f"corrupt.{reason}") == 1
-
-
-def test_a_large_object_that_stays_bad_is_a_miss_and_leaves_nothing(in_parts: Bench) -> None:
-    in_parts.script.faults = [Fault(op="get_range", name=OBJECTS, change=flip(-1))]
-    assert in_parts.one(rows=LARGE_ROWS).outcome is FetchOutcome.CORRUPT
-    assert not in_parts.index.maybe_contains(key_of("a"))
-    assert usage_of(in_parts.tier).total_nbytes == 0
 
 
 def test_a_large_object_of_another_shape_is_not_read_to_its_end(in_parts: Bench) -> None:
