@@ -14,7 +14,6 @@ import base64
 import contextlib
 import hashlib
 import mimetypes
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,10 +22,8 @@ from s3ec.client.known import KnownCatalog
 from s3ec.corpus.catalog_file import STAMP, CatalogRow
 from s3ec.corpus.reading import (
     ReadOptions,
-    is_whole,
     reader_for,
     scheme_of,
-    suffix_of,
     without_secrets,
 )
 from s3ec.errors import AmbiguousError, ConfigError, NotFoundError, S3ECError, SourceError
@@ -41,9 +38,6 @@ _WITH_PIXELS = {
     **dict.fromkeys(("audio_url", "input_audio"), "audio"),
     "video_url": "video",
 }
-_HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
-# Stricter than a URL may be: what one reader takes for a user's name another takes for the host.
-_ADDRESS = re.compile(rf"(?i:https?)://(?P<host>{_HOST.pattern})(?::[0-9]+)?(?:/[^\\\s]*)?")
 _DEFAULT_TYPE = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 
 
@@ -55,23 +49,16 @@ class PartMaker:
         known: KnownCatalog,
         without_pixels: Collection[str],
         fetch: Fetch | None,
-        hosts: Collection[str],
     ) -> None:
         """Read nothing yet.
 
         Args:
             without_pixels: Modalities whose parts go without.
             fetch: Reads the bytes that the encoder was given; None reads from the row's ``uri``.
-            hosts: That a row's ``uri`` may name.
 
         Raises:
-            ConfigError: There is no such modality, or no such host.
+            ConfigError: There is no such modality.
         """
-        if isinstance(hosts, str) or not all(map(_HOST.fullmatch, hosts)):
-            raise ConfigError(
-                f"`hosts` is a list of names such as cdn.example.org, without ports, not {hosts!r}",
-                field="hosts",
-            )
         given = [without_pixels] if isinstance(without_pixels, str) else list(without_pixels)
         if isinstance(without_pixels, str) or not set(given) <= set(MODALITIES):
             raise ConfigError(
@@ -81,7 +68,6 @@ class PartMaker:
         self._known = known
         self._without_pixels = frozenset(given)
         self._fetch = fetch
-        self._hosts = frozenset(host.lower() for host in hosts)
 
     def parts(
         self,
@@ -113,7 +99,7 @@ class PartMaker:
             raise NotFoundError(
                 f"{which} is not in the catalogue: precompute it, or give `data` or `url`"
             )
-        return [self._without(row) or self._pixel_part(row) for row in rows]
+        return [self._without(row) or self._pixel_part(row, url) for row in rows]
 
     def with_pixels(self, messages: Sequence[Message]) -> list[Message]:
         """The same messages; what the catalogue does not know is left as it is.
@@ -147,35 +133,23 @@ class PartMaker:
         kind = f"{row.modality}_embeds"
         return {"type": kind, kind: dict(row.placeholder), "uuid": row.identifier}
 
-    def _pixel_part(self, row: CatalogRow) -> Part:
-        is_away = scheme_of(row.uri) in ("http", "https")
-        if is_away and self._fetch is None:
-            self._require_allowed(row.uri)
-            if suffix_of(row.uri) != ".pdf":
-                # Without the identifier: the server may read something else there by now, and would
-                # store that under it. What it calls the bytes by itself is theirs.
-                return _pixels(row.modality, row.uri, None)
+    def _pixel_part(self, row: CatalogRow, url: str | None = None) -> Part:
+        """A part with pixels: the row's bytes, or the caller's own address of a whole file."""
+        if self._fetch is None and row.page is None and url is not None and _is_address(url):
+            # Without the identifier: the server may read something else there by now, and would
+            # store that under it. What it calls the bytes by itself is theirs.
+            return _pixels(row.modality, url, None)
         body = self._read(row)
         if hashlib.sha256(body).hexdigest() != row.sha256:
             raise SourceError(f"{row.uri} is not what it was when it was encoded: precompute it")
         return _checked(row, body)
 
-    def _require_allowed(self, uri: str) -> None:
-        """Refuse an address that the caller has not allowed: rows are the word of who wrote them.
-
-        Raises:
-            SourceError: It is one, or it is no address any more.
-        """
-        if not is_whole(uri):
-            raise SourceError(f"{uri} is no address without its query; give `fetch`")
-        found = _ADDRESS.fullmatch(uri)
-        if found is None or found["host"].lower() not in self._hosts:
-            raise SourceError(
-                f"{uri} is on a host that is not in `hosts`, and a catalogue is another's word; "
-                "name it there, or give `fetch`"
-            )
-
     def _read(self, row: CatalogRow) -> bytes:
+        if self._fetch is None and _is_address(row.uri):
+            raise SourceError(
+                f"{row.uri} is an address, and a catalogue is another's word; give `fetch`, or the "
+                "`url` or `data` of a whole file"
+            )
         if self._fetch is None:
             return reader_for(self._options_of(row)).read(row.uri, row.page)
         try:
@@ -187,13 +161,16 @@ class PartMaker:
 
     def _options_of(self, row: CatalogRow) -> ReadOptions:
         """How the encoder was given a page; the default where the row does not say."""
-        hosts = frozenset(host.strip("[]") for host in self._hosts)
-        options = ReadOptions(settings=self._known.s3_settings, hosts=hosts)
+        options = ReadOptions(settings=self._known.s3_settings, asks_http=False)
         words = str(row.extra.get(STAMP, "")).split()
         if row.page is not None and words:
             with contextlib.suppress(ValueError):  # no number, or none that is taken
                 return replace(options, dpi=int(words[-1]))
         return options
+
+
+def _is_address(uri: str) -> bool:
+    return scheme_of(uri) in ("http", "https")
 
 
 def _of_one_place(rows: Sequence[CatalogRow], url: str | None) -> list[CatalogRow]:

@@ -48,7 +48,6 @@ class _Pictures:
         without_pixels: bool | None = None,
         modalities: Collection[str] = ("image",),
         fetch: Fetch | None = None,
-        hosts: Collection[str] = (),
         refresh_s: float = REFRESH_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -61,8 +60,6 @@ class _Pictures:
             modalities: Which may go without pixels. Not every model answers alike for a video: see
                 docs/without-pixels.md.
             fetch: Reads the bytes that the encoder was given, for a row of the catalogue.
-            hosts: Whose ``http`` and ``https`` addresses in the catalogue may be used, such as
-                ``cdn.example.org``; without ``fetch``, which decides by itself.
             refresh_s: An older catalogue is read anew, in the background.
             clock: Monotonic seconds.
 
@@ -71,7 +68,7 @@ class _Pictures:
         """
         self._known = KnownCatalog(catalog, refresh_s, clock)
         allowed = () if without_pixels is False else modalities
-        self._maker = PartMaker(self._known, allowed, fetch, hosts)
+        self._maker = PartMaker(self._known, allowed, fetch)
         self._requests = _Requests(self._maker, without_pixels, clock)
 
 
@@ -83,10 +80,11 @@ class Pictures(_Pictures):
 
     **Pixels** are read only if they are needed: from ``uri`` of the catalogue's row, or by
     ``fetch``. Their sha256 must match the row's, because otherwise another picture would get the
-    uuid. An ``http`` or ``https`` address is not read here. It is passed to the server without the
-    uuid, so the server names what it reads. It is passed only if its host is in ``hosts``, because
-    a catalogue may come from others. An ``s3`` object is read with the credentials and the endpoint
-    of the corpus whose catalogue was given; with an exported catalogue it is not read.
+    uuid. An ``http`` or ``https`` address of the catalogue is not used, because a catalogue may
+    come from others: ``fetch`` may read it. An address that the caller gives as ``url`` is passed
+    to the server without the uuid, so the server names what it reads. An ``s3`` object is read with
+    the credentials and the endpoint of the corpus whose catalogue was given; with an exported
+    catalogue it is not read.
 
     **Servers that accept no parts without pixels** are recognized by their answers: such a request
     is sent once more with pixels. After three such answers in a row all requests for that model

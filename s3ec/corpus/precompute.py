@@ -580,7 +580,7 @@ def make_job(
 
         encoder = RayEncoder(make, options.ray, chunk=options.batch)
     items = open_source(source, read)
-    here = replace(read, settings=None, hosts=frozenset())  # a PDF file from elsewhere counts once
+    here = replace(read, settings=None, asks_http=False)  # a PDF file from elsewhere counts once
     total = _total_of(lambda: open_source(source, here), options)
     return Job(corpus, items, encoder, options, total=total, report=report)
 

@@ -64,7 +64,7 @@ class ReadOptions:
             PDF file.
         settings: Of the corpus whose credentials and endpoint are used for ``s3://``; None where
             no object is to be read.
-        hosts: In lower case, that may be asked over http, also by a redirect; None for any.
+        asks_http: Whether ``http`` and ``https`` addresses are read.
 
     Raises:
         ConfigError: A number is out of its range.
@@ -74,7 +74,7 @@ class ReadOptions:
     max_bytes: int = MAX_BYTES
     timeout_s: float = TIMEOUT_S
     settings: Settings | None = None
-    hosts: frozenset[str] | None = None
+    asks_http: bool = True
 
     def __post_init__(self) -> None:
         if self.dpi not in _DPI_RANGE:
@@ -129,11 +129,6 @@ def without_secrets(uri: str) -> str:
         rest, mark, _ = rest.partition("?")
         rest = rest.partition("#")[0] + (_REMOVED if mark else "")
     return front + rest + ("" if page is None else page[0])
-
-
-def is_whole(uri: str) -> bool:
-    """Whether a URI of the catalogue is an address still: nothing was left out."""
-    return not _PAGE_OF.sub("", uri).endswith(_REMOVED)
 
 
 def suffix_of(uri: str) -> str:
@@ -243,21 +238,20 @@ class Reader:
     # -- http ----------------------------------------------------------------------------------
 
     def _download(self, url: str) -> bytes:
-        """Follow a few redirects, never from https to http, nor to a host that is not allowed.
+        """Follow a few redirects, never from https to http.
 
         No reason repeats the URL: it may hold a signature.
         """
         import urllib3
 
-        hosts = self._options.hosts
+        if not self._options.asks_http:
+            raise SourceError("addresses are not read here")
         end_s = time.monotonic() + self._options.timeout_s
         try:
             for _ in range(_REDIRECTS + 1):
                 parts = urlsplit(url)
                 if parts.username or parts.password:
                     raise SourceError("no user name and password in the URL")
-                if hosts is not None and (parts.hostname or "") not in hosts:
-                    raise SourceError("it leads to a host that is not allowed")
                 response = self._request(url, end_s)
                 try:
                     target = response.headers.get("location")
