@@ -100,19 +100,25 @@ def _read_parts(data: bytes) -> codec.Header:
 
 def forged_entry(data: bytes) -> None:
     """The same from somebody who knows the format: JSON, a zero byte, the tensor's bytes."""
-    text, _, tensor = data.partition(b"\0")
+    forged = _forge(data)
+    if forged is not None:
+        entry(forged)
+
+
+def _forge(data: bytes) -> bytes | None:
+    """A file with checksums that fit, of a header in JSON, a zero byte, and all tensors."""
+    text, _, tensors = data.partition(b"\0")
     content = _json(text)
     if not isinstance(content, dict) or not isinstance(content.get("__metadata__"), dict):
-        return
+        return None
     metadata = content["__metadata__"]
-    metadata["xxh3"] = codec.checksum(tensor)
+    metadata["xxh3"] = codec.checksum(tensors)
+    places = {name: place for name, place in content.items() if name != "__metadata__"}
     try:
-        tensors = {name: it for name, it in content.items() if name != "__metadata__"}
-        metadata["header_xxh3"] = seal(metadata, tensors)
-        front = _front(content)
+        metadata["header_xxh3"] = seal(metadata, places)
+        return _front(content) + tensors
     except (ValueError, RecursionError):  # nothing that a forger could write either
-        return
-    entry(front + tensor)
+        return None
 
 
 def _json(text: bytes) -> Any:
@@ -171,31 +177,16 @@ def overlay(data: bytes) -> None:
 
 def forged_segment(data: bytes) -> None:
     """The same with checksums that fit: JSON, a zero byte, the columns."""
-    forged = _forge_sealed(data)
+    forged = _forge(data)
     if forged is not None:
         segment(forged)
 
 
 def forged_overlay(data: bytes) -> None:
     """The same with checksums that fit."""
-    forged = _forge_sealed(data)
+    forged = _forge(data)
     if forged is not None:
         overlay(forged)
-
-
-def _forge_sealed(data: bytes) -> bytes | None:
-    text, _, columns = data.partition(b"\0")
-    content = _json(text)
-    if not isinstance(content, dict) or not isinstance(content.get("__metadata__"), dict):
-        return None
-    metadata = content["__metadata__"]
-    metadata["xxh3"] = codec.checksum(columns)
-    tensors = {name: place for name, place in content.items() if name != "__metadata__"}
-    try:
-        metadata["header_xxh3"] = seal(metadata, tensors)
-        return _front(content) + columns
-    except (ValueError, RecursionError):
-        return None
 
 
 def record(data: bytes) -> None:

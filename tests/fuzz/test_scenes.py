@@ -6,7 +6,6 @@ The engine is that of the random lives: real schedulers, managers, files and hal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,15 +17,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 FORMS = ("pixels", "grid", "nothing")
 ROWS = 16
-
-
-@pytest.fixture(scope="module")
-def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzz]:
-    pytest.importorskip("vllm")
-    from tests.fuzz.scheduler import fuzzing
-
-    with fuzzing(tmp_path_factory.mktemp("model") / "qwen2-vl") as made:
-        yield made
 
 
 class Scene:

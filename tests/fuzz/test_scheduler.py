@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,15 +20,6 @@ pytestmark = [
 ]
 
 SEEDS, PORTION = 300, 50
-
-
-@pytest.fixture(scope="module")
-def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzz]:
-    pytest.importorskip("vllm")
-    from tests.fuzz.scheduler import fuzzing
-
-    with fuzzing(tmp_path_factory.mktemp("model") / "qwen2-vl") as made:
-        yield made
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PORTION))

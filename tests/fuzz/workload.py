@@ -39,6 +39,10 @@ _FAULTS = (
 # More than any run takes: a request that never ends would go on.
 _MOST_ROUNDS = 20_000
 _STEP_S = 0.01
+# How often the prefix cache is reset.
+_RESETS = 0.005
+# In which a feature comes without pixels.
+_BARE_FORMS = ("grid", "kept on the CPU", "nothing")
 _ADAPTERS = ("poems", "Org/Poems v2")
 
 
@@ -106,7 +110,6 @@ class Habits:
         two_sizes: How often a picture's name comes with more rows than it has.
         two_kinds: How often an image comes as a video, or a video as an image.
         bare: How often a feature comes without pixels.
-        bare_forms: In which forms.
         modalities: Of the pictures.
         adapters: How many LoRA adapters clients use.
         stored: How much of the pictures the bucket holds at first.
@@ -114,31 +117,28 @@ class Habits:
         faults: How often a fetch fails whatever is there.
         outages: How often the store or the disk fails, or comes back.
         jumps: How often the clock jumps.
-        resets: How often the prefix cache is reset.
         weights: How often the weights change.
         named: How often a request names a picture, which an encoder may have uploaded or not.
         emptied: How often the encoder cache is reset.
         framed: How often a picture has opening and closing tokens, which have no rows.
     """
 
-    pictures: int = 5
-    requests: int = 15
-    two_sizes: float = 0.0
-    two_kinds: float = 0.0
-    bare: float = 0.0
-    bare_forms: tuple[str, ...] = ("grid", "kept on the CPU", "nothing")
-    modalities: tuple[str, ...] = ("image",)
-    adapters: int = 0
-    stored: float = 0.8
-    announced: float = 0.9
-    faults: float = 0.1
-    outages: float = 0.002
-    jumps: float = 0.02
-    resets: float = 0.005
-    weights: float = 0.0
-    named: float = 0.0
-    framed: float = 0.0
-    emptied: float = 0.0
+    pictures: int
+    requests: int
+    two_sizes: float
+    two_kinds: float
+    bare: float
+    modalities: tuple[str, ...]
+    adapters: int
+    stored: float
+    announced: float
+    faults: float
+    outages: float
+    jumps: float
+    weights: float
+    named: float
+    framed: float
+    emptied: float
 
 
 def draw(seed: int) -> tuple[Options, Habits]:
@@ -146,6 +146,7 @@ def draw(seed: int) -> tuple[Options, Habits]:
     rnd = random.Random(seed)
     is_async = rnd.random() < 0.5
     role = rnd.choice(["consumer", "consumer", "both", "both", "both", "producer"])
+    replays = rnd.random() < 0.12 and role != "producer"
     options = Options(
         role=role,
         policy=rnd.choice(["fcfs", "fcfs", "priority"]),
@@ -159,40 +160,28 @@ def draw(seed: int) -> tuple[Options, Habits]:
         cache_rows=72 * rnd.choice([1, 2, 3, 6, 16]),
         lookahead=rnd.choice([0, 0, 0, 1]),
         defer_timeout_s=rnd.choice([0.0, 0.2, 2.0, 2.0]),
+        encode_row_s=rnd.choice([None, None, 1e-5, 1e-3, 1e-1]),
+        manager=rnd.choice(["fifo", "lru", "tiered"]),
+        replay_tokens=rnd.choice([16, 32, 40, 128]) if replays else 0,
     )
-    bare = rnd.random() < 0.4
-    habits = Habits(
+    return options, Habits(
         pictures=rnd.choice([2, 5, 12, 30]),
         requests=rnd.choice([5, 15, 15, 40, 40, 100]),
         two_sizes=rnd.choice([0.0, 0.0, 0.1, 0.3]),
-        bare=rnd.choice([0.1, 0.3, 0.8]) if bare else 0.0,
+        two_kinds=rnd.choice([0.0, 0.0, 0.0, 0.3]),
+        bare=rnd.choice([0.0, 0.0, 0.0, 0.1, 0.3, 0.8]),
         modalities=rnd.choice([("image",), ("image", "video", "audio", "both")]),
         adapters=rnd.choice([0, 0, 2]),
         stored=rnd.choice([0.0, 0.5, 0.9, 1.0]),
+        announced=rnd.choice([0.9, 0.9, 0.9, 0.2]),
         faults=rnd.choice([0.0, 0.1, 0.5]),
         outages=rnd.choice([0.0, 0.0, 0.01]),
         jumps=rnd.choice([0.0, 0.02, 0.02]),
         weights=rnd.choice([0.0, 0.0, 0.0, 0.01]),
+        named=rnd.choice([0.0, 0.3, 0.9]),
+        framed=rnd.choice([0.0, 0.0, 0.0, 0.5]),
+        emptied=rnd.choice([0.0, 0.0, 0.0, 0.02]),
     )
-    # Drawn last, so that what an older seed was is what it is.
-    row_s = rnd.choice([None, None, 1e-5, 1e-3, 1e-1])
-    named = rnd.choice([0.0, 0.3, 0.9])
-    announced = rnd.choice([0.9, 0.9, 0.9, 0.2])
-    two_kinds = rnd.choice([0.0, 0.0, 0.0, 0.3])
-    manager = rnd.choice(["fifo", "lru", "tiered"])
-    replay = rnd.choice([16, 32, 40, 128]) if rnd.random() < 0.12 and options.loads else 0
-    framed = rnd.choice([0.0, 0.0, 0.0, 0.5])
-    emptied = rnd.choice([0.0, 0.0, 0.0, 0.02])
-    changed = {"encode_row_s": row_s, "manager": manager, "replay_tokens": replay}
-    habits = dataclasses.replace(
-        habits,
-        named=named,
-        announced=announced,
-        two_kinds=two_kinds,
-        framed=framed,
-        emptied=emptied,
-    )
-    return dataclasses.replace(options, **changed), habits
 
 
 class Run:
@@ -283,7 +272,7 @@ class Run:
             picture = dataclasses.replace(picture, modality=other)
         form = "pixels"
         if picture.modality != "audio" and self._rnd.random() < self.habits.bare:
-            form = self._rnd.choice(self.habits.bare_forms)
+            form = self._rnd.choice(_BARE_FORMS)
         return MultiModalFeatureSpec(
             data=ITEMS[picture.modality, form],
             modality=picture.modality,
@@ -380,7 +369,7 @@ class Run:
             engine.add(asked)
         if engine.alive and rnd.random() < 0.03:
             engine.abort(rnd.choice(list(engine.alive)))
-        if rnd.random() < self.habits.resets:
+        if rnd.random() < _RESETS:
             engine.reset_prefix_cache(preempt=rnd.random() < 0.3)
         if self.habits.emptied and rnd.random() < self.habits.emptied:
             engine.reset_encoder_cache()

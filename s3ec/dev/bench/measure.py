@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from s3ec.tier.mounts import file_system
 
 T = TypeVar("T")
@@ -105,18 +107,8 @@ def clock_ns() -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Percentile with linear interpolation between neighbours.
-
-    Raises:
-        ValueError: There are no values.
-    """
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    """Percentile with linear interpolation between neighbours."""
+    return float(np.percentile(values, percent))
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:

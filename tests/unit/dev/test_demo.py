@@ -187,10 +187,6 @@ def test_a_run_that_breaks_off_says_why(
     assert result.stdout == ""
 
 
-def test_unknown_preset_is_bad_usage() -> None:
-    assert CliRunner().invoke(demo.app, ["--preset", "huge"]).exit_code == 2
-
-
 def test_missing_vllm_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = CliRunner().invoke(demo.app, [])

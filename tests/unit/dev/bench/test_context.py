@@ -32,12 +32,6 @@ def test_reach_compares_value_with_limit(reach: str, below: bool, equal: bool, a
     ]
 
 
-def test_ok_is_the_reach_applied_to_the_value() -> None:
-    spec = Spec("a.b", "us", "<= 5")
-    assert Row(spec, 5.0).ok is True
-    assert Row(spec, 5.01).ok is False
-
-
 def test_json_has_the_documented_form() -> None:
     spec = Spec("load.ratio_to_preadv", "ratio", "<= 1.5")
     result = Result("load", MACHINE, [Row(spec, 1.21, 200, {"spread": {"min": 1.0}})])

@@ -5,15 +5,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-import statistics
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from s3ec.dev.bench import measure
-
-floats = st.floats(-1e9, 1e9)
 
 
 def test_every_round_runs_every_case_once_and_warmups_are_dropped() -> None:
@@ -62,12 +57,3 @@ def test_collector_is_off_inside_and_as_before_afterwards(enabled: bool) -> None
         assert gc.get_freeze_count() == 0
     finally:
         (gc.enable if was_on else gc.disable)()
-
-
-@given(st.lists(floats, min_size=2, max_size=30))
-def test_percentiles_agree_with_the_standard_library(values: list[float]) -> None:
-    expected = statistics.quantiles(values, n=100, method="inclusive")
-    for percent in (1, 25, 50, 99):
-        assert measure.percentile(values, percent) == pytest.approx(
-            expected[percent - 1], rel=1e-9, abs=1e-6
-        )
