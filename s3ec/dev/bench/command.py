@@ -175,7 +175,7 @@ ENTRIES: dict[str, Entry] = {
         alone=True,
     ),
     "regions": Entry(
-        "A corpus in several places: near, lagging, dead and slow ones.",
+        "A corpus in several places: near, lagging, dead and slow ones, a Redis, and write-back.",
         600,
         alone=True,
     ),

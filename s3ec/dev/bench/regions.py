@@ -5,6 +5,7 @@ Home and two places near are S3 servers of their own. A place near answers after
 80. Each engine has an empty disk and is asked about the same pictures, in turn with the others.
 Then one engine lives through a near place that lags, is slow, dead or hangs, and through a dead
 home, with four requests at a time; each answer is compared with that of an engine of one bucket.
+The requests at home are counted for four nodes that read the same entries.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import engines, measure
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
-from s3ec.dev.bench.corpus import key_of
+from s3ec.dev.bench.corpus import MODALITY, entry_pieces, key_of
+from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from s3ec.codec import Shape
     from s3ec.dev.rigs.engine import EngineProcess
     from s3ec.dev.rigs.nursery import EngineForkServer
     from s3ec.dev.rigs.proxy import Exchange, FaultProxy
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 _WRONG, _FAILED = "regions.wrong_answers", "regions.failed_requests"
 _NEAR, _LAG = "regions.near_p50_ratio", "regions.lag_p50_ratio"
 _CLIENTS = 4
+_HOME, _REDIS = "regions.home_requests_per_key", "regions.redis_ratio"
 _LATE = "regions.late_requests"
 ROWS = (
     Spec(_WRONG, "1", "== 0"),
@@ -43,12 +47,15 @@ ROWS = (
     Spec(_NEAR, "ratio", "<= 1.05"),
     Spec(_LAG, "ratio", "<= 1.15"),
     Spec(_LATE, "1", f"<= {_CLIENTS}"),
+    Spec(_HOME, "1", "<= 1.1"),
+    Spec(_REDIS, "ratio", "<= 0.6"),
 )
 _NEAR_S, _HOME_S = 0.005, 0.08
 _PRESET = "embedding-2.75mb"
 _ENCODE_S = 1.0  # so that what is encoded shows
 _PICTURES, _PICTURES_QUICK = 40, 4
 _FAULT_PICTURES, _FAULT_PICTURES_QUICK = 24, 4
+_KEYS, _KEYS_QUICK = 1000, 50
 _TOKENS = 2
 _WARM_UP = 2
 _LATE_SHARE = 1.25  # of the better of home and encoding
@@ -130,9 +137,10 @@ def run(context: Context) -> None:
     """Measure all rows.
 
     Raises:
-        CannotMeasureError: There is no S3 server or no vLLM.
+        CannotMeasureError: There is no S3 server, no vLLM, or no Valkey.
     """
     with engines.local_server(_HOME_BUCKET) as server, _world(context, server) as world:
+        _measure_nodes(context, server, world.servers["near"])
         count = _PICTURES_QUICK if context.quick else _PICTURES
         faults = _FAULT_PICTURES_QUICK if context.quick else _FAULT_PICTURES
         total = _WARM_UP + count + (len(_PHASES) + 1) * faults
@@ -372,6 +380,130 @@ def _answers(engine: EngineProcess, prompts: Sequence[Prompt]) -> list[Any]:
             chances = [round(max(each.values()), 3) for each in answer["logprobs"]]
             said.append((tokens, chances) if tokens else None)
     return said
+
+
+# -- requests at home, and Redis -----------------------------------------------------------------
+
+
+def _measure_nodes(context: Context, server: LocalS3, near_server: LocalS3) -> None:
+    """Count home's requests with write-back, and time fetches from a Redis."""
+    from s3ec.codec import Shape
+    from s3ec.dev.rigs.proxy import FaultProxy, Rule
+
+    keys = [key_of(secrets.token_hex(32)) for _ in range(_KEYS_QUICK if context.quick else _KEYS)]
+    # Of one width, since they are of one modality: 2 KB and 2.75 MB.
+    shape = Shape(21504, 64, "bfloat16")
+    small = Shape(16, 64, "bfloat16")
+    bucket, near_bucket = "regions-nodes", "regions-nodes-near"
+    server.create_bucket(bucket)
+    near_server.create_bucket(near_bucket)
+    home_delay, near_delay = _Delay(_HOME_S), _Delay(_NEAR_S)
+    with contextlib.ExitStack() as stack:
+        home = stack.enter_context(FaultProxy(server.endpoint_url))
+        near = stack.enter_context(FaultProxy(near_server.endpoint_url))
+        home.add(Rule(home_delay))
+        near.add(Rule(near_delay))
+        settings = {"bucket": bucket, "endpoint_url": home.url, "region": "us-east-1"}
+        replica = {"bucket": near_bucket, "endpoint_url": near.url, "region": "us-east-1"}
+        context.say(f"{len(keys)} entries read by one node, then by three")
+        _put(server, bucket, keys, small)
+        filled = {**settings, "replicas": [{**replica, "fill": True}]}
+        with _node(context, filled, "first") as node:
+            _fetch(node, keys, small)
+            counter = f"place.{near_bucket}.filled"
+            engines.until(lambda: node.counters.get(counter) >= len(keys), "all is copied")
+        for name in ("second", "third", "fourth"):
+            with _node(context, filled, name) as node:
+                _fetch(node, keys, small)
+        context.report(
+            _HOME,
+            home_delay.entries / len(keys),
+            samples=4 * len(keys),
+            detail={"home": home_delay.entries, "near": near_delay.entries, "keys": len(keys)},
+        )
+        servers = {bucket: server, near_bucket: near_server}
+        _measure_redis(context, stack, servers, settings, replica, shape)
+
+
+def _measure_redis(
+    context: Context,
+    stack: contextlib.ExitStack,
+    servers: Mapping[str, LocalS3],
+    settings: dict[str, Any],
+    replica: dict[str, Any],
+    shape: Shape,
+) -> None:
+    try:
+        from s3ec.dev.rigs.valkey import Valkey
+
+        valkey = stack.enter_context(Valkey())
+    except ConfigError as exc:
+        raise CannotMeasureError(f"no Valkey: {exc}") from exc
+    keys = [key_of(secrets.token_hex(32)) for _ in range(8 if context.quick else 64)]
+    for name, server in servers.items():
+        _put(server, name, keys, shape)
+    context.say(f"{len(keys)} entries of {shape.nbytes} bytes from a bucket and a Redis")
+    redis = {"url": valkey.url, "fill": True}
+    with _node(context, {**settings, "replicas": [redis]}, "filler") as node:
+        _fetch(node, keys, shape)
+        name = node.settings.replicas[0].name
+        engines.until(lambda: node.counters.get(f"place.{name}.filled") >= len(keys), "copied")
+    times: dict[str, list[float]] = {"bucket": [], "redis": []}
+    with (
+        _node(context, {**settings, "replicas": [replica]}, "bucket") as bucket,
+        _node(context, {**settings, "replicas": [redis]}, "redis") as cache,
+    ):
+        for key in keys:
+            for name, node in (("bucket", bucket), ("redis", cache)):
+                begun = time.perf_counter()
+                _fetch(node, [key], shape)
+                times[name].append(time.perf_counter() - begun)
+    ratios = measure.ratios(times["redis"], times["bucket"])
+    context.report(
+        _REDIS,
+        measure.percentile(ratios, 50),
+        samples=len(keys),
+        detail={"seconds": measure.medians(times), "spread": measure.spread(ratios)},
+    )
+
+
+def _put(server: LocalS3, bucket: str, keys: Sequence[Any], shape: Shape) -> None:
+    from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE
+    from s3ec.identity import canonical_json
+
+    client = server.client()
+    record = canonical_json({"width": shape.width, "dtype": shape.dtype}).encode()
+    client.put_object(Bucket=bucket, Key=LAYOUT.modality(MODALITY), Body=record)
+    for key in keys:
+        body = b"".join(entry_pieces(key, NAMESPACE.name, shape))
+        client.put_object(Bucket=bucket, Key=LAYOUT.object(key), Body=body)
+
+
+@contextlib.contextmanager
+def _node(context: Context, settings: Mapping[str, Any], name: str) -> Iterator[Any]:
+    from s3ec.config import load_settings
+    from s3ec.dev.bench.index_made import NAMESPACE
+    from s3ec.node import Node
+
+    given = {**settings, "cache_dir": str(context.scratch / name), "min_free_bytes": 0}
+    node = Node(load_settings(given).settings, NAMESPACE, name=f"s3ec-bench-{name}")
+    try:
+        yield node
+    finally:
+        node.close(10)
+
+
+def _fetch(node: Any, keys: Sequence[Any], shape: Shape) -> None:
+    from s3ec.prefetch import FetchOutcome, FetchRequest
+
+    node.prefetcher.submit([FetchRequest(key, MODALITY, shape.rows) for key in keys])
+    left = len(keys)
+    while left:
+        for fetched in node.prefetcher.drain():
+            left -= 1
+            if fetched.outcome is not FetchOutcome.READY:
+                raise RuntimeError(f"an entry ended as {fetched.outcome}")
+        time.sleep(0.0005)
 
 
 BENCH = Bench(ROWS, run)

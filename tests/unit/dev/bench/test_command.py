@@ -57,7 +57,7 @@ ROWS = {
     "weights": ["fingerprint_ms"],
     "regions": [
         *("wrong_answers", "failed_requests", "near_p50_ratio", "lag_p50_ratio"),
-        "late_requests",
+        *("late_requests", "home_requests_per_key", "redis_ratio"),
     ],
     "dead": ["ttft_p99_ratio", "step_p99_ratio"],
     "soak": [
