@@ -166,5 +166,7 @@ def memory_folder(otherwise: Path) -> Iterator[tuple[Path, bool]]:
         otherwise.mkdir(parents=True)
         yield otherwise, False
         return
-    with tempfile.TemporaryDirectory(prefix="s3ec-bench-", dir=TMPFS) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="s3ec-bench-", dir=TMPFS, ignore_cleanup_errors=True
+    ) as folder:
         yield Path(folder), True
