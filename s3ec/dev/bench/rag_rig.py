@@ -247,7 +247,7 @@ def running(
             proxy = stack.enter_context(FaultProxy(server.endpoint_url))
             proxy.add(Rule(link))
             link.url = proxy.url
-        rig = Rig(context, encoder, workload, scratch, stack, nursery, server, links, model)
+        rig = Rig(context, encoder, workload, scratch, nursery, server, links, model)
         rig.fill({CONFIGS[number].store for number in configs})
         yield rig
 
@@ -261,7 +261,6 @@ class Rig:
         encoder: Encoder,
         workload: Workload,
         scratch: Path,
-        stack: contextlib.ExitStack,
         nursery: EngineForkServer | None,
         server: LocalS3,
         links: Mapping[int, _Link],
@@ -271,7 +270,6 @@ class Rig:
         self._encoder = encoder
         self._scratch = scratch
         self._example = scratch / "example"
-        self._stack = stack
         self._nursery = nursery
         self._server = server
         self._links = links
