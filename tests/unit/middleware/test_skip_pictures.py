@@ -386,23 +386,27 @@ async def test_a_disk_that_hangs_costs_no_answer_and_what_comes_late_is_let_go_o
 ) -> None:
     monkeypatch.setattr("s3ec.middleware.skip_pictures._PATIENCE_S", 0.05)
     rig = await make()
-    gate, open_ = threading.Event(), rig.tier.entries.open
+    gate, hangs, open_ = threading.Event(), threading.Event(), rig.tier.entries.open
     late: list[bool] = []
 
     def slow(key: Any) -> Any:
+        hangs.set()
         gate.wait()
         found = open_(key)
         late.append(found is not None)
         return found
 
     monkeypatch.setattr(rig.tier.entries, "open", slow)
-    await rig.ask(KNOWN)
-    assert rig.app.bodies == [KNOWN]
-    assert rig.count("untouched.slow") == 1
+    asked = 0
+    while not hangs.is_set():  # a busy machine may not get to it at first
+        await rig.ask(KNOWN)
+        asked += 1
+    assert rig.count("untouched.slow") >= 1
     for _ in range(3):  # for which nobody waits
         await rig.ask(KNOWN)
-    assert rig.app.bodies == [KNOWN] * 4
-    assert rig.count("untouched.busy") == 3
+    assert rig.app.bodies == [KNOWN] * (asked + 3)
+    assert rig.count("untouched.busy") >= 3
+    assert rig.count("untouched.slow") + rig.count("untouched.busy") == asked + 3
     gate.set()
     await until(lambda: late == [True, True])
     await rig.nothing_is_held()
