@@ -157,9 +157,13 @@ def test_download_that_fails_has_a_reason(
     assert reason_of(reader, pages[0] + path) == says
 
 
+# The second where nothing comes for so long, as on a busy machine.
+GIVEN_UP = ("it took longer than 0.2 s", "the server cannot be read from: ReadTimeoutError")
+
+
 def test_server_that_sends_drop_by_drop_is_given_up(pages: tuple[str, list[str]]) -> None:
     reader = Reader(ReadOptions(timeout_s=0.2))
-    assert reason_of(reader, pages[0] + "/drops") == "it took longer than 0.2 s"
+    assert reason_of(reader, pages[0] + "/drops") in GIVEN_UP
     reader.close()
 
 
@@ -167,7 +171,7 @@ def test_server_that_says_nothing_is_given_up() -> None:
     reader = Reader(ReadOptions(timeout_s=0.2))
     with socket.create_server((HOST, 0)) as silent:
         said = reason_of(reader, f"http://{HOST}:{silent.getsockname()[1]}/a.png")
-    assert said in ("the server cannot be read from: ReadTimeoutError", "it took longer than 0.2 s")
+    assert said in GIVEN_UP
     reader.close()
 
 
