@@ -193,11 +193,14 @@ def tier(tmp_path: Path) -> Iterator[Tier]:
 Make = Callable[..., Awaitable[Rig]]
 
 
-@pytest.fixture
-def make(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> Make:
-    # A busy machine is not what these tests are about.
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is not what these tests are about."""
     monkeypatch.setattr("s3ec.middleware.skip_pictures._PATIENCE_S", 60.0)
 
+
+@pytest.fixture
+def make(tier: Tier) -> Make:
     async def make_one(*answers: Any, **more: Any) -> Rig:
         rig = Rig(tier, App(*answers), **more)
         await rig.start()
