@@ -62,7 +62,7 @@ class ApiServer:
 
     def get(self, path: str) -> str:
         """The body of a GET."""
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as reply:  # noqa: S310
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=300) as reply:  # noqa: S310
             content: bytes = reply.read()
         return content.decode()
 
