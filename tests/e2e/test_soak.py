@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A minute of ``s3ec bench soak``: everything fails in turn around two engines at work."""
+"""Half a minute of ``s3ec bench soak``: everything fails in turn around two engines at work."""
 
 from __future__ import annotations
 
 from s3ec.dev.bench.command import run_here
 from s3ec.dev.bench.context import Row
+from s3ec.dev.rigs.nursery import EngineForkServer
 
-_SEED = 5
+_MINUTES, _SEED = 0.5, 5
 
 
-def test_a_minute_of_mixed_faults_ends_no_engine_changes_no_answer_and_loses_nothing() -> None:
-    result = run_here("soak", quick=True, say=lambda _: None, seed=_SEED)
+def test_half_a_minute_of_mixed_faults_ends_no_engine_changes_no_answer_and_loses_nothing(
+    nursery: EngineForkServer,
+) -> None:
+    how = {"minutes": _MINUTES, "seed": _SEED, "nursery": nursery}
+    result = run_here("soak", quick=True, say=lambda _: None, **how)
     rows: dict[str, Row] = {row.spec.name: row for row in result.rows}
     assert rows["soak.faults"].value, rows["soak.faults"].detail
     assert rows["soak.requests"].value, rows["soak.requests"].detail

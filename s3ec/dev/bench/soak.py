@@ -62,12 +62,28 @@ _CACHE = "512KiB"  # about fifty embeddings: fewer than are asked about, so the 
 _DISK_BYTES = 24 * 2**20
 
 
-def run(context: Context, minutes: float = 60.0, seed: int = 0) -> None:
-    """Measure; needs the SeaweedFS binary and vLLM."""
+def run(
+    context: Context,
+    minutes: float = 60.0,
+    seed: int = 0,
+    nursery: EngineForkServer | None = None,
+) -> None:
+    """Measure; needs the SeaweedFS binary and vLLM.
+
+    Args:
+        context: Where rows go.
+        minutes: Of faults.
+        seed: Gives their order.
+        nursery: Forks the engines; None for one of its own.
+    """
     scale = 1.0
     if context.quick:
         minutes, scale = min(minutes, 1.0), 0.5
-    with _site(context, minutes, seed) as (site, live, album):
+    with contextlib.ExitStack() as stack:
+        if nursery is None:
+            log = context.scratch / "nursery.log"
+            nursery = stack.enter_context(EngineForkServer(log, STEADY))
+        site, live, album = stack.enter_context(_site(context, minutes, seed, nursery))
         soak = Soak(site, live, album, minutes, seed, scale, context.say)
         soak.run()
         _report_answers(context, soak)
@@ -79,7 +95,7 @@ def run(context: Context, minutes: float = 60.0, seed: int = 0) -> None:
 
 @contextlib.contextmanager
 def _site(
-    context: Context, minutes: float, seed: int
+    context: Context, minutes: float, seed: int, nursery: EngineForkServer
 ) -> Iterator[tuple[Site, Sequence[LiveEngine], PictureSet]]:
     """Everything that a soak needs, running; the engine that saves is the first one."""
     scratch = context.scratch
@@ -93,7 +109,6 @@ def _site(
         paths = engines.write_patterns(scratch / "pictures", count, seed)
         site = Site(server, proxy, _BUCKET, (disk or scratch) / "tier", disk)
         context.say("starting three engines")
-        nursery = stack.enter_context(EngineForkServer(scratch / "nursery.log", STEADY))
         settings = {
             "bucket": _BUCKET,
             "endpoint_url": proxy.url,
