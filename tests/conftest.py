@@ -44,7 +44,6 @@ _APART = (
     "test_ask_without_pixels.py",
     "test_audio.py",
     "test_epd.py",
-    "test_no_pixels.py",
     "test_observability.py",
     "test_skip_pictures.py",
     "test_soak.py",

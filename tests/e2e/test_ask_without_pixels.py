@@ -52,6 +52,9 @@ _FLAGS: dict[str, str | int | None] = {
     "--no-enable-prefix-caching": None,
 }
 _LOADS = "vllm:s3ec_loads_total"
+_REFUSED = "vllm:s3ec_unavailable_requests_total"
+# What vLLM itself calls an image that it has not hashed; it means another one after a restart.
+_COUNTED = "renderer0-mm-1-image-0"
 
 Part = dict[str, Any]
 
@@ -310,3 +313,32 @@ def test_an_embedding_that_is_gone_is_asked_for_with_its_pixels(
     # In one batch the last digits of log probabilities are others.
     answers = [answers[0][0], answers[1], answers[2][0]]
     assert answers == [tokens for tokens, *_ in expected]
+
+
+@pytest.mark.parametrize(
+    ("named", "grid"), [("left", [1, 32, 32]), (_COUNTED, [1, 16, 16])], ids=["grid", "counter"]
+)
+def test_a_request_without_pixels_that_cannot_be_served_ends_alone_with_an_error(
+    named: str, grid: list[int], all_asked: dict[str, Asked]
+) -> None:
+    """One claims another size than the entry has, one names a picture by a counter of vLLM's."""
+    asked = all_asked["qwen2-vl"]
+    before = asked.server.metrics()[_REFUSED]
+    uuid = asked.pictures.parts(named)[0]["uuid"] if named in _NAMES else named
+    part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": grid}, "uuid": uuid}
+    with pytest.raises(openai.InternalServerError):
+        asked.client.with_options(max_retries=0).chat.completions.create(**request(part))
+    assert asked.ask(*asked.pictures.parts("middle")) == asked.with_pixels["middle"]
+    eventually(lambda: asked.server.metrics()[_REFUSED] == before + 1, "it is counted")
+
+
+def test_a_picture_under_a_counter_is_encoded_and_its_name_refused(
+    all_asked: dict[str, Asked], files: Files
+) -> None:
+    asked = all_asked["qwen2-vl"]
+    refused = "vllm:s3ec_refused_identifiers_total"
+    before = asked.server.metrics()[refused]
+    url = {"url": data_url(files.paths["left"])}
+    said_of_it = asked.ask({"type": "image_url", "image_url": url, "uuid": _COUNTED})
+    assert said_of_it == asked.with_pixels["left"]
+    eventually(lambda: asked.server.metrics()[refused] > before, "it is counted")

@@ -109,7 +109,7 @@ def test_a_name_and_a_length_give_the_answer_that_the_samples_give(rig: _Rig) ->
     assert asked["token_ids"] == again["token_ids"]
 
 
-@pytest.mark.parametrize(("uuid", "rows"), [("nobody", _ROWS), ("named", _ROWS - 1)])
-def test_what_cannot_be_had_ends_alone_with_an_error(uuid: str, rows: int, rig: _Rig) -> None:
-    assert rig.without_samples(uuid, rows)["finish_reason"] == "error"
+def test_a_length_that_is_not_the_entrys_ends_alone_with_an_error(rig: _Rig) -> None:
+    """What nobody stored is refused as for pictures, in test_ask_without_pixels.py."""
+    assert rig.without_samples("named", _ROWS - 1)["finish_reason"] == "error"
     assert rig.ask(_recording(rig.recordings[1]))["finish_reason"] == "length"
