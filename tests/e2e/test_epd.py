@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/epd: an encoder, a language instance and the proxy, with a bucket between two tiers.
 
-The language instance's vision encoder has other weights than the encoder's. So its answers tell
-whose embeddings it used: those of an engine without the connector come from the encoder's only.
+The README's blocks are pasted into one shell. The encoder starts as deployed. The language instance
+is forked from the nursery, with the arguments and variables that it was started with, and its
+vision encoder has other weights. So its answers tell whose embeddings it used: those of an engine
+without the connector come from the encoder's only.
 """
 
 from __future__ import annotations
@@ -12,58 +14,60 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from s3ec.dev.rigs.api_server import ApiServer
 from s3ec.dev.rigs.engine import START_TIMEOUT_S, EngineProcess, image, text
-from s3ec.dev.rigs.nursery import EngineForkServer
-from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, STEADY, engine_env
-from s3ec.testing.server import LocalS3, free_port
-from tests.e2e.rig import (
-    OPTIONS,
-    QUESTION,
-    Gallery,
-    eventually,
-    other_vision_tower,
-    settings,
-)
+from s3ec.dev.rigs.nursery import EngineForkServer, Forked
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, engine_env
+from s3ec.testing.server import free_port
+from tests.e2e.rig import QUESTION, Gallery, eventually, other_vision_tower
+from tests.support.shell import Shell
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "epd"
 HITS, MISSES = "vllm:s3ec_hits_total", "vllm:s3ec_misses_total"
-FLAGS: dict[str, str | int | None] = {
-    "--served-model-name": "epd",
-    "--enforce-eager": None,
-    "--gpu-memory-utilization": "0.3",
-    "--max-model-len": 4096,
-    "--max-num-seqs": 8,
-    "--seed": 0,
-    "--max-num-batched-tokens": OPTIONS["max_num_batched_tokens"],
-    "--block-size": OPTIONS["block_size"],
-}
+# What a user pastes: the shell blocks, in their order. The last one stops everything.
+BLOCKS = re.findall(
+    r"^```bash\n(.*?)^```$", (EXAMPLE / "README.md").read_text(), re.DOTALL | re.MULTILINE
+)
+# The language instance notes how it was started, and leaves that to the test.
+PYTHON = f"""#!{sys.executable}
+import json, os, sys
+if "ec_consumer" in " ".join(sys.argv):
+    note = os.environ["NOTE"]
+    with open(note + ".part", "w") as file:
+        json.dump([sys.argv[2:], dict(os.environ)], file)
+    os.rename(note + ".part", note)
+    os.execvp("sleep", ["sleep", "infinity"])
+os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+"""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Both instances and the proxy before them."""
+    """Addresses of both instances and of the proxy before them, and what the blocks printed."""
 
-    encoder: ApiServer
-    language: ApiServer
+    encoder: str
+    language: str
     url: str
     gallery: Gallery
+    printed: str
 
     def counts(self) -> tuple[float, float, float, float]:
         """Hits and misses of the encoder, and of the language instance; a miss is an encode."""
-        found = [server.metrics() for server in (self.encoder, self.language)]
+        found = [metrics(url) for url in (self.encoder, self.language)]
         return tuple(each.get(name, 0.0) for each in found for name in (HITS, MISSES))  # type: ignore[return-value]
 
     def ask(self, *purposes: str, words: str = QUESTION, **more: Any) -> Any:
@@ -90,31 +94,11 @@ class Pair:
         return {"type": "image_url", "image_url": {"url": data}}
 
 
-def serve(
-    role: str,
-    workdir: Path,
-    model: Path,
-    server: LocalS3,
-    bucket: str,
-    nursery: EngineForkServer,
-) -> contextlib.AbstractContextManager[ApiServer]:
-    transfer = {
-        "ec_connector": "S3ECConnector",
-        "ec_role": role,
-        "ec_connector_module_path": "s3ec.connector",
-        # The first upload of a busy machine may take longer than the 2 s that are the default.
-        "ec_connector_extra_config": settings(
-            server, bucket, workdir / f"epd-{role}", defer_timeout_s=30
-        ),
-    }
-    return ApiServer(
-        model,
-        ec=json.dumps(transfer),
-        log_path=workdir / f"epd-{role}.log",
-        env=server.env() | STEADY,
-        flags=FLAGS,
-        nursery=nursery,  # as deployed they start in the README's test
-    )
+def metrics(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    found = re.compile(r"(\S+?)\{.*\} (\S+)")
+    return {one[1]: float(one[2]) for line in lines if (one := found.fullmatch(line))}
 
 
 @contextlib.contextmanager
@@ -161,45 +145,96 @@ def expected(
         log_path=workdir / "epd-reference.log",
         media=workdir,
         env=ONE_PROCESS,
-        options=OPTIONS,
         nursery=nursery,
     ) as engine:
         answers = [engine.chat([prompt])[0]["text"] for prompt in prompts]
     return dict(zip((*FRESH, "control", "three"), answers, strict=True))
 
 
+def start_language(note: Path, log: Path, pair: Pair, nursery: EngineForkServer) -> Forked:
+    """What the README starts as its language instance, once the encoder has read its weights."""
+    patiently = partial(eventually, deadline_s=START_TIMEOUT_S)
+    patiently(note.exists, "the language instance is started")
+    (module, *arguments), env = json.loads(note.read_text())
+    env["PYTHONPATH"] = engine_env()["PYTHONPATH"]  # the nursery's
+    patiently(lambda: _answers(f"{pair.encoder}/health"), "the encoder is ready")
+    with other_vision_tower(Path(env["MODEL"])), open(log, "ab") as output:
+        forked = nursery.fork_module(module, env, arguments, output.fileno())
+        patiently(lambda: _answers(f"{pair.language}/health"), "the language instance is ready")
+    return forked
+
+
 @pytest.fixture(scope="module")
 def pair(
-    workdir: Path,
-    gallery: Gallery,
-    gemma: Path,
-    local_s3: LocalS3,
-    nursery: EngineForkServer,
-    expected: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory, gallery: Gallery, nursery: EngineForkServer
 ) -> Iterator[Pair]:
-    bucket = local_s3.create_bucket("epd")
-    place = (workdir, gemma, local_s3, bucket, nursery)
-    with contextlib.ExitStack() as stack:
-        encoder = stack.enter_context(serve("ec_producer", *place))
-        with other_vision_tower(gemma):
-            language = stack.enter_context(serve("ec_consumer", *place))
-        url = stack.enter_context(proxying(encoder.url, language.url, workdir / "epd-proxy.log"))
-        yield Pair(encoder, language, url, gallery)
-    local_s3.delete_bucket(bucket)
+    """What the README starts, at other ports."""
+    build = tmp_path_factory.mktemp("epd")
+    free: set[str] = set()
+    while len(free) < 4:
+        free.add(str(free_port()))
+    ports = dict(zip(("8000", "8001", "8002", "8333"), free, strict=True))
+
+    def pasted(block: str) -> str:
+        block = re.sub(r"^pip install .*$", ":", block, flags=re.MULTILINE)
+        block = block.replace("build/epd", str(build))
+        # In one go: a free port may contain the digits of another one.
+        return re.sub("|".join(ports), lambda found: ports[found[0]], block)
+
+    python, note = build / "bin" / "python", build / "note.json"
+    python.parent.mkdir()
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    env = engine_env(kept) | ONE_PROCESS | {"CACHE": str(build / "tier"), "CACHE_BYTES": "1GiB"}
+    # The first upload of a busy machine may take longer than the defaults allow; and embeddings of
+    # other weights would be in another namespace.
+    env |= {"S3EC_DEFER_TIMEOUT_S": "30", "S3EC_READ_TIMEOUT_S": "30", "S3EC_WEIGHTS": "name"}
+    env["PATH"] = f"{python.parent}:{Path(sys.executable).parent}:{env['PATH']}"
+    env["PYTHONPATH"] = f"{env['PYTHONPATH']}{os.pathsep}{ROOT}"
+    env["NOTE"] = str(note)
+    encoder, language, url = (
+        f"http://127.0.0.1:{ports[name]}" for name in ("8001", "8002", "8000")
+    )
+    made = Pair(encoder, language, url, gallery, "")
+    shell = Shell(ROOT, env)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start_language, note, build / "language.log", made, nursery)
+        try:
+            shell.paste(f"trap 'kill $(jobs -p) 2> {build}/kill.log || :' EXIT")
+            printed = "".join(shell.paste(pasted(block)) for block in BLOCKS[:-1])
+            yield replace(made, printed=printed)
+            shell.paste(pasted(BLOCKS[-1]))
+        finally:
+            shell.close()
+            forked = starting.result()
+            forked.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                forked.wait(60)
+            with contextlib.suppress(ProcessLookupError):  # its engine, if that is left
+                os.killpg(forked.pid, signal.SIGKILL)
 
 
 def moved(pair: Pair, before: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(now - then for now, then in zip(pair.counts(), before, strict=True))
 
 
+def test_the_readme_works_when_pasted(pair: Pair) -> None:
+    assert "".join(BLOCKS).count("pip install") == 1
+    (misses,) = re.findall(r"^vllm:s3ec_misses_total\S* (\S+)", pair.printed, re.MULTILINE)
+    (hits,) = re.findall(r"^vllm:s3ec_hits_total\S* (\S+)", pair.printed, re.MULTILINE)
+    assert (misses, hits) == ("1.0", "1.0"), pair.printed
+
+
 def test_fresh_pictures_are_encoded_once_and_by_the_encoder(
     pair: Pair, expected: dict[str, str]
 ) -> None:
+    before = pair.counts()
     for purpose in FRESH:
         assert pair.said(purpose) == expected[purpose]
     # Metrics are published beside the answer, not before it.
     count = len(FRESH)
-    eventually(lambda: pair.counts() == (0, count, count, 0), "each is encoded once")
+    eventually(lambda: moved(pair, before) == (0, count, count, 0), "each is encoded once")
 
 
 def test_a_request_with_several_fresh_pictures_is_streamed(
@@ -227,52 +262,10 @@ def test_without_an_encoder_the_language_instance_encodes(
     pair: Pair, workdir: Path, expected: dict[str, str]
 ) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
-    with proxying(nobody, pair.language.url, workdir / "epd-alone.log") as url:
-        alone = Pair(pair.encoder, pair.language, url, pair.gallery)
+    with proxying(nobody, pair.language, workdir / "epd-alone.log") as url:
+        alone = replace(pair, url=url)
         before = pair.counts()
         said = alone.said("control")
     assert said is not None
     assert said != expected["control"]
     eventually(lambda: moved(pair, before) == (0, 0, 0, 1), "each is counted")
-
-
-# -- the README ------------------------------------------------------------------------------------
-
-
-def test_the_readme_works_when_pasted(tmp_path: Path, gemma: Path) -> None:
-    readme = (EXAMPLE / "README.md").read_text()
-    blocks = re.findall(r"^```bash\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    script = "\n".join(blocks)
-    assert script.count("pip install") == 1
-    script = re.sub(r"^pip install .*$", ":", script, flags=re.MULTILINE)
-    (tmp_path / "build").mkdir()
-    script = script.replace("build/epd", str(tmp_path / "build"))
-    free: set[str] = set()
-    while len(free) < 4:
-        free.add(str(free_port()))
-    ports = dict(zip(("8000", "8001", "8002", "8333"), free, strict=True))
-    # In one go: a free port may contain the digits of another one.
-    script = re.sub("|".join(ports), lambda found: ports[found[0]], script)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    env = engine_env(kept) | ONE_PROCESS | {"CACHE": str(tmp_path / "tier"), "CACHE_BYTES": "1GiB"}
-    # The first upload of a busy machine may take longer than the defaults allow.
-    env |= {"S3EC_DEFER_TIMEOUT_S": "30", "S3EC_READ_TIMEOUT_S": "30"}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    env["PYTHONPATH"] = f"{env['PYTHONPATH']}{os.pathsep}{ROOT}"
-    script = f"set -euo pipefail\ntrap 'kill $(jobs -p) 2> {tmp_path}/kill.log || :' EXIT\n{script}"
-    done = subprocess.run(
-        ["bash", "--norc", "--noprofile", "-c", script],
-        cwd=ROOT,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=2 * START_TIMEOUT_S,
-        check=False,
-    )
-    logs = "".join(path.read_text()[-2000:] for path in (tmp_path / "build").glob("*.log"))
-    printed = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{logs}"
-    assert done.returncode == 0, printed
-    (misses,) = re.findall(r"^vllm:s3ec_misses_total\S* (\S+)", done.stdout, re.MULTILINE)
-    (hits,) = re.findall(r"^vllm:s3ec_hits_total\S* (\S+)", done.stdout, re.MULTILINE)
-    assert (misses, hits) == ("1.0", "1.0"), printed

@@ -27,6 +27,7 @@ import yaml
 from s3ec.dev.rigs.vllm_cpu import engine_env
 from s3ec.testing.server import find_weed, free_port
 from tests.support.serving import running
+from tests.support.shell import Shell
 from tests.support.waiting import eventually
 from tests.terraform.cases import environment
 
@@ -43,60 +44,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl"),
 ]
-
-
-class Shell:
-    """One bash that blocks are pasted into; it ends at the first command that fails.
-
-    Commands have the shell's own input, as when a user pastes: what reads it eats the next line.
-    """
-
-    def __init__(self, folder: Path, env: dict[str, str]) -> None:
-        self._bash = subprocess.Popen(
-            ["bash", "--norc", "--noprofile"],
-            cwd=folder,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._number = 0
-        assert self._bash.stdin is not None
-        # As a command in it would see it that has no input of its own.
-        self.input = os.readlink(f"/proc/{self._bash.pid}/fd/0")
-        self.paste("set -euo pipefail")
-
-    def paste(self, block: str) -> str:
-        """Run one block; returns what it printed.
-
-        Raises:
-            AssertionError: A command failed; with all that the block printed.
-        """
-        assert self._bash.stdin is not None
-        assert self._bash.stdout is not None
-        self._number += 1
-        end = f"-- end of block {self._number} --"
-        self._bash.stdin.write(f"{block}\necho '{end}'\n")
-        self._bash.stdin.flush()
-        printed = []
-        for line in self._bash.stdout:
-            if line.strip() == end:
-                return "".join(printed)
-            printed.append(line)
-        raise AssertionError(f"the shell ended in\n{block}\nwhich printed\n{''.join(printed)}")
-
-    def variables(self) -> dict[str, str]:
-        """All that has been exported."""
-        printed = self.paste(
-            f"{sys.executable} -c 'import os,json;print(json.dumps({{**os.environ}}))'"
-        )
-        variables: dict[str, str] = json.loads(printed)
-        return variables
-
-    def close(self) -> None:
-        """End the shell."""
-        self._bash.communicate()
 
 
 @dataclass
