@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,16 +149,8 @@ def test_each_run_adds_what_the_others_lacked_and_the_last_starts_no_engine(plac
             assert entry.header is not None
             assert (entry.nbytes, entry.header.shape.rows) == (row.nbytes, row.rows)
 
-    # As it is deployed.
-    third = subprocess.run(
-        [sys.executable, "-m", "s3ec", *place.arguments(), "--json"],
-        env=place.env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert third.returncode == 0, third.stderr[-4000:]
-    report = json.loads(third.stdout)
+    report = place.run()
+    assert report["status"] == "complete"
     assert (report["done_before_count"], report["encoded_count"]) == (7, 0)
     assert report["engine_started"] is False
     assert report["read_bytes"] == 0
