@@ -42,42 +42,39 @@ DAMAGES = {
 }
 
 
-@pytest.fixture(params=DAMAGES)
-def damage(request: pytest.FixtureRequest) -> Callable[[Path], None]:
-    return DAMAGES[request.param]
+# One entry for each of them, and one that stays whole.
+HURT = range(len(DAMAGES))
+WHOLE = len(DAMAGES)
+ALL = {*HURT, WHOLE}
 
 
-def spool_files(cache_dir: Path) -> list[Path]:
-    return sorted(path for path in (cache_dir / "v1" / "spool").rglob("*") if "--" in path.name)
+def damage(machine: Machine) -> None:
+    for number, one in enumerate(DAMAGES.values()):
+        one(machine.file(number))
 
 
-def test_damaged_entry_is_served_from_the_bucket_and_replaced(
-    tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
+def test_damaged_entry_is_served_from_the_bucket_and_replaced(tmp_path: Path) -> None:
     corpus = Corpus()
-    corpus.stock(0, 1)
+    corpus.stock(*ALL)
     with Machine(corpus, tmp_path / "cache") as machine:
-        assert machine.serve(0, 1) == {0, 1}
-        damage(machine.file(0))
-        assert machine.serve(0, 1) == {0, 1}
-        machine.assert_in_order()
-        assert machine.serve(0, 1) == {0, 1}
-        machine.assert_in_order()
-        assert machine.node.counters.get("tier.bad_files") == 1
+        assert machine.serve(*ALL) == ALL
+        damage(machine)
+        for _ in range(2):
+            assert machine.serve(*ALL) == ALL
+            machine.assert_in_order()
+        assert machine.node.counters.get("tier.bad_files") == len(HURT)
 
 
-def test_file_damaged_between_grant_and_load_gives_the_right_bytes(
-    tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
+def test_file_damaged_between_grant_and_load_gives_the_right_bytes(tmp_path: Path) -> None:
     corpus = Corpus()
-    corpus.stock(0, 1)
+    corpus.stock(*ALL)
     with Machine(corpus, tmp_path / "cache") as machine:
-        granted = machine.grant(0, 1)
-        damage(machine.file(0))
+        granted = machine.grant(*ALL)
+        damage(machine)
         machine.load(granted)  # the header was read before, and is not read again
         granted.clear()
-        assert machine.node.counters.get("load.rescued") <= 1
-        assert machine.serve(0, 1) == {0, 1}
+        assert machine.node.counters.get("load.rescued") <= len(HURT)
+        assert machine.serve(*ALL) == ALL
         machine.assert_in_order()
 
 
@@ -97,47 +94,45 @@ def test_damaged_entry_while_the_bucket_is_down_is_a_miss_for_the_scheduler(
         machine.assert_in_order()
 
 
-def test_damaged_file_in_the_spool_is_not_uploaded_and_the_next_save_is(
-    tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
+def test_damaged_file_in_the_spool_is_not_uploaded_and_the_next_save_is(tmp_path: Path) -> None:
     corpus = Corpus()
     gate = corpus.hold_saves()
+    first = WHOLE + 1
     with Machine(corpus, tmp_path / "cache", max_concurrency="1") as machine:
-        machine.save(0)
+        machine.save(first)
         assert gate.reached.wait(DEADLINE_S)  # the one place is taken: the others are not read yet
-        machine.save(1, 2)
-        machine.wait_written(0, 1, 2)
-        damage(machine.file(1))  # which is the spool's file too
+        machine.save(*ALL)
+        machine.wait_written(first, *ALL)
+        damage(machine)  # which are the spool's files too
         gate.release()
-        machine.wait_confirmed(0, 2)
-        assert not corpus.has(1)
+        machine.wait_confirmed(first, WHOLE)
+        assert not any(map(corpus.has, HURT))
         machine.assert_in_order()
-        machine.save(1)
-        machine.wait_confirmed(0, 1, 2)
-        assert machine.serve(0, 1, 2) == {0, 1, 2}
+        machine.save(*HURT)
+        machine.wait_confirmed(first, *ALL)
+        assert machine.serve(*ALL) == ALL
         machine.assert_in_order()
 
 
 def test_damaged_file_of_a_dead_process_is_deleted_by_the_one_that_adopts_it(
-    tmp_path: Path, damage: Callable[[Path], None]
+    tmp_path: Path,
 ) -> None:
     corpus = Corpus()
     gate = corpus.hold_saves()
     with Machine(corpus, tmp_path / "cache") as machine:
-        machine.save(0, 1)
-        machine.wait_written(0, 1)
-    bad = next(path for path in spool_files(tmp_path / "cache") if path.samefile(machine.file(0)))
-    damage(bad)
+        machine.save(*ALL)
+        machine.wait_written(*ALL)
+    damage(machine)  # which are the spool's files too
     gate.release()
     with Machine(corpus, tmp_path / "cache") as machine:
-        machine.wait_confirmed(1)
+        machine.wait_confirmed(WHOLE)
         eventually(lambda: not spooled_below(machine.cache_dir))
-        # Its name in the tier is known by its header. Where that is bad, the next look deletes it.
-        assert machine.node.tier.entries.open(key_at(0)) is None
+        # Names in the tier are known by headers. Where one is bad, the next look deletes it.
+        assert all(machine.node.tier.entries.open(key_at(number)) is None for number in HURT)
         machine.assert_in_order()
-        assert not corpus.has(0)
-        machine.save(0)
-        machine.wait_confirmed(0)
+        assert not any(map(corpus.has, HURT))
+        machine.save(*HURT)
+        machine.wait_confirmed(*ALL)
         machine.assert_in_order()
 
 
