@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -49,8 +47,6 @@ if TYPE_CHECKING:
     from s3ec.counters import Report
     from s3ec.namespaces import NamespaceInfo
     from s3ec.store.base import Blob, Store
-
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 CountOption = Annotated[
     bool, typer.Option("--count", help="Also count entries and bytes; this lists every object.")
@@ -313,38 +309,21 @@ def check_target(output: str, default_name: str, *, force: bool) -> Path:
     return path
 
 
-def save(path: Path, pieces: Iterable[Blob], *, force: bool) -> None:
+def save(path: Path, pieces: Sequence[Blob], *, force: bool) -> None:
     """Write a file by way of a temporary one beside it, so that it is whole or not there.
 
     Args:
         pieces: Of the file, one after the other.
 
     Raises:
-        ConfigError: Somebody made the file meanwhile and ``force`` is not set.
+        ConfigError: There is one and ``force`` is not set.
         TierError: The folder is absent, read-only or full.
     """
-    from s3ec.tier.files import TempFile
+    from s3ec.tier.files import write_file
 
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists; --force replaces it")
     try:
-        with TempFile(str(path.parent), private=False) as temporary:
-            for piece in pieces:
-                temporary.append([piece])
-            temporary.close(synced=True)
-            _publish(temporary.path, path, force=force)
-    except FileExistsError as exc:
-        raise ConfigError(f"{path} exists; --force replaces it") from exc
+        write_file(path, pieces, synced=True)
     except OSError as exc:
         raise TierError(f"cannot write {path}: {exc.strerror}") from exc
-
-
-def _publish(temporary: str, path: Path, *, force: bool) -> None:
-    if not force:
-        try:
-            os.link(temporary, path)  # unlike a rename, this refuses an existing name
-            return
-        except OSError as exc:
-            if exc.errno not in _NO_LINKS:
-                raise
-        if path.exists():
-            raise FileExistsError
-    os.replace(temporary, path)

@@ -24,13 +24,11 @@ from s3ec.cli.output import (
     RESUMES,
     App,
     counting,
-    print_note,
     safe,
     show,
+    show_some,
 )
 
-# As many problems are named for people; --json names all.
-_SHOWN = 20
 _FULL = "the tier is full, and nothing that is in it goes for them"
 
 
@@ -102,9 +100,6 @@ def hydrate(
     }
     show(document, as_json=as_json, hide={"failures"})
     if not as_json:
-        for one in failures[:_SHOWN]:
-            print_note(f"{one['kind']}: {safe(one['label'])} ({safe(one['reason'])})")
-        if (more := len(failures) - _SHOWN) > 0:
-            print_note(f"{more:,} more; --json names all of them")
+        show_some([f"{it['kind']}: {safe(it['label'])} ({safe(it['reason'])})" for it in failures])
     if found.status != "complete":
         raise typer.Exit(EXIT_PARTIAL)

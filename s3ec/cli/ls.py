@@ -133,14 +133,14 @@ def ls(
             entries = first(limit, counted(), key=order)
         else:
             entries = sorted(counted(), key=order, reverse=reverse)
-    rows = (EntryRow.of(entry, now_s) for entry in entries)  # one at a time: there may be millions
     sums = name, count, nbytes
     if as_lines:
-        for row in rows:
-            print_json_line(row)
+        for entry in entries:  # one at a time: there may be millions
+            print_json_line(EntryRow.of(entry, now_s))
         note_page(count, sums)
     else:
-        show_page(rows, len(entries), sums, as_json=as_json, keys=_COLUMNS)
+        rows = [EntryRow.of(entry, now_s) for entry in entries]
+        show_page(rows, sums, as_json=as_json, keys=_COLUMNS)
 
 
 def _indexed(corpus: Corpus, namespace: str) -> int | None:

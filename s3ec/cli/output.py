@@ -18,11 +18,10 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO, TypeVar
 
@@ -46,16 +45,12 @@ from s3ec.errors import (
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-    from rich.console import Console
 
     _Base = TyperCommand
 else:
     _Base = object
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# Of a list; then the titles of its columns come again.
-_TABLE_ROWS = 10_000
 
 EXIT_OK = 0
 EXIT_WRONG = 1
@@ -240,17 +235,9 @@ def stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-# Columns of output that goes into a pipe, where nothing may be cut. Terminals have their own width.
-_PIPE_WIDTH = 240
 _SHOWN_CHARACTERS = 300
-
-
-def console() -> Console:
-    """A console on the current stdout. It has no colours where that is not a terminal."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    return Console(file=sys.stdout, highlight=False, width=width)
+# Of a list for people.
+_SHOWN_LINES = 20
 
 
 def print_json(document: object) -> None:
@@ -263,26 +250,9 @@ def print_json_line(document: object) -> None:
     sys.stdout.write(json_text(document) + "\n")
 
 
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e\n]")
-
-
 def json_text(document: object, indent: int | None = None) -> str:
-    """As people read it; with JSON's own escapes for what is not printable.
-
-    They stand also for what stdout cannot hold. No encoding holds the half of a surrogate pair,
-    which a ``namespace.json`` can name.
-    """
-
-    def escaped(found: re.Match[str]) -> str:
-        return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
-
-    document = plain(document)
-    text = _UNPRINTABLE.sub(escaped, json.dumps(document, indent=indent, ensure_ascii=False))
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        text = json.dumps(document, indent=indent)
-    return text
+    """JSON with its own escapes for all that is not ASCII: any stdout holds it."""
+    return json.dumps(plain(document), indent=indent)
 
 
 def echo(text: str) -> None:
@@ -497,33 +467,26 @@ def table(rows: Sequence[Any], keys: Sequence[str] = ()) -> None:
 
 
 def show_page(
-    rows: Iterable[Any],
-    shown: int,
+    rows: Sequence[Any],
     sums: tuple[str | None, int, int],
     *,
     as_json: bool,
     keys: Sequence[str] = (),
 ) -> None:
-    """Print the first entries of a namespace one by one, and how many there are.
+    """Print the first entries of a namespace, and how many there are.
 
     Args:
-        rows: The first, as for ``table``; there may be millions.
-        shown: How many rows there are.
+        rows: The first, as for ``table``.
         sums: As for ``note_page``.
         keys: Of the columns.
     """
     if as_json:
         name, count, nbytes = sums
-        sys.stdout.write(f'{{"namespace": {json_text(name)}, "entries": [')
-        for number, row in enumerate(rows):
-            sys.stdout.write((", " if number else "") + json_text(row))
-        rest = {"entry_count": count, "bytes": nbytes, "more": shown < count}
-        sys.stdout.write(f"], {json_text(rest)[1:]}\n")
+        rest = {"entry_count": count, "bytes": nbytes, "more": len(rows) < count}
+        print_json({"namespace": name, "entries": rows, **rest})
     else:
-        rest_of = iter(rows)
-        while some := list(islice(rest_of, _TABLE_ROWS)):
-            table(some, keys)
-    note_page(shown, sums)
+        table(rows, keys)
+    note_page(len(rows), sums)
 
 
 def note_page(shown: int, sums: tuple[str | None, int, int]) -> None:
@@ -538,6 +501,20 @@ def note_page(shown: int, sums: tuple[str | None, int, int]) -> None:
         page = "" if shown == count else f"; {shown} shown (--limit 0: all)"
         entries = many(count, "entry", "entries")
         print_note(f"{entries}, {human_bytes(nbytes)}, in {namespace}{page}")
+
+
+def show_some(
+    lines: Sequence[str], rest: str = "--json names all", say: Callable[[str], None] = print_note
+) -> None:
+    """Print the first lines of a list for people, and how many more there are.
+
+    Args:
+        rest: Where the others are named.
+    """
+    for line in lines[:_SHOWN_LINES]:
+        say(line)
+    if (more := len(lines) - _SHOWN_LINES) > 0:
+        say(f"{more:,} more; {rest}")
 
 
 def human_bytes(nbytes: float) -> str:

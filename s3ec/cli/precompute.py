@@ -28,10 +28,10 @@ from s3ec.cli.output import (
     facts,
     human_bytes,
     json_text,
-    many,
     print_json,
     print_note,
     safe,
+    show_some,
 )
 from s3ec.errors import ConfigError, TierError
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from s3ec.corpus.precompute import Job, PrecomputeReport
     from s3ec.corpus.ray_encoder import RayOptions
 
-_SHOWN_FAILURES = 20
 _EXIT = {"complete": EXIT_OK, "partial": EXIT_PARTIAL, "failed": EXIT_WRONG}
 
 # The last line of a traceback, alone or behind the beginning of a line of vLLM's log.
@@ -336,9 +335,8 @@ def _first_error(log_file: Path) -> str:
 
 
 def _name(what: str, items: list[Failure]) -> None:
-    for each in items[:_SHOWN_FAILURES]:
+    lines = []
+    for each in items:
         page = "" if each.page is None else f", page {each.page}"
-        echo(f"{what}: {safe(each.document)}{page}: {safe(each.reason)}")
-    left = len(items) - _SHOWN_FAILURES
-    if left > 0:
-        echo(f"{what}: {many(left, 'more item')}; --report FILE has them all")
+        lines.append(f"{what}: {safe(each.document)}{page}: {safe(each.reason)}")
+    show_some(lines, f"{what}; --report FILE has them all", echo)

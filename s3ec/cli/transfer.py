@@ -26,15 +26,13 @@ from s3ec.cli.output import (
     human_bytes,
     many,
     print_json,
-    print_note,
     safe,
+    show_some,
 )
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
     from s3ec.corpus.exchange import Transferred
-
-_SHOWN_FAILURES = 20
 
 
 def register(app: App) -> None:
@@ -162,9 +160,6 @@ def _tell(done: Transferred, places: str, *, as_json: bool) -> None:
         }
         if said := ", ".join(f"{number:,} {what}" for what, number in counts.items() if number):
             echo(said)
-        for what, why in list(done.failures.items())[:_SHOWN_FAILURES]:
-            print_note(f"failed: {safe(what)}: {safe(why)}")
-        if len(done.failures) > _SHOWN_FAILURES:
-            print_note(f"and {len(done.failures) - _SHOWN_FAILURES} more, see --json")
+        show_some([f"failed: {safe(what)}: {safe(why)}" for what, why in done.failures.items()])
     if done.failures:
         raise typer.Exit(EXIT_PARTIAL if done.status == "partial" else EXIT_WRONG)

@@ -28,6 +28,7 @@ from s3ec.cli.output import (
     print_note,
     safe,
     show,
+    show_some,
 )
 from s3ec.errors import ConfigError
 from s3ec.namespaces import require_ours
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from s3ec.corpus.audit import Audit
     from s3ec.corpus.deep_check import BadObject
     from s3ec.corpus.repair import Repair
-
-_SHOWN = 20
 
 
 def register(app: App) -> None:
@@ -171,8 +170,8 @@ def _print(found: Audit, document: dict[str, Any]) -> None:
         echo(f"gone      {safe(name)}")
     if deep is not None:
         for kind, some in (("corrupt", deep.bad), ("unread", deep.unreadable)):
-            for bad in some[:_SHOWN]:
-                echo(f"{kind:<8}  {safe(bad.name)}  {safe(bad.message)}")
+            lines = [f"{kind:<8}  {safe(bad.name)}  {safe(bad.message)}" for bad in some]
+            show_some(lines, say=echo)
 
 
 def _document(found: Audit) -> dict[str, Any]:

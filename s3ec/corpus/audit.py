@@ -86,8 +86,8 @@ async def audit(
 ) -> Audit:
     """Compare index, listing and catalogue of a namespace; see Corpus.verify.
 
-    Memory: some 200 MiB for the index, 500 bytes for each row of the catalogue, and 16 objects of
-    up to 8 MiB; larger ones come in parts of 8 MiB.
+    Memory: some 200 MiB for the index, 500 bytes for each row of the catalogue, and objects of 256
+    MiB together, or one that is larger.
 
     Args:
         tenant: Whose secret is in the names.

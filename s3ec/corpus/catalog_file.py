@@ -24,7 +24,7 @@ from s3ec.errors import ConfigError, CorruptEntryError, TierError
 from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, is_ulid
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import Blob
-from s3ec.tier.files import TempFile
+from s3ec.tier.files import write_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -498,14 +498,12 @@ def export_table(table: pa.Table, path: str | os.PathLike[str]) -> None:
     Raises:
         TierError: The file cannot be written.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    target = Path(path)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", store_schema=False)
     try:
-        with TempFile(os.fspath(target.parent), private=False) as temp:
-            temp.close()
-            pq.write_table(table, temp.path, compression="zstd", store_schema=False)
-            os.replace(temp.path, target)
-            temp.is_named = True
+        write_file(Path(path), [memoryview(sink.getvalue())])
     except OSError as exc:
-        raise TierError(f"{target}: cannot be written: {exc}") from exc
+        raise TierError(f"cannot write {path}: {exc.strerror}") from exc

@@ -268,7 +268,7 @@ class Corpus(OpenBucket):
 
         The tier is that of the settings: ``cache_dir``, ``cache_bytes`` and ``min_free_bytes``.
         Nothing is evicted: when the tier is full, the rest is left out. An entry that is there
-        already costs no request, and each other one costs one request (one for each 4 MiB). An
+        already costs no request, and each other one costs one request (one for each 8 MiB). An
         interruption, also by a signal, leaves only complete entries, and the next call resumes.
 
         Args:
@@ -438,7 +438,6 @@ class Corpus(OpenBucket):
             ``agrees`` is True if there are none of these.
 
         Raises:
-            ConfigError: ``state`` belongs to another corpus.
             TierError: The folder for temporary files, or that of ``state``, cannot be written.
         """
         from s3ec.corpus.audit import audit

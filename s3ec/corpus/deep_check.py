@@ -12,41 +12,43 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from s3ec import codec
-from s3ec.corpus.entries import CorpusEntry, checked_header
+from s3ec.corpus.entries import MAX_ENTRY_BYTES, CorpusEntry, checked_header, download
 from s3ec.counters import Report, unreported
 from s3ec.errors import (
     AccessError,
-    ConfigError,
     CorruptEntryError,
     S3ECError,
     TierError,
     UnavailableError,
 )
-from s3ec.identity import Layout, is_object_name
+from s3ec.fetch import ByteBudget
+from s3ec.identity import Layout, canonical_json, is_object_name
 from s3ec.index.listing import FEW, at_most, leaf_folders, listed
 from s3ec.namespaces import read_namespaces
-from s3ec.store.base import PART_BYTES, ObjectInfo, Store, VanishedError, whole_parts
+from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, for_each
-from s3ec.tier.files import TempFile
+from s3ec.tier.files import write_file
+
+log = logging.getLogger(__name__)
 
 MOST_KEPT = 10_000
 """Bad objects whose names are kept, for a repair; further ones are only counted."""
 # Objects in a row that could not be read are no trouble of these objects.
 _OUTAGE = 16
 _ATTEMPTS = 3
+# Objects in memory at a time; a larger one goes alone.
+_INFLIGHT_BYTES = 256 * 2**20
 _SAVE_S = 1.0
-_FORMAT = "s3ec-verify"
-_VERSION = 2
 _COUNTS = ("objects", "nbytes", "gone", "foreign", "newer", "unstable", "corrupt")
 
 
@@ -168,6 +170,7 @@ class _DeepRun:
         self.found = DeepCheck() if state is None else state.found
         self._cursor = "" if state is None else state.cursor
         self.found.resumed = self.found.objects
+        self._memory = ByteBudget(_INFLIGHT_BYTES)
         self._numbers = self._first = self._outage = 0
         # What ends above the cursor would be read again: it counts when the cursor has passed it.
         self._waiting: dict[int, tuple[str, Outcome]] = {}
@@ -187,7 +190,11 @@ class _DeepRun:
             return Outcome("foreign")
         if self._is_newer:
             return Outcome("newer")
-        outcome = await check_object(self._store, self._layout, info)
+        await self._memory.take(info.nbytes)
+        try:
+            outcome = await check_object(self._store, self._layout, info)
+        finally:
+            self._memory.free(info.nbytes)
         if outcome.error is None:
             self._outage = 0
         else:
@@ -330,13 +337,12 @@ async def _read(store: Store, layout: Layout, info: ObjectInfo) -> Outcome:
     entry = CorpusEntry(
         layout.namespace, info.name.removeprefix(layout.objects), info.nbytes, info.modified_s
     )
+    if info.nbytes > MAX_ENTRY_BYTES:
+        said = f"{info.nbytes} bytes are more than a job reads; `s3ec rm` deletes it"
+        return Outcome("unread", reason="size", message=said)
     try:
-        if info.nbytes > PART_BYTES:
-            return await _read_parts(store, entry)
         # One byte at least: an empty object is asked for too.
-        blob = await store.get(info.name, max_bytes=max(info.nbytes, 1))
-    except VanishedError:
-        return Outcome("gone")
+        blob = await download(store, info.name, max(info.nbytes, 1))
     except CorruptEntryError as exc:  # it did not come whole
         return Outcome("unread", reason=exc.reason, message=str(exc))
     except (UnavailableError, AccessError) as exc:
@@ -350,48 +356,9 @@ async def _read(store: Store, layout: Layout, info: ObjectInfo) -> Outcome:
     try:
         header = checked_header(blob, entry)
         codec.check_data(header, memoryview(blob)[header.data_start :])
-    except CorruptEntryError as exc:
-        return _bad(entry, codec.checksum(blob), exc)
-    return Outcome("good", entry.nbytes)
-
-
-def _bad(entry: CorpusEntry, digest: str, exc: CorruptEntryError) -> Outcome:
-    """Of an object that came whole. What a newer s3ec wrote is not ours to judge."""
-    kind = "newer" if exc.reason == "version" else "corrupt"
-    return Outcome(kind, entry.nbytes, exc.reason, str(exc), digest)
-
-
-async def _read_parts(store: Store, entry: CorpusEntry) -> Outcome:
-    """A large object, part after part; what is bad about it is told when all of it has come.
-
-    Raises:
-        VanishedError, CorruptEntryError, UnavailableError, AccessError: It did not come whole.
-    """
-    digest = codec.running_checksum()
-    verifier: codec.Verifier | None = None
-    problem: CorruptEntryError | None = None
-    coming = whole_parts(store, entry.object_name, entry.nbytes, at_a_time=1)
-    async with aclosing(coming) as parts:
-        async for at, part in parts:
-            digest.update(part)
-            try:
-                if at == 0:
-                    identifier = checked_header(part, entry).identifier
-                    verifier = codec.Verifier(
-                        part, namespace=entry.namespace, identifier=identifier
-                    )
-                elif verifier is not None and problem is None:
-                    verifier.feed(part)
-            except CorruptEntryError as exc:
-                problem = exc
-            del part
-    try:
-        if verifier is not None and problem is None:
-            verifier.finish()
-    except CorruptEntryError as exc:
-        problem = exc
-    if problem is not None:
-        return _bad(entry, digest.hexdigest(), problem)
+    except CorruptEntryError as exc:  # what a newer s3ec wrote is not ours to judge
+        kind = "newer" if exc.reason == "version" else "corrupt"
+        return Outcome(kind, entry.nbytes, exc.reason, str(exc), codec.checksum(blob))
     return Outcome("good", entry.nbytes)
 
 
@@ -401,10 +368,10 @@ async def _read_parts(store: Store, entry: CorpusEntry) -> Outcome:
 class AuditState:
     """How far a deep check of one namespace is, in a file.
 
-    The file is written again at most once a second: a line that says what it is of, and one with
-    the cursor and all that was found. So a run that is killed reads again what it has read since.
-    Of two at once each writes all that it knows, and the last one counts. A check that is complete
-    begins from the start when it is opened again, unless the caller wants its result.
+    The file is written again at most once a second, with the cursor and all that was found. So a
+    run that is killed reads again what it has read since. Of two at once each writes all that it
+    knows, and the last one counts. A check that is complete begins from the start when it is opened
+    again, unless the caller wants its result; so does one whose file is damaged.
 
     Attributes:
         found: What was found so far.
@@ -417,18 +384,17 @@ class AuditState:
         """Open or make it.
 
         Args:
-            folder: Made where it is absent.
+            folder: Made where it is absent. It has a file for each corpus.
             of: What the state is of: the ``namespace``, the corpus, and its server. Plain JSON.
             again: Begin from the start where it is complete.
 
         Raises:
-            ConfigError: It is that of another corpus, or no state at all.
             TierError: The disk refuses.
         """
-        self.path = Path(folder) / f"{of['namespace']}.jsonl"
+        digest = codec.checksum(canonical_json(of).encode())[:16]
+        self.path = Path(folder) / f"{of['namespace']}-{digest}.json"
         self.found = DeepCheck()
         self.cursor = ""
-        self._about = {"format": _FORMAT, "version": _VERSION, **of}
         self._due_s = 0.0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -455,45 +421,29 @@ class AuditState:
             "bad": [[one.name, one.reason, one.message] for one in found.bad],
             "unreadable": [[one.name, one.reason, one.message] for one in found.unreadable],
         }
-        lines = (json.dumps(each, separators=(",", ":")) for each in (self._about, state))
         try:
-            with TempFile(str(self.path.parent)) as file:
-                file.append([line.encode() + b"\n" for line in lines])
-                file.close()
-                os.replace(file.path, self.path)
-                file.is_named = True
+            write_file(self.path, [json.dumps(state).encode()])
         except OSError as exc:
             raise TierError(f"cannot write {self.path}: {exc.strerror}") from exc
         self._due_s = time.monotonic() + _SAVE_S
 
     def _read(self, *, again: bool) -> None:
         try:
-            about, state = map(json.loads, self.path.read_text().splitlines())
+            state = json.loads(self.path.read_text())
             found = DeepCheck(
+                **{name: int(state[name]) for name in _COUNTS},
                 reasons=Counter(state["reasons"]),
                 bad=[BadObject(*one) for one in state["bad"]],
                 unreadable=[BadObject(*one) for one in state["unreadable"]],
                 complete=bool(state["complete"]),
             )
-            for name in _COUNTS:
-                setattr(found, name, int(state[name]))
             cursor = str(state["cursor"])
-            is_ours = about["format"] == _FORMAT and about["version"] == _VERSION
         except FileNotFoundError:
             return
         except OSError as exc:
             raise TierError(f"cannot read {self.path}: {exc.strerror}") from exc
         except (ValueError, TypeError, KeyError, AttributeError):
-            is_ours = False
-        if not is_ours:
-            raise ConfigError(
-                f"`--state`: {self.path} is no state of `s3ec verify`; name another folder",
-                field="state",
-            )
-        if about != self._about:
-            raise ConfigError(
-                f"`--state`: {self.path} is that of another corpus or server; name another folder",
-                field="state",
-            )
+            log.warning("%s is damaged; the check begins from the start", self.path)
+            return
         if not (found.complete and again):
             self.found, self.cursor = found, cursor

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from s3ec import codec
-from s3ec.counters import Report
+from s3ec.counters import Report, unreported
 from s3ec.errors import AmbiguousError, ConfigError, CorruptEntryError
 from s3ec.identity import (
     OBJECT_SUFFIX,
@@ -43,6 +43,8 @@ _HASHED_ADAPTER = re.compile(r"[tx]-[0-9a-f]{64}")
 # 8 hex digits tell four thousand million images apart, and name the fan-out folder.
 _HASH_PREFIX = re.compile(r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})")
 _SHOWN_MATCHES = 5
+MAX_ENTRY_BYTES = 2 * 2**30
+"""Jobs take nothing larger: it is in memory as a whole. A video of ten minutes has less."""
 _PARTS_AT_A_TIME = 4
 
 
@@ -244,7 +246,7 @@ async def read_entry(store: Store, entry: CorpusEntry, report: Report) -> Embedd
     if entry.nbytes > PART_BYTES and await read_header(store, entry) is None:
         return None
     with _naming(entry):
-        blob = await _download(store, entry, report)
+        blob = await download(store, entry.object_name, entry.nbytes, report)
         if blob is None:
             return None
         header = checked_header(blob, entry)
@@ -273,14 +275,18 @@ def checked_header(blob: Blob, entry: CorpusEntry) -> codec.Header:
     return header
 
 
-async def _download(store: Store, entry: CorpusEntry, report: Report) -> Blob | None:
-    """All bytes of an object. A large one comes by ranges, so that its progress is seen."""
-    if entry.nbytes <= PART_BYTES:
-        return await store.get(entry.object_name, max_bytes=entry.nbytes)
+async def download(
+    store: Store, name: str, nbytes: int, report: Report = unreported
+) -> Blob | None:
+    """All bytes of an object. A large one comes by ranges, so that its progress is seen.
+
+    Args:
+        nbytes: Its size, as it was listed; what is larger is refused (the reason is ``size``).
+    """
+    if nbytes <= PART_BYTES:
+        return await store.get(name, max_bytes=nbytes)
     try:
-        whole = await get_in_parts(
-            store, entry.object_name, entry.nbytes, at_a_time=_PARTS_AT_A_TIME, report=report
-        )
+        whole = await get_in_parts(store, name, nbytes, at_a_time=_PARTS_AT_A_TIME, report=report)
     except VanishedError:
         return None
     return memoryview(whole).toreadonly()

@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 from s3ec import codec
 from s3ec.corpus.bucket import ATTEMPTS
-from s3ec.corpus.entries import CorpusEntry, entries_of, key_of, read_entry, read_header, scan
+from s3ec.corpus.entries import (
+    MAX_ENTRY_BYTES,
+    CorpusEntry,
+    entries_of,
+    key_of,
+    read_entry,
+    read_header,
+    scan,
+)
 from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import (
     AccessError,
@@ -56,14 +64,12 @@ from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import open_store
 from s3ec.store.retry import RetryStore
 from s3ec.tenant import Tenant
-from s3ec.tier.files import TempFile
+from s3ec.tier.files import is_temp_name, write_file
 
 if TYPE_CHECKING:
     from s3ec.corpus.catalog_file import CatalogRow
     from s3ec.settings import Settings
 
-MAX_ENTRY_BYTES = 2 * 2**30
-"""Nothing larger is copied: it is in memory as a whole. A video of ten minutes has less."""
 # Entries in memory at a time; a larger one goes alone.
 _INFLIGHT_BYTES = 256 * 2**20
 # Each was tried five times by then. So many in a row are an outage, and no bad entries.
@@ -71,7 +77,6 @@ _OUTAGE = 32
 # vllm/distributed/ec_transfer/ec_connector/example_connector.py of 0.32.
 _EXAMPLE = re.compile(r"([0-9a-f]{64})/encoder_cache\.safetensors")
 _EXAMPLE_NAME = "encoder_cache.safetensors"
-_UNFINISHED = re.compile(r"\.tmp-[0-9a-f]{16}")
 
 
 @dataclass(slots=True)
@@ -477,7 +482,7 @@ def _begin(folder: Path, layout: Layout) -> None:
         ) from exc
     ours = folder / layout.namespace
     for above, _, names in os.walk(ours) if not ours.is_symlink() else ():
-        for name in filter(_UNFINISHED.fullmatch, names):
+        for name in filter(is_temp_name, names):
             with suppress(OSError):
                 os.unlink(os.path.join(above, name))
 
@@ -506,11 +511,7 @@ class _Renaming(Wrapper):
     @staticmethod
     def _write(path: Path, body: Sequence[bytes | memoryview]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with TempFile(str(path.parent), private=False) as file:
-            file.append(body)
-            file.close()
-            os.replace(file.path, path)
-            file.is_named = True
+        write_file(path, body)
 
 
 # -- vLLM's layout ---------------------------------------------------------------------------------

@@ -14,16 +14,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence, Set
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from s3ec import codec
+from s3ec.corpus.entries import MAX_ENTRY_BYTES, download
 from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
-from s3ec.fetch import PART_BYTES, PARTS_AT_A_TIME, ByteBudget
+from s3ec.fetch import ByteBudget
 from s3ec.identity import (
     OBJECT_SUFFIX,
     Key,
@@ -35,12 +36,11 @@ from s3ec.identity import (
 from s3ec.modality import ModalityRecords
 from s3ec.node import open_tier
 from s3ec.runtime import Backoff, LoopThread
-from s3ec.store.base import Blob, Store, parts_as_they_come
+from s3ec.store.base import PART_BYTES, Blob, Store
 from s3ec.store.concurrency import Pace, for_each
 from s3ec.store.open import open_places
-from s3ec.store.places import past_bad_copies
+from s3ec.store.places import Place, past_bad_copies
 from s3ec.tier.claims import Claim
-from s3ec.tier.entry_writer import Incoming
 from s3ec.tier.evictor import NoRoomError
 from s3ec.tier.files import is_full
 from s3ec.tier.tier import Tier
@@ -50,13 +50,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of bodies in memory at a time.
+# Of bodies in memory at a time; a larger one goes alone.
 _MAX_INFLIGHT_BYTES = 2**30
 # How soon what another process fetches is looked at again, and how long it is waited for. A process
 # that hangs must not keep a pod from its start.
 _FIRST_LOOK_S = 0.01
 _LAST_LOOK_S = 0.25
 _CLAIM_PATIENCE_S = 30.0
+# Of an object that came bad; one of them finds out how large it is.
+_ATTEMPTS = 3
 # Entries that are looked at in one call of a disk thread, with the room that is left.
 _LOOKS = 16
 # Each of them was asked for five times. A store that is down is not asked for everything.
@@ -223,7 +225,6 @@ class _Hydrator:
         self._store = store
         self._layout = layout
         self._disk = loop.disk
-        self._disk_soon = loop.disk_soon
         self._tier = tier
         self._pace = pace
         self._report = report
@@ -367,7 +368,7 @@ class _Hydrator:
             self._found.here += 1
             return 0
         try:
-            answer = await self._twice(one, used_s)
+            answer = await self._fetch(one, used_s)
         finally:
             self._tier.claims.release(claim)
         if answer is None:
@@ -380,99 +381,58 @@ class _Hydrator:
             return answer
         return 0
 
-    async def _twice(self, one: Wanted, used_s: float) -> int | str | None:
-        """Fetch one object, once more if it is bad.
+    async def _fetch(self, one: Wanted, used_s: float) -> int | str | None:
+        """Fetch one object, again if it is bad.
 
         Returns:
-            Its size; None where it is absent; if bad twice the reason.
+            Its size; None where it is absent; if it stays bad the reason.
         """
-        name, nbytes = self._layout.object(one.key), one.nbytes
-        reason = ""
-        for attempt in (1, 2):
-            held_bytes = min(nbytes or PART_BYTES, PARTS_AT_A_TIME * PART_BYTES)
+        name, nbytes, reason = self._layout.object(one.key), one.nbytes, ""
+        for attempt in range(_ATTEMPTS):
+            held_bytes = nbytes or PART_BYTES
             await self._budget.take(held_bytes)
             try:
-                received = await past_bad_copies(
-                    name, lambda _: self._receive(one, name, nbytes, used_s)
-                )
+                receive = partial(self._receive, one.key, name, nbytes, used_s)
+                received = await past_bad_copies(name, receive)
             except CorruptEntryError as exc:
                 reason = exc.reason
-                if reason == "size" and nbytes:  # a listing may be older than it
-                    return await self._twice(replace(one, nbytes=0), used_s)
-                log.warning("%s is unusable (attempt %d): %s", name, attempt, exc)
-                continue
+                log.warning("%s is unusable (attempt %d): %s", name, attempt + 1, exc)
+            else:
+                if received is not None:
+                    await self._pace.take(max(0, received - one.nbytes))
+                return received
             finally:
                 self._budget.free(held_bytes)
-            if received is not None and not nbytes:
-                await self._pace.take(received - one.nbytes)
-            return received
+            # Its size was not known, or it is another one than a listing said.
+            if reason == "size" and (info := await self._store.head(name)) is not None:
+                nbytes = info.nbytes
         return reason
 
-    async def _receive(self, one: Wanted, name: str, nbytes: int, used_s: float) -> int | None:
-        if 0 < nbytes <= PART_BYTES:
-            body = await self._store.get(name, max_bytes=nbytes)
-        else:
-            body = await self._store.get_range(name, 0, PART_BYTES)
-            if body is not None and len(body) >= PART_BYTES:
-                return await self._receive_rest(one, name, body, used_s)
+    async def _receive(
+        self, key: Key, name: str, nbytes: int, used_s: float, _: Set[Place]
+    ) -> int | None:
+        """Download an object as a whole, and publish it; its size, None where it is absent."""
+        if nbytes > MAX_ENTRY_BYTES:
+            raise CorruptEntryError(f"{nbytes} bytes, more than any entry has", reason="size")
+        body = await download(self._store, name, nbytes or PART_BYTES)
         if body is None:
             return None
-        while (modality := await self._disk(self._keep, one, body, used_s)) is not None:
+        while (modality := await self._disk(self._keep, key, body, used_s)) is not None:
             await self._learn(modality)
         return len(body)
 
-    def _keep(self, one: Wanted, body: Blob, used_s: float) -> str | None:
+    def _keep(self, key: Key, body: Blob, used_s: float) -> str | None:
         """Verify a whole entry and publish it; blocking.
 
         Returns:
             A modality whose record has to be read before; then nothing was published.
         """
         header = codec.verify(
-            body, namespace=self._layout.namespace, identifier=_identifier(one.key, body)
+            body, namespace=self._layout.namespace, identifier=_identifier(key, body)
         )
         if (modality := self._unknown(header)) is None:
-            self._tier.writer.receive(one.key, [body], header, used_s=used_s)
+            self._tier.writer.receive(key, [body], header, used_s=used_s)
         return modality
-
-    async def _receive_rest(self, one: Wanted, name: str, first: Blob, used_s: float) -> int:
-        """A large entry, in ranges that are written as they come."""
-        incoming: Incoming | None = None
-        try:
-            while incoming is None:
-                begun = await self._disk(self._begin, one, first, used_s, undo=_discard)
-                if isinstance(begun, str):
-                    await self._learn(begun)
-                else:
-                    incoming = begun
-            # One byte more than it says it has: a longer one is a bad one.
-            end = incoming.nbytes + 1
-            starts = range(len(first), end, PART_BYTES)
-            ranges = [range(at, min(at + PART_BYTES, end)) for at in starts]
-            coming = parts_as_they_come(
-                self._store, name, ranges, at_a_time=PARTS_AT_A_TIME, first_alone=False
-            )
-            async with aclosing(coming) as parts:
-                async for number, part in parts:
-                    if part is None:
-                        raise CorruptEntryError("it vanished while it was read", reason="length")
-                    if part:
-                        await self._disk(incoming.put, [(ranges[number].start, part)])
-                    del part
-            await self._disk(incoming.commit)
-            return incoming.nbytes
-        finally:
-            if incoming is not None:
-                self._disk_soon(incoming.discard)
-
-    def _begin(self, one: Wanted, first: Blob, used_s: float) -> Incoming | str:
-        """Look at the front of a large entry, and open its file; as ``_keep``. Blocking."""
-        verifier = codec.Verifier(
-            first, namespace=self._layout.namespace, identifier=_identifier(one.key, first)
-        )
-        modality = self._unknown(verifier.header)
-        if modality is not None:
-            return modality
-        return self._tier.writer.begin(one.key, first, verifier, used_s=used_s)
 
     def _unknown(self, header: codec.Header) -> str | None:
         """The modality of an entry if its record was not read yet; refuses what differs from it."""
@@ -518,8 +478,3 @@ async def _each(wanted: Iterable[Wanted]) -> AsyncGenerator[Wanted, None]:
 
 def _close(tier: Tier) -> None:
     tier.close()
-
-
-def _discard(begun: Incoming | str) -> None:
-    if not isinstance(begun, str):
-        begun.discard()

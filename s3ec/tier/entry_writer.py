@@ -102,19 +102,11 @@ class EntryWriter:
         """
         return self._write(key, pieces, lambda file: self._name_open(key, file, header, used_s))
 
-    def begin(
-        self,
-        key: Key,
-        first: bytes | memoryview,
-        verifier: Verifier,
-        *,
-        used_s: float | None = None,
-    ) -> Incoming:
+    def begin(self, key: Key, first: bytes | memoryview, verifier: Verifier) -> Incoming:
         """Receive one large entry part by part; it appears, open, when the last one was good.
 
         Args:
             first: Its first bytes, which the verifier has been made from.
-            used_s: As in ``receive``.
 
         Raises:
             TierError: As in ``publish``.
@@ -127,7 +119,7 @@ class EntryWriter:
             raise TierError(f"cannot receive {key.name}: {exc}") from exc
 
         def commit() -> OpenEntry:
-            return self._name_open(key, file, verifier.header, used_s)
+            return self._name_open(key, file, verifier.header, None)
 
         incoming = Incoming(key.name, file, verifier, commit, self._with_room)
         try:

@@ -390,6 +390,22 @@ class TempFile:
             self.close()
 
 
+def write_file(path: Path, pieces: Sequence[bytes | memoryview], *, synced: bool = False) -> None:
+    """Write a file that is no entry, whole or not at all, and replace one of its name.
+
+    Args:
+        synced: As for TempFile.close.
+
+    Raises:
+        OSError: Nothing is left behind.
+    """
+    with TempFile(str(path.parent), private=False) as file:
+        file.append(pieces)
+        file.close(synced=synced)
+        os.replace(file.path, path)
+        file.is_named = True
+
+
 def write_all(fd: int, pieces: Sequence[bytes | memoryview], at: int | None = None) -> None:
     """Write pieces one after the other, without joining them in memory.
 

@@ -59,8 +59,7 @@ def test_deep_verify_that_is_killed_goes_on_where_it_was(stocked: Site, tmp_path
     stocked.proxy.add(Rule(Stall(), method="GET", target="|".join(names[50:])))
     first = verify(stocked, "--state", str(folder))
     eventually(lambda: set(stocked.gets()) >= set(names[:50]))
-    (state,) = folder.glob("*.jsonl")
-    eventually(lambda: state.read_text().count("\n") > 1)  # a header, and how far it is
+    eventually(lambda: any(folder.glob("*.json")))
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
     stocked.let_through()

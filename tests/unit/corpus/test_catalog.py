@@ -444,7 +444,7 @@ def test_export_is_plain_parquet_and_replaces_a_file(catalog: Catalog, tmp_path:
 
 
 def test_export_names_what_it_cannot_write(catalog: Catalog, tmp_path: Path) -> None:
-    with pytest.raises(TierError, match="cannot be written"):
+    with pytest.raises(TierError, match="cannot write"):
         export_table(catalog.table(), tmp_path / "nowhere" / "c.parquet")
     assert list(tmp_path.iterdir()) == []
 
