@@ -389,23 +389,22 @@ class _Hydrator:
         """
         name, nbytes, reason = self._layout.object(one.key), one.nbytes, ""
         for attempt in range(_ATTEMPTS):
-            held_bytes = nbytes or PART_BYTES
-            await self._budget.take(held_bytes)
             try:
                 receive = partial(self._receive, one.key, name, nbytes, used_s)
                 received = await past_bad_copies(name, receive)
             except CorruptEntryError as exc:
                 reason = exc.reason
-                log.warning("%s is unusable (attempt %d): %s", name, attempt + 1, exc)
-            else:
-                if received is not None:
-                    await self._pace.take(max(0, received - one.nbytes))
-                return received
-            finally:
-                self._budget.free(held_bytes)
-            # Its size was not known, or it is another one than a listing said.
-            if reason == "size" and (info := await self._store.head(name)) is not None:
-                nbytes = info.nbytes
+                if reason == "size":  # it was not known, or is another one than a listing said
+                    info = await self._store.head(name)
+                    if info is None:
+                        return None
+                    nbytes = info.nbytes
+                else:
+                    log.warning("%s is unusable (attempt %d): %s", name, attempt + 1, exc)
+                continue
+            if received is not None:
+                await self._pace.take(max(0, received - one.nbytes))
+            return received
         return reason
 
     async def _receive(
@@ -413,13 +412,18 @@ class _Hydrator:
     ) -> int | None:
         """Download an object as a whole, and publish it; its size, None where it is absent."""
         if nbytes > MAX_ENTRY_BYTES:
-            raise CorruptEntryError(f"{nbytes} bytes, more than any entry has", reason="size")
-        body = await download(self._store, name, nbytes or PART_BYTES)
-        if body is None:
-            return None
-        while (modality := await self._disk(self._keep, key, body, used_s)) is not None:
-            await self._learn(modality)
-        return len(body)
+            raise CorruptEntryError(f"{nbytes} bytes are more than a job reads", reason="size")
+        most_bytes = nbytes or PART_BYTES
+        await self._budget.take(most_bytes)
+        try:
+            body = await download(self._store, name, most_bytes)
+            if body is None:
+                return None
+            while (modality := await self._disk(self._keep, key, body, used_s)) is not None:
+                await self._learn(modality)
+            return len(body)
+        finally:
+            self._budget.free(most_bytes)
 
     def _keep(self, key: Key, body: Blob, used_s: float) -> str | None:
         """Verify a whole entry and publish it; blocking.

@@ -39,26 +39,22 @@ def test_show_names_value_and_origin_of_every_setting(
 
 
 @pytest.mark.parametrize("document", [EXTRA, TRANSFER])
-@pytest.mark.parametrize("form", ["text", "file", "@file"])
+@pytest.mark.parametrize("form", ["text", "file", "@file", "toml"])
 def test_config_is_taken_as_text_or_file_in_both_shapes(
     cli: Cli, tmp_path: Path, document: dict[str, object], form: str
 ) -> None:
     text = json.dumps(document)
     (tmp_path / "ec.json").write_text(text)
+    (tmp_path / "ec.toml").write_text('bucket = "embeddings"\ncache_bytes = "1GiB"\n')
     value = {
         "text": text,
         "file": str(tmp_path / "ec.json"),
         "@file": f"@{tmp_path / 'ec.json'}",
+        "toml": str(tmp_path / "ec.toml"),
     }[form]
     found = cli.json("config", "show", "--config", value)["settings"]
     assert found["bucket"] == {"value": "embeddings", "origin": "--config"}
     assert found["cache_bytes"]["value"] == 2**30
-
-
-def test_config_may_be_toml(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "ec.toml").write_text('bucket = "embeddings"\n')
-    found = cli.json("config", "show", "--config", str(tmp_path / "ec.toml"))["settings"]
-    assert found["bucket"]["value"] == "embeddings"
 
 
 @pytest.mark.parametrize(
@@ -100,11 +96,8 @@ def test_credentials_in_config_are_refused_and_not_repeated(
     out = cli("config", "show", "--config", json.dumps(document if whole else extra), code=2)
     assert name in out.stderr
     assert "hush-hush" not in out.output
-
-
-def test_broken_json_with_a_secret_is_not_repeated(cli: Cli) -> None:
-    out = cli("config", "show", "--config", '{"secret_key": "hush-hush",', code=2)
-    assert "hush-hush" not in out.output
+    broken = cli("config", "show", "--config", f'{{"{name}": "hush-hush",', code=2)
+    assert "hush-hush" not in broken.output
 
 
 def test_show_without_a_bucket_shows_all_and_marks_it(cli: Cli) -> None:

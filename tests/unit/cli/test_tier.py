@@ -163,21 +163,6 @@ def test_ls_of_a_folder_without_entries_is_empty(cli: Cli, root: Path) -> None:
     assert cli.json("tier", "ls")["entries"] == []
 
 
-def test_check_is_silent_about_a_folder_in_use(cli: Cli, engine: Tier) -> None:
-    out = cli("tier", "check")
-    assert out.stdout == ""
-    assert cli.json("tier", "check")["complaints"] == []
-
-
-def test_check_complains_and_ends_with_1(cli: Cli, engine: Tier, root: Path) -> None:
-    path = file_of(root, KEYS[3])
-    blob = path.read_bytes()
-    path.write_bytes(blob[:-1] + b"x")
-    assert str(path) in cli("tier", "check", code=1).stdout
-    (complaint,) = cli.json("tier", "check", code=1)["complaints"]
-    assert str(path) in complaint
-
-
 def test_evict_takes_the_least_recently_used_and_none_that_waits_for_the_bucket(
     cli: Cli, engine: Tier, root: Path
 ) -> None:
@@ -263,7 +248,7 @@ def test_check_finds_what_is_bad_open_to_others_or_not_ours(
     cli: Cli, engine: Tier, root: Path
 ) -> None:
     bad, open_to_all = file_of(root, KEYS[3]), file_of(root, KEYS[4])
-    bad.write_bytes(b"not an entry")
+    bad.write_bytes(bad.read_bytes()[:-1] + b"x")
     open_to_all.chmod(0o644)
     bad.parent.chmod(0o755)
     stray = root / "v1" / "stray"
@@ -278,7 +263,8 @@ def test_check_finds_what_is_bad_open_to_others_or_not_ours(
     open_to_all.chmod(0o600)
     bad.parent.chmod(0o700)
     assert cli.json("tier", "check")["complaints"] == []
-    assert "0 complaints" in cli("tier", "check").stderr
+    out = cli("tier", "check")
+    assert (out.stdout, "0 complaints" in out.stderr) == ("", True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")

@@ -53,11 +53,6 @@ def test_doctor_examines_a_folder_and_leaves_nothing(cli: Cli, folder: Path) -> 
     ]
 
 
-def test_config_shows_the_url(cli: Cli, folder: Path) -> None:
-    found = cli.json("config", "show")["settings"]
-    assert found["url"] == {"value": folder.as_uri(), "origin": "env S3EC_URL"}
-
-
 def test_a_url_and_a_bucket_as_options_end_with_2_and_say_what_to_remove(
     cli: Cli, folder: Path
 ) -> None:

@@ -87,11 +87,6 @@ async def test_what_is_larger_than_the_limit_goes_from_the_oldest_on(memory: Mem
     assert (await run(memory, Rules(max_bytes=650))).objects == 0
 
 
-async def test_nothing_is_left_where_nothing_fits(memory: MemoryStore) -> None:
-    assert (await run(memory, Rules(max_bytes=0))).left_bytes == 0
-    assert left(memory) == set()
-
-
 async def test_rules_that_are_given_together_narrow(memory: MemoryStore) -> None:
     done = await run(memory, Rules(older_than_s=7.5 * HOUR_S, max_bytes=100))
     assert (done.objects, done.left_bytes) == (3, 700)

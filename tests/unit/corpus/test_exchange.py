@@ -83,18 +83,6 @@ def test_export_has_the_same_bytes_and_an_index_and_a_second_one_copies_nothing(
     assert names <= files_of(folder).keys()
 
 
-def test_import_brings_the_same_bytes_into_an_empty_corpus(
-    here: Filled, there: Corpus, disk: Path
-) -> None:
-    done = there.import_from(disk)
-    assert (done.status, done.copied) == ("complete", len(IDS))
-    assert objects_of(there, NAMESPACE) == objects_of(here.corpus, NAMESPACE)
-    found = there.verify()
-    assert (found.agrees, found.index.entries) == (True, len(IDS))
-    again = there.import_from(disk)
-    assert (again.copied, again.present) == (0, len(IDS))
-
-
 def test_import_replaces_nothing_and_adds_what_lacks(
     here: Filled, there: Corpus, tmp_path: Path
 ) -> None:
@@ -111,18 +99,6 @@ def test_import_replaces_nothing_and_adds_what_lacks(
     embedding = there.get(IDS[0])
     assert embedding is not None
     assert embedding.file == mine
-
-
-def test_entries_that_are_stored_and_not_announced_are_in_the_index_then(
-    there: Corpus, disk: Path, tmp_path: Path
-) -> None:
-    """As an import leaves them that was killed between the two."""
-    for name, body in files_of(disk).items():
-        if "/objects/" in name:
-            put_over(tmp_path / "there", name, body)
-    done = there.import_from(disk)
-    assert (done.copied, done.present) == (0, len(IDS))
-    assert there.verify().index.unannounced == 0
 
 
 def test_deleted_entries_come_back_with_an_import(there: Corpus, disk: Path) -> None:

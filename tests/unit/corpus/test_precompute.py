@@ -339,14 +339,6 @@ def test_the_rate_is_without_the_time_that_the_engine_took_to_start(desk: Desk) 
     assert desk.job(encoder).run().start_s >= 50.0
 
 
-def test_what_came_later_is_added(desk: Desk) -> None:
-    desk.write(a=b"one")
-    desk.run()
-    desk.write(b=b"two")
-    report, encoder = desk.run()
-    assert (report.done_before, report.encoded, encoder.encoded) == (1, 1, [b"two"])
-
-
 def test_what_only_the_encoder_reads_is_catalogued_with_the_sums_of_its_files(desk: Desk) -> None:
     desk.write(a=b"one", b=b"two")
     first, _ = desk.run(reads_later=True)
