@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import (
-    AsyncGenerator,
     Callable,
     Collection,
     Iterable,
@@ -28,7 +27,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from s3ec.corpus.catalog_file import (
@@ -103,16 +102,17 @@ async def read_parts(
     *,
     problem: Callable[[CorruptEntryError], object] = log.debug,
     only: Collection[str] | None = None,
-) -> AsyncGenerator[tuple[str, pa.Table], None]:
-    """Each part once, with its ULID, also while others are folded; to be closed.
+    columns: Sequence[str] = (*COLUMNS, PART),
+) -> dict[str, pa.Table]:
+    """The parts by their ULID, also while others are folded.
 
-    When it has ended, every part that the bucket lists was read. Those that a fold takes away
-    meanwhile are in the part that it wrote, and that is read as well. Memory: parts of FOLDED_BYTES
-    together, or one that is larger.
+    Every part that the bucket lists was read. Those that a fold takes away meanwhile are in the
+    part that it wrote, and that is read as well.
 
     Args:
         problem: Told of each part that cannot be used.
         only: ULIDs of the parts that are meant; None for all. Those that are gone are left out.
+        columns: Those that are kept.
 
     Raises:
         ConfigError: pyarrow is missing.
@@ -123,36 +123,35 @@ async def read_parts(
 
     async def read(part: tuple[str, ObjectInfo]) -> pa.Table | CorruptEntryError | None:
         try:
-            return await _read_part(store, layout, *part)
+            return (await _read_part(store, layout, *part)).select(columns)
         except VanishedError:
             return None
         except CorruptEntryError as exc:
             return exc
 
-    known: set[str] = set()
+    known: dict[str, pa.Table | CorruptEntryError | None] = {}
     for _ in range(_LISTINGS):
         parts = await list_parts(store, layout)
-        new = {ulid: info for ulid, info in parts.items() if ulid not in known}
-        if only is not None:
-            new = {ulid: info for ulid, info in new.items() if ulid in only}
-        has_vanished = False
-        for some in _groups(new):
-            answers = await in_parallel([(ulid, new[ulid]) for ulid in some], read)
-            for ulid in some:
-                answer = answers.pop(0)
-                if answer is None:
-                    has_vanished = True
-                    continue
-                known.add(ulid)
-                if isinstance(answer, CorruptEntryError):
-                    problem(answer)
-                else:
-                    yield ulid, answer
-                del answer  # not in memory while others come
+        left = {
+            ulid: info
+            for ulid, info in parts.items()
+            if known.get(ulid) is None and (only is None or ulid in only)
+        }
+        for some in _groups(left):  # so that few are in memory with all their columns
+            found = await in_parallel([(ulid, left[ulid]) for ulid in some], read)
+            known |= zip(some, found, strict=True)
             free_unused()
-        if not has_vanished or only is not None:
-            return
-    raise UnavailableError(f"{layout.catalog}: its parts are folded over and over")
+        if only is not None or all(known[ulid] is not None for ulid in left):
+            break
+    else:
+        raise UnavailableError(f"{layout.catalog}: its parts are folded over and over")
+    tables = {}
+    for ulid, answer in known.items():
+        if isinstance(answer, CorruptEntryError):
+            problem(answer)
+        elif answer is not None:
+            tables[ulid] = answer
+    return tables
 
 
 def _groups(parts: Mapping[str, ObjectInfo]) -> Iterator[list[str]]:
@@ -237,12 +236,9 @@ async def _read_all(
 ) -> tuple[list[str], pa.Table | None]:
     """The parts that can be used, and their newest rows with ``part``; None where none can."""
     kept = [name for name in (*COLUMNS, PART) if name in {*KEY, PART, *columns}]
-    ulids, tables = [], []
-    async with aclosing(read_parts(store, layout, problem=problems.append)) as coming:
-        async for ulid, table in coming:
-            ulids.append(ulid)
-            tables.append(table.select(kept))
-            del table
+    read = await read_parts(store, layout, problem=problems.append, columns=kept)
+    ulids, tables = list(read), list(read.values())
+    del read
     return ulids, await asyncio.to_thread(newest, tables) if tables else None
 
 
@@ -325,9 +321,7 @@ class CatalogWriter:
         for group in _groups(small):
             if len(group) < 2:
                 continue
-            coming = read_parts(self._store, self._layout, only=group)
-            async with aclosing(coming):
-                read = {ulid: table async for ulid, table in coming}
+            read = await read_parts(self._store, self._layout, only=group)
             if len(read) > 1:
                 await self._require_deletions()
                 ulids, tables = list(read), list(read.values())
