@@ -26,7 +26,7 @@ _PANELS = {
         "stat": "browse",
         "get": "browse",
         "catalog": "catalog",
-        "manifest": "manifest",
+        "manifest": "verify",
         "verify": "verify",
     },
     "Fill": {

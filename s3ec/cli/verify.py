@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec verify``: do index, objects and catalogue agree, is every byte right; and mending that."""
+"""``s3ec verify`` and ``manifest rebuild``: do index, objects and catalogue agree; mending that."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from s3ec.cli.output import (
     App,
     counting,
     echo,
+    epilog,
     many,
     print_json,
     print_note,
@@ -34,13 +35,26 @@ from s3ec.errors import ConfigError
 from s3ec.namespaces import require_ours
 
 if TYPE_CHECKING:
-    from s3ec.corpus.audit import Audit
+    from s3ec.corpus.audit import Audit, Repair
     from s3ec.corpus.deep_check import BadObject
-    from s3ec.corpus.repair import Repair
+    from s3ec.identity import Layout
+    from s3ec.index.maker import Made
+    from s3ec.store.base import Store
 
 
 def register(app: App) -> None:
-    """Add ``verify`` to the tree."""
+    """Add ``verify`` and ``manifest`` to the tree."""
+    group = App(
+        help="The index in the bucket. `s3ec verify` compares it with the bucket.",
+        no_args_is_help=True,
+        epilog=epilog(("s3ec manifest rebuild", "make it from what the bucket holds")),
+    )
+    group.command(
+        "rebuild",
+        ("s3ec manifest rebuild", "after objects were deleted or copied by other means"),
+        ("s3ec manifest rebuild --json", "for machines"),
+    )(with_namespace(rebuild_index))
+    app.add_typer(group, name="manifest")
     app.command(
         "verify",
         ("s3ec verify", "index, listing and catalogue; exit status 1 where they differ"),
@@ -224,3 +238,29 @@ def _repair_document(done: Repair) -> dict[str, Any]:
         "snapshot_name": done.snapshot or None,
         "dropped_row_count": done.dropped,
     }
+
+
+def rebuild_index(
+    source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False
+) -> None:
+    """Make a snapshot from a listing of all objects, 1000 per request, 16 requests at a time.
+
+    Use it after other tools than s3ec have deleted or stored objects. It is safe at any time, also
+    while engines write and read.
+    """
+    with counting("listing objects") as report, source.corpus() as corpus:
+
+        async def work(store: Store, layout: Layout) -> Made:
+            from s3ec.index.maker import rebuild as make
+
+            return await make(store, layout, report=report)
+
+        namespace = choice.within(corpus)
+        made = corpus.within(work, namespace, write=True)
+    document = {
+        "namespace": namespace,
+        "snapshot_name": str(made.name),
+        "entry_count": made.rows,
+        "deleted": made.removed,
+    }
+    show(document, as_json=as_json, about={"deleted": "older objects of the index"})

@@ -40,13 +40,12 @@ from s3ec.store.concurrency import in_parallel
 from s3ec.tier.files import Folders
 
 if TYPE_CHECKING:
-    from s3ec.corpus.audit import Audit
+    from s3ec.corpus.audit import Audit, Repair
     from s3ec.corpus.catalog import Catalog
     from s3ec.corpus.collect import Collection, Deletion
     from s3ec.corpus.exchange import Transferred
     from s3ec.corpus.hydrate import Hydration, Wanted
     from s3ec.corpus.precompute import JobOptions, PrecomputeReport
-    from s3ec.corpus.repair import Repair
     from s3ec.index.local import NodeFolder
     from s3ec.settings import Settings
 
@@ -488,7 +487,7 @@ class Corpus(OpenBucket):
             UnavailableError, AccessError: A part may be repaired; call it again.
             TierError: The folder for temporary files is full.
         """
-        from s3ec.corpus.repair import repair
+        from s3ec.corpus.audit import repair
 
         async def work(store: Store, layout: Layout) -> Repair:
             node = self._index_folder(layout)

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from s3ec.corpus import deep_check, entries
-from s3ec.corpus.audit import Audit, audit
+from s3ec.corpus.audit import Audit, Repair, audit, repair
 from s3ec.corpus.catalog import CatalogWriter, read_table
 from s3ec.corpus.catalog_file import CatalogRow
 from s3ec.corpus.deep_check import AuditState, BadObject, DeepCheck, check_objects
-from s3ec.corpus.repair import Repair, repair
 from s3ec.errors import (
     AccessError,
     CorruptEntryError,
@@ -417,7 +416,7 @@ async def test_repair_deletes_each_object_soon_after_it_was_read(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody may store it anew meanwhile."""
-    monkeypatch.setattr("s3ec.corpus.repair._AT_A_TIME", 2)
+    monkeypatch.setattr("s3ec.corpus.audit._AT_A_TIME", 2)
     names = [put(memory, identifier, b"bad") for identifier in IDS[:6]]
     found = await look(memory)
 
