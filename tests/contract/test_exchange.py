@@ -115,23 +115,8 @@ def copy_by_boto3(client: Any, command: list[str]) -> None:
             client.copy_object(Bucket=to, Key=f"{to_begin}/{below}", CopySource=copied)
 
 
-def copy_by_aws(server: LocalS3, command: list[str]) -> None:
-    """The command itself; skips the test where the tool is not installed."""
-    try:
-        subprocess.run(["aws", "--version"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no aws command here")
-    subprocess.run(
-        [*command, "--endpoint-url", server.endpoint_url],
-        check=True,
-        capture_output=True,
-        env=os.environ | server.env(),
-    )
-
-
-@pytest.mark.parametrize("tool", ["boto3", "aws"])
 def test_the_page_says_how_another_tool_copies_between_buckets(
-    here: Filled, other_bucket: Settings, local_s3: LocalS3, tool: str
+    here: Filled, other_bucket: Settings, local_s3: LocalS3
 ) -> None:
     here.corpus.catalog().append([row("page", identifier=IDS[0])])
     places = {
@@ -148,10 +133,7 @@ def test_the_page_says_how_another_tool_copies_between_buckets(
     assert need == "# needs the AWS CLI"
     copying, rebuilding = map(shlex.split, commands)
     assert (copying[:3], rebuilding[:3]) == (["aws", "s3", "sync"], ["s3ec", "manifest", "rebuild"])
-    if tool == "aws":
-        copy_by_aws(local_s3, copying)
-    else:
-        copy_by_boto3(local_s3.client(), copying)
+    copy_by_boto3(local_s3.client(), copying)
     server = ["--endpoint-url", local_s3.endpoint_url, "--region", "us-east-1"]
     assert Cli().json(*rebuilding[1:], *server)
     with Corpus.open(other_bucket) as there:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -92,7 +91,7 @@ class Expired:
         await s3_error(400, "ExpiredToken").apply(exchange)
 
 
-@pytest.mark.parametrize("kind", ["obstore", "botocore"])
+@pytest.mark.parametrize("kind", ["obstore", "aioboto3"])
 def test_keys_that_rotate_in_the_midst_of_a_command_cost_it_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,10 +100,7 @@ def test_keys_that_rotate_in_the_midst_of_a_command_cost_it_nothing(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     write_keys(keys, old)
-    if kind == "botocore":
-        monkeypatch.setitem(sys.modules, "obstore.store", None)
-    asked = "auto" if kind == "botocore" else kind
-    settings = {"region": "us-east-1", "transport": asked, "cache_dir": str(tmp_path / "cache")}
+    settings = {"region": "us-east-1", "transport": kind, "cache_dir": str(tmp_path / "cache")}
     with (
         LocalS3(tmp_path / "server", identities=[old, new]) as server,
         FaultProxy(server.endpoint_url) as proxy,

@@ -14,6 +14,7 @@ import pytest
 from s3ec.corpus.catalog import CatalogWriter
 from s3ec.corpus.catalog_file import CatalogRow
 from s3ec.identity import Layout
+from s3ec.store.open import KEPT_PROBE
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.catalogues import row
 from tests.unit.cli.conftest import Cli
@@ -160,4 +161,4 @@ def test_ns_rm_takes_the_catalogue_along(cli: Cli, corpus: Corpus, namespace: st
     assert cli.json("ns", "rm", namespace)["object_count"] == 2
     cli("ns", "rm", namespace, "--yes", "--idle", "0")
     found = corpus.client.list_objects_v2(Bucket=corpus.bucket).get("Contents", [])
-    assert [each["Key"] for each in found] == []
+    assert [each["Key"] for each in found] == [KEPT_PROBE]
