@@ -32,15 +32,7 @@ parts_module = pytest.importorskip("s3ec.connector.parts")
 Parts = parts_module.Parts
 
 
-class Worker:
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def encoder_ended(self) -> None:
-        self.calls.append("ended")
-
-
-def connector(worker: Worker | None, plan: StepPlan | None) -> shell.S3ECConnector:
+def connector(worker: Any, plan: StepPlan | None) -> shell.S3ECConnector:
     transfer = SimpleNamespace(is_ec_producer=True, is_ec_consumer=True)
     config = SimpleNamespace(ec_transfer_config=transfer)
     parts = Parts(config)
@@ -78,18 +70,11 @@ def test_a_wait_whose_answer_is_repeated_goes_on_and_ends_in_time(pixels: bool, 
     assert world.clock.now_s >= began_s + limit_s - 0.01
 
 
-def test_where_vllm_asks_for_loads_behind_the_encoder_its_time_ends() -> None:
-    worker = Worker()
-    connector(worker, StepPlan()).finish_load_caches({"a": 1})
-    assert worker.calls == ["ended"]
-    connector(None, None).finish_load_caches({})
-
-
 def test_externally_loaded_hashes_are_the_step_s_loads() -> None:
     one = Load("a", "/x", 0, 0, 0, 0, Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
     loads = [one, replace(one, identifier="b")]
-    assert connector(Worker(), StepPlan(loads=loads)).externally_loaded_hashes() == ["a", "b"]
-    assert connector(Worker(), None).externally_loaded_hashes() == []
+    assert connector(None, StepPlan(loads=loads)).externally_loaded_hashes() == ["a", "b"]
+    assert connector(None, None).externally_loaded_hashes() == []
 
 
 class Panic(BaseException):

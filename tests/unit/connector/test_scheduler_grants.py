@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from s3ec.connector.item_tracker import LEASE_S
@@ -208,12 +210,13 @@ def test_two_requests_with_other_rows_for_one_identifier_get_only_their_own(worl
     assert not world.has("a")
 
 
-def test_where_vllm_asks_once_disagreeing_requests_get_nothing() -> None:
+@pytest.mark.parametrize("other", [{"rows": ROWS + 1}, {"modality": "video"}])
+def test_where_vllm_asks_once_disagreeing_requests_get_nothing(other: dict[str, Any]) -> None:
     world = World(asked_every_pass=False)
     world.bring("a")
     assert world.ask(request("honest", feature("a")))
     assert world.has("a")
-    assert world.ask(request("liar", feature("a", rows=ROWS + 1)))
+    assert world.ask(request("liar", feature("a", **other)))
     assert not world.has("a")
 
 
@@ -262,15 +265,6 @@ def test_what_failed_as_a_video_is_fetched_as_the_image_that_it_is(world: World)
     assert [want.modality for want in world.prefetcher.submitted] == ["video", "image"]
 
 
-def test_where_vllm_asks_once_an_image_and_a_video_of_one_name_get_nothing() -> None:
-    world = World(asked_every_pass=False)
-    world.bring("a")
-    assert world.ask(request("image", feature("a")))
-    assert world.has("a")
-    assert world.ask(request("video", feature("a", modality="video")))
-    assert not world.has("a")
-
-
 # -- how long an entry is held open ---------------------------------------------------------------
 
 
@@ -280,17 +274,6 @@ def test_an_entry_is_let_go_of_by_the_workers_report(world: World) -> None:
     world.report(step)
     assert world.prefetcher.released == [path]
     assert not world.half.tracker.items
-
-
-def test_an_entry_is_held_open_until_every_rank_has_reported() -> None:
-    world = World(ranks=4)
-    step, path = world.load_one()
-    world.report(step, 0, 1)
-    world.report(step, 1)
-    world.report(step, 3)
-    assert path in world.prefetcher.live
-    world.report(step, 2)
-    assert path not in world.prefetcher.live
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -303,6 +286,19 @@ def test_without_a_report_an_entry_stays_open_for_the_steps_in_flight(steps: int
         assert path in world.prefetcher.live
     world.step()
     assert path not in world.prefetcher.live
+
+
+def test_what_comes_though_the_item_is_here_already_is_let_go_of(world: World) -> None:
+    world.defer("a")
+    wanted = dict(world.prefetcher.open)
+    world.finish("a")
+    assert world.ask(request("takes the news", feature("x")))
+    world.prefetcher.open |= wanted
+    second = world.finish("a")
+    assert second is not None
+    world.step()
+    assert world.ask(request("takes the news again", feature("y")))
+    assert world.prefetcher.released == [second.path]
 
 
 def test_late_double_and_unknown_reports_are_harmless(world: World) -> None:
@@ -369,37 +365,13 @@ def test_a_device_cache_that_was_reset_without_a_word_costs_one_encode(world: Wo
     assert not world.ask(asker)
 
 
-def test_what_nobody_asks_for_is_released_when_its_lease_ends(world: World) -> None:
-    (path,) = world.bring("a")
-    world.clock.now_s += LEASE_S
-    world.step()
-    assert path in world.prefetcher.live
-    world.clock.now_s += 1.1
-    world.step()
-    assert path not in world.prefetcher.live
-    assert not world.half.tracker.items
-
-
-def test_a_lease_does_not_end_while_a_step_loads_the_file() -> None:
-    world = World(steps_in_flight=1000)
-    step, path = world.load_one()
-    world.step(freed="a")
-    for _ in range(5):
-        world.clock.now_s += LEASE_S
-        world.step()
-    assert path in world.prefetcher.live
-    world.report(step)
-    world.clock.now_s += LEASE_S
-    world.step()
-    assert path not in world.prefetcher.live
-
-
 # -- ranks that cannot be told to load ------------------------------------------------------------
 
 
 def test_where_ranks_cannot_be_told_nothing_is_fetched_waited_for_or_granted() -> None:
     world = World(producer=True, can_load=False)
     world.stock("a")
+    world.make_resident("a")
     asker = request("r", feature("a"), feature("b", 10))
     assert world.run(asker) == [False, False]
     plan = world.step()

@@ -294,14 +294,6 @@ def test_in_vllms_scheduler_what_is_named_and_comes_late_is_encoded_once(served:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_in_vllms_scheduler_what_is_not_named_is_encoded_twice(served: Served) -> None:
-    served.ask("cat", named=False)
-    served.upload("cat")
-    served.finish()
-    assert served.encoded == ["cat"]
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_in_vllms_scheduler_an_encoders_answer_holds_its_items(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,9 +327,3 @@ def test_in_vllms_scheduler_an_encoders_answer_holds_its_items(
     assert answers == [
         {identifier_of("cat"): {"item_indices": [0], "metadata": {"image_grid_thw": [1, 16, 16]}}}
     ]
-
-
-def test_requests_of_a_release_without_the_parameters_name_nothing(world: World) -> None:
-    asker = request("r", feature("a"))
-    assert not hasattr(asker, "ec_transfer_params")
-    assert world.run(asker) == [False]

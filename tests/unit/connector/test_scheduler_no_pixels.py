@@ -55,20 +55,6 @@ def test_it_is_waited_for_beside_one_of_another_size_that_nobody_would_fetch(
     assert world.run(asker, 0) == [True]
 
 
-def test_a_size_of_as_many_rows_in_another_arrangement_fails_alone(world: World) -> None:
-    """The prefix cache would give the outcome to others who ask under this identifier."""
-    world.prefetcher.placeholder = {"image_grid_thw": [1, 4, 1]}
-    world.placeholders = {"image_grid_thw": [[1, 2, 2]]}
-    liar = world.deferred(request("liar", bare("a")))
-    world.finish("a")
-    assert not world.ask(liar)
-    assert world.failed() == {"liar"}
-    assert world.counters.get("mismatch.placeholder") == 1
-    world.placeholders = {"image_grid_thw": [[1, 4, 1]]}
-    assert world.run(request("honest", bare("a"))) == [True]
-    assert world.failed() == set()
-
-
 def test_it_is_given_up_at_once_where_what_is_stored_does_not_fit(world: World) -> None:
     asker = world.deferred(request("r", feature("x"), bare("a", 10)))
     world.finish("a", FetchOutcome.MISMATCH)
@@ -223,12 +209,6 @@ def test_it_is_never_scheduled_however_the_clock_moves_within_a_call() -> None:
 )
 def test_it_is_given_up_at_once_where_it_can_never_be_had(world: World, impossible: Any) -> None:
     assert not world.ask(request("r", impossible))
-    assert world.failed() == {"r"}
-
-
-def test_it_is_given_up_when_the_entry_has_other_rows(world: World) -> None:
-    world.bring("a")
-    assert not world.ask(request("r", bare("a", rows=ROWS + 1)))
     assert world.failed() == {"r"}
 
 

@@ -214,20 +214,6 @@ def test_while_the_disk_hangs_no_resident_is_granted(world: World) -> None:
     assert world.run(request("later", feature("a"))) == [True]
 
 
-def test_what_was_granted_before_the_disk_hung_is_granted_no_more(world: World) -> None:
-    world.make_resident("a")
-    assert world.ask(request("r", feature("a")))
-    world.step()
-    world.disk.hangs = True
-    assert not_at_once(world, request("later", feature("a")))
-
-
-def test_where_ranks_cannot_be_told_to_load_no_resident_is_granted() -> None:
-    world = World(producer=True, can_load=False)
-    world.make_resident("a")
-    assert not_at_once(world, request("r", feature("a")))
-
-
 def test_after_the_weights_were_replaced_no_resident_is_granted(world: World) -> None:
     world.make_resident("a", ROWS)
     world.make_resident("b")

@@ -182,23 +182,6 @@ def test_a_wait_ends_where_its_request_goes_on_without_the_embedding(
     assert world.counters.get("deferred_seconds") == pytest.approx(0.3)
 
 
-def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
-    world = World(defer_timeout_s=0.0)
-    world.stock("a")
-    assert world.run(request("r", feature("a"))) == [False]
-    world.step()
-    assert world.wanted == [identifier_of("a")]
-    assert world.counters.get("deferred_requests") == 0
-
-
-def test_a_pure_producer_never_waits() -> None:
-    world = World(producer=True, consumer=False)
-    world.stock("a")
-    assert world.ask(request("r", feature("a")))
-    assert world.step().loads == []
-    assert world.wanted == []
-
-
 # -- the bucket's troubles and this node's disk ---------------------------------------------------
 
 
@@ -377,22 +360,6 @@ def test_a_prefix_that_others_computed_ends_the_interest_in_its_images(world: Wo
     assert not world.half.tracker.waiting
 
 
-def test_what_arrives_for_nobody_is_let_go_of_in_time(world: World) -> None:
-    asker = world.defer("a")
-    world.end(asker)
-    world.clock.now_s += 20
-    world.step()
-    entry = world.finish("a")
-    assert entry is not None
-    world.clock.now_s += 1
-    world.step()
-    assert entry.path in world.prefetcher.live
-    world.clock.now_s += LEASE_S + 1
-    world.step()
-    assert entry.path not in world.prefetcher.live
-    assert not world.half.tracker.items
-
-
 def test_where_nobody_ever_waits_what_arrives_is_kept_for_the_next() -> None:
     world = World(defer_timeout_s=0.0)
     world.stock("a")
@@ -437,36 +404,3 @@ def test_who_has_no_pixels_waits_though_the_store_is_down(world: World) -> None:
     asker = world.deferred(request("r", feature("a", pixels=False)))
     world.store.is_open = True
     assert not world.ask(asker)
-
-
-def test_while_the_store_is_down_this_nodes_disk_still_serves(world: World) -> None:
-    world.put_here("a")
-    world.store.is_open = True
-    asker = world.deferred(request("r", feature("a")))
-    world.finish("a")
-    assert world.run(asker) == [True]
-
-
-def wait_in_vain(world: World, text: str) -> None:
-    world.stock(text)
-    asker = world.deferred(request(text, feature(text)))
-    world.clock.now_s += 2.0
-    assert world.ask(asker)
-
-
-def test_a_store_that_is_too_slow_for_three_requests_holds_no_other_up(world: World) -> None:
-    for text in ("a", "b", "c"):
-        wait_in_vain(world, text)
-    world.stock("d")
-    asker = request("d", feature("d"))
-    assert world.ask(asker)
-    world.step()
-    assert world.wanted[-1] == identifier_of("d")  # fetched all the same, for later ones
-    assert world.counters.get("deferred_requests") == 3
-    world.finish("a", seconds=20.0)  # one that took too long changes nothing
-    world.stock("e")
-    assert world.ask(request("e", feature("e")))
-    world.step()
-    world.finish("d", seconds=0.5)
-    world.stock("f")
-    assert not world.ask(request("f", feature("f")))

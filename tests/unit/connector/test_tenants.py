@@ -14,13 +14,11 @@ from s3ec import codec
 from s3ec.connector.messages import Save
 from s3ec.identity import (
     KeyPolicy,
-    Layout,
     digest_of_name,
     is_object_name,
     key_of_header,
 )
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
-from s3ec.settings import Settings
 from s3ec.tenant import Tenant
 from s3ec.testing.memory_store import MemoryBucket
 from tests.support.on_disk import audit_of
@@ -229,20 +227,3 @@ def test_a_request_without_pixels_fails_alone_where_its_identifier_is_refused() 
     asker = request("r", feature("report.png", raw=True, pixels=False))
     assert not world.ask(asker)
     assert world.half.take_unavailable_requests() == {"r"}
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [("a", "ab"), ("a", "a/b"), ("corpus", "corpus-2"), ("a", "a/objects"), ("", "a")],
-)
-def test_prefixes_that_begin_alike_share_no_name(one: str, other: str) -> None:
-    """A store puts a slash behind its prefix, and policies name it with that slash."""
-    layout = Layout("gemma-0123456789abcdef")
-    settings = [
-        Settings.model_validate({"bucket": "corpus", "cache_dir": "/c", "prefix": prefix})
-        for prefix in (one, other)
-    ]
-    roots = [f"{each.prefix}/" if each.prefix else "" for each in settings]
-    assert roots[0] + layout.objects != roots[1] + layout.objects
-    if one:
-        assert not (roots[1] + layout.objects).startswith(roots[0] + layout.objects)

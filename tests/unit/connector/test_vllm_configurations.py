@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -487,49 +486,29 @@ def test_what_the_fingerprint_leaves_out_is_no_encoder_s_in_any_model_of_vllm(
 
 # -- what is saved -----------------------------------------------------------------------------
 
-_ROWS = 4
 
-
-@pytest.mark.parametrize(
-    ("role", "saved"), [("ec_both", [False, True]), ("ec_producer", [True, False])]
-)
-def test_save_worth_stores_at_the_second_encode_and_a_pure_producer_at_the_first(
-    model: Path, settings: dict[str, Any], role: str, saved: list[bool]
+@pytest.mark.parametrize(("role", "saved"), [("ec_both", False), ("ec_producer", True)])
+def test_save_worth_stores_no_first_encode_but_that_of_a_pure_producer(
+    model: Path, settings: dict[str, Any], role: str, saved: bool
 ) -> None:
     config = engine_config(model, ec(role, {**settings, "save": "worth"}))
     scheduler = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER)
-    name = "ab" * 32
     pixels = {"pixel_values": SimpleNamespace(field=SimpleNamespace(keep_on_cpu=False))}
-    position = SimpleNamespace(offset=0, length=_ROWS, get_num_embeds=lambda: _ROWS)
-    feature = SimpleNamespace(identifier=name, modality="image", data=pixels, mm_position=position)
-    output = SimpleNamespace(
-        free_encoder_mm_hashes=(),
-        total_num_scheduled_tokens=10,
-        num_scheduled_tokens={},
-        scheduled_spec_decode_tokens={},
+    position = SimpleNamespace(offset=0, length=4, get_num_embeds=lambda: 4)
+    feature = SimpleNamespace(
+        identifier="ab" * 32, modality="image", data=pixels, mm_position=position
     )
-    seen = []
-    for number in range(2):
-        request = SimpleNamespace(
-            request_id=str(number),
-            lora_request=None,
-            arrival_time=time.time(),
-            num_prompt_tokens=_ROWS + 1,
-            mm_features=[feature],
-        )
-        # A second use of what the device holds is no second encode.
-        for _ in range(2):
-            assert scheduler.ensure_cache_available(request, 0)
-        assert not scheduler.has_cache_item(name)
-        scheduler.update_state_after_alloc(request, 0)
-        output.free_encoder_mm_hashes = ()
-        seen.append(bool(scheduler.build_connector_meta(output).plan.saves))
-        assert scheduler.ensure_cache_available(request, 0)
-        assert not scheduler.build_connector_meta(output).plan.saves or role == "ec_producer"
-        output.free_encoder_mm_hashes = (name,)
-        scheduler.build_connector_meta(output)
+    asker = SimpleNamespace(request_id="r", num_prompt_tokens=5, mm_features=[feature])
+    step = Step()
+    step.total_num_scheduled_tokens = 5
+    assert scheduler.ensure_cache_available(asker, 0)
+    assert not scheduler.has_cache_item(feature.identifier)
+    scheduler.update_state_after_alloc(asker, 0)
+    assert bool(scheduler.build_connector_meta(step).plan.saves) is saved
+    # What the device holds, and nobody encodes again, is not stored either.
+    assert scheduler.ensure_cache_available(asker, 0)
+    assert not scheduler.build_connector_meta(step).plan.saves
     scheduler.shutdown()
-    assert seen == saved
 
 
 def test_all_is_shared_of_a_model_with_one_form_of_a_picture(

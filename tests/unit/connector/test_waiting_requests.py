@@ -93,14 +93,6 @@ def test_who_waits_for_something_else_is_not_looked_at(world: World, waits: Wait
     assert world.ask(other)
 
 
-def test_all_pictures_that_came_let_the_request_go_at_once(world: World, waits: Waits) -> None:
-    for text in waits.texts:
-        assert not waits.ask()
-        world.finish(text)
-    assert world.ask(waits.request)
-    assert world.schedule(waits.request) == [True] * ITEMS
-
-
 def take_down_the_store(world: World) -> None:
     world.store.is_open = True
 
@@ -115,12 +107,6 @@ def test_who_waits_for_a_store_or_disk_that_fails_is_let_go_in_the_next_pass(
 ) -> None:
     assert not waits.ask()
     change(world)
-    assert waits.ask()
-
-
-def test_weights_that_may_have_changed_let_everybody_go(world: World, waits: Waits) -> None:
-    world.half.device_was_reset()
-    world.half.stop()
     assert waits.ask()
 
 
@@ -160,17 +146,6 @@ def test_what_came_and_was_let_go_in_a_long_wait_is_looked_for_again() -> None:
         world.finish(text)
     assert world.ask(waits.request)
     assert world.schedule(waits.request) == [True] * ITEMS
-
-
-def test_what_has_ended_leaves_nothing_behind(world: World, waits: Waits) -> None:
-    world.half.request_finished(waits.request)
-    for text in waits.texts:
-        world.finish(text)
-    world.clock.now_s += 100
-    world.step()
-    world.clock.now_s += 100
-    world.step()
-    assert world.leftovers() == []
 
 
 def test_what_failed_and_was_encoded_since_is_not_fetched_again(world: World) -> None:
