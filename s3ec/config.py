@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ _REASONS = (
     ("bool_", "neither true nor false; write one of the two"),
     ("string_type", "no text; write it in quotes"),
     ("path_type", "no text; write a path in quotes"),
+    ("tuple_type", "no list; write it as [{'bucket': 'corpus-eu'}]"),
+    ("model_type", "no table; write it as {'bucket': 'corpus-eu'}"),
 )
 _CHAIN = (
     "use the SDK's chain: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, a "
@@ -253,7 +256,7 @@ def _readable(exc: ValidationError, origins: Mapping[str, str], as_arguments: bo
         else:
             kind = error["type"]
             reason = next((ours for start, ours in _REASONS if kind.startswith(start)), reason)
-            reason = reason.replace("Input should be", "it must be")
+            reason = re.sub("^(Input|String) should", "it must", reason)
             label = f"`{field}`"
             for inner in error["loc"][1:]:  # the number of a replica, and its key
                 label += f" {inner + 1}" if isinstance(inner, int) else f", `{inner}`"

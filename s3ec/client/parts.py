@@ -135,21 +135,22 @@ class PartMaker:
 
     def _pixel_part(self, row: CatalogRow, url: str | None = None) -> Part:
         """A part with pixels: the row's bytes, or the caller's own address of a whole file."""
-        if self._fetch is None and row.page is None and url is not None and _is_address(url):
+        is_away = self._fetch is None and _is_address(row.uri)
+        if is_away and row.page is None and url is not None and _is_address(url):
             # Without the identifier: the server may read something else there by now, and would
             # store that under it. What it calls the bytes by itself is theirs.
             return _pixels(row.modality, url, None)
+        if is_away:
+            raise SourceError(
+                f"{row.uri} is an address, and a catalogue is another's word; give `fetch`, or the "
+                "`url` or `data` of a whole file"
+            )
         body = self._read(row)
         if hashlib.sha256(body).hexdigest() != row.sha256:
             raise SourceError(f"{row.uri} is not what it was when it was encoded: precompute it")
         return _checked(row, body)
 
     def _read(self, row: CatalogRow) -> bytes:
-        if self._fetch is None and _is_address(row.uri):
-            raise SourceError(
-                f"{row.uri} is an address, and a catalogue is another's word; give `fetch`, or the "
-                "`url` or `data` of a whole file"
-            )
         if self._fetch is None:
             return reader_for(self._options_of(row)).read(row.uri, row.page)
         try:

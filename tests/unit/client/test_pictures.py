@@ -143,11 +143,14 @@ def test_the_callers_own_address_is_handed_to_the_server_without_a_name(
     make: Make, files: list[Path]
 ) -> None:
     url = "https://example.org/a.jpg"
-    pictures = make(without_pixels=False)
+    away, here = row_of(files[0], uri="https://example.com/a.png"), row_of(files[1])
+    pictures = make(away, here, without_pixels=False)
     handed = {"type": "image_url", "image_url": {"url": url}}
     assert pictures.parts("a.png", url=url) == [handed]
+    (read,) = pictures.parts("b.png", url=url)  # which is read here, and keeps its name
+    assert (read["image_url"]["url"], read["uuid"]) == (data_url(files[1]), here.identifier)
     (given,) = pictures.parts("a.png", data=files[0].read_bytes())
-    assert given["uuid"] == row_of(files[0]).identifier
+    assert given["uuid"] == away.identifier
 
 
 @dataclass
