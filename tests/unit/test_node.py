@@ -12,9 +12,7 @@ from s3ec.config import load_settings
 from s3ec.errors import UnavailableError
 from s3ec.identity import Layout, Namespace
 from s3ec.index import maker
-from s3ec.index.deltas import encode_delta
 from s3ec.index.local import NodeFolder
-from s3ec.index.names import deltas_prefix
 from s3ec.node import Node, destination_of, refresh_pause_s
 from s3ec.store.endpoint import Breaker
 from s3ec.testing.memory_store import MemoryStore
@@ -167,23 +165,6 @@ def test_a_node_that_ends_in_the_middle_of_a_refresh_leaves_no_file_half(
 
 def make_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maker, "LOOK_EVERY_S", 0.01)
-
-
-def test_a_node_makes_a_union_of_what_piles_up(
-    corpus: Corpus, make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_often(monkeypatch)
-    corpus.snapshot("a", ulid=corpus.ulid(ago_s=maker.UNION_EVERY_S + 1))
-    for first in (0, 1):
-        digests = [bytes([first]) + number.to_bytes(15, "big") for number in range(40_000)]
-        body = b"".join(encode_delta(digests, [9] * len(digests), NAMESPACE))
-        corpus.put(deltas_prefix(Layout(NAMESPACE)) + corpus.ulid(), body)
-    node = make_node()
-    node.follow_the_bucket()
-    node.maintain_the_index()
-    eventually(lambda: node.index.counts().snapshot_rows == 80_001)
-    eventually(lambda: node.counters.get("index.unions") == 1)
-    assert node.index.maybe_contains(key_of("a"))
 
 
 def test_a_node_whose_loop_cannot_be_stopped_gives_its_tier_back_all_the_same(

@@ -352,21 +352,6 @@ async def test_nobody_without_the_servers_key_has_pictures_looked_up(make: Make)
     assert rig.count("replaced") == 1
 
 
-async def test_what_a_request_counts_on_is_open_until_the_answer_has_ended(
-    make: Make, tier: Tier
-) -> None:
-    rig = await make()
-    held: list[int] = []
-
-    async def look() -> None:
-        held.append(len(open_of(tier)))
-
-    rig.app.when_asked = look
-    await rig.ask(KNOWN)
-    assert held == [2]
-    await rig.nothing_is_held()
-
-
 async def test_a_fault_of_ours_is_logged_once_and_costs_no_answer(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,26 +489,9 @@ async def test_a_request_that_is_cancelled_holds_nothing(make: Make) -> None:
     await rig.nothing_is_held()
 
 
-async def test_after_three_repeats_in_a_row_nothing_is_replaced_for_a_minute(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = await make(*[(500, JSON, [b"x"]), (200, JSON, [b"y"])] * 3, (200, JSON, [b"z"]))
-    for _ in range(3):
-        await rig.ask(KNOWN)
-    assert "none is replaced for 60 s" in caplog.text
-    await rig.ask(KNOWN)
-    assert rig.app.bodies[6:] == [KNOWN]
-    assert rig.count("untouched.resting") == 1
-    rig.now_s += 61
-    await rig.ask(KNOWN)
-    assert json.loads(rig.app.bodies[7]) == WITHOUT
-    await rig.ask(KNOWN)
-    assert json.loads(rig.app.bodies[8]) == WITHOUT
-
-
 @pytest.mark.parametrize("status", [400, 500])
 async def test_a_server_that_takes_none_for_good_is_tried_more_and_more_seldom(
-    status: int, make: Make
+    status: int, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = await make()
 
@@ -536,6 +504,9 @@ async def test_a_server_that_takes_none_for_good_is_tried_more_and_more_seldom(
     rig.middleware._app = stopped
     for _ in range(4):
         await rig.ask(KNOWN)
+    assert "none is replaced for 60 s" in caplog.text
+    assert rig.count("repeated") == 3
+    assert rig.count("untouched.resting") == 1
     for minute in range(1, 24 * 60):
         rig.now_s = minute * 60.0
         await asyncio.gather(*(rig.ask(KNOWN) for _ in range(5)))
