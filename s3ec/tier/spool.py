@@ -229,7 +229,7 @@ class Spool:
         """Take over what dead processes left for this namespace and bucket; never raises.
 
         Whoever gets a dead owner's lock holds its files, and keeps the lock until the first call
-        after they have gone. A second copy of what is held already is left to a later call.
+        after they have gone. A second copy of what is held already is removed.
         """
         taken: list[Spooled] = []
         with self._locking:
@@ -345,7 +345,10 @@ class Spool:
             if held is spooled:
                 self._nbytes += spooled.nbytes
                 taken.append(spooled)
-        return held.path == path  # also where an adoption took it that failed after that
+        if held.path != path:
+            self._unlink(path)
+            return False
+        return True  # also where an adoption took it that failed after that
 
     # -- files -------------------------------------------------------------------------------
 

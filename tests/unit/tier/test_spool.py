@@ -423,27 +423,12 @@ def test_left_overs_of_the_dead_are_taken_with_or_without_their_lock(
     assert locks_below(root) == []
 
 
-@pytest.mark.parametrize("is_bad", [False, True])
-def test_second_copy_of_what_we_hold_is_taken_when_ours_has_gone(
-    tier: Tier, spool: Spool, root: Path, counters: Counters, is_bad: bool
-) -> None:
+def test_second_copy_of_what_we_hold_is_removed(tier: Tier, spool: Spool, root: Path) -> None:
     left_by_the_dead(root, 0, 1)
-    blob = entry(KEY, seed=1)
-    tier.writer.publish(KEY, [blob[:-1] if is_bad else blob], spool=spool)
+    tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
     assert [one.digest for one in spool.adopt()] == [key_at(1).digest]
-    if is_bad:
-        assert spool.load(KEY.digest) is None
-        assert counters.get("tier.bad_files") == 1
-    else:
-        assert spooled(spool, KEY) == blob
-        unspool(spool, KEY)
-    assert spool.adopt() == []  # its owner is ours as long as we hold the other one
-    unspool(spool, key_at(1))
-    assert [one.digest for one in spool.adopt()] == [KEY.digest]
-    assert spooled(spool, KEY) == entry(KEY)
-    unspool(spool, KEY)
-    spool.close()
-    assert spooled_below(root) == locks_below(root) == []
+    assert spooled_below(root) == digests_of(0, 1)
+    assert spooled(spool, KEY) == entry(KEY, seed=1)
 
 
 def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
