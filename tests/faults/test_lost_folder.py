@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults.embeddings import spooled_below
 from tests.faults.machine import Corpus, Machine, delete
-from tests.support.disks import as_plain_user, give_to_group, read_only, small_tmpfs
+from tests.support.disks import as_plain_user, read_only, small_tmpfs
 from tests.support.waiting import DEADLINE_S, eventually
 
 
@@ -99,24 +99,6 @@ def test_deleted_spool_is_said_and_does_not_hold_up_the_queue(tmp_path: Path) ->
             eventually(partial(machine.offer, number))
         machine.wait_confirmed(*range(4))
         machine.assert_in_order()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder away needs root")
-def test_volume_that_kubernetes_gives_to_a_group_again_and_again_goes_on() -> None:
-    corpus = Corpus()
-    corpus.stock(*range(24))
-    with tempfile.TemporaryDirectory() as folder, as_plain_user(folder):
-        volume = Path(folder)
-        for first in (0, 12):  # the second start of the pod
-            give_to_group(volume, os.getegid())
-            with Machine(corpus, volume / "cache") as machine:
-                assert machine.serve(*range(first + 4)) == set(range(first + 4))
-                give_to_group(volume, os.getegid())  # kubelet was restarted
-                assert machine.serve(*range(first + 8)) == set(range(first + 8))
-                machine.save(100 + first)
-                machine.wait_confirmed(100 + first)
-                assert machine.node.counters.get("tier.errors") == 0
-                machine.assert_in_order()
 
 
 @contextmanager

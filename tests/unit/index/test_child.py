@@ -44,6 +44,14 @@ def job(tmp_path: Path, **more: object) -> Job:
     )  # type: ignore[arg-type]
 
 
+def hanging(folder: Path) -> str:
+    """A program that does not end by itself."""
+    script = folder / "hangs"
+    script.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    script.chmod(0o700)
+    return str(script)
+
+
 async def test_a_child_lists_and_a_reader_opens_what_it_left(
     settings: Settings, tmp_path: Path
 ) -> None:
@@ -104,9 +112,6 @@ async def test_a_child_that_dies_is_an_error_with_its_last_words(
 async def test_a_job_that_is_cancelled_ends_its_child(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "hangs"
-    script.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
-    script.chmod(0o700)
     started: list[subprocess.Popen[str]] = []
 
     class Noted(subprocess.Popen[str]):
@@ -114,7 +119,7 @@ async def test_a_job_that_is_cancelled_ends_its_child(
             super().__init__(*args, **options)
             started.append(self)
 
-    monkeypatch.setattr(child.sys, "executable", str(script))
+    monkeypatch.setattr(child.sys, "executable", hanging(tmp_path))
     monkeypatch.setattr(child.subprocess, "Popen", Noted)
     task = asyncio.create_task(in_child(settings)(job(tmp_path)))
     await until(lambda: bool(started))
@@ -128,10 +133,7 @@ async def test_a_child_that_hangs_is_ended(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or no other process of this node would make or download a snapshot any more."""
-    script = tmp_path / "hangs"
-    script.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
-    script.chmod(0o700)
-    monkeypatch.setattr(child.sys, "executable", str(script))
+    monkeypatch.setattr(child.sys, "executable", hanging(tmp_path))
     monkeypatch.setattr(child, "LONGEST_S", 0.01)
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(UnavailableError, match="has not ended"):

@@ -129,17 +129,3 @@ def test_foreign_files_are_complained_about(make_tier: MakeTier) -> None:
     foreign.write_text("mine")
     assert [str(foreign) in complaint for complaint in audit_of(tier)] == [True]
     files.release(claim)
-
-
-def test_a_task_is_claimed_by_one_at_a_time(make_tier: MakeTier) -> None:
-    first, second = index_of(make_tier()), index_of(make_tier())
-    claim = first.try_claim("make")
-    assert claim is not None
-    assert second.try_claim("make") is None
-    other = second.try_claim("refresh")
-    assert other is not None
-    first.release(claim)
-    again = second.try_claim("make")
-    assert again is not None
-    second.release(again)
-    second.release(other)
