@@ -8,7 +8,6 @@ import inspect
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +49,7 @@ _SETTINGS_OPTIONS = {
         "--config",
         "JSON|FILE",
         "The connector's JSON: `ec_connector_extra_config` alone, or the whole "
-        "`--ec-transfer-config`; or a .json or .toml file (`FILE` or `@FILE`).",
+        "`--ec-transfer-config`; or a file with it (`FILE` or `@FILE`).",
     ),
     "url": _option(
         "--url",
@@ -205,20 +204,18 @@ class SettingsSource:
         """The content of ``--config`` as it stands.
 
         Raises:
-            ConfigError: Neither JSON nor a readable file with a table in it. Its text is never
+            ConfigError: Neither JSON nor a readable file with an object in it. Its text is never
                 repeated, since people paste credentials.
         """
         if self.config is None:
             return {}
-        text, kind = _read(self.config, self.label)
+        text = _read(self.config, self.label)
         try:
-            document = tomllib.loads(text) if kind == "toml" else json.loads(text)
+            document = json.loads(text)
         except json.JSONDecodeError as exc:
             raise ConfigError(
                 f"{self.label} is not JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}"
             ) from exc
-        except tomllib.TOMLDecodeError as exc:
-            raise ConfigError(f"{self.label} is not TOML: {exc}") from exc
         except (ValueError, RecursionError) as exc:
             # Python's own limits, in words that do not repeat the text.
             problem = "a number is too long" if isinstance(exc, ValueError) else "nested too deep"
@@ -230,15 +227,15 @@ class SettingsSource:
         return document
 
 
-def _read(config: str, label: str) -> tuple[str, str]:
-    """Text and kind of ``--config``: the JSON itself, or the content of the file that it names."""
+def _read(config: str, label: str) -> str:
+    """The text of ``--config``: the JSON itself, or the content of the file that it names."""
     if config.lstrip().startswith(("{", "[", '"')):
-        return config, "json"
+        return config
     path = Path(config.removeprefix("@")).expanduser()
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ConfigError(f"{label} names a file of more than 1 MiB")
-        return path.read_text(encoding="utf-8"), path.suffix.removeprefix(".")
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"
         raise ConfigError(

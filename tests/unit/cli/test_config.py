@@ -39,18 +39,16 @@ def test_show_names_value_and_origin_of_every_setting(
 
 
 @pytest.mark.parametrize("document", [EXTRA, TRANSFER])
-@pytest.mark.parametrize("form", ["text", "file", "@file", "toml"])
+@pytest.mark.parametrize("form", ["text", "file", "@file"])
 def test_config_is_taken_as_text_or_file_in_both_shapes(
     cli: Cli, tmp_path: Path, document: dict[str, object], form: str
 ) -> None:
     text = json.dumps(document)
     (tmp_path / "ec.json").write_text(text)
-    (tmp_path / "ec.toml").write_text('bucket = "embeddings"\ncache_bytes = "1GiB"\n')
     value = {
         "text": text,
         "file": str(tmp_path / "ec.json"),
         "@file": f"@{tmp_path / 'ec.json'}",
-        "toml": str(tmp_path / "ec.toml"),
     }[form]
     found = cli.json("config", "show", "--config", value)["settings"]
     assert found["bucket"] == {"value": "embeddings", "origin": "--config"}
@@ -78,12 +76,6 @@ def test_bad_config_is_one_line_and_exit_code_2(cli: Cli, config: str, part: str
     assert out.stderr.startswith("error: ")
     assert out.stderr.count("\n") == 1
     assert part in out.stderr
-
-
-def test_number_in_toml_that_is_too_long_is_one_line(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "ec.toml"
-    path.write_text(f"cache_bytes = {'9' * 5000}")
-    assert "a number is too long" in cli("ls", "--config", str(path), code=2).stderr
 
 
 @pytest.mark.parametrize("name", ["aws_secret_access_key", "secret_key", "aws_session_token"])
