@@ -134,13 +134,13 @@ def ls(
         else:
             entries = sorted(counted(), key=order, reverse=reverse)
     sums = name, count, nbytes
+    rows = (EntryRow.of(entry, now_s) for entry in entries)  # one at a time: there may be millions
     if as_lines:
-        for entry in entries:  # one at a time: there may be millions
-            print_json_line(EntryRow.of(entry, now_s))
+        for row in rows:
+            print_json_line(row)
         note_page(count, sums)
     else:
-        rows = [EntryRow.of(entry, now_s) for entry in entries]
-        show_page(rows, sums, as_json=as_json, keys=_COLUMNS)
+        show_page(rows, len(entries), sums, as_json=as_json, keys=_COLUMNS)
 
 
 def _indexed(corpus: Corpus, namespace: str) -> int | None:

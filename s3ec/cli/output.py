@@ -18,10 +18,11 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO, TypeVar
 
@@ -51,6 +52,9 @@ else:
     _Base = object
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# A page of so many rows has a table of its own, so that memory has an end.
+_TABLE_ROWS = 10_000
 
 EXIT_OK = 0
 EXIT_WRONG = 1
@@ -467,26 +471,33 @@ def table(rows: Sequence[Any], keys: Sequence[str] = ()) -> None:
 
 
 def show_page(
-    rows: Sequence[Any],
+    rows: Iterable[Any],
+    shown: int,
     sums: tuple[str | None, int, int],
     *,
     as_json: bool,
     keys: Sequence[str] = (),
 ) -> None:
-    """Print the first entries of a namespace, and how many there are.
+    """Print the first entries of a namespace one by one, and how many there are.
 
     Args:
-        rows: The first, as for ``table``.
+        rows: The first, as for ``table``; there may be millions.
+        shown: How many rows there are.
         sums: As for ``note_page``.
         keys: Of the columns.
     """
     if as_json:
         name, count, nbytes = sums
-        rest = {"entry_count": count, "bytes": nbytes, "more": len(rows) < count}
-        print_json({"namespace": name, "entries": rows, **rest})
+        sys.stdout.write(f'{{"namespace": {json_text(name)}, "entries": [')
+        for number, row in enumerate(rows):
+            sys.stdout.write((", " if number else "") + json_text(row))
+        rest = {"entry_count": count, "bytes": nbytes, "more": shown < count}
+        sys.stdout.write(f"], {json_text(rest)[1:]}\n")
     else:
-        table(rows, keys)
-    note_page(len(rows), sums)
+        rest_of = iter(rows)
+        while some := list(islice(rest_of, _TABLE_ROWS)):
+            table(some, keys)
+    note_page(shown, sums)
 
 
 def note_page(shown: int, sums: tuple[str | None, int, int]) -> None:

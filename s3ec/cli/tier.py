@@ -172,7 +172,7 @@ def ls(
             echo("\n".join(one.label for one in shown))
         note_page(len(shown), sums)
     else:
-        show_page(rows, sums, as_json=as_json)
+        show_page(rows, len(rows), sums, as_json=as_json)
 
 
 def check(source: SettingsSource, as_json: JsonOption = False) -> None:

@@ -18,6 +18,8 @@ good.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -102,7 +104,7 @@ async def audit(
 ) -> Audit:
     """Compare index, listing and catalogue of a namespace; see Corpus.verify.
 
-    Memory: some 200 MiB for the index, 500 bytes for each row of the catalogue, and objects of 256
+    Memory: some 200 MiB for the index, 200 bytes for each row of the catalogue, and objects of 256
     MiB together, or one that is larger.
 
     Args:
@@ -121,7 +123,7 @@ async def audit(
     look = rows.look if is_there else None
     found = Audit(await verify(store, layout, look=look, report=report))
     if is_there:
-        found.catalog = rows.result()
+        found.catalog = await rows.result(store, layout)
     elif problem:
         found.catalog = CatalogCheck(problem=problem)
     if deep:
@@ -139,9 +141,8 @@ class _CatalogRows:
 
     def __init__(self, tenant: Tenant | None) -> None:
         self._tenant = tenant
-        self._documents: pa.ChunkedArray
-        self._digests: npt.NDArray[np.void] = np.zeros(0, "V16")  # of each row
-        self._rows = Rows.of([], [])  # each once, sorted
+        self._counts: dict[str, npt.NDArray[np.bool_]] = {}
+        self._rows = Rows.of([], [])
         self._there: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._unlisted = 0
 
@@ -152,25 +153,40 @@ class _CatalogRows:
             ConfigError: pyarrow is missing.
             CorruptEntryError: None of its parts can be used.
         """
-        from s3ec.corpus.catalog import list_parts, read_table
+        from s3ec.corpus.catalog import list_parts, read_parts
+        from s3ec.corpus.catalog_file import Winners
 
         if not await list_parts(store, layout):
             return False
-        table = await read_table(store, layout, columns=("document", "identifier"))
-        self._documents = table.column("document")
-        self._digests = await asyncio.to_thread(self._digests_of, table.column("identifier"))
-        self._rows = merge([Rows.of([self._digests.tobytes()], [0] * len(table))])
+        winners, ulids = Winners(), []
+        digests: list[npt.NDArray[np.void]] = []
+        problems: list[CorruptEntryError] = []
+
+        def take(table: pa.Table) -> None:
+            winners.add(table)
+            every = b"".join(self._digests(table))
+            digests.append(np.frombuffer(every, "V16"))
+
+        async with aclosing(read_parts(store, layout, problem=problems.append)) as coming:
+            async for ulid, table in coming:
+                ulids.append(ulid)
+                await asyncio.to_thread(take, table)
+                del table
+        if problems and not ulids:
+            raise problems[0]
+        masks = winners.masks()
+        self._counts = dict(zip(ulids, masks, strict=True))
+        newest = b"".join(some[mask].tobytes() for some, mask in zip(digests, masks, strict=True))
+        self._rows = merge([Rows.of([newest], [0] * (len(newest) // 16))])
         self._there = np.zeros(len(self._rows), np.bool_)
         return True
 
-    def _digests_of(self, identifiers: pa.ChunkedArray) -> npt.NDArray[np.void]:
+    def _digests(self, table: pa.Table) -> Iterator[bytes]:
         """The digest of each row's entry; zeros for what can have no object."""
-        digests = bytearray()
-        for batch in identifiers.chunks:
+        for batch in table.column("identifier").chunks:
             for identifier in batch.to_pylist():
                 key = make_key(identifier, self._tenant)
-                digests += bytes(16) if key is None else key.digest
-        return np.frombuffer(bytes(digests), "V16")
+                yield bytes(16) if key is None else key.digest
 
     def look(self, there: Rows) -> None:
         """Note the entries of one range of the listing, which are sorted."""
@@ -182,19 +198,28 @@ class _CatalogRows:
         self._there[first:stop] |= found
         self._unlisted += len(there) - int(found.sum())
 
-    def result(self) -> CatalogCheck:
-        """What came out, when all ranges were looked at."""
+    async def result(self, store: Store, layout: Layout) -> CatalogCheck:
+        """What came out, when all ranges were looked at; rows that are gone are read again."""
+        from s3ec.corpus.catalog import read_parts
+
         absent = self._rows.select(np.flatnonzero(~self._there))
         halves = np.stack([absent.hi, absent.lo], axis=1).astype(">u8").tobytes()
         gone = {halves[at : at + 16] for at in range(0, len(halves), 16)}
-        lost = [row for row, digest in enumerate(self._digests) if digest.tobytes() in gone]
-        return CatalogCheck(
-            len(self._digests),
-            len(lost),
-            self._unlisted,
-            gone,
-            [self._documents[row].as_py() for row in lost[:_SHOWN]],
-        )
+        total = sum(int(mask.sum()) for mask in self._counts.values())
+        found = CatalogCheck(total, unlisted=self._unlisted, gone_digests=gone)
+
+        def take(table: pa.Table, counts: npt.NDArray[np.bool_]) -> None:
+            documents = table.column("document")
+            for row, digest in enumerate(self._digests(table)):
+                if counts[row] and digest in gone:
+                    found.gone += 1
+                    if len(found.examples) < _SHOWN:
+                        found.examples.append(documents[row].as_py())
+
+        async with aclosing(read_parts(store, layout, only=self._counts if gone else ())) as coming:
+            async for ulid, table in coming:
+                await asyncio.to_thread(take, table, self._counts[ulid])
+        return found
 
 
 # -- repair ------------------------------------------------------------------------------------

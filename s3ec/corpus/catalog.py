@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import (
+    AsyncGenerator,
     Callable,
     Collection,
     Iterable,
@@ -27,7 +28,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 from s3ec.corpus.catalog_file import (
@@ -38,6 +39,7 @@ from s3ec.corpus.catalog_file import (
     OWN_ROWS,
     PART,
     CatalogRow,
+    Winners,
     decode_part,
     encode_part,
     free_unused,
@@ -64,6 +66,8 @@ from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store, VanishedError, 
 from s3ec.store.concurrency import in_parallel
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import pyarrow as pa
 
     from s3ec.corpus.bucket import OpenBucket
@@ -102,17 +106,16 @@ async def read_parts(
     *,
     problem: Callable[[CorruptEntryError], object] = log.debug,
     only: Collection[str] | None = None,
-    columns: Sequence[str] = (*COLUMNS, PART),
-) -> dict[str, pa.Table]:
-    """The parts by their ULID, also while others are folded.
+) -> AsyncGenerator[tuple[str, pa.Table], None]:
+    """Each part once, with its ULID, also while others are folded; to be closed.
 
-    Every part that the bucket lists was read. Those that a fold takes away meanwhile are in the
-    part that it wrote, and that is read as well.
+    When it has ended, every part that the bucket lists was read. Those that a fold takes away
+    meanwhile are in the part that it wrote, and that is read as well. Memory: parts of FOLDED_BYTES
+    together, or one that is larger.
 
     Args:
         problem: Told of each part that cannot be used.
         only: ULIDs of the parts that are meant; None for all. Those that are gone are left out.
-        columns: Those that are kept.
 
     Raises:
         ConfigError: pyarrow is missing.
@@ -123,35 +126,36 @@ async def read_parts(
 
     async def read(part: tuple[str, ObjectInfo]) -> pa.Table | CorruptEntryError | None:
         try:
-            return (await _read_part(store, layout, *part)).select(columns)
+            return await _read_part(store, layout, *part)
         except VanishedError:
             return None
         except CorruptEntryError as exc:
             return exc
 
-    known: dict[str, pa.Table | CorruptEntryError | None] = {}
+    known: set[str] = set()
     for _ in range(_LISTINGS):
         parts = await list_parts(store, layout)
-        left = {
-            ulid: info
-            for ulid, info in parts.items()
-            if known.get(ulid) is None and (only is None or ulid in only)
-        }
-        for some in _groups(left):  # so that few are in memory with all their columns
-            found = await in_parallel([(ulid, left[ulid]) for ulid in some], read)
-            known |= zip(some, found, strict=True)
+        new = {ulid: info for ulid, info in parts.items() if ulid not in known}
+        if only is not None:
+            new = {ulid: info for ulid, info in new.items() if ulid in only}
+        has_vanished = False
+        for some in _groups(new):
+            answers = await in_parallel([(ulid, new[ulid]) for ulid in some], read)
+            for ulid in some:
+                answer = answers.pop(0)
+                if answer is None:
+                    has_vanished = True
+                    continue
+                known.add(ulid)
+                if isinstance(answer, CorruptEntryError):
+                    problem(answer)
+                else:
+                    yield ulid, answer
+                del answer  # not in memory while others come
             free_unused()
-        if only is not None or all(known[ulid] is not None for ulid in left):
-            break
-    else:
-        raise UnavailableError(f"{layout.catalog}: its parts are folded over and over")
-    tables = {}
-    for ulid, answer in known.items():
-        if isinstance(answer, CorruptEntryError):
-            problem(answer)
-        elif answer is not None:
-            tables[ulid] = answer
-    return tables
+        if not has_vanished or only is not None:
+            return
+    raise UnavailableError(f"{layout.catalog}: its parts are folded over and over")
 
 
 def _groups(parts: Mapping[str, ObjectInfo]) -> Iterator[list[str]]:
@@ -223,23 +227,16 @@ async def read_table(
         UnavailableError, AccessError: The store does not answer now, or refuses.
     """
     problems: list[CorruptEntryError] = []
-    _, table = await _read_all(store, layout, columns, problems)
-    if problems and table is None:
+    async with aclosing(read_parts(store, layout, problem=problems.append)) as coming:
+        kept = [name for name in (*COLUMNS, PART) if name in {*KEY, PART, *columns}]
+        tables = [table.select(kept) async for _, table in coming]
+    if problems and not tables:
         raise problems[0]
     for exc in problems:
         (note or log.warning)(f"this part of the catalogue is left out: {exc}")
-    return schema().empty_table().select(columns) if table is None else table.select(columns)
-
-
-async def _read_all(
-    store: Store, layout: Layout, columns: Sequence[str], problems: list[CorruptEntryError]
-) -> tuple[list[str], pa.Table | None]:
-    """The parts that can be used, and their newest rows with ``part``; None where none can."""
-    kept = [name for name in (*COLUMNS, PART) if name in {*KEY, PART, *columns}]
-    read = await read_parts(store, layout, problem=problems.append, columns=kept)
-    ulids, tables = list(read), list(read.values())
-    del read
-    return ulids, await asyncio.to_thread(newest, tables) if tables else None
+    if not tables:
+        return schema().empty_table().select(columns)
+    return (await asyncio.to_thread(newest, tables)).select(columns)
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -321,7 +318,9 @@ class CatalogWriter:
         for group in _groups(small):
             if len(group) < 2:
                 continue
-            read = await read_parts(self._store, self._layout, only=group)
+            coming = read_parts(self._store, self._layout, only=group)
+            async with aclosing(coming):
+                read = {ulid: table async for ulid, table in coming}
             if len(read) > 1:
                 await self._require_deletions()
                 ulids, tables = list(read), list(read.values())
@@ -336,7 +335,7 @@ class CatalogWriter:
         that was stored again, by whoever fills the corpus meanwhile, keeps its row. An older row of
         the same document and place goes with a newer one: it is of what the document was before. A
         fold that is under way may bring rows back; they are found again by the next audit. Costs a
-        HEAD for each suspect. Memory: as read_table.
+        HEAD for each suspect of each part. Memory: some 100 bytes a row, and a part.
 
         Args:
             is_suspect: True if the entry of an identifier may be gone. Called in another thread.
@@ -349,25 +348,43 @@ class CatalogWriter:
             UnavailableError, AccessError: The store does not answer now, or refuses. No other row
                 is lost.
         """
+        store, layout = self._store, self._layout
+        winners, ulids = Winners(), []
+
+        def suspects(table: pa.Table) -> list[str]:
+            return list(filter(is_suspect, table.column("identifier").unique().to_pylist()))
 
         async def is_gone(identifier: str) -> bool:
             key = make_key(identifier, tenant)
-            return key is None or await self._store.head(self._layout.object(key)) is None
+            return key is None or await store.head(layout.object(key)) is None
 
-        ulids, table = await _read_all(self._store, self._layout, COLUMNS, [])
-        if table is None:
-            return 0
-        suspects = await asyncio.to_thread(_suspects, table, is_suspect)
-        looked = await in_parallel(suspects, is_gone)
-        gone = [name for name, absent in zip(suspects, looked, strict=True) if absent]
-        if not gone:
+        any_suspect = False
+        async with aclosing(read_parts(store, layout)) as coming:
+            async for ulid, table in coming:
+                ulids.append(ulid)
+                await asyncio.to_thread(winners.add, table)
+                any_suspect = any_suspect or bool(await asyncio.to_thread(suspects, table))
+                del table
+        if not any_suspect:
             return 0
         await self._require_deletions()
-        left = await asyncio.to_thread(_without, table, gone)
-        # All is written before anything is deleted: an older row must not count meanwhile.
-        await self._write(left)
-        await self._delete(ulids)
-        return len(table) - len(left)
+        counts = dict(zip(ulids, winners.masks(), strict=True))
+        dropped, old = 0, []
+        # Again, since only the rows' keys were kept. All is written before anything is deleted: an
+        # older row must not count meanwhile.
+        async with aclosing(read_parts(store, layout, only=ulids)) as coming:
+            async for ulid, table in coming:
+                names = await asyncio.to_thread(suspects, table)
+                looked = await in_parallel(names, is_gone)
+                gone = [name for name, absent in zip(names, looked, strict=True) if absent]
+                left, went = await asyncio.to_thread(_without, table, counts[ulid], gone)
+                dropped += went
+                if len(left) < len(table):
+                    old.append(ulid)
+                    await self._write(left)
+                del table, left
+        await self._delete(old)
+        return dropped
 
     async def _require_deletions(self) -> None:
         """Who may not delete would add a part with each fold. A name that nobody has tells."""
@@ -413,17 +430,18 @@ def _last_of_each(table: pa.Table, ulid: str) -> pa.Table:
     return newest([table.append_column(schema(part=True).field(PART), part)])
 
 
-def _suspects(table: pa.Table, is_suspect: Callable[[str], bool]) -> list[str]:
-    return list(filter(is_suspect, table.column("identifier").unique().to_pylist()))
-
-
-def _without(table: pa.Table, gone: Sequence[str]) -> pa.Table:
-    """The rows that are not of these entries."""
+def _without(
+    table: pa.Table, counts: npt.NDArray[np.bool_], gone: Sequence[str]
+) -> tuple[pa.Table, int]:
+    """The rows that count and are not of these entries, and how many are only not that."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     column = table.column("identifier")
-    return table.filter(pc.invert(pc.is_in(column, value_set=pa.array(gone, column.type))))
+    is_gone = pc.is_in(column, value_set=pa.array(gone, column.type))
+    newest_rows = pa.chunked_array([pa.array(counts)])
+    left = table.filter(pc.and_not(newest_rows, is_gone))
+    return left, int(counts.sum()) - len(left)
 
 
 # -- for programs ----------------------------------------------------------------------------------

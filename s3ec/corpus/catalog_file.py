@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from s3ec.codec import MADE_BY, MADE_BY_CHARACTERS
 from s3ec.corpus.parquet_pages import unpacked_bytes
@@ -27,6 +28,7 @@ from s3ec.store.base import Blob
 from s3ec.tier.files import write_file
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import pyarrow as pa
 
 KIND = "catalog-1"
@@ -246,11 +248,50 @@ def in_parts(rows: Iterable[CatalogRow]) -> Iterator[list[CatalogRow]]:
         yield some
 
 
+class Winners:
+    """Which rows of some tables count: of rows with equal keys that of the newest part.
+
+    Memory: some 100 bytes a row, whatever is in the tables.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[npt.NDArray[np.uint64]] = []
+        self._parts: list[tuple[list[str], npt.NDArray[np.int32]]] = []
+
+    def add(self, table: pa.Table) -> None:
+        """Take in the next table, with its ``part``; blocking, some 2 us a row."""
+        keys = bytearray()
+        for batch in table.select(KEY).to_batches(max_chunksize=_BATCH_ROWS):
+            columns = (column.to_pylist() for column in batch.columns)
+            for key in zip(*columns, strict=True):
+                keys += xxhash.xxh3_128_digest(repr(key).encode())
+        self._keys.append(np.frombuffer(keys, np.uint64).reshape(-1, 2))
+        parts = table.column(PART).combine_chunks().dictionary_encode()
+        numbers = parts.indices.to_numpy().astype(np.int32)
+        self._parts.append((parts.dictionary.to_pylist(), numbers))
+
+    def masks(self) -> list[npt.NDArray[np.bool_]]:
+        """For each table which of its rows count; of equal ones of one part the last."""
+        names = sorted({name for known, _ in self._parts for name in known})
+        ranks = {name: number for number, name in enumerate(names)}
+        rank = [np.array([ranks[n] for n in known], np.int32)[at] for known, at in self._parts]
+        if not rank:
+            return []
+        keys = np.concatenate(self._keys)
+        order = np.lexsort((np.concatenate(rank), keys[:, 1], keys[:, 0]))
+        counts = np.zeros(len(keys), np.bool_)
+        sorted_keys = keys[order]
+        is_last = np.ones(len(keys), np.bool_)
+        is_last[:-1] = (sorted_keys[1:] != sorted_keys[:-1]).any(axis=1)
+        counts[order[is_last]] = True
+        return np.split(counts, np.cumsum([len(one) for one in rank])[:-1])
+
+
 def newest(tables: list[pa.Table]) -> pa.Table:
     """Tables with their ``part`` as one: of rows with equal keys the one of the newest part.
 
-    Of equal ones of one part the last counts. The result is sorted by document and page, and has
-    one chunk. Memory: the tables, and some of their columns once more.
+    The result is sorted by document and page, and has one chunk. Memory: the tables, and some of
+    their columns once more.
 
     Args:
         tables: One or more. Emptied, so that each is freed once its rows are chosen.
@@ -258,18 +299,16 @@ def newest(tables: list[pa.Table]) -> pa.Table:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    winners = Winners()
+    for table in tables:
+        winners.add(table)
+    for number, mask in enumerate(winners.masks()):
+        if not mask.all():
+            tables[number] = tables[number].filter(pa.array(mask))
     whole = pa.concat_tables(tables)
     tables.clear()
-    # The sort is stable: of equal rows the one to keep comes last.
-    order = pc.sort_indices(whole, [(name, "ascending") for name in (*KEY, PART)])
-    is_last = np.ones(len(whole), np.bool_)
-    is_last[:-1] = False
-    for name in KEY:
-        codes = whole.column(name).combine_chunks().dictionary_encode("encode").indices
-        sorted_codes = codes.take(order).to_numpy()
-        is_last[:-1] |= sorted_codes[1:] != sorted_codes[:-1]
-    order = order.filter(pa.array(is_last))
     fields, columns = whole.schema, []
+    order = pc.sort_indices(whole, [(name, "ascending") for name in KEY])
     for name in fields.names:  # one by one, so that each is freed once it is sorted
         columns.append(whole.column(name).take(order).combine_chunks())
         whole = whole.drop_columns([name])
