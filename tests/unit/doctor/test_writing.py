@@ -12,7 +12,7 @@ import pytest
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Replace, s3_error
 from s3ec.doctor import bucket
-from s3ec.doctor.check import Verdict
+from s3ec.doctor.check import CheckContext, Outcome, Verdict
 from s3ec.testing.server import MotoServer
 from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, WithoutHeader, says
 
@@ -37,22 +37,64 @@ def test_every_check_is_well_on_moto_and_leaves_nothing(
     assert left_over() == []
 
 
+UNAVAILABLE = s3_error(503, "SlowDown")
+NO_CHECKSUM = s3_error(501, "NotImplemented")
+ODD_SERVERS = {
+    "denied writing": (bucket.write, [Rule(DENIED, method="PUT")], "s3:PutObject"),
+    "denied condition": (
+        bucket.write,  # no entry would be written
+        [Rule(DENIED, method="PUT", header="if-none-match")],
+        "s3:PutObject",
+    ),
+    "refused checksums": (
+        bucket.write,  # the store writes without
+        [
+            Rule(NO_CHECKSUM, method="PUT", header=header)
+            for header in ("x-amz-sdk-checksum-algorithm", "x-amz-checksum-crc32")
+        ],
+        "",
+    ),
+    "ignored condition": (
+        bucket.conditional_put,
+        [Rule(WithoutHeader("if-none-match"))],
+        "overwrites",
+    ),
+    "a store that fails": (bucket.conditional_put, [Rule(UNAVAILABLE, method="PUT")], "try again"),
+    "other bytes": (bucket.ranges, [Rule(Replace(b"????"), method="GET")], "other bytes"),
+    "no ranges": (bucket.ranges, [Rule(WithoutHeader("range"), method="GET")], "the whole object"),
+    "a listing that fails once": (
+        bucket.listing,
+        [Rule(s3_error(500, "InternalError"), target="list-type=2", times=1)],
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(("check", "rules", "part"), ODD_SERVERS.values(), ids=ODD_SERVERS)
+def test_what_a_server_lacks_is_named_and_leaves_nothing(
+    make_patient: MakePatient,
+    proxy: FaultProxy,
+    left_over: LeftOver,
+    check: Callable[[CheckContext], Outcome],
+    rules: list[Rule],
+    part: str,
+) -> None:
+    for rule in rules:
+        proxy.add(rule)
+    outcome = check(make_patient())
+    verdict = Verdict.WARN if part == "overwrites" else Verdict.FAIL if part else Verdict.OK
+    assert outcome.verdict == verdict, outcome
+    assert part in outcome.found + outcome.mend
+    assert ("ec_consumer" in outcome.mend) == (check is bucket.write and part != "")
+    assert left_over() == []
+
+
 def test_consumer_does_not_write(
     make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
 ) -> None:
     patient = make_patient({"ec_role": "ec_consumer"})
     assert bucket.write(patient).verdict == Verdict.SKIP
     assert proxy.requests == []
-
-
-def test_denied_writing_names_the_action_and_the_role(
-    make_patient: MakePatient, proxy: FaultProxy
-) -> None:
-    proxy.add(Rule(DENIED, method="PUT"))
-    outcome = bucket.write(make_patient())
-    assert outcome.verdict == Verdict.FAIL
-    assert "s3:PutObject" in outcome.mend
-    assert "ec_consumer" in outcome.mend
 
 
 def test_denied_deleting_is_well_and_leaves_one_object_however_often(
@@ -67,36 +109,6 @@ def test_denied_deleting_is_well_and_leaves_one_object_however_often(
         assert bucket.ranges(patient).verdict == Verdict.OK
         assert bucket.listing(patient).verdict == Verdict.SKIP
     assert left_over() == [".s3ec-probe/kept"]
-
-
-def test_ignored_condition_is_a_warning(
-    make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
-) -> None:
-    proxy.add(Rule(WithoutHeader("if-none-match")))
-    says(bucket.conditional_put(make_patient()), Verdict.WARN, found="overwrites")
-    assert left_over() == []
-
-
-def test_denied_condition_fails_since_no_entry_would_be_written(
-    make_patient: MakePatient, proxy: FaultProxy
-) -> None:
-    proxy.add(Rule(DENIED, method="PUT", header="if-none-match"))
-    says(bucket.write(make_patient()), Verdict.FAIL, mend="s3:PutObject")
-
-
-def test_store_that_fails_during_the_condition_fails(
-    make_patient: MakePatient, proxy: FaultProxy
-) -> None:
-    proxy.add(Rule(s3_error(503, "SlowDown"), method="PUT"))
-    assert bucket.conditional_put(make_patient()).verdict == Verdict.FAIL
-
-
-def test_refused_checksum_is_well_since_the_store_writes_without(
-    make_patient: MakePatient, proxy: FaultProxy
-) -> None:
-    for header in ("x-amz-sdk-checksum-algorithm", "x-amz-checksum-crc32"):
-        proxy.add(Rule(s3_error(501, "NotImplemented"), method="PUT", header=header))
-    assert bucket.write(make_patient()).verdict == Verdict.OK
 
 
 def test_refused_encryption_fails_with_the_setting_that_asks_for_it(
@@ -147,19 +159,6 @@ def test_bucket_that_takes_only_encrypted_writes_is_well_where_the_settings_encr
     assert bucket.write(make_patient()).verdict == Verdict.FAIL
 
 
-def test_ranges_that_are_other_bytes_fail(make_patient: MakePatient, proxy: FaultProxy) -> None:
-    proxy.add(Rule(Replace(b"????"), method="GET"))
-    says(bucket.ranges(make_patient()), Verdict.FAIL, found="other bytes")
-
-
-def test_server_that_knows_no_ranges_fails(
-    make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
-) -> None:
-    proxy.add(Rule(WithoutHeader("range"), method="GET"))
-    says(bucket.ranges(make_patient()), Verdict.FAIL, found="the whole object comes")
-    assert left_over() == []
-
-
 def test_listing_that_loses_what_comes_after_its_first_page_fails(
     make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
 ) -> None:
@@ -187,13 +186,6 @@ def test_listing_that_begins_again_at_each_page_ends_and_fails(
     proxy.add(Rule(AtTheBeginning(), method="GET", target="list-type=2"))
     assert bucket.listing(make_patient()).verdict == Verdict.FAIL
     assert sum("list-type=2" in request.target for request in proxy.requests) == 50
-
-
-def test_listing_that_fails_once_is_asked_for_again(
-    make_patient: MakePatient, proxy: FaultProxy
-) -> None:
-    proxy.add(Rule(s3_error(500, "InternalError"), target="list-type=2", times=1))
-    assert bucket.listing(make_patient()).verdict == Verdict.OK
 
 
 def test_what_other_doctors_left_does_not_hide_the_objects_of_this_one(
