@@ -94,14 +94,13 @@ def _configure(
 
 
 READER = Identity("reader", actions=("Read",))
-WRITER = Identity("writer", actions=("Write",))
 DOMAIN = "s3.test"
 
 
 @pytest.fixture(scope="session")
 def guarded_s3() -> Iterator[LocalS3]:
     """A SeaweedFS with identities that may not do everything, and buckets that are hosts too."""
-    with LocalS3(identities=[READER, WRITER], domain=DOMAIN) as server:
+    with LocalS3(identities=[READER], domain=DOMAIN) as server:
         server.create_bucket(BUCKET)
         yield server
 
