@@ -44,17 +44,6 @@ Say = Callable[[str], None]
 # -- the benchmarks --------------------------------------------------------------------------------
 
 
-def _number_of_keys(text: str) -> int:
-    """A whole number, also as 1e7 or 10_000_000."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not (1e4 <= number <= 1e9 and number.is_integer()):
-        raise typer.BadParameter(f"{text!r} is not a whole number from 1e4 to 1e9")
-    return int(number)
-
-
 def _numbers(allowed: Sequence[int], what: str) -> Callable[[str], tuple[int, ...]]:
     """A parser of whole numbers with commas between them."""
 
@@ -115,9 +104,10 @@ ENTRIES: dict[str, Entry] = {
         240,
         options={
             "keys": _given(
-                *(int | None, None, "--keys", "N"),
+                *(float | None, None, "--keys", "N"),
                 "Keys in the largest index, 1e7 if left out; 1e8 take 17 GB of scratch space.",
-                parser=_number_of_keys,
+                min=1e4,
+                max=1e9,
             )
         },
         example=("--keys 1e8", "of a larger corpus; 17 GB of scratch space"),

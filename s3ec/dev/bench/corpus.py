@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,13 @@ from s3ec.config import load_settings
 from s3ec.dev.bench.context import CannotMeasureError, Context
 from s3ec.errors import ConfigError
 from s3ec.identity import Key, Layout, Namespace, canonical_json, make_key
-from s3ec.prefetch import FetchRequest
 from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 
 # One image of Gemma3-27B.
 SHAPE = Shape(256, 5376, "bfloat16")
 MODALITY = "image"
+NAMESPACE = Namespace.from_descriptor({"model": "s3ec/bench"})
 IN_FLIGHT = 16
 _BUCKET = "bench"
 _UPLOADS = 4
@@ -64,10 +64,6 @@ class Corpus:
         """Full names of all entries' objects."""
         layout = Layout(self.namespace.name)
         return [layout.object(key) for key in self.keys]
-
-    def wants(self) -> list[FetchRequest]:
-        """Every entry, for a prefetcher."""
-        return [FetchRequest(key, MODALITY, self.shape.rows) for key in self.keys]
 
     def settings(self, cache_dir: Path) -> Settings:
         """Settings of a process that reads this corpus into a tier without bounds."""
@@ -109,40 +105,34 @@ def filled(context: Context, count: int, shape: Shape = SHAPE) -> Iterator[tuple
     with server:
         server.create_bucket(_BUCKET)
         context.say(f"{count} entries")
-        namespace = Namespace.from_descriptor({"model": "s3ec/bench"})
         source = random.Random(20_260_201)
         keys = tuple(key_of(f"{source.getrandbits(256):064x}") for _ in range(count))
         nbytes = len(_entry(keys[0], shape))
-        corpus = Corpus(server.endpoint_url, server.env(), namespace, keys, nbytes, shape)
+        corpus = Corpus(server.endpoint_url, server.env(), NAMESPACE, keys, nbytes, shape)
         with corpus.environment():
-            _upload(server, corpus)
+            upload(server, _BUCKET, keys, shape)
             yield server, corpus
 
 
-def entry_pieces(key: Key, namespace: str, shape: Shape = SHAPE) -> tuple[bytes, bytes]:
-    """Header and data of one valid entry; the same bytes for the same key."""
-    data = random.Random(key.digest).randbytes(shape.nbytes).translate(_FINITE)
-    header = Header(key.identifier, namespace, MODALITY, shape, codec.checksum(data))
-    return codec.encode_header(header), data
-
-
 def _entry(key: Key, shape: Shape) -> bytes:
-    namespace = Namespace.from_descriptor({"model": "s3ec/bench"}).name
-    return b"".join(entry_pieces(key, namespace, shape))
+    """One valid entry; the same bytes for the same key."""
+    data = random.Random(key.digest).randbytes(shape.nbytes).translate(_FINITE)
+    header = Header(key.identifier, NAMESPACE.name, MODALITY, shape, codec.checksum(data))
+    return codec.encode_header(header) + data
 
 
-def _upload(server: LocalS3, corpus: Corpus) -> None:
+def upload(server: LocalS3, bucket: str, keys: Sequence[Key], shape: Shape) -> None:
+    """Put an entry for each key into a bucket, and their modality's record."""
     client = server.client()
-    layout = Layout(corpus.namespace.name)
-    shape = corpus.shape
+    layout = Layout(NAMESPACE.name)
     record = canonical_json({"width": shape.width, "dtype": shape.dtype}).encode()
-    client.put_object(Bucket=_BUCKET, Key=layout.modality(MODALITY), Body=record)
+    client.put_object(Bucket=bucket, Key=layout.modality(MODALITY), Body=record)
 
     def put(key: Key) -> None:
-        client.put_object(Bucket=_BUCKET, Key=layout.object(key), Body=_entry(key, shape))
+        client.put_object(Bucket=bucket, Key=layout.object(key), Body=_entry(key, shape))
 
     with ThreadPoolExecutor(_UPLOADS) as pool:
-        list(pool.map(put, corpus.keys))
+        list(pool.map(put, keys))
 
 
 def key_of(identifier: str) -> Key:

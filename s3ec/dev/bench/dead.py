@@ -185,7 +185,6 @@ def report(
             detail={
                 "spread": measure.spread(groups),
                 "note": f"p99 of all rounds; spread of {len(groups)} parts of the run",
-                "percentiles_ms": {name: _percentiles(values) for name, values in ms.items()},
                 "counters": dict(moved),
             },
         )
@@ -196,10 +195,6 @@ def _groups(rounds: Sequence[Sequence[float]]) -> list[list[float]]:
     size = max(1, len(rounds) // _GROUPS)
     parts = [rounds[start : start + size] for start in range(0, len(rounds), size)]
     return [[value for one in part for value in one] for part in parts]
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    return {f"p{percent}": measure.percentile(values, percent) for percent in (50, 90, 99)}
 
 
 BENCH = Bench(ROWS, run)

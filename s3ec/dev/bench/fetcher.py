@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from s3ec.dev.bench.corpus import Corpus
+from s3ec.codec import Shape
+from s3ec.dev.bench.corpus import MODALITY, Corpus
+from s3ec.identity import Key
 from s3ec.node import Node
-from s3ec.prefetch import FetchOutcome
+from s3ec.prefetch import FetchOutcome, FetchRequest
 from s3ec.tier.open_entry import OpenEntry
 
 # How often the main thread looks for news, as a scheduler does at its steps.
@@ -30,23 +33,8 @@ class Fetcher:
             self.node.index.add(key, corpus.entry_bytes)
 
     def fetch(self) -> None:
-        """Bring every entry, verified, to the tier and open it.
-
-        Raises:
-            RuntimeError: An entry could not be had, or not in time.
-        """
-        self.node.prefetcher.submit(self.corpus.wants())
-        deadline = time.monotonic() + _TIMEOUT_S
-        while True:
-            for fetched in self.node.prefetcher.drain():
-                if fetched.outcome is not FetchOutcome.READY or fetched.entry is None:
-                    raise RuntimeError(f"an entry ended as {fetched.outcome}")
-                self._entries.append(fetched.entry)
-            if len(self._entries) == len(self.corpus.keys):
-                return
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{len(self._entries)} entries came within {_TIMEOUT_S:.0f} s")
-            time.sleep(_LOOK_S)
+        """Bring every entry, verified, to the tier and open it."""
+        self._entries = fetch_all(self.node, self.corpus.keys, self.corpus.shape, look_s=_LOOK_S)
 
     def empty(self) -> None:
         """Close and evict every entry."""
@@ -60,3 +48,23 @@ class Fetcher:
     def close(self) -> None:
         """End the node."""
         self.node.close(10)
+
+
+def fetch_all(node: Node, keys: Sequence[Key], shape: Shape, *, look_s: float) -> list[OpenEntry]:
+    """Fetch these entries; returns them open.
+
+    Raises:
+        RuntimeError: An entry could not be had, or not in time.
+    """
+    node.prefetcher.submit([FetchRequest(key, MODALITY, shape.rows) for key in keys])
+    deadline = time.monotonic() + _TIMEOUT_S
+    entries: list[OpenEntry] = []
+    while len(entries) < len(keys):
+        for fetched in node.prefetcher.drain():
+            if fetched.outcome is not FetchOutcome.READY or fetched.entry is None:
+                raise RuntimeError(f"an entry ended as {fetched.outcome}")
+            entries.append(fetched.entry)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{len(entries)} entries came within {_TIMEOUT_S:.0f} s")
+        time.sleep(look_s)
+    return entries

@@ -39,7 +39,6 @@ ROWS = (
     Spec(_RATIO, "ratio", "< 1"),
     Spec(f"{_ENSURE}_p50_us", "us", "<= 5"),
     Spec(f"{_ENSURE}_ratio_to_example", "ratio", "< 1"),
-    Spec(f"{_ENSURE}_4_images_p50_us", "us"),
     Spec("hooks.decision_per_image_ratio_to_example", "ratio", "< 1"),
     Spec("hooks.update_state_after_alloc_p50_us", "us"),
     Spec("hooks.build_connector_meta_p50_us", "us"),
@@ -66,12 +65,6 @@ _AGAINST = {kind: f"example warm/{MISS if kind == MISS else HIT}" for kind in KI
 _MEDIANS: Sequence[tuple[str, Mapping[str, str], Mapping[str, str], str]] = (
     (_P50, _HAS, _EXAMPLE_HAS, ""),
     (f"{_ENSURE}_p50_us", _ENSURE_ONE, {f"{EXAMPLE}, which does nothing": "noop"}, ""),
-    (
-        f"{_ENSURE}_4_images_p50_us",
-        {f"{kind}, 4 images": f"ensure warm/{kind}/4" for kind in KINDS},
-        {},
-        "",
-    ),
     (
         "hooks.update_state_after_alloc_p50_us",
         {"load": "alloc/load"},

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -41,10 +40,11 @@ from s3ec.config import load_settings
 from s3ec.connector import saves
 from s3ec.connector.connector import S3ECConnector
 from s3ec.connector.parts import Parts
-from s3ec.dev.bench.corpus import key_of
+from s3ec.dev.bench.corpus import NAMESPACE, key_of
+from s3ec.dev.bench.engines import until
 from s3ec.dev.bench.hooks import DECODING, HIT, KINDS, MISS, PENDING
 from s3ec.dev.bench.measure import time_each
-from s3ec.identity import Layout, Namespace
+from s3ec.identity import Layout
 from s3ec.index.maker import rebuild
 from s3ec.modality import Record
 from s3ec.node import Node
@@ -60,7 +60,6 @@ _WIDTH = 4
 _HEAD_TOKENS = 16
 # Nothing may time out while the benchmark looks at what is pending.
 _HOUR_S = 3600.0
-_FILL_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +146,7 @@ class Rig:
         self.misses = identifiers.take(size.requests * IMAGES)
         self.pending = identifiers.take(size.requests * IMAGES)
         self._unseen = identifiers.take(max(size.corpus - 2 * len(self.hits), 0))
-        namespace = Namespace.from_descriptor({"model": "s3ec/bench"})
-        store = self._store(Layout(namespace.name))
+        store = self._store(Layout(NAMESPACE.name))
         loaded = load_settings(
             {
                 "bucket": "in-memory",
@@ -161,7 +159,7 @@ class Rig:
             }
         )
         with mock.patch("s3ec.node.open_store", return_value=store):
-            self.node = Node(loaded.settings, namespace, name="s3ec-bench")
+            self.node = Node(loaded.settings, NAMESPACE, name="s3ec-bench")
         limits = self.node.prefetcher._limits
         self.node.prefetcher._limits = dataclasses.replace(limits, deadline_s=_HOUR_S)
         self.shell = scheduler_shell(self.node)
@@ -206,7 +204,7 @@ class Rig:
         """Wait for the index and bring every hit to this node, through the hooks themselves."""
         record = self.node.records.settle("image", Record(_WIDTH, "bfloat16"))
         self.node.loop.run(record, timeout_s=30)
-        _wait_until("the index is there", lambda: self.node.index.loaded)
+        until(lambda: self.node.index.loaded, "the index is there", pause_s=0.02)
         hits = self.requests[HIT, IMAGES]
 
         def all_here() -> bool:
@@ -214,7 +212,7 @@ class Rig:
             self.end_step()
             return all(here)  # of a list: every one has to be asked for
 
-        _wait_until("the hits are on this node", all_here)
+        until(all_here, "the hits are on this node", pause_s=0.02)
         # Only now, or those that never come would take all places.
         for request in self.requests[PENDING, IMAGES]:
             self.shell.ensure_cache_available(request, 0)
@@ -253,14 +251,6 @@ class Rig:
 def identifiers_of(requests: Sequence[Request]) -> list[str]:
     """All identifiers in some requests, in their order."""
     return [feature.identifier for request in requests for feature in request.mm_features]
-
-
-def _wait_until(what: str, done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _FILL_TIMEOUT_S
-    while not done():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"waited {_FILL_TIMEOUT_S:.0f} s in vain until {what}")
-        time.sleep(0.02)
 
 
 def _entry(identifier: str, namespace: str) -> bytes:

@@ -6,7 +6,6 @@ the same disk as the server's own. In each round every client begins with nothin
 cache, and none syncs what it writes, as the tier does not. ``ratio_to_raw`` is to the moment from
 which the bytes are on the device: each round ends with one ``syncfs``, which both sides' times
 include. A corpus of more dirty pages than the page cache takes cannot have it otherwise.
-``ratio_in_memory`` is to the moment at which the client is done, so it depends on the processor.
 
 What a round has written is emptied and not deleted before the next. Without a journal ext4 passes
 by the inodes that were deleted in the last minutes, one by one, whenever a file is made: a fifth of
@@ -145,7 +144,6 @@ def report(context: Context, corpus: Corpus, kept: dict[str, list[Sample]]) -> N
     """Report all rows from the rounds of all clients."""
     figures: dict[str, Callable[[Sample], float]] = {
         "ratio_to_raw": lambda one: 1 / one.synced_s,
-        "ratio_in_memory": lambda one: 1 / one.seconds,
         "cpu_ratio_to_raw": lambda one: one.cpu_s,
     }
     for row, figure in figures.items():
@@ -180,7 +178,6 @@ def _medians(kept: dict[str, list[Sample]], figure: Callable[[Sample], float]) -
 BENCH = Bench(
     (
         Spec("hydrate.ratio_to_raw", "ratio", ">= 0.85"),
-        Spec("hydrate.ratio_in_memory", "ratio", None),
         Spec("hydrate.cpu_ratio_to_raw", "ratio", None),
     ),
     run,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index in a bucket of a real server: cold starts, idle refreshes, a union, hooks, news."""
+"""The index in a bucket of a real server: cold starts, a union, hooks, news."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import re
 import shutil
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +21,8 @@ import numpy as np
 
 from s3ec.dev.bench import measure
 from s3ec.dev.bench.context import Context
-from s3ec.dev.bench.corpus import IN_FLIGHT, Corpus, key_of
-from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE, Keys, Made, load, rows_of
-from s3ec.dev.rigs.proxy import FaultProxy
+from s3ec.dev.bench.corpus import IN_FLIGHT, NAMESPACE, Corpus, key_of
+from s3ec.dev.bench.index_made import LAYOUT, Keys, Made, load, rows_of
 from s3ec.identity import Key, Namespace
 from s3ec.index.child import Job, in_child
 from s3ec.index.local import NodeFolder
@@ -40,11 +37,7 @@ from s3ec.store.open import open_store
 if TYPE_CHECKING:
     from s3ec.testing.server import LocalS3
 
-COLD, IDLE, HOOKS = (
-    "index.cold_ratio_to_raw",
-    "index.idle_lists_per_refresh",
-    "index.hooks_p99_ratio",
-)
+COLD, HOOKS = "index.cold_ratio_to_raw", "index.hooks_p99_ratio"
 PEAK, SECONDS, VISIBLE = "union.peak_mib", "union.seconds", "index.visible_p99_s"
 _ROUNDS = 3
 _TIMEOUT_S = 600.0
@@ -56,11 +49,9 @@ def measure_in_bucket(context: Context, server: LocalS3, corpus: Corpus, made: M
     with made.folder.rows_path(made.name).open("rb") as file:
         server.client().upload_fileobj(file, corpus.bucket, made.object_name)
     _measure_cold(context, corpus, made)
-    # An idle index has been busy before.
     deltas = max(_LEAST_ROWS, made.entries * 13 // 100) // _DELTA_ROWS
     context.say(f"uploading {deltas} deltas")
     _upload_deltas(server, corpus, deltas)
-    _measure_idle(context, corpus, made, deltas)
     work = _Work(server, corpus, made, context.scratch / "union")
     _measure_union(context, work, deltas)
     _measure_hooks(context, work)
@@ -140,48 +131,6 @@ async def _get_all(settings: Settings, made: Made) -> None:
         await in_parallel(range(0, made.nbytes, PART_BYTES), get, width=IN_FLIGHT)
     finally:
         await store.close()
-
-
-# -- idle refreshes --------------------------------------------------------------------------------
-
-_REFRESHES, _REFRESHES_QUICK = 32, 4  # one in thirty lists more than the others
-_REFRESH_S = 1.0
-_ENGINES = 4
-
-
-def _measure_idle(context: Context, corpus: Corpus, made: Made, deltas: int) -> None:
-    """Report what four engines of a node ask for where nothing is new."""
-    refreshes = _REFRESHES_QUICK if context.quick else _REFRESHES
-    context.say(f"{refreshes} refreshes of an idle index")
-    with ExitStack() as stack:
-        proxy = stack.enter_context(FaultProxy(corpus.endpoint_url))
-        settings = _settings(replace(corpus, endpoint_url=proxy.url), made.cache_dir)
-        often = settings.model_copy(update={"index_refresh_s": _REFRESH_S})
-        for number in range(_ENGINES):
-            node = Node(often, NAMESPACE, name=f"s3ec-bench-{number}")
-            stack.callback(node.close, 10)
-            load(node, made)
-            node.follow_the_bucket()
-        proxy.requests.clear()
-        started = time.monotonic()
-        time.sleep(refreshes * _REFRESH_S)
-        refreshes_due = (time.monotonic() - started) / _REFRESH_S
-        asked = Counter(
-            "LIST" if "list-type=2" in one.target else one.method for one in proxy.requests
-        )
-    context.report(
-        IDLE,
-        asked["LIST"] / refreshes_due,
-        samples=refreshes,
-        detail={
-            "engines": _ENGINES,
-            "requests": dict(asked),
-            "requests_per_hour": asked.total() * 3600 / settings.index_refresh_s / refreshes_due,
-            "entries": made.entries,
-            "deltas": deltas,
-            "note": "counted in front of the server; per hour at the default pause",
-        },
-    )
 
 
 # -- a union, and hooks beside work on the index ---------------------------------------------------

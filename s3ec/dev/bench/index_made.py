@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from s3ec.config import load_settings
-from s3ec.identity import Key, Layout, Namespace
+from s3ec.dev.bench.corpus import NAMESPACE
+from s3ec.identity import Key, Layout
 from s3ec.index.bloom import write_bloom
 from s3ec.index.local import NodeFolder
 from s3ec.index.names import Names, SnapshotName, snapshots_prefix
@@ -25,7 +26,6 @@ from s3ec.index.snapshot import PARTS, Rows, Segment, merge, write_rows
 from s3ec.node import Node
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 
-NAMESPACE = Namespace.from_descriptor({"model": "s3ec/bench"})
 LAYOUT = Layout(NAMESPACE.name)
 _TIMEOUT_S = 300.0
 # So old that a union of it is due.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import engines, measure
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Spec
-from s3ec.dev.bench.corpus import MODALITY, entry_pieces, key_of
+from s3ec.dev.bench.corpus import NAMESPACE, key_of, upload
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ _KEYS, _KEYS_QUICK = 1000, 50
 _TOKENS = 2
 _WARM_UP = 2
 _LATE_SHARE = 1.25  # of the better of home and encoding
+_LOOK_S = 0.0005
 _LAG_S = 0.1  # from one copy of the replicator to the next, at most
 _PHASES = ("lag", "near slow", "home dead", "near dead", "near hangs")
 _HOME_BUCKET, _NEAR_BUCKET, _EMPTY_BUCKET = "regions-home", "regions-near", "regions-empty"
@@ -388,6 +389,7 @@ def _answers(engine: EngineProcess, prompts: Sequence[Prompt]) -> list[Any]:
 def _measure_nodes(context: Context, server: LocalS3, near_server: LocalS3) -> None:
     """Count home's requests with write-back, and time fetches from a Redis."""
     from s3ec.codec import Shape
+    from s3ec.dev.bench.fetcher import fetch_all
     from s3ec.dev.rigs.proxy import FaultProxy, Rule
 
     keys = [key_of(secrets.token_hex(32)) for _ in range(_KEYS_QUICK if context.quick else _KEYS)]
@@ -406,15 +408,15 @@ def _measure_nodes(context: Context, server: LocalS3, near_server: LocalS3) -> N
         settings = {"bucket": bucket, "endpoint_url": home.url, "region": "us-east-1"}
         replica = {"bucket": near_bucket, "endpoint_url": near.url, "region": "us-east-1"}
         context.say(f"{len(keys)} entries read by one node, then by three")
-        _put(server, bucket, keys, small)
+        upload(server, bucket, keys, small)
         filled = {**settings, "replicas": [{**replica, "fill": True}]}
         with _node(context, filled, "first") as node:
-            _fetch(node, keys, small)
+            fetch_all(node, keys, small, look_s=_LOOK_S)
             counter = f"place.{near_bucket}.filled"
             engines.until(lambda: node.counters.get(counter) >= len(keys), "all is copied")
         for name in ("second", "third", "fourth"):
             with _node(context, filled, name) as node:
-                _fetch(node, keys, small)
+                fetch_all(node, keys, small, look_s=_LOOK_S)
         context.report(
             _HOME,
             home_delay.entries / len(keys),
@@ -433,6 +435,8 @@ def _measure_redis(
     replica: dict[str, Any],
     shape: Shape,
 ) -> None:
+    from s3ec.dev.bench.fetcher import fetch_all
+
     try:
         from s3ec.dev.rigs.valkey import Valkey
 
@@ -441,11 +445,11 @@ def _measure_redis(
         raise CannotMeasureError(f"no Valkey: {exc}") from exc
     keys = [key_of(secrets.token_hex(32)) for _ in range(8 if context.quick else 64)]
     for name, server in servers.items():
-        _put(server, name, keys, shape)
+        upload(server, name, keys, shape)
     context.say(f"{len(keys)} entries of {shape.nbytes} bytes from a bucket and a Redis")
     redis = {"url": valkey.url, "fill": True}
     with _node(context, {**settings, "replicas": [redis]}, "filler") as node:
-        _fetch(node, keys, shape)
+        fetch_all(node, keys, shape, look_s=_LOOK_S)
         name = node.settings.replicas[0].name
         engines.until(lambda: node.counters.get(f"place.{name}.filled") >= len(keys), "copied")
     times: dict[str, list[float]] = {"bucket": [], "redis": []}
@@ -456,7 +460,7 @@ def _measure_redis(
         for key in keys:
             for name, node in (("bucket", bucket), ("redis", cache)):
                 begun = time.perf_counter()
-                _fetch(node, [key], shape)
+                fetch_all(node, [key], shape, look_s=_LOOK_S)
                 times[name].append(time.perf_counter() - begun)
     ratios = measure.ratios(times["redis"], times["bucket"])
     context.report(
@@ -467,22 +471,9 @@ def _measure_redis(
     )
 
 
-def _put(server: LocalS3, bucket: str, keys: Sequence[Any], shape: Shape) -> None:
-    from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE
-    from s3ec.identity import canonical_json
-
-    client = server.client()
-    record = canonical_json({"width": shape.width, "dtype": shape.dtype}).encode()
-    client.put_object(Bucket=bucket, Key=LAYOUT.modality(MODALITY), Body=record)
-    for key in keys:
-        body = b"".join(entry_pieces(key, NAMESPACE.name, shape))
-        client.put_object(Bucket=bucket, Key=LAYOUT.object(key), Body=body)
-
-
 @contextlib.contextmanager
 def _node(context: Context, settings: Mapping[str, Any], name: str) -> Iterator[Any]:
     from s3ec.config import load_settings
-    from s3ec.dev.bench.index_made import NAMESPACE
     from s3ec.node import Node
 
     given = {**settings, "cache_dir": str(context.scratch / name), "min_free_bytes": 0}
@@ -491,19 +482,6 @@ def _node(context: Context, settings: Mapping[str, Any], name: str) -> Iterator[
         yield node
     finally:
         node.close(10)
-
-
-def _fetch(node: Any, keys: Sequence[Any], shape: Shape) -> None:
-    from s3ec.prefetch import FetchOutcome, FetchRequest
-
-    node.prefetcher.submit([FetchRequest(key, MODALITY, shape.rows) for key in keys])
-    left = len(keys)
-    while left:
-        for fetched in node.prefetcher.drain():
-            left -= 1
-            if fetched.outcome is not FetchOutcome.READY:
-                raise RuntimeError(f"an entry ended as {fetched.outcome}")
-        time.sleep(0.0005)
 
 
 BENCH = Bench(ROWS, run)

@@ -306,13 +306,11 @@ class Soak:
 def _report_answers(context: Context, soak: Soak) -> None:
     tallies = {engine.name: engine.tally for engine in soak.engines}
     asked = sum(tally.requests for tally in tallies.values())
-    exact = sum(tally.exact for tally in tallies.values())
     context.report(
         WRONG,
         sum(tally.wrong for tally in tallies.values()),
         samples=asked,
         detail={
-            "note": f"{exact} equal to the last bit",
             "examples": [example for tally in tallies.values() for example in tally.examples],
         },
     )
@@ -333,7 +331,6 @@ def _report_answers(context: Context, soak: Soak) -> None:
         detail={
             "note": f"in {soak.seconds / 60:.1f} minutes, seed {soak.seed}",
             "cases": {name: tally.requests for name, tally in tallies.items()},
-            "slowest_batch_s": {name: tally.slowest_s for name, tally in tallies.items()},
             "minutes": soak.seconds / 60,
             "seed": soak.seed,
         },

@@ -49,7 +49,7 @@ def references(engine: EngineProcess, paths: Sequence[Path]) -> dict[Path, Answe
         some = paths[start : start + AT_ONCE]
         for path, answer in zip(some, ask(engine, some), strict=True):
             alike = said.setdefault(tuple(answer["token_ids"]), [])
-            if _is_clear(answer) and not any(compare(answer, other).right for other in alike):
+            if _is_clear(answer) and not any(is_right(answer, other) for other in alike):
                 found[path] = answer
             alike.append(answer)
     return found
@@ -60,23 +60,10 @@ def _is_clear(answer: Answer) -> bool:
     return all(first - second >= _TOLERANCE for first, second in pairs)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How an answer compares with the recorded one.
-
-    Attributes:
-        right: Same tokens, same end, and log probabilities within the tolerance.
-        exact: All log probabilities equal to the last bit.
-    """
-
-    right: bool
-    exact: bool
-
-
-def compare(answer: Answer, reference: Answer) -> Verdict:
-    """Tokens, finish reason and the log probability of each token."""
+def is_right(answer: Answer, reference: Answer) -> bool:
+    """Whether tokens and end are the same, and log probabilities within the tolerance."""
     if any(answer[name] != reference[name] for name in ("token_ids", "finish_reason")):
-        return Verdict(right=False, exact=False)
+        return False
     ours, theirs = (
         [
             position[str(token)]
@@ -85,7 +72,7 @@ def compare(answer: Answer, reference: Answer) -> Verdict:
         for one in (answer, reference)
     )
     apart = max(abs(mine - its) for mine, its in zip(ours, theirs, strict=True))
-    return Verdict(apart <= _TOLERANCE, answer["logprobs"] == reference["logprobs"])
+    return bool(apart <= _TOLERANCE)
 
 
 @dataclass(slots=True)
@@ -134,7 +121,6 @@ class Tally:
     """What was seen of one engine."""
 
     requests: int = 0
-    exact: int = 0
     wrong: int = 0
     killed: int = 0
     dead: int = 0
@@ -142,7 +128,6 @@ class Tally:
     deaths: list[str] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
-    slowest_s: float = 0.0
 
 
 class LiveEngine:
@@ -315,13 +300,12 @@ class LiveEngine:
             self._busy_since = None
         ended = time.monotonic()
         for path, answer in zip(paths, answers, strict=True):
-            self._judge(path, answer, compare(answer, self._reference[path]))
+            self._judge(path, answer)
         self._count(counters, began, ended)
 
-    def _judge(self, path: Path, answer: Answer, verdict: Verdict) -> None:
+    def _judge(self, path: Path, answer: Answer) -> None:
         self.tally.requests += 1
-        self.tally.exact += verdict.exact
-        if verdict.right:
+        if is_right(answer, self._reference[path]):
             return
         self.tally.wrong += 1
         if len(self.tally.examples) < _KEPT:
@@ -339,7 +323,6 @@ class LiveEngine:
         }
         self._counted = counters
         self.tally.counters.update(moved)
-        self.tally.slowest_s = max(self.tally.slowest_s, ended - began)
         self.tally.moments.append(Moment(began, ended, moved.get(FROM_BUCKET, 0)))
 
 

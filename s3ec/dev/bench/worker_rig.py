@@ -28,9 +28,8 @@ from s3ec.connector import saves
 from s3ec.connector.connector import S3ECConnector, S3ECMetadata
 from s3ec.connector.messages import Load, Save, StepPlan
 from s3ec.connector.parts import Parts
-from s3ec.dev.bench.corpus import MODALITY, SHAPE, key_of
+from s3ec.dev.bench.corpus import MODALITY, NAMESPACE, SHAPE, key_of
 from s3ec.dev.bench.hooks_rig import Identifiers, engine_config
-from s3ec.identity import Namespace
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
@@ -59,10 +58,9 @@ class WorkerRig:
         }
         self._bucket = MemoryBucket()
         extra = {"bucket": "in-memory", "cache_dir": str(folder / "tier"), "min_free_bytes": 0}
-        namespace = Namespace.from_descriptor({"model": "s3ec/bench"})
         self.node = Node(
             load_settings(extra).settings,
-            namespace,
+            NAMESPACE,
             store=MemoryStore(self._bucket),
             name="s3ec-bench",
         )
