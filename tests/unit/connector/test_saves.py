@@ -42,6 +42,7 @@ IMAGE = Save("image", {"image_grid_thw": [1, 2, 2]})
 
 # A disk on which nothing may be written: embeddings go to the bucket from memory.
 NO_ROOM = "1EiB"
+ENTRY_BYTES = 456  # of a tensor of these tests, with its header
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +253,7 @@ def test_full_queue_drops_and_counts_or_waits_where_the_work_must_be_complete(
 ) -> None:
     """Memory fills where the disk takes nothing; the spool's share where it does."""
     gate, one = Gate(), tensor()
-    disk = {"min_free_bytes": NO_ROOM} if where == "memory" else {"cache_bytes": 4 * 520}
+    disk = {"min_free_bytes": NO_ROOM} if where == "memory" else {"cache_bytes": 4 * ENTRY_BYTES}
     rig = Rig(tmp_path, **disk)
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
     budget_bytes = one.numel() * 2 if where == "memory" else 2**20
@@ -280,7 +281,7 @@ def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate, one = Gate(), tensor()
-    rig = Rig(tmp_path, cache_bytes=4 * 520)
+    rig = Rig(tmp_path, cache_bytes=4 * ENTRY_BYTES)
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
     Rig.patches.setattr(uploads, "PAUSE_S", 0.0)
     Rig.patches.setattr(saves, "MAX_BLOCKED_S", 0.05)
@@ -334,7 +335,7 @@ def test_a_spool_full_of_what_waits_for_its_announcement_is_announced_at_once(
     tmp_path: Path,
 ) -> None:
     Rig.patches.setattr(uploads, "PAUSE_S", 3600.0)
-    rig = Rig(tmp_path, cache_bytes=4 * 520)
+    rig = Rig(tmp_path, cache_bytes=4 * ENTRY_BYTES)
     queue = rig.queue()
     assert queue.put(HASHES[0], IMAGE, tensor())
     eventually(lambda: HASHES[0] in queue.take_stored())
@@ -522,7 +523,7 @@ def test_hook_does_not_wait_for_the_device_and_the_writer_does(rig: Rig) -> None
 
 
 def test_queue_drops_before_it_copies(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, cache_bytes=4 * 520)
+    rig = Rig(tmp_path, cache_bytes=4 * ENTRY_BYTES)
     rig.faults.append(Fault(op="put_if_absent", name="objects/", error=UnavailableError))
     queue = rig.queue(overflow="drop")
     rig.put_spooled(queue, HASHES[0])
