@@ -21,7 +21,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from s3ec import runtime
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.parts import Parts
-from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.worker import WorkerHalf, load_without_a_half
 from s3ec.errors import ConfigError
 from s3ec.runtime import PASS_THROUGH
@@ -156,27 +155,20 @@ class S3ECConnector(ECConnectorBase):
         # What cannot be encoded, where there is no scheduler half to say so or it has failed.
         self._unavailable: set[str] = set()
         self.parts = parts or Parts(vllm_config)
-        self._waits: RequestWaits | None = None
-        if parts is not None:
-            self._find_waits()
-            return
+        is_scheduler = role is ECConnectorRole.SCHEDULER
         try:
-            self.parts.start(scheduler=role is ECConnectorRole.SCHEDULER)
-            self._find_waits()
+            if parts is None:
+                self.parts.start(scheduler=is_scheduler)
         except (ConfigError, *PASS_THROUGH):
             raise
         except BaseException:
             # Whatever else it is, images can be encoded without us.
-            if role is ECConnectorRole.SCHEDULER:
-                lost = "this engine runs without the cache"
-            else:
-                lost = "this worker reads by itself what is granted, and saves nothing"
+            lost = "this worker reads by itself what is granted, and saves nothing"
+            lost = "this engine runs without the cache" if is_scheduler else lost
             log.exception("s3ec could not start; %s", lost)
             self.shutdown()
-
-    def _find_waits(self) -> None:
-        if self.parts.scheduler is not None:
-            self._waits = self.parts.scheduler.waits
+        scheduler = self.parts.scheduler
+        self._waits = None if scheduler is None else scheduler.waits
 
     # -- scheduler side ----------------------------------------------------------------------
 

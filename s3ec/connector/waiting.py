@@ -79,11 +79,6 @@ class FetchTimes:
         weight = max(_FETCH_WEIGHT, 1 / self._count)
         self.likely_s *= math.pow(max(seconds, _SHORTEST_FETCH_S) / self.likely_s, weight)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether there was any."""
-        return self._count > 0
-
 
 class SourceTimes:
     """How long fetches take, by where from and by size class.
