@@ -428,17 +428,20 @@ class KeyCache:
     def rename(self, identifier: str, name: str) -> None:
         """Have an identifier of vLLM's stand for the entry of another one.
 
-        That holds until it is renamed again, or until very many others were.
+        That holds until it is renamed again, or until ``forget_names`` finds very many.
         """
         known = self._renamed.get(identifier)
         if name == identifier:
             self._renamed.pop(identifier, None)
         elif known is None or known[0] != name:
             self._renamed_characters += len(identifier) + len(name)
-            if self._renamed_characters > _RENAMED_CHARACTERS:
-                self._renamed.clear()
-                self._renamed_characters = len(identifier) + len(name)
             self._renamed[identifier] = name, self._policy.make_key(identifier, name)
+
+    def forget_names(self) -> None:
+        """Forget all names if they are too many. Not between a name and its use."""
+        if self._renamed_characters > _RENAMED_CHARACTERS:
+            self._renamed.clear()
+            self._renamed_characters = 0
 
     def __call__(self, identifier: str) -> Key | None:
         if self._renamed and identifier in self._renamed:

@@ -259,6 +259,7 @@ class SchedulerHalf:
         An adapter's image is called ``adapter:hash``, whatever the adapter's files hold (vLLM 0.32,
         v1/engine/input_processor.py), so nothing is stored under that name.
         """
+        self._keys.forget_names()  # not in between: one of these would lose its own
         lora = getattr(request, "lora_request", None) if self._role.tower_adapters else None
         adapted = None if lora is None else f"{lora.lora_name}:"
         for feature in features:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from s3ec import identity
 from s3ec.identity import ModalityScopes
 from tests.unit.connector.scheduling import World, bare, feature, identifier_of, request
 from tests.unit.tier.cases import key_of
@@ -41,6 +42,18 @@ def test_a_video_is_found_and_loaded_under_its_marked_name_and_a_picture_under_i
     assert it.run(asked) == [True, True]
     loads = {load.identifier: load.renamed for load in it.step().loads}
     assert loads == {identifier_of("cat"): "", identifier_of("film"): marked("film")}
+
+
+def test_no_video_of_a_request_is_stored_under_its_plain_name_where_names_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(identity, "_RENAMED_CHARACTERS", 1100)
+    it = world()
+    for number in range(20):
+        films = [feature(f"{number} {n}", 10 * n, modality="video") for n in range(3)]
+        it.run(request(str(number), *films))
+        saves = it.step().saves
+        assert {one.renamed for one in saves.values()} == {f"{MARK}:{name}" for name in saves}
 
 
 def test_what_is_stored_under_the_plain_name_is_not_this_engine_s_video() -> None:

@@ -200,6 +200,9 @@ def test_with_an_open_breaker_a_resident_is_looked_at_first(world: World) -> Non
     world.store.is_open = True
     asker = world.deferred(request("r", feature("a")))
     assert world.wanted == [identifier_of("a")]
+    world.half.waits.look_at_all()
+    assert not world.ask(asker)  # the disk can give it, so the wait goes on
+    world.step()
     world.finish("a", source="tier")
     assert world.run(asker) == [True]
 

@@ -7,7 +7,7 @@ import pytest
 
 from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
 from s3ec.connector.request_waits import MOST_IN_VAIN, VAIN_REST_S
-from s3ec.prefetch import FetchOutcome
+from s3ec.prefetch import FetchOutcome, Priority
 from tests.unit.connector.scheduling import (
     ROWS,
     World,
@@ -365,7 +365,7 @@ def test_where_nobody_ever_waits_what_arrives_is_kept_for_the_next() -> None:
     world.stock("a")
     assert world.ask(request("first", feature("a")))
     world.step()
-    assert world.prefetcher.demoted == []
+    assert [want.priority for want in world.prefetcher.submitted] == [Priority.DEMAND]
     world.finish("a")
     world.step()
     world.clock.now_s += LEASE_S - 1
