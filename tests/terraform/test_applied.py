@@ -100,9 +100,10 @@ def test_bucket_of_an_s3_compatible_store_is_made_there_and_named_in_the_output(
         here.run("apply", "-auto-approve", "-input=false")
         try:
             extra = {"bucket": "made-by-terraform", "endpoint_url": local_s3.endpoint_url}
+            texts = here.outputs()["ec_transfer_config"]
             for role in ("ec_producer", "ec_consumer", "ec_both"):
                 expected = transfer_json(role, **extra, prefix="team-a", region="us-east-1")
-                assert here.outputs()["ec_transfer_config"][role] == expected
+                assert texts[role] == expected
             here.run("plan", "-detailed-exitcode", "-input=false")
         finally:
             here.run("destroy", "-auto-approve", "-input=false")

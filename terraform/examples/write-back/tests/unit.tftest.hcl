@@ -62,20 +62,23 @@ run "each_role_writes_and_deletes_where_it_has_to" {
   assert {
     condition = {
       for role, statements in output.policies : role => {
-        for action in ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"] : action => flatten([for one in statements : one.Resource if contains(one.Action, action)])
+        for action in ["s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:DeleteObject"] : action => flatten([for one in statements : one.Resource if contains(one.Action, action)])
       }
       } == {
       home = {
+        "s3:ListBucket"   = ["arn:aws:s3:::corpus"]
         "s3:GetObject"    = ["arn:aws:s3:::corpus/corpus/*"]
         "s3:PutObject"    = ["arn:aws:s3:::corpus/corpus/*"]
         "s3:DeleteObject" = []
       }
       near = {
+        "s3:ListBucket"   = ["arn:aws:s3:::corpus", "arn:aws:s3:::corpus-near"]
         "s3:GetObject"    = ["arn:aws:s3:::corpus/corpus/*", "arn:aws:s3:::corpus-near/corpus/*"]
         "s3:PutObject"    = ["arn:aws:s3:::corpus-near/corpus/*"]
         "s3:DeleteObject" = []
       }
       maintainer = {
+        "s3:ListBucket"   = ["arn:aws:s3:::corpus", "arn:aws:s3:::corpus-near"]
         "s3:GetObject"    = ["arn:aws:s3:::corpus/corpus/*", "arn:aws:s3:::corpus-near/corpus/*"]
         "s3:PutObject"    = ["arn:aws:s3:::corpus/corpus/*", "arn:aws:s3:::corpus-near/corpus/*"]
         "s3:DeleteObject" = ["arn:aws:s3:::corpus/corpus/*", "arn:aws:s3:::corpus-near/corpus/*"]
