@@ -30,6 +30,7 @@ class Shell:
         self._number = 0
         # Where a page waits for what never comes, the block that waits fails.
         self._patience = threading.Timer(_PATIENCE_S, self._bash.terminate)
+        self._patience.daemon = True
         self._patience.start()
         assert self._bash.stdin is not None
         # As a command in it would see it that has no input of its own.

@@ -237,6 +237,7 @@ class Soak:
         for engine in self.engines:
             engine.start(lambda: " and ".join(self._kinds) or "no fault")
         self._until_back(self._began_s)  # there must be something to lose
+        self._began_s = time.monotonic()  # the minutes are those of faults
         kinds = [kind for kind in FAULTS if self.site.disk is not None or kind != DISK_FULL]
         for step in plan(self.seed, kinds, scale=self.scale):
             if self._is_over():
