@@ -181,23 +181,22 @@ def test_tensor_of_another_width_than_the_record_is_not_saved(rig: Rig) -> None:
     assert rig.spooled() == 0  # refused for good
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_tensor_that_is_not_finite_is_not_saved(rig: Rig, bad: float) -> None:
-    queue = rig.queue()
-    spoiled = tensor()
-    spoiled[3, 7] = bad
-    queue.put(HASHES[0], IMAGE, spoiled)
+@pytest.mark.parametrize(
+    ("identifier", "value", "reason"),
+    [
+        *((HASHES[0], float(bad), "nonfinite") for bad in ("nan", "inf", "-inf")),
+        ("renderer0-mm-1-image-0", 1.0, "identifier"),
+    ],
+)
+def test_what_may_not_be_stored_is_refused(
+    rig: Rig, identifier: str, value: float, reason: str
+) -> None:
+    queue, one = rig.queue(), tensor()
+    one[3, 7] = value
+    queue.put(identifier, IMAGE, one)
     assert queue.drain(DEADLINE_S) == 0
     assert rig.bucket.objects == {}
-    assert rig.counted("save_problem.refused.nonfinite") == 1
-
-
-def test_refused_identifier_is_not_stored(rig: Rig) -> None:
-    queue = rig.queue()
-    queue.put("renderer0-mm-1-image-0", IMAGE, tensor())
-    assert queue.drain(DEADLINE_S) == 0
-    assert rig.bucket.objects == {}
-    assert rig.counted("save_problem.refused.identifier") == 1
+    assert rig.counted(f"save_problem.refused.{reason}") == 1
 
 
 # A breaker that lets a probe through soon, and one that never opens.

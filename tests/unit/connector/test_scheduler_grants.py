@@ -326,22 +326,6 @@ def test_each_of_two_steps_that_load_an_image_holds_what_it_loads() -> None:
     assert world.prefetcher.released == [entry.path, path]
 
 
-def test_evicted_on_the_device_and_wanted_again_is_fetched_again(world: World) -> None:
-    step, first = world.load_one()
-    world.report(step)
-    asker = request("r", feature("a"))
-    assert world.ask(asker)  # on the device: nothing to wait for
-    assert len(world.wanted) == 1
-    world.step(freed="a")
-    assert not world.ask(asker)
-    world.step()
-    second = world.finish("a")
-    assert second is not None
-    assert second.path != first
-    assert world.run(asker) == [True]
-    assert [load.path for load in world.step().loads] == [second.path]
-
-
 def test_a_reset_lets_go_of_a_load_that_no_step_has_carried_yet(world: World) -> None:
     world.bring("a")
     asker = request("r", feature("a"))

@@ -33,8 +33,9 @@ def test_every_reason_has_its_meaning() -> None:
     assert tuple(LABELLED["encoded."][3]) == REASONS
 
 
-def test_what_the_index_does_not_know_is_absent() -> None:
-    here = World()
+@pytest.mark.parametrize("consumer", [True, False])
+def test_what_the_index_does_not_know_is_absent(consumer: bool) -> None:
+    here = World(producer=True, consumer=consumer)
     assert here.run(request("r", feature("a"))) == [False]
     assert reasons(here) == {"absent": 1}
 
@@ -99,9 +100,3 @@ def test_an_identifier_that_is_not_shared_and_an_engine_that_stopped_are_told_ap
     here.stock("a")
     assert here.run(request("s", feature("a"))) == [False]
     assert reasons(here) == {"unshared": 1, "stopped": 1}
-
-
-def test_a_producer_encodes_what_the_bucket_lacks() -> None:
-    here = World(producer=True, consumer=False)
-    assert here.run(request("r", feature("a"))) == [False]
-    assert reasons(here) == {"absent": 1}
