@@ -102,7 +102,7 @@ def _run(vllm: EngineForkServer, log_path: Path, module: str, *arguments: str) -
     """Run a module as `python -m` does, in a process that has vLLM imported."""
     with open(log_path, "ab") as log:
         env = engine_env({**os.environ, **ONE_PROCESS})
-        job = vllm.fork_module(module, env, arguments, log.fileno())
+        job = vllm.fork(module, arguments, env=env, log=log.fileno(), fds=())
     try:
         job.wait()
     finally:

@@ -159,7 +159,7 @@ def start_language(note: Path, log: Path, pair: Pair, nursery: EngineForkServer)
     env["PYTHONPATH"] = engine_env()["PYTHONPATH"]  # the nursery's
     patiently(lambda: _answers(f"{pair.encoder}/health"), "the encoder is ready")
     with other_vision_tower(Path(env["MODEL"])), open(log, "ab") as output:
-        forked = nursery.fork_module(module, env, arguments, output.fileno())
+        forked = nursery.fork(module, arguments, env=env, log=output.fileno(), fds=())
         patiently(lambda: _answers(f"{pair.language}/health"), "the language instance is ready")
     return forked
 
