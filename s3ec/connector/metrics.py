@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 
 from s3ec.counters import Increments
@@ -390,6 +390,7 @@ class EngineMetrics:
             node: The scheduler half's.
         """
         self._node = node
+        self._wait = node.settings.wait
         self._unsent = Increments(node.counters)
         self._unsaid = Increments(node.counters)
         self._lock = threading.RLock()  # of the latter; a signal handler may close it, see Counters
@@ -438,7 +439,7 @@ class EngineMetrics:
 
     def _tell(self) -> None:
         with self._lock:
-            line = line_of(self._unsaid.take())
+            line = line_of(self._unsaid.take(), wait=self._wait)
         if line is not None:
             log.info("%s", line)
 
@@ -449,11 +450,12 @@ class EngineMetrics:
                 self._tell()
 
 
-def line_of(counts: Mapping[str, float]) -> str | None:
+def line_of(counts: Mapping[str, float], *, wait: str = "auto") -> str | None:
     """One line about what was counted in a while; None where nothing of interest was.
 
     Args:
         counts: Increments.
+        wait: The setting.
     """
     if not any(name.startswith(_OF_INTEREST) for name in counts):
         return None
@@ -462,15 +464,11 @@ def line_of(counts: Mapping[str, float]) -> str | None:
         return counts.get(name, 0)
 
     device, node, bucket = (get(f"lookups.{tier}.hit") for tier in ("device", "node", "bucket"))
-    reasons = ((reason, get(f"encoded.{reason}")) for reason in LABELLED["encoded."][3])
-    why = ", ".join(f"{count:.0f} {reason}" for reason, count in reasons if count)
     said = [
         f"{device + node + bucket:.0f} hits ({device:.0f} device, {node:.0f} node, "
         f"{bucket:.0f} bucket)",
-        f"{get('misses'):.0f} encoded" + (f" ({why})" if why else ""),
+        f"{get('misses'):.0f} encoded",
     ]
-    if encoded_s := get("encode.seconds"):
-        said.append(f"{1000 * encoded_s / max(1, get('misses')):.1f} ms for each encode")
     if fetched := get("fetch_items.bucket"):
         mean_ms = 1000 * get("fetch_seconds.bucket") / fetched
         said.append(f"{get('fetch_bytes.bucket') / 1e6:.1f} MB fetched in {mean_ms:.1f} ms each")
@@ -483,4 +481,35 @@ def line_of(counts: Mapping[str, float]) -> str | None:
     problems = sum(amount for name, amount in counts.items() if name.startswith("save_problem."))
     if problems:
         said.append(f"{problems:.0f} problems with saves")
-    return "s3ec: " + ", ".join(said)
+    return "; ".join(["s3ec: " + ", ".join(said), *_why_encoded(counts, wait)])
+
+
+def _why_encoded(counts: Mapping[str, float], wait: str) -> Iterator[str]:
+    """Why pictures were encoded though the bucket has them."""
+
+    def get(name: str) -> float:
+        return counts.get(name, 0)
+
+    if late := get("encoded.declined") + get("encoded.late"):
+        times = []
+        if fetched := get("fetch_items.bucket"):
+            times.append(f"a fetch takes {_ms(get('fetch_seconds.bucket') / fetched)}")
+        if get("encode.seconds"):
+            verb = "" if times else " takes"
+            times.append(f"an encode{verb} {_ms(get('encode.seconds') / get('misses'))}")
+        why = "; ".join(filter(None, (", ".join(times), f"wait: {wait}")))
+        yield f"{_pictures(late, 'in the bucket and')} encoded: {why}"
+    if down := get("encoded.down"):
+        yield f"{_pictures(down)} encoded while the bucket or the disk was not asked"
+    if bad := get("encoded.failed") + get("encoded.unfit"):
+        yield f"{_pictures(bad, 'in the bucket and')} encoded, since they could not be used"
+
+
+def _pictures(count: float, where: str = "") -> str:
+    """Such as ``8 pictures are in the bucket and were``."""
+    noun, be, was = ("picture", "is", "was") if count == 1 else ("pictures", "are", "were")
+    return f"{count:.0f} {noun} " + (f"{be} {where} {was}" if where else was)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
