@@ -14,9 +14,12 @@ import base64
 import contextlib
 import hashlib
 import mimetypes
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from cachetools import LRUCache
 
 from s3ec.client.known import KnownCatalog
 from s3ec.corpus.catalog_file import STAMP, CatalogRow
@@ -38,6 +41,7 @@ _WITH_PIXELS = {
     **dict.fromkeys(("audio_url", "input_audio"), "audio"),
     "video_url": "video",
 }
+_MOST_ADDRESSES = 2**16
 _DEFAULT_TYPE = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 
 
@@ -68,6 +72,9 @@ class PartMaker:
         self._known = known
         self._without_pixels = frozenset(given)
         self._fetch = fetch
+        # Identifier -> where the caller said that the server finds the file, should it need it.
+        self._addresses: LRUCache[str, str] = LRUCache(_MOST_ADDRESSES)
+        self._lock = threading.Lock()
 
     def parts(
         self,
@@ -99,7 +106,10 @@ class PartMaker:
             raise NotFoundError(
                 f"{which} is not in the catalogue: precompute it, or give `data` or `url`"
             )
-        return [self._without(row) or self._pixel_part(row, url) for row in rows]
+        if url is not None and _is_address(url):
+            with self._lock:
+                self._addresses.update((row.identifier, url) for row in rows if row.page is None)
+        return [self._without(row) or self._pixel_part(row) for row in rows]
 
     def with_pixels(self, messages: Sequence[Message]) -> list[Message]:
         """The same messages; what the catalogue does not know is left as it is.
@@ -133,14 +143,15 @@ class PartMaker:
         kind = f"{row.modality}_embeds"
         return {"type": kind, kind: dict(row.placeholder), "uuid": row.identifier}
 
-    def _pixel_part(self, row: CatalogRow, url: str | None = None) -> Part:
+    def _pixel_part(self, row: CatalogRow) -> Part:
         """A part with pixels: the row's bytes, or the caller's own address of a whole file."""
-        is_away = self._fetch is None and _is_address(row.uri)
-        if is_away and row.page is None and url is not None and _is_address(url):
-            # Without the identifier: the server may read something else there by now, and would
-            # store that under it. What it calls the bytes by itself is theirs.
-            return _pixels(row.modality, url, None)
-        if is_away:
+        if self._fetch is None and _is_address(row.uri):
+            with self._lock:
+                url = self._addresses.get(row.identifier)
+            if url is not None:
+                # Without the identifier: the server may read something else there by now, and would
+                # store that under it. What it calls the bytes by itself is theirs.
+                return _pixels(row.modality, url, None)
             raise SourceError(
                 f"{row.uri} is an address, and a catalogue is another's word; give `fetch`, or the "
                 "`url` or `data` of a whole file"

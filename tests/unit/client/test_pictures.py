@@ -307,6 +307,19 @@ def test_an_embedding_that_cannot_be_had_costs_one_more_request_and_then_rests(
     assert server.kinds[3:] == [WITHOUT]
 
 
+def test_an_address_of_the_caller_serves_where_the_server_lacks_the_embedding(
+    make: Make, client: openai.OpenAI, server: Server, files: list[Path]
+) -> None:
+    server.answer = lambda kind, _number: 400 if kind == WITHOUT else "yes"
+    pictures = make(row_of(files[0], uri="https://example.com/a.png"))
+    url = "https://example.org/a.png"
+    for _ in range(2):  # the second one has pixels at once
+        assert pictures.chat(client, **asking(*pictures.parts("a.png", url=url))).choices
+    assert server.kinds == [WITHOUT, WITH, WITH]
+    handed = {"type": "image_url", "image_url": {"url": url}}
+    assert [parts[0] for parts in server.seen[1:]] == [handed, handed]
+
+
 def test_one_refusal_is_that_pictures_alone_and_ends(
     make: Make, client: openai.OpenAI, server: Server
 ) -> None:
