@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 _PATIENCE_S = 600.0
@@ -28,10 +30,6 @@ class Shell:
             text=True,
         )
         self._number = 0
-        # Where a page waits for what never comes, the block that waits fails.
-        self._patience = threading.Timer(_PATIENCE_S, self._bash.terminate)
-        self._patience.daemon = True
-        self._patience.start()
         assert self._bash.stdin is not None
         # As a command in it would see it that has no input of its own.
         self.input = os.readlink(f"/proc/{self._bash.pid}/fd/0")
@@ -47,16 +45,28 @@ class Shell:
         assert self._bash.stdout is not None
         self._number += 1
         end = f"-- end of block {self._number} --"
-        self._bash.stdin.write(f"{block}\necho '{end}'\n")
-        self._bash.stdin.flush()
         printed = []
-        for line in self._bash.stdout:
-            if line.strip() == end:
-                return "".join(printed)
-            printed.append(line)
+        with self._patience():
+            self._bash.stdin.write(f"{block}\necho '{end}'\n")
+            self._bash.stdin.flush()
+            for line in self._bash.stdout:
+                if line.strip() == end:
+                    return "".join(printed)
+                printed.append(line)
         raise AssertionError(f"the shell ended in\n{block}\nwhich printed\n{''.join(printed)}")
 
     def close(self) -> None:
         """End the shell."""
-        self._bash.communicate()
-        self._patience.cancel()
+        with self._patience():
+            self._bash.communicate()
+
+    @contextlib.contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Where a page waits for what never comes, the block that waits fails."""
+        timer = threading.Timer(_PATIENCE_S, self._bash.terminate)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
