@@ -200,7 +200,7 @@ ENTRIES: dict[str, Entry] = {
         example=("--objects 500", "with fewer of them"),
     ),
     "verify": Entry(
-        "Every byte of a corpus checked, beside loops that read the same and check nothing.",
+        "Every byte of a corpus checked, beside a loop that reads the same and checks nothing.",
         90,
         alone=True,
     ),
