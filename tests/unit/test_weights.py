@@ -258,6 +258,18 @@ def test_a_snapshot_of_the_hub_shares_with_a_plain_copy_of_it(
     assert mark("acme/vision") == wanted
 
 
+def test_however_many_tensors_there_are_each_is_read(tmp_path: Path) -> None:
+    """As many as Llama 4 has: a checkpoint that differs in one of them is another one."""
+    leaves = ["q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2", "ln_1", "ln_2"]
+    front = "vision_model.model.layers"
+    names = [f"{front}.{layer}.{leaf}.weight" for layer in range(68) for leaf in leaves]
+    tensors = tensors_of([*names, "multi_modal_projector.linear_1.weight"])
+    base = mark(write(tmp_path / "base" / "model.safetensors", tensors).parent)
+    for number, name in enumerate(random.Random(0).sample(list(tensors), 12)):
+        other = write(tmp_path / str(number) / "model.safetensors", changed(tensors, name))
+        assert mark(other.parent) != base, name
+
+
 @pytest.mark.parametrize(
     "part",
     [slice(0, 4096), slice(-4096, None), slice(100_000, 300_000), slice(16_384, None)],
