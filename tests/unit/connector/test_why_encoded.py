@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from s3ec.connector.lookups import REASONS
-from s3ec.connector.metrics import LABELLED, line_of, line_of
+from s3ec.connector.metrics import LABELLED, line_of
 from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.encode_costs import EncodeCosts
 from s3ec.prefetch import FetchOutcome
