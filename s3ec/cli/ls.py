@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, option
+from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource
 from s3ec.cli.output import counting, note_page, print_json_line, show_page, timestamp
 from s3ec.counters import unreported
 from s3ec.errors import ConfigError
@@ -86,9 +86,6 @@ def ls(
             "--limit", min=0, help="Number of entries to show; 0: all. [100; with --ndjson all]"
         ),
     ] = None,
-    adapter: Annotated[
-        str | None, option("--adapter", "NAME", "Only entries of this LoRA adapter.")
-    ] = None,
     as_json: JsonOption = False,
     as_lines: Annotated[
         bool,
@@ -97,8 +94,8 @@ def ls(
 ) -> None:
     """List entries of a namespace, and count all of them.
 
-    Lists the whole namespace, or the adapter's folder, 1000 entries per request and 16 requests at
-    a time. `s3ec ls --ndjson | head` ends when `head` does.
+    Lists the whole namespace, 1000 entries per request and 16 requests at a time. `s3ec ls
+    --ndjson | head` ends when `head` does.
     """
     if as_json and as_lines:
         raise ConfigError("`--json` and `--ndjson` do not go together; leave one out")
@@ -112,11 +109,11 @@ def ls(
     shown = nullcontext(unreported) if streams else counting("listing")
     with shown as report, source.corpus() as corpus:
         name = choice.within(corpus)
-        total = None if streams or adapter else _indexed(corpus, name)
+        total = None if streams else _indexed(corpus, name)
 
         def counted() -> Iterator[CorpusEntry]:
             nonlocal count, nbytes
-            for entry in corpus.list(name, adapter=adapter):
+            for entry in corpus.list(name):
                 count += 1
                 nbytes += entry.nbytes
                 # What was stored after the snapshot makes it no total.

@@ -141,9 +141,6 @@ def gc(
             "The oldest entries, until the rest fits into this size, such as `2TiB`.",
         ),
     ] = None,
-    adapter: Annotated[
-        str | None, option("--adapter", "NAME", "Only entries of this LoRA adapter.")
-    ] = None,
     made_by: Annotated[
         str | None,
         option(
@@ -174,7 +171,6 @@ def gc(
                     name,
                     older_than_s=age_s,
                     max_bytes=most,
-                    adapter=adapter,
                     made_by=made_by,
                     dry_run=dry_run,
                     report=report,
@@ -194,7 +190,6 @@ def gc(
                 "namespace": name,
                 "older_than_s": age_s,
                 "max_bytes": most,
-                "adapter": adapter,
                 "made_by": made_by,
                 "entry_count": found.objects,
                 "bytes": found.nbytes,

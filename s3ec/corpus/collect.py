@@ -44,15 +44,13 @@ class Rules:
 
     Attributes:
         older_than_s: Stored so long ago.
-        max_bytes: The oldest, until the rest of what lies below ``adapter`` fits.
-        adapter: Only what lies in the folder of this LoRA adapter; None for everything.
+        max_bytes: The oldest, until the rest fits.
         made_by: Name to pattern, such as ``{"vllm": "0.32.*"}``: only what was made with these
             releases, as its header says. Empty for everything.
     """
 
     older_than_s: float | None = None
     max_bytes: int | None = None
-    adapter: str | None = None
     made_by: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +97,7 @@ class Collection:
             ``now_s``; None where age alone decides.
         objects: That go.
         nbytes: Their size.
-        left_objects: That stay, of those below the adapter's folder.
+        left_objects: That stay.
         left_bytes: Their size.
         done: Whether they were deleted; False of a dry run.
         dropped_rows: Rows of the catalogue that went with them.
@@ -125,15 +123,12 @@ class Collection:
 
     def __call__(self, infos: Sequence[ObjectInfo]) -> list[ObjectInfo]:
         """Those of some listed objects that go; all are counted."""
-        adapter = self.rules.adapter
-        below = self.layout.objects + (f"{adapter}/" if adapter else "")
-        mine = [info for info in infos if info.name.startswith(below)]
-        chosen = [info for info in mine if self._goes(info)]
+        chosen = [info for info in infos if self._goes(info)]
         nbytes = sum(info.nbytes for info in chosen)
         self.objects += len(chosen)
         self.nbytes += nbytes
-        self.left_objects += len(mine) - len(chosen)
-        self.left_bytes += sum(info.nbytes for info in mine) - nbytes
+        self.left_objects += len(infos) - len(chosen)
+        self.left_bytes += sum(info.nbytes for info in infos) - nbytes
         return chosen
 
     def _goes(self, info: ObjectInfo) -> bool:

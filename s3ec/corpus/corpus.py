@@ -20,7 +20,6 @@ from s3ec.corpus.bucket import OpenBucket
 from s3ec.corpus.entries import (
     CorpusEntry,
     Embedding,
-    adapter_folder,
     find_entry,
     read_entry,
     read_header,
@@ -235,23 +234,14 @@ class Corpus(OpenBucket):
         namespace: str | None = None,
         *,
         model: str | None = None,
-        adapter: str | None = None,
     ) -> Iterator[CorpusEntry]:
         """Yield the entries of one namespace, in no order, as the store lists them.
 
         Costs one request for each 1000 entries. For more than 4096 entries it sends one more
         request for each of up to 256 folders, 16 at a time. It reads at most some thousand entries
         ahead of the caller.
-
-        Args:
-            adapter: Only entries of the LoRA adapter of this name.
-
-        Raises:
-            ConfigError: An adapter of this name can never be stored.
         """
-        folder = adapter_folder(adapter, self.tenant)
-        name = self.choose(namespace, model=model)
-        return self._entries(scan(self._store, name, adapter=folder))
+        return self._entries(scan(self._store, self.choose(namespace, model=model)))
 
     def hydrate(
         self,
@@ -360,7 +350,6 @@ class Corpus(OpenBucket):
         model: str | None = None,
         older_than_s: float | None = None,
         max_bytes: int | None = None,
-        adapter: str | None = None,
         made_by: str | None = None,
         dry_run: bool = False,
         report: Report = unreported,
@@ -375,7 +364,6 @@ class Corpus(OpenBucket):
         Args:
             older_than_s: Only entries stored longer ago than this.
             max_bytes: The oldest entries, until the rest fits into this size.
-            adapter: Only entries of the LoRA adapter of this name.
             made_by: Only entries made with these releases, such as ``vllm=0.32.* platform=cpu``.
             dry_run: Only count what would be deleted.
             report: Called with the numbers of listed objects, and of read headers and their total.
@@ -384,14 +372,14 @@ class Corpus(OpenBucket):
             How much was or would be deleted, and how much remains.
 
         Raises:
-            ConfigError: There is no rule, or an adapter of this name can never be stored.
+            ConfigError: There is no rule.
             UnavailableError, AccessError, TierError: As for ``delete``.
         """
         from s3ec.corpus.collect import Rules, collect_garbage, parse_made_by
 
         name = self.choose(namespace, model=model)
         wanted = {} if made_by is None else parse_made_by(made_by)
-        rules = Rules(older_than_s, max_bytes, adapter_folder(adapter, self.tenant), wanted)
+        rules = Rules(older_than_s, max_bytes, wanted)
         return self.within(
             lambda store, layout: collect_garbage(
                 *(store, layout, rules),

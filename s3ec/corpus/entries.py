@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from s3ec import codec
 from s3ec.counters import Report, unreported
-from s3ec.errors import AmbiguousError, ConfigError, CorruptEntryError
+from s3ec.errors import AmbiguousError, CorruptEntryError
 from s3ec.identity import (
     OBJECT_SUFFIX,
     Key,
@@ -160,19 +160,12 @@ class Embedding:
         return values.view(self.shape)
 
 
-async def scan(
-    store: Store, namespace: str, *, adapter: str | None = None
-) -> AsyncGenerator[Sequence[CorpusEntry], None]:
-    """The entries of a namespace, some at a time, in no order. To be closed.
-
-    Args:
-        adapter: Only those in the folder of this adapter.
-    """
+async def scan(store: Store, namespace: str) -> AsyncGenerator[Sequence[CorpusEntry], None]:
+    """The entries of a namespace, some at a time, in no order. To be closed."""
     from s3ec.index.listing import list_folders, list_side_by_side
 
     layout = Layout(namespace)
-    folder = layout.objects if adapter is None else f"{layout.objects}{adapter}/"
-    listing = list_side_by_side(store, folder, lambda: list_folders(store, folder))
+    listing = list_side_by_side(store, layout.objects, lambda: list_folders(store, layout.objects))
     async with aclosing(listing) as batches:
         async for infos in batches:
             found = list(entries_of(layout, infos))
@@ -309,20 +302,3 @@ def key_of(text: str, tenant: Tenant | None) -> Key | None:
     if is_object_name(name):
         return Key("", name, digest_of_name(name))
     return make_key(text, tenant)
-
-
-def adapter_folder(adapter: str | None, tenant: Tenant | None) -> str | None:
-    """The folder of an adapter, by its name or as a label spells it; None where none is given.
-
-    Raises:
-        ConfigError: Nothing is stored under this name.
-    """
-    if adapter is None or _HASHED_ADAPTER.fullmatch(adapter):
-        return adapter
-    key = make_key(f"{adapter}:{'0' * 64}", tenant)
-    if key is None:
-        raise ConfigError(
-            "`adapter` is no name under which anything is stored; leave it out for all entries",
-            field="adapter",
-        )
-    return key.name.partition("/")[0]

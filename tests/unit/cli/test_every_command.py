@@ -42,7 +42,7 @@ COMMANDS: list[tuple[str, str, int]] = [
     ("ns show", "--count", 0),
     ("ns rm", "NAMESPACE", 0),
     ("ls", "", 0),
-    ("ls", "--sort age --adapter adapter", 0),
+    ("ls", "--sort age", 0),
     ("stat", ONE, 0),
     ("stat", f"{ONE[:12]} --verify", 0),
     ("stat", f"{BAD} --verify", 1),

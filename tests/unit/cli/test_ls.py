@@ -71,12 +71,6 @@ def test_sorting_by_size_by_age_and_backwards(cli: Cli, namespace: str) -> None:
     assert ages == sorted(ages)
 
 
-def test_an_adapter_chooses_and_the_totals_follow(cli: Cli, namespace: str) -> None:
-    found = cli.json("ls", "--adapter", "adapter")
-    assert (labels(found), found["entry_count"]) == ([LORA], 1)
-    assert cli.json("ls", "--adapter", "nobody")["entry_count"] == 0
-
-
 def test_ndjson_is_one_object_a_line_of_all(cli: Cli, namespace: str) -> None:
     out = cli("ls", "--ndjson")
     rows = {row["label"]: row for row in map(json.loads, out.stdout.splitlines())}

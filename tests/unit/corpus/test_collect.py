@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entries ``gc`` takes: by age, until the rest fits, of one adapter."""
+"""Which entries ``gc`` takes: by age, until the rest fits."""
 
 from __future__ import annotations
 
@@ -93,13 +93,6 @@ async def test_rules_that_are_given_together_narrow(memory: MemoryStore) -> None
     assert left(memory) == names_of(*IDS[:7])
 
 
-async def test_only_what_is_of_the_adapter_goes_and_counts(memory: MemoryStore) -> None:
-    done = await run(memory, Rules(max_bytes=150, adapter="my-lora"))
-    assert (done.objects, done.left_objects) == (1, 1)
-    assert len(left(memory) & names_of(*LORA)) == 1
-    assert names_of(*IDS) <= left(memory)
-
-
 async def test_what_is_stored_while_it_is_chosen_stays(memory: MemoryStore) -> None:
     choice = await choose(memory, LAYOUT, Rules(max_bytes=100), NOW_S)
     put(memory, "new", -1.0)
@@ -137,7 +130,7 @@ async def test_a_choice_is_the_same_however_the_store_lists(
 
 def test_no_rule_is_an_error() -> None:
     with pytest.raises(ConfigError) as caught:
-        Rules(adapter="my-lora")
+        Rules()
     assert caught.value.field == "older_than"
 
 
