@@ -410,20 +410,30 @@ class _Hydrator:
     async def _receive(
         self, key: Key, name: str, nbytes: int, used_s: float, _: Set[Place]
     ) -> int | None:
-        """Download an object as a whole, and publish it; its size, None where it is absent."""
+        """Download an object as a whole, and publish it; its size, None where it is absent.
+
+        Where its size is not known, its own header says it: a replica that is asked for less than
+        it has would pass for one that lacks it, and home may be far, or down.
+        """
         if nbytes > MAX_ENTRY_BYTES:
             raise CorruptEntryError(f"{nbytes} bytes are more than a job reads", reason="size")
-        most_bytes = nbytes or PART_BYTES
-        await self._budget.take(most_bytes)
+        held_bytes = nbytes or PART_BYTES
+        await self._budget.take(held_bytes)
         try:
-            body = await download(self._store, name, most_bytes)
+            if nbytes:
+                body = await download(self._store, name, nbytes)
+            else:
+                body = await self._store.get_range(name, 0, PART_BYTES)
             if body is None:
                 return None
-            while (modality := await self._disk(self._keep, key, body, used_s)) is not None:
-                await self._learn(modality)
-            return len(body)
+            if nbytes or len(body) < PART_BYTES:
+                while (modality := await self._disk(self._keep, key, body, used_s)) is not None:
+                    await self._learn(modality)
+                return len(body)
+            nbytes = codec.parse_header(body).total_bytes
         finally:
-            self._budget.free(most_bytes)
+            self._budget.free(held_bytes)
+        return await self._receive(key, name, nbytes, used_s, _)
 
     def _keep(self, key: Key, body: Blob, used_s: float) -> str | None:
         """Verify a whole entry and publish it; blocking.

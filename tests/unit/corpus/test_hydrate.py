@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,9 @@ from s3ec.counters import Counters
 from s3ec.errors import ConfigError, UnavailableError
 from s3ec.identity import Layout, make_key
 from s3ec.node import open_tier
+from s3ec.store.base import Store
+from s3ec.store.endpoint import Endpoint
+from s3ec.store.places import Place, PlacesStore
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier.entries import LocalKeys
@@ -159,6 +163,25 @@ def test_large_entries_come_by_ranges(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     assert (found.fetched, found.status) == (2, "complete")
     assert rig.path(IDS[1]).read_bytes() == large
     assert rig.requests("get_range") > len(large) // 2**16
+
+
+def test_large_entries_of_a_list_come_from_the_replica_also_while_home_is_down(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = entry_bytes(IDS[1], rig.name, rows=20_000)
+    rig.bucket().entry(rig.name, IDS[1], large)
+    for module in ("s3ec.corpus.hydrate", "s3ec.corpus.entries", "s3ec.store.base"):
+        monkeypatch.setattr(f"{module}.PART_BYTES", 2**16)
+    near = MemoryStore(rig.memory.bucket)
+
+    def places(_: object, home: Store, counters: Counters, *, is_entry: Any) -> PlacesStore:
+        return PlacesStore(home, [Place("near", near, Endpoint(16), counters)], is_entry=is_entry)
+
+    monkeypatch.setattr("s3ec.corpus.hydrate.open_places", places)
+    corpus = rig.open(Fault("head|get|get_range", IDS[1], error=UnavailableError))
+    found = corpus.hydrate([IDS[1]], namespace=rig.name)
+    assert (found.fetched, found.status, rig.requests("get_range")) == (1, "complete", 0)
+    assert rig.path(IDS[1]).read_bytes() == large
 
 
 def test_an_engine_of_the_node_hears_of_what_comes(rig: Rig) -> None:
