@@ -171,6 +171,8 @@ class _DeepRun:
         self._cursor = "" if state is None else state.cursor
         self.found.resumed = self.found.objects
         self._memory = ByteBudget(_INFLIGHT_BYTES)
+        # Who comes first is first: else a large object waits for all others, as does the cursor.
+        self._queue = asyncio.Lock()
         self._numbers = self._first = self._outage = 0
         # What ends above the cursor would be read again: it counts when the cursor has passed it.
         self._waiting: dict[int, tuple[str, Outcome]] = {}
@@ -190,7 +192,8 @@ class _DeepRun:
             return Outcome("foreign")
         if self._is_newer:
             return Outcome("newer")
-        await self._memory.take(info.nbytes)
+        async with self._queue:
+            await self._memory.take(info.nbytes)
         try:
             outcome = await check_object(self._store, self._layout, info)
         finally:

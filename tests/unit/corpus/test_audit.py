@@ -282,6 +282,27 @@ async def test_check_that_is_broken_off_goes_on_where_it_was(
     assert deep.complete
 
 
+async def test_large_object_has_its_turn_and_does_not_hold_up_the_cursor(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = sorted(map(object_of, (*IDS, LORA)))
+    nbytes = len(memory.bucket.objects[names[0]])
+    monkeypatch.setattr(deep_check, "_INFLIGHT_BYTES", 8 * nbytes)
+    memory.bucket.objects[names[3]] = bytes(8 * nbytes)
+
+    class Slow(FaultStore):
+        async def get(self, name: str, *, max_bytes: int) -> bytes | memoryview | None:
+            found = await super().get(name, max_bytes=max_bytes)
+            for _ in range(5 + len(self.log) % 3):  # never do all end at once
+                await asyncio.sleep(0)
+            return found
+
+    store = Slow(memory)
+    await check_objects(store, LAYOUT, width=4)
+    order = [name for op, name in store.log if op == "get" and name in names]
+    assert order.index(names[3]) == 3
+
+
 async def test_what_is_stored_behind_the_cursor_is_left_to_the_next_check(
     memory: MemoryStore, tmp_path: Path
 ) -> None:
