@@ -122,8 +122,10 @@ async def _read(near: Store) -> None:
 
 
 async def _write(near: Store) -> None:
-    with suppress(ConflictError):  # it was kept
+    try:
         await near.put_if_absent(KEPT_PROBE, [PROBE_BODY])
+    except ConflictError:  # it was kept, by those whose home it is
+        return
     with suppress(S3ECError):
         await near.delete(KEPT_PROBE)
 

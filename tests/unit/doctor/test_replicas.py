@@ -47,6 +47,10 @@ class Two:
         key = f"{self._home}/{name_of(number)}"
         self._client.put_object(Bucket=bucket, Key=key, Body=body or b"%d" % number)
 
+    def put_probe(self) -> None:
+        key = f"{self._home}/{KEPT_PROBE}"
+        self._client.put_object(Bucket=self.near, Key=key, Body=b"")
+
     def patient(self, **other: Any) -> CheckContext:
         place = {"bucket": self.near, "endpoint_url": self.proxy_url, **other}
         return self._make(replicas=[{k: v for k, v in place.items() if v is not None}])
@@ -91,6 +95,13 @@ def test_what_it_lacks_is_said_and_how_to_mend_it(two: Two) -> None:
     # What nobody has read through it is not there.
     says(two.check(fill=True), Verdict.OK, found="can be read and written; it has 1 of 5")
     assert not [name for name in two.names_near() if KEPT_PROBE in name]
+
+
+def test_the_probe_of_those_whose_home_it_is_stays(two: Two) -> None:
+    """One of them may be between its two writes of it."""
+    two.put_probe()
+    assert two.check(fill=True).verdict == Verdict.OK
+    assert [name for name in two.names_near() if KEPT_PROBE in name]
 
 
 def test_an_entry_of_the_last_minutes_is_lag_and_no_fault(two: Two) -> None:
