@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -321,7 +322,7 @@ def save(path: Path, pieces: Sequence[Blob], *, force: bool) -> None:
     """
     from s3ec.tier.files import write_file
 
-    if path.exists() and not force:
+    if os.path.lexists(path) and not force:
         raise ConfigError(f"{path} exists; --force replaces it")
     try:
         write_file(path, pieces, synced=True)

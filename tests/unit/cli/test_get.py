@@ -65,6 +65,11 @@ def test_file_made_meanwhile_is_not_replaced(tmp_path: Path) -> None:
         save(target, [b"new"], force=False)
     assert target.read_bytes() == b"mine"
     assert os.listdir(tmp_path) == ["out"]
+    link = tmp_path / "link"
+    link.symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="--force"):
+        save(link, [b"new"], force=False)
+    assert link.is_symlink()
 
 
 def test_get_of_a_corrupt_entry_saves_nothing(cli: Cli, corpus: Corpus, tmp_path: Path) -> None:
