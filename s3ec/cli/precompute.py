@@ -307,7 +307,7 @@ def _print(report: PrecomputeReport, log_file: Path | None) -> None:
     speed = f"{report.encoded_per_s:.2g} a second{started}"
     rows = [
         ("status", report.status),
-        ("namespace", report.namespace),
+        ("namespace", report.namespace or "-"),
         ("items", f"{report.items:,}"),
         ("there before", f"{report.done_before:,}"),
         ("encoded", f"{report.encoded:,} ({human_bytes(report.stored_bytes)}, {speed})"),

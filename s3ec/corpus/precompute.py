@@ -161,7 +161,7 @@ class PrecomputeReport:
         """As a plain document, for ``--report`` and ``--json``."""
         return {
             "status": self.status,
-            "namespace": self.namespace,
+            "namespace": self.namespace or None,
             "item_count": self.items,
             "done_before_count": self.done_before,
             "catalogued_count": self.catalogued,

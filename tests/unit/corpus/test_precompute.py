@@ -376,6 +376,7 @@ def test_an_empty_source_is_a_failure_but_for_an_empty_shard(
     assert (report.status, report.problem) == ("failed", "the source has nothing to encode")
     report, _ = desk.run(JobOptions(shard=(0, 4)))
     assert report.status == "complete"
+    assert report.to_json()["namespace"] is None  # none was chosen
 
 
 def test_progress_ends_with_all_items_where_all_were_there(desk: Desk) -> None:
