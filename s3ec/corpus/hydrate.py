@@ -33,7 +33,7 @@ from s3ec.identity import (
     key_of_header,
     make_key,
 )
-from s3ec.modality import ModalityRecords
+from s3ec.modality import ModalityRecords, Record
 from s3ec.node import open_tier
 from s3ec.runtime import Backoff, LoopThread
 from s3ec.store.base import PART_BYTES, Blob, Store
@@ -228,7 +228,9 @@ class _Hydrator:
         self._tier = tier
         self._pace = pace
         self._report = report
-        self._records = ModalityRecords(store, layout)
+        self._reading = ModalityRecords(store, layout)
+        # Also what a replica says while home does not answer: a job goes by it to its end.
+        self._records: dict[str, Record] = {}
         self._budget = ByteBudget(_MAX_INFLIGHT_BYTES)
         self._found = Hydration(layout.namespace, str(tier.folders.root))
         self._learning = asyncio.Lock()
@@ -450,7 +452,7 @@ class _Hydrator:
 
     def _unknown(self, header: codec.Header) -> str | None:
         """The modality of an entry if its record was not read yet; refuses what differs from it."""
-        record = self._records.known(header.modality)
+        record = self._records.get(header.modality)
         if record is None:
             return header.modality
         for name in ("width", "dtype"):
@@ -460,9 +462,12 @@ class _Hydrator:
 
     async def _learn(self, modality: str) -> None:
         async with self._learning:  # one request for all who ask at once
-            record = await self._records.get(modality)
+            if modality in self._records:
+                return
+            record = await self._reading.get(modality)
         if record is None:
             raise _MisfitError("no record of its modality")
+        self._records[modality] = record
 
 
 def _identifier(key: Key, front: Blob) -> str:

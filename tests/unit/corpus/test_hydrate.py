@@ -165,22 +165,25 @@ def test_large_entries_come_by_ranges(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     assert rig.requests("get_range") > len(large) // 2**16
 
 
-def test_large_entries_of_a_list_come_from_the_replica_also_while_home_is_down(
+def test_entries_of_any_size_come_from_the_replica_also_while_home_is_down(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rig.fill(IDS[0])
     large = entry_bytes(IDS[1], rig.name, rows=20_000)
     rig.bucket().entry(rig.name, IDS[1], large)
     for module in ("s3ec.corpus.hydrate", "s3ec.corpus.entries", "s3ec.store.base"):
         monkeypatch.setattr(f"{module}.PART_BYTES", 2**16)
-    near = MemoryStore(rig.memory.bucket)
+    # The record is read once.
+    once = Fault("get", "/modality/", error=UnavailableError, skip=1)
+    near = FaultStore(MemoryStore(rig.memory.bucket), Script([once]))
 
     def places(_: object, home: Store, counters: Counters, *, is_entry: Any) -> PlacesStore:
         return PlacesStore(home, [Place("near", near, Endpoint(16), counters)], is_entry=is_entry)
 
     monkeypatch.setattr("s3ec.corpus.hydrate.open_places", places)
-    corpus = rig.open(Fault("head|get|get_range", IDS[1], error=UnavailableError))
-    found = corpus.hydrate([IDS[1]], namespace=rig.name)
-    assert (found.fetched, found.status, rig.requests("get_range")) == (1, "complete", 0)
+    corpus = rig.open(Fault("head|get|get_range", "/objects/|/modality/", error=UnavailableError))
+    found = corpus.hydrate([IDS[1], IDS[0]], namespace=rig.name)
+    assert (found.fetched, found.status, rig.requests("get_range")) == (2, "complete", 0)
     assert rig.path(IDS[1]).read_bytes() == large
 
 
