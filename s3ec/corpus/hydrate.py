@@ -433,6 +433,7 @@ class _Hydrator:
                     await self._learn(modality)
                 return len(body)
             nbytes = codec.parse_header(body).total_bytes
+            del body  # not beside the whole
         finally:
             self._budget.free(held_bytes)
         return await self._receive(key, name, nbytes, used_s, _)
