@@ -424,7 +424,8 @@ class Loader:
             if not isinstance(read, _UnreadableError):
                 return read
             one.read, one.why = None, str(read)
-            one.answer = one.answer or self._ask_bucket(one.load)
+            if one.answer is None or one.refusal is not None:  # that may have been a while ago
+                one.answer, one.refusal = self._ask_bucket(one.load), None
         if one.answer is not None and one.answer.done() and one.refusal is None:
             brought = _outcome_of(partial(self._bring, one, one.answer))
             if not isinstance(brought, Exception):

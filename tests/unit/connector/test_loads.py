@@ -295,6 +295,25 @@ def test_a_bucket_that_takes_its_time_for_a_bad_file_does_not_make_the_disk_hang
     loader.close()
 
 
+def test_where_the_disk_fails_late_the_bucket_is_asked_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        bench.faults.clear()  # the bucket is back as well
+        raise OSError("an error of the disk")
+
+    monkeypatch.setattr(reading, "read_data", fail)
+    disk = SlowDisk(monkeypatch, 30.0)
+    bench.faults.append(Fault(error=UnavailableError))
+    load = bench.load(0)
+    bench.only_in_the_bucket(load, 0)
+    loader = disk.loader(bench)
+    check(loader.load([load]), 1)
+    assert disk.now_s == 30.0
+    assert bench.counted("load.rescued") == 1
+    loader.close()
+
+
 def test_where_neither_disk_nor_bucket_deliver_loads_fail_after_a_minute(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
