@@ -503,6 +503,8 @@ class SchedulerHalf:
         self.waits.scheduled(request_id, identifier)
         if feature.modality == PASSED_THROUGH:
             return
+        if self._renames and not self._role.asked_every_pass:
+            self._name(request, (feature,))  # many may have been named since it was asked about
         granted = self.decisions.pop(identifier, False)
         self.lookups.allocated(request_id, index)
         rows = feature.mm_position.get_num_embeds()

@@ -175,3 +175,17 @@ def test_what_one_request_waits_for_is_not_granted_to_another_with_an_adapter() 
     assert world.run(adapted()) == [False]
     assert not world.step().loads
     assert world.run(plain) == [True]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_where_vllm_asks_once_nothing_is_saved_though_names_were_forgotten_since(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, role = CASES[case]
+    world = World(producer=True, asked_every_pass=False, **role)
+    asked = ask()
+    assert world.ask(asked)
+    monkeypatch.setattr(identity, "_RENAMED_CHARACTERS", 0)
+    world.run(request("other", feature("film", modality="video")))
+    assert world.schedule(asked) == [False]
+    assert set(world.step().saves) == {identifier_of("film")}
