@@ -164,7 +164,8 @@ class ManifestIndex:
     one. Of too many the oldest are forgotten.
 
     Of a node's processes one asks the bucket: it holds the claim ``refresh``. The others take over
-    the files that it writes. Where it has not tried for three refreshes, each asks for itself.
+    the files that it writes. Where it fails, the next try is another one's. Where nobody has tried
+    for three refreshes, each asks for itself.
 
     Counters: ``index.missing`` (keys that were not to be had), ``index.vanished`` (of these,
     keys that the index held and the bucket did not), ``index.downloads`` (deltas and snapshots),
@@ -384,7 +385,11 @@ class ManifestIndex:
         async with self._asking:
             if await self._disk(self._take_over) or now:
                 self._tried_s = self._clock()
-                fetch = await self._ask(now=now)
+                try:
+                    fetch = await self._ask(now=now)
+                except S3ECError:  # the next try is another process's: it may have other keys
+                    self._release_claim()
+                    raise
         if now and fetch is not None:
             await fetch
 
@@ -393,26 +398,27 @@ class ManifestIndex:
         if self._fetch is not None:
             self._fetch.cancel()
             await asyncio.gather(self._fetch, return_exceptions=True)
-        if self._claim is not None:
-            self._folder.release(self._claim)
-            self._claim = None
+        self._release_claim()
+
+    def _release_claim(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            self._folder.release(claim)
 
     def _must_ask(self) -> bool:
         """Whether it is this process's turn to ask the bucket; may take the node's claim."""
-        if self._claim is None:
-            with suppress(TierError):  # asks for itself
-                self._claim = self._folder.try_claim(_REFRESH)
-                if self._claim is not None:
-                    self._folder.touch_claim(_REFRESH)
         # A little early, or a poll that comes a moment before its time would wait for the next.
         due_s = self._refresh_s * 0.9
         if self._clock() - self._tried_s < due_s:
-            return False
-        # Each is negative where the clock was set back.
+            return False  # nor is the claim for who has just failed, see refresh
         if self._claim is None:
-            age_s = self._folder.claim_age_s(_REFRESH)
+            with suppress(TierError):  # asks for itself
+                self._claim = self._folder.try_claim(_REFRESH)
+        # Negative where the clock was set back.
+        age_s = self._folder.claim_age_s(_REFRESH)
+        if self._claim is None:
             return not 0 <= age_s < _TAKE_OVER * self._refresh_s
-        if self._asked_s is not None and 0 <= self._folder.clock() - self._asked_s < due_s:
+        if self._asked_s is not None and 0 <= age_s < due_s:
             return False  # the process before this one did
         self._folder.touch_claim(_REFRESH)
         return True

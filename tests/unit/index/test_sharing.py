@@ -7,12 +7,13 @@ import asyncio
 import errno
 import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from s3ec import safetensors_file
-from s3ec.errors import TierError, UnavailableError
+from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.index.local import OVERLAY
 from s3ec.testing.fault_store import Fault, Gate
 from tests.support.waiting import DEADLINE_S, until
@@ -22,14 +23,15 @@ from tests.unit.tier.cases import refusing
 MakeReader = Callable[..., Reader]
 
 
-async def poll(readers: list[Reader], seconds: float) -> None:
+async def poll(readers: list[Reader], seconds: float, *expected: type[Exception]) -> None:
     """Let time pass for a node, each of whose engines polls four times a refresh."""
     step_s = REFRESH_S / 4
     for _ in range(round(seconds / step_s)):
         readers[0].corpus.clock.now_s += step_s
         for reader in readers:
             reader.clock.now_s += step_s
-            await reader.refresh(now=False)
+            with suppress(*expected):
+                await reader.refresh(now=False)
 
 
 async def test_four_engines_ask_the_bucket_as_often_as_one(
@@ -117,6 +119,23 @@ async def test_one_engine_asks_for_the_node_also_while_home_does_not_answer(
     await poll(readers, refreshes * REFRESH_S)
     lists = sum(reader.store.calls["list"] for reader in readers) - before
     assert lists <= 1.1 * 2 * refreshes  # for snapshots, too: home may be back
+
+
+@pytest.mark.parametrize("error", [AccessError, UnavailableError])
+async def test_one_process_that_is_refused_does_not_keep_news_from_the_others(
+    corpus: Corpus, make_reader: MakeReader, error: type[Exception]
+) -> None:
+    """As with keys that were rotated since it started."""
+    readers = [make_reader() for _ in range(3)]
+    await poll(readers, REFRESH_S)
+    readers[0].fault(Fault(error=error))
+    corpus.delta("a")
+    await poll(readers, 4 * REFRESH_S, error)
+    assert [reader.holds("a") for reader in readers] == [["a"]] * 3
+    # One of them asks, as before.
+    before = sum(reader.store.calls["list"] for reader in readers)
+    await poll(readers, 20 * REFRESH_S, error)
+    assert sum(reader.store.calls["list"] for reader in readers) - before <= 24
 
 
 async def test_what_one_process_found_gone_is_denied_by_all(
