@@ -366,6 +366,7 @@ def test_where_nobody_ever_waits_what_arrives_is_kept_for_the_next() -> None:
     assert world.ask(request("first", feature("a")))
     world.step()
     assert [want.priority for want in world.prefetcher.submitted] == [Priority.DEMAND]
+    assert world.counters.get("deferred_requests") == 0
     world.finish("a")
     world.step()
     world.clock.now_s += LEASE_S - 1
