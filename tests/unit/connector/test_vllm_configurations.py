@@ -487,27 +487,63 @@ def test_what_the_fingerprint_leaves_out_is_no_encoder_s_in_any_model_of_vllm(
 # -- what is saved -----------------------------------------------------------------------------
 
 
+def one_picture(identifier: str = "ab" * 32, **more: Any) -> Any:
+    """A request for it, as vLLM's scheduler has it."""
+    pixels = {"pixel_values": SimpleNamespace(field=SimpleNamespace(keep_on_cpu=False))}
+    position = SimpleNamespace(offset=0, length=4, get_num_embeds=lambda: 4)
+    feature = SimpleNamespace(
+        identifier=identifier, modality="image", data=pixels, mm_position=position
+    )
+    return SimpleNamespace(request_id="r", num_prompt_tokens=5, mm_features=[feature], **more)
+
+
+def saves_of(scheduler: Any, asker: Any) -> set[str]:
+    """What is saved of a request that is scheduled, and encoded."""
+    step = Step()
+    step.total_num_scheduled_tokens = 5
+    assert scheduler.ensure_cache_available(asker, 0)
+    assert not scheduler.has_cache_item(asker.mm_features[0].identifier)
+    scheduler.update_state_after_alloc(asker, 0)
+    return set(scheduler.build_connector_meta(step).plan.saves)
+
+
 @pytest.mark.parametrize(("role", "saved"), [("ec_both", False), ("ec_producer", True)])
 def test_save_worth_stores_no_first_encode_but_that_of_a_pure_producer(
     model: Path, settings: dict[str, Any], role: str, saved: bool
 ) -> None:
     config = engine_config(model, ec(role, {**settings, "save": "worth"}))
     scheduler = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER)
-    pixels = {"pixel_values": SimpleNamespace(field=SimpleNamespace(keep_on_cpu=False))}
-    position = SimpleNamespace(offset=0, length=4, get_num_embeds=lambda: 4)
-    feature = SimpleNamespace(
-        identifier="ab" * 32, modality="image", data=pixels, mm_position=position
-    )
-    asker = SimpleNamespace(request_id="r", num_prompt_tokens=5, mm_features=[feature])
+    asker = one_picture()
+    assert bool(saves_of(scheduler, asker)) is saved
+    # What the device holds, and nobody encodes again, is not stored either.
     step = Step()
     step.total_num_scheduled_tokens = 5
     assert scheduler.ensure_cache_available(asker, 0)
-    assert not scheduler.has_cache_item(feature.identifier)
-    scheduler.update_state_after_alloc(asker, 0)
-    assert bool(scheduler.build_connector_meta(step).plan.saves) is saved
-    # What the device holds, and nobody encodes again, is not stored either.
-    assert scheduler.ensure_cache_available(asker, 0)
     assert not scheduler.build_connector_meta(step).plan.saves
+    scheduler.shutdown()
+
+
+def test_what_an_adapter_has_its_part_in_is_not_saved(
+    model: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    lora = {"enable_lora": True, "max_lora_rank": 8, "enable_tower_connector_lora": True}
+    config = engine_config(model, ec("ec_both", settings), **lora)
+    scheduler = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER)
+    adapted = f"my-lora:{'ab' * 32}"
+    asker = one_picture(adapted, lora_request=SimpleNamespace(lora_name="my-lora"))
+    assert saves_of(scheduler, asker) == set()
+    assert saves_of(scheduler, one_picture(lora_request=None)) == {"ab" * 32}
+    assert "--enable-tower-connector-lora" in caplog.text
+    scheduler.shutdown()
+
+
+def test_a_picture_that_may_have_several_forms_is_not_saved(
+    model: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "form_of_model", lambda _: ("Processor", forms.Form("cuts them")))
+    config = engine_config(model, ec("ec_both", settings))
+    scheduler = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER)
+    assert saves_of(scheduler, one_picture()) == set()
     scheduler.shutdown()
 
 
