@@ -71,7 +71,8 @@ def with_header(content: object, data: bytes = b"") -> bytes:
 def sealed(content: dict[str, Any], data: bytes = b"") -> bytes:
     """As a forger would do it who knows the format."""
     metadata = content["__metadata__"]
-    metadata["header_xxh3"] = seal(metadata, {"ec_cache": content["ec_cache"]})
+    tensors = {name: value for name, value in content.items() if name != "__metadata__"}
+    metadata["header_xxh3"] = seal(metadata, tensors)
     return with_header(canonical_json(content).encode(), data)
 
 
@@ -229,6 +230,7 @@ def change(path: str, value: object) -> Callable[[dict[str, Any]], None]:
         (change("ec_cache/data_offsets", [0, 30.0]), "shape"),
         (change("ec_cache/more", 1), "shape"),
         (change("ec_cache", []), "shape"),
+        (change("more", {"dtype": "BF16", "shape": [3, 5], "data_offsets": [0, 30]}), "header"),
         (change("ec_cache/dtype", "F64"), "dtype"),
         (change("ec_cache/dtype", ["BF16"]), "dtype"),
         (change("ec_cache/dtype", None), "shape"),
