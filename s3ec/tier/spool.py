@@ -323,11 +323,13 @@ class Spool:
             # Looked at once more: it may have added some before it died, and for another place.
             names = [(name, SpoolFileName.parse(name)) for name in os.listdir(self._folder)]
             left = [(name, parts) for name, parts in names if parts and parts.owner == owner]
-            is_held = False
+            is_held = is_anothers = False
             for name, parts in left:
                 if name.startswith(self._place):
                     is_held |= self._take(f"{self._folder}/{name}", parts.digest, taken)
-            if not left:
+                else:
+                    is_anothers = True
+            if not (is_held or is_anothers):
                 os.unlink(self._lock_path(owner))
             with self._locking:
                 if is_held and not self._is_closed:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,16 @@ def test_options_that_cannot_work_are_refused(
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def opened() -> Iterator[Callable[[Settings], Corpus]]:
+    """Opens corpora for encoders, which do not close them."""
+    with ExitStack() as stack:
+        yield lambda settings: stack.enter_context(Corpus(settings))
+
+
+@pytest.fixture
+def folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[[Settings], Corpus]
+) -> Path:
     """Of pictures, beside a corpus, for an encoder that writes as vLLM does."""
 
     def encoder(model: str, settings: Settings, **_: Any) -> FakeEncoder:
@@ -50,7 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             sys.stdout.write("a logger's line\n")
             os.write(2, b"a process's line\n")
 
-        return FakeEncoder(Corpus(settings), before_each=write)
+        return FakeEncoder(opened(settings), before_each=write)
 
     monkeypatch.setattr("s3ec.corpus.precompute.VllmEncoder", encoder)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -81,7 +91,10 @@ def test_last_lines_name_what_failed_what_was_replaced_and_the_log(
 
 
 def test_the_cause_is_quoted_where_the_engine_only_names_its_log(
-    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    opened: Callable[[Settings], Corpus],
 ) -> None:
     cause = "ValueError: Free memory on device is less than desired"
 
@@ -94,7 +107,7 @@ def test_the_cause_is_quoted_where_the_engine_only_names_its_log(
             yield
 
     monkeypatch.setattr(
-        "s3ec.corpus.precompute.VllmEncoder", lambda _, settings, **__: Broken(Corpus(settings))
+        "s3ec.corpus.precompute.VllmEncoder", lambda _, settings, **__: Broken(opened(settings))
     )
     (folder / "a.png").write_bytes(b"one")
     last = cli("precompute", str(folder), "--model", "m", code=1).stdout.splitlines()[-1]

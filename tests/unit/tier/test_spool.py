@@ -431,6 +431,18 @@ def test_second_copy_of_what_we_hold_is_removed(tier: Tier, spool: Spool, root: 
     assert spooled(spool, KEY) == entry(KEY, seed=1)
 
 
+def test_lock_of_the_dead_goes_with_the_second_copies_that_were_all_they_left(
+    tier: Tier, spool: Spool, root: Path
+) -> None:
+    left_by_the_dead(root, 0)
+    tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
+    own = locks_below(root)
+    assert spool.adopt() == []
+    assert [lock for lock in locks_below(root) if DEAD in lock.name] == []
+    assert len(own) == 2
+    assert spooled(spool, KEY) == entry(KEY, seed=1)
+
+
 def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
     tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
