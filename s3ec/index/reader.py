@@ -411,12 +411,14 @@ class ManifestIndex:
         due_s = self._refresh_s * 0.9
         if self._clock() - self._tried_s < due_s:
             return False  # nor is the claim for who has just failed, see refresh
+        # Negative where the clock was set back. Before the claim: who has just taken it is to touch
+        # it at once, since all others go by its age.
+        age_s = self._folder.claim_age_s(_REFRESH)
         if self._claim is None:
             with suppress(TierError):  # asks for itself
                 self._claim = self._folder.try_claim(_REFRESH)
-        # Negative where the clock was set back.
-        age_s = self._folder.claim_age_s(_REFRESH)
         if self._claim is None:
+            age_s = self._folder.claim_age_s(_REFRESH)
             return not 0 <= age_s < _TAKE_OVER * self._refresh_s
         if self._asked_s is not None and 0 <= age_s < due_s:
             return False  # the process before this one did

@@ -207,15 +207,16 @@ async def test_a_snapshot_that_cannot_be_opened_here_is_not_brought_over_and_ove
     assert reader.store.calls["get_range"] == 1
 
 
-async def test_engines_that_start_at_the_same_moment_download_a_snapshot_once(
+async def test_engines_that_start_while_one_downloads_a_snapshot_wait_for_it(
     corpus: Corpus, make_reader: MakeReader
 ) -> None:
     corpus.snapshot("a")
     corpus.delta("b")
     readers = [make_reader() for _ in range(4)]
     gates = [reader.fault(Fault(op="list", gate=Gate(), times=1)).gate for reader in readers]
-    looks = [asyncio.create_task(reader.refresh(now=False)) for reader in readers]
-    await until(lambda: any(gate is not None and gate.reached.is_set() for gate in gates))
+    looks = [asyncio.create_task(readers[0].refresh(now=False))]
+    await until(lambda: gates[0] is not None and gates[0].reached.is_set())
+    looks += [asyncio.create_task(reader.refresh(now=False)) for reader in readers[1:]]
     for gate in gates:
         assert gate is not None
         gate.release()
