@@ -89,7 +89,7 @@ demo: setup  ## encode real pictures into a bucket, answer from it; PRESET=gemma
 test: setup  ## all tests, with real vLLM engines; ARGS goes to pytest
 	@$(PY) -m pytest $(PARALLEL) $(AGAIN) $(ARGS)
 
-test-fast: setup  ## the tests without engines, servers and crowds of processes, two to four minutes on two cores
+test-fast: setup  ## the tests without engines, servers and crowds of processes, a minute on two cores
 	@$(PY) -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(FAR)) -m "not slow" $(ARGS)
 
 lint: setup  ## ruff and mypy

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """This node's disk: entries kept as files that all processes of the node share."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
