@@ -14,12 +14,12 @@ __version__ = "0.2.0"
 TYPE_CHECKING = False  # mypy knows the name; `typing` itself would take 10 ms to import
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus
-    from s3ec.managers import LRUEncoderCacheManager, TieredEncoderCacheManager
+    from s3ec.managers.encoder_cache import LRUEncoderCacheManager, TieredEncoderCacheManager
 else:
     _FROM = {
         "Corpus": "s3ec.corpus",
-        "LRUEncoderCacheManager": "s3ec.managers",
-        "TieredEncoderCacheManager": "s3ec.managers",
+        "LRUEncoderCacheManager": "s3ec.managers.encoder_cache",
+        "TieredEncoderCacheManager": "s3ec.managers.encoder_cache",
     }
 
     def __getattr__(name: str) -> object:

@@ -19,20 +19,19 @@ never has, is kept like any other and goes when nothing else is left.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 RestoreSeconds = Callable[[str, str, int], float]
 """Identifier, modality and rows to the seconds until the device would have it again."""
 
-# Notes that are out of date are dropped when there are this many for each one that counts.
-_MOST_STALE = 3
-_FEW = 64
-# Victims from one look at an entry that may have become cheap to the next.
-_LOOK_EVERY = 2
+# So many entries are compared for a victim; more would cost a scheduler's step too much.
+_SAMPLE = 64
+# So many are asked about again where the least has become dearer.
+_MOST_ASKED = 8
 
 
 class LeastRecent(OrderedDict[str, int]):
@@ -167,21 +166,18 @@ class _Entry:
 
     Attributes:
         number: Of its last access.
-        row_s: What a row of it would cost, when that was last asked.
-        asked: When that was, in victims.
-        worth: As in the heap; None where it is not there.
+        row_s: What a row of it would cost, when that was last asked; None where it was not asked
+            since the last access.
     """
 
     modality: str
     rows: int
     number: int = 0
-    row_s: float = 0.0
-    asked: int = 0
-    worth: float | None = None
+    row_s: float | None = None
 
 
 class LeastWorth(OrderedDict[str, int]):
-    """The victim is what is least worth its rows.
+    """Evicts the entry with the lowest frequency x cost / size (GreedyDual-Size-Frequency).
 
     An entry is worth its frequency times the seconds until the device would have it again, per row.
     So what this node's disk gives back in a millisecond goes before what must come from the bucket,
@@ -190,11 +186,9 @@ class LeastWorth(OrderedDict[str, int]):
     with, so nothing is refused: one scan of the corpus passes through the window and leaves what
     is asked for again and again. (A cost in the choice: GreedyDual-Size, Cao and Irani, 1997.)
 
-    A freeable entry is first *new*, in the order of release, and later *ranked*, in a heap by its
-    worth. It is held in between as often as it is wanted, and is new again after that. All of this
-    is done when a victim is needed, so that a hit costs little. What an entry would cost changes
-    with time: the disk evicts, an upload ends. So the least of the heap is asked about again before
-    it goes, and with every other victim the one that was asked about longest ago.
+    Entries are compared when a victim is needed, so that a hit costs little: all of them, or a
+    sample where there are many. What an entry would cost changes with time: the disk evicts, an
+    upload ends. So the least is asked about again before it goes, and so is another one.
 
     Attributes:
         spared: What goes only where nothing else is left.
@@ -215,19 +209,14 @@ class LeastWorth(OrderedDict[str, int]):
         super().__init__()
         self.spared: Collection[str] = ()
         self._restore_s = restore_s
+        self._random = random.Random(0)
         self._number = 0  # of the last access
-        self._victims = 0  # so far
         self._entries: dict[str, _Entry] = {}  # all, held or not
         self._frequencies = Frequencies()
         self._period_ends = self._LEAST_PERIOD
         self._window = Window()
         self._step_began, self._step_ends = 0, self._LEAST_STEP
         self._lost_s = 0.0  # since then
-        # Each with the number of the access: what was accessed since is out of date in them.
-        self._new: deque[tuple[int, str]] = deque()
-        self._most_new = _FEW
-        self._heap: list[tuple[float, int, str]] = []
-        self._by_look: deque[tuple[int, str]] = deque()
 
     def hit(self, mm_hash: str) -> None:
         """A request that did not hold it before wants what the device has."""
@@ -238,14 +227,12 @@ class LeastWorth(OrderedDict[str, int]):
     def allocated(self, mm_hash: str, modality: str, rows: int) -> None:
         """The device gets it: it is loaded or encoded."""
         self._lost_s += self._restore_s(mm_hash, modality, rows)
-        entry = self._entries.get(mm_hash)
-        if entry is None:
-            entry = self._entries[mm_hash] = _Entry(modality, rows)
+        entry = self._entries.setdefault(mm_hash, _Entry(modality, rows))
         self._accessed(mm_hash, entry)
 
     def _accessed(self, mm_hash: str, entry: _Entry) -> None:
         entry.number = self._number = number = self._number + 1
-        entry.worth = None
+        entry.row_s = None
         self._frequencies.add(mm_hash)
         if number >= self._step_ends:
             self._take_step(number)
@@ -262,124 +249,45 @@ class LeastWorth(OrderedDict[str, int]):
             period = max(self._LEAST_PERIOD, self._PERIOD_PER_ENTRY * count)
             self._period_ends = number + min(period, self._LONGEST_PERIOD)
 
-    def __setitem__(self, mm_hash: str, num_embeds: int) -> None:
-        """The last holder has left."""
-        OrderedDict.__setitem__(self, mm_hash, num_embeds)
-        entry = self._entries.get(mm_hash)
-        if entry is None:
-            return
-        new = self._new
-        new.append((entry.number, mm_hash))
-        if len(new) > self._most_new:
-            self._new = new = deque(note for note in new if self._is_new(*note))
-            self._most_new = _MOST_STALE * len(new) + _FEW
+    def popitem(self, last: bool = True) -> tuple[str, int]:
+        """The victim and its rows; ``last`` is vLLM's and always False."""
+        spared = self.spared
+        names = [name for name in self if name not in spared] if spared else []
+        names = names or list(self)
+        if len(names) > _SAMPLE:
+            names = self._random.choices(names, k=_SAMPLE)
+        known = [(name, self._entries[name]) for name in names if name in self._entries]
+        if not known:
+            return super().popitem(last=False)
+        new_from = self._number - int(self._window.share * len(self._entries))
+        old = [one for one in known if one[1].number <= new_from]
+        victim = self._least(old) if old else min(known, key=lambda one: one[1].number)[0]
+        del self._entries[victim]
+        return victim, self.pop(victim)
 
-    def _is_new(self, number: int, mm_hash: str) -> bool:
-        """Whether a note of a release is true still."""
-        entry = self._entries.get(mm_hash)
-        return entry is not None and entry.number == number and mm_hash in self
+    def _least(self, old: Sequence[tuple[str, _Entry]]) -> str:
+        """Of some entries that are not new the one that is least worth its rows."""
+        self._ask(*self._random.choice(old))  # or what has become cheap would not be found
 
-    def _rank_old(self) -> None:
-        """What is new no longer goes into the heap."""
-        entries, new = self._entries, self._new
-        until = self._number - int(self._window.share * len(entries))
-        while new and new[0][0] <= until:
-            note = new.popleft()
-            number, mm_hash = note
-            entry = entries.get(mm_hash)
-            if entry is not None and entry.number == number and mm_hash in self:
-                self._by_look.append(note)
-                self._push(mm_hash, entry, self._ask(mm_hash, entry))
+        def worth(one: tuple[str, _Entry]) -> tuple[float, int]:
+            name, entry = one
+            row_s = self._ask(name, entry) if entry.row_s is None else entry.row_s
+            return self._frequencies.of(name) * row_s, entry.number
+
+        for _ in range(_MOST_ASKED):
+            name, entry = min(old, key=worth)
+            before_s = entry.row_s or 0.0
+            if self._ask(name, entry) <= self._SAME * before_s:
+                return name
+        return min(old, key=worth)[0]
 
     def _ask(self, mm_hash: str, entry: _Entry) -> float:
         """What a row of it would cost now."""
         rows = entry.rows or 1
-        entry.asked = self._victims
         entry.row_s = row_s = self._restore_s(mm_hash, entry.modality, rows) / rows
         return row_s
-
-    def _push(self, mm_hash: str, entry: _Entry, row_s: float) -> None:
-        entry.worth = worth = self._frequencies.of(mm_hash) * row_s
-        heap = self._heap
-        heapq.heappush(heap, (worth, entry.number, mm_hash))
-        if len(heap) > _MOST_STALE * len(self) + _FEW:
-            self._heap = [one for one in self._heap if self._is_ranked(*one)]
-            heapq.heapify(self._heap)
-
-    def _is_ranked(self, worth: float, number: int, mm_hash: str) -> bool:
-        """Whether a place in the heap counts: it was not wanted since, nor has another place."""
-        entry = self._entries.get(mm_hash)
-        return entry is not None and entry.number == number and entry.worth == worth
-
-    def _look_again(self) -> None:
-        """Ask about the entry that was asked about longest ago."""
-        looked = self._by_look
-        while looked:
-            note = looked.popleft()
-            number, mm_hash = note
-            entry = self._entries.get(mm_hash)
-            if entry is None or entry.number != number or entry.worth is None:
-                continue
-            looked.append(note)
-            before_s = entry.row_s
-            row_s = self._ask(mm_hash, entry)
-            if row_s != before_s:
-                self._push(mm_hash, entry, row_s)
-            return
-
-    def popitem(self, last: bool = True) -> tuple[str, int]:
-        """The victim and its rows; ``last`` is vLLM's and always False."""
-        self._victims += 1
-        self._rank_old()
-        if not self._victims % _LOOK_EVERY:
-            self._look_again()
-        kept: list[tuple[float, int, str]] = []
-        victim = self._least_ranked(kept) or self._oldest_new(self.spared)
-        if victim is None:
-            victim = kept.pop(0)[2] if kept else self._oldest_new(())
-        for place in kept:
-            heapq.heappush(self._heap, place)
-        if victim is None:
-            return super().popitem(last=False)
-        del self._entries[victim]
-        return victim, self.pop(victim)
-
-    def _least_ranked(self, kept: list[tuple[float, int, str]]) -> str | None:
-        """The least of the heap; what is spared and comes before it is put aside in ``kept``."""
-        while self._heap:
-            place = heapq.heappop(self._heap)
-            worth, number, mm_hash = place
-            entry = self._entries.get(mm_hash)
-            if entry is None or entry.number != number or entry.worth != worth:
-                continue  # it was wanted since, or has another place
-            if mm_hash in self.spared:
-                kept.append(place)
-                continue
-            if entry.asked != self._victims:
-                row_s = self._ask(mm_hash, entry)
-                if self._frequencies.of(mm_hash) * row_s > self._SAME * worth:
-                    self._push(mm_hash, entry, row_s)
-                    continue
-            return mm_hash
-        return None
-
-    def _oldest_new(self, spared: Collection[str]) -> str | None:
-        """Of what is new the one that was released first."""
-        for number, mm_hash in self._new:
-            if mm_hash not in spared and self._is_new(number, mm_hash):
-                return mm_hash
-        return None
-
-    @property
-    def remembered(self) -> int:
-        """Notes that are kept, of entries here and of what is out of date."""
-        notes = len(self._heap) + len(self._new) + len(self._by_look)
-        return notes + len(self._entries) + len(self._frequencies)
 
     def clear(self) -> None:
         """All entries are gone, those that are held too. How often each was asked for stays."""
         super().clear()
         self._entries.clear()
-        self._new.clear()
-        self._heap.clear()
-        self._by_look.clear()

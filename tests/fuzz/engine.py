@@ -44,7 +44,7 @@ from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
 from s3ec.dev.rigs.virtual_engine import NoConnector, make_scheduler
-from s3ec.managers import LRUEncoderCacheManager, TieredEncoderCacheManager
+from s3ec.managers.encoder_cache import LRUEncoderCacheManager, TieredEncoderCacheManager
 from tests.fuzz.outside import BrokenPromiseError, embedding
 
 BLOCK = 16  # tokens

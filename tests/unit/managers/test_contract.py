@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own parts as vLLM imports them
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-    from s3ec.managers import LRUEncoderCacheManager, TieredEncoderCacheManager
+    from s3ec.managers.encoder_cache import LRUEncoderCacheManager, TieredEncoderCacheManager
 
 PICTURES = 24
 ROWS = {f"picture-{number}": 8 * (1 + number % 3) for number in range(PICTURES)}

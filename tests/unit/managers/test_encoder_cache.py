@@ -19,7 +19,8 @@ with warnings.catch_warnings():
     from vllm.v1.core import encoder_cache_manager as vllm_managers
 
     import s3ec
-    from s3ec.managers import LRUEncoderCacheManager, TieredEncoderCacheManager, restore
+    from s3ec.managers import restore
+    from s3ec.managers.encoder_cache import LRUEncoderCacheManager, TieredEncoderCacheManager
 
 from s3ec.errors import ConfigError
 

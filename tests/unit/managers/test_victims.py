@@ -182,13 +182,6 @@ def test_counts_end_at_fifteen_and_halve_with_each_period() -> None:
     assert len(counts) == 0
 
 
-def test_names_of_the_past_are_dropped() -> None:
-    cache = Cache(10)
-    for number in range(20_000):
-        cache.ask(f"picture-{number}")
-        assert cache.queue.remembered < 3_000
-
-
 def test_the_window_stays_within_its_bounds_whatever_misses_cost() -> None:
     rnd = random.Random(3)
     window = Window()
