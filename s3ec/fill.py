@@ -178,7 +178,7 @@ class Filler:
             return
         path = folder.rows_path(snapshot)
         try:
-            whole = memoryview(await self._loop.disk_long(safetensors_file.map_file, path))
+            whole = memoryview(await asyncio.to_thread(safetensors_file.map_file, path))
         except OSError:  # a newer one has taken its place
             return
         pieces = [whole[at : at + PART_BYTES] for at in range(0, len(whole), PART_BYTES)]

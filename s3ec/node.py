@@ -44,7 +44,6 @@ from s3ec.store.endpoint import Endpoint
 from s3ec.store.open import open_places, open_store, resilient
 from s3ec.store.places import AllPlaces, Health
 from s3ec.tenant import FIELD as TENANT_FIELD
-from s3ec.tenant import exposure
 from s3ec.tier.entries import LocalKeys
 from s3ec.tier.tier import Tier
 
@@ -195,7 +194,7 @@ class Node:
         self.index = ManifestIndex(
             *(self.store, self.layout, self._index_folder),
             jobs=self._index_jobs,
-            disk=self.loop.disk_long,
+            disk=asyncio.to_thread,
             counters=self.counters,
             refresh_s=settings.index_refresh_s,
         )
@@ -330,11 +329,11 @@ class Node:
 
     async def _follow_the_folder(self) -> None:
         # Before the walk, so that nothing falls between the two.
-        await self.loop.disk_long(self._news.start)
+        await asyncio.to_thread(self._news.start)
         while True:
             with contained(self.counters, "tier scan"):
                 try:
-                    await self.loop.disk_long(self._walk_the_folder)
+                    await asyncio.to_thread(self._walk_the_folder)
                 except TierError as exc:
                     log.warning("cannot read the cache folder: %s", exc)
             await asyncio.sleep(_RESCAN_S)
@@ -385,9 +384,17 @@ def refresh_pause_s(interval_s: float, breaker: Health) -> float:
 
 
 def open_tier(
-    settings: Settings, namespace: str, counters: Counters, *, evicts: bool = True
+    settings: Settings,
+    namespace: str,
+    counters: Counters,
+    *,
+    evicts: bool = True,
+    check_values: bool = False,
 ) -> Tier:
     """Open this node's tier, or fail in time where the disk does not answer. Blocking.
+
+    Args:
+        check_values: Have entries hashed as they are opened, also where ``verify`` does not say so.
 
     Raises:
         TierError: The folder cannot be used, or does not answer; names the fix.
@@ -401,7 +408,7 @@ def open_tier(
         counters=counters,
         # The worker hashes what it reads as well, but then it is too late for a miss: should the
         # bucket not answer, the engine ends.
-        check_values=settings.verify == "always",
+        check_values=check_values or settings.verify == "always",
         evicts=evicts,
     )
     try:
@@ -422,9 +429,6 @@ def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:
             "one that is set",
             field=TENANT_FIELD,
         )
-    exposed = exposure(settings.tenant_key)
-    if exposed is not None:
-        log.warning("%s", exposed)
     return naming
 
 

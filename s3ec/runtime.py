@@ -134,11 +134,6 @@ class DaemonPool(ThreadPoolExecutor):
         self._started: list[threading.Thread] = []
         self._ended = False
 
-    @property
-    def threads(self) -> list[threading.Thread]:
-        """Those that were started."""
-        return list(self._started)
-
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Queue a call for the next free thread. Never waits.
 
@@ -409,9 +404,8 @@ class DiskWatch:
             log.info("the disk of `cache_dir` answers again")
 
 
-# For calls that may take long: walks, whole files of the index.
-_LONG_THREADS = 2
-# For what asyncio does in threads by itself, and what the stores do there.
+# For all that goes to `asyncio.to_thread`: names that are looked up, and calls of the disk that may
+# take long, such as walks and whole files of the index. Of those a node makes few at a time.
 _OTHER_THREADS = 8
 
 
@@ -450,7 +444,6 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._disk_pool: DaemonPool | None = None
-        self._long_pool: DaemonPool | None = None
         self._submitted: set[Future[Any]] = set()  # the loop's own references to tasks are weak
 
     @property
@@ -470,10 +463,9 @@ class LoopThread:
                 except OSError as exc:  # no descriptor is left
                     raise RuntimeError(f"{self._name} cannot start: {exc}") from exc
                 keep_loop(loop)
-                # A name that is looked up, or a corpus in a folder, may hang as a disk does.
+                # Daemons here too: a name that is looked up may hang as a disk does.
                 loop.set_default_executor(DaemonPool(_OTHER_THREADS, f"{self._name}-other"))
                 self._disk_pool = DaemonPool(self._disk_threads, f"{self._name}-disk")
-                self._long_pool = DaemonPool(_LONG_THREADS, f"{self._name}-long")
                 self._thread = threading.Thread(
                     target=_run_loop, args=(loop,), name=self._name, daemon=True
                 )
@@ -525,7 +517,8 @@ class LoopThread:
     ) -> T:
         """Await a short blocking call in the disk pool; only from coroutines of this loop.
 
-        The call is watched: if it takes longer than the patience of ``watch``, the disk hangs.
+        The call is watched: if it takes longer than the patience of ``watch``, the disk hangs. One
+        that may take long, such as a walk, goes to ``asyncio.to_thread``.
 
         Args:
             undo: Is called with the result, in the pool, where this await was cancelled and nobody
@@ -534,25 +527,6 @@ class LoopThread:
         call = self._submit_to_disk(function, args)
         if call is None:
             raise RuntimeError(f"{self._name} is not running")
-        return await self._outcome(call, undo)
-
-    async def disk_long(
-        self,
-        function: Callable[..., T],
-        *args: object,
-        undo: Callable[[T], object] | None = None,
-    ) -> T:
-        """Await a blocking call that may take long, such as a walk. It has threads of its own.
-
-        Args:
-            undo: As in ``disk``, and short: the disk pool makes it.
-        """
-        pool = self._long_pool
-        if pool is None:
-            raise RuntimeError(f"{self._name} is not running")
-        return await self._outcome(pool.submit(function, *args), undo)
-
-    async def _outcome(self, call: Future[T], undo: Callable[[T], object] | None) -> T:
         try:
             return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
@@ -595,7 +569,7 @@ class LoopThread:
         with self._lock:
             already, self._closed = self._closed, True
             loop, thread = self._loop, self._thread
-            pools = self._disk_pool, self._long_pool
+            pool = self._disk_pool
         if already or loop is None or thread is None:
             return
         loop.call_soon_threadsafe(_cancel_all, loop)
@@ -604,7 +578,7 @@ class LoopThread:
             log.warning(
                 "%s did not end within %.1f s; left to the process's end", thread.name, timeout_s
             )
-        for pool in filter(None, pools):
+        if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 
 

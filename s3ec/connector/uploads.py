@@ -212,7 +212,7 @@ class Uploader:
     async def _adopt_forever(self) -> None:
         while self._adopting:
             with contained(self._counters, "adopting the spool"):
-                found = await self._loop.disk_long(self._spool.adopt)
+                found = await asyncio.to_thread(self._spool.adopt)
                 for one in found:
                     self._enqueue(Upload(one.digest, one.nbytes, spooled=one, adopted=True))
                 if found:

@@ -186,7 +186,7 @@ async def hydrate(
             field="rate_limit_bytes_per_s",
         )
     counters = Counters()
-    tier = await loop.disk_long(
+    tier = await loop.disk(
         partial(open_tier, settings, layout.namespace, counters, evicts=False), undo=_close
     )
     places = None
@@ -198,7 +198,7 @@ async def hydrate(
     finally:
         if places is not None:  # home is the caller's
             await places.close_replicas()
-        await loop.disk_long(tier.close)
+        await asyncio.to_thread(tier.close)
 
 
 class _MisfitError(Exception):

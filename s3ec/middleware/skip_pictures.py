@@ -493,7 +493,7 @@ def _open_node(state: Any, counters: Counters) -> Node | str:
     from s3ec.connector.vllm_config import namespace_of
     from s3ec.identity import naming_of
     from s3ec.middleware import vllm_names
-    from s3ec.tier.tier import Tier
+    from s3ec.node import open_tier
 
     client = getattr(state, "engine_client", None)
     config = getattr(state, "vllm_config", None) or getattr(client, "vllm_config", None)
@@ -509,14 +509,7 @@ def _open_node(state: Any, counters: Counters) -> Node | str:
     if problem is not None:
         return problem
     namespace = namespace_of(config, settings)
-    tier = Tier(
-        settings.cache_dir,
-        namespace.name,
-        budget_bytes=int(settings.cache_bytes),
-        min_free_bytes=int(settings.min_free_bytes),
-        counters=counters,
-        check_values=True,
-    )
+    tier = open_tier(settings, namespace.name, counters, check_values=True)
     log.debug("SkipPictures reads namespace %s in %s", namespace.name, settings.cache_dir)
     return Node(
         vllm_names.names_of(config, client).name,

@@ -98,8 +98,7 @@ def test_run_that_times_out_cancels_the_coroutine(loop: LoopThread) -> None:
     assert cancelled.wait(DEADLINE_S)
 
 
-@pytest.mark.parametrize("pool", ["disk", "disk_long"])
-def test_a_result_that_nobody_awaits_any_more_is_undone(loop: LoopThread, pool: str) -> None:
+def test_a_result_that_nobody_awaits_any_more_is_undone(loop: LoopThread) -> None:
     begun, go_on, undone = threading.Event(), threading.Event(), threading.Event()
     results: list[tuple[str, str]] = []
 
@@ -113,7 +112,7 @@ def test_a_result_that_nobody_awaits_any_more_is_undone(loop: LoopThread, pool: 
         undone.set()
 
     async def broken_off() -> None:
-        await getattr(loop, pool)(make_something, undo=undo)
+        await loop.disk(make_something, undo=undo)
 
     call = loop.submit(broken_off())
     assert begun.wait(DEADLINE_S)
@@ -124,8 +123,7 @@ def test_a_result_that_nobody_awaits_any_more_is_undone(loop: LoopThread, pool: 
     assert "-disk" in results[0][1]
 
 
-@pytest.mark.parametrize("pool", ["disk", "disk_long"])
-def test_a_call_that_never_began_or_failed_has_nothing_to_undo(loop: LoopThread, pool: str) -> None:
+def test_a_call_that_never_began_or_failed_has_nothing_to_undo(loop: LoopThread) -> None:
     begun, go_on = threading.Event(), threading.Event()
     undone: list[object] = []
 
@@ -137,7 +135,7 @@ def test_a_call_that_never_began_or_failed_has_nothing_to_undo(loop: LoopThread,
     async def broken_off(*functions: Callable[[], None]) -> None:
         async with asyncio.TaskGroup() as group:
             for function in functions:
-                group.create_task(getattr(loop, pool)(function, undo=undone.append))
+                group.create_task(loop.disk(function, undo=undone.append))
 
     call = loop.submit(broken_off(wait, wait, wait, wait))  # two threads
     assert begun.wait(DEADLINE_S)
@@ -145,8 +143,7 @@ def test_a_call_that_never_began_or_failed_has_nothing_to_undo(loop: LoopThread,
     go_on.set()
 
     async def fence() -> None:
-        for call in (loop.disk_long, loop.disk):  # what is undone is so in the second
-            await asyncio.gather(*(call(int) for _ in range(8)))
+        await asyncio.gather(*(loop.disk(int) for _ in range(8)))  # where undo is called
 
     loop.run(fence(), DEADLINE_S)
     assert undone == []
@@ -426,9 +423,7 @@ def test_the_process_ends_though_calls_hang_in_every_pool() -> None:
 hung = threading.Event()
 
 async def hang():
-    await asyncio.gather(
-        loop.disk(hung.wait), loop.disk_long(hung.wait), asyncio.to_thread(hung.wait)
-    )
+    await asyncio.gather(loop.disk(hung.wait), asyncio.to_thread(hung.wait))
 
 loop.submit(hang())
 loop.run(where(), 120)

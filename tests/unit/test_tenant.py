@@ -20,7 +20,7 @@ from s3ec.errors import ConfigError
 from s3ec.identity import KeyPolicy, Namespace, is_object_name, key_of_header, make_key, naming_of
 from s3ec.node import Node
 from s3ec.settings import Settings
-from s3ec.tenant import Tenant, exposure
+from s3ec.tenant import Tenant
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 
 SECRET = b"0123456789abcdef-of-acme"
@@ -95,19 +95,6 @@ def test_a_place_without_a_secret_is_named(tmp_path: Path, what: str) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
         Tenant.read(reference)
     assert caught.value.field == "tenant_key"
-
-
-def test_a_file_that_everybody_can_read_is_warned_about_once_by_a_node(
-    secret_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert exposure(f"file:{secret_file}") is None
-    assert exposure("env:ACME") is None
-    secret_file.chmod(0o604)
-    with caplog.at_level(logging.WARNING, "s3ec"):
-        node = node_of(tmp_path, f"file:{secret_file}", OURS.id)
-        node.close(5)
-    assert len(caplog.messages) == 1
-    assert f"chmod 600 {secret_file}" in caplog.text
 
 
 def test_the_secret_is_shown_nowhere(
