@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,14 +48,17 @@ class Record:
     dtype: str
 
 
+_UNKNOWN = None, -math.inf
+
+
 class ModalityRecords:
     """Reads and writes the records of one namespace; used from one event loop.
 
-    States of a modality: unknown; absent, for a moment; known; settled, which is known and was
-    seen in the bucket, for SETTLED_S. A read of an unknown one makes it absent or settled.
-    ``settle`` makes any other one settled, by a write. A settled one becomes known with time. A
-    known one becomes absent only where a read finds nothing: it stays where the bucket fails.
-    What a replica says while home does not answer changes none of that.
+    States of a modality: unknown; absent, for a moment; settled, which was seen in the bucket, for
+    SETTLED_S; known, which is settled no more. A read of an unknown one makes it absent or settled.
+    ``settle`` makes any other one settled, by a write. A known one becomes absent only where a read
+    finds nothing: it stays where the bucket fails. What a replica says while home does not answer
+    changes none of that.
     """
 
     def __init__(
@@ -63,14 +67,13 @@ class ModalityRecords:
         self._store = store
         self._layout = layout
         self._clock = clock
-        self._known: dict[str, Record] = {}
-        self._absent_until: dict[str, float] = {}
-        self._settled_until: dict[str, float] = {}
+        # The record, or None for absent, and until when that is settled or believed.
+        self._seen: dict[str, tuple[Record | None, float]] = {}
         self._reading: dict[str, asyncio.Task[Record | None]] = {}
 
     def known(self, modality: str) -> Record | None:
         """The record where it was read already, from memory."""
-        return self._known.get(modality)
+        return self._seen.get(modality, _UNKNOWN)[0]
 
     async def get(self, modality: str) -> Record | None:
         """The record, or None where no producer wrote a usable one yet.
@@ -78,11 +81,9 @@ class ModalityRecords:
         Raises:
             UnavailableError, AccessError: The bucket could not be asked.
         """
-        record = self._known.get(modality)
-        if record is not None:
+        record, until_s = self._seen.get(modality, _UNKNOWN)
+        if record is not None or self._clock() < until_s:
             return record
-        if self._clock() < self._absent_until.get(modality, float("-inf")):
-            return None
         return await self._look(modality)
 
     async def _look(self, modality: str) -> Record | None:
@@ -91,15 +92,11 @@ class ModalityRecords:
             body = await self._read(self._layout.modality(modality))
         record = parse_record(body) if body is not None else None
         if replicas:  # it goes for now; home is asked again
-            return self._known.get(modality, record)
-        if record is None:
-            if body is not None:
-                log.error("%s is not a modality record", self._layout.modality(modality))
-            self._known.pop(modality, None)
-            self._absent_until[modality] = self._clock() + _ABSENT_TTL_S
-            return None
-        self._known[modality] = record
-        self._settled_until[modality] = self._clock() + SETTLED_S
+            return self.known(modality) or record
+        if record is None and body is not None:
+            log.error("%s is not a modality record", self._layout.modality(modality))
+        believed_s = _ABSENT_TTL_S if record is None else SETTLED_S
+        self._seen[modality] = record, self._clock() + believed_s
         return record
 
     async def get_soon(self, modality: str, patience_s: float) -> Record | None:
@@ -111,7 +108,7 @@ class ModalityRecords:
         Raises:
             UnavailableError, AccessError: The bucket could not be asked, or takes longer.
         """
-        record = self._known.get(modality)
+        record = self.known(modality)
         if record is not None:
             return record
         reading = self._reading.get(modality)
@@ -151,17 +148,20 @@ class ModalityRecords:
             UnavailableError, AccessError: The bucket could not be written to, or it could not be
                 read while nothing is known.
         """
-        known, now_s = self._known.get(modality), self._clock()
-        if known is not None and now_s < self._settled_until.get(modality, 0.0):
-            return known
-        # The others go by what is known meanwhile: one request for all.
-        self._settled_until[modality] = now_s + SETTLED_S
+        known, until_s = self._seen.get(modality, _UNKNOWN)
+        now_s = self._clock()
+        if known is not None:
+            if now_s < until_s:
+                return known
+            # The others go by what is known meanwhile: one request for all.
+            self._seen[modality] = known, now_s + SETTLED_S
         body = canonical_json({"width": mine.width, "dtype": mine.dtype}).encode()
         try:
             writable = self._store if store is None else store
             await writable.put_if_absent(self._layout.modality(modality), [body])
         except ConflictError:
-            self._absent_until.pop(modality, None)
+            if self.known(modality) is None:
+                self._seen.pop(modality, None)
             try:
                 return await self._look(modality) or mine  # it may be another one by now
             except (UnavailableError, AccessError):
@@ -169,9 +169,10 @@ class ModalityRecords:
                     raise
                 return known  # most likely the same; looked at again after SETTLED_S
         except BaseException:
-            self._settled_until.pop(modality, None)
+            if (record := self.known(modality)) is not None:
+                self._seen[modality] = record, -math.inf
             raise
-        self._known[modality] = mine
+        self._seen[modality] = mine, now_s + SETTLED_S
         return mine
 
 

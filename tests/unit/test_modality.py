@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
@@ -183,27 +180,6 @@ async def test_what_is_no_record_counts_as_none(
     await memory.put_if_absent(NAME, [body])
     assert await records.get("image") is None
     assert await records.settle("image", WIDE) == WIDE
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(["width", "dtype"]),
-        st.recursive(
-            st.none() | st.integers() | st.floats() | st.text(max_size=3) | st.just("float16"),
-            lambda inner: st.lists(inner, max_size=2),
-            max_leaves=3,
-        ),
-    )
-)
-def test_any_json_is_a_record_or_none(content: dict[str, object]) -> None:
-    async def read() -> Record | None:
-        memory = MemoryStore()
-        await memory.put_if_absent(NAME, [json.dumps(content).encode()])
-        return await ModalityRecords(memory, LAYOUT).get("image")
-
-    record = asyncio.run(read())
-    if record is not None:
-        assert {"width": record.width, "dtype": record.dtype} == content
 
 
 @pytest.mark.parametrize("error", [UnavailableError, AccessError])
