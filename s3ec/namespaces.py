@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from s3ec.counters import Report, unreported
 from s3ec.errors import AmbiguousError, ConfigError, CorruptEntryError, NotFoundError
@@ -155,35 +155,22 @@ async def describe_namespace(
 # -- which one is meant ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """How messages call what the caller gave.
+def as_argument(name: str, value: str | None = None) -> str:
+    """An argument of a call in Python; with a value as it can be pasted."""
+    return f"`{name}`" if value is None else f"{name}={value!r}"
 
-    Attributes:
-        as_options: By options of a command line, not by arguments in Python.
-        origin: Where ``namespace`` comes from, if not from the caller: a variable.
-    """
 
-    as_options: bool = False
-    origin: str = ""
+def as_option(name: str, value: str | None = None) -> str:
+    """An option of a command line; with a value as it can be pasted."""
+    return f"--{name}" if value is None else f"--{name} {shlex.quote(value)}"
 
-    def name(self, argument: str) -> str:
-        """An argument, such as ``bucket``."""
-        return f"--{argument}" if self.as_options else f"`{argument}`"
 
-    def given(self, argument: str, value: str) -> str:
-        """An argument with the value that it had."""
-        if argument == "namespace" and self.origin:
-            return f"{self.origin} `{value}`"
-        return f"--{argument} `{value}`" if self.as_options else f"{argument}={value!r}"
-
-    def paste(self, argument: str, value: str) -> str:
-        """An argument with a value, to be pasted."""
-        return f"--{argument} {shlex.quote(value)}" if self.as_options else f"{argument}={value!r}"
+Spell: TypeAlias = Callable[[str, str | None], str]
+"""How messages spell what the caller gave: ``as_argument`` or ``as_option``."""
 
 
 async def choose_namespace(
-    store: Store, namespace: str | None, model: str | None, wording: Wording
+    store: Store, namespace: str | None, model: str | None, spell: Spell, *, origin: str = ""
 ) -> tuple[str, str]:
     """The namespace that fits; of several of one model the newest that this release reads.
 
@@ -192,6 +179,7 @@ async def choose_namespace(
     Args:
         namespace: Its name or the beginning of that; None where any will do.
         model: Part of the model's name; None where any will do.
+        origin: The variable that ``namespace`` comes from, if not from the caller.
 
     Returns:
         The name, and a note for people; no note where nothing else would have fitted.
@@ -203,7 +191,7 @@ async def choose_namespace(
     """
     names = await list_namespaces(store)
     if not names:
-        place = f"{wording.name('bucket')} and {wording.name('prefix')}"
+        place = " and ".join(spell(name, None) for name in ("bucket", "prefix"))
         raise NotFoundError(f"no namespace here yet; check {place}")
     if namespace is None and model is None and len(names) == 1:
         return names[0], ""
@@ -215,16 +203,17 @@ async def choose_namespace(
     if len(fitting) == 1:
         return fitting[0].name, ""
     if not fitting:
-        asked = [wording.given("namespace", namespace)] if namespace else []
-        asked += [wording.given("model", model)] if model else []
+        asked = [spell("model", model)] if model else []
+        if namespace:
+            asked.insert(0, f"{origin} `{namespace}`" if origin else spell("namespace", namespace))
         raise NotFoundError(
-            f"no namespace fits {' and '.join(asked)}; take one of these:{_choices(found, wording)}"
+            f"no namespace fits {' and '.join(asked)}; take one of these:{_choices(found, spell)}"
         )
     models = {each.model for each in fitting}
     newest = await _newest(store, fitting) if len(models) == 1 else None
     if newest is None:
         raise AmbiguousError(
-            f"{len(fitting)} namespaces fit; add one of these:{_choices(fitting, wording)}",
+            f"{len(fitting)} namespaces fit; add one of these:{_choices(fitting, spell)}",
             field="namespace",
         )
     model_name = models.pop()
@@ -254,11 +243,11 @@ async def _newest(store: Store, fitting: Sequence[NamespaceInfo]) -> str | None:
     return fitting[times_s.index(newest_s)].name if newest_s else None
 
 
-def _choices(found: Sequence[NamespaceInfo], words: Wording) -> str:
+def _choices(found: Sequence[NamespaceInfo], spell: Spell) -> str:
     """The arguments to paste, one a line: of each model, and of each namespace."""
     models = sorted({each.model for each in found})
-    options = [words.paste("model", model) for model in models] if len(models) > 1 else []
-    options += [words.paste("namespace", each.name) for each in found]
+    options = [spell("model", model) for model in models] if len(models) > 1 else []
+    options += [spell("namespace", each.name) for each in found]
     more = len(options) - _SHOWN_CHOICES
     lines = options[:_SHOWN_CHOICES] + [f"and {more} more, see `s3ec ns`"] * (more > 0)
     return "".join(f"\n  {line}" for line in lines)

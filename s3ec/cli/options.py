@@ -176,12 +176,12 @@ class SettingsSource:
         """
         from s3ec.cli.output import safe
         from s3ec.corpus import ATTEMPTS, Corpus
-        from s3ec.namespaces import Wording
+        from s3ec.namespaces import as_option
 
         return Corpus(
             self.load().settings,
             attempts=attempts or ATTEMPTS,
-            wording=Wording(as_options=True),
+            spell=as_option,
             note=lambda text: print_note(safe(text)),
         )
 

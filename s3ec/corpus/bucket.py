@@ -14,14 +14,13 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from s3ec.corpus.entries import key_of
 from s3ec.counters import Counters
 from s3ec.errors import S3ECError, UnavailableError
 from s3ec.identity import Key, Layout
-from s3ec.namespaces import Wording, choose_namespace, require_ours
+from s3ec.namespaces import Spell, as_argument, choose_namespace, require_ours
 from s3ec.runtime import LoopThread
 from s3ec.store.base import Store
 from s3ec.store.open import deleting_everywhere, open_store, with_conditional_put
@@ -58,7 +57,7 @@ class OpenBucket:
         *,
         store: Store | None = None,
         attempts: int = ATTEMPTS,
-        wording: Wording | None = None,
+        spell: Spell = as_argument,
         note: Callable[[str], None] | None = None,
     ) -> None:
         """For programs that have settings at hand; others call ``Corpus.open``.
@@ -67,7 +66,7 @@ class OpenBucket:
             settings: Where the corpus is.
             store: The bucket, without retries; opened from the settings if None.
             attempts: How often each request is sent at most.
-            wording: How messages call arguments; as in Python if None.
+            spell: How messages spell arguments.
             note: Told which namespace was taken where several fit; the log if None.
 
         Raises:
@@ -76,7 +75,7 @@ class OpenBucket:
         self.settings = settings
         opened = store or open_store(settings, patient=True)
         self._store = RetryStore(opened, Counters(), attempts=attempts)
-        self._wording = wording or Wording()
+        self._spell = spell
         self._note = note or (lambda text: log.info("%s", text))
         # Nobody's scheduler is beside it, as beside a node's.
         self._thread = LoopThread("s3ec-corpus", disk_threads=_DISK_THREADS)
@@ -122,13 +121,14 @@ class OpenBucket:
             AmbiguousError: Several models fit, or the store says of none when it was written; the
                 message lists what to choose from.
         """
-        wording = self._wording
-        variable = os.environ.get(NAMESPACE_VARIABLE)
+        origin, variable = "", os.environ.get(NAMESPACE_VARIABLE)
         if variable and not namespace and not model:
-            namespace, wording = variable, replace(wording, origin=NAMESPACE_VARIABLE)
+            namespace, origin = variable, NAMESPACE_VARIABLE
         asked = namespace or None, model or None
         if asked not in self._chosen:
-            name, note = self.run(lambda store: choose_namespace(store, *asked, wording))
+            name, note = self.run(
+                lambda store: choose_namespace(store, *asked, self._spell, origin=origin)
+            )
             self._chosen[asked] = self._chosen[name, None] = name
             if note:
                 self._note(note)

@@ -599,7 +599,7 @@ class Corpus(OpenBucket):
         from s3ec.corpus.exchange import folder_settings, import_folder
 
         there = folder_settings(Path(folder), self.settings)
-        with Corpus(there, wording=self._wording, note=self._note) as source:
+        with Corpus(there, spell=self._spell, note=self._note) as source:
             if not source.namespaces():
                 raise NotFoundError(
                     f"{folder} holds no namespace; name a folder that an export made"
