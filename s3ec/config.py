@@ -8,6 +8,7 @@ Precedence: the JSON of ``ec_connector_extra_config`` (or ``--config`` of the co
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import os
 import re
@@ -20,6 +21,8 @@ from pydantic import ValidationError
 
 from s3ec.errors import ConfigError
 from s3ec.settings import ENV_PREFIX, OF_S3, Settings, parse_url
+
+log = logging.getLogger(__name__)
 
 # The value of `bucket` where none was given and none is needed.
 _NO_BUCKET = "no-bucket-given"
@@ -90,6 +93,8 @@ def load_settings(
         _refuse_credentials(str(name), origin)
         _refuse_unknown(str(name), origin)
     _refuse_misspelt_variables()
+    if os.environ.get("S3EC_CONFIG"):
+        _warn_of_no_file()
     options_label = "argument" if as_arguments else "option"
     sources = [
         (options_label, options or {}),
@@ -233,6 +238,15 @@ def _refuse_misspelt_variables() -> None:
                 f"unknown variable {variable}; did you mean {ENV_PREFIX}{near.upper()}?",
                 field=name,
             )
+
+
+@functools.cache
+def _warn_of_no_file() -> None:
+    """Once in a process: a file in this variable would be all that somebody has set."""
+    log.warning(
+        "the variable S3EC_CONFIG is set, and nothing reads it: give the settings in the JSON of "
+        "ec_connector_extra_config, with --config, or as S3EC_NAME variables"
+    )
 
 
 def _readable(exc: ValidationError, origins: Mapping[str, str], as_arguments: bool) -> ConfigError:

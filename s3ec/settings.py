@@ -178,6 +178,16 @@ def _check_epoch(value: Any) -> str:
     return text
 
 
+def _check_text(value: Any) -> Any:
+    """Refuse half a surrogate pair, which JSON can spell and no name or file can have."""
+    try:
+        if isinstance(value, str | Path):
+            str(value).encode()
+    except UnicodeEncodeError:
+        raise ValueError("printable characters only, no half of a surrogate pair") from None
+    return value
+
+
 def _parse_replicas(value: Any) -> Any:
     """The list itself, which a variable holds as JSON."""
     if not isinstance(value, str):
@@ -230,6 +240,8 @@ class Replica(BaseModel):
     def name(self) -> str:
         """Name in messages and metrics: the bucket or server, with `_` for each dot."""
         return (self.bucket or urlsplit(self.url or "").netloc.rpartition("@")[2]).replace(".", "_")
+
+    _text = field_validator("*", mode="before")(_check_text)
 
     @model_validator(mode="after")
     def _check_kind(self) -> Replica:
@@ -421,6 +433,8 @@ class Settings(BaseModel):
         "INFO", description="Level of the `s3ec` loggers."
     )
 
+    _text = field_validator("*", mode="before")(_check_text)
+
     @field_validator("url")
     @classmethod
     def _check_url(cls, value: str | None) -> str | None:
@@ -469,7 +483,8 @@ class Settings(BaseModel):
     @field_validator("ca_bundle")
     @classmethod
     def _check_ca_bundle(cls, value: Path | None) -> Path | None:
-        if value is not None and not value.is_file():
+        # Not by Path.is_file, which raises for a name that no file can have.
+        if value is not None and not os.path.isfile(value):
             raise ValueError("no such file; give the path of a PEM file on this machine")
         return value
 

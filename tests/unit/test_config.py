@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
+from s3ec import config
 from s3ec.config import load_settings
 from s3ec.errors import ConfigError
 from s3ec.settings import Settings, settings_table
@@ -205,6 +204,17 @@ def test_a_misspelt_variable_is_refused(
     assert f"{variable}; did you mean {near}?" in str(refusal())
 
 
+def test_a_file_in_a_variable_that_nothing_reads_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("S3EC_CONFIG", "/etc/s3ec.json")
+    config._warn_of_no_file.cache_clear()
+    for _ in range(2):
+        settings_of()
+    (message,) = caplog.messages
+    assert "S3EC_CONFIG is set, and nothing reads it: give the settings in the JSON" in message
+
+
 def test_what_kubernetes_sets_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     names = (
         "SERVICE_HOST SERVICE_PORT SERVICE_PORT_HTTP PORT "
@@ -256,7 +266,8 @@ def test_what_kubernetes_sets_is_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
         ("endpoint_url", "http://host\n", "http://host:port"),
         ("endpoint_url", "http://host\r\nX-Header: 1", "http://host:port"),
         ("addressing_style", "virtual-host", "'virtual'"),
-        ("ca_bundle", "/nowhere/ca.pem", "no such file"),
+        ("ca_bundle", "/nowhere/ca.pem", "no such file; give the path of a PEM file"),
+        ("ca_bundle", "/nowhere/" + "c" * 300, "no such file; give the path of a PEM file"),
         ("sse", "kms", "'aws:kms'"),
         ("encoder_epoch", "a b", "a number, or up to 64 letters"),
         ("encoder_epoch", "x" * 65, "a number, or up to 64 letters"),
@@ -282,6 +293,7 @@ def test_what_kubernetes_sets_is_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
         ("max_concurrency", 1.5, "(float, from ec_connector_extra_config): no whole number; write"),
         ("max_concurrency", [1], "(list, from ec_connector_extra_config): no whole number; write"),
         ("replicas", 1, "no list; write it as [{'bucket'"),
+        ("replicas", [{"bucket": "near", "region": "\ud800"}], "`replicas` 1, `region` (str, from"),
         ("replicas", ["corpus-eu"], "`replicas` 1 (str, from ec_connector_extra_config): no table"),
         ("model_identity", "", "it must have at least 1"),
         ("hedge", "perhaps", "neither true nor false; write one"),
@@ -336,6 +348,16 @@ def test_a_missing_bucket_is_said_in_words() -> None:
 def test_all_faults_are_named_at_once() -> None:
     message = str(refusal(max_concurrency=0, log_level="x", cache_bytes="y"))
     assert all(name in message for name in ("max_concurrency", "log_level", "cache_bytes"))
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_half_a_surrogate_pair_is_named_with_its_field(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = f"`{name}` \\(str, from .*\\): printable characters only"
+    assert re.search(says, str(refusal({"bucket": "corpus", name: "/a\ud800"})))
+    monkeypatch.setenv(f"S3EC_{name.upper()}", "/a\udcff")  # a byte that is no UTF-8
+    assert re.search(says, str(refusal({} if name == "bucket" else {"bucket": "corpus"})))
 
 
 @pytest.mark.parametrize("name", [name for name in Settings.model_fields if name != "bucket"])
@@ -514,33 +536,6 @@ def test_a_replica_holds_no_secret(
 
 def test_a_url_and_the_sdk_are_refused_together() -> None:
     assert "`url` needs `obstore`" in str(refusal({"url": "gs://corpus", "transport": "aioboto3"}))
-
-
-@given(st.text(max_size=40))
-@example("/")
-@example("///")
-@example("/a/b/")
-def test_a_prefix_is_refused_or_made_of_plain_parts(prefix: str) -> None:
-    try:
-        chosen = settings_of(prefix=prefix)
-    except ConfigError:
-        return
-    assert not chosen.prefix.startswith("/")
-    assert not chosen.prefix.endswith("/")
-    assert not {"", ".", ".."} & set(chosen.prefix.split("/")) or chosen.prefix == ""
-
-
-@given(st.text(max_size=40) | st.text(alphabet="htps:/@[]a1.?#%\n ", max_size=30))
-def test_an_endpoint_is_refused_or_plain(url: str) -> None:
-    try:
-        chosen = settings_of(endpoint_url=url).endpoint_url
-    except ConfigError:
-        return
-    assert chosen is not None
-    assert chosen.startswith(("http://", "https://", "HTTP", "Http"))
-    assert chosen.isprintable()
-    assert " " not in chosen
-    assert "@" not in chosen
 
 
 def test_the_endpoint_loses_its_trailing_slash() -> None:
