@@ -255,11 +255,6 @@ def test_junk_in_a_listing_is_no_object_name(name: str) -> None:
     assert not is_object_name(name)
 
 
-@given(st.text(alphabet="0123456789abcdef/x-.safetnors", max_size=100) | st.text(max_size=100))
-def test_names_of_a_listing_are_read_without_an_exception(name: str) -> None:
-    is_object_name(name)
-
-
 # -- namespaces --------------------------------------------------------------------------------
 
 DESCRIPTOR = {

@@ -35,10 +35,6 @@ FAMILIES: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["language_model.model.layers.0.mlp.up_proj.weight", "language_model.model.norm.weight"],
     ),
-    "gemma3 as transformers 5 saves it": (
-        ["model.vision_tower.encoder.layers.0.mlp.fc1.weight"],
-        ["model.language_model.layers.0.mlp.up_proj.weight", "lm_head.weight"],
-    ),
     "qwen2-vl": (
         ["visual.blocks.0.attn.qkv.weight", "visual.merger.mlp.0.weight"],
         ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"],
@@ -71,17 +67,6 @@ FAMILIES: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["layers.0.attention.wq.weight", "norm.weight", "output.weight"],
     ),
-    "voxtral, consolidated": (
-        ["mm_whisper_embeddings.whisper_encoder.transformer.layers.0.attention.wq.weight"],
-        ["layers.0.attention.wq.weight"],
-    ),
-    "phi-3-vision": (
-        [
-            "model.vision_embed_tokens.img_processor.vision_model.encoder.layers.0.mlp.fc1.weight",
-            "model.vision_embed_tokens.img_projection.0.weight",
-        ],
-        ["model.layers.0.mlp.gate_up_proj.weight"],
-    ),
     "phi-4-multimodal": (
         [
             "model.embed_tokens_extend.image_embed.img_processor.encoder.layers.0.mlp.fc1.weight",
@@ -108,10 +93,6 @@ FAMILIES: dict[str, tuple[list[str], list[str]]] = {
     "deepseek-vl2": (
         ["vision.blocks.0.attn.qkv.weight", "projector.layers.0.weight", "image_newline"],
         ["language.model.layers.0.mlp.up_proj.weight"],
-    ),
-    "kimi-audio": (
-        ["model.vq_adaptor.layers.0.weight", "model.encoder.layers.0.fc1.weight"],
-        ["model.layers.0.mlp.up_proj.weight"],
     ),
     "moondream3": (
         ["model.vision.blocks.0.attn.qkv.weight", "model.text.wte.weight"],
