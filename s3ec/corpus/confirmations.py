@@ -36,6 +36,7 @@ from s3ec.tier.tier import Tier
 
 if TYPE_CHECKING:
     from s3ec.corpus.bucket import OpenBucket
+    from s3ec.corpus.precompute import PrecomputeReport
     from s3ec.corpus.sources import SourceItem
 
 Counted: TypeAlias = Literal["encoded", "catalogued", "renewed"]
@@ -233,7 +234,7 @@ class Confirmations:
     ===========  ===========  ==================================================================
     state        goes to      when
     ===========  ===========  ==================================================================
-    (new)        waiting      ``add``: it is encoded, will be, or the index had it
+    (new)        waiting      ``add``: it is encoded, or the index had it
     (new)        confirmed    ``add_row``: the embedding and its facts were known
     waiting      confirmed    the index tells of it, and its header was read back
     confirmed    catalogued   the bucket has confirmed a part of the catalogue with its row
@@ -243,30 +244,26 @@ class Confirmations:
     What is counted is catalogued. A job that is killed before that finds the embedding in the
     index, and only adds the row. A request that fails is made again until patience ends.
 
-    Attributes:
-        encoded, catalogued, stored_bytes: See PrecomputeReport.
+    Args:
+        report: Told what is catalogued, and what fails.
     """
 
-    def __init__(
-        self, corpus: OpenBucket, ledger: Ledger, *, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, corpus: OpenBucket, ledger: Ledger, report: PrecomputeReport) -> None:
         self._corpus = corpus
         self._ledger = ledger
-        self._clock = clock
+        self._report = report
         self._waiting: dict[Key, list[tuple[Origin, Counted]]] = {}
         self._rows: list[tuple[CatalogRow, Counted]] = []
-        self._failures: list[Failure] = []
         self._problem = self._gone = ""
         self._is_settling = False  # no more will come
         self._moved_s = self._written_s = time.monotonic()
         self._look_s = 0.0  # when the next look is due, or any request where one has failed
-        self.encoded = self.catalogued = self.stored_bytes = 0
         self._pool = ThreadPoolExecutor(1, "s3ec-confirm")
         self._request: Future[Any] | None = None
         self._take: Callable[[Any], None]
 
     def add(self, key: Key, origin: Origin, how: Counted) -> None:
-        """Wait for the bucket to confirm an embedding, or for an encoder that has it, too."""
+        """Wait for the bucket to confirm an embedding."""
         if not self._waiting:
             self._moved_s = time.monotonic()
         self._waiting.setdefault(key, []).append((origin, how))
@@ -274,10 +271,6 @@ class Confirmations:
     def waits_for(self, key: Key) -> bool:
         """Whether an item waits for this embedding."""
         return key in self._waiting
-
-    def drop(self, key: Key) -> list[tuple[Origin, Counted]]:
-        """Wait for an embedding no more; the items that waited for it."""
-        return self._waiting.pop(key, [])
 
     def add_row(self, row: CatalogRow, how: Counted) -> None:
         """Write a row for an embedding that is there."""
@@ -297,17 +290,14 @@ class Confirmations:
         if self._request is not None and self._request.done():
             self._taken()
 
-    def wait_for_room(self, begun: int, stopped: threading.Event, patience_s: float) -> None:
+    def wait_for_room(self, stopped: threading.Event, patience_s: float) -> None:
         """Return when fewer wait than may; the bucket sets the pace then.
-
-        Args:
-            begun: So many of them are not encoded yet.
 
         Raises:
             EncoderError: It has confirmed nothing for too long.
         """
         self.poll()
-        while len(self._waiting) - begun >= _MOST_UNCONFIRMED and not stopped.is_set():
+        while len(self._waiting) >= _MOST_UNCONFIRMED and not stopped.is_set():
             if time.monotonic() - self._moved_s > patience_s:
                 raise EncoderError(
                     f"the bucket has confirmed nothing for {patience_s:.0f} s{self._why()}"
@@ -322,8 +312,8 @@ class Confirmations:
                 return
             self.poll(is_waiting=True)
 
-    def end(self) -> list[Failure]:
-        """Look once more, write what is confirmed, and return the items that are not."""
+    def end(self) -> None:
+        """Look once more, write what is confirmed, and report the items that are not."""
         self._taken()
         for ask in (self._look, self._write):
             ask()
@@ -332,8 +322,8 @@ class Confirmations:
         reason = f"the bucket has not confirmed it{self._why()}; run the job again"
         left = [failure_of(one.item, reason) for each in self._waiting.values() for one, _ in each]
         reason = f"the catalogue could not be written{self._why()}; run the job again"
-        left += self._failures
-        return left + [Failure(row.document, row.page, row.uri, reason) for row, _ in self._rows]
+        left += [Failure(row.document, row.page, row.uri, reason) for row, _ in self._rows]
+        self._report.unconfirmed += left
 
     def _why(self) -> str:
         why = self._problem or self._gone
@@ -398,7 +388,7 @@ class Confirmations:
         return dict(zip(told, await in_parallel(told, read), strict=True))
 
     def _confirm(self, found: Mapping[Key, CatalogRow | str | None]) -> None:
-        now_s = self._clock()
+        now_s = time.time()
         for key, facts in found.items():
             if facts is None:  # engines of other nodes do not store it again until then
                 self._gone = (
@@ -409,7 +399,7 @@ class Confirmations:
             self._moved_s = time.monotonic()
             for origin, how in self._waiting.pop(key, ()):
                 if isinstance(facts, str):
-                    self._failures.append(failure_of(origin.item, facts))
+                    self._report.unconfirmed.append(failure_of(origin.item, facts))
                 else:
                     self._rows.append((origin.row(facts, now_s), how))
 
@@ -426,7 +416,7 @@ class Confirmations:
     def _count(self, batch: Sequence[tuple[CatalogRow, Counted]], _: None) -> None:
         del self._rows[: len(batch)]
         for row, how in batch:
-            self.encoded += how == "encoded"
-            self.catalogued += how == "catalogued"
-            self.stored_bytes += row.nbytes if how == "encoded" else 0
+            self._report.encoded += how == "encoded"
+            self._report.catalogued += how == "catalogued"
+            self._report.stored_bytes += row.nbytes if how == "encoded" else 0
         self._moved_s = self._written_s = time.monotonic()

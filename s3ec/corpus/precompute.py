@@ -20,7 +20,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import unquote, urlsplit
 
 from s3ec.corpus.catalog_file import STAMP
 from s3ec.corpus.confirmations import (
@@ -39,7 +38,7 @@ from s3ec.corpus.encoder import (
     VllmEncoder,
     most_readers,
 )
-from s3ec.corpus.reading import ReadOptions, without_secrets
+from s3ec.corpus.reading import ReadOptions, path_of, scheme_of, without_secrets
 from s3ec.corpus.sources import SourceItem, open_source
 from s3ec.counters import Report, unreported
 from s3ec.errors import ConfigError, S3ECError, SourceError
@@ -249,8 +248,9 @@ class Job:
         self._tell = report
         self._stopped = threading.Event()
         self._confirmations: Confirmations | None = None  # while it is running
-        # What the encoder has, by number. Where a key is known, confirmations wait for it already.
-        self._under_way: dict[int, tuple[Key | None, Origin]] = {}
+        # What the encoder has, by number: its key where that is known, and its items.
+        self._under_way: dict[int, tuple[Key | None, list[tuple[Origin, Counted]]]] = {}
+        self._numbers: dict[Key, int] = {}  # of these
         self._naming = "-"  # see Encoder.naming; names that clients choose never change
         self._opening_s = 0.0
         self.report = PrecomputeReport()
@@ -265,7 +265,6 @@ class Job:
         """The report so far, with what was confirmed by now."""
         if self._confirmations is not None:
             self._confirmations.poll()
-            self._take_counts(self._confirmations)
         return self.report
 
     def run(self) -> PrecomputeReport:
@@ -284,7 +283,7 @@ class Job:
                 namespace = self._open_encoder()
                 self.report.namespace = namespace.name
                 with closing(Ledger(self._corpus, namespace)) as self._ledger:
-                    self._confirmations = Confirmations(self._corpus, self._ledger)
+                    self._confirmations = Confirmations(self._corpus, self._ledger, self.report)
                     try:
                         self._encode_all(self._confirmations)
                     finally:
@@ -331,23 +330,18 @@ class Job:
         """Let saves come to their end, and count."""
         report = self.report
         report.engine_started = self._encoder.is_running
-        left: list[Failure] = []
-        for key, origin in self._under_way.values():
-            for one, _ in confirmations.drop(key) if key else [(origin, "encoded")]:
-                left.append(failure_of(one.item, "the job ended before it was encoded"))
+        reason = "the job ended before it was encoded"
+        left = [
+            failure_of(one.item, reason) for _, some in self._under_way.values() for one, _ in some
+        ]
         try:
             confirmations.settle(self._options.patience_s if not report.problem else 0.0)
         finally:
             # Which waits for the last uploads once more, and announces them.
             self._encoder.close()
             self._confirmations = None
-            report.unconfirmed = confirmations.end() + ([] if report.is_stopped else left)
-            self._take_counts(confirmations)
-
-    def _take_counts(self, confirmations: Confirmations) -> None:
-        self.report.encoded = confirmations.encoded
-        self.report.catalogued = confirmations.catalogued
-        self.report.stored_bytes = confirmations.stored_bytes
+            confirmations.end()
+            report.unconfirmed += [] if report.is_stopped else left
 
     # -- what is to be done ------------------------------------------------------------------
 
@@ -361,9 +355,7 @@ class Job:
             if self.report.items % _REPORT_EVERY == 0 or self._under_way:
                 self._show()
             if picture is not None:
-                confirmations.wait_for_room(
-                    len(self._under_way), self._stopped, self._options.patience_s
-                )
+                confirmations.wait_for_room(self._stopped, self._options.patience_s)
                 if self._stopped.is_set():
                     return
                 yield picture
@@ -388,12 +380,15 @@ class Job:
         picture = plan.picture
         if key is not None:
             # Perhaps another item with this picture was begun or confirmed since the plan was made.
-            if confirmations.waits_for(key) or self._ledger.holds(key):
-                picture = None
-            counted: Counted = "encoded" if picture else "catalogued"
-            confirmations.add(key, origin, counted)
+            if key in self._numbers:
+                self._under_way[self._numbers[key]][1].append((origin, "catalogued"))
+                return None
+            if picture is None or confirmations.waits_for(key) or self._ledger.holds(key):
+                confirmations.add(key, origin, "catalogued")
+                return None
+            self._numbers[key] = picture.number
         if picture is not None:
-            self._under_way[picture.number] = key, origin
+            self._under_way[picture.number] = key, [(origin, "encoded")]
         return picture
 
     def _note_replaced(self, origin: Origin) -> None:
@@ -403,26 +398,27 @@ class Job:
 
     def _take(self, confirmations: Confirmations, encoded: Encoded) -> None:
         """Note what became of a picture, and of those that are the same."""
-        begun, origin = self._under_way.pop(encoded.number)
+        begun, origins = self._under_way.pop(encoded.number)
+        if begun is not None:
+            del self._numbers[begun]
+        origin, _ = origins[0]
         if encoded.sha256 and not origin.sha256:  # another process has read it
             origin = replace(origin, sha256=encoded.sha256)
+            origins = [(origin, "encoded")]
             self.report.read_bytes += encoded.nbytes
             plan = self._plan_known(self._row_of(origin.item), origin, 0)
             if plan and plan.row and plan.row.identifier == encoded.identifier:
                 self._begin(confirmations, plan)
                 return
             self._note_replaced(origin)
+        # The encoder's own word counts, whatever was expected.
         key = self._ledger.key(encoded.identifier) if encoded.identifier else None
-        if key is None or key != begun:  # the encoder's own word counts
-            origins: list[tuple[Origin, Counted]] = [(origin, "encoded")]
-            if begun is not None:
-                origins = confirmations.drop(begun)
-            if key is None:
-                reason = encoded.problem or "nothing is stored under its identifier"
-                self.report.failures += [failure_of(one.item, reason) for one, _ in origins]
+        for one, how in origins:
+            if key is not None:
+                confirmations.add(key, one, how)
             else:
-                for one, how in origins:
-                    confirmations.add(key, one, how)
+                reason = encoded.problem or "nothing is stored under its identifier"
+                self.report.failures.append(failure_of(one.item, reason))
         self._show()
 
     def _plans(self) -> Iterator[_Plan]:
@@ -535,12 +531,11 @@ def _number_of(item: SourceItem) -> int:
 
 def _file_stamp(item: SourceItem) -> str | None:
     """By what a file is taken for the one that was read before; None for what is no file here."""
-    address = urlsplit(item.uri)
-    if address.scheme != "file":
+    if scheme_of(item.uri) != "file":
         return None
     try:
-        found = os.stat(unquote(address.path))
-    except OSError:
+        found = os.stat(path_of(item.uri))
+    except (OSError, SourceError):
         return None
     return f"{found.st_size} {found.st_mtime_ns}"
 
