@@ -18,7 +18,8 @@ good.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ from s3ec.index.delete import delete_entries
 from s3ec.index.listing import key_of_object
 from s3ec.index.local import NodeFolder
 from s3ec.index.maker import Verified, rebuild, verify
-from s3ec.index.snapshot import Rows, is_in, merge
+from s3ec.index.snapshot import Rows
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.tenant import Tenant
@@ -137,13 +138,12 @@ async def audit(
 
 
 class _CatalogRows:
-    """The catalogue's entries as digests, and which of them a listing has shown."""
+    """The entries of the catalogue's rows, of which a listing takes away those that are there."""
 
     def __init__(self, tenant: Tenant | None) -> None:
         self._tenant = tenant
         self._counts: dict[str, npt.NDArray[np.bool_]] = {}
-        self._rows = Rows.of([], [])
-        self._there: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._gone: set[bytes] = set()  # digests
         self._unlisted = 0
 
     async def read(self, store: Store, layout: Layout) -> bool:
@@ -159,13 +159,12 @@ class _CatalogRows:
         if not await list_parts(store, layout):
             return False
         winners, ulids = Winners(), []
-        digests: list[npt.NDArray[np.void]] = []
+        digests: list[Sequence[bytes]] = []
         problems: list[CorruptEntryError] = []
 
         def take(table: pa.Table) -> None:
             winners.add(table)
-            every = b"".join(self._digests(table))
-            digests.append(np.frombuffer(every, "V16"))
+            digests.append(list(self._digests(table)))
 
         async with aclosing(read_parts(store, layout, problem=problems.append)) as coming:
             async for ulid, table in coming:
@@ -174,11 +173,9 @@ class _CatalogRows:
                 del table
         if problems and not ulids:
             raise problems[0]
-        masks = winners.masks()
-        self._counts = dict(zip(ulids, masks, strict=True))
-        newest = b"".join(some[mask].tobytes() for some, mask in zip(digests, masks, strict=True))
-        self._rows = merge([Rows.of([newest], [0] * (len(newest) // 16))])
-        self._there = np.zeros(len(self._rows), np.bool_)
+        self._counts = dict(zip(ulids, winners.masks(), strict=True))
+        for some, mask in zip(digests, self._counts.values(), strict=True):
+            self._gone.update(itertools.compress(some, mask))
         return True
 
     def _digests(self, table: pa.Table) -> Iterator[bytes]:
@@ -189,22 +186,17 @@ class _CatalogRows:
                 yield bytes(16) if key is None else key.digest
 
     def look(self, there: Rows) -> None:
-        """Note the entries of one range of the listing, which are sorted."""
-        if not len(there):
-            return
-        first = int(np.searchsorted(self._rows.hi, there.hi[0]))
-        stop = int(np.searchsorted(self._rows.hi, there.hi[-1], side="right"))
-        found = is_in(self._rows.select(slice(first, stop)), there)
-        self._there[first:stop] |= found
-        self._unlisted += len(there) - int(found.sum())
+        """Note the entries of one range of the listing."""
+        halves = np.stack([there.hi, there.lo], axis=1).astype(">u8").tobytes()
+        found = {halves[at : at + 16] for at in range(0, len(halves), 16)}
+        self._unlisted += len(found - self._gone)
+        self._gone -= found
 
     async def result(self, store: Store, layout: Layout) -> CatalogCheck:
         """What came out, when all ranges were looked at; rows that are gone are read again."""
         from s3ec.corpus.catalog import read_parts
 
-        absent = self._rows.select(np.flatnonzero(~self._there))
-        halves = np.stack([absent.hi, absent.lo], axis=1).astype(">u8").tobytes()
-        gone = {halves[at : at + 16] for at in range(0, len(halves), 16)}
+        gone = self._gone
         total = sum(int(mask.sum()) for mask in self._counts.values())
         found = CatalogCheck(total, unlisted=self._unlisted, gone_digests=gone)
 

@@ -244,7 +244,11 @@ async def collect_garbage(
         clock: Seconds since the epoch; for a dry run, which writes nothing to ask the server.
     """
     # The times of objects are the server's: a clock of ours that is ahead would make them old.
-    now_s = clock() if dry_run else await _server_time_s(store, layout)
+    now_s = clock()
+    if not dry_run:
+        server = ServerClock()
+        await server.ask(store, layout)
+        now_s = server.now_s()
     choice = Collection(rules, layout, now_s)
     if dry_run or rules.max_bytes is not None or rules.made_by:
         choice = await choose(store, layout, rules, now_s, report=report)
@@ -282,12 +286,6 @@ async def collect(
         *(store, layout, digests, tenant, True)
     )
     return done
-
-
-async def _server_time_s(store: Store, layout: Layout) -> float:
-    server = ServerClock()
-    await server.ask(store, layout)
-    return server.now_s()
 
 
 @dataclass(frozen=True, slots=True)

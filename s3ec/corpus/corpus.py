@@ -564,12 +564,12 @@ class Corpus(OpenBucket):
         """
         from s3ec.corpus.exchange import export
 
+        keys = None
+        if identifiers is not None:
+            keys = dict(self._key_of_one(one, "identifiers") for one in identifiers)
         return self.within(
             lambda store, layout: export(
-                *(store, layout, Path(folder)),
-                settings=self.settings,
-                identifiers=identifiers,
-                report=report,
+                store, layout, Path(folder), settings=self.settings, keys=keys, report=report
             ),
             namespace,
             model=model,
@@ -659,27 +659,36 @@ class Corpus(OpenBucket):
         return NodeFolder.of(Folders(root), layout.namespace)
 
     def _key_of_one(self, one: str | CorpusEntry, argument: str) -> tuple[str, Key]:
-        text = one.name if isinstance(one, CorpusEntry) else _text(one)
+        text = one.name if isinstance(one, CorpusEntry) else one
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"`{argument}` is a text, not {type(text).__name__}; take vLLM's identifier, a "
+                "label or an entry",
+                field=argument,
+            )
         key = self.key_of(text)
         if key is None:
-            raise _never_stored(text, argument)
+            raise ConfigError(
+                f"{text!r:.100} in `{argument}` is an identifier under which nothing is stored; "
+                "take a content hash, or a client's own name of 1 to 4096 bytes",
+                field=argument,
+            )
         return text, key
 
     def _wanted(self, one: str | CorpusEntry) -> Wanted:
-        from s3ec.corpus.hydrate import Wanted, wanted_by_name
+        from s3ec.corpus.hydrate import Wanted, wanted_entry
 
         if isinstance(one, CorpusEntry):
-            return wanted_by_name(one.name, one.nbytes)
+            return wanted_entry(one)
         text, key = self._key_of_one(one, "wanted")
-        return Wanted(key, text) if key.identifier else wanted_by_name(key.name)
+        return Wanted(key, text)
 
     def _entry(
         self, what: str | CorpusEntry, namespace: str | None, model: str | None
     ) -> CorpusEntry | None:
         if isinstance(what, CorpusEntry):
             return what
-        if self.key_of(_text(what)) is None:
-            raise _never_stored(what, "identifier")
+        self._key_of_one(what, "identifier")
         return self.find(what, namespace=namespace, model=model)
 
     def _entries(
@@ -704,21 +713,3 @@ async def _made_s(store: Store, layout: Layout) -> float:
     """When a namespace was made, by its server: other buckets have one of its name, too."""
     info = await store.head(layout.descriptor)
     return info.modified_s if info else 0.0
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(
-            f"`identifier` is a text, not {type(value).__name__}; take vLLM's identifier, a label "
-            "or an entry",
-            field="identifier",
-        )
-    return value
-
-
-def _never_stored(identifier: str, argument: str) -> ConfigError:
-    return ConfigError(
-        f"{identifier!r:.100} in `{argument}` is an identifier under which nothing is stored; take "
-        "a content hash, or a client's own name of 1 to 4096 bytes",
-        field=argument,
-    )

@@ -15,14 +15,13 @@ import json
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from s3ec import codec
-from s3ec.corpus.entries import MAX_ENTRY_BYTES, CorpusEntry, checked_header, download
+from s3ec.corpus.entries import MAX_ENTRY_BYTES, Outage, checked_header, download
 from s3ec.counters import Report, unreported
 from s3ec.errors import (
     AccessError,
@@ -32,7 +31,7 @@ from s3ec.errors import (
     UnavailableError,
 )
 from s3ec.fetch import ByteBudget
-from s3ec.identity import Layout, canonical_json, is_object_name
+from s3ec.identity import Layout, canonical_json, digest_of_name, is_object_name
 from s3ec.index.listing import FEW, at_most, leaf_folders, listed
 from s3ec.namespaces import read_namespaces
 from s3ec.store.base import ObjectInfo, Store
@@ -43,13 +42,10 @@ log = logging.getLogger(__name__)
 
 MOST_KEPT = 10_000
 """Bad objects whose names are kept, for a repair; further ones are only counted."""
-# Objects in a row that could not be read are no trouble of these objects.
-_OUTAGE = 16
 _ATTEMPTS = 3
 # Objects in memory at a time; a larger one goes alone.
 _INFLIGHT_BYTES = 256 * 2**20
 _SAVE_S = 1.0
-_COUNTS = ("objects", "nbytes", "gone", "foreign", "newer", "unstable", "corrupt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +91,7 @@ class DeepCheck:
     newer: int = 0
     unstable: int = 0
     corrupt: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, int] = field(default_factory=dict)
     bad: list[BadObject] = field(default_factory=list)
     unreadable: list[BadObject] = field(default_factory=list)
     resumed: int = 0
@@ -173,7 +169,8 @@ class _DeepRun:
         self._memory = ByteBudget(_INFLIGHT_BYTES)
         # Who comes first is first: else a large object waits for all others, as does the cursor.
         self._queue = asyncio.Lock()
-        self._numbers = self._first = self._outage = 0
+        self._outage = Outage()
+        self._numbers = self._first = 0
         # What ends above the cursor would be read again: it counts when the cursor has passed it.
         self._waiting: dict[int, tuple[str, Outcome]] = {}
 
@@ -198,12 +195,8 @@ class _DeepRun:
             outcome = await check_object(self._store, self._layout, info)
         finally:
             self._memory.free(info.nbytes)
-        if outcome.error is None:
-            self._outage = 0
-        else:
-            self._outage += 1
-            if self._outage == _OUTAGE:
-                raise outcome.error
+        if self._outage.ends_with(outcome.error) and outcome.error is not None:
+            raise outcome.error
         return outcome
 
     def _end(self, number: int, info: ObjectInfo, outcome: Outcome) -> None:
@@ -227,7 +220,7 @@ class _DeepRun:
                 setattr(found, kind, getattr(found, kind) + 1)
             case "corrupt":
                 found.corrupt += 1
-                found.reasons[outcome.reason] += 1
+                found.reasons[outcome.reason] = found.reasons.get(outcome.reason, 0) + 1
                 if len(found.bad) < MOST_KEPT:
                     found.bad.append(BadObject(name, outcome.reason, outcome.message))
             case "unread":
@@ -267,24 +260,20 @@ async def _in_order(store: Store, layout: Layout, after: str) -> AsyncGenerator[
         for info in _later(few, after):
             yield info
         return
-    prefixes = sorted(await leaf_folders(store, layout.objects))
-    left = [prefix for prefix in prefixes if prefix + "\U0010ffff" > after]
-    coming: asyncio.Task[list[ObjectInfo]] | None = None
-
-    def begin() -> asyncio.Task[list[ObjectInfo]] | None:
-        return asyncio.create_task(_all_below(store, left.pop(0))) if left else None
-
-    coming = begin()
+    folders = sorted(await leaf_folders(store, layout.objects))
+    listing: asyncio.Task[list[ObjectInfo]] | None = None
     try:
-        while coming is not None:
-            infos, coming = await coming, None
-            coming = begin()
-            for info in _later(infos, after):
+        # One folder is listed while the one before is read.
+        for folder in (*(one for one in folders if one + "\U0010ffff" > after), None):
+            listed_before, listing = listing, None
+            if folder is not None:
+                listing = asyncio.create_task(_all_below(store, folder))
+            for info in _later(await listed_before, after) if listed_before else ():
                 yield info
     finally:
-        if coming is not None:
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+        if listing is not None:
+            listing.cancel()
+            await asyncio.gather(listing, return_exceptions=True)
 
 
 def _later(infos: list[ObjectInfo], after: str) -> list[ObjectInfo]:
@@ -337,9 +326,6 @@ async def check_object(store: Store, layout: Layout, info: ObjectInfo) -> Outcom
 
 
 async def _read(store: Store, layout: Layout, info: ObjectInfo) -> Outcome:
-    entry = CorpusEntry(
-        layout.namespace, info.name.removeprefix(layout.objects), info.nbytes, info.modified_s
-    )
     if info.nbytes > MAX_ENTRY_BYTES:
         said = f"{info.nbytes} bytes are more than a job reads; `s3ec rm` deletes it"
         return Outcome("unread", reason="size", message=said)
@@ -357,12 +343,13 @@ async def _read(store: Store, layout: Layout, info: ObjectInfo) -> Outcome:
         said = f"{len(blob)} of {info.nbytes} bytes came"
         return Outcome("unread", reason="length", message=said)
     try:
-        header = checked_header(blob, entry)
+        digest = digest_of_name(info.name.removeprefix(layout.objects))
+        header = checked_header(blob, layout.namespace, digest)
         codec.check_data(header, memoryview(blob)[header.data_start :])
     except CorruptEntryError as exc:  # what a newer s3ec wrote is not ours to judge
         kind = "newer" if exc.reason == "version" else "corrupt"
-        return Outcome(kind, entry.nbytes, exc.reason, str(exc), codec.checksum(blob))
-    return Outcome("good", entry.nbytes)
+        return Outcome(kind, info.nbytes, exc.reason, str(exc), codec.checksum(blob))
+    return Outcome("good", info.nbytes)
 
 
 # -- where it was ------------------------------------------------------------------------------
@@ -415,15 +402,8 @@ class AuditState:
         Raises:
             TierError: The disk refuses.
         """
-        found, self.cursor = self.found, cursor
-        state = {
-            "cursor": cursor,
-            **{name: getattr(found, name) for name in _COUNTS},
-            "complete": found.complete,
-            "reasons": dict(found.reasons),
-            "bad": [[one.name, one.reason, one.message] for one in found.bad],
-            "unreadable": [[one.name, one.reason, one.message] for one in found.unreadable],
-        }
+        self.cursor = cursor
+        state = {"cursor": cursor, **asdict(self.found)}
         try:
             write_file(self.path, [json.dumps(state).encode()])
         except OSError as exc:
@@ -433,14 +413,12 @@ class AuditState:
     def _read(self, *, again: bool) -> None:
         try:
             state = json.loads(self.path.read_text())
-            found = DeepCheck(
-                **{name: int(state[name]) for name in _COUNTS},
-                reasons=Counter(state["reasons"]),
-                bad=[BadObject(*one) for one in state["bad"]],
-                unreadable=[BadObject(*one) for one in state["unreadable"]],
-                complete=bool(state["complete"]),
-            )
-            cursor = str(state["cursor"])
+            cursor = str(state.pop("cursor"))
+            if any(type(state[name]) is not type(one) for name, one in asdict(DeepCheck()).items()):
+                raise ValueError("a value is of another type")
+            for name in ("bad", "unreadable"):
+                state[name] = [BadObject(**one) for one in state[name]]
+            found = DeepCheck(**state)
         except FileNotFoundError:
             return
         except OSError as exc:

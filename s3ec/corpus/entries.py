@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from s3ec import codec
 from s3ec.counters import Report, unreported
-from s3ec.errors import AmbiguousError, CorruptEntryError
+from s3ec.errors import (
+    AccessError,
+    AmbiguousError,
+    CorruptEntryError,
+    S3ECError,
+    UnavailableError,
+)
 from s3ec.identity import (
     OBJECT_SUFFIX,
     Key,
@@ -162,15 +168,12 @@ class Embedding:
 
 async def scan(store: Store, namespace: str) -> AsyncGenerator[Sequence[CorpusEntry], None]:
     """The entries of a namespace, some at a time, in no order. To be closed."""
-    from s3ec.index.listing import list_folders, list_side_by_side
+    from s3ec.index.listing import list_objects
 
     layout = Layout(namespace)
-    listing = list_side_by_side(store, layout.objects, lambda: list_folders(store, layout.objects))
-    async with aclosing(listing) as batches:
+    async with aclosing(list_objects(store, layout)) as batches:
         async for infos in batches:
-            found = list(entries_of(layout, infos))
-            if found:
-                yield found
+            yield list(entries_of(layout, infos))
 
 
 def entries_of(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[CorpusEntry]:
@@ -225,7 +228,7 @@ async def read_header(store: Store, entry: CorpusEntry) -> CorpusEntry | None:
     if blob is None:
         return None
     with _naming(entry):
-        header = checked_header(blob, entry)
+        header = checked_header(blob, entry.namespace, digest_of_name(entry.name))
         if header.total_bytes != entry.nbytes:
             raise CorruptEntryError(
                 f"the object has {entry.nbytes} bytes, its header says {header.total_bytes}",
@@ -242,7 +245,7 @@ async def read_entry(store: Store, entry: CorpusEntry, report: Report) -> Embedd
         blob = await download(store, entry.object_name, entry.nbytes, report)
         if blob is None:
             return None
-        header = checked_header(blob, entry)
+        header = checked_header(blob, entry.namespace, digest_of_name(entry.name))
         view = memoryview(blob).toreadonly()
         codec.check_data(header, view[header.data_start :])
     return Embedding(replace(entry, header=header), header, view)
@@ -259,13 +262,36 @@ def _naming(entry: CorpusEntry) -> Iterator[None]:
         ) from exc
 
 
-def checked_header(blob: Blob, entry: CorpusEntry) -> codec.Header:
-    """Refuse an entry that lies where its own identifier does not belong."""
+def checked_header(blob: Blob, namespace: str, digest: bytes) -> codec.Header:
+    """Refuse an entry that lies where its own identifier does not belong.
+
+    Args:
+        digest: Of the object's name.
+    """
     header = codec.parse_header(blob)
-    if key_of_header(header.identifier, digest_of_name(entry.name)) is None:
+    if key_of_header(header.identifier, digest) is None:
         raise CorruptEntryError("written for another identifier", reason="identifier")
-    codec.check_identity(header, namespace=entry.namespace, identifier=header.identifier)
+    codec.check_identity(header, namespace=namespace, identifier=header.identifier)
     return header
+
+
+class Outage:
+    """Tells a store that is down, or that refuses everything, from entries that are bad."""
+
+    # Each was tried five times by then.
+    _MOST_FAILURES = 16
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def ends_with(self, error: S3ECError | None) -> bool:
+        """Note how a request ended; True if no further one is worth it."""
+        if not isinstance(error, UnavailableError | AccessError):
+            self._in_a_row = 0
+            return False
+        self._in_a_row += 1
+        is_general = isinstance(error, AccessError) and error.is_general
+        return is_general or self._in_a_row >= self._MOST_FAILURES
 
 
 async def download(

@@ -17,20 +17,21 @@ import asyncio
 import errno
 import os
 import re
-import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import safetensors
+
 from s3ec import codec
 from s3ec.corpus.bucket import ATTEMPTS
 from s3ec.corpus.entries import (
     MAX_ENTRY_BYTES,
     CorpusEntry,
+    Outage,
     entries_of,
-    key_of,
     read_entry,
     read_header,
     scan,
@@ -46,19 +47,12 @@ from s3ec.errors import (
     UnavailableError,
 )
 from s3ec.fetch import ByteBudget
-from s3ec.identity import (
-    DESCRIPTOR_BYTES,
-    Key,
-    Layout,
-    Namespace,
-    digest_of_name,
-    make_key,
-)
+from s3ec.identity import Key, Layout, Namespace, digest_of_name, make_key
 from s3ec.index.delete import find_objects
 from s3ec.index.listing import BATCH, listed
 from s3ec.index.maker import newest_rows, rebuild
 from s3ec.modality import ModalityRecords, Record
-from s3ec.safetensors_file import plain_json
+from s3ec.namespaces import read_namespaces
 from s3ec.store.base import NoSpaceError, Store, Wrapper
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import open_store
@@ -72,8 +66,6 @@ if TYPE_CHECKING:
 
 # Entries in memory at a time; a larger one goes alone.
 _INFLIGHT_BYTES = 256 * 2**20
-# Each was tried five times by then. So many in a row are an outage, and no bad entries.
-_OUTAGE = 32
 # vllm/distributed/ec_transfer/ec_connector/example_connector.py of 0.32.
 _EXAMPLE = re.compile(r"([0-9a-f]{64})/encoder_cache\.safetensors")
 _EXAMPLE_NAME = "encoder_cache.safetensors"
@@ -115,14 +107,17 @@ async def export(
     folder: Path,
     *,
     settings: Settings,
-    identifiers: Sequence[str] | None = None,
+    keys: Mapping[str, Key] | None = None,
     report: Report = unreported,
 ) -> Transferred:
-    """Copy the wanted entries of a namespace into a folder; see Corpus.export."""
-    names = _wanted_names(identifiers, settings)
+    """Copy the wanted entries of a namespace into a folder; see Corpus.export.
+
+    Args:
+        keys: Of the wanted entries, by what the caller calls them; None for all.
+    """
     await asyncio.to_thread(_begin, folder, layout)
     async with _opened(folder, settings, writes=True) as target:
-        result = await _copy_namespace(store, target, layout, settings, names, report)
+        result = await _copy_namespace(store, target, layout, settings, keys, report)
     # The files have their names; this brings their bytes to the disk, which may be pulled out.
     await asyncio.to_thread(os.sync)
     return result
@@ -173,27 +168,6 @@ async def import_example(
     return copying.result
 
 
-def _wanted_names(texts: Sequence[str] | None, settings: Settings) -> dict[str, str] | None:
-    """Names of the chosen objects, and how the caller calls them; None for all.
-
-    Raises:
-        ConfigError: An identifier under which nothing is stored.
-    """
-    if texts is None:
-        return None
-    tenant = Tenant.read(settings.tenant_key)
-    names = {}
-    for text in texts:
-        key = key_of(text, tenant)
-        if key is None:
-            raise ConfigError(
-                f"{text!r:.100} is an identifier under which nothing is stored; take it out",
-                field="identifiers",
-            )
-        names[key.name] = text
-    return names
-
-
 # -- the copy --------------------------------------------------------------------------------------
 
 # An entry whose every byte was checked: its header, and the whole object in our layout.
@@ -230,7 +204,8 @@ class _Copying:
         self._report = report
         self._width = settings.max_concurrency
         self._memory = ByteBudget(_INFLIGHT_BYTES)
-        self._done = self._failed_in_a_row = 0
+        self._outage = Outage()
+        self._done = 0
         self.result = Transferred(layout.namespace)
         self.there: set[bytes] = set()
 
@@ -260,13 +235,10 @@ class _Copying:
             raise
         except (CorruptEntryError, UnavailableError, AccessError) as exc:
             self.result.failures[entry.label] = str(exc)
-            is_bad = isinstance(exc, CorruptEntryError)
-            self._failed_in_a_row = 0 if is_bad else self._failed_in_a_row + 1
-            is_general = isinstance(exc, AccessError) and exc.is_general
-            if is_general or self._failed_in_a_row >= _OUTAGE:
+            if self._outage.ends_with(exc):
                 raise
         else:
-            self._failed_in_a_row = 0
+            self._outage.ends_with(None)
             self.there.add(digest_of_name(entry.name))
             self.result.copied += is_new
             self.result.present += not is_new
@@ -323,14 +295,10 @@ async def _copy_namespace(
     target: Store,
     layout: Layout,
     settings: Settings,
-    names: Mapping[str, str] | None,
+    keys: Mapping[str, Key] | None,
     report: Report,
 ) -> Transferred:
-    """Copy entries, the descriptor, the records and the catalogue's rows; then list the target.
-
-    Args:
-        names: As _wanted_names.
-    """
+    """Copy entries, the descriptor, the records and the catalogue's rows; then list the target."""
     await _agree(source, target, layout)
 
     async def read(entry: CorpusEntry) -> _Checked | None:
@@ -339,13 +307,13 @@ async def _copy_namespace(
 
     copying = _Copying(target, layout, read, settings, report)
     result = copying.result
-    if names is None:
+    if keys is None:
         await copying.run(scan(source, layout.namespace), await newest_rows(source, layout))
     else:
-        await copying.run(_entries_of(source, layout, names), len(names))
-        for name, text in names.items():
-            label = CorpusEntry("", name, 0, 0.0).label
-            if digest_of_name(name) not in copying.there and label not in result.failures:
+        await copying.run(_entries_of(source, layout, [*keys.values()]), len(keys))
+        for text, key in keys.items():
+            label = CorpusEntry("", key.name, 0, 0.0).label
+            if key.digest not in copying.there and label not in result.failures:
                 result.failures[text] = "it is not there"
     await _copy_rows(source, target, layout, copying.there, result)
     await rebuild(target, layout, report=report)
@@ -353,10 +321,9 @@ async def _copy_namespace(
 
 
 async def _entries_of(
-    source: Store, layout: Layout, names: Mapping[str, str]
+    source: Store, layout: Layout, keys: Sequence[Key]
 ) -> AsyncGenerator[Sequence[CorpusEntry], None]:
-    """Those entries of these names that are there."""
-    keys = [Key("", name, digest_of_name(name)) for name in names]
+    """Those of some entries that are there."""
     for start in range(0, len(keys), BATCH):
         found = await find_objects(source, layout, keys[start : start + BATCH])
         yield list(entries_of(layout, filter(None, found.values())))
@@ -366,37 +333,36 @@ async def _agree(source: Store, target: Store, layout: Layout) -> None:
     """Make sure that both sides are of the namespace of that name; begin it over there.
 
     Raises:
-        ConfigError: Nothing says of which model it is, or what says it is unusable.
+        ConfigError: Nothing says of which model it is, or what says it is of another one.
     """
     theirs, there = await _descriptor(source, layout), await _descriptor(target, layout)
-    if theirs is None and there is None:
+    if theirs and not there:
+        with suppress(ConflictError):  # another one was faster, or what is there is unusable
+            body = Namespace.from_descriptor(theirs).to_json()
+            await target.put_if_absent(layout.descriptor, [body])
+        there = await _descriptor(target, layout)
+    if not there:
         raise ConfigError(
-            f"{layout.descriptor} is not there, so nobody can tell of which model these entries "
-            "are; export them again",
+            f"{layout.descriptor} is not there, or is unusable, so nobody can tell of which model "
+            "these entries are; restore it from a copy",
             field="namespace",
         )
-    if theirs is not None and there is None:
-        with suppress(ConflictError):
-            await target.put_if_absent(layout.descriptor, [theirs.to_json()])
 
 
-async def _descriptor(store: Store, layout: Layout) -> Namespace | None:
+async def _descriptor(store: Store, layout: Layout) -> Mapping[str, Any]:
+    """Empty where there is none that can be used."""
+    [about] = await read_namespaces(store, [layout.namespace])
+    if not about.descriptor:
+        return {}
     try:
-        body = await store.get(layout.descriptor, max_bytes=DESCRIPTOR_BYTES)
-        if body is None:
-            return None
-        content = plain_json(bytes(body).decode("utf-8"))
-        found = Namespace.from_descriptor(content if isinstance(content, dict) else {})
-    except (CorruptEntryError, ValueError, RecursionError) as exc:
+        name = Namespace.from_descriptor(about.descriptor).name
+    except ConfigError:
+        name = "no model"
+    if name != layout.namespace:
         raise ConfigError(
-            f"{layout.descriptor} is unusable; restore it from a copy", field="namespace"
-        ) from exc
-    if found.name != layout.namespace:
-        raise ConfigError(
-            f"{layout.descriptor} is that of {found.name}; restore it from a copy",
-            field="namespace",
+            f"{layout.descriptor} is that of {name}; restore it from a copy", field="namespace"
         )
-    return found
+    return about.descriptor
 
 
 async def _copy_rows(
@@ -535,20 +501,21 @@ class _ExampleSource:
         self._layout = layout
         self._modality = modality
         self._tenant = tenant
-        self._hashes: dict[str, str] = {}
+        self._keys: dict[str, Key] = {}  # by the object's name
         self.found = self.skipped = 0
 
     async def entries(self) -> AsyncGenerator[Sequence[CorpusEntry], None]:
         """All of them, some at a time; to be closed."""
         batch: list[CorpusEntry] = []
         async for info in listed(self._store, ""):
-            match = _EXAMPLE.fullmatch(info.name)
-            self.found += info.name.endswith(f"/{_EXAMPLE_NAME}")
-            key = make_key(match[1], self._tenant) if match else None
-            if match is None or key is None:
-                self.skipped += info.name.endswith(f"/{_EXAMPLE_NAME}")
+            if not info.name.endswith(f"/{_EXAMPLE_NAME}"):
                 continue
-            self._hashes[key.name] = match[1]
+            self.found += 1
+            match = _EXAMPLE.fullmatch(info.name)
+            if match is None or (key := make_key(match[1], self._tenant)) is None:
+                self.skipped += 1
+                continue
+            self._keys[key.name] = key
             batch.append(
                 CorpusEntry(self._layout.namespace, key.name, info.nbytes, info.modified_s)
             )
@@ -559,23 +526,16 @@ class _ExampleSource:
 
     async def read(self, entry: CorpusEntry) -> _Checked | None:
         """An entry in our layout; None where it is gone."""
-        content_hash = self._hashes[entry.name]
-        name = f"{content_hash}/{_EXAMPLE_NAME}"
+        key = self._keys[entry.name]
+        name = f"{key.identifier}/{_EXAMPLE_NAME}"
         blob = await self._store.get(name, max_bytes=entry.nbytes)
         if blob is None:
             return None
-        view = memoryview(blob).toreadonly()
-        shape, start = _example_shape(view)
-        data = view[start:]
-        if len(data) != shape.nbytes:
-            raise CorruptEntryError(
-                f"{name}: {len(data)} bytes of tensor, expected {shape.nbytes}", reason="length"
-            )
+        shape, data = await asyncio.to_thread(_example_tensor, bytes(blob))
         if not codec.is_finite(data, shape.dtype):
             raise CorruptEntryError(f"{name}: the tensor holds NaN or infinity", reason="nonfinite")
-        key = make_key(content_hash, self._tenant)
         header = codec.Header(
-            identifier=key.stored if key else "",
+            identifier=key.stored,
             namespace=self._layout.namespace,
             modality=self._modality,
             shape=shape,
@@ -585,34 +545,26 @@ class _ExampleSource:
         return header, [codec.encode_header(header), data]
 
 
-def _example_shape(blob: memoryview) -> tuple[codec.Shape, int]:
-    """The shape in the front of a file, and where its values begin.
+def _example_tensor(file: bytes) -> tuple[codec.Shape, memoryview]:
+    """The shape and the values of a file with one tensor.
 
     Raises:
         CorruptEntryError: Not a file with one tensor of rows and width, of a type that embeddings
             have.
     """
-    if len(blob) < 8:
-        raise CorruptEntryError("too short", reason="length")
-    (length,) = struct.unpack("<Q", blob[:8])
-    if length > codec.HEADER_LIMIT or 8 + length > len(blob):
-        raise CorruptEntryError("its header is longer than it may be", reason="header")
     try:
-        content = plain_json(bytes(blob[8 : 8 + length]).decode("utf-8"))
-        names = content.keys() - {"__metadata__"}
-        tensor: dict[str, Any] = content[codec.TENSOR_NAME]
+        [(name, tensor)] = safetensors.deserialize(file)  # type: ignore[no-untyped-call]
         rows, width = tensor["shape"]
         dtype = codec.DTYPES[tensor["dtype"]][0]
-        plain = all(type(number) is int and number > 0 for number in (rows, width))
-        offsets = tensor["data_offsets"]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+    except safetensors.SafetensorError as exc:
+        raise CorruptEntryError(f"no safetensors file: {exc}", reason="header") from exc
+    except (ValueError, KeyError) as exc:
         raise CorruptEntryError(
-            f"no tensor `{codec.TENSOR_NAME}` of rows and width in bfloat16, float16 or float32",
+            f"not one tensor `{codec.TENSOR_NAME}` of rows and width in bfloat16, float16 or "
+            "float32",
             reason="header",
         ) from exc
-    if not plain or names != {codec.TENSOR_NAME}:
-        raise CorruptEntryError("more than one tensor, or a shape without values", reason="shape")
     shape = codec.Shape(rows, width, dtype)
-    if offsets != [0, shape.nbytes] or shape.nbytes > codec.MAX_TENSOR_BYTES:
-        raise CorruptEntryError("shape and length of its tensor disagree", reason="shape")
-    return shape, 8 + length
+    if name != codec.TENSOR_NAME or not 0 < shape.nbytes <= codec.MAX_TENSOR_BYTES:
+        raise CorruptEntryError("another tensor, or a shape without values", reason="shape")
+    return shape, memoryview(tensor["data"]).toreadonly()

@@ -21,18 +21,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from s3ec import codec
-from s3ec.corpus.entries import MAX_ENTRY_BYTES, download
+from s3ec.corpus.entries import (
+    MAX_ENTRY_BYTES,
+    CorpusEntry,
+    Outage,
+    checked_header,
+    download,
+    scan,
+)
 from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.fetch import ByteBudget
-from s3ec.identity import (
-    OBJECT_SUFFIX,
-    Key,
-    Layout,
-    digest_of_name,
-    key_of_header,
-    make_key,
-)
+from s3ec.identity import Key, Layout, digest_of_name
 from s3ec.modality import ModalityRecords, Record
 from s3ec.node import open_tier
 from s3ec.runtime import Backoff, LoopThread
@@ -61,8 +61,6 @@ _CLAIM_PATIENCE_S = 30.0
 _ATTEMPTS = 3
 # Entries that are looked at in one call of a disk thread, with the room that is left.
 _LOOKS = 16
-# Each of them was asked for five times. A store that is down is not asked for everything.
-_FAILURES_IN_A_ROW = 32
 # Entries come with times of use in the order in which they are wanted, so that the least wanted is
 # evicted first. A float of today's time is not exact to a microsecond.
 _RANK_S = 2e-6
@@ -73,7 +71,7 @@ class Wanted:
     """One entry to bring.
 
     Attributes:
-        key: Where it lives. Its identifier is empty where only the object knows it.
+        key: Where it lives. Its identifier may be empty.
         label: What reports call it.
         nbytes: Size of its object; 0 where that is not known.
     """
@@ -132,28 +130,17 @@ class Hydration:
         return "complete" if self.here + self.fetched == self.wanted else "partial"
 
 
-def wanted_by_name(name: str, nbytes: int = 0) -> Wanted:
-    """An entry by the name of its object.
-
-    A content hash is in the name. What else a client chose is only in the object.
-    """
-    folder, _, file = name.rpartition("/")
-    stem, adapter = file.removesuffix(OBJECT_SUFFIX), folder.rpartition("/")[0]
-    label = f"{adapter}:{stem}" if adapter else stem
-    key = make_key(label)
-    if key is None or key.name != name:
-        key = Key("", name, digest_of_name(name))
-    return Wanted(key, label, nbytes)
+def wanted_entry(entry: CorpusEntry) -> Wanted:
+    """An entry that was found or listed. Its size is 0 where that is not known."""
+    return Wanted(Key("", entry.name, digest_of_name(entry.name)), entry.label, entry.nbytes)
 
 
 async def everything(store: Store, layout: Layout) -> AsyncGenerator[Wanted, None]:
     """All entries of a namespace as a listing shows them, in no order. To be closed."""
-    from s3ec.index.listing import list_objects
-
-    async with aclosing(list_objects(store, layout)) as batches:
-        async for infos in batches:
-            for info in infos:
-                yield wanted_by_name(info.name.removeprefix(layout.objects), info.nbytes)
+    async with aclosing(scan(store, layout.namespace)) as batches:
+        async for entries in batches:
+            for entry in entries:
+                yield wanted_entry(entry)
 
 
 async def hydrate(
@@ -187,7 +174,7 @@ async def hydrate(
         )
     counters = Counters()
     tier = await loop.disk(
-        partial(open_tier, settings, layout.namespace, counters, evicts=False), undo=_close
+        partial(open_tier, settings, layout.namespace, counters, evicts=False), undo=Tier.close
     )
     places = None
     try:
@@ -199,10 +186,6 @@ async def hydrate(
         if places is not None:  # home is the caller's
             await places.close_replicas()
         await asyncio.to_thread(tier.close)
-
-
-class _MisfitError(Exception):
-    """Whole and good, but not what its modality's record says: no request can use it."""
 
 
 class _Hydrator:
@@ -236,7 +219,7 @@ class _Hydrator:
         self._learning = asyncio.Lock()
         self._began_s = time.time()
         self._rank = 0
-        self._failures = 0
+        self._outage = Outage()
         self._has_given_up = False
         # What may still come, by the last look; and what was begun.
         self._room_bytes = self._coming_bytes = 0
@@ -293,12 +276,29 @@ class _Hydrator:
         found = self._found
         brought_bytes = 0
         try:
-            brought_bytes = await self._take(one, used_s)
-            self._failures = 0
-        except _MisfitError as exc:
-            found.damaged[one.label] = str(exc)
+            # Before the claim: who has one and waits keeps others waiting.
+            await self._pace.take(one.nbytes)
+            claim = await self._claim_patiently(one)
+            if claim is None:
+                found.here += 1
+                return
+            try:
+                brought_bytes = await self._fetch(one, used_s)
+            finally:
+                self._tier.claims.release(claim)
+            self._outage.ends_with(None)
+            if brought_bytes:
+                found.fetched += 1
+                found.fetched_bytes += brought_bytes
+            else:
+                found.absent.append(one.label)
+        except CorruptEntryError as exc:
+            self._outage.ends_with(None)
+            found.damaged[one.label] = exc.reason
         except (UnavailableError, AccessError) as exc:
-            self._fail(one, exc)
+            found.failed[one.label] = str(exc)
+            if self._outage.ends_with(exc):
+                self._stop(str(exc))
         except TierError as exc:
             self._stop(_full_or(exc))
             found.left_out += 1
@@ -311,13 +311,6 @@ class _Hydrator:
         """The first reason counts."""
         self._found.stopped = self._found.stopped or reason
         self._has_given_up = self._has_given_up or reason != FULL
-
-    def _fail(self, one: Wanted, exc: UnavailableError | AccessError) -> None:
-        self._found.failed[one.label] = str(exc)
-        self._failures += 1
-        general = isinstance(exc, AccessError) and exc.is_general
-        if general or self._failures >= _FAILURES_IN_A_ROW:
-            self._stop(str(exc))
 
     # -- what is here ----------------------------------------------------------------------------
 
@@ -357,57 +350,34 @@ class _Hydrator:
 
     # -- what the bucket has ---------------------------------------------------------------------
 
-    async def _take(self, one: Wanted, used_s: float) -> int:
-        """Bring one entry; count how it ends.
-
-        Returns:
-            Bytes that were brought.
-        """
-        # Before the claim: who has one and waits keeps others waiting.
-        await self._pace.take(one.nbytes)
-        claim = await self._claim_patiently(one)
-        if claim is None:
-            self._found.here += 1
-            return 0
-        try:
-            answer = await self._fetch(one, used_s)
-        finally:
-            self._tier.claims.release(claim)
-        if answer is None:
-            self._found.absent.append(one.label)
-        elif isinstance(answer, str):
-            self._found.damaged[one.label] = answer
-        else:
-            self._found.fetched += 1
-            self._found.fetched_bytes += answer
-            return answer
-        return 0
-
-    async def _fetch(self, one: Wanted, used_s: float) -> int | str | None:
+    async def _fetch(self, one: Wanted, used_s: float) -> int:
         """Fetch one object, again if it is bad.
 
         Returns:
-            Its size; None where it is absent; if it stays bad the reason.
+            Its size; 0 where it is absent.
+
+        Raises:
+            CorruptEntryError: It stays bad, or no request of its modality can use it.
         """
-        name, nbytes, reason = self._layout.object(one.key), one.nbytes, ""
-        for attempt in range(_ATTEMPTS):
+        name, nbytes, attempt = self._layout.object(one.key), one.nbytes, 1
+        while True:
             try:
                 receive = partial(self._receive, one.key, name, nbytes, used_s)
                 received = await past_bad_copies(name, receive)
             except CorruptEntryError as exc:
-                reason = exc.reason
-                if reason == "size":  # it was not known, or is another one than a listing said
+                if attempt == _ATTEMPTS:
+                    raise
+                if exc.reason == "size":  # it was not known, or is another than a listing said
                     info = await self._store.head(name)
                     if info is None:
-                        return None
+                        return 0
                     nbytes = info.nbytes
                 else:
-                    log.warning("%s is unusable (attempt %d): %s", name, attempt + 1, exc)
+                    log.warning("%s is unusable (attempt %d): %s", name, attempt, exc)
+                attempt += 1
                 continue
-            if received is not None:
-                await self._pace.take(max(0, received - one.nbytes))
-            return received
-        return reason
+            await self._pace.take(max(0, (received or 0) - one.nbytes))
+            return received or 0
 
     async def _receive(
         self, key: Key, name: str, nbytes: int, used_s: float, _: Set[Place]
@@ -428,61 +398,34 @@ class _Hydrator:
                 body = await self._store.get_range(name, 0, PART_BYTES)
             if body is None:
                 return None
+            header = checked_header(body, self._layout.namespace, key.digest)
             if nbytes or len(body) < PART_BYTES:
-                while (modality := await self._disk(self._keep, key, body, used_s)) is not None:
-                    await self._learn(modality)
+                await self._require_fit(header)
+                await self._disk(self._keep, key, body, header, used_s)
                 return len(body)
-            nbytes = codec.parse_header(body).total_bytes
+            nbytes = header.total_bytes
             del body  # not beside the whole
         finally:
             self._budget.free(held_bytes)
         return await self._receive(key, name, nbytes, used_s, _)
 
-    def _keep(self, key: Key, body: Blob, used_s: float) -> str | None:
-        """Verify a whole entry and publish it; blocking.
+    def _keep(self, key: Key, body: Blob, header: codec.Header, used_s: float) -> None:
+        """Check the values of an entry, and publish it; blocking."""
+        codec.check_data(header, memoryview(body)[header.data_start :])
+        self._tier.writer.receive(key, [body], header, used_s=used_s)
 
-        Returns:
-            A modality whose record has to be read before; then nothing was published.
-        """
-        header = codec.verify(
-            body, namespace=self._layout.namespace, identifier=_identifier(key, body)
-        )
-        if (modality := self._unknown(header)) is None:
-            self._tier.writer.receive(key, [body], header, used_s=used_s)
-        return modality
-
-    def _unknown(self, header: codec.Header) -> str | None:
-        """The modality of an entry if its record was not read yet; refuses what differs from it."""
-        record = self._records.get(header.modality)
-        if record is None:
-            return header.modality
+    async def _require_fit(self, header: codec.Header) -> None:
+        """Refuse an entry that is not what its modality's record says: no request can use it."""
+        modality = header.modality
+        async with self._learning:  # one request for all who ask at once
+            record = self._records.get(modality) or await self._reading.get(modality)
+            if record is None:
+                what = "no record of its modality"
+                raise CorruptEntryError(what, reason=what)
+            self._records[modality] = record
         for name in ("width", "dtype"):
             if getattr(header.shape, name) != getattr(record, name):
-                raise _MisfitError(name)
-        return None
-
-    async def _learn(self, modality: str) -> None:
-        async with self._learning:  # one request for all who ask at once
-            if modality in self._records:
-                return
-            record = await self._reading.get(modality)
-        if record is None:
-            raise _MisfitError("no record of its modality")
-        self._records[modality] = record
-
-
-def _identifier(key: Key, front: Blob) -> str:
-    """What an entry must call itself: what the key says, or else what fits the object's name.
-
-    Raises:
-        CorruptEntryError: No header, or written for another name.
-    """
-    if key.stored:
-        return key.stored
-    identifier = codec.parse_header(front).identifier
-    if key_of_header(identifier, key.digest) is None:
-        raise CorruptEntryError("written for another identifier", reason="identifier")
-    return identifier
+                raise CorruptEntryError(f"its {name} is not that on record", reason=name)
 
 
 def _full_or(exc: TierError) -> str:
@@ -494,7 +437,3 @@ def _full_or(exc: TierError) -> str:
 async def _each(wanted: Iterable[Wanted]) -> AsyncGenerator[Wanted, None]:
     for one in wanted:
         yield one
-
-
-def _close(tier: Tier) -> None:
-    tier.close()

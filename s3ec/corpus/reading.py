@@ -211,8 +211,11 @@ class Reader:
 
         Raises:
             SourceError: It cannot be read.
+            ConfigError: pypdfium2 is not installed.
         """
-        return count_pages(self._pdf(uri))
+        pdf = self._pdf(uri)
+        with _pdfium, _open_pdf(pdf) as document:
+            return len(document)
 
     def _pdf(self, uri: str) -> Path | bytes:
         """A local PDF file's path, which opens it for little; the bytes of another one."""
@@ -416,17 +419,6 @@ def _too_large(max_bytes: int) -> SourceError:
 
 
 # -- PDF files ---------------------------------------------------------------------------------
-
-
-def count_pages(pdf: Path | bytes) -> int:
-    """The pages of a PDF file.
-
-    Raises:
-        SourceError: It cannot be opened.
-        ConfigError: pypdfium2 is not installed.
-    """
-    with _pdfium, _open_pdf(pdf) as document:
-        return len(document)
 
 
 def render_page(

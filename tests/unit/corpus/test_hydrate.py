@@ -309,7 +309,7 @@ def test_a_store_that_fails_at_times_is_asked_again(rig: Rig) -> None:
 def test_a_store_that_is_down_is_not_asked_for_everything(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("s3ec.corpus.hydrate._FAILURES_IN_A_ROW", 3)
+    monkeypatch.setattr("s3ec.corpus.entries.Outage._MOST_FAILURES", 3)
     rig.fill(*IDS)
     found = rig.open(Fault("get", error=UnavailableError), max_concurrency=1).hydrate()
     assert (len(found.failed), found.left_out, found.status) == (3, 9, "partial")
