@@ -14,6 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from s3ec.corpus.entries import key_of
@@ -27,8 +28,10 @@ from s3ec.store.open import deleting_everywhere, open_store, with_conditional_pu
 from s3ec.store.retry import RetryStore
 from s3ec.store.unreachable import in_plain_words
 from s3ec.tenant import Tenant
+from s3ec.tier.files import Folders
 
 if TYPE_CHECKING:
+    from s3ec.index.local import NodeFolder
     from s3ec.settings import Settings
 
 T = TypeVar("T")
@@ -112,6 +115,13 @@ class OpenBucket:
             None where nothing can be stored under it.
         """
         return key_of(text, self.tenant)
+
+    def index_folder(self, layout: Layout) -> NodeFolder:
+        """This node's files of the index, by which its engines hear of deletions."""
+        from s3ec.index.local import NodeFolder
+
+        root = Path(os.path.realpath(self.settings.cache_dir))
+        return NodeFolder.of(Folders(root), layout.namespace)
 
     def choose(self, namespace: str | None = None, *, model: str | None = None) -> str:
         """The name of the namespace that fits, see ``Corpus``.

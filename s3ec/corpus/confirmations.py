@@ -27,12 +27,10 @@ from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, S3ECError
 from s3ec.identity import Key, Layout, Namespace, naming_of
 from s3ec.index.child import in_process
-from s3ec.index.local import NodeFolder
 from s3ec.index.reader import ManifestIndex
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import with_conditional_put
-from s3ec.tier.tier import Tier
 
 if TYPE_CHECKING:
     from s3ec.corpus.bucket import OpenBucket
@@ -113,35 +111,23 @@ class Ledger:
     index: ManifestIndex
 
     def __init__(self, corpus: OpenBucket, namespace: Namespace) -> None:
-        """Open this node's tier, and read the index and the catalogue.
+        """Read the index, into this node's files, and the catalogue.
 
         Raises:
-            ConfigError: ``cache_dir`` cannot be used, or the tenant's secret cannot be read.
+            ConfigError: The tenant's secret cannot be read.
+            TierError: ``cache_dir`` cannot be used.
             UnavailableError, AccessError: The bucket does not answer.
             CorruptEntryError: A part of the catalogue is unusable.
         """
-        settings = corpus.settings
         self._corpus = corpus
         self._layout = Layout(namespace.name)
-        naming = naming_of(settings)
+        naming = naming_of(corpus.settings)
         self.key = naming.make_key
         # A catalogue would say what a secret is to keep: which picture lies under which name.
         self.has_catalogue = naming.tenant is None
         self.catalogue = CatalogIndex()
         self._writer: CatalogWriter | None = None
-        self._counters = Counters()
-        self._tier = Tier(
-            settings.cache_dir,
-            namespace.name,
-            budget_bytes=int(settings.cache_bytes),
-            min_free_bytes=int(settings.min_free_bytes),
-            counters=self._counters,
-        )
-        try:
-            corpus.run(self._open)
-        except BaseException:
-            self._tier.close()
-            raise
+        corpus.run(self._open)
 
     def close(self) -> None:
         """Fold the parts that this job has written, and let go of this node's files."""
@@ -152,16 +138,13 @@ class Ledger:
             except S3ECError as exc:  # such as that of a job without the right to delete
                 log.info("the catalogue's parts are left to `s3ec gc`: %s", exc)
         self._corpus.run(lambda store: self.index.close())
-        self._tier.close()
 
     async def _open(self, store: Store) -> None:
-        tier, namespace = self._tier, self._layout.namespace
         self.index = ManifestIndex(
-            *(store, self._layout),
-            NodeFolder.of(tier.folders, namespace, need_room=tier.need_room),
+            *(store, self._layout, self._corpus.index_folder(self._layout)),
             jobs=in_process(store),
             disk=asyncio.to_thread,
-            counters=self._counters,
+            counters=Counters(),
             refresh_s=0.0,
         )
         try:

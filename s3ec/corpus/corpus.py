@@ -36,7 +36,6 @@ from s3ec.namespaces import (
 )
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
-from s3ec.tier.files import Folders
 
 if TYPE_CHECKING:
     from s3ec.corpus.audit import Audit, Repair
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from s3ec.corpus.exchange import Transferred
     from s3ec.corpus.hydrate import Hydration, Wanted
     from s3ec.corpus.precompute import JobOptions, PrecomputeReport
-    from s3ec.index.local import NodeFolder
     from s3ec.settings import Settings
 
 
@@ -335,7 +333,7 @@ class Corpus(OpenBucket):
         async def work(store: Store, layout: Layout) -> Deletion:
             from s3ec.corpus.collect import delete
 
-            node = self._index_folder(layout)
+            node = self.index_folder(layout)
             tenant = self.tenant
             return await delete(
                 store, layout, keys, tenant=tenant, dry_run=dry_run, node=node, report=report
@@ -385,7 +383,7 @@ class Corpus(OpenBucket):
                 *(store, layout, rules),
                 tenant=self.tenant,
                 dry_run=dry_run,
-                node=self._index_folder(layout),
+                node=self.index_folder(layout),
                 report=report,
             ),
             name,
@@ -478,7 +476,7 @@ class Corpus(OpenBucket):
         from s3ec.corpus.audit import repair
 
         async def work(store: Store, layout: Layout) -> Repair:
-            node = self._index_folder(layout)
+            node = self.index_folder(layout)
             return await repair(store, layout, found, tenant=self.tenant, node=node, report=report)
 
         return self.within(work, namespace, model=model, write=True)
@@ -650,13 +648,6 @@ class Corpus(OpenBucket):
         )
 
     # -- what has no method --------------------------------------------------------------------
-
-    def _index_folder(self, layout: Layout) -> NodeFolder:
-        """This node's files of the index, by which its engines hear of deletions."""
-        from s3ec.index.local import NodeFolder
-
-        root = Path(os.path.realpath(self.settings.cache_dir))
-        return NodeFolder.of(Folders(root), layout.namespace)
 
     def _key_of_one(self, one: str | CorpusEntry, argument: str) -> tuple[str, Key]:
         text = one.name if isinstance(one, CorpusEntry) else one
