@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
-import re
-import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +15,13 @@ from typing import BinaryIO
 from s3ec.errors import TierError
 from s3ec.identity import is_namespace_name
 from s3ec.index.names import SnapshotName
-from s3ec.tier.files import Folders, make_folder
+from s3ec.tier.files import Folders, TempFile, make_folder, sweep_temps, try_lock
 from s3ec.tier.scan import is_index_file
 
 OVERLAY = "overlay"
 MISSING = "missing"
 ROWS, FILTER = ".rows", ".filter"
-_TEMP_LIFETIME_S = 3600.0
 _UNUSED_S = 7 * 86400.0
-_TEMP = re.compile(r"[0-9a-f]{16}\.tmp")
 # Digest, and when it was found gone: seconds since the epoch, by this machine's clock.
 _MISSING = struct.Struct("<16sd")
 _MISSING_BYTES = 65_536 * _MISSING.size
@@ -115,23 +110,20 @@ class NodeFolder:
         Raises:
             TierError: There is no room, or the disk refused.
         """
-        temp = self.path / f"{secrets.token_hex(8)}.tmp"
         try:
             self.make()
             self.need_room(nbytes)
-            with open(os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "w+b") as file:
+            with TempFile(str(self.path)) as temp, open(temp.path, "w+b") as file:
                 yield file
                 file.flush()
                 if synced:
                     os.fsync(file.fileno())
-            with suppress(OSError):  # a folder in its place, which no file can replace
-                os.rmdir(self.path / name)
-            temp.rename(self.path / name)
+                with suppress(OSError):  # a folder in its place, which no file can replace
+                    os.rmdir(self.path / name)
+                os.rename(temp.path, self.path / name)
+                temp.is_named = True
         except OSError as exc:
             raise TierError(f"cannot write {self.path / name}: {exc}") from exc
-        finally:
-            with suppress(OSError):
-                temp.unlink(missing_ok=True)
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         """Write a whole file and name it; raises as new_file."""
@@ -148,15 +140,12 @@ class NodeFolder:
 
     def remove_older(self, name: SnapshotName) -> None:
         """Remove the files of older snapshots, and what dead processes left. Never raises."""
+        sweep_temps(self.path)
         with suppress(OSError):
             for found in os.listdir(self.path):
                 parsed = SnapshotName.parse(found.partition(".")[0])
-                is_old = parsed is not None and parsed < name
                 with suppress(OSError):
-                    if _TEMP.fullmatch(found):
-                        age_s = time.time() - os.lstat(self.path / found).st_mtime
-                        is_old = age_s > _TEMP_LIFETIME_S
-                    if is_old:
+                    if parsed is not None and parsed < name:
                         os.unlink(self.path / found)
 
     def remove_unused(self) -> None:
@@ -188,20 +177,18 @@ class NodeFolder:
         Raises:
             TierError: The disk refused.
         """
-        fd = -1
+        fd, is_mine = -1, False
         try:
             self.make()
             flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(self.path / f"lock-{task}", flags, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError:
-            os.close(fd)
-            return None
+            is_mine = try_lock(fd)
         except OSError as exc:
-            if fd >= 0:
-                os.close(fd)
             raise TierError(f"cannot lock in {self.path}: {exc}") from exc
+        finally:
+            if fd >= 0 and not is_mine:
+                os.close(fd)
+        return fd if is_mine else None
 
     def release(self, claim: int) -> None:
         """Give a claim back."""

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
 
-# As ``index.local`` names them; its temporary files are swept by the index itself.
-_INDEX_NAME = re.compile(
-    r"[0-9A-Z]{26}-[0-9A-Z]{26}\.(?:rows|filter)|overlay|missing|lock-[a-z]+|[0-9a-f]{16}\.tmp"
-)
+# As ``index.local`` names them.
+_INDEX_NAME = re.compile(r"[0-9A-Z]{26}-[0-9A-Z]{26}\.(?:rows|filter)|overlay|missing|lock-[a-z]+")
 _SPOOL_FILE = re.compile(
     r"(.+)--([0-9a-f]{16})--([0-9a-f]{16})-[0-9]{1,10}--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX)
 )
@@ -50,7 +48,7 @@ class SpoolFileName:
 
 def is_index_file(name: str) -> bool:
     """Whether the index could have made a file of this name in its folder."""
-    return _INDEX_NAME.fullmatch(name) is not None
+    return _INDEX_NAME.fullmatch(name) is not None or is_temp_name(name)
 
 
 def owner_of_lock(name: str) -> str | None:
