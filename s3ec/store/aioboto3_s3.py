@@ -2,8 +2,8 @@
 """A bucket through aioboto3: BotocoreStore without threads, each request in the event loop.
 
 Optional, ``pip install aioboto3``: aioboto3 pins an old botocore. It passes the contract
-suite. Errors and pages of listings have no bound in size here, and what meets a dropped
-connection fails. Checked with aioboto3 15.5, aiobotocore 2.25 and aiohttp 3.14.
+suite. Errors and pages of listings have no bound in size here. Checked with aioboto3 15.5,
+aiobotocore 2.25 and aiohttp 3.14.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from aiobotocore.config import AioConfig
 from aiobotocore.credentials import AioCredentials
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import get_session
-from botocore.exceptions import ClientError, HTTPClientError
+from botocore.exceptions import (
+    ClientError,
+    ConnectionClosedError,
+    EndpointConnectionError,
+    HTTPClientError,
+)
 
 from s3ec.store.botocore_s3 import BotocoreStore, SdkSlot
 from s3ec.store.s3_client import (
@@ -105,7 +110,21 @@ class StrictSession(AIOHTTPSession):  # type: ignore[misc]
 
     aiobotocore leaves both to others, and aiohttp does neither. botocore switches the check of the
     certificate's host name off, since its own transport makes that check itself.
+
+    What meets a connection that was dropped while it was idle is sent again.
     """
+
+    async def send(self, request: Any) -> Any:
+        exchange = _exchange.get()
+        while True:
+            exchange.is_reused = False
+            try:
+                return await super().send(request)
+            except (ConnectionClosedError, EndpointConnectionError):
+                # Each attempt uses up an idle connection, so the last one has a fresh one.
+                if not exchange.is_reused:
+                    raise
+                request.reset_stream()
 
     def _get_ssl_context(self) -> ssl.SSLContext:
         context: ssl.SSLContext = super()._get_ssl_context()
@@ -118,10 +137,15 @@ class StrictSession(AIOHTTPSession):  # type: ignore[misc]
         if not session.trace_configs:
             trace = aiohttp.TraceConfig()
             trace.on_request_redirect.append(_refuse)
+            trace.on_connection_reuseconn.append(_note_reused)
             trace.freeze()
             session.trace_configs.append(trace)
-            session._retry_connection = False  # it would send a body on from where it ended
+            session._retry_connection = False  # it sends a body on from where it ended, see send
         return session
+
+
+async def _note_reused(*_: object) -> None:
+    _exchange.get().is_reused = True
 
 
 async def _refuse(
