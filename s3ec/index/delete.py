@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,21 +58,17 @@ async def delete_entries(
     """
     every = {layout.object(key): key.digest for key in keys}
 
-    async def gone(names: Sequence[str]) -> None:
+    def gone(names: Sequence[str]) -> None:
         if node is not None:
-            await asyncio.to_thread(node.add_missing, [every[name] for name in names])
+            node.add_missing([every[name] for name in names])
 
     await _delete(store, list(every), gone, report)
-
-
-async def _nobody(names: Sequence[str]) -> None:
-    """For names that no engine asks for."""
 
 
 async def _delete(
     store: Store,
     names: Sequence[str],
-    gone: Callable[[Sequence[str]], Awaitable[None]] = _nobody,
+    gone: Callable[[Sequence[str]], None] = lambda _: None,
     report: Report = unreported,
 ) -> None:
     done = 0
@@ -87,7 +83,7 @@ async def _delete(
             left = dict.fromkeys(batch, exc)
         errors.extend(left.values())
         deleted = [name for name in batch if name not in left]
-        await gone(deleted)
+        await asyncio.to_thread(gone, deleted)
         done += len(deleted)
         report("deleting", done, len(names))
 
