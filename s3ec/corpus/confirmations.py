@@ -30,7 +30,6 @@ from s3ec.index.child import in_process
 from s3ec.index.reader import ManifestIndex
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
-from s3ec.store.open import with_conditional_put
 
 if TYPE_CHECKING:
     from s3ec.corpus.bucket import OpenBucket
@@ -204,7 +203,7 @@ class Ledger:
         """Add rows to the catalogue, confirmed when this returns."""
         if self.has_catalogue:
             if self._writer is None:
-                self._writer = CatalogWriter(await with_conditional_put(store), self._layout)
+                self._writer = CatalogWriter(store, self._layout)
             await self._writer.append(rows)
 
 

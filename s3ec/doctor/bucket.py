@@ -17,7 +17,6 @@ from s3ec.store.open import (
     KEPT_PROBE,
     PROBE_BODY,
     PROBE_PREFIX,
-    ConditionalPut,
     probe_conditional_put,
     probe_name,
 )
@@ -239,7 +238,7 @@ def conditional_put(context: CheckContext) -> Outcome:
             answer = context.ask_store(lambda store: probe_conditional_put(store, name), requests=2)
     except S3ECError as exc:
         return outcome_of(exc, "s3:PutObject")
-    if answer is ConditionalPut.ENFORCED:
+    if answer:
         code = " (412)" if context.settings.url is None else ""
         return ok(f"a second PUT of one name is refused{code}")
     return warn(

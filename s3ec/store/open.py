@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import enum
 import importlib.util
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConfigError, ConflictError
@@ -23,7 +21,6 @@ PROBE_PREFIX = ".s3ec-probe/"
 KEPT_PROBE = f"{PROBE_PREFIX}kept"
 """One small object that stays, however often it is written."""
 PROBE_BODY = b"s3ec asked whether If-None-Match is honoured here; this can be deleted\n"
-_answers: WeakKeyDictionary[Store, ConditionalPut] = WeakKeyDictionary()
 log = logging.getLogger(__name__)
 
 
@@ -134,22 +131,15 @@ def probe_name(begin: str = PROBE_PREFIX) -> str:
     return begin + secrets.token_hex(8)
 
 
-class ConditionalPut(enum.Enum):
-    """What a server makes of ``If-None-Match: *``."""
-
-    ENFORCED = "enforced"
-    """The second writer of a name is refused."""
-    IGNORED = "ignored"
-    """The second writer overwrites, or the header itself is refused: use HeadBeforePut."""
-    UNKNOWN = "unknown"
-    """This identity may not write, so it could not be tried; nor does it matter to it."""
-
-
-async def probe_conditional_put(store: Store, name: str = KEPT_PROBE) -> ConditionalPut:
+async def probe_conditional_put(store: Store, name: str = KEPT_PROBE) -> bool | None:
     """Find out whether the server honours ``If-None-Match: *``, by writing a name twice.
 
     One or two small requests. The object stays, so that a probe needs no right to delete; all
     processes share it.
+
+    Returns:
+        True where the second writer of a name is refused, False where it overwrites or the header
+        itself is refused. None where this identity may not write, so it does not matter to it.
 
     Raises:
         UnavailableError: The store does not answer now; ask again later.
@@ -159,25 +149,19 @@ async def probe_conditional_put(store: Store, name: str = KEPT_PROBE) -> Conditi
         await store.put_if_absent(name, [PROBE_BODY])
     except ConflictError:
         # The first of the two says so where the object was kept.
-        return ConditionalPut.ENFORCED
+        return True
     except AccessError as exc:
         log.info("cannot tell whether conditional writes are honoured: %s", exc)
-        return ConditionalPut.UNKNOWN
-    return ConditionalPut.IGNORED
+        return None
+    return False
 
 
 async def with_conditional_put(store: Store) -> Store:
     """The store, or HeadBeforePut around it where ``If-None-Match: *`` is not honoured.
 
-    Costs what probe_conditional_put costs, and raises what it raises; once for each store,
-    unless it could not be told.
+    Costs what probe_conditional_put costs, and raises what it raises.
     """
-    answer = _answers.get(store)
-    if answer is None:
-        answer = await probe_conditional_put(store)
-        if answer is not ConditionalPut.UNKNOWN:  # the rights of this identity may change
-            _answers[store] = answer
-    return HeadBeforePut(store) if answer is ConditionalPut.IGNORED else store
+    return HeadBeforePut(store) if await probe_conditional_put(store) is False else store
 
 
 class HeadBeforePut(Wrapper):

@@ -16,7 +16,7 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.settings import Settings
-from s3ec.store.open import ConditionalPut, probe_conditional_put
+from s3ec.store.open import probe_conditional_put
 from s3ec.testing.contract import MakeStore, StoreContract
 from tests.contract.conftest import Transport
 
@@ -70,5 +70,5 @@ class TestOnYourStore(StoreContract):
 
 async def test_your_store_refuses_the_second_writer(transport: Transport) -> None:
     store = transport(_settings(prefix=f"s3ec-test-{_RUN}"))
-    assert await probe_conditional_put(store) is ConditionalPut.ENFORCED
+    assert await probe_conditional_put(store) is True
     await store.close()

@@ -11,7 +11,6 @@ from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableErro
 from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.open import (
     KEPT_PROBE,
-    ConditionalPut,
     HeadBeforePut,
     open_store,
     probe_conditional_put,
@@ -24,14 +23,14 @@ from tests.support.overwriting import OverwritingStore
 
 every_server = pytest.mark.parametrize(
     ("kind", "expected"),
-    [(MemoryStore, ConditionalPut.ENFORCED), (OverwritingStore, ConditionalPut.IGNORED)],
+    [(MemoryStore, True), (OverwritingStore, False)],
 )
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
 @every_server
 async def test_probe_finds_what_a_server_does_and_leaves_one_object(
-    kind: type[MemoryStore], expected: ConditionalPut, is_kept: bool
+    kind: type[MemoryStore], expected: bool, is_kept: bool
 ) -> None:
     store = kind()
     if is_kept:
@@ -43,7 +42,8 @@ async def test_probe_finds_what_a_server_does_and_leaves_one_object(
 @pytest.mark.parametrize("skip", [0, 1])
 async def test_probe_of_who_may_not_write_or_not_overwrite_is_unknown(skip: int) -> None:
     denied = Script([Fault(op="put_if_absent", error=AccessError, skip=skip)])
-    assert await probe_conditional_put(FaultStore(MemoryStore(), denied)) is ConditionalPut.UNKNOWN
+    assert await probe_conditional_put(store := FaultStore(MemoryStore(), denied)) is None
+    assert await with_conditional_put(store) is store
 
 
 @pytest.mark.parametrize("skip", [0, 1])
@@ -51,25 +51,6 @@ async def test_probe_of_a_sick_server_raises(skip: int) -> None:
     sick = Script([Fault(op="put_if_absent", error=UnavailableError, skip=skip)])
     with pytest.raises(UnavailableError):
         await probe_conditional_put(FaultStore(MemoryStore(), sick))
-
-
-async def test_a_store_is_probed_once_for_all_who_ask() -> None:
-    store = FaultStore(MemoryStore())
-    await with_conditional_put(store)
-    probed = store.calls.total()
-    assert probed == 2
-    for _ in range(2):
-        assert await with_conditional_put(store) is store
-    assert store.calls.total() == probed
-
-
-async def test_an_identity_without_rights_is_probed_again() -> None:
-    """It may be allowed to write later, and then the answer matters."""
-    store = FaultStore(
-        OverwritingStore(), Script([Fault("put_if_absent", error=AccessError, times=1)])
-    )
-    assert await with_conditional_put(store) is store
-    assert isinstance(await with_conditional_put(store), HeadBeforePut)
 
 
 async def test_head_before_put_keeps_the_first_writer_where_the_server_does_not_and_warns_once(
