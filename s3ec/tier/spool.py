@@ -3,9 +3,9 @@
 
 Each is a hard link, made before the entry appears in the tier: whatever this node serves from a
 save of its own is in the bucket or on its way there. Eviction cannot take it. Its name tells its
-owner, who holds the lock of that name. What an owner left whose lock is free is taken over by the
-next process that writes to the same bucket. Like everything here it is not synced to the device: it
-survives the end of a process, not a power cut.
+owner, who holds the lock of that name. What an owner left whose lock is free is renamed by the next
+process that writes to the same bucket, and so taken over. Like everything here it is not synced to
+the device: it survives the end of a process, not a power cut.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class Spool:
         self._held: dict[bytes, Spooled] = {}  # the oldest first
         self._nbytes = 0
         self._locking = threading.Lock()  # of what follows
-        self._locks: dict[str, int] = {}  # owner to the descriptor that holds the lock
-        self._owner = ""  # of what this process adds
+        self._owner = ""  # of what this process holds
+        self._lock_fd = -1  # holds the owner's lock
         self._is_closed = False
 
     @property
@@ -170,8 +170,7 @@ class Spool:
             TierError: Closed.
         """
         for _ in range(_ATTEMPTS):
-            name = f"{self._own()}-{next(self._numbers)}--{key.digest.hex()}{OBJECT_SUFFIX}"
-            target = f"{self._folder}/{self._place}{name}"
+            target = self._new_path(key.digest)
             try:
                 nbytes = self._link(source, target)
             except FileNotFoundError:
@@ -228,12 +227,10 @@ class Spool:
     def adopt(self) -> list[Spooled]:
         """Take over what dead processes left for this namespace and bucket; never raises.
 
-        Whoever gets a dead owner's lock holds its files, and keeps the lock until the first call
-        after they have gone. A second copy of what is held already is removed.
+        Who gets a dead owner's lock gives its files names of its own. A second copy of what is held
+        stays where it is until the first has left: that may turn out to be bad.
         """
         taken: list[Spooled] = []
-        with self._locking:
-            self._end_locks(keep=self._owner)
         for owner in self._others():
             try:
                 self._adopt_from(owner, taken)
@@ -250,15 +247,22 @@ class Spool:
         """Leave what is held to the next process; never raises."""
         with self._locking:
             self._is_closed = True
-            self._end_locks()
+            if self._lock_fd >= 0 and not self._held:
+                self._unlink(self._lock_path(self._owner))
+            self._end_lock()
         with self._lock:
             self._held.clear()
             self._nbytes = 0
 
-    # -- locks -------------------------------------------------------------------------------
+    # -- owners ------------------------------------------------------------------------------
 
     def _lock_path(self, owner: str) -> str:
         return f"{self._folder}/{owner}.lock"
+
+    def _new_path(self, digest: bytes) -> str:
+        """A name that nobody has had, for a file of this process."""
+        name = f"{self._own()}-{next(self._numbers)}--{digest.hex()}{OBJECT_SUFFIX}"
+        return f"{self._folder}/{self._place}{name}"
 
     def _own(self) -> str:
         """The owner of what is added now; another one where somebody has deleted its lock."""
@@ -266,41 +270,33 @@ class Spool:
             for _ in range(_ATTEMPTS):
                 if self._is_closed:
                     raise TierError("the tier is closed")
-                fd = self._locks.get(self._owner)
-                if fd is not None and os.fstat(fd).st_nlink:
+                if self._lock_fd >= 0 and os.fstat(self._lock_fd).st_nlink:
                     return self._owner
+                self._end_lock()
                 self._owner = secrets.token_hex(8)
-                fd = self._take_lock(self._owner)
-                if fd is not None:
-                    self._locks[self._owner] = fd
+                self._lock_fd = self._take_lock(self._owner)
         raise TierError(f"locks in {self._folder} vanish as soon as they are made")
 
-    def _take_lock(self, owner: str) -> int | None:
-        """Take an owner's lock, which is made where it is missing; None where another has it."""
+    def _take_lock(self, owner: str) -> int:
+        """Take an owner's lock, which is made where it is missing; -1 where another has it."""
         fd = self._folders.open_own(self._lock_path(owner))
         try:
             if lock_file(fd):
                 taken, fd = fd, -1
                 return taken
-            return None
+            return -1
         finally:
             if fd >= 0:
                 os.close(fd)
 
-    def _end_locks(self, *, keep: str = "") -> None:
-        """Give up the locks of owners of whom nothing is held; those of all once it is closed."""
-        at = len(f"{self._folder}/{self._place}")
-        owners = {spooled.path[at : at + 16] for spooled in list(self._held.values())}
-        for owner in self._locks.keys() - {keep}:
-            if owner not in owners:
-                self._unlink(self._lock_path(owner))
-            elif not self._is_closed:
-                continue
+    def _end_lock(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
             with suppress(OSError):
-                os.close(self._locks.pop(owner))
+                os.close(fd)
 
     def _others(self) -> set[str]:
-        """Owners with files for this place, and of locks without files, but for those held."""
+        """Other owners with files for this place, and those of locks without files."""
         try:
             names = [] if self._is_closed else os.listdir(self._folder)
         except FileNotFoundError:
@@ -311,46 +307,43 @@ class Spool:
         owners = {name: parts.owner for name in names if (parts := SpoolFileName.parse(name))}
         ours = {owner for name, owner in owners.items() if name.startswith(self._place)}
         # A lock without files was left by one who held nothing when it died.
-        alone = {owner_of_lock(name) for name in names} - {None, *owners.values()}
-        with self._locking:
-            return {owner for owner in ours | alone if owner is not None} - self._locks.keys()
+        alone = {owner for name in names if (owner := owner_of_lock(name)) is not None}
+        return (ours | alone - set(owners.values())) - {self._owner}
 
     def _adopt_from(self, owner: str, taken: list[Spooled]) -> None:
         fd = self._take_lock(owner)
-        if fd is None:  # it lives
+        if fd < 0:  # it lives
             return
         try:
             # Looked at once more: it may have added some before it died, and for another place.
             names = [(name, SpoolFileName.parse(name)) for name in os.listdir(self._folder)]
             left = [(name, parts) for name, parts in names if parts and parts.owner == owner]
-            is_held = is_anothers = False
+            is_empty = True
             for name, parts in left:
-                if name.startswith(self._place):
-                    is_held |= self._take(f"{self._folder}/{name}", parts.digest, taken)
-                else:
-                    is_anothers = True
-            if not (is_held or is_anothers):
+                is_ours = name.startswith(self._place)
+                if not (is_ours and self._take(f"{self._folder}/{name}", parts.digest, taken)):
+                    is_empty = False
+            if is_empty:
                 os.unlink(self._lock_path(owner))
-            with self._locking:
-                if is_held and not self._is_closed:
-                    self._locks[owner], fd = fd, -1
         finally:
-            if fd >= 0:
-                os.close(fd)
+            os.close(fd)
 
     def _take(self, path: str, digest: bytes, taken: list[Spooled]) -> bool:
-        """Hold a file of the dead, unless the entry is held; whether it is this file that is."""
+        """Hold a file of the dead, unless the entry is held already."""
         found = os.lstat(path)
-        spooled = Spooled(path, digest, found.st_size, found.st_mtime)
+        spooled = Spooled(self._new_path(digest), digest, found.st_size, found.st_mtime)
         with self._lock:
-            held = self._held.setdefault(digest, spooled)
-            if held is spooled:
-                self._nbytes += spooled.nbytes
-                taken.append(spooled)
-        if held.path != path:
-            self._unlink(path)
-            return False
-        return True  # also where an adoption took it that failed after that
+            if digest in self._held:
+                return False
+            self._held[digest] = spooled
+            self._nbytes += spooled.nbytes
+        try:
+            os.rename(path, spooled.path)
+        except OSError:
+            self._let_go(spooled)
+            raise
+        taken.append(spooled)
+        return True
 
     # -- files -------------------------------------------------------------------------------
 

@@ -89,8 +89,8 @@ def test_spooled_entry_is_one_file_with_two_names_beside_the_lock_of_its_owner(
     assert spool.held(KEY.digest) is not None
     assert spool.nbytes == SIZE
     usage = usage_of(tier)
-    assert (usage.nbytes, usage.spooled_nbytes, usage.held_nbytes) == (SIZE, SIZE, 0)
-    assert usage.total_nbytes == SIZE
+    assert (usage.entry_bytes, usage.spooled_bytes, usage.held_bytes) == (SIZE, SIZE, 0)
+    assert usage.total_bytes == SIZE
     assert counters.get("tier.errors") == 0
 
 
@@ -102,10 +102,10 @@ def test_eviction_passes_over_what_the_spool_keeps_on_the_disk_anyway(
     publish(tier, 0, 3, 6, spool=spool)
     for number in range(9, 60, 3):
         publish(tier, number)
-        assert usage_of(tier).total_nbytes <= 8 * SIZE
+        assert usage_of(tier).total_bytes <= 8 * SIZE
     assert counters.get("tier.evicted") > 0
     assert all(tier.entries.contains(key_at(number)) for number in (0, 3, 6))
-    assert running_total(tier) >= usage_of(tier).total_nbytes
+    assert running_total(tier) >= usage_of(tier).total_bytes
     for number in (0, 3, 6):
         unspool(spool, key_at(number))
     make_room(tier, 6 * SIZE, budget_bytes=8 * SIZE)
@@ -119,7 +119,7 @@ def test_second_save_of_an_entry_takes_the_place_of_the_first(
     publish(tier, 0, spool=spool)
     tier.writer.publish(KEY, [entry(KEY, seed=1, rows=8)], spool=spool)
     assert spooled(spool, KEY) == entry(KEY, seed=1, rows=8)
-    assert spool.nbytes == len(entry(KEY, rows=8)) == usage_of(tier).total_nbytes
+    assert spool.nbytes == len(entry(KEY, rows=8)) == usage_of(tier).total_bytes
     spool.add(KEY, str(file_of(root, KEY)))  # the very same file
     assert spooled_below(root) == digests_of(0)
     assert temps_below(root) == set()
@@ -217,7 +217,7 @@ def test_removed_entry_that_the_disk_keeps_is_finished_by_the_next_process(
     assert spool.held(KEY.digest) is None
     assert spool.load(KEY.digest) is None
     assert spool.nbytes == SIZE
-    assert usage_of(one).spooled_nbytes == 2 * SIZE  # the budget counts it
+    assert usage_of(one).spooled_bytes == 2 * SIZE  # the budget counts it
     one.close()
     two = make_tier().open_spool(DESTINATION)
     assert len(two.adopt()) == 2
@@ -247,7 +247,7 @@ def test_entry_that_cannot_appear_may_be_spooled_and_is_counted(
             publish(tier, 0, spool=spool)
     assert not tier.entries.contains(KEY)
     assert spool.load(KEY.digest) is not None
-    assert running_total(tier) >= usage_of(tier).total_nbytes == SIZE
+    assert running_total(tier) >= usage_of(tier).total_bytes == SIZE
 
 
 def test_owner_whose_lock_was_deleted_goes_on_under_another_name(
@@ -314,7 +314,7 @@ def test_bad_entry_is_not_loaded_but_deleted_and_counted(
     assert counters.get("tier.bad_files") == 1
     assert tier.entries.open(KEY) is None  # the same bytes, and whoever opens them finds out
     assert not tier.entries.contains(KEY)
-    assert usage_of(tier).total_nbytes == 0
+    assert usage_of(tier).total_bytes == 0
 
 
 def test_better_entry_of_the_tier_stays_when_the_spooled_one_is_bad(
@@ -423,24 +423,26 @@ def test_left_overs_of_the_dead_are_taken_with_or_without_their_lock(
     assert locks_below(root) == []
 
 
-def test_second_copy_of_what_we_hold_is_removed(tier: Tier, spool: Spool, root: Path) -> None:
-    left_by_the_dead(root, 0, 1)
-    tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
-    assert [one.digest for one in spool.adopt()] == [key_at(1).digest]
-    assert spooled_below(root) == digests_of(0, 1)
-    assert spooled(spool, KEY) == entry(KEY, seed=1)
-
-
-def test_lock_of_the_dead_goes_with_the_second_copies_that_were_all_they_left(
-    tier: Tier, spool: Spool, root: Path
+@pytest.mark.parametrize("bad", [False, True])
+def test_second_copy_of_what_we_hold_is_taken_over_once_the_first_has_gone(
+    tier: Tier, spool: Spool, root: Path, bad: bool
 ) -> None:
-    left_by_the_dead(root, 0)
-    tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
-    own = locks_below(root)
-    assert spool.adopt() == []
+    left_by_the_dead(root, 0, 1)
+    first = entry(KEY, seed=1)
+    if bad:
+        first = first[:-1] + bytes([first[-1] ^ 1])
+    tier.writer.publish(KEY, [first], spool=spool)
+    assert [one.digest for one in spool.adopt()] == [key_at(1).digest]
+    assert len(spool_files(root)) == 3
+    if bad:
+        assert spool.load(KEY.digest) is None
+    else:
+        assert spooled(spool, KEY) == first
+        assert spool.adopt() == []
+        unspool(spool, KEY)
+    assert [one.digest for one in spool.adopt()] == [KEY.digest]
+    assert spooled(spool, KEY) == entry(KEY)
     assert [lock for lock in locks_below(root) if DEAD in lock.name] == []
-    assert len(own) == 2
-    assert spooled(spool, KEY) == entry(KEY, seed=1)
 
 
 def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
@@ -465,15 +467,16 @@ def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
         assert spooled(spool, key_at(number)) == entry(key_at(number))
 
 
-def test_lock_of_the_dead_goes_when_all_that_they_left_has_gone(
+def test_lock_of_the_dead_goes_when_all_that_they_left_was_taken_over(
     tier: Tier, spool: Spool, root: Path
 ) -> None:
     before = open_below(root)
     for number in range(3):
         left_by_the_dead(root, number, owner=f"{number:016x}")
         assert len(spool.adopt()) == 1
+        assert len(locks_below(root)) == 1  # its own
         unspool(spool, key_at(number))
-    assert spool.adopt() == []
+    spool.close()
     assert locks_below(root) == []
     assert open_below(root) == before
 
