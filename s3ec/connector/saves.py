@@ -118,7 +118,7 @@ class SaveQueue:
     (a hook)   queued     ``put`` has begun its copy into host memory
     (a hook)   dropped    it is queued already, there is no room, or the queue is drained
     queued     spooled    the writer's thread has it in spool and tier; its memory is free
-    queued     in memory  the disk refuses or hangs: it is uploaded from memory
+    queued     in memory  the disk refuses it: it is uploaded from memory
     queued     refused    it is not finite, not two-dimensional, or has no key
     spooled    stored     the bucket took it, or said that it holds it already
     in memory  stored     likewise
@@ -137,8 +137,8 @@ class SaveQueue:
     Two bounds: ``budget_bytes`` for tensors in host memory, which are let go of when they are on
     the disk (their buffers are powers of two, and 64 MiB of them are kept for the next ones), and
     a quarter of ``cache_bytes`` for what waits there. Where the disk fails an embedding is
-    uploaded from memory, and lost if the process ends first. So is all that comes while the disk
-    hangs, but for what its writer hangs with.
+    uploaded from memory, and lost if the process ends first. While it hangs, saves stay queued, and
+    those that find no room are dropped at once.
     """
 
     def __init__(
@@ -179,7 +179,6 @@ class SaveQueue:
         self._stopping = False
         self._left: int | None = None  # by drain
         self._thread: threading.Thread | None = None
-        self._writes_to_disk = False
         self._stagings: dict[torch.device, Staging] = {}
         self._spool: Spool = node.tier.open_spool(node.destination)
         self._uploads = Uploader(
@@ -189,7 +188,6 @@ class SaveQueue:
             ended=self._upload_ended,
             announced=self._wake,
         )
-        self._uploads.start_adopting()
 
     # -- the hook's thread -------------------------------------------------------------------
 
@@ -216,11 +214,12 @@ class SaveQueue:
         with self._changed:
             if identifier in self._pending:
                 return False
-            self._replace_writer_that_hangs()
             if not self._make_room_locked(nbytes) or self._stopping:
                 return False
             if self._thread is None:
-                self._start_writer()
+                thread = threading.Thread(target=self._write, name="s3ec-save", daemon=True)
+                thread.start()  # where there are too many threads, the next save tries again
+                self._thread = thread
             self._pending[identifier] = nbytes
             self._memory_bytes += nbytes
         try:
@@ -240,7 +239,8 @@ class SaveQueue:
         is_waiting = False
         while self._is_full(nbytes):
             left_s = MAX_BLOCKED_S - max(self._blocked_in_step_s, self._blocked_in_outage_s)
-            if self._overflow == "drop" or self._stopping or left_s <= 0:
+            is_hopeless = self._stopping or left_s <= 0 or self._node.loop.watch.hangs
+            if self._overflow == "drop" or is_hopeless:
                 self._count_dropped()
                 return False
             if not is_waiting:
@@ -252,34 +252,17 @@ class SaveQueue:
             waited_s = time.monotonic() - began_s
             self._blocked_in_step_s += waited_s
             self._blocked_in_outage_s += waited_s
-            self._replace_writer_that_hangs()
         return True
 
     def _count_dropped(self) -> None:
         self._node.counters.add("save_problem.dropped")
         if self._dropped == 0:
             log.warning(
-                "the bucket takes embeddings more slowly than they are made, or not at all: those "
-                "that find no room (`save_queue_bytes`, a quarter of `cache_bytes`) are not saved, "
-                "and are encoded and saved another time (logged once)"
+                "the bucket, or this node's disk, takes embeddings more slowly than they are made, "
+                "or not at all: those that find no room (`save_queue_bytes`, a quarter of "
+                "`cache_bytes`) are not saved, and are encoded and saved another time (logged once)"
             )
         self._dropped += 1
-
-    def _start_writer(self) -> None:
-        before = self._thread, self._writes_to_disk
-        thread = threading.Thread(target=self._write, name="s3ec-save", daemon=True)
-        self._thread, self._writes_to_disk = thread, False
-        try:
-            thread.start()
-        except RuntimeError:  # there are too many; the next save tries again
-            self._thread, self._writes_to_disk = before
-            raise
-
-    def _replace_writer_that_hangs(self) -> None:
-        """Have another go on, past the disk; the old one ends when the disk has answered it."""
-        if self._writes_to_disk and self._node.loop.watch.hangs:
-            self._start_writer()
-            self._wakeups.put(True)
 
     def _staging(self, device: torch.device) -> Staging:
         staging = self._stagings.get(device)
@@ -382,22 +365,17 @@ class SaveQueue:
             if left_s <= 0 or not (uploading or self._uploads.unannounced):
                 return
             if not uploading:
-                self._uploads.flush()
-            self._replace_writer_that_hangs()
-            # Nobody tells of a disk that begins to hang.
+                self._uploads.flush()  # each time: what has failed is tried again
             self._changed.wait(min(left_s, 1.0))
 
     # -- the writer's thread -----------------------------------------------------------------
 
     def _write(self) -> None:
-        me = threading.current_thread()
         while self._wakeups.get():
             self._wait_for_more()
             self._is_woken = False  # first: what comes in from here on wakes it again
             while self._jobs:
                 self._write_next()
-                if self._thread is not me:
-                    return
 
     def _wait_for_more(self) -> None:
         """Wait until the hook has been silent for a moment."""
@@ -409,11 +387,7 @@ class SaveQueue:
 
     def _write_next(self) -> None:
         """Take one job to its upload. A call of its own, so that no tensor outlives it."""
-        try:
-            job = self._jobs.popleft()
-        except IndexError:  # a writer that was replaced this moment took it
-            return
-        upload = None
+        job, upload = self._jobs.popleft(), None
         try:
             upload = self._write_one(job)
         except BaseException:
@@ -478,15 +452,8 @@ class SaveQueue:
         watch = self._node.loop.watch
         if watch.hangs:
             raise TierError("the disk does not answer")
-        me = threading.current_thread()
-        if self._thread is me:
-            self._writes_to_disk = True
-        try:
-            publish = partial(self._node.tier.writer.publish, key, pieces, spool=self._spool)
-            return watch.run(publish)
-        finally:
-            if self._thread is me:
-                self._writes_to_disk = False
+        publish = partial(self._node.tier.writer.publish, key, pieces, spool=self._spool)
+        return watch.run(publish)
 
     # -- the loop's thread -------------------------------------------------------------------
 

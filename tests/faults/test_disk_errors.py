@@ -44,14 +44,17 @@ def test_failing_disk_is_a_miss_and_saves_pass_it_by(disk: FailingDisk) -> None:
 
 
 def test_spool_on_a_failing_disk_is_uploaded_by_the_next_process(disk: FailingDisk) -> None:
+    """Until then its uploads take all places, and leave room for what goes from memory."""
     corpus = Corpus()
     gate = corpus.hold_saves()
     with Machine(corpus, disk.path / "cache", max_concurrency="1") as machine:
         machine.save(*range(6))
         machine.wait_written(*range(6))
         disk.fail()
+        machine.save(6, 7)
         gate.release()
-        eventually(lambda: machine.node.counters.get("tier.errors") > 0)
+        eventually(lambda: corpus.has(6, 7))
+        eventually(lambda: machine.node.counters.get("save_problem.unreadable") > 0)
     disk.mend()
     with Machine(corpus, disk.path / "cache") as machine:
         machine.wait_confirmed(*range(6))

@@ -21,7 +21,7 @@ import pytest
 from s3ec.errors import TierError
 from s3ec.prefetch import FetchOutcome, FetchRequest
 from s3ec.runtime import DiskWatch
-from tests.faults.embeddings import ROWS, identifier_at, key_at
+from tests.faults.embeddings import ENTRY_BYTES, ROWS, identifier_at, key_at
 from tests.faults.lookups import half_of
 from tests.faults.machine import Corpus, Machine
 from tests.support.disks import FailingDisk, failing_disk
@@ -132,43 +132,25 @@ def test_hooks_go_on_while_the_disk_hangs_and_hits_come_back_with_it(
         eventually(lambda: machine.serve(*range(8)) == set(range(8)))
 
 
-def test_saves_pass_a_hanging_disk_by_and_the_one_in_it_comes_later(
+def test_saves_wait_for_a_hanging_disk_and_what_finds_no_room_is_dropped_at_once(
     disk: FailingDisk, clock: WatchClock
 ) -> None:
     corpus = Corpus()
-    with Machine(corpus, disk.path / "cache") as machine:
+    with Machine(corpus, disk.path / "cache", cache_bytes=str(16 * ENTRY_BYTES)) as machine:
         with clock.hurrying(), disk.hanging() as hang:
             machine.save(0)  # its writer hangs
             eventually(lambda: machine.node.loop.watch.hangs)
-            machine.save(*range(1, 8))
-            eventually(lambda: corpus.has(*range(1, 8)))
-            assert machine.node.counters.get("spool.refused") == 7
+            taken = [number for number in range(1, 8) if machine.offer(number)]
+            assert taken == [1, 2, 3]
+            assert machine.node.counters.get("save_problem.dropped") == 4
+            assert machine.node.counters.get("save.blocked") == 0  # though the queue may block
             assert not corpus.has(0)
             hang.end()
             eventually(lambda: not machine.node.loop.watch.hangs)
-        machine.save(8)
+        machine.wait_confirmed(*range(4))
+        machine.save(*range(4, 9))
         machine.wait_confirmed(*range(9))
         assert machine.serve(*range(9)) == set(range(9))
-        machine.assert_in_order()
-
-
-def test_uploads_that_hang_in_the_disk_leave_room_for_those_in_memory(
-    disk: FailingDisk, clock: WatchClock
-) -> None:
-    """All places but one are taken by files that cannot be let go of."""
-    corpus = Corpus()
-    gate = corpus.hold_saves()
-    with Machine(corpus, disk.path / "cache", max_concurrency="2") as machine:
-        machine.save(*range(6))
-        machine.wait_written(*range(6))
-        with clock.hurrying(), disk.hanging() as hang:
-            machine.save(6)
-            eventually(lambda: machine.node.loop.watch.hangs)
-            gate.release()
-            machine.save(7, 8)
-            eventually(lambda: corpus.has(7, 8))
-            hang.end()
-            machine.wait_confirmed(*range(9))
         machine.assert_in_order()
 
 

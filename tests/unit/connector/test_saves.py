@@ -19,7 +19,6 @@ from s3ec.connector.messages import Save
 from s3ec.counters import observed
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.modality import Record
-from s3ec.runtime import DiskWatch
 from s3ec.store.endpoint import BreakerOptions
 from s3ec.testing.fault_store import Fault, Gate
 from s3ec.tier.spool import Spool
@@ -696,34 +695,3 @@ def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
         gc.enable()
     assert rig.counted("save_problem.bad_object") == 1
     assert calls == []
-
-
-def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = 0.0
-    rig.node.loop.watch = DiskWatch(rig.node.counters, patience_s=5.0, clock=lambda: now_s)
-    reached, answers = threading.Event(), threading.Event()
-    publish = rig.node.tier.writer.publish
-
-    def hang(*args: Any, **kwargs: Any) -> None:
-        reached.set()
-        assert answers.wait(DEADLINE_S)
-        publish(*args, **kwargs)
-
-    monkeypatch.setattr(rig.node.tier.writer, "publish", hang)
-    queue = rig.queue()
-    assert queue.put(HASHES[0], IMAGE, tensor(0))
-    assert reached.wait(DEADLINE_S)
-    assert queue.put(HASHES[1], IMAGE, tensor(1))
-    now_s = 10.0  # and no save comes any more, whose hook would notice
-    left: list[int] = []
-    draining = threading.Thread(target=lambda: left.append(queue.drain(2 * DEADLINE_S)))
-    draining.start()
-    try:
-        eventually(lambda: rig.stored(HASHES[1]) is not None)
-    finally:
-        answers.set()
-        draining.join(2 * DEADLINE_S)
-    assert left == [0]
-    assert rig.stored(HASHES[0]) is not None
