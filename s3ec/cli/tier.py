@@ -39,8 +39,8 @@ from s3ec.errors import AmbiguousError, ConfigError, NotFoundError, TierError
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
-    from s3ec.tier.inspection import Freed, Inspection, Sum
-    from s3ec.tier.scan import ScannedEntry
+    from s3ec.tier.inspection import Freed, Inspection
+    from s3ec.tier.scan import ScannedEntry, Sum
 
 _LIMIT = 100
 
@@ -100,17 +100,17 @@ def tier(source: SettingsSource, ctx: typer.Context, as_json: JsonOption = False
     if inspection is not None:
         with counting("counting entries") as report:
             found = inspection.report(now_s=time.time(), report=report)
-        usage = found.usage
+        scan = found.scan
         document |= {
-            "bytes": usage.total_nbytes,
+            "bytes": scan.total_bytes,
             "disk_free_bytes": found.free_bytes,
             "min_free_bytes": int(settings.min_free_bytes),
-            "entry_count": usage.entries,
-            "entry_bytes": usage.nbytes,
+            "entry_count": len(scan.entries),
+            "entry_bytes": scan.entry_bytes,
             "evicted_open_bytes": found.open_nbytes,
-            "held_bytes": usage.held_nbytes,
-            "spool": {"entry_count": found.spooled_files, "bytes": usage.spooled_nbytes},
-            "index": {"index_file_count": found.index_files, "bytes": usage.index_nbytes},
+            "held_bytes": scan.held_bytes,
+            "spool": {"entry_count": len(scan.spooled), "bytes": scan.spooled_bytes},
+            "index": {"index_file_count": scan.index_files, "bytes": scan.index_bytes},
             "ages": _rows("last_used", found.ages),
             "namespaces": _rows("namespace", found.namespaces),
         }
@@ -219,8 +219,8 @@ def evict(
     Without --yes, it removes nothing unless you agree at a terminal. Entries that the bucket has
     not confirmed stay. Removed entries come back from the bucket when they are needed again.
     """
-    from s3ec.tier.evictor import Evicted
     from s3ec.tier.inspection import Freed
+    from s3ec.tier.scan import Sum
 
     target_bytes = size_bytes(to, "to")
     _, inspection = _open(source)
@@ -228,7 +228,7 @@ def evict(
 
     def evict_to(dry_run: bool) -> Freed:
         if inspection is None:
-            return Freed(Evicted(0, 0), 0, 0)
+            return Freed(Sum(), 0, 0)
         resume = UNCHANGED if dry_run else RESUMES
         with counting("counting entries", resume=resume) as report:
             return inspection.evict_to(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import logging
 import os
 import time
@@ -41,8 +40,6 @@ PART_BYTES = 2**22
 # followed.
 _OPEN_LINK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN = _OPEN_LINK | os.O_NOFOLLOW
-# Their pages are nowhere else, and they do not know RWF_NOWAIT.
-_IN_MEMORY = {"tmpfs", "ramfs"}
 # More do not help: a few fill the memory bus.
 MAX_READERS = 4
 # Smaller entries are read sooner by one thread than by several, which take turns at the GIL: five
@@ -73,15 +70,15 @@ def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bo
         OSError: The file cannot be read.
         CorruptEntryError: It is not what was granted.
     """
-    nbytes = load.shape.nbytes
-    front, view = bytearray(load.data_start), bytes_of(memory)[:nbytes]
+    header, nbytes = load.header, load.shape.nbytes
+    front, view = bytearray(header.data_start), bytes_of(memory)[:nbytes]
     checksum = codec.running_checksum()
     with _opened(load) as (fd, found):
-        if found.st_size != len(front) + nbytes:
+        if found.st_size != header.total_bytes:
             raise CorruptEntryError(
-                f"{found.st_size} bytes, expected {len(front) + nbytes}", reason="length"
+                f"{found.st_size} bytes, expected {header.total_bytes}", reason="length"
             )
-        flags = 0 if wait or is_in_memory(found.st_dev) else os.RWF_NOWAIT
+        flags = 0 if wait else os.RWF_NOWAIT
         # All at once where nothing is hashed in between.
         step = PART_BYTES if hashed else nbytes
         done = _read(fd, [front, view[:step]], 0, flags) - len(front)
@@ -99,9 +96,9 @@ def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bo
             done += count
         if done != nbytes:
             raise CorruptEntryError(f"ends after {done} bytes of tensor", reason="length")
-        if codec.checksum(front) != load.front_digest:
+        if codec.checksum(front) != header.front_digest:
             raise CorruptEntryError("another header than was granted", reason="header")
-        if hashed and checksum.hexdigest() != load.checksum:
+        if hashed and checksum.hexdigest() != header.checksum:
             raise CorruptEntryError("checksum differs", reason="checksum")
         touch(fd)
 
@@ -157,21 +154,6 @@ def _read(fd: int, views: list[Any], offset: int, flags: int) -> int:
         if flags and exc.errno == errno.EOPNOTSUPP:
             raise BlockingIOError(errno.EAGAIN, "this file system cannot tell") from exc
         raise
-
-
-@functools.lru_cache(maxsize=16)
-def is_in_memory(device: int) -> bool:
-    """Whether a file system (``st_dev``) is one of memory; looked up once."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                mount, _, about = line.partition(" - ")
-                if mount.split()[2] == number:
-                    return about.split()[0] in _IN_MEMORY
-    except (OSError, IndexError):
-        pass
-    return False
 
 
 def _wait_for_any(outcomes: Collection[Future[Any]], timeout_s: float) -> None:
@@ -328,7 +310,8 @@ class Loader:
             if wait:
                 self._loop.watch.run(partial(read_data, load, buffer.memory, hashed=self._hashed))
             else:
-                read_data(load, buffer.memory, hashed=self._hashed, wait=False)
+                in_memory = self._sources.tier.is_in_memory
+                read_data(load, buffer.memory, hashed=self._hashed, wait=in_memory)
             return
         except PASS_THROUGH:
             raise

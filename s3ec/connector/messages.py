@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from s3ec.codec import Shape
+from s3ec.codec import Header, Shape
 
 if TYPE_CHECKING:
     from s3ec.tier.open_entry import OpenEntry
@@ -22,10 +22,7 @@ class Load:
         path: Name of the file when the scheduler's process opened it.
         pid, fd: That process, and where it has the file open until it hears of the load.
         device, inode: Of that file. Another one is no damage, it is not the one that was granted.
-        shape: Rows, width and dtype that were compared with the request.
-        checksum: xxh3-128 of the tensor's bytes, from the header that was checked.
-        data_start: Offset of the tensor in the file, bytes.
-        front_digest: xxh3-128 of the bytes in front of the tensor, as they were checked.
+        header: The file's, as it was checked, and compared with the request.
         renamed: See identity.Key.
     """
 
@@ -35,26 +32,19 @@ class Load:
     fd: int
     device: int
     inode: int
-    shape: Shape
-    checksum: str
-    data_start: int
-    front_digest: str
+    header: Header
     renamed: str = ""
 
     @classmethod
     def of(cls, identifier: str, entry: OpenEntry, renamed: str = "") -> Load:
         """The load of an open entry."""
-        header = entry.header
-        return cls(
-            identifier,
-            entry.path,
-            *(entry.pid, entry.fd, entry.device, entry.inode),
-            header.shape,
-            header.checksum,
-            header.data_start,
-            header.front_digest,
-            renamed,
-        )
+        file = entry.path, entry.pid, entry.fd, entry.device, entry.inode
+        return cls(identifier, *file, entry.header, renamed)
+
+    @property
+    def shape(self) -> Shape:
+        """Rows, width and dtype of the embedding."""
+        return self.header.shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ class Uploader:
         announced: Callable[[], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Set up; nothing runs yet.
+        """Start looking for what dead processes left, now and every minute.
 
         Args:
             inflight_bytes: Of spooled files in memory at a time; a larger one goes alone.
@@ -164,6 +164,7 @@ class Uploader:
         self._store: Store | None = None
         self._described_s = -math.inf
         self._disagreed: set[str] = set()
+        self._loop.submit(self._adopt_forever())
 
     # -- any thread --------------------------------------------------------------------------
 
@@ -174,10 +175,6 @@ class Uploader:
             RuntimeError: The loop is stopped.
         """
         self._loop.call(self._enqueue, upload)
-
-    def start_adopting(self) -> None:
-        """Look for what dead processes left, now and every minute; returns at once."""
-        self._loop.submit(self._adopt_forever())
 
     def stop_adopting(self) -> None:
         """Look no more; what was found is still uploaded."""

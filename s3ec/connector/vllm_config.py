@@ -419,21 +419,13 @@ def _quantization_config(given: Any) -> dict[str, Any]:
         Empty where nothing is set.
     """
     values = given if isinstance(given, dict) else vars(given) if given is not None else {}
-    kept = {key: value for key, value in values.items() if value and not key.startswith("_")}
-    return {"quantization_config": _plain(_spelt(kept))} if kept else {}
-
-
-def _spelt(value: Any) -> Any:
-    """vLLM's kinds of quantisation by the names under which users know them."""
-    if isinstance(value, dict):
-        return {key: _spelt(inner) for key, inner in value.items()}
-    if not hasattr(value, "activation"):
-        return value
-    from vllm.config.quantization import QUANT_KEY_NAMES
-
-    names = {key: name for name, key in QUANT_KEY_NAMES.items()}
-    kinds = {side: getattr(value, side, None) for side in ("weight", "activation")}
-    return {side: names.get(kind, kind) for side, kind in kinds.items() if kind is not None}
+    kept = {
+        # vLLM's specification of one kind of layers: its string form leaves a half out.
+        key: repr(value) if hasattr(value, "activation") else value
+        for key, value in values.items()
+        if value and not key.startswith("_")
+    }
+    return {"quantization_config": _plain(kept)} if kept else {}
 
 
 def _processor_kwargs(multimodal: Any) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class EntryWriter:
             touch(file.path, self._clock())
             path, spooled = self._entries.path(key), None
             if spool is None:
-                self.place(file, path)
+                self._place(file, path)
             else:
                 # It has the bytes counted: they stay, whatever becomes of the entry.
                 spooled = spool.add(key, file.path)
@@ -118,10 +118,7 @@ class EntryWriter:
         except OSError as exc:
             raise TierError(f"cannot receive {key.name}: {exc}") from exc
 
-        def commit() -> OpenEntry:
-            return self._name_open(key, file, verifier.header, None)
-
-        incoming = Incoming(key.name, file, verifier, commit, self._with_room)
+        incoming = Incoming(self, key, file, verifier)
         try:
             incoming.write_first(first)
         except BaseException:
@@ -129,7 +126,7 @@ class EntryWriter:
             raise
         return incoming
 
-    def place(self, file: TempFile, path: str) -> None:
+    def _place(self, file: TempFile, path: str) -> None:
         """Name a file, and count it; see ``Folders.place``."""
         self._folders.place(file, path)
         self._evictor.account(file.nbytes)
@@ -178,7 +175,7 @@ class EntryWriter:
         path = self._entries.path(key)
         entry = OpenEntry(path, open_entry(file.path), header, verified_s=time.monotonic())
         try:
-            self.place(file, path)
+            self._place(file, path)
         except BaseException:
             del entry  # what keeps the exception keeps this frame
             raise
@@ -199,28 +196,13 @@ class Incoming:
         nbytes: Of the whole entry.
     """
 
-    def __init__(
-        self,
-        name: str,
-        file: TempFile,
-        verifier: Verifier,
-        commit: Callable[[], OpenEntry],
-        with_room: Callable[[int, Callable[[], None]], None],
-    ) -> None:
-        """See EntryWriter.begin.
-
-        Args:
-            name: What it is, for messages.
-            verifier: Has seen the first part.
-            commit: Gives the good file its name.
-            with_room: Writes so many bytes, once more after an eviction where the disk is full.
-        """
-        self._name = name
+    def __init__(self, writer: EntryWriter, key: Key, file: TempFile, verifier: Verifier) -> None:
+        """See EntryWriter.begin; the verifier has seen the first part."""
+        self._writer = writer
+        self._key = key
         self.nbytes = verifier.header.total_bytes
         self._file = file
         self._verifier = verifier
-        self._commit = commit
-        self._with_room = with_room
         self._lock = threading.Lock()
         self._over = False
         self._checked_bytes = 0
@@ -251,11 +233,11 @@ class Incoming:
             for at, part in parts:
                 if at + len(part) > self.nbytes:
                     raise CorruptEntryError(
-                        f"{self._name}: goes on after {self.nbytes} bytes", reason="length"
+                        f"{self._key.name}: goes on after {self.nbytes} bytes", reason="length"
                     )
                 if at < self._checked_bytes or at in self._early:
                     # What was verified must not be written over.
-                    raise CorruptEntryError(f"{self._name}: byte {at} again", reason="length")
+                    raise CorruptEntryError(f"{self._key.name}: byte {at} again", reason="length")
                 if at == self._checked_bytes:
                     self._pass(part)
                 else:
@@ -279,9 +261,9 @@ class Incoming:
         try:
             with self._running():
                 self._verifier.finish()
-                return self._commit()
+                return self._writer._name_open(self._key, self._file, self._verifier.header, None)
         except OSError as exc:
-            raise TierError(f"cannot publish {self._name}: {exc}") from exc
+            raise TierError(f"cannot publish {self._key.name}: {exc}") from exc
         finally:
             self.discard()
 
@@ -295,11 +277,11 @@ class Incoming:
     def _running(self) -> Iterator[None]:
         with self._lock:
             if self._over:
-                raise TierError(f"{self._name} was discarded")
+                raise TierError(f"{self._key.name} was discarded")
             yield
 
     def _write(self, part: bytes | memoryview, at: int) -> None:
         try:
-            self._with_room(len(part), lambda: self._file.put(part, at))
+            self._writer._with_room(len(part), lambda: self._file.put(part, at))
         except OSError as exc:
-            raise TierError(f"cannot write {self._name}: {exc}") from exc
+            raise TierError(f"cannot write {self._key.name}: {exc}") from exc

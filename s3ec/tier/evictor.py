@@ -23,7 +23,6 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from s3ec.counters import Counters
@@ -35,7 +34,7 @@ from s3ec.tier.files import (
     free_bytes,
     sweep_temps,
 )
-from s3ec.tier.scan import ScannedEntry, TierScan, no_pause, scan_tier
+from s3ec.tier.scan import ScannedEntry, Sum, TierScan, no_pause, scan_tier
 
 _log = logging.getLogger(__name__)
 
@@ -78,14 +77,6 @@ class NoRoomError(TierError):
     """Raised for a publish that would break a limit, where nothing may be evicted for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """What went."""
-
-    entries: int
-    nbytes: int
-
-
 def oldest_first(
     entries: Sequence[ScannedEntry], *, now_s: float, pause: Callable[[], None] = no_pause
 ) -> Iterator[ScannedEntry]:
@@ -115,8 +106,8 @@ def evict(
     goal_entries: int = 0,
     remove: bool = True,
     pause: Callable[[], None] = no_pause,
-) -> Evicted:
-    """Remove entries in the order given until ``goal_bytes`` are gone.
+) -> Sum:
+    """Remove entries in the order given until ``goal_bytes`` are gone; what went.
 
     Args:
         entries: Without what is spooled, since removing that frees nothing now.
@@ -124,9 +115,9 @@ def evict(
         objects: ``Folders.objects``; folders below it that lost their last entry go too.
         remove: False only counts.
     """
-    freed = removed = 0
+    gone = Sum()
     for entry in entries:
-        if freed >= goal_bytes and removed >= goal_entries:
+        if gone.nbytes >= goal_bytes and gone.entries >= goal_entries:
             break
         with suppress(OSError):
             found = os.lstat(entry.path)
@@ -135,11 +126,10 @@ def evict(
             if remove:
                 os.unlink(entry.path)
                 _remove_empty(entry.path, str(objects))
-            freed += entry.nbytes
-            removed += 1
-        if removed % _REMOVALS_PER_PAUSE == 0:
+            gone.add(entry.nbytes)
+        if gone.entries % _REMOVALS_PER_PAUSE == 0:
             pause()
-    return Evicted(removed, freed)
+    return gone
 
 
 def _remove_empty(path: str, above: str) -> None:
@@ -258,6 +248,10 @@ class Evictor:
 
     A round sweeps, walks the folder, evicts, and puts the running total right. The node has one at
     a time, by a lock. After a round in the background that freed nothing, the next one waits.
+
+    Attributes:
+        close_evicted: Called after each round that evicted, by whoever did: closes what is evicted
+            and open here, since a file is on the disk until it is closed. Blocking.
     """
 
     def __init__(
@@ -297,7 +291,7 @@ class Evictor:
         self._total = RunningTotal(folders)
         self._background = Background("s3ec-evictor", self._work_ahead)
         self._is_open = False
-        self._on_evicted: list[Callable[[], None]] = []
+        self.close_evicted: Callable[[], None] = lambda: None
         self._rests_until_s = -math.inf  # monotonic, see TURN_REST_S
 
     def open(self, *, fresh: bool) -> None:
@@ -315,14 +309,6 @@ class Evictor:
             self._total.begin()
         sweep_temps(self._folders.incoming)
         self._is_open = True
-
-    def after_evicting(self, close: Callable[[], None]) -> None:
-        """Have this called after each round that evicted: a file is on the disk until it is closed.
-
-        Args:
-            close: Closes what was evicted. Blocking; called by whoever evicts.
-        """
-        self._on_evicted.append(close)
 
     def room_bytes(self) -> int:
         """How much may be published before a limit is reached; 0 or less: nothing.
@@ -477,8 +463,7 @@ class Evictor:
         freed = self._evict(scan, goal_bytes, goal_entries, pause) if goal_bytes > 0 else 0
         self._total.recount(before_bytes, scan.total_bytes - freed)
         if freed:
-            for close in self._on_evicted:
-                close()
+            self.close_evicted()
             if short_bytes > 0 and self._short_bytes(incoming_bytes, ahead=ahead) > 0:
                 self.note_in_vain()
         return freed

@@ -11,7 +11,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import digest_of_name
 from s3ec.runtime import yield_gil
 from s3ec.tier.entries import check_place, read_header
-from s3ec.tier.evictor import Evicted, RunningTotal, evict, evict_lock, oldest_first
+from s3ec.tier.evictor import RunningTotal, evict, evict_lock, oldest_first
 from s3ec.tier.files import (
     FILE_MODE,
     FOLDER_MODE,
@@ -37,8 +37,8 @@ from s3ec.tier.scan import (
     FILES_PER_PAUSE,
     ScannedEntry,
     SpoolFileName,
+    Sum,
     TierScan,
-    Usage,
     scan_tier,
 )
 
@@ -53,41 +53,24 @@ class NoTierError(TierError):
     """There is no such folder, or no engine has stored anything in it."""
 
 
-@dataclass(slots=True)
-class Sum:
-    """Some entries, counted."""
-
-    entries: int = 0
-    nbytes: int = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count one more."""
-        self.entries += 1
-        self.nbytes += nbytes
-
-
 @dataclass(frozen=True, slots=True)
 class TierReport:
     """What ``s3ec tier`` shows.
 
     Attributes:
-        usage: Sums over everything.
+        scan: What was found, and sums over everything.
         free_bytes: Of the disk, for this user.
         ages: Entries by the time since their last use.
         namespaces: Entries by namespace, in order of their bytes, largest first.
         open_nbytes: Bytes of evicted entries that a process of this user still has open; they leave
             the disk when it closes them.
-        spooled_files: Entries that the bucket has not confirmed.
-        index_files: Files of the index, of all namespaces.
     """
 
-    usage: Usage
+    scan: TierScan
     free_bytes: int
     ages: dict[str, Sum]
     namespaces: dict[str, Sum]
     open_nbytes: int
-    spooled_files: int
-    index_files: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +83,7 @@ class Freed:
         kept_bytes: Of these, what waits for the bucket.
     """
 
-    gone: Evicted
+    gone: Sum
     before_bytes: int
     kept_bytes: int
 
@@ -168,13 +151,11 @@ class Inspection:
             raise TierError(f"cannot read {self.folders.version}: {exc.strerror}") from exc
         ranked = sorted(namespaces.items(), key=lambda item: (-item[1].nbytes, item[0]))
         return TierReport(
-            usage=scan.usage(),
+            scan=scan,
             free_bytes=free,
             ages=ages,
             namespaces=dict(ranked),
             open_nbytes=sum(evicted_and_open(self.folders).values()),
-            spooled_files=len(scan.spooled),
-            index_files=scan.index_files,
         )
 
     def namespaces(self) -> list[str]:
@@ -228,45 +209,32 @@ class Inspection:
         Raises:
             TierError: The folder cannot be written, or an eviction does not come to its end.
         """
+        turn = evict_lock(self.folders, wait_s=LOCK_TIMEOUT_S)
         try:
-            if dry_run:
-                return self._evict_to(target_bytes, now_s, namespace, report, remove=False)
-            with evict_lock(self.folders, wait_s=LOCK_TIMEOUT_S) as alone:
+            with nullcontext(True) if dry_run else turn as alone:
                 if not alone:
                     raise TierError(
                         f"another process has been evicting for {LOCK_TIMEOUT_S:.0f} s; try later"
                     )
-                return self._evict_to(target_bytes, now_s, namespace, report, remove=True)
+                total = RunningTotal(self.folders)
+                total_bytes = total.read() or 0
+                scan = self._scan(report)
+                mine = [one for one in scan.entries if namespace in (None, one.namespace)]
+                free = [one for one in mine if one.inode not in scan.kept]
+                in_entries = _bytes_of(mine)
+                before_bytes = scan.total_bytes if namespace is None else in_entries
+                gone = evict(
+                    oldest_first(free, now_s=now_s),
+                    before_bytes - target_bytes,
+                    objects=self.folders.objects,
+                    remove=not dry_run,
+                    pause=yield_gil,
+                )
+                if not dry_run:
+                    total.recount(total_bytes, scan.total_bytes - gone.nbytes)
+                return Freed(gone, before_bytes, in_entries - _bytes_of(free))
         except OSError as exc:
             raise TierError(f"cannot evict in {self.folders.root}: {exc}") from exc
-
-    def _evict_to(
-        self,
-        target_bytes: int,
-        now_s: float,
-        namespace: str | None,
-        report: Report,
-        *,
-        remove: bool,
-    ) -> Freed:
-        total = RunningTotal(self.folders)
-        before_bytes = total.read() or 0
-        scan = self._scan(report)
-        mine = [e for e in scan.entries if namespace in (None, e.namespace)]
-        free = [e for e in mine if e.inode not in scan.kept]
-        in_entries = _bytes_of(mine)
-        before = scan.total_bytes if namespace is None else in_entries
-        goal_bytes = before - target_bytes
-        gone = evict(
-            oldest_first(free, now_s=now_s),
-            goal_bytes,
-            objects=self.folders.objects,
-            remove=remove,
-            pause=yield_gil,
-        )
-        if remove:
-            total.recount(before_bytes, scan.total_bytes - gone.nbytes)
-        return Freed(gone, before, in_entries - _bytes_of(free))
 
     def _scan(self, report: Report) -> TierScan:
         found = 0

@@ -28,6 +28,8 @@ _SHARED = frozenset(
 # sshfs, ceph-fuse), and no list of those would be complete. It may rename a file that is open
 # instead of removing it. The two here are a local disk and the layer of a rootless container.
 _LOCAL_FUSE = frozenset(("fuseblk", "fuse.fuse-overlayfs"))
+# Their pages are nowhere else, and they do not know RWF_NOWAIT.
+IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 
 
 def file_system(path: Path, *, mounts: Path | None = None) -> str:
@@ -52,8 +54,8 @@ def file_system(path: Path, *, mounts: Path | None = None) -> str:
     return kind
 
 
-def require_local(root: Path) -> None:
-    """Refuse a folder that other machines share, or may.
+def require_local(root: Path) -> str:
+    """Refuse a folder that other machines share, or may; returns its kind of file system.
 
     Raises:
         TierError: Names the file system and how to mend it.
@@ -64,3 +66,4 @@ def require_local(root: Path) -> None:
             f"{root} is on a network or shared file system ({kind}); set `cache_dir` to a folder "
             "on a local disk or in /dev/shm: the bucket is the shared copy"
         )
+    return kind

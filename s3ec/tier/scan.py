@@ -88,28 +88,17 @@ class ScannedEntry:
     inode: int
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What the folder holds, all namespaces together, as counted just now.
+@dataclass(slots=True)
+class Sum:
+    """Some entries, counted."""
 
-    Attributes:
-        entries: Number of entries.
-        nbytes: Bytes of entries.
-        spooled_nbytes: Bytes that the bucket has not confirmed, entries or not.
-        held_nbytes: Spooled bytes that are no entry any more (evicted, or copied).
-        index_nbytes: Bytes of the index's files.
-    """
+    entries: int = 0
+    nbytes: int = 0
 
-    entries: int
-    nbytes: int
-    spooled_nbytes: int
-    held_nbytes: int
-    index_nbytes: int
-
-    @property
-    def total_nbytes(self) -> int:
-        """What the byte budget is about."""
-        return self.nbytes + self.held_nbytes + self.index_nbytes
+    def add(self, nbytes: int) -> None:
+        """Count one more."""
+        self.entries += 1
+        self.nbytes += nbytes
 
 
 @dataclass
@@ -151,20 +140,19 @@ class TierScan:
             self.named.add(entry.inode)
 
     @property
+    def spooled_bytes(self) -> int:
+        """What the bucket has not confirmed, entries or not."""
+        return sum(self.kept.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """What is spooled and no entry any more: evicted, or copied."""
+        return sum(nbytes for inode, nbytes in self.kept.items() if inode not in self.named)
+
+    @property
     def total_bytes(self) -> int:
         """All that the byte budget is about."""
-        return self.usage().total_nbytes
-
-    def usage(self) -> Usage:
-        """The sums."""
-        held_nbytes = sum(nbytes for inode, nbytes in self.kept.items() if inode not in self.named)
-        return Usage(
-            entries=len(self.entries),
-            nbytes=self.entry_bytes,
-            spooled_nbytes=sum(self.kept.values()),
-            held_nbytes=held_nbytes,
-            index_nbytes=self.index_bytes,
-        )
+        return self.entry_bytes + self.held_bytes + self.index_bytes
 
 
 def scan_tier(folders: Folders, pause: Callable[[], None] = no_pause) -> TierScan:

@@ -22,7 +22,7 @@ from s3ec.tier.entries import Entries
 from s3ec.tier.entry_writer import EntryWriter
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import DiskErrors, Folders, is_full, make_folder
-from s3ec.tier.mounts import require_local
+from s3ec.tier.mounts import IN_MEMORY, require_local
 from s3ec.tier.news import NewsReader, NewsWriter
 from s3ec.tier.residents import Residents, allowed_residents
 from s3ec.tier.spool import Spool
@@ -40,6 +40,7 @@ class Tier:
         entries: What is here: open, claim what is absent, delete what is bad.
         evictor: Keeps the folder below its budget, which is for all namespaces together.
         writer: Puts new entries here.
+        is_in_memory: No disk has to answer a read.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Tier:
         self._require_open()
         residents = Residents(self.entries, may_grant=may_grant, most=allowed_residents())
         self._opened.append(residents)
-        self.evictor.after_evicting(residents.close_evicted)
+        self.evictor.close_evicted = residents.close_evicted
         return residents
 
     def need_room(self, nbytes: int) -> None:
@@ -183,7 +184,7 @@ class Tier:
             raise TierError("the tier is not open")
 
     def _open(self) -> None:
-        require_local(self.folders.root)
+        self.is_in_memory = require_local(self.folders.root) in IN_MEMORY
         runtime.keep_files(f"{self.folders.version}/")
         fresh = not os.path.lexists(self.folders.version)
         self.folders.make()

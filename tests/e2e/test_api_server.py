@@ -53,6 +53,6 @@ def test_the_killed_server_leaves_the_nodes_disk_in_order(
     tier = tier_of(workdir / "server-tier", corpus.namespace)
     try:
         assert audit_of(tier) == []
-        assert usage_of(tier).entries == 1
+        assert len(usage_of(tier).entries) == 1
     finally:
         tier.close()

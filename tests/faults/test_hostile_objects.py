@@ -91,7 +91,7 @@ def test_body_that_is_something_else_is_a_miss_and_the_object_is_not_asked_for_a
             assert engine.fetch(number).outcome is FetchOutcome.CORRUPT, what
             assert rule.fired == 2, what
             assert asks_for(stocked, number) == 2, what
-        assert usage_of(engine.node.tier).entries == 0
+        assert len(usage_of(engine.node.tier).entries) == 0
 
 
 def with_header(body: bytes, data: bytes = b"") -> bytes:
@@ -126,7 +126,7 @@ def test_entry_that_does_not_fit_is_a_miss_and_its_field_is_counted(
             else:
                 assert engine.count(f"mismatch.{field}") == 1, field
         assert engine.count("bad_objects") == len(unusable)
-        assert usage_of(engine.node.tier).entries == 0
+        assert len(usage_of(engine.node.tier).entries) == 0
 
 
 def tensors(count: int) -> bytes:
@@ -166,7 +166,7 @@ def test_hostile_safetensors_are_refused_and_asked_for_twice(stocked: Site, tmp_
             engine.fetch(number)
             asked_again = asks_for(stocked, number) > asked
             assert asked_again is (what == "100,000 names"), what
-        assert usage_of(engine.node.tier).entries == 0
+        assert len(usage_of(engine.node.tier).entries) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ def test_range_that_is_something_else_is_fetched_again_or_a_miss_and_nothing_sta
             assert rule.fired == 1, what
             assert fetched.outcome is FetchOutcome.READY, what
             assert asks_for(stocked, number) > 4, what  # the ranges of one attempt
-        assert usage_of(engine.node.tier).entries == len(RANGES)
+        assert len(usage_of(engine.node.tier).entries) == len(RANGES)
         assert audit_of(engine.node.tier) == []
 
 
@@ -235,5 +235,5 @@ def test_large_object_that_stays_bad_in_one_range_is_a_miss_and_not_asked_for_ag
             assert engine.fetch(number).outcome is FetchOutcome.CORRUPT
             assert asks_for(stocked, number) == asked > 0
         assert engine.count("bad_objects") == 2
-        assert usage_of(engine.node.tier).entries == 0
+        assert len(usage_of(engine.node.tier).entries) == 0
         assert audit_of(engine.node.tier) == []

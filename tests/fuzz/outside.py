@@ -23,17 +23,16 @@ import torch
 from s3ec import codec
 from s3ec.connector import saves
 from s3ec.connector.messages import Save
-from s3ec.identity import Key
-from s3ec.index.reader import BAD_OBJECT_TTL_S
+from s3ec.counters import Counters
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier.entries import LocalKeys
 from s3ec.tier.open_entry import OpenEntry
 from tests.support.clock import Clock
+from tests.support.fake_index import FakeIndex
 from tests.unit.tier.cases import key_of
 
 WIDTH = 4
 FIRST_WEIGHTS = 1
-_HIDDEN_S = 60.0  # as the negative cache of the index
 
 
 class BrokenPromiseError(Exception):
@@ -104,48 +103,6 @@ class EntryFiles:
         return path, header
 
 
-class PlayedIndex:
-    """Holds keys, for some of which there is no object, and denies some for a while."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._held: set[bytes] = set()
-        self._hidden_until: dict[bytes, float] = {}
-        self._bad_until: dict[bytes, float] = {}
-
-    def learn(self, key: Key) -> None:
-        """Another engine's news."""
-        self._held.add(key.digest)
-
-    def maybe_contains(self, key: Key) -> bool:
-        hidden = self._clock() < self._hidden_until.get(key.digest, 0.0)
-        return key.digest in self._held and not hidden
-
-    def nbytes(self, key: Key) -> int | None:
-        return 0 if self.maybe_contains(key) else None
-
-    def add(self, key: Key, nbytes: int = 0) -> None:
-        self._held.add(key.digest)
-        self._hidden_until.pop(key.digest, None)
-        self._bad_until.pop(key.digest, None)
-
-    def mark_present(self, key: Key) -> None:
-        pass
-
-    def mark_missing(self, key: Key, *, absent: bool = False) -> None:
-        self._hidden_until[key.digest] = self._clock() + _HIDDEN_S
-
-    def mark_bad(self, key: Key) -> None:
-        until_s = self._clock() + BAD_OBJECT_TTL_S
-        self._hidden_until[key.digest] = self._bad_until[key.digest] = until_s
-
-    def is_bad(self, key: Key) -> bool:
-        return self._clock() < self._bad_until.get(key.digest, 0.0)
-
-    async def refresh(self) -> None:
-        raise NotImplementedError
-
-
 class Outside:
     """Bucket, index and tier as one process sees them.
 
@@ -162,7 +119,7 @@ class Outside:
         self.bucket: dict[str, Stored] = {}
         self.tier: dict[str, Stored] = {}
         self.local = LocalKeys()
-        self.index = PlayedIndex(clock)
+        self.index = FakeIndex(Counters(), clock)
         self.weights = FIRST_WEIGHTS
         self.store = SimpleNamespace(is_open=False)
         self.disk = SimpleNamespace(hangs=False)

@@ -36,7 +36,7 @@ class Scene:
         from tests.unit.tier.cases import key_of
 
         self.s3ec.outside.upload(name, Stored(rows, 1))
-        self.s3ec.outside.index.learn(key_of(name))
+        self.s3ec.outside.index.add(key_of(name))
 
     def delete(self) -> None:
         """Nobody has anything any more."""

@@ -354,7 +354,7 @@ class Run:
             outside.upload(identifier, stored)
             key = key_of(identifier)
             if rnd.random() < self.habits.announced:
-                outside.index.learn(key)
+                outside.index.add(key)
             if rnd.random() < 0.3:
                 outside.publish(identifier, outside.bucket[identifier])
                 if rnd.random() < 0.9:

@@ -33,7 +33,6 @@ class FakeIndex:
         self._bad_until_s.pop(key.digest, None)
 
     def mark_missing(self, key: Key, *, absent: bool = False) -> None:
-        self._known.pop(key.digest, None)
         self._denied_until_s[key.digest] = self._clock() + NEGATIVE_TTL_S
         self._counters.add("index.missing")
 

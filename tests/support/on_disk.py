@@ -15,7 +15,7 @@ from s3ec.runtime import Background
 from s3ec.tier.evictor import Evictor, RunningTotal
 from s3ec.tier.files import DiskErrors, Folders
 from s3ec.tier.inspection import Inspection, complaints_about
-from s3ec.tier.scan import Usage, scan_tier
+from s3ec.tier.scan import TierScan, scan_tier
 from s3ec.tier.tier import Tier
 
 
@@ -56,9 +56,9 @@ def found_in(cache_dir: Path) -> Inspection:
     return Inspection(Folders(cache_dir))
 
 
-def usage_of(tier: Tier | Inspection) -> Usage:
+def usage_of(tier: Tier | Inspection) -> TierScan:
     """Count what the folder holds; walks it."""
-    return scan_tier(tier.folders).usage()
+    return scan_tier(tier.folders)
 
 
 def audit_of(tier: Tier | Inspection) -> list[str]:

@@ -398,7 +398,7 @@ def test_corrupt_twice_is_a_miss_and_forgotten(
     assert bench.store.fetched == [LAYOUT.object(key_of("a"))] * 2
     assert not bench.index.maybe_contains(key_of("a"))
     assert not bench.tier.entries.contains(key_of("a"))
-    assert usage_of(bench.tier).entries == 0
+    assert len(usage_of(bench.tier).entries) == 0
 
 
 @pytest.mark.parametrize("knows", ["an index", "the manifest"])
@@ -452,7 +452,7 @@ def test_an_entry_of_another_shape_is_a_mismatch(
     assert bench.one().outcome is FetchOutcome.MISMATCH
     assert bench.counters.get(f"mismatch.{counter}") == 1
     assert bench.index.maybe_contains(key_of("a"))  # somebody else may need just this
-    assert usage_of(bench.tier).entries == 0
+    assert len(usage_of(bench.tier).entries) == 0
 
 
 def test_absent_counts_as_vanished_where_the_index_held_it(bench: Bench) -> None:
@@ -794,7 +794,7 @@ def test_a_large_object_that_goes_on_behind_its_end_is_bad(in_parts: Bench) -> N
     in_parts.put(key_of("a"), longer)
     assert in_parts.one(rows=LARGE_ROWS).outcome is FetchOutcome.CORRUPT
     assert in_parts.counters.get("corrupt.length") == 2
-    assert usage_of(in_parts.tier).total_nbytes == 0
+    assert usage_of(in_parts.tier).total_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -811,7 +811,7 @@ def test_a_large_object_with_one_bad_part_is_fetched_again(
 def test_a_large_object_of_another_shape_is_not_read_to_its_end(in_parts: Bench) -> None:
     assert in_parts.one(rows=LARGE_ROWS - 1).outcome is FetchOutcome.MISMATCH
     assert ranges(in_parts) == 1
-    assert usage_of(in_parts.tier).total_nbytes == 0
+    assert usage_of(in_parts.tier).total_bytes == 0
 
 
 def test_a_large_object_that_is_absent_or_vanishes_is_a_miss(in_parts: Bench) -> None:
@@ -824,7 +824,7 @@ def test_a_large_object_that_is_absent_or_vanishes_is_a_miss(in_parts: Bench) ->
     del in_parts.bucket[LAYOUT.object(key_of("a"))]
     gate.release()
     assert in_parts.collect(1)[0].outcome is FetchOutcome.ABSENT  # at the second attempt
-    assert usage_of(in_parts.tier).total_nbytes == 0
+    assert usage_of(in_parts.tier).total_bytes == 0
 
 
 def test_a_large_object_that_is_broken_off_leaves_nothing(

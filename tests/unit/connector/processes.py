@@ -24,6 +24,9 @@ from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import key_of
 
 HASHES = [f"{n:064x}" for n in range(1, 40)]
+_HEADER = codec.Header("a", "ns", "image", codec.Shape(1, 1, "float32"), "0" * 32, data_start=64)
+NOWHERE = Load("a", "/nowhere", 0, 0, 0, 0, _HEADER)
+"""A granted load whose file is gone."""
 
 
 def tensor(seed: int = 0, *, width: int = 8) -> Any:

@@ -305,7 +305,6 @@ def test_next_process_announces_what_the_last_one_uploaded(tmp_path: Path) -> No
     assert first.told() == {}
 
     second = Rig(tmp_path, shared=first.bucket)
-    second.uploader.start_adopting()
     eventually(lambda: second.uploader.unannounced == 3)
     assert second.counted("save.existed") == 3
     assert second.spooled() == 3

@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 import pytest
 
 from s3ec import runtime
-from s3ec.codec import Shape
-from s3ec.connector.messages import Load, StepPlan, WorkerReport
+from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, TierError
 from s3ec.weights import Weights
-from tests.unit.connector.processes import HASHES, Process, tensor
+from tests.unit.connector.processes import HASHES, NOWHERE, Process, tensor
 from tests.unit.connector.scheduling import World, feature, request
 
 pytest.importorskip("vllm")
@@ -71,8 +70,7 @@ def test_a_wait_whose_answer_is_repeated_goes_on_and_ends_in_time(pixels: bool, 
 
 
 def test_externally_loaded_hashes_are_the_step_s_loads() -> None:
-    one = Load("a", "/x", 0, 0, 0, 0, Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
-    loads = [one, replace(one, identifier="b")]
+    loads = [NOWHERE, replace(NOWHERE, identifier="b")]
     assert connector(None, StepPlan(loads=loads)).externally_loaded_hashes() == ["a", "b"]
     assert connector(None, None).externally_loaded_hashes() == []
 
@@ -221,8 +219,7 @@ def test_in_a_forked_child_a_granted_load_is_an_error_and_no_made_up_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     it = forked(monkeypatch)
-    load = Load("a", "/x", 0, 0, 0, 0, Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
-    it.bind_connector_metadata(shell.S3ECMetadata(StepPlan(loads=[load])))
+    it.bind_connector_metadata(shell.S3ECMetadata(StepPlan(loads=[NOWHERE])))
     with pytest.raises(RuntimeError, match="forked"):
         it.start_load_caches({})
 

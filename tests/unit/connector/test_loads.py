@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from s3ec.codec import Shape
+from s3ec.codec import Header, Shape
 from s3ec.connector.messages import Load
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.node import Node
 from s3ec.testing.fault_store import Fault, Gate
-from tests.support.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.connector.processes import HASHES, Process
 from tests.unit.tier.cases import key_of
 
@@ -72,9 +72,9 @@ def any_size(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a page that the kernel let go of meanwhile would be another thread's to read."""
-    monkeypatch.setattr(loading, "is_in_memory", lambda _: True)
+    monkeypatch.setattr(bench.node.tier, "is_in_memory", True)
 
 
 class Watched(staging.HostStaging):
@@ -175,11 +175,15 @@ class SlowDisk:
     Attributes:
         now_s: The engine's clock.
         deliveries_s: When it delivers one load each, on that clock; later never.
+        reading: Where the memory is that readers are about to fill.
+        before_answers: Called before the bucket's answers are waited for.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *deliveries_s: float) -> None:
         self.now_s = 0.0
         self.deliveries_s = list(deliveries_s)
+        self.reading: set[int] = set()
+        self.before_answers: Callable[[], object] = lambda: None
         self._allowed = threading.Semaphore(0)
         self._read = reading.read_data
         self._outcomes: list[Future[Any]] = []
@@ -198,13 +202,13 @@ class SlowDisk:
     ) -> None:
         if not wait:
             raise BlockingIOError
+        self.reading.add(memory.data_ptr())
         self._allowed.acquire()
+        self.reading.remove(memory.data_ptr())
         self._read(load, memory, hashed=hashed)
 
-    def loader(self, bench: Bench) -> Any:
-        return loader_on(
-            bench.node, staging.HostStaging, clock=self.clock, wait_for_any=self.wait_for_any
-        )
+    def loader(self, bench: Bench, make_staging: Callable[[], Any] = staging.HostStaging) -> Any:
+        return loader_on(bench.node, make_staging, clock=self.clock, wait_for_any=self.wait_for_any)
 
     def clock(self) -> float:
         return self.now_s
@@ -213,6 +217,7 @@ class SlowDisk:
         until_s = self.now_s + max(0.0, timeout_s)
         answers = [one for one in outcomes if one not in self._outcomes]
         if answers:  # the bucket's, which come at once
+            self.before_answers()
             assert not wait(answers, DEADLINE_S).not_done
             return
         if not self.deliveries_s or self.deliveries_s[0] > until_s:
@@ -258,10 +263,16 @@ def test_a_reader_is_given_up_once_the_bucket_has_delivered(
     for number, load in enumerate(loads):
         blob = bench.entry(load.identifier, tensor(number))
         bench.bucket.objects[bench.object_name(load.identifier)] = blob
-    loader = disk.loader(bench)
+    device = staging.AcceleratorStaging(accelerators.FakeAccelerator())
+    loader = disk.loader(bench, lambda: device)
+    disk.before_answers = lambda: eventually(lambda: bool(disk.reading))
     check(loader.load(loads), 3)
     assert disk.now_s == 9.0
     assert bench.counted("load.hung") == bench.counted("load.rescued") == 2
+    # The disk may write to their buffers yet, so nobody else gets them.
+    taken = {device.take(load.shape).memory.data_ptr() for load in loads}
+    assert disk.reading
+    assert taken.isdisjoint(disk.reading)
     disk.deliver_all()
     loader.close()
 
@@ -386,7 +397,9 @@ def test_file_of_which_the_kernel_has_the_front_only_is_no_bad_one(
     path.write_bytes(blob)
     found = os.stat(path)
     granted = (str(path), 0, 0, found.st_dev, found.st_ino)
-    load = Load("i", *granted, Shape(64, 32, "bfloat16"), "0" * 32, 8192, "0" * 32)
+    shape = Shape(64, 32, "bfloat16")
+    header = Header("i", "ns", "image", shape, "0" * 32, data_start=8192, front_digest="0" * 32)
+    load = Load("i", *granted, header)
     real = os.preadv
 
     def preadv(fd: int, views: list[memoryview], offset: int, flags: int) -> int:
@@ -395,7 +408,6 @@ def test_file_of_which_the_kernel_has_the_front_only_is_no_bad_one(
         return min(real(fd, views, offset), cached - offset)
 
     monkeypatch.setattr(reading.os, "preadv", preadv)
-    monkeypatch.setattr(reading, "is_in_memory", lambda _: False)
     memory = torch.empty(load.shape.nbytes, dtype=torch.uint8)
     with pytest.raises(BlockingIOError):
         reading.read_data(load, memory, wait=False)
@@ -438,7 +450,7 @@ def test_values_that_are_not_hashed_are_believed_length_and_header_are_not(bench
     with pytest.raises(CorruptEntryError, match="checksum"):
         loading.read_data(load, memory)
     loading.read_data(load, memory, hashed=False)
-    assert bytes(memory[:-1].numpy()) == good[load.data_start : -1]
+    assert bytes(memory[:-1].numpy()) == good[load.header.data_start : -1]
     for bad in (good[:-1], good + b"x", good[:40] + bytes([good[40] ^ 1]) + good[41:]):
         path.write_bytes(bad)
         with pytest.raises(CorruptEntryError):

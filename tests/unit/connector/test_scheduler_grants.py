@@ -19,12 +19,6 @@ from tests.unit.connector.scheduling import (
     request,
 )
 
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
 # -- which features -------------------------------------------------------------------------------
 
 

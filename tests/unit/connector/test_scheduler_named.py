@@ -37,11 +37,6 @@ def policy(learned: dict[tuple[str, int], float] | None = None) -> WaitPolicy:
     return WaitPolicy(EncodeCosts(learned), EngineLoad(2))
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
 def wait_in_vain(world: World, asker: Any, *texts: str) -> float:
     """Passes until the request goes on, while nobody uploads anything; how long that took."""
     began_s = world.clock.now_s

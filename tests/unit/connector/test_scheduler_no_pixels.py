@@ -21,12 +21,6 @@ from tests.unit.connector.scheduling import (
     request,
 )
 
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
 # -- features without pixels ----------------------------------------------------------------------
 
 

@@ -21,11 +21,6 @@ from tests.unit.connector.scheduling import (
 from tests.unit.tier.cases import key_of
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
 def not_at_once(world: World, asker: Any) -> bool:
     """Whether a request of one picture is let through without it."""
     return world.run(asker) == [False] and world.step().loads == []

@@ -17,12 +17,6 @@ from tests.unit.connector.scheduling import (
     request,
 )
 
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
 # -- deferral -------------------------------------------------------------------------------------
 
 

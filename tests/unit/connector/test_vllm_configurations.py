@@ -19,9 +19,8 @@ from unittest import mock
 
 import pytest
 
-from s3ec.codec import Shape
 from s3ec.connector import forms
-from s3ec.connector.messages import Load, StepPlan
+from s3ec.connector.messages import StepPlan
 from s3ec.connector.vllm_config import checkpoint_of, namespace_of
 from s3ec.corpus.encoder import VllmEncoder
 from s3ec.corpus.sources import SourceItem
@@ -30,11 +29,14 @@ from s3ec.errors import SourceError
 from s3ec.identity import Namespace
 from s3ec.settings import Settings
 from s3ec.weights import Checkpoint, weights_of
+from tests.unit.connector.processes import NOWHERE
+from tests.unit.connector.scheduling import feature, request
 from tests.unit.test_weights import tensors_of, write
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 shell = pytest.importorskip("s3ec.connector.connector")
+parts = pytest.importorskip("s3ec.connector.parts")
 
 # What vLLM and transformers warn of while they are imported and configured is not ours.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -345,12 +347,24 @@ def test_without_the_files_nothing_is_loaded_or_saved_and_that_is_said_once(
     assert not scheduler.has_cache_item("a")
 
 
+def test_where_ranks_may_not_see_this_nodes_tier_nobody_waits_for_an_embedding(
+    connectors: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(parts, "ranks_problem", lambda _: "they are elsewhere")
+    with caplog.at_level(logging.WARNING, logger="s3ec"):
+        scheduler = connectors("SCHEDULER")
+    assert "nothing will be loaded" in caplog.text
+    asked = request("r", feature("a"))
+    asked.mm_features[0].data = None  # no pixels: whoever may load would wait for it
+    assert not scheduler.ensure_cache_available(asked, 0)
+    assert scheduler.take_unavailable_requests() == {"r"}
+
+
 def test_a_worker_whose_half_did_not_start_says_so_instead_of_loading_nothing(
     connectors: Any, tmp_path: Path
 ) -> None:
     worker = connectors("WORKER", tmp_path / "not-yet")
-    load = Load("a", "/nowhere", 0, 0, 0, 0, Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
-    worker.bind_connector_metadata(shell.S3ECMetadata(StepPlan(loads=[load])))
+    worker.bind_connector_metadata(shell.S3ECMetadata(StepPlan(loads=[NOWHERE])))
     with pytest.raises(RuntimeError, match="did not start"):
         worker.start_load_caches({})
 

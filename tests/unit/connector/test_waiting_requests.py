@@ -48,11 +48,6 @@ class Waits:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
 def waits(world: World) -> Waits:
     return Waits(world)
 

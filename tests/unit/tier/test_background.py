@@ -47,7 +47,7 @@ def test_thread_evicts_to_the_low_mark_before_the_budget_is_full(
     eventually(lambda: len(left(tier, 96)) == 90)
     assert left(tier, 96) == set(range(6, 96))
     # The walk writes its sum down at its end, after the last file has gone.
-    eventually(lambda: running_total(tier) == usage_of(tier).total_nbytes)
+    eventually(lambda: running_total(tier) == usage_of(tier).total_bytes)
     assert audit_of(tier) == []
 
 
@@ -70,12 +70,12 @@ def test_publish_walks_only_where_it_would_break_the_budget(
     tier.writer.publish(large, [entry(large, rows=64)])
     mine = threading.current_thread().name
     assert walkers == [mine]
-    assert usage_of(tier).total_nbytes <= 90 * SIZE
+    assert usage_of(tier).total_bytes <= 90 * SIZE
     # Past 95%, and the thread walks. What comes meanwhile can count twice until its next walk.
     fill(tier, *range(95, 101))
     eventually(lambda: "s3ec-evictor" in walkers)
     # Down to 90 each time; what is published after its last round stays, if it is below 95.
-    eventually(lambda: usage_of(tier).total_nbytes <= 95 * SIZE)
+    eventually(lambda: usage_of(tier).total_bytes <= 95 * SIZE)
 
 
 def test_thread_keeps_ahead_of_the_free_space_floor(
@@ -107,8 +107,8 @@ def test_folder_of_unknown_size_takes_a_64th_of_the_budget_without_a_count(
     fill(tier, *range(600, 610))
     assert running_total(tier) == 640 * SIZE  # nearly full, for all that is known
     fill(tier, *range(610, 700))
-    assert usage_of(tier).total_nbytes <= 640 * SIZE
-    assert running_total(tier) == usage_of(tier).total_nbytes
+    assert usage_of(tier).total_bytes <= 640 * SIZE
+    assert running_total(tier) == usage_of(tier).total_bytes
 
 
 def test_close_ends_a_walk_in_the_middle(
@@ -184,7 +184,7 @@ def test_process_that_can_start_no_thread_publishes_and_evicts_nevertheless(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     tier = make_tier(budget_bytes=100 * SIZE)
     fill(tier, *range(120))
-    assert usage_of(tier).total_nbytes <= 100 * SIZE
+    assert usage_of(tier).total_bytes <= 100 * SIZE
     tier.close()
 
 

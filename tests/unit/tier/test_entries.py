@@ -69,7 +69,7 @@ def test_bad_entry_is_not_opened_but_deleted_and_counted(
     assert not tier.entries.contains(KEY)
     assert counters.get("tier.bad_files") == 1
     assert open_below(root / "v1" / "objects") == []
-    assert usage_of(tier).total_nbytes == 0
+    assert usage_of(tier).total_bytes == 0
     assert tier.entries.open(KEY) is None
     assert counters.get("tier.bad_files") == 1
     tier.writer.publish(KEY, [entry(KEY)])

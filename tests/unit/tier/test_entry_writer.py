@@ -95,7 +95,7 @@ def test_what_was_written_is_served_counted_and_lies_under_its_object_name(
     write(tier)
     assert served(tier, KEY) == BLOB
     assert file_of(root, KEY) == root / "v1" / "objects" / NAMESPACE / KEY.name
-    assert running_total(tier) == usage_of(tier).total_nbytes == len(BLOB)
+    assert running_total(tier) == usage_of(tier).total_bytes == len(BLOB)
     assert temps_below(root) == set()
 
 
@@ -214,7 +214,7 @@ def test_pieces_become_one_file(tier: Tier, pieces: str) -> None:
     blob = entry(KEY, rows=64)
     tier.writer.publish(KEY, split(blob)[pieces])
     assert served(tier, KEY) == blob
-    assert running_total(tier) == usage_of(tier).nbytes == len(blob)
+    assert running_total(tier) == usage_of(tier).entry_bytes == len(blob)
 
 
 def test_short_writes_are_continued(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:

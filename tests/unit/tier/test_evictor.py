@@ -139,7 +139,7 @@ def test_publish_that_cannot_be_counted_stands_and_is_reported(
     assert counters.get("tier.errors") == 1
     assert running_total(tier) == 0
     make_room(tier)  # any round puts it right
-    assert running_total(tier) == usage_of(tier).total_nbytes == len(entry(key))
+    assert running_total(tier) == usage_of(tier).total_bytes == len(entry(key))
 
 
 def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
@@ -153,7 +153,7 @@ def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
     opened(tier, even(2))  # no use
     fill(tier, 15)
     assert left(tier, 10) == set(range(10)) - {2, 3}
-    assert usage_of(tier).nbytes == 9 * SIZE  # 90% of the budget
+    assert usage_of(tier).entry_bytes == 9 * SIZE  # 90% of the budget
     assert counters.get("tier.evicted") == 2
     assert counters.get("tier.evicted_bytes") == 2 * SIZE
     assert audit_of(tier) == []
@@ -205,7 +205,7 @@ def test_spooled_bytes_that_are_no_entry_any_more_count_against_the_budget(
     fill(tier, 4, 5)
     assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE) == 0
     assert make_room(tier, 5 * SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
-    assert usage_of(tier).held_nbytes == 4 * SIZE
+    assert usage_of(tier).held_bytes == 4 * SIZE
 
 
 def test_full_disk_refuses_when_the_spool_holds_everything(make_tier: MakeTier) -> None:
@@ -273,7 +273,7 @@ def test_second_evictor_does_not_wait_but_a_publish_past_the_budget_does(
             publishing.result()
         other.end()
     assert tier.entries.contains(even(3))
-    assert usage_of(tier).nbytes <= 3 * SIZE
+    assert usage_of(tier).entry_bytes <= 3 * SIZE
 
 
 def test_publishes_behind_a_stopped_evictor_wait_once_and_then_are_refused_at_once(
@@ -382,7 +382,7 @@ def test_foreign_files_are_complained_about_but_neither_counted_nor_deleted(
         path.write_bytes(bytes(100 * SIZE))
     link = folder / f"00{'a' * 62}.safetensors"
     link.symlink_to(foreign[0])
-    assert usage_of(tier).nbytes == 5 * SIZE
+    assert usage_of(tier).entry_bytes == 5 * SIZE
     assert make_room(tier, budget_bytes=5 * SIZE) == 0
     make_room(tier, 5 * SIZE, budget_bytes=5 * SIZE)
     assert all(os.path.lexists(path) for path in [*foreign, link])

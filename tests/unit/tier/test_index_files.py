@@ -59,14 +59,14 @@ def test_files_count_for_the_budget_and_are_not_evicted(make_tier: MakeTier) -> 
         tier.writer.publish(key_at(number), [entry(key_at(0))])
     index_of(tier).write(ROWS, [bytes(6 * nbytes)])
     usage = usage_of(tier)
-    assert usage.index_nbytes == 6 * nbytes
-    assert usage.total_nbytes == usage.nbytes + 6 * nbytes <= 10 * nbytes
-    assert running_total(tier) >= usage.total_nbytes
-    assert usage.entries < 6
+    assert usage.index_bytes == 6 * nbytes
+    assert usage.total_bytes == usage.entry_bytes + 6 * nbytes <= 10 * nbytes
+    assert running_total(tier) >= usage.total_bytes
+    assert len(usage.entries) < 6
     for number in range(10, 20):
         tier.writer.publish(key_at(number), [entry(key_at(0))])
-    assert usage_of(tier).total_nbytes <= 10 * nbytes
-    assert usage_of(tier).index_nbytes == 6 * nbytes
+    assert usage_of(tier).total_bytes <= 10 * nbytes
+    assert usage_of(tier).index_bytes == 6 * nbytes
 
 
 def test_files_of_a_model_that_nobody_used_for_a_week_go_and_nothing_else(tier: Tier) -> None:

@@ -381,13 +381,13 @@ class TierMachine(RuleBasedStateMachine):
         assert [self.tier.entries.contains(key) for key in KEYS] == [
             key in model.entries for key in KEYS
         ]
-        assert usage.entries == len(model.entries)
-        assert usage.nbytes == sum(len(file.blob) for file in model.entries.values())
-        assert usage.spooled_nbytes == sum(len(file.blob) for file in spooled)
-        assert self.spool.nbytes == usage.spooled_nbytes
+        assert len(usage.entries) == len(model.entries)
+        assert usage.entry_bytes == sum(len(file.blob) for file in model.entries.values())
+        assert usage.spooled_bytes == sum(len(file.blob) for file in spooled)
+        assert self.spool.nbytes == usage.spooled_bytes
         held = model.kept() - {*model.entries.values()}
-        assert usage.held_nbytes == sum(len(file.blob) for file in held)
-        assert usage.total_nbytes == model.total_bytes()
+        assert usage.held_bytes == sum(len(file.blob) for file in held)
+        assert usage.total_bytes == model.total_bytes()
 
     @invariant()
     def report_tells_what_is_evicted_and_open(self) -> None:
@@ -400,7 +400,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def estimate_is_never_too_low(self) -> None:
-        assert running_total(self.tier) >= usage_of(self.tier).total_nbytes
+        assert running_total(self.tier) >= usage_of(self.tier).total_bytes
 
     @invariant()
     def check_complains_about_what_is_bad_and_nothing_else(self) -> None:

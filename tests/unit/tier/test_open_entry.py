@@ -104,7 +104,7 @@ def test_what_another_process_has_open_it_reads_after_the_eviction(
 ) -> None:
     tier = make_tier()
     publish(tier, 0)
-    nbytes = usage_of(tier).nbytes
+    nbytes = usage_of(tier).entry_bytes
     with child("hold", root, 0) as other:
         assert other.hear() == "open"
         evict(tier, key_at(0))

@@ -103,7 +103,7 @@ def test_four_processes_that_publish_at_once_keep_the_budget(
     assert max(seen) <= budget_bytes + 4 * LARGE + 44 * 2 * PAGE
     assert max(seen) > budget_bytes // 2
     assert make_room(tier, budget_bytes=budget_bytes) >= 0
-    assert running_total(tier) == usage_of(tier).total_nbytes <= budget_bytes
+    assert running_total(tier) == usage_of(tier).total_bytes <= budget_bytes
     assert audit_of(tier) == []
 
 
