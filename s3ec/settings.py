@@ -359,8 +359,8 @@ class Settings(BaseModel):
     )
     hedge: bool = Field(
         True,
-        description="Send a GET a second time if it takes longer than the 95th percentile; at "
-        "most 5% more requests.",
+        description="Send a GET a second time if it takes longer than the 95th percentile. "
+        "Together with repeated requests this adds at most 10% requests.",
     )
     index_refresh_s: float = Field(
         10.0,

@@ -81,9 +81,9 @@ def rm(
     Without --yes, it deletes nothing unless you agree at a terminal. It notifies the engines of
     this node. Other engines get one miss for a deleted entry; engines that only encode need `s3ec
     manifest rebuild`. A node with a copy on its disk serves the copy until it evicts it. `s3ec
-    verify` counts a deleted entry as `extra` until `s3ec manifest rebuild` has run. Exits with 1 if
-    an entry did not exist; it still deletes the others. Exits with 3 if rows of the catalogue
-    remain.
+    verify` counts a deleted entry as `extra`, and exits with 1, until `s3ec manifest rebuild` has
+    run. Exits with 1 if an entry did not exist; it still deletes the others. Exits with 3 if rows
+    of the catalogue remain.
     """
     with source.corpus() as corpus:
         name = choice.within(corpus)

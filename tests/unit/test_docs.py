@@ -81,9 +81,13 @@ def test_lines_of_prose_are_at_most_100_columns_wide(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", *PAGES])
-def test_no_page_has_a_heading_twice(document: str) -> None:
+def test_no_page_has_a_heading_twice_or_a_table_without_a_line_below_its_headings(
+    document: str,
+) -> None:
     headings = re.findall(r"^#+ +.+$", prose(document), re.M)
     assert sorted(headings) == sorted(set(headings))
+    for table in re.findall(r"(?:^\|.*\n)+", prose(document), re.M):
+        assert re.match(r"\|.*\n\|[-|]+\n\|", table), table
 
 
 def test_every_page_is_on_the_site_and_in_the_list_of_pages() -> None:
@@ -203,7 +207,9 @@ def test_documents_name_only_metrics_that_exist() -> None:
 
 def test_documents_name_only_settings_that_exist() -> None:
     known = set(Settings.model_fields)
-    for document in ["README.md", *PAGES, "examples/compose/README.md"]:
+    examples = [path for folder in ("examples", "docker") for path in (ROOT / folder).rglob("*")]
+    files = [str(path.relative_to(ROOT)) for path in examples if path.is_file()]
+    for document in ["README.md", *PAGES, *(one for one in files if not one.endswith(".pyc"))]:
         text = (ROOT / document).read_text()
         for text_of_one in re.findall(r'"ec_connector_extra_config": (\{[^{}]*\})', text):
             assert set(json.loads(text_of_one)) <= known
