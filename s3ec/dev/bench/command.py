@@ -450,6 +450,8 @@ def _run(name: str, as_json: bool, quick: bool, **options: Any) -> None:
     def say(line: str) -> None:
         typer.echo(f"bench {name}: {line}", err=True)
 
+    # Ended as by Ctrl-C: what was started, mounted and written goes with it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if name in GROUPS:
         results = run_all(GROUPS[name][0], quick=quick, say=say)
         rows = [row for result in results for row in result.rows]

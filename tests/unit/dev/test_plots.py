@@ -11,48 +11,44 @@ import pytest
 from PIL import Image
 
 from s3ec.dev import plots
+from s3ec.dev.bench import rag
+from s3ec.dev.bench.context import Context, Result
+from s3ec.dev.bench.rag_rig import Leg
 from tests.unit.dev.bench import fakes
 
-
-@pytest.fixture
-def matplotlib() -> None:
-    pytest.importorskip("matplotlib")
+ABOUT = {"requests": 16, "object_bytes": 2_752_512, "encoder": "sleeps 1.6 s; the engines run"}
 
 
-def colours_of(path: Path) -> set[tuple[int, ...]]:
-    with Image.open(io.BytesIO(path.read_bytes())) as image:
-        return {colour for _, colour in image.convert("RGB").getcolors(2**20) or ()}  # type: ignore[misc]
-
-
-def rgb(colour: str) -> tuple[int, ...]:
-    return tuple(bytes.fromhex(colour[1:]))
+def leg(number: int, latency_ms: int, *first_s: float) -> Leg:
+    more = {"seconds": sum(first_s), "references": 10, "allocations": 8}
+    return Leg(number, latency_ms, first_s=[*first_s], **more)  # type: ignore[arg-type]
 
 
 def test_plots_of_rag_say_that_their_encoder_is_simulated() -> None:
-    machine = {"cpus": 2, "cpu_model": "CPU", "load_1min": 1.2}
-    about = {"requests": 16, "object_bytes": 2_752_512, "encoder": "sleeps 1.6 s; the engines run"}
-    assert plots.rag_caption(about, machine) == (
+    assert plots.rag_caption(ABOUT, fakes.MACHINE) == (
         "16 questions, 2.75 MB each embedding; simulated encoder: sleeps 1.6 s for each page\n"
-        "2 x CPU, load 1, no GPU"
+        "2 x Made-up <CPU>, load 1, no GPU"
     )
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("matplotlib")
-def test_the_plot_of_rag_shows_every_configuration_and_is_the_same_again(tmp_path: Path) -> None:
-    result, once, again = tmp_path / "rag.json", tmp_path / "once.png", tmp_path / "again.png"
-    result.write_text(json.dumps(fakes.rag_result().to_json()))
+@pytest.mark.parametrize("name", ["rag.png", "payoff.svg"])
+def test_a_plot_is_the_same_again_and_that_of_rag_shows_every_configuration(
+    name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    legs = [leg(1, 0, 4, 5, 9), leg(2, 0, 4, 4, 9), leg(3, 80, 0.4, 0.5), leg(4, 0, 0.3, 0.6)]
+    context = Context(rag.BENCH, quick=False, scratch=Path(), say=lambda _: None)
+    rag.report(context, legs, ABOUT)
+    result, once, again = tmp_path / "rag.json", tmp_path / f"once-{name}", tmp_path / name
+    result.write_text(json.dumps(Result("rag", fakes.MACHINE, context.rows("")).to_json()))
     for path in (once, again):
-        plots.main(["rag", str(result), str(path)])
-    assert once.read_bytes() == again.read_bytes()
-    assert {rgb(plots.RAG_COLOURS[number]) for number in (1, 2, 3, 4)} <= colours_of(once)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("matplotlib")
-def test_the_plot_of_what_pays_is_an_svg_that_is_the_same_again(tmp_path: Path) -> None:
-    once, again = tmp_path / "once.svg", tmp_path / "again.svg"
-    for path in (once, again):
-        plots.main(["payoff", str(path)])
-    assert once.read_bytes() == again.read_bytes()
-    assert "</svg>" in once.read_text()
+        plots.main(["payoff", str(path)] if "svg" in name else ["rag", str(result), str(path)])
+    drawn = once.read_bytes()
+    assert drawn == again.read_bytes()
+    if name == "payoff.svg":
+        assert b"</svg>" in drawn
+        return
+    with Image.open(io.BytesIO(drawn)) as image:
+        found = {colour for _, colour in image.convert("RGB").getcolors(2**20) or ()}
+    assert {tuple(bytes.fromhex(colour[1:])) for colour in plots.RAG_COLOURS.values()} <= found

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from s3ec.cli.app import app
 from s3ec.dev.bench import command
 from s3ec.dev.bench.command import Entry
-from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result
+from s3ec.dev.bench.context import CannotMeasureError, Context, Result
 from s3ec.errors import ConfigError
 from s3ec.testing.server import find_weed
 from tests.unit.dev.bench import fakes
@@ -55,73 +56,57 @@ def test_a_benchmark_runs_from_end_to_end() -> None:
     assert {"s3ec verify --deep", "raw obstore"} <= cases.keys()
 
 
+Use = Callable[[Callable[[Context], None]], None]
+
+
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bench], None]:
+def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Makes a benchmark the only one."""
 
-    def install(bench: Bench) -> None:
+    def install(run: Callable[[Context], None]) -> None:
         monkeypatch.setattr(command, "ENTRIES", {"fake": Entry("Nothing.", 30)})
-        monkeypatch.setattr(command, "load", lambda _name: bench)
+        monkeypatch.setattr(command, "load", lambda _name: fakes.bench(run))
 
     return install
 
 
-def report_all(context: Context) -> None:
-    for spec in fakes.ROWS:
-        context.report(spec.name, 0.5, samples=1)
-
-
-def test_what_cannot_be_measured_stays_in_the_result(use: Callable[[Bench], None]) -> None:
+def test_what_cannot_be_measured_stays_in_the_result_and_what_was_forgotten_is_a_fault(
+    use: Use,
+) -> None:
     def half(context: Context) -> None:
         context.report("fake.ratio", 0.5, samples=1)
         raise CannotMeasureError("no vLLM here")
 
-    use(fakes.bench(half))
+    use(half)
     result = command.run_here("fake", quick=False, say=quiet)
     assert [row.ok for row in result.rows] == [None, True, None]
     assert result.rows[0].detail["why"] == "no vLLM here"
     assert not result.failed
 
-
-def test_row_that_was_forgotten_is_a_fault(use: Callable[[Bench], None]) -> None:
-    use(fakes.bench(lambda context: context.report("fake.ratio", 0.5, samples=1)))
+    use(lambda context: context.report("fake.ratio", 0.5, samples=1))
     with pytest.raises(RuntimeError, match=r"fake\.speed_us"):
         command.run_here("fake", quick=False, say=quiet)
 
 
-def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    line = [sys.executable, "-c", code]
-    monkeypatch.setattr(command, "bench_command", lambda _name, _quick: line)
-
-
-def test_all_reads_the_result_of_each_child(
-    use: Callable[[Bench], None], monkeypatch: pytest.MonkeyPatch
+def test_all_reads_the_result_of_each_child_and_one_that_crashes_costs_only_its_own_rows(
+    use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(fakes.bench(report_all))
+    use(lambda _: None)
     document = fakes.result(speed=9.0).to_json()
     # Exit status 1 says that a row missed its reach, not that there is no result.
-    child(monkeypatch, f"print({json.dumps(document)!r}); raise SystemExit(1)")
+    good_code = f"print({json.dumps(document)!r}); raise SystemExit(1)"
+    lines = [[sys.executable, "-c", code] for code in (good_code, "raise SystemExit('disk full')")]
+    monkeypatch.setattr(command, "bench_command", lambda _name, _quick: lines.pop())
     said: list[str] = []
-    (result,) = command.run_all(["fake"], quick=True, say=said.append)
-    assert result.to_json() == document
-    assert said == ["fake (1 of 1)"]
-
-
-def test_child_that_crashes_fails_and_costs_only_its_own_rows(
-    use: Callable[[Bench], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(fakes.bench(report_all))
-    child(monkeypatch, "raise SystemExit('the disk is full')")
-    first, second = command.run_all(["fake", "fake"], quick=False, say=quiet)
-    assert first.failed
-    assert [row.spec.name for row in first.rows] == [
-        "fake.completed",
-        *(spec.name for spec in fakes.ROWS),
-    ]
-    assert first.rows[0].ok is False
-    assert "the disk is full" in first.rows[0].detail["note"]
-    assert all("the disk is full" in row.detail["why"] for row in first.rows[1:])
-    assert second.failed
+    crashed, good = command.run_all(["fake", "fake"], quick=True, say=said.append)
+    assert good.to_json() == document
+    assert said == ["fake (1 of 2)", "fake (2 of 2)"]
+    assert crashed.failed
+    names = ["fake.completed", *(spec.name for spec in fakes.ROWS)]
+    assert [row.spec.name for row in crashed.rows] == names
+    assert crashed.rows[0].ok is False
+    assert "disk full" in crashed.rows[0].detail["note"]
+    assert all("disk full" in row.detail["why"] for row in crashed.rows[1:])
 
 
 # -- the commands ----------------------------------------------------------------------------------
@@ -133,6 +118,28 @@ def invoke(*args: str, code: int = 0) -> Any:
         raise result.exception
     assert result.exit_code == code, result.output
     return result
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Any:
+    """Puts back what ends this process."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # children do not inherit it
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_a_benchmark_as_ctrl_c_does(use: Use) -> None:
+    """What it has started, mounted and written goes: its context managers are left."""
+    scratch: list[Path] = []
+
+    def run(context: Context) -> None:
+        scratch.append(context.scratch)
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    use(run)
+    assert "interrupted" in invoke("verify", code=130).stderr
+    assert not scratch[0].exists()
 
 
 @pytest.fixture
@@ -147,71 +154,49 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Result], None]:
     return install
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """Name and options of each benchmark that a command runs in this process."""
-    found: list[tuple[str, dict[str, Any]]] = []
-
-    def run_here(name: str, *, quick: bool, say: Callable[[str], None], **options: Any) -> Result:
-        say("the first")
-        say("the second")
-        found.append((name, options))
-        return fakes.rag_result() if name == "rag" else fakes.result(name=name)
-
-    monkeypatch.setattr(command, "run_here", run_here)
-    return found
-
-
-@pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", ["hooks", "data", "all"])
-def test_json_on_stdout_is_one_document_and_nothing_else(name: str) -> None:
-    document = json.loads(invoke(name, "--json").stdout)
-    assert document["bench"] == name
-    assert set(document) == {"bench", "machine", "rows"}
-    for row in document["rows"]:
-        assert set(row) == {"name", "value", "unit", "reach", "ok", "samples", "detail"}
-        assert (row["value"] is None) == (row["ok"] is None)
-        assert row["value"] is not None or row["detail"]["why"]
-
-
-@pytest.mark.parametrize("name", ["hooks", "all"])
-def test_row_that_misses_its_reach_ends_with_one(
+def test_json_on_stdout_is_one_document_and_a_row_that_misses_its_reach_ends_with_one(
     measured: Callable[[Result], None], name: str
 ) -> None:
+    document = json.loads(invoke(name, "--json").stdout)
+    assert document == {**fakes.result(name=name).to_json()}
     measured(fakes.result(speed=9.0))
     assert "NO" in invoke(name, code=1).stdout
 
 
 @pytest.mark.parametrize(
-    ("args", "name", "options"),
+    ("args", "options"),
     [
-        (["hooks"], "hooks", {}),
-        (["fetch"], "fetch", {}),
-        (["hydrate", "--objects", "7"], "hydrate", {"objects": 7}),
-        (["index"], "index", {"keys": None}),
-        (["index", "--keys", "1e7"], "index", {"keys": 10_000_000}),
-        (["index", "--keys", "2_000_000"], "index", {"keys": 2_000_000}),
-        (["soak", "--minutes", "2", "--seed", "3"], "soak", {"minutes": 2.0, "seed": 3}),
-        (["rag_warm", "--device=cuda", "--json"], "rag_warm", {"device": "cuda"}),
+        ("hooks", {}),
+        ("hydrate --objects 7", {"objects": 7}),
+        ("index", {"keys": None}),
+        ("index --keys 1e7", {"keys": 10_000_000}),
+        ("index --keys 2_000_000", {"keys": 2_000_000}),
+        ("soak --minutes 2 --seed 3", {"minutes": 2.0, "seed": 3}),
+        ("rag_warm --device=cuda --json", {"device": "cuda"}),
+        (
+            "rag --factor 0.5 --latency-ms 5,20,5 --clients 3 --configs 3,1 --seed 7",
+            {
+                "factor": 0.5,
+                "seed": 7,
+                "latency_ms": (5, 20),
+                "clients": 3,
+                "configs": (3, 1),
+                "device": "cpu",
+            },
+        ),
     ],
 )
 def test_options_reach_the_benchmark(
-    asked: list[tuple[str, dict[str, Any]]], args: list[str], name: str, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, args: str, options: dict[str, Any]
 ) -> None:
-    invoke(*args)
-    assert asked == [(name, options)]
+    found: list[tuple[str, dict[str, Any]]] = []
 
+    def run_here(name: str, *, quick: bool, say: Callable[[str], None], **given: Any) -> Result:
+        found.append((name, given))
+        return fakes.result(name=name)
 
-def test_options_of_rag_reach_it(asked: list[tuple[str, dict[str, Any]]]) -> None:
-    args = "--factor 0.5 --latency-ms 5,20,5 --clients 3 --configs 3,1"
-
-    invoke("rag", *args.split(), "--seed", "7")
-
-    assert asked[0][1] == {
-        "factor": 0.5,
-        "seed": 7,
-        "latency_ms": (5, 20),
-        "clients": 3,
-        "configs": (3, 1),
-        "device": "cpu",
-    }
+    monkeypatch.setattr(command, "run_here", run_here)
+    words = args.split()
+    invoke(*words)
+    assert found == [(words[0], options)]
