@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,20 +81,36 @@ def catalog(folder: Path) -> CatalogIndex:
     return CatalogIndex.from_table(to_table(rows))
 
 
-@pytest.fixture
-def client() -> StandIn:
-    return StandIn()
+class Down:
+    """The catalogue of a bucket that is down."""
+
+    def index(self) -> CatalogIndex:
+        raise UnavailableError("down")
+
+
+Ask = Callable[..., tuple[Any, StandIn, Any]]
 
 
 @pytest.fixture
-def assistant(rag: Any, folder: Path, catalog: CatalogIndex, client: StandIn) -> Iterator[Any]:
-    made = rag.Assistant(folder, catalog, client, "model")
-    yield made
-    made.pictures.close()
+def ask(rag: Any, folder: Path, catalog: CatalogIndex) -> Iterator[Ask]:
+    """Asks one question: the assistant, its client and the answer."""
+    with ExitStack() as stack:
+
+        def ask(question: str, client: StandIn, of: Any = catalog) -> tuple[Any, StandIn, Any]:
+            assistant = rag.Assistant(folder, of, client, "model")
+            stack.callback(assistant.pictures.close)
+            return assistant, client, assistant.answer(question)
+
+        yield ask
 
 
-def test_pages_are_found_by_their_words_the_best_first(rag: Any, folder: Path) -> None:
-    index = rag.PageIndex(folder)
+def test_pages_are_found_by_their_words_the_best_first(
+    rag: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "broken.pdf").write_bytes(b"no PDF")
+    with caplog.at_level(logging.WARNING):
+        index = rag.PageIndex(folder)
+    assert "broken.pdf is left out" in caplog.text
     assert index.search("Which pump lost pressure?", 5) == [("pumps.pdf", 2), ("pumps.pdf", 1)]
     assert index.search("pruning an apple tree", 5) == [("home/garden.pdf", 1)]
     assert index.search('"; DROP TABLE pages --', 5) == []
@@ -108,18 +125,8 @@ def test_page_that_shares_only_a_common_word_is_left_out(
     assert rag.PageIndex(tmp_path).search("the canteen", 5) == [("a.pdf", 10)]
 
 
-def test_file_that_is_no_pdf_is_left_out_and_named(
-    rag: Any, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (folder / "broken.pdf").write_bytes(b"no PDF")
-    with caplog.at_level(logging.WARNING):
-        index = rag.PageIndex(folder)
-    assert "broken.pdf is left out" in caplog.text
-    assert index.search("pressure", 5) == [("pumps.pdf", 2)]
-
-
-def test_stored_pages_are_asked_about_by_name(assistant: Any, client: StandIn) -> None:
-    answer = assistant.answer("Which pump lost pressure?")
+def test_stored_pages_are_asked_about_by_name(ask: Ask) -> None:
+    _, client, answer = ask("Which pump lost pressure?", StandIn())
     assert (answer.text, list(map(str, answer.pages))) == (
         "yes",
         ["pumps.pdf, page 2", "pumps.pdf, page 1"],
@@ -129,37 +136,19 @@ def test_stored_pages_are_asked_about_by_name(assistant: Any, client: StandIn) -
     assert {part["type"] for part in parts} == {"image_embeds"}
 
 
-def test_page_that_is_not_in_the_catalogue_goes_as_a_picture(
-    rag: Any, assistant: Any, client: StandIn
+def test_page_goes_as_a_picture_if_catalogue_bucket_or_server_do_not_have_it(
+    rag: Any, ask: Ask
 ) -> None:
-    assistant.answer("When do I prune apple trees?")
+    assistant, client, _ = ask("When do I prune apple trees?", StandIn())
     assert client.asked == [[assistant.picture(rag.Page("home/garden.pdf", 1))]]
-
-
-def test_page_that_the_server_cannot_load_goes_as_the_picture_of_that_name(
-    rag: Any, folder: Path, catalog: CatalogIndex
-) -> None:
-    client = StandIn(is_empty=True)
-    assistant = rag.Assistant(folder, catalog, client, "model")
-    assert assistant.answer("lost pressure").text == "yes"
     picture = assistant.picture(rag.Page("pumps.pdf", 2))
-    assert client.asked[1:] == [[{**picture, "uuid": "name-2"}]]
-    assistant.pictures.close()
+    _, client, answer = ask("lost pressure", StandIn(), Down())
+    assert (answer.text, client.asked) == ("yes", [[picture]])
+    # The server cannot load it: the same request once more, with the picture of that name.
+    _, client, answer = ask("lost pressure", StandIn(is_empty=True))
+    assert (answer.text, client.asked[1:]) == ("yes", [[{**picture, "uuid": "name-2"}]])
 
 
-def test_pages_go_as_pictures_while_the_bucket_is_down(
-    rag: Any, folder: Path, client: StandIn
-) -> None:
-    class Down:
-        def index(self) -> CatalogIndex:
-            raise UnavailableError("down")
-
-    assistant = rag.Assistant(folder, Down(), client, "model")
-    assert assistant.answer("lost pressure").text == "yes"
-    assert client.asked == [[assistant.picture(rag.Page("pumps.pdf", 2))]]
-    assistant.pictures.close()
-
-
-def test_no_page_no_request(assistant: Any, client: StandIn) -> None:
-    assert assistant.answer("zebra").pages == []
-    assert client.asked == []
+def test_no_page_no_request(ask: Ask) -> None:
+    _, client, answer = ask("zebra", StandIn())
+    assert (answer.pages, client.asked) == ([], [])

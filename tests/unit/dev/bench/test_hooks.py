@@ -10,8 +10,6 @@ import pytest
 
 from s3ec.dev.bench import hooks
 from s3ec.dev.bench.context import Context, Row
-from s3ec.testing.memory_store import MemoryBucket, MemoryStore
-from tests.trips import Half
 
 
 def reported(**ns: int) -> dict[str, Row]:
@@ -55,8 +53,10 @@ def test_both_halves_are_made_without_an_engine_and_answer_as_each_case_is_calle
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("vllm")
-    from s3ec.dev.bench import hooks_rig
+    from s3ec.dev.bench import hooks_rig, worker_rig
 
-    Half(tmp_path / "half", MemoryStore(MemoryBucket())).close()
+    with worker_rig.worker_rig(tmp_path / "worker", 1) as worker:
+        worker.fill()
+        worker.check()
     with hooks_rig.rig(tmp_path / "rig", hooks_rig.Size(2, 100)) as rig:
         rig.check()

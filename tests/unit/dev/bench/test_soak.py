@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a soak: its plan, how answers are compared, what counts as growth or as lost."""
+"""How a soak compares answers, and what it counts as growth, as wrong and as dead."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -41,20 +40,17 @@ def test_an_answer_is_right_where_tokens_are_equal_and_probabilities_close(
 class FakeEngine:
     """Answers by picture; dies where it is told to."""
 
+    pid = 1
+
     def __init__(self, answers: Mapping[str, dict[str, Any]]) -> None:
         self.answers = answers
         self.alive = True
         self.starts = 0
-        self.asked = threading.Event()
-
-    @property
-    def pid(self) -> int:
-        if not self.alive:
-            raise EngineError("the engine is not running")
-        return 1
+        self.asked, self.has_ended = threading.Event(), threading.Event()
 
     def chat(self, prompts: Sequence[Any], **_: Any) -> list[dict[str, Any]]:
         if not self.alive:
+            self.has_ended.set()
             raise EngineError("the engine ended")
         self.asked.set()
         urls = [prompt[0]["image_url"]["url"] for prompt in prompts]
@@ -72,15 +68,17 @@ class FakeEngine:
 
     def kill(self) -> None:
         self.alive = False
-        time.sleep(0.05)  # its asker may notice before this returns
+        assert self.has_ended.wait(DEADLINE_S)  # its asker notices before this returns
 
 
 def live(fake: FakeEngine, tmp_path: Path) -> LiveEngine:
     paths = [tmp_path / "a.png", tmp_path / "b.png"]
     reference = {path: answer(number) for number, path in enumerate(paths)}
-    return LiveEngine(
-        "one", cast("EngineProcess", fake), album=PictureSet(paths), reference=reference, seed=0
-    )
+    album = PictureSet(paths)
+    made = LiveEngine("one", cast("EngineProcess", fake), album=album, reference=reference, seed=0)
+    made.start(lambda: "a fault")
+    assert fake.asked.wait(DEADLINE_S)
+    return made
 
 
 @pytest.fixture
@@ -91,8 +89,6 @@ def right() -> FakeEngine:
 @pytest.fixture
 def engine(right: FakeEngine, tmp_path: Path) -> Iterator[LiveEngine]:
     made = live(right, tmp_path)
-    made.start(lambda: "a fault")
-    assert right.asked.wait(DEADLINE_S)
     yield made
     made.stop()
 
@@ -112,21 +108,16 @@ def test_an_engine_that_dies_by_itself_is_counted_with_the_fault_of_the_moment(
     right.alive = False
     eventually(lambda: right.starts > 0)
     engine.stop()
-    assert engine.tally.dead == 1
+    assert (engine.tally.dead, engine.tally.wrong) == (1, 0)
     assert engine.tally.deaths[0].startswith("a fault: ")
-    assert engine.tally.wrong == 0
 
 
 def test_a_wrong_answer_is_counted_and_told(tmp_path: Path) -> None:
-    fake = FakeEngine({"a.png": answer(5), "b.png": answer(5)})
-    engine = live(fake, tmp_path)
-    engine.start(lambda: "bits flipped")
-    assert fake.asked.wait(DEADLINE_S)
+    engine = live(FakeEngine({"a.png": answer(5), "b.png": answer(5)}), tmp_path)
     engine.stop()
     tally = engine.tally
     assert tally.wrong == tally.requests > 0
-    assert tally.examples[0]["said"] == [5]
-    assert tally.examples[0]["during"] == "bits flipped"
+    assert (tally.examples[0]["said"], tally.examples[0]["during"]) == ([5], "a fault")
 
 
 def test_growth_is_that_of_the_longest_life_after_its_warm_up() -> None:
