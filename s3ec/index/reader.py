@@ -522,7 +522,7 @@ class ManifestIndex:
         try:
             with served_by() as replicas:
                 if is_whole and self._fetch is None:
-                    await self._look_for_snapshots()
+                    await self._look_for_snapshots(replicas)
                 fetch = self._fetch  # it may have failed when the deltas are read
                 await self._read_deltas(self._view.overlay, replicas, is_whole=is_whole)
         except S3ECError:
@@ -534,22 +534,33 @@ class ManifestIndex:
             self._loaded = self._loaded or self._newest == self._view.overlay.snapshot
         return fetch
 
-    async def _look_for_snapshots(self) -> None:
-        """Begin to download the newest snapshot, if there is a newer one."""
-        newer = [
-            (name, info)
-            for name, info in await list_snapshots(
-                self._store, self._layout, left_out=self._leave_out
-            )
-            if name > self._view.overlay.snapshot and info.name not in self._refused
-        ]
-        self._newest = newer[0][0] if newer else self._view.overlay.snapshot
+    async def _look_for_snapshots(self, replicas: set[Place]) -> None:
+        """Begin to download the newest snapshot, if there is a newer one.
+
+        Args:
+            replicas: Those that served the listing; filled by it. Empty: home did.
+        """
+        found = await list_snapshots(self._store, self._layout, left_out=self._leave_out)
+        shown = oldest = self._view.overlay.snapshot
+        if not replicas and found and found[0][0] < shown:
+            # A replica had this one while home did not answer, and home does not know it. It may
+            # list the replica, where most is missing. What home has is newer, whatever its name.
+            oldest = SnapshotName()
+        newer = [one for one in found if one[0] > oldest and one[1].name not in self._refused]
+        self._newest = newer[0][0] if newer else shown
         if newer:
-            self._fetch = asyncio.create_task(self._bring(newer), name="s3ec-index-fetch")
+            bring = self._bring(newer, None if oldest == shown else shown)
+            self._fetch = asyncio.create_task(bring, name="s3ec-index-fetch")
             self._fetch.add_done_callback(self._brought)
 
-    async def _bring(self, newer: Sequence[tuple[SnapshotName, ObjectInfo]]) -> None:
-        """Show the first one that can be used, once all of its deltas are read."""
+    async def _bring(
+        self, newer: Sequence[tuple[SnapshotName, ObjectInfo]], foreign: SnapshotName | None
+    ) -> None:
+        """Show the first one that can be used, once all of its deltas are read.
+
+        Args:
+            foreign: A snapshot that home does not have: any of these is newer.
+        """
         self._failures = min(self._failures + 1, SNAPSHOTS_EVERY)
         for name, info in newer:
             try:
@@ -568,7 +579,7 @@ class ManifestIndex:
                 self._counters.add("index.downloads")
             async with self._asking:
                 overlay = self._view.overlay
-                if name > overlay.snapshot:
+                if name > overlay.snapshot or overlay.snapshot == foreign:
                     # Of most snapshots the deltas that are known do not count any more.
                     counts = not overlay.read or overlay.read[0] >= window_start(name.ulid)
                     overlay = replace(overlay, snapshot=name) if counts else Overlay.empty(name)

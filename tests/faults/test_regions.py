@@ -233,6 +233,28 @@ def test_old_manifests_near_take_nothing_away(regions: Regions, tmp_path: Path) 
             assert node.index.maybe_contains(key_at(8))
 
 
+def test_a_snapshot_that_only_a_replica_has_counts_no_longer_than_home_is_down(
+    regions: Regions, tmp_path: Path
+) -> None:
+    """An engine whose bucket is the replica lists it: its snapshot is newer, and lacks most."""
+    regions.replicate(LAYOUT.modality("image"), LAYOUT.object(key_at(0)))
+    with noding(regions.near.settings(tmp_path / "stray")) as node:
+        run_rebuild(node)
+    with noding(regions.settings(tmp_path / "cache")) as node:
+        with regions.home_proxy.refusing():
+            refresh(node)
+            assert serve(node, ASKED) == {0}
+
+        def knows_all() -> bool:
+            with contextlib.suppress(UnavailableError):  # its breaker has to probe
+                refresh(node)
+            return all(node.index.maybe_contains(key_at(number)) for number in ASKED)
+
+        eventually(knows_all, "home's snapshot counts")
+        assert node.index.loaded
+        assert serve(node, ASKED) == set(ASKED)
+
+
 def test_no_snapshot_is_made_of_what_a_replica_lists(regions: Regions, tmp_path: Path) -> None:
     """One that lags would leave out what home was told since, until the next listing."""
     regions.home.delete(*regions.home.names(snapshots_prefix(LAYOUT)))
