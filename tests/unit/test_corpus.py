@@ -237,8 +237,9 @@ def faulty(make: Make, *faults: Fault) -> Filled:
 
 
 def test_request_is_sent_again_where_one_answer_fails(make: Make) -> None:
-    filled = faulty(make, Fault(op="get_range", error=UnavailableError, times=1))
-    assert filled.corpus.get(IDS[0]) is not None
+    once = Fault(op="get", name="/objects/", error=UnavailableError, times=1)
+    assert faulty(make, once).corpus.get(IDS[0]) is not None
+    assert once.struck == 1
 
 
 def test_entry_that_is_deleted_while_it_is_read_is_absent(make: Make, filled: Filled) -> None:

@@ -490,14 +490,6 @@ async def test_of_a_namespace_of_a_newer_release_no_entry_is_read(memory: Memory
     assert (deep.newer, deep.objects, deep.corrupt) == (22, 0, 0)
 
 
-async def test_unusable_announcement_is_mended_by_a_rebuild(memory: MemoryStore) -> None:
-    memory.bucket.objects[put_delta(memory, LAYOUT, [], at_s=time.time() - 3600)] = b"no delta"
-    found = await look(memory)
-    assert (len(found.index.refused), found.agrees) == (1, False)
-    await mend(memory, found)
-    assert (await look(memory)).agrees
-
-
 async def test_index_that_differs_is_rebuilt(memory: MemoryStore) -> None:
     await memory.delete(object_of(IDS[0]))
     put(memory, "stored by other means")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -460,12 +459,6 @@ def test_namespace_that_is_not_there_is_an_error(make: Make) -> None:
     corpus = Corpus(load_settings({"bucket": "corpus"}).settings, store=MemoryStore())
     with corpus, pytest.raises(NotFoundError):
         corpus.catalog()
-
-
-def test_missing_extra_is_named(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match=r"pip install pyarrow"):
-        catalog.table()
 
 
 async def test_namespace_is_removed_with_its_catalogue() -> None:

@@ -101,27 +101,6 @@ def test_import_replaces_nothing_and_adds_what_lacks(
     assert embedding.file == mine
 
 
-def test_entries_that_are_stored_and_not_announced_are_in_the_index_then(
-    there: Corpus, disk: Path, tmp_path: Path
-) -> None:
-    """As an import leaves them that was killed between the two."""
-    for name, body in files_of(disk).items():
-        if "/objects/" in name:
-            put_over(tmp_path / "there", name, body)
-    done = there.import_from(disk)
-    assert (done.copied, done.present) == (0, len(IDS))
-    assert there.verify().index.unannounced == 0
-
-
-def test_deleted_entries_come_back_with_an_import(there: Corpus, disk: Path) -> None:
-    there.import_from(disk)
-    there.delete(IDS[:2])
-    done = there.import_from(disk)
-    assert (done.copied, done.present) == (2, 2)
-    found = there.verify()
-    assert (found.agrees, found.index.entries) == (True, len(IDS))
-
-
 # -- what is chosen --------------------------------------------------------------------------------
 
 

@@ -300,12 +300,6 @@ def test_a_large_entry_that_is_damaged_leaves_nothing(
     assert rig.names() == set()
 
 
-def test_a_store_that_fails_at_times_is_asked_again(rig: Rig) -> None:
-    rig.fill(*IDS[:3])
-    once = Fault("get", error=UnavailableError, times=1)
-    assert rig.open(once).hydrate().status == "complete"
-
-
 def test_a_store_that_is_down_is_not_asked_for_everything(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,12 +100,6 @@ def test_what_is_left_out_is_an_item_that_cannot_be_read(tmp_path: Path) -> None
     assert sorted(names(found)) == [("a.png", None), ("link/c.png", None)]
 
 
-def test_reading_does_not_decode(tmp_path: Path) -> None:
-    write(tmp_path / "broken.png", b"no picture")
-    (item,) = open_source(str(tmp_path))
-    assert item.read() == b"no picture"
-
-
 def test_pdf_inside_a_folder_is_its_pages(tmp_path: Path) -> None:
     write(tmp_path / "deep" / "report.pdf", make_pdf(2))
     write(tmp_path / "z.png")
@@ -125,14 +119,6 @@ def test_pdf_that_is_none_is_one_item_with_its_reason(tmp_path: Path) -> None:
     assert (broken.document, broken.page) == ("a.pdf", None)
     assert "cannot be opened as a PDF" in reason_of(broken)
     assert picture.read() == b"picture"
-
-
-def test_glob_is_recursive_and_names_documents_from_its_folder_on(tmp_path: Path) -> None:
-    write(tmp_path / "top.png")
-    write(tmp_path / "x" / "y" / "deep.png")
-    write(tmp_path / "x" / "other.jpg")
-    found = open_source(f"{tmp_path}/**/*.png")
-    assert sorted(names(found)) == [("top.png", None), ("x/y/deep.png", None)]
 
 
 def test_file_with_a_hash_and_a_question_mark_in_its_name_is_read(tmp_path: Path) -> None:
