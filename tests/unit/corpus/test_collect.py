@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entries ``gc`` takes: by age, until the rest fits."""
+"""Which entries ``gc`` takes: by age, until the rest fits, by what made them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from s3ec.corpus.catalog import CatalogWriter, list_parts, read_table
-from s3ec.corpus.collect import Collection, Rules, choose, collect, collect_garbage
+from s3ec.corpus.collect import (
+    Collection,
+    Rules,
+    choose,
+    collect,
+    collect_garbage,
+    parse_made_by,
+)
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.identity import make_key
 from s3ec.index import listing
@@ -18,7 +27,7 @@ from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.indexes import LAYOUT, put_delta, view
-from tests.unit.cli.corpus import content_hash
+from tests.unit.cli.corpus import content_hash, entry_bytes
 from tests.unit.corpus.test_audit import rows_for
 
 IDS = [content_hash(f"page {number}") for number in range(8)]
@@ -33,9 +42,9 @@ def name_of(identifier: str) -> str:
     return key.name
 
 
-def put(memory: MemoryStore, identifier: str, age_s: float, nbytes: int = 100) -> None:
+def put(memory: MemoryStore, identifier: str, age_s: float, body: bytes = bytes(100)) -> None:
     name = LAYOUT.objects + name_of(identifier)
-    memory.bucket.objects[name] = bytes(nbytes)
+    memory.bucket.objects[name] = body
     memory.bucket.modified_s[name] = NOW_S - age_s
 
 
@@ -72,6 +81,17 @@ async def run(memory: Store, rules: Rules) -> Collection:
         choice.left_bytes,
     )
     return done
+
+
+async def gc(store: Store, rules: Rules, *, ours_s: float = NOW_S, **how: Any) -> Collection:
+    """As the command does it; ``ours_s`` is what our clock says."""
+    given = {"tenant": None, "dry_run": False, **how}
+    return await collect_garbage(store, LAYOUT, rules, **given, clock=lambda: ours_s)
+
+
+async def fill_catalogue(memory: MemoryStore) -> None:
+    memory.bucket.objects[LAYOUT.descriptor] = b'{"model": "tiny"}'
+    await CatalogWriter(memory, LAYOUT).append(rows_for(IDS))
 
 
 async def test_what_is_older_goes(memory: MemoryStore) -> None:
@@ -138,16 +158,11 @@ def test_no_rule_is_an_error() -> None:
 
 
 async def test_rows_of_the_catalogue_go_with_their_entries(memory: MemoryStore) -> None:
-    memory.bucket.objects[LAYOUT.descriptor] = b'{"model": "tiny"}'
-    await CatalogWriter(memory, LAYOUT).append(rows_for(IDS))
+    await fill_catalogue(memory)
     rules = Rules(older_than_s=5.5 * HOUR_S)
-    tried = await collect_garbage(
-        memory, LAYOUT, rules, tenant=None, dry_run=True, clock=lambda: NOW_S
-    )
+    tried = await gc(memory, rules, dry_run=True)
     assert (tried.objects, tried.done, len(await read_table(memory, LAYOUT))) == (5, False, 8)
-    done = await collect_garbage(
-        memory, LAYOUT, rules, tenant=None, dry_run=False, clock=lambda: NOW_S
-    )
+    done = await gc(memory, rules)
     assert (done.objects, done.done, done.dropped_rows, done.problem) == (5, True, 3, "")
     table = await read_table(memory, LAYOUT)
     assert table.column("identifier").to_pylist() == IDS[:5]
@@ -158,7 +173,7 @@ async def test_parts_that_jobs_left_are_folded(memory: MemoryStore) -> None:
     for one in rows_for(IDS):
         await CatalogWriter(memory, LAYOUT).append([one])
     rules = Rules(older_than_s=1000 * HOUR_S)
-    done = await collect_garbage(memory, LAYOUT, rules, tenant=None, dry_run=False)
+    done = await gc(memory, rules)
     assert (done.objects, done.problem) == (0, "")
     assert len(await list_parts(memory, LAYOUT)) == 1
     assert len(await read_table(memory, LAYOUT)) == len(IDS)
@@ -170,16 +185,13 @@ async def test_ages_are_by_the_servers_clock_and_not_by_ours(
     memory: MemoryStore, ahead_s: float, max_bytes: int | None
 ) -> None:
     rules = Rules(older_than_s=5.5 * HOUR_S, max_bytes=max_bytes)
-    done = await collect_garbage(
-        memory, LAYOUT, rules, tenant=None, dry_run=False, clock=lambda: NOW_S + ahead_s
-    )
+    done = await gc(memory, rules, ours_s=NOW_S + ahead_s)
     assert done.objects == 5
     assert left(memory) == names_of(*IDS[:5])
 
 
 async def test_row_of_an_entry_that_came_back_meanwhile_stays(memory: MemoryStore) -> None:
-    memory.bucket.objects[LAYOUT.descriptor] = b'{"model": "tiny"}'
-    await CatalogWriter(memory, LAYOUT).append(rows_for(IDS))
+    await fill_catalogue(memory)
 
     class Filling(Wrapper):
         """A job encodes one again, and catalogues it, when all are deleted."""
@@ -194,7 +206,7 @@ async def test_row_of_an_entry_that_came_back_meanwhile_stays(memory: MemoryStor
                 yield info
 
     rules = Rules(older_than_s=5.5 * HOUR_S)
-    done = await collect_garbage(Filling(memory), LAYOUT, rules, tenant=None, dry_run=False)
+    done = await gc(Filling(memory), rules)
     assert (done.objects, done.dropped_rows, done.problem) == (5, 2, "")
     table = await read_table(memory, LAYOUT)
     assert table.column("identifier").to_pylist() == [*IDS[:5], IDS[6]]
@@ -206,9 +218,7 @@ async def test_catalogue_that_cannot_be_had_is_said_when_the_entries_are_gone(
     monkeypatch.setattr(listing, "PAUSE_S", 0.0)
     store = FaultStore(memory, Script([Fault("list", LAYOUT.catalog, error=UnavailableError)]))
     rules = Rules(older_than_s=5.5 * HOUR_S)
-    done = await collect_garbage(
-        store, LAYOUT, rules, tenant=None, dry_run=False, clock=lambda: NOW_S
-    )
+    done = await gc(store, rules)
     assert done.objects == 5
     assert done.problem
 
@@ -245,3 +255,112 @@ async def test_a_deletion_that_is_refused_leaves_the_index_as_it_was(memory: Mem
         await collect(store, choice)
     assert set(await view(memory)) == {key.digest for key in keys}
     assert len(left(memory)) == 10
+
+
+# -- what made them ----------------------------------------------------------------------------
+
+BAD = "vllm=0.32.0 transformers=5.19.0 torch=2.13.0+cpu pillow=13.0.0 platform=cpu"
+GOOD = BAD.replace("0.32.0", "0.32.1")
+FAULTY = Rules(made_by=parse_made_by("vllm=0.32.0"))
+
+
+class Made:
+    """Entries in a bucket of their own, and what is told and asked of them."""
+
+    def __init__(self) -> None:
+        self.memory = MemoryStore(clock=lambda: NOW_S)
+        self.store = FaultStore(self.memory)
+        self.told: list[tuple[int | None, int]] = []
+
+    def put(self, seed: str, made_by: str, *, age_s: float = HOUR_S) -> str:
+        """The name of its object."""
+        identifier = content_hash(seed)
+        put(
+            self.memory,
+            identifier,
+            age_s,
+            entry_bytes(identifier, LAYOUT.namespace, made_by=made_by),
+        )
+        return name_of(identifier)
+
+    async def gc(self, rules: Rules, **how: Any) -> Collection:
+        self.store.log.clear()
+        return await gc(self.store, rules, report=self.report, **how)
+
+    def report(self, what: str, done: int, total: int | None) -> None:
+        if what == "reading headers" and not done:
+            self.told.append((total, self.headers_read))
+
+    @property
+    def headers_read(self) -> int:
+        return sum(op == "get_range" and LAYOUT.objects in name for op, name in self.store.log)
+
+
+@pytest.fixture
+def made() -> Made:
+    return Made()
+
+
+@pytest.mark.parametrize(
+    ("words", "fits"),
+    [
+        ("vllm=0.32.0", True),
+        ("vllm=0.32.1", False),
+        ("vllm=0.32.*", True),
+        ("vllm=0.3", False),
+        ("torch=2.13.0", False),
+        ("torch=2.13.0*", True),
+        ("vllm=0.32.0 platform=cpu", True),
+        ("vllm=0.32.0,platform=NVIDIA*", False),
+        (" vllm=0.32.0 , torch=*  ", True),
+        ("cuda=*", False),
+    ],
+)
+def test_words_fit_by_name_and_pattern(words: str, fits: bool) -> None:
+    rules = Rules(made_by=parse_made_by(words))
+    assert (rules.fits(BAD), rules.fits("")) == (fits, False)
+
+
+@pytest.mark.parametrize("words", ["", " ", "0.32.0", "vllm", "vllm=", "=1", "v=é", "V=1"])
+def test_what_is_no_list_of_names_and_versions_is_refused(words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_made_by(words)
+    assert caught.value.field == "made_by"
+
+
+async def test_headers_are_read_and_their_number_is_told_first(made: Made) -> None:
+    made.put("bad", BAD)
+    kept = {made.put("good", GOOD), made.put("unknown", "")}
+    counted = await made.gc(FAULTY, dry_run=True)
+    assert (counted.objects, counted.left_objects, counted.done) == (1, 2, False)
+    assert (made.told, made.headers_read) == ([(3, 0)], 3)
+    done = await made.gc(FAULTY)
+    assert (done.objects, done.done) == (1, True)
+    assert left(made.memory) == kept
+
+
+async def test_an_object_that_is_no_entry_stays(memory: MemoryStore) -> None:
+    assert (await gc(memory, FAULTY)).objects == 0
+    assert left(memory) == names_of(*IDS, *LORA)
+
+
+async def test_what_made_them_narrows_other_rules_and_spares_requests(made: Made) -> None:
+    made.put("old", BAD, age_s=48 * HOUR_S)
+    young = made.put("young", BAD)
+    good = made.put("old and good", GOOD, age_s=48 * HOUR_S)
+    done = await made.gc(replace(FAULTY, older_than_s=24 * HOUR_S))
+    assert (done.objects, made.told) == (1, [(2, 0)])
+    assert left(made.memory) == {young, good}
+    largest = len(made.memory.bucket.objects[LAYOUT.objects + young])
+    assert (await made.gc(replace(FAULTY, max_bytes=largest), dry_run=True)).objects == 1
+
+
+async def test_what_is_stored_again_while_headers_are_read_stays(made: Made) -> None:
+    name = made.put("bad", BAD)
+
+    def again(what: str, done: int, total: int | None) -> None:
+        if what == "reading headers":
+            made.put("bad", GOOD, age_s=-10)
+
+    await gc(made.store, FAULTY, report=again)
+    assert left(made.memory) == {name}

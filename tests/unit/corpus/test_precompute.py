@@ -528,15 +528,8 @@ def test_what_the_index_has_is_catalogued_without_an_engine(desk: Desk) -> None:
     assert desk.rows()["a.png"].placeholder == {"image_grid_thw": [1, 2, 2]}
 
 
-class Asked:
-    """No faults; notes what is asked of entries."""
-
-    def __init__(self) -> None:
-        self.ops: list[str] = []
-
-    def next(self, op: str, name: str) -> None:
-        if name.startswith(LAYOUT.objects):
-            self.ops.append(op)
+def asked_of_entries(store: FaultStore) -> list[str]:
+    return [op for op, name in store.log if name.startswith(LAYOUT.objects)]
 
 
 def test_an_embedding_is_confirmed_by_one_request_where_the_index_tells_its_size(
@@ -545,11 +538,11 @@ def test_an_embedding_is_confirmed_by_one_request_where_the_index_tells_its_size
     desk.write(a=b"one", b=b"two")
     save(desk.corpus, name_of(b"one"))
     save(desk.corpus, name_of(b"two"), told_bytes=7)  # that of another s3ec
-    asked = Asked()
-    counted = Desk(open_corpus(FaultStore(MemoryStore(bucket), asked)), desk.folder)
+    store = FaultStore(MemoryStore(bucket))
+    counted = Desk(open_corpus(store), desk.folder)
     report, _ = counted.run()
     assert (report.status, report.catalogued) == ("complete", 2)
-    assert sorted(asked.ops) == ["get_range"] * 3 + ["head"]
+    assert sorted(asked_of_entries(store)) == ["get_range"] * 3 + ["head"]
     sizes = {len(body) for name, body in bucket.objects.items() if name.startswith(LAYOUT.objects)}
     assert {row.nbytes for row in counted.rows().values()} == sizes
 
@@ -570,12 +563,12 @@ def test_what_the_bucket_lacks_is_asked_for_once_and_the_next_run_encodes_it(
     save(desk.corpus, name_of(b"one"))
     for name in [name for name in bucket.objects if name.startswith(LAYOUT.objects)]:
         del bucket.objects[name]
-    asked = Asked()
-    counted = Desk(open_corpus(FaultStore(MemoryStore(bucket), asked)), desk.folder)
+    store = FaultStore(MemoryStore(bucket))
+    counted = Desk(open_corpus(store), desk.folder)
     report, encoder = counted.run(AT_ONCE)
     assert encoder.encoded == []
     assert "`s3ec manifest rebuild`" in report.unconfirmed[0].reason
-    assert asked.ops == ["get_range"]
+    assert asked_of_entries(store) == ["get_range"]
     report, encoder = desk.run()
     assert (report.status, encoder.encoded) == ("complete", [b"one"])
 
