@@ -169,7 +169,7 @@ def precompute(
     made: list[Job] = []
 
     def more() -> str:
-        return _more(made[0].progress) if made else ""
+        return _more(made[0].report) if made else ""
 
     with counting("precomputing", more=more) as tell, source.corpus() as corpus:
         job = make_job(corpus, items, model, options, report=tell)

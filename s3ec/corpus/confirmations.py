@@ -11,11 +11,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from s3ec.corpus.catalog import CatalogWriter, read_table
 from s3ec.corpus.catalog_file import STAMP, CatalogRow, check_row
@@ -208,8 +206,9 @@ class Ledger:
 
 
 class Confirmations:
-    """Waits for the bucket, then writes the catalogue. For one thread, which never waits for a
-    request unless it says so: each is made in a thread beside it, one at a time.
+    """Waits for the bucket, then writes the catalogue, in a thread of its own.
+
+    ``wait_for_room`` and ``settle`` wait for that, and ``end`` ends it.
 
     States of an item:
 
@@ -224,7 +223,7 @@ class Confirmations:
     ===========  ===========  ==================================================================
 
     What is counted is catalogued. A job that is killed before that finds the embedding in the
-    index, and only adds the row. A request that fails is made again until patience ends.
+    index, and only adds the row. A request that fails is made again, until the end.
 
     Args:
         report: Told what is catalogued, and what fails.
@@ -237,18 +236,19 @@ class Confirmations:
         self._waiting: dict[Key, list[tuple[Origin, Counted]]] = {}
         self._rows: list[tuple[CatalogRow, Counted]] = []
         self._problem = self._gone = ""
-        self._is_settling = False  # no more will come
+        self._is_settling = self._is_ending = False  # no more will come
         self._moved_s = self._written_s = time.monotonic()
-        self._look_s = 0.0  # when the next look is due, or any request where one has failed
-        self._pool = ThreadPoolExecutor(1, "s3ec-confirm")
-        self._request: Future[Any] | None = None
-        self._take: Callable[[Any], None]
+        self._lock = threading.Condition()  # of all above; notified after each round
+        self._soon = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="s3ec-confirm", daemon=True)
+        self._thread.start()
 
     def add(self, key: Key, origin: Origin, how: Counted) -> None:
         """Wait for the bucket to confirm an embedding."""
-        if not self._waiting:
-            self._moved_s = time.monotonic()
-        self._waiting.setdefault(key, []).append((origin, how))
+        with self._lock:
+            if not self._waiting:
+                self._moved_s = time.monotonic()
+            self._waiting.setdefault(key, []).append((origin, how))
 
     def waits_for(self, key: Key) -> bool:
         """Whether an item waits for this embedding."""
@@ -256,21 +256,10 @@ class Confirmations:
 
     def add_row(self, row: CatalogRow, how: Counted) -> None:
         """Write a row for an embedding that is there."""
-        self._rows.append((row, how))
-
-    def poll(self, *, is_waiting: bool = False) -> None:
-        """Take what the bucket has answered, and ask it the next thing.
-
-        Args:
-            is_waiting: Wait for that, for a second at most.
-        """
-        self._ask()
-        if is_waiting:
-            wait([self._request] if self._request else (), _LOOK_S)
-            if self._request is None:
-                time.sleep(max(0.0, min(_LOOK_S, self._look_s - time.monotonic())))
-        if self._request is not None and self._request.done():
-            self._taken()
+        with self._lock:
+            self._rows.append((row, how))
+            if len(self._rows) >= _ROWS_AT_A_TIME:
+                self._soon.set()
 
     def wait_for_room(self, stopped: threading.Event, patience_s: float) -> None:
         """Return when fewer wait than may; the bucket sets the pace then.
@@ -278,29 +267,28 @@ class Confirmations:
         Raises:
             EncoderError: It has confirmed nothing for too long.
         """
-        self.poll()
-        while len(self._waiting) >= _MOST_UNCONFIRMED and not stopped.is_set():
-            if time.monotonic() - self._moved_s > patience_s:
-                raise EncoderError(
-                    f"the bucket has confirmed nothing for {patience_s:.0f} s{self._why()}"
-                )
-            self.poll(is_waiting=True)
+        with self._lock:
+            while len(self._waiting) >= _MOST_UNCONFIRMED and not stopped.is_set():
+                if time.monotonic() - self._moved_s > patience_s:
+                    raise EncoderError(
+                        f"the bucket has confirmed nothing for {patience_s:.0f} s{self._why()}"
+                    )
+                self._lock.wait(_LOOK_S)
 
     def settle(self, patience_s: float) -> None:
         """Wait until all is confirmed and catalogued, for as long as that goes on."""
-        self._is_settling, self._moved_s, self._look_s = True, time.monotonic(), 0.0
-        while self._waiting or self._rows:
-            if time.monotonic() - self._moved_s > patience_s:
-                return
-            self.poll(is_waiting=True)
+        with self._lock:
+            self._is_settling, self._moved_s = True, time.monotonic()
+            self._soon.set()
+            while (self._waiting or self._rows) and time.monotonic() - self._moved_s <= patience_s:
+                self._lock.wait(_LOOK_S)
 
     def end(self) -> None:
         """Look once more, write what is confirmed, and report the items that are not."""
-        self._taken()
-        for ask in (self._look, self._write):
-            ask()
-            self._taken()
-        self._pool.shutdown()
+        self._is_ending = True
+        self._soon.set()
+        self._thread.join()
+        self._round()
         reason = f"the bucket has not confirmed it{self._why()}; run the job again"
         left = [failure_of(one.item, reason) for each in self._waiting.values() for one, _ in each]
         reason = f"the catalogue could not be written{self._why()}; run the job again"
@@ -311,45 +299,36 @@ class Confirmations:
         why = self._problem or self._gone
         return f" ({why})" if why else ""
 
-    # -- requests ----------------------------------------------------------------------------
+    # -- in its thread -------------------------------------------------------------------------
 
-    def _ask(self) -> None:
-        """Make the next request that is due, unless one is under way."""
-        now_s = time.monotonic()
-        if self._request is not None or (self._problem and now_s < self._look_s):
-            return
-        late = now_s - self._written_s >= _ROWS_EVERY_S
-        is_last = self._is_settling and not self._waiting
-        if self._rows and (late or is_last or len(self._rows) >= _ROWS_AT_A_TIME):
-            self._write()
-        elif now_s >= self._look_s:
-            self._look()
+    def _work(self) -> None:
+        while not self._is_ending:
+            self._round()
+            self._soon.wait(_LOOK_S)
+            self._soon.clear()  # before it looks: what comes now is seen
 
-    def _taken(self) -> None:
-        """Wait for the request that is under way, and take its answer."""
-        request, self._request = self._request, None
-        if request is None:
-            return
-        try:
-            answer = request.result()
-            self._problem = ""
-            self._take(answer)
-        except Exception as exc:  # the job must end with a report, whatever it is
-            if not self._problem:
-                is_ours = isinstance(exc, S3ECError)
-                log.warning("the bucket is asked again: %s", exc, exc_info=not is_ours)
-            self._problem = str(exc) or type(exc).__name__
-            self._look_s = time.monotonic() + _LOOK_S
+    def _round(self) -> None:
+        problem = ""
+        for step in (self._look, self._write):
+            try:
+                step()
+            except Exception as exc:  # the job must end with a report, whatever it is
+                problem = str(exc) or type(exc).__name__
+                if not self._problem:
+                    is_ours = isinstance(exc, S3ECError)
+                    log.warning("the bucket is asked again: %s", exc, exc_info=not is_ours)
+        with self._lock:
+            self._problem = problem
+            self._lock.notify_all()
 
     def _look(self) -> None:
         """Ask the index, and read the headers of what it tells of."""
-        if self._waiting:
-            self._look_s = time.monotonic() + _LOOK_S
+        with self._lock:
             keys = [*self._waiting]
-            self._take = self._confirm
-            self._request = self._pool.submit(
-                self._corpus.run, lambda store: self._confirmed(store, keys)
-            )
+        if keys:
+            found = self._corpus.run(lambda store: self._confirmed(store, keys))
+            with self._lock:
+                self._confirm(found)
 
     async def _confirmed(
         self, store: Store, keys: Sequence[Key]
@@ -367,7 +346,10 @@ class Confirmations:
                 self._ledger.index.mark_missing(key, absent=True)
             return row
 
-        return dict(zip(told, await in_parallel(told, read), strict=True))
+        found = dict(zip(told, await in_parallel(told, read), strict=True))
+        if None in found.values():
+            await self._ledger.index.refresh()  # this node's engines hear of it
+        return found
 
     def _confirm(self, found: Mapping[Key, CatalogRow | str | None]) -> None:
         now_s = time.time()
@@ -386,19 +368,20 @@ class Confirmations:
                     self._rows.append((origin.row(facts, now_s), how))
 
     def _write(self) -> None:
-        """Write the rows that there are."""
-        if self._rows:
-            batch = [*self._rows]
-            rows = [row for row, _ in batch]
-            self._take = partial(self._count, batch)
-            self._request = self._pool.submit(
-                self._corpus.run, lambda store: self._ledger.append(store, rows)
-            )
-
-    def _count(self, batch: Sequence[tuple[CatalogRow, Counted]], _: None) -> None:
-        del self._rows[: len(batch)]
-        for row, how in batch:
-            self._report.encoded += how == "encoded"
-            self._report.catalogued += how == "catalogued"
-            self._report.stored_bytes += row.nbytes if how == "encoded" else 0
-        self._moved_s = self._written_s = time.monotonic()
+        """Write the rows that there are, if that is due."""
+        with self._lock:
+            is_late = time.monotonic() - self._written_s >= _ROWS_EVERY_S
+            is_last = self._is_ending or (self._is_settling and not self._waiting)
+            is_due = is_late or is_last or len(self._rows) >= _ROWS_AT_A_TIME
+            batch = [*self._rows] if is_due else []
+        if not batch:
+            return
+        rows = [row for row, _ in batch]
+        self._corpus.run(lambda store: self._ledger.append(store, rows))
+        with self._lock:
+            del self._rows[: len(batch)]
+            for row, how in batch:
+                self._report.encoded += how == "encoded"
+                self._report.catalogued += how == "catalogued"
+                self._report.stored_bytes += row.nbytes if how == "encoded" else 0
+            self._moved_s = self._written_s = time.monotonic()

@@ -2,7 +2,7 @@
 """The job that fills a corpus: what is left to encode, who encodes it, and what is confirmed.
 
 A thread pool reads and names items, and the caller's thread keeps the encoder at work. Between two
-pictures it asks ``confirmations.py`` what the bucket has. ``encoder.py`` says who encodes.
+pictures it tells ``confirmations.py``, which asks the bucket. ``encoder.py`` says who encodes.
 """
 
 from __future__ import annotations
@@ -210,6 +210,7 @@ class Job:
     """
 
     _ledger: Ledger
+    _confirmations: Confirmations
 
     def __init__(
         self,
@@ -247,7 +248,6 @@ class Job:
         self._total = total
         self._tell = report
         self._stopped = threading.Event()
-        self._confirmations: Confirmations | None = None  # while it is running
         # What the encoder has, by number: its key where that is known, and its items.
         self._under_way: dict[int, tuple[Key | None, list[tuple[Origin, Counted]]]] = {}
         self._numbers: dict[Key, int] = {}  # of these
@@ -259,13 +259,6 @@ class Job:
         """Have ``run`` end soon; what is encoded is saved. Also in a signal's handler."""
         self._stopped.set()
         self._encoder.stop()
-
-    @property
-    def progress(self) -> PrecomputeReport:
-        """The report so far, with what was confirmed by now."""
-        if self._confirmations is not None:
-            self._confirmations.poll()
-        return self.report
 
     def run(self) -> PrecomputeReport:
         """Do it, and return what was done. Faults of items, engine and bucket are in the report.
@@ -285,9 +278,9 @@ class Job:
                 with closing(Ledger(self._corpus, namespace)) as self._ledger:
                     self._confirmations = Confirmations(self._corpus, self._ledger, self.report)
                     try:
-                        self._encode_all(self._confirmations)
+                        self._encode_all()
                     finally:
-                        self._end(self._confirmations)
+                        self._end()
         except BaseException as exc:
             self.report.problem = str(exc) or type(exc).__name__
             raise
@@ -315,18 +308,17 @@ class Job:
         self._opening_s = time.monotonic() - began_s - self._encoder.start_s
         return namespace
 
-    def _encode_all(self, confirmations: Confirmations) -> None:
+    def _encode_all(self) -> None:
         try:
-            for encoded in self._encoder.encode(self._pictures(confirmations)):
-                self._take(confirmations, encoded)
-                confirmations.poll()  # one that takes all pictures first asks for no more
+            for encoded in self._encoder.encode(self._pictures()):
+                self._take(encoded)
         except EncoderError as exc:
             log.debug("the job ends", exc_info=True)  # the report says why
             self.report.problem = str(exc)
         self.report.is_stopped = self._stopped.is_set()
         self._show()
 
-    def _end(self, confirmations: Confirmations) -> None:
+    def _end(self) -> None:
         """Let saves come to their end, and count."""
         report = self.report
         report.engine_started = self._encoder.is_running
@@ -335,27 +327,25 @@ class Job:
             failure_of(one.item, reason) for _, some in self._under_way.values() for one, _ in some
         ]
         try:
-            confirmations.settle(self._options.patience_s if not report.problem else 0.0)
+            self._confirmations.settle(self._options.patience_s if not report.problem else 0.0)
         finally:
             # Which waits for the last uploads once more, and announces them.
             self._encoder.close()
-            self._confirmations = None
-            confirmations.end()
+            self._confirmations.end()
             report.unconfirmed += [] if report.is_stopped else left
 
     # -- what is to be done ------------------------------------------------------------------
 
-    def _pictures(self, confirmations: Confirmations) -> Iterator[Picture]:
+    def _pictures(self) -> Iterator[Picture]:
         """Those that are to be encoded; all other items are seen to on the way."""
         for plan in self._plans():
             self.report.items += 1
             self.report.read_bytes += plan.read_bytes
-            picture = self._begin(confirmations, plan)
-            confirmations.poll()
+            picture = self._begin(plan)
             if self.report.items % _REPORT_EVERY == 0 or self._under_way:
                 self._show()
             if picture is not None:
-                confirmations.wait_for_room(self._stopped, self._options.patience_s)
+                self._confirmations.wait_for_room(self._stopped, self._options.patience_s)
                 if self._stopped.is_set():
                     return
                 yield picture
@@ -364,7 +354,7 @@ class Job:
         done = self.report.items - len(self._under_way)
         self._tell("precomputing", done, self._total())
 
-    def _begin(self, confirmations: Confirmations, plan: _Plan) -> Picture | None:
+    def _begin(self, plan: _Plan) -> Picture | None:
         """What is left to encode of a plan; None where it is done, or waits for what is."""
         origin, how, key = plan.origin, plan.how, plan.key
         if how == "failed":
@@ -375,7 +365,7 @@ class Job:
             return None
         self._note_replaced(origin)
         if plan.row is not None:
-            confirmations.add_row(plan.row, how)
+            self._confirmations.add_row(plan.row, how)
             return None
         picture = plan.picture
         if key is not None:
@@ -383,8 +373,9 @@ class Job:
             if key in self._numbers:
                 self._under_way[self._numbers[key]][1].append((origin, "catalogued"))
                 return None
-            if picture is None or confirmations.waits_for(key) or self._ledger.holds(key):
-                confirmations.add(key, origin, "catalogued")
+            is_there = self._confirmations.waits_for(key) or self._ledger.holds(key)
+            if picture is None or is_there:
+                self._confirmations.add(key, origin, "catalogued")
                 return None
             self._numbers[key] = picture.number
         if picture is not None:
@@ -396,7 +387,7 @@ class Job:
         if old is not None and origin.sha256 not in ("", old.sha256):
             self.report.replaced.append(failure_of(origin.item, "its file has changed"))
 
-    def _take(self, confirmations: Confirmations, encoded: Encoded) -> None:
+    def _take(self, encoded: Encoded) -> None:
         """Note what became of a picture, and of those that are the same."""
         begun, origins = self._under_way.pop(encoded.number)
         if begun is not None:
@@ -408,14 +399,14 @@ class Job:
             self.report.read_bytes += encoded.nbytes
             plan = self._plan_known(self._row_of(origin.item), origin, 0)
             if plan and plan.row and plan.row.identifier == encoded.identifier:
-                self._begin(confirmations, plan)
+                self._begin(plan)
                 return
             self._note_replaced(origin)
         # The encoder's own word counts, whatever was expected.
         key = self._ledger.key(encoded.identifier) if encoded.identifier else None
         for one, how in origins:
             if key is not None:
-                confirmations.add(key, one, how)
+                self._confirmations.add(key, one, how)
             else:
                 reason = encoded.problem or "nothing is stored under its identifier"
                 self.report.failures.append(failure_of(one.item, reason))

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -438,13 +438,14 @@ def test_picture_that_is_confirmed_after_its_twin_was_looked_at_is_encoded_once(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("s3ec.corpus.confirmations._ROWS_EVERY_S", 0.0)
+    monkeypatch.setattr("s3ec.corpus.confirmations._LOOK_S", 0.01)
     desk.write(a=b"one", b=b"two", c=b"one")
 
     def before_each(count: int) -> None:
         if count == 0:
             eventually(lambda: encoder.named == 3, "all are looked at")
         else:
-            eventually(lambda: job.progress.encoded == 1, "the first one is confirmed")
+            eventually(lambda: job.report.encoded == 1, "the first one is confirmed")
 
     encoder = FakeEncoder(desk.corpus, before_each=before_each)
     job = desk.job(encoder)
@@ -453,37 +454,19 @@ def test_picture_that_is_confirmed_after_its_twin_was_looked_at_is_encoded_once(
     assert (report.status, report.encoded, report.catalogued) == ("complete", 2, 1)
 
 
-class InlineExecutor:
-    """Makes each request at once, in the thread that asks for it."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def submit(self, call: Callable[..., Any], *given: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(call(*given))
-        return future
-
-    def shutdown(self) -> None:
-        pass
-
-
 def test_rows_are_written_while_a_cluster_encodes(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("s3ec.corpus.confirmations._ROWS_EVERY_S", 0.0)
-    monkeypatch.setattr("s3ec.corpus.confirmations._LOOK_S", 0.0)
-    monkeypatch.setattr("s3ec.corpus.confirmations.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("s3ec.corpus.confirmations._LOOK_S", 0.01)
     desk.write(a=b"one", b=b"two", c=b"three", d=b"four")
-    parts = 0
 
-    def before_each(_: int) -> None:
-        nonlocal parts
-        parts = len(desk.corpus.run(lambda store: list_parts(store, LAYOUT)))
+    def before_each(count: int) -> None:
+        if count == 3:
+            eventually(lambda: desk.corpus.run(lambda store: list_parts(store, LAYOUT)))
 
     report, _ = desk.run(at_once=True, reads_later=True, before_each=before_each)
     assert (report.status, report.encoded) == ("complete", 4)
-    assert parts > 0
 
 
 def test_every_item_of_a_picture_that_cannot_be_encoded_is_listed(desk: Desk) -> None:
@@ -596,7 +579,15 @@ def test_rows_are_written_on_the_way(desk: Desk, monkeypatch: pytest.MonkeyPatch
     desk.write(a=b"one")
     desk.run()
     desk.write(**{f"copy-{number:02}": b"one" for number in range(40)})
-    report, encoder = desk.run()
+
+    def items() -> Iterator[SourceItem]:
+        for item in open_source(str(desk.folder)):
+            if item.document == "copy-39.png":
+                eventually(lambda: len(batches) > 1, "those before are written")
+            yield item
+
+    encoder = FakeEncoder(desk.corpus)
+    report = desk.job(encoder, items=items()).run()
     assert (report.status, report.catalogued, encoder.encoded) == ("complete", 40, [])
     assert len(batches) > 2
     assert sum(batches) == 41
