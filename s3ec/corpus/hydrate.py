@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence, Set
+from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -135,18 +135,17 @@ def wanted_entry(entry: CorpusEntry) -> Wanted:
     return Wanted(Key("", entry.name, digest_of_name(entry.name)), entry.label, entry.nbytes)
 
 
-async def everything(store: Store, layout: Layout) -> AsyncGenerator[Wanted, None]:
-    """All entries of a namespace as a listing shows them, in no order. To be closed."""
+async def everything(store: Store, layout: Layout) -> AsyncGenerator[Sequence[Wanted], None]:
+    """All entries of a namespace as a listing shows them, some at a time. To be closed."""
     async with aclosing(scan(store, layout.namespace)) as batches:
         async for entries in batches:
-            for entry in entries:
-                yield wanted_entry(entry)
+            yield list(map(wanted_entry, entries))
 
 
 async def hydrate(
     store: Store,
     layout: Layout,
-    wanted: Iterable[Wanted] | None,
+    wanted: Sequence[Wanted] | None,
     *,
     settings: Settings,
     loop: LoopThread,
@@ -180,7 +179,7 @@ async def hydrate(
     try:
         places = open_places(settings, store, counters, is_entry=layout.is_entry)
         work = _Hydrator(places or store, layout, loop, tier, Pace(rate_limit_bytes_per_s), report)
-        source = everything(store, layout) if wanted is None else _each(wanted)
+        source = everything(store, layout) if wanted is None else _one_batch(wanted)
         return await work.run(source, settings.max_concurrency)
     finally:
         if places is not None:  # home is the caller's
@@ -224,10 +223,10 @@ class _Hydrator:
         # What may still come, by the last look; and what was begun.
         self._room_bytes = self._coming_bytes = 0
 
-    async def run(self, wanted: AsyncGenerator[Wanted, None], width: int) -> Hydration:
+    async def run(self, batches: AsyncGenerator[Sequence[Wanted], None], width: int) -> Hydration:
         started_s = time.monotonic()
-        async with aclosing(wanted):
-            await for_each(self._looked_at(wanted), self._see_to, width=width)
+        async with aclosing(batches):
+            await for_each(self._looked_at(batches), self._see_to, width=width)
         self._found.seconds = time.monotonic() - started_s
         return self._found
 
@@ -245,26 +244,23 @@ class _Hydrator:
         self._report("hydrating", self._found.fetched_bytes, None)
 
     async def _looked_at(
-        self, wanted: AsyncGenerator[Wanted, None]
+        self, batches: AsyncGenerator[Sequence[Wanted], None]
     ) -> AsyncGenerator[tuple[Wanted, bool], None]:
         """What is wanted, and whether it is here.
 
         Some are looked at together: handing a call to a disk thread takes longer than the look.
         """
-        while True:
-            some: list[Wanted] = []
-            while len(some) < _LOOKS and (one := await anext(wanted, None)) is not None:
-                some.append(one)
-            if not some:
-                return
-            try:
-                are_here, room_bytes = await self._disk(self._look, some)
-            except (OSError, TierError) as exc:
-                self._stop(f"the disk refuses: {exc}")
-                are_here, room_bytes = [False] * len(some), 0
-            self._room_bytes = room_bytes - self._coming_bytes
-            for looked_at in zip(some, are_here, strict=True):
-                yield looked_at
+        async for batch in batches:
+            for start in range(0, len(batch), _LOOKS):
+                some = batch[start : start + _LOOKS]
+                try:
+                    are_here, room_bytes = await self._disk(self._look, some)
+                except (OSError, TierError) as exc:
+                    self._stop(f"the disk refuses: {exc}")
+                    are_here, room_bytes = [False] * len(some), 0
+                self._room_bytes = room_bytes - self._coming_bytes
+                for looked_at in zip(some, are_here, strict=True):
+                    yield looked_at
 
     def _look(self, some: Sequence[Wanted]) -> tuple[list[bool], int]:
         """Whether entries are here, and how much room there is, which others take too; blocking."""
@@ -434,6 +430,5 @@ def _full_or(exc: TierError) -> str:
     return FULL if full else str(exc)
 
 
-async def _each(wanted: Iterable[Wanted]) -> AsyncGenerator[Wanted, None]:
-    for one in wanted:
-        yield one
+async def _one_batch(wanted: Sequence[Wanted]) -> AsyncGenerator[Sequence[Wanted], None]:
+    yield wanted
