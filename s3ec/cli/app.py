@@ -21,10 +21,10 @@ _PANELS = {
         "bench": "bench",
     },
     "Look": {
-        "ns": "browse",
-        "ls": "browse",
-        "stat": "browse",
-        "get": "browse",
+        "ns": "namespaces",
+        "ls": "entries",
+        "stat": "entries",
+        "get": "entries",
         "catalog": "catalog",
         "manifest": "verify",
         "verify": "verify",
@@ -52,8 +52,7 @@ class Root(Group):
         if cmd_name not in self.commands:
             wanted = _MODULES.get(cmd_name)
             for module in [wanted] if wanted else dict.fromkeys(_MODULES.values()):
-                part = App()
-                importlib.import_module(f"s3ec.cli.{module}").register(part)
+                part = importlib.import_module(f"s3ec.cli.{module}").commands
                 self.commands.update(typer.main.get_group(part).commands)
             for title, names in _PANELS.items():
                 for name in names.keys() & self.commands.keys():

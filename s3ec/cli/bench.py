@@ -15,7 +15,7 @@ import typer
 
 from s3ec.cli import was_interrupted
 from s3ec.cli.options import JsonOption, option
-from s3ec.cli.output import App, counting, epilog, print_note, show, stdout_to_stderr
+from s3ec.cli.output import App, counting, diverted_output, epilog, print_note, show
 from s3ec.errors import ConfigError, S3ECError
 
 if TYPE_CHECKING:
@@ -35,8 +35,13 @@ _ENGINE_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    """Add the benchmarks of a checkout, or the one that is in the package."""
+def __getattr__(name: str) -> App:
+    """``commands``: the benchmarks of a checkout, or the one that is in the package.
+
+    Made when it is asked for, since those of a checkout import this module.
+    """
+    if name != "commands":
+        raise AttributeError(name)
     if importlib.util.find_spec("s3ec.dev") is not None:
         from s3ec.dev.bench.command import app as group
     else:
@@ -47,7 +52,9 @@ def register(app: typer.Typer) -> None:
             epilog=epilog(("s3ec bench encode google/gemma-3-27b-it", "of a model of yours")),
         )
         add_encode(group)
-    app.add_typer(group, name="bench")
+    found = App()
+    found.add_typer(group, name="bench")
+    return found
 
 
 def add_encode(group: App) -> None:
@@ -88,7 +95,7 @@ def encode(
         raise ConfigError("an encode needs vLLM; install it, or see `s3ec advise --like MODEL`")
     with (
         tempfile.TemporaryDirectory(prefix="s3ec-bench-") as scratch,
-        stdout_to_stderr(),
+        diverted_output(),
         counting("starting vLLM") as report,
     ):
 

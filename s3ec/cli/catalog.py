@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, option, with_namespace
+from s3ec.cli.options import CORPUS, JsonOption, SettingsSource, option, with_options
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
@@ -38,37 +38,20 @@ _SUMMED = ("document", "identifier", "modality", "bytes", "time")
 _COLUMNS = ("document", "page", "modality", "rows", "bytes", "age_s", "identifier")
 
 
-def register(app: App) -> None:
-    """Add ``catalog`` to the tree."""
-    group = App(
-        help="The catalogue: which document, page and file each embedding belongs to.",
-        no_args_is_help=True,
-        epilog=epilog(
-            ("s3ec catalog show", "what has been computed in advance?"),
-            ("s3ec catalog find reports/2024.pdf --page 12", "what is a page called?"),
-            ("s3ec catalog export catalog.parquet", "all of it, as one file"),
-        ),
-    )
-    group.command(
-        "show",
-        ("s3ec catalog show s3://embeddings", "of the only namespace"),
-        ("s3ec catalog show --json | jq .modalities", "for machines"),
-    )(with_namespace(show))
-    group.command(
-        "find",
-        ("s3ec catalog find reports/2024.pdf", "all pages of a document"),
-        ("s3ec catalog find --sha256 $(sha256sum < page.png | cut -c1-64)", "by a file"),
-        ("s3ec catalog find --identifier 3f9a01bc... --json", "whose embedding is this?"),
-    )(with_namespace(find))
-    group.command(
-        "export",
-        ("s3ec catalog export catalog.parquet", "for DuckDB, pandas, Spark"),
-        ("s3ec catalog export catalog.parquet --model gemma-3", "of a model"),
-    )(with_namespace(export))
-    app.add_typer(group, name="catalog")
+commands = App()
+group = App(
+    help="The catalogue: which document, page and file each embedding belongs to.",
+    no_args_is_help=True,
+    epilog=epilog(
+        ("s3ec catalog show", "what has been computed in advance?"),
+        ("s3ec catalog find reports/2024.pdf --page 12", "what is a page called?"),
+        ("s3ec catalog export catalog.parquet", "all of it, as one file"),
+    ),
+)
+commands.add_typer(group, name="catalog")
 
 
-def _read(source: SettingsSource, choice: NamespaceChoice) -> tuple[str, pa.Table]:
+def _read(source: SettingsSource) -> tuple[str, pa.Table]:
     """The namespace that fits, and its catalogue. What was left out is named."""
     from s3ec.corpus.catalog import read_table
 
@@ -76,11 +59,17 @@ def _read(source: SettingsSource, choice: NamespaceChoice) -> tuple[str, pa.Tabl
         print_note(safe(text))
 
     with counting("reading the catalogue"), source.corpus() as corpus:
-        name = choice.within(corpus)
+        name = source.choose(corpus)
         return name, corpus.within(lambda store, layout: read_table(store, layout, note=note), name)
 
 
-def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
+@group.command(
+    "show",
+    ("s3ec catalog show s3://embeddings", "of the only namespace"),
+    ("s3ec catalog show --json | jq .modalities", "for machines"),
+)
+@with_options(CORPUS)
+def show(source: SettingsSource, as_json: JsonOption = False) -> None:
     """Show the size of the catalogue: rows, documents and bytes, by modality.
 
     Exits with 1 if a part of it is unusable. The catalogue lists the embeddings that jobs over a
@@ -108,7 +97,7 @@ def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = 
         }
 
     with counting("reading the catalogue"), source.corpus() as corpus:
-        document = corpus.within(look, choice.within(corpus))
+        document = corpus.within(look, source.choose(corpus))
     show_document(document, as_json=as_json, hide={"unusable"})
     for problem in document["unusable"]:
         print_note(safe(problem))
@@ -143,9 +132,15 @@ def _sums(table: pa.Table) -> dict[str, Any]:
     }
 
 
+@group.command(
+    "find",
+    ("s3ec catalog find reports/2024.pdf", "all pages of a document"),
+    ("s3ec catalog find --sha256 $(sha256sum < page.png | cut -c1-64)", "by a file"),
+    ("s3ec catalog find --identifier 3f9a01bc... --json", "whose embedding is this?"),
+)
+@with_options(CORPUS)
 def find(
     source: SettingsSource,
-    choice: NamespaceChoice,
     document: Annotated[
         str | None, typer.Argument(metavar="[DOCUMENT]", help="Id of a document.")
     ] = None,
@@ -169,7 +164,7 @@ def find(
     [(column, text)] = given.items()
     if page is not None and column != "document":
         raise ConfigError("`--page` needs a document; give DOCUMENT too", field="page")
-    name, table = _read(source, choice)
+    name, table = _read(source)
     rows = _matching(table, column, text, page)
     if not rows:
         of_page = f", page {page}" if page is not None else ""
@@ -200,9 +195,14 @@ def _matching(table: pa.Table, column: str, text: str, page: int | None) -> list
     return rows
 
 
+@group.command(
+    "export",
+    ("s3ec catalog export catalog.parquet", "for DuckDB, pandas, Spark"),
+    ("s3ec catalog export catalog.parquet --model gemma-3", "of a model"),
+)
+@with_options(CORPUS)
 def export(
     source: SettingsSource,
-    choice: NamespaceChoice,
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A Parquet file.")],
     as_json: JsonOption = False,
 ) -> None:
@@ -217,7 +217,7 @@ def export(
             f"`{path}` must be a Parquet file; use a name that ends with .parquet",
             field="path",
         )
-    name, table = _read(source, choice)
+    name, table = _read(source)
     export_table(table, path)
     if as_json:
         print_json({"namespace": name, "file": str(path), "row_count": len(table)})

@@ -6,9 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import typer
-
-from s3ec.cli.options import JsonOption, SettingsSource, with_settings
+from s3ec.cli.options import SETTINGS, JsonOption, SettingsSource, with_options
 from s3ec.cli.output import App, epilog, print_json, print_note, table
 
 # The origin of a setting that has no value.
@@ -17,25 +15,21 @@ _MISSING = "missing"
 _SDK_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
-def register(app: App) -> None:
-    """Add ``config`` to the tree."""
-    group = App(
-        no_args_is_help=True,
-        help="Show settings and their origins.",
-        epilog=epilog(
-            ("s3ec config show --config @ec.json", "what would the connector use?"),
-            ("s3ec config docs > settings.md", "the table of all settings"),
-        ),
-    )
-    group.command(
-        "show",
-        ("S3EC_BUCKET=embeddings s3ec config show", "from the environment"),
-        ('s3ec config show --config \'{"bucket": "embeddings"}\' --json', "for machines"),
-    )(with_settings(show))
-    group.command("docs", ("s3ec config docs > settings.md", "keep it beside your notes"))(docs)
-    app.add_typer(group, name="config")
+commands = App()
+group = App(
+    no_args_is_help=True,
+    help="Show settings and their origins.",
+    epilog=epilog(("s3ec config show --config @ec.json", "what would the connector use?")),
+)
+commands.add_typer(group, name="config")
 
 
+@group.command(
+    "show",
+    ("S3EC_BUCKET=embeddings s3ec config show", "from the environment"),
+    ('s3ec config show --config \'{"bucket": "embeddings"}\' --json', "for machines"),
+)
+@with_options(SETTINGS)
 def show(source: SettingsSource, as_json: JsonOption = False) -> None:
     """Print the value and the origin of each setting. Credentials are not settings.
 
@@ -74,10 +68,3 @@ def _human(row: dict[str, Any], setting: object) -> str:
     if row["value"] is None:
         return "unset"
     return setting.human_readable() if isinstance(setting, ByteSize) else str(row["value"]) or '""'
-
-
-def docs() -> None:
-    """Print the table of all settings as Markdown."""
-    from s3ec.settings import settings_table
-
-    typer.echo(settings_table(), nl=False)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
+from s3ec.cli.options import SETTINGS, JsonOption, SettingsSource, option, with_options
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     counting,
+    plain,
     print_json,
     safe,
     styled,
@@ -31,23 +32,20 @@ _COLORS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black
 _INDENT = 23
 
 
-def register(app: App) -> None:
-    """Add ``doctor`` to the tree."""
-    app.command(
-        "doctor",
-        ("s3ec doctor --bucket embeddings --no-vllm", "bucket and node only, in a few seconds"),
-        (
-            "s3ec doctor --config @ec.json -- --model google/gemma-3-27b-it",
-            "the model's namespace too",
-        ),
-        (
-            "s3ec doctor -- vllm serve MODEL --ec-transfer-config '{...}'",
-            "the whole command line of a deployment",
-        ),
-        ("s3ec doctor --json | jq '.checks[] | select(.verdict==\"fail\")'", "for machines"),
-    )(with_settings(doctor))
+commands = App()
 
 
+@commands.command(
+    "doctor",
+    ("s3ec doctor --bucket embeddings --no-vllm", "bucket and node only, in a few seconds"),
+    ("s3ec doctor --config @ec.json -- --model google/gemma-3-27b-it", "the model's namespace too"),
+    (
+        "s3ec doctor -- vllm serve MODEL --ec-transfer-config '{...}'",
+        "the whole command line of a deployment",
+    ),
+    ("s3ec doctor --json | jq '.checks[] | select(.verdict==\"fail\")'", "for machines"),
+)
+@with_options(SETTINGS)
 def doctor(
     source: SettingsSource,
     vllm_args: Annotated[
@@ -86,7 +84,8 @@ def doctor(
         checks = list(found) if as_json else _shown(found)
     failed = any(check.outcome.verdict == "fail" for check in checks)
     if as_json:
-        print_json({"ok": not failed, "checks": [check.to_json() for check in checks]})
+        told = [{"name": check.name, **plain(check.outcome)} for check in checks]
+        print_json({"ok": not failed, "checks": told})
     if failed:
         raise typer.Exit(EXIT_WRONG)
 

@@ -3,48 +3,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated
 
 from s3ec.cli.options import (
-    CACHE,
+    CORPUS_AND_TIER,
     JsonOption,
-    NamespaceChoice,
     SettingsSource,
-    entry_of,
     lines_of,
     option,
-    optional,
     size_bytes,
-    with_namespace,
+    with_options,
 )
-from s3ec.cli.output import (
-    EXIT_PARTIAL,
-    RESUMES,
-    App,
-    counting,
-    safe,
-    show,
-    show_some,
-)
+from s3ec.cli.output import RESUMES, App, counting, end_job
 
 _FULL = "the tier is full, and nothing that is in it goes for them"
 
 
-def register(app: App) -> None:
-    """Add ``hydrate`` to the tree."""
-    app.command(
-        "hydrate",
-        ("s3ec hydrate --model gemma-3 --rate-limit 200MB", "everything there is room for"),
-        ("s3ec tier ls --names | s3ec hydrate --ids -", "what another node has used"),
-    )(with_namespace(hydrate, CACHE))
+commands = App()
 
 
+@commands.command(
+    "hydrate",
+    ("s3ec hydrate --model gemma-3 --rate-limit 200MB", "everything there is room for"),
+    ("s3ec tier ls --names | s3ec hydrate --ids -", "what another node has used"),
+)
+@with_options(CORPUS_AND_TIER)
 def hydrate(
     source: SettingsSource,
-    choice: NamespaceChoice,
-    cache: dict[str, Any],
     ids: Annotated[
         str | None,
         option(
@@ -54,7 +39,8 @@ def hydrate(
         ),
     ] = None,
     rate_limit: Annotated[
-        str | None, option("--rate-limit", "SIZE", "Bytes per second, such as `100MB`.")
+        int | None,
+        option("--rate-limit", "SIZE", "Bytes per second, such as `100MB`.", parser=size_bytes),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -66,16 +52,12 @@ def hydrate(
 
     Exits with 3 if a requested entry is not on this node afterwards.
     """
-    rate = optional(size_bytes, rate_limit, "rate_limit")
     given = None if ids is None else lines_of(ids)
-    with source.with_options(cache).corpus() as corpus:
-        name = choice.within(corpus)
-        wanted = (
-            None if given is None else [entry_of(corpus, name, each, full=True) for each in given]
-        )
+    with source.corpus() as corpus:
+        name = source.choose(corpus)
         with counting("hydrating", in_bytes=True, resume=RESUMES) as report:
             found = corpus.hydrate(
-                wanted, namespace=name, rate_limit_bytes_per_s=rate, report=report
+                given, namespace=name, rate_limit_bytes_per_s=rate_limit, report=report
             )
     kinds = {"absent": dict.fromkeys(found.absent, "the bucket does not have it")}
     kinds |= {"damaged": found.damaged, "failed": found.failed}
@@ -98,8 +80,4 @@ def hydrate(
         "seconds": found.seconds,
         "failures": failures,
     }
-    show(document, as_json=as_json, hide={"failures"})
-    if not as_json:
-        show_some([f"{it['kind']}: {safe(it['label'])} ({safe(it['reason'])})" for it in failures])
-    if found.status != "complete":
-        raise typer.Exit(EXIT_PARTIAL)
+    end_job(document, as_json=as_json)

@@ -9,18 +9,19 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from s3ec.cli.output import PLACE, echo, print_note
+from s3ec.cli.output import PLACE, RESUMES, UNCHANGED, counting, echo, print_note
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
     from s3ec.config import LoadedSettings
-    from s3ec.corpus import Corpus, CorpusEntry
+    from s3ec.corpus import Corpus
+    from s3ec.counters import Report
 
 T = TypeVar("T")
 
@@ -28,7 +29,6 @@ _PANEL = "Settings (then S3EC_* variables)"
 _MAX_CONFIG_BYTES = 2**20
 _DURATION = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(min|h|d|w)")
 _UNITS_S = {"min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_HASH_DIGITS = 64
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, for machines.")
@@ -94,61 +94,47 @@ _NAMESPACE_OPTIONS = {
         ),
     ],
 }
-# For commands that look at this node only.
-_CACHE_OPTIONS = {
-    "config": _SETTINGS_OPTIONS["config"],
+_TIER_OPTIONS = {
     "cache_dir": _option("--cache-dir", "FOLDER", "Folder of the node's disk tier."),
     "cache_bytes": _option("--cache-bytes", "SIZE", "Size the tier is kept below."),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class NamespaceChoice:
-    """The options that choose the namespace of a command.
-
-    Attributes:
-        name: Its name or the beginning of that; None where any will do.
-        model: Part of the model's name; None where any will do.
-    """
-
-    name: str | None = None
-    model: str | None = None
-
-    def __post_init__(self) -> None:
-        # A script's unset variable; every namespace begins so.
-        for option_name, given in (("namespace", self.name), ("model", self.model)):
-            if given == "":
-                raise ConfigError(f"`--{option_name}` is empty; leave it out", field=option_name)
-
-    def within(self, corpus: Corpus) -> str:
-        """The namespace that fits. Raises what Corpus.choose raises."""
-        return corpus.choose(self.name, model=self.model)
-
-
-@dataclass(frozen=True, slots=True)
 class SettingsSource:
-    """What the command line says about settings, not yet read.
+    """What the command line says about settings, not yet read, and about the namespace.
 
     Attributes:
         config: Text of ``--config``, or None.
         overrides: Settings with an option of their own.
         label: What to call the option that ``config`` came from.
+        namespace: Name of a namespace or the beginning of that; None where any will do.
+        model: Part of the name of its model; None where any will do.
     """
 
     config: str | None = None
     overrides: Mapping[str, str | bool] = field(default_factory=dict)
     label: str = "--config"
+    namespace: str | None = None
+    model: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SettingsSource:
-        """Make one from the values of options. None means that an option was not given."""
-        overrides = {name: value for name, value in given.items() if value is not None}
-        return cls(overrides.pop("config", None), overrides)
+        """Make one from the values of options. None means that an option was not given.
 
-    def with_options(self, given: Mapping[str, Any]) -> SettingsSource:
-        """The same with more options; None means that one was not given."""
-        more = {name: value for name, value in given.items() if value is not None}
-        return replace(self, overrides={**self.overrides, **more})
+        Raises:
+            ConfigError: ``--namespace`` or ``--model`` is empty.
+        """
+        overrides = {name: value for name, value in given.items() if value is not None}
+        choice = {name: overrides.pop(name, None) for name in ("namespace", "model")}
+        for name, value in choice.items():
+            if value == "":  # a script's unset variable; every namespace begins so
+                raise ConfigError(f"`--{name}` is empty; leave it out", field=name)
+        return cls(overrides.pop("config", None), overrides, **choice)
+
+    def choose(self, corpus: Corpus) -> str:
+        """The namespace that the options name. Raises what Corpus.choose raises."""
+        return corpus.choose(self.namespace, model=self.model)
 
     def load(self, *, need_bucket: bool = True) -> LoadedSettings:
         """Read the settings; origins name the option that won.
@@ -263,7 +249,7 @@ class Consent:
 
     def carry_out(
         self,
-        work: Callable[[bool], T],
+        work: Callable[[bool, Report], T],
         told: Callable[[T], tuple[int, str]],
         *,
         as_json: bool,
@@ -272,21 +258,27 @@ class Consent:
         """Say what would go, ask where somebody can answer, and do it.
 
         Args:
-            work: Called with whether it is only to count.
+            work: Called with whether it is only to count, and with whom to tell how far it is.
             told: How many things that is, and in words what.
             verbs: What is done, and what was done.
 
         Returns:
             The last result, and whether it was done.
         """
-        found = work(not self.yes)
-        count, what = told(found)
         verb, past = verbs
+
+        def carry(dry_run: bool) -> T:
+            message, resume = ("looking", UNCHANGED) if dry_run else ("deleting", RESUMES)
+            with counting(message, resume=resume) as report:
+                return work(dry_run, report)
+
+        found = carry(not self.yes)
+        count, what = told(found)
         if not as_json:
             echo(f"{past} {what}" if self.yes else f"would {verb} {what}")
         if self.yes or not (count and self.ask(f"{verb} {what}?", as_json=as_json)):
             return found, self.yes
-        found = work(False)
+        found = carry(False)
         echo(f"{past} {told(found)[1]}")
         return found, True
 
@@ -317,9 +309,17 @@ class Consent:
 # Options by name, and what makes one argument of their values.
 OptionGroup = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Any]]
 
-CACHE: OptionGroup = ({name: _CACHE_OPTIONS[name] for name in ("cache_dir", "cache_bytes")}, dict)
-"""The options of commands that write to this node's disk tier; they arrive as a dictionary that is
-for ``SettingsSource.with_options``."""
+SETTINGS: OptionGroup = (_SETTINGS_OPTIONS, SettingsSource.of)
+"""The options for settings; they arrive as a SettingsSource. So do those of the next three."""
+
+CORPUS: OptionGroup = ({**_NAMESPACE_OPTIONS, **_SETTINGS_OPTIONS}, SettingsSource.of)
+"""The same, and the options that choose a namespace."""
+
+CORPUS_AND_TIER: OptionGroup = ({**CORPUS[0], **_TIER_OPTIONS}, SettingsSource.of)
+"""The same, and the options of this node's disk tier."""
+
+TIER: OptionGroup = ({"config": _SETTINGS_OPTIONS["config"], **_TIER_OPTIONS}, SettingsSource.of)
+"""The options of commands that look at this node only, and need no bucket."""
 
 CONSENT: OptionGroup = (
     {
@@ -339,88 +339,75 @@ CONSENT: OptionGroup = (
 """The options of commands that delete something; they arrive as a Consent."""
 
 
-def with_settings(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
-    """Give a command the options for settings; they arrive as its first argument, a SettingsSource.
-
-    Args:
-        groups: Further options. Those of each group arrive as one further argument.
-    """
-    return with_options(function, (_SETTINGS_OPTIONS, SettingsSource.of), *groups)
-
-
-def with_namespace(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
-    """Give a command the options of with_settings, and those that choose a namespace.
-
-    The latter arrive as a NamespaceChoice behind the SettingsSource. Those of further groups
-    follow.
-    """
-    choice: OptionGroup = (
-        _NAMESPACE_OPTIONS,
-        lambda given: NamespaceChoice(given["namespace"], given["model"]),
-    )
-    return with_settings(function, choice, *groups)
-
-
-def with_cache_settings(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
-    """Give a command of this node's disk tier its options. It needs no bucket."""
-    return with_options(function, (_CACHE_OPTIONS, SettingsSource.of), *groups)
-
-
-def with_options(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
+def with_options(*groups: OptionGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command options; those of each group arrive as one of its first arguments.
 
     In the command's help its own options come first, then the groups from the last to the first.
     """
-    signature = inspect.signature(function, eval_str=True)
-    own = list(signature.parameters.values())[len(groups) :]
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for options, _ in reversed(groups)
-        for name, kind in options.items()
-    ]
 
-    @functools.wraps(function)
-    def wrapper(**kwargs: Any) -> None:
-        first = [make({name: kwargs.pop(name) for name in options}) for options, make in groups]
-        function(*first, **kwargs)
+    def give(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function, eval_str=True)
+        own = list(signature.parameters.values())[len(groups) :]
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            for options, _ in reversed(groups)
+            for name, kind in options.items()
+        ]
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
-    # typer reads both; functools.wraps copied those of the function.
-    wrapper.__dict__["__signature__"] = signature.replace(parameters=parameters)
-    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-    return wrapper
+        @functools.wraps(function)
+        def wrapper(**kwargs: Any) -> None:
+            first = [make({name: kwargs.pop(name) for name in options}) for options, make in groups]
+            function(*first, **kwargs)
+
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
+        # typer reads both; functools.wraps copied those of the function.
+        wrapper.__dict__["__signature__"] = signature.replace(parameters=parameters)
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return give
 
 
-def duration_s(text: str, name: str) -> float:
-    """Seconds of a duration such as ``90d``.
+def is_for_subcommand(ctx: typer.Context, *given: object) -> bool:
+    """Whether one of a group's commands was named, so that the group itself has nothing to do.
 
     Args:
-        name: The option's name, with underscores.
+        given: True of what was given before its name, where nobody would read it.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: There is such a thing.
+    """
+    if ctx.invoked_subcommand is None:
+        return False
+    if any(given):
+        command = f"{ctx.command_path} {ctx.invoked_subcommand}"
+        raise ConfigError(f"write options after the command: `{command} ...`")
+    return True
+
+
+def duration_s(text: str) -> float:
+    """Seconds of a duration such as ``90d``; a parser of options.
+
+    Raises:
+        typer.BadParameter: It is none.
     """
     match = _DURATION.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
-        raise ConfigError(
-            f"`--{name.replace('_', '-')}` {text!r:.50} is no age; write it as `90d`, `12h`, `2w` "
-            "or `30min`",
-            field=name,
+        raise typer.BadParameter(
+            f"{text!r:.50} is no age; write it as `90d`, `12h`, `2w` or `30min`"
         )
     return float(match[1]) * _UNITS_S[match[2]]
 
 
-def size_bytes(text: str, name: str) -> int:
-    """Bytes of a size such as ``10MiB``. Arguments and errors are those of duration_s."""
+def size_bytes(text: str) -> int:
+    """Bytes of a size such as ``10MiB``; a parser of options as duration_s."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
         return TypeAdapter(ByteSize).validate_python(text)
     except ValidationError as exc:
-        raise ConfigError(
-            f"`--{name.replace('_', '-')}` {text!r:.50} is no size; write it as `10GiB`, `500MB` "
-            "or a number of bytes",
-            field=name,
+        raise typer.BadParameter(
+            f"{text!r:.50} is no size; write it as `10GiB`, `500MB` or a number of bytes"
         ) from exc
 
 
@@ -441,11 +428,6 @@ def lines_of(file: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
-def optional(parse: Callable[[str, str], T], text: str | None, name: str) -> T | None:
-    """The value of an option that may be left out."""
-    return None if text is None else parse(text, name)
-
-
 ID_HELP = "Identifier, a label that `s3ec ls` prints, or the first 8 or more hex digits of a hash."
 
 
@@ -456,30 +438,3 @@ def hint_of(text: str) -> str:
     """What to say of an ID that is not there: too few digits of a hash name a client's entry."""
     few = _FEW_DIGITS.fullmatch(text.rpartition(":")[2])
     return "; a hash may be cut to 8 or more hex digits" if few else ""
-
-
-def entry_of(corpus: Corpus, namespace: str, text: str, *, full: bool = False) -> str | CorpusEntry:
-    """The entry that an ID names: its identifier, its label, or the beginning of its hash.
-
-    Only the last costs requests. One that is not there is the text itself.
-
-    Args:
-        full: It is a line of a long list, and no beginning: each would cost a listing.
-
-    Raises:
-        ConfigError: Nothing is ever stored under it.
-        AmbiguousError: Several entries begin so.
-    """
-    from s3ec.corpus import CorpusEntry, is_hash_prefix
-
-    key = corpus.key_of(text)
-    if key is not None and not key.identifier:  # a label
-        return CorpusEntry(namespace, key.name, 0, 0.0)
-    if key is None:
-        raise ConfigError(
-            f"{text!r:.100} is an identifier under which nothing is stored; `s3ec ls` prints labels"
-        )
-    digits = text.rpartition(":")[2]
-    if not full and is_hash_prefix(text) and len(digits) < _HASH_DIGITS:
-        return corpus.find(text, namespace=namespace) or text
-    return text

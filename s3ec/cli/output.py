@@ -19,7 +19,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -46,6 +46,8 @@ from s3ec.errors import (
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+    from s3ec.store.base import Blob
 
     _Base = TyperCommand
 else:
@@ -225,18 +227,36 @@ def _drop_stdout() -> None:
 
 
 @contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Send what others print to stderr: vLLM logs to stdout, its processes to the descriptor."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
+def diverted_output(file: Path | None = None) -> Iterator[None]:
+    """Have what others print go to a file, to stderr without one. Our own stderr stays.
+
+    vLLM writes to stdout, and its processes and libraries to both descriptors.
+    """
+    stdout, stderr = sys.stdout, sys.stderr
+    stdout.flush()
+    stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    # It stays open: vLLM's loggers keep it, and write until the interpreter ends.
+    target = os.dup(2) if file is None else os.open(file, os.O_WRONLY | os.O_APPEND)
+    sys.stdout = _line_writer(target)
+    with suppress(OSError):  # in a test it is no file
+        if stderr.fileno() == 2:
+            sys.stderr = _line_writer(kept[1])
+    os.dup2(target, 1)
+    os.dup2(target, 2)
     try:
-        with redirect_stdout(sys.stderr):
-            yield
+        yield
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        sys.stdout, sys.stderr = stdout, stderr
+        for number, descriptor in enumerate(kept, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def _line_writer(descriptor: int) -> TextIO:
+    return open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)
 
 
 _SHOWN_CHARACTERS = 300
@@ -295,9 +315,7 @@ def print_error(message: str) -> None:
 
     One line, and further ones only where the message lists choices.
     """
-    _erase()
-    lines = [safe(line, limit=2000) for line in message.splitlines()]
-    sys.stderr.write("error: " + "\n".join(lines) + "\n")
+    print_note("error: " + "\n".join(safe(line, limit=2000) for line in message.splitlines()))
 
 
 def print_note(message: str) -> None:
@@ -344,7 +362,18 @@ _LABEL = re.compile(rf"([0-9a-f]{{{DIGITS}}})[0-9a-f]+$")
 # The titles of keys that would read badly without their unit.
 _TITLES = {"bytes": "size", "cache_dir": "folder", "entry_count": "entries"}
 _UNITS = re.compile(r"_(bytes|count|s|at)$")
-_NOUNS = {"delta", "document", "entry", "index_file", "object", "page", "part", "record", "row"}
+_NOUNS = {
+    "delta",
+    "document",
+    "entry",
+    "index_file",
+    "item",
+    "object",
+    "page",
+    "part",
+    "record",
+    "row",
+}
 
 
 def plain(value: Any) -> Any:
@@ -528,6 +557,28 @@ def show_some(
         say(f"{more:,} more; {rest}")
 
 
+def end_job(document: Mapping[str, Any], *, as_json: bool, about: Mapping[str, str] = {}) -> None:
+    """Print what a job did, name what failed, and end with the exit status for it.
+
+    Args:
+        document: Has its ``status``, and ``failures`` with ``label``, ``reason``, perhaps ``kind``.
+        about: As for ``show``.
+    """
+    show(document, as_json=as_json, hide={"failures"}, about=about)
+    if not as_json:
+        show_some([
+            f"{one.get('kind', 'failed')}: {safe(one['label'])}: {safe(one['reason'])}"
+            for one in document["failures"]
+        ])  # fmt: skip
+    end_with_status(document["status"])
+
+
+def end_with_status(status: str) -> None:
+    """End a job with the exit status for its ``status``; not where it is complete."""
+    if status != "complete":
+        raise typer.Exit(EXIT_PARTIAL if status == "partial" else EXIT_WRONG)
+
+
 def human_bytes(nbytes: float) -> str:
     """A size such as ``2.6 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -562,6 +613,20 @@ def timestamp(seconds: float | None) -> str | None:
     if not seconds:
         return None
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def save(path: Path, body: Blob) -> None:
+    """Write a file by way of a temporary one beside it, so that it is whole or not there.
+
+    Raises:
+        TierError: The folder is absent, read-only or full.
+    """
+    from s3ec.tier.files import write_file
+
+    try:
+        write_file(path, [body], synced=True)
+    except OSError as exc:
+        raise TierError(f"cannot write {path}: {exc.strerror}") from exc
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from s3ec.cli.doctor import completed
-from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
+from s3ec.cli.options import (
+    SETTINGS,
+    JsonOption,
+    OptionGroup,
+    SettingsSource,
+    option,
+    with_options,
+)
 from s3ec.cli.output import (
     App,
     counting,
@@ -57,69 +64,85 @@ _QUESTIONS = {
     "money": "does storing cost less than encoding again?",
 }
 
+
+def _model(text: str) -> ModelEstimate:
+    """A model of the table; a parser of options."""
+    if (found := find_model(text)) is not None:
+        return found
+    near = " or ".join(alike(text))
+    fix = f"did you mean {near}?" if near else "`--rows` and `--width` give its size"
+    raise typer.BadParameter(f"{text!r:.90} is not in the table; {fix}")
+
+
+def _one_of(known: Mapping[str, T]) -> Callable[[str], T]:
+    """A parser of options that names one of these."""
+
+    def parse(text: str) -> T:
+        if text.lower() not in known:
+            raise typer.BadParameter(f"{text!r:.50} is unknown; it is one of {', '.join(known)}")
+        return known[text.lower()]
+
+    return parse
+
+
 _MOST = 10**9  # of any figure; infinity, which the parser takes, is no figure
-
-_FIGURES = {
-    name: Annotated[kind | None, option(f"--{name.replace('_', '-')}", metavar, text, **limits)]
-    for name, kind, metavar, text, limits in (
-        (
-            "like",
-            str,
-            "MODEL",
-            "A model of the table in docs/does-it-pay.md, by its name on the hub: "
-            "google/gemma-3-27b-it.",
-            {},
-        ),
-        (
-            "rows",
-            int,
-            "N",
-            "Rows of an embedding; `s3ec stat` shows the rows of stored ones.",
-            {"min": 1},
-        ),
-        ("width", int, "N", "Values of a row.", {"min": 1}),
-        (
-            "encode_ms",
-            float,
-            "MS",
-            "Time of one encode in the engine, on all its GPUs.",
-            {"min": 0.001},
-        ),
-        ("fetch_ms", float, "MS", "Time to fetch one embedding from the bucket.", {"min": 0.001}),
-        ("reads", float, "N", "Reads of one entry from the bucket a month. [1.5]", {"min": 0.0}),
-        ("gpu", str, "NAME", f"GPU of the engine: {', '.join(GPUS)}. \\[h100]", {}),
-        ("gpus", int, "N", "GPUs of one engine. [1]", {"min": 1}),
-        ("gpu_dollars", float, "USD", "Price of one GPU for an hour.", {"min": 0.0}),
-        (
-            "store",
-            str,
-            "NAME",
-            f"Source of prices, and of times that are not measured: {', '.join(STORES)}. \\[aws]",
-            {},
-        ),
-    )
-}
+# Name, kind, metavar, help, and the least value or the parser.
+_TABLE: tuple[tuple[str, Any, str, str, Any], ...] = (
+    (
+        "like",
+        Any,
+        "MODEL",
+        "A model of the table in docs/does-it-pay.md, by its name on the hub: "
+        "google/gemma-3-27b-it.",
+        _model,
+    ),
+    ("rows", int, "N", "Rows of an embedding; `s3ec stat` shows the rows of stored ones.", 1),
+    ("width", int, "N", "Values of a row.", 1),
+    ("encode_ms", float, "MS", "Time of one encode in the engine, on all its GPUs.", 0.001),
+    ("fetch_ms", float, "MS", "Time to fetch one embedding from the bucket.", 0.001),
+    ("reads", float, "N", "Reads of one entry from the bucket a month. [1.5]", 0.0),
+    ("gpu", Any, "NAME", f"GPU of the engine: {', '.join(GPUS)}. \\[h100]", _one_of(GPUS)),
+    ("gpus", int, "N", "GPUs of one engine. [1]", 1),
+    ("gpu_dollars", float, "USD", "Price of one GPU for an hour.", 0.0),
+    (
+        "store",
+        Any,
+        "NAME",
+        f"Source of prices, and of times that are not measured: {', '.join(STORES)}. \\[aws]",
+        _one_of(STORES),
+    ),
+)
 
 
-def register(app: App) -> None:
-    """Add the command to the tree."""
-    app.command(
-        "advise",
-        (
-            "s3ec advise --bucket embeddings --images ./pages -- --model google/gemma-3-27b-it",
-            "your pages, your bucket, from this machine",
-        ),
-        (
-            "s3ec advise --no-probe --like google/gemma-3-27b-it --gpu l4",
-            "a model of the table on another GPU, nothing is measured",
-        ),
-        (
-            "s3ec advise --no-probe --rows 256 --width 5376 --encode-ms 20 --gpu h100 --reads 4",
-            "figures of your own",
-        ),
-    )(with_settings(advise, (_FIGURES, _known)))
+def _figure(name: str, kind: Any, metavar: str, text: str, given: Any) -> Any:
+    more = {"parser": given} if callable(given) else {"min": given, "max": _MOST}
+    return Annotated[kind | None, option(f"--{name.replace('_', '-')}", metavar, text, **more)]
 
 
+_FIGURES: OptionGroup = (
+    {row[0]: _figure(*row) for row in _TABLE},
+    lambda given: Known(gpu_dollars_an_hour=given.pop("gpu_dollars"), **given),
+)
+
+commands = App()
+
+
+@commands.command(
+    "advise",
+    (
+        "s3ec advise --bucket embeddings --images ./pages -- --model google/gemma-3-27b-it",
+        "your pages, your bucket, from this machine",
+    ),
+    (
+        "s3ec advise --no-probe --like google/gemma-3-27b-it --gpu l4",
+        "a model of the table on another GPU, nothing is measured",
+    ),
+    (
+        "s3ec advise --no-probe --rows 256 --width 5376 --encode-ms 20 --gpu h100 --reads 4",
+        "figures of your own",
+    ),
+)
+@with_options(SETTINGS, _FIGURES)
 def advise(
     source: SettingsSource,
     known: Known,
@@ -165,38 +188,6 @@ def advise(
         with counting("measuring bucket and disk"):
             measure_here(known, found, loaded)
     _show(known, found, as_json)
-
-
-def _choice(name: str, given: str | None, known: Mapping[str, T]) -> T | None:
-    if given is None:
-        return None
-    if given.lower() not in known:
-        raise ConfigError(
-            f"`--{name}` {given!r:.50} is unknown; it is one of {', '.join(known)}", field=name
-        )
-    return known[given.lower()]
-
-
-def _model(given: str | None) -> ModelEstimate | None:
-    found = None if given is None else find_model(given)
-    if given is None or found is not None:
-        return found
-    near = (
-        f"did you mean {' or '.join(alike(given))}?"
-        if alike(given)
-        else "`--rows` and `--width` give its size"
-    )
-    raise ConfigError(f"`--like` {given!r:.90} is not in the table; {near}", field="like")
-
-
-def _known(given: dict[str, Any]) -> Known:
-    for name, value in given.items():
-        if isinstance(value, int | float) and value > _MOST:
-            raise ConfigError(f"`--{name.replace('_', '-')}` is more than {_MOST:,}", field=name)
-    given["like"] = _model(given["like"])
-    given["gpu"] = _choice("gpu", given["gpu"], GPUS)
-    given["store"] = _choice("store", given["store"], STORES)
-    return Known(gpu_dollars_an_hour=given.pop("gpu_dollars"), **given)
 
 
 def _pages(

@@ -6,31 +6,29 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from s3ec.cli.bench import engine_arguments
-from s3ec.cli.options import JsonOption, SettingsSource, option, with_settings
+from s3ec.cli.options import SETTINGS, JsonOption, SettingsSource, option, with_options
 from s3ec.cli.output import (
-    EXIT_OK,
-    EXIT_PARTIAL,
-    EXIT_WRONG,
     App,
     counting,
+    diverted_output,
     echo,
-    facts,
+    end_with_status,
     human_bytes,
     json_text,
     print_json,
     print_note,
     safe,
+    save,
+    show,
     show_some,
 )
 from s3ec.errors import ConfigError, TierError
@@ -42,27 +40,29 @@ if TYPE_CHECKING:
     from s3ec.corpus.precompute import Job, PrecomputeReport
     from s3ec.corpus.ray_encoder import RayOptions
 
-_EXIT = {"complete": EXIT_OK, "partial": EXIT_PARTIAL, "failed": EXIT_WRONG}
+_SHOWN = (
+    *("status", "namespace", "item_count", "done_before_count"),
+    *("encoded_count", "catalogued_count"),
+)
 
 # The last line of a traceback, alone or behind the beginning of a line of vLLM's log.
 _ERROR = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)")
 
 
-def register(app: App) -> None:
-    """Add the command to the tree."""
-    app.command(
-        "precompute",
-        ("s3ec precompute /data/pages --model google/gemma-3-27b-it", "files below a folder"),
-        ("s3ec precompute report.pdf --model M --dpi 200", "the pages of a PDF file"),
-        ("s3ec precompute list.jsonl --model M --shard 0/4", "a quarter of a list"),
-        (
-            "s3ec precompute list.jsonl --model M --engine ray --ray-address auto "
-            "--ray-workers 1-8",
-            "on the GPUs of a Ray cluster",
-        ),
-    )(with_settings(precompute))
+commands = App()
 
 
+@commands.command(
+    "precompute",
+    ("s3ec precompute /data/pages --model google/gemma-3-27b-it", "files below a folder"),
+    ("s3ec precompute report.pdf --model M --dpi 200", "the pages of a PDF file"),
+    ("s3ec precompute list.jsonl --model M --shard 0/4", "a quarter of a list"),
+    (
+        "s3ec precompute list.jsonl --model M --engine ray --ray-address auto --ray-workers 1-8",
+        "on the GPUs of a Ray cluster",
+    ),
+)
+@with_options(SETTINGS)
 def precompute(
     source: SettingsSource,
     items: Annotated[
@@ -176,7 +176,7 @@ def precompute(
         made.append(job)
         log_file = None if verbose else _new_log()
         try:
-            with _ended_by_signals(job.stop), _written_to(log_file):
+            with _ended_by_signals(job.stop), diverted_output(log_file):
                 job.run()
         except BaseException:
             if log_file is not None and log_file.stat().st_size:
@@ -187,14 +187,14 @@ def precompute(
                 log_file.unlink()
                 log_file = None
             if report_file is not None:
-                _write(report_file, job.report)
+                text = json_text(job.report.to_json(), 2) + "\n"
+                save(report_file.absolute(), text.encode())
     report = job.report
     if as_json:
         print_json(report.to_json() | {"log": log_file and str(log_file)})
     else:
         _print(report, log_file)
-    if report.status != "complete":
-        raise typer.Exit(_EXIT[report.status])
+    end_with_status(report.status)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -229,9 +229,6 @@ def _ray_options(engine: str, given: dict[str, Any]) -> RayOptions | None:
 @contextmanager
 def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Have the first Ctrl-C or SIGTERM end the job in order; the second one is as usual."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -256,46 +253,6 @@ def _new_log() -> Path:
     return Path(name)
 
 
-def _line_writer(descriptor: int) -> TextIO:
-    return open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)
-
-
-@contextmanager
-def _written_to(log_file: Path | None) -> Iterator[None]:
-    """Have what others write go to a file; to stderr if None. Our own lines stay on stderr.
-
-    vLLM writes to stdout, and its processes and libraries to both.
-    """
-    stdout, stderr = sys.stdout, sys.stderr
-    stdout.flush()
-    stderr.flush()
-    kept = os.dup(1), os.dup(2)
-    # It stays open: vLLM's loggers keep it, and write until the interpreter ends.
-    target = os.dup(2) if log_file is None else os.open(log_file, os.O_WRONLY | os.O_APPEND)
-    sys.stdout = _line_writer(target)
-    with suppress(OSError):  # in a test it is no file
-        if stderr.fileno() == 2:
-            sys.stderr = _line_writer(kept[1])
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        sys.stdout, sys.stderr = stdout, stderr
-        for number, descriptor in enumerate(kept, start=1):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-
-
-def _write(path: Path, report: PrecomputeReport) -> None:
-    from s3ec.cli.browse import save
-
-    text = json_text(report.to_json(), 2) + "\n"
-    save(path.absolute(), [text.encode("utf-8", "backslashreplace")], force=True)
-
-
 def _more(report: PrecomputeReport) -> str:
     text = f"; {human_bytes(report.stored_bytes)} stored"
     failed = len(report.failures)
@@ -305,15 +262,12 @@ def _more(report: PrecomputeReport) -> str:
 def _print(report: PrecomputeReport, log_file: Path | None) -> None:
     started = f", without {report.start_s:.0f} s to start" if report.engine_started else ""
     speed = f"{report.encoded_per_s:.2g} a second{started}"
-    rows = [
-        ("status", report.status),
-        ("namespace", report.namespace or "-"),
-        ("items", f"{report.items:,}"),
-        ("there before", f"{report.done_before:,}"),
-        ("encoded", f"{report.encoded:,} ({human_bytes(report.stored_bytes)}, {speed})"),
-        ("only catalogued", f"{report.catalogued:,}"),
-    ]
-    facts(rows)
+    document = report.to_json()
+    show(
+        {name: document[name] for name in _SHOWN},
+        as_json=False,
+        about={"encoded_count": f"({human_bytes(report.stored_bytes)}, {speed})"},
+    )
     if report.problem:
         echo(f"ended early: {safe(report.problem, limit=2000)}")
     elif report.is_stopped:

@@ -27,16 +27,15 @@ _POLL_S = 0.5
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
-def register(app: App) -> None:
-    """Add ``serve-s3`` to the tree."""
-    app.command(
-        "serve-s3",
-        ("s3ec serve-s3", "port 8333, bucket `embeddings`, gone at the end"),
-        ("s3ec serve-s3 --data ./s3 --bucket docs --bucket test", "keep the objects"),
-        ("s3ec serve-s3 --port 0 --json", "any free port, for scripts"),
-    )(serve_s3)
+commands = App()
 
 
+@commands.command(
+    "serve-s3",
+    ("s3ec serve-s3", "port 8333, bucket `embeddings`, gone at the end"),
+    ("s3ec serve-s3 --data ./s3 --bucket docs --bucket test", "keep the objects"),
+    ("s3ec serve-s3 --port 0 --json", "any free port, for scripts"),
+)
 def serve_s3(
     port: Annotated[
         int, typer.Option(min=0, max=55535, help="Port on 127.0.0.1; 0 uses any free one.")

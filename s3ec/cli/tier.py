@@ -10,17 +10,17 @@ import typer
 
 from s3ec.cli.options import (
     CONSENT,
+    TIER,
     Consent,
     JsonOption,
     SettingsSource,
+    is_for_subcommand,
     option,
     size_bytes,
-    with_cache_settings,
+    with_options,
 )
 from s3ec.cli.output import (
     EXIT_WRONG,
-    RESUMES,
-    UNCHANGED,
     App,
     counting,
     echo,
@@ -38,6 +38,7 @@ from s3ec.cli.output import (
 from s3ec.errors import AmbiguousError, ConfigError, NotFoundError, TierError
 
 if TYPE_CHECKING:
+    from s3ec.counters import Report
     from s3ec.settings import Settings
     from s3ec.tier.inspection import Freed, Inspection
     from s3ec.tier.scan import ScannedEntry, Sum
@@ -55,44 +56,26 @@ _NamespaceOption = Annotated[
 ]
 
 
-def register(app: App) -> None:
-    """Add ``tier`` to the tree."""
-    group = App()
-    group.callback(
-        invoke_without_command=True,
-        epilog=epilog(
-            ("s3ec tier", "how full is this node's cache, and how fresh?"),
-            ("s3ec tier check", "is every byte of it as it should be?"),
-            ("s3ec tier evict --to 10GiB", "make it smaller now"),
-        ),
-    )(with_cache_settings(tier))
-    group.command(
-        "ls",
-        ("s3ec tier ls", "what was used here last?"),
-        ("s3ec tier ls --names | s3ec hydrate --ids -", "to bring them to another node"),
-    )(with_cache_settings(ls))
-    group.command(
-        "check",
-        ("s3ec tier check", "audit the folder of this user's settings"),
-        ("s3ec tier check --cache-dir /mnt/nvme/s3ec --json", "another one, for machines"),
-    )(with_cache_settings(check))
-    group.command(
-        "evict",
-        ("s3ec tier evict --to 10GiB --dry-run", "what would go?"),
-        ("s3ec tier evict --to 0 --namespace google-gemma --yes", "one model's entries"),
-    )(with_cache_settings(evict, CONSENT))
-    app.add_typer(group, name="tier")
+commands = App()
+group = App()
+commands.add_typer(group, name="tier")
 
 
+@group.callback(
+    invoke_without_command=True,
+    epilog=epilog(
+        ("s3ec tier", "how full is this node's cache, and how fresh?"),
+        ("s3ec tier check", "is every byte of it as it should be?"),
+        ("s3ec tier evict --to 10GiB", "make it smaller now"),
+    ),
+)
+@with_options(TIER)
 def tier(source: SettingsSource, ctx: typer.Context, as_json: JsonOption = False) -> None:
     """Show the contents of this node's disk tier: size, ages, spool; or run a command on it.
 
     Needs no bucket and no network, and may run while engines use the folder.
     """
-    if ctx.invoked_subcommand is not None:
-        if source != SettingsSource() or as_json:
-            command = f"s3ec tier {ctx.invoked_subcommand}"
-            raise ConfigError(f"write options after the command: `{command} ...`")
+    if is_for_subcommand(ctx, source != SettingsSource(), as_json):
         return
     settings, inspection = _open(source)
     document = {"cache_dir": str(settings.cache_dir), "bytes": 0, "entry_count": 0}
@@ -118,6 +101,12 @@ def tier(source: SettingsSource, ctx: typer.Context, as_json: JsonOption = False
         show(document, as_json=as_json)
 
 
+@group.command(
+    "ls",
+    ("s3ec tier ls", "what was used here last?"),
+    ("s3ec tier ls --names | s3ec hydrate --ids -", "to bring them to another node"),
+)
+@with_options(TIER)
 def ls(
     source: SettingsSource,
     namespace: _NamespaceOption = None,
@@ -175,6 +164,12 @@ def ls(
         show_page(rows, len(rows), sums, as_json=as_json)
 
 
+@group.command(
+    "check",
+    ("s3ec tier check", "audit the folder of this user's settings"),
+    ("s3ec tier check --cache-dir /mnt/nvme/s3ec --json", "another one, for machines"),
+)
+@with_options(TIER)
 def check(source: SettingsSource, as_json: JsonOption = False) -> None:
     """Audit the folder: names, owners, modes, and every byte of every entry.
 
@@ -199,16 +194,23 @@ def check(source: SettingsSource, as_json: JsonOption = False) -> None:
         raise typer.Exit(EXIT_WRONG)
 
 
+@group.command(
+    "evict",
+    ("s3ec tier evict --to 10GiB --dry-run", "what would go?"),
+    ("s3ec tier evict --to 0 --namespace google-gemma --yes", "one model's entries"),
+)
+@with_options(TIER, CONSENT)
 def evict(
     source: SettingsSource,
     consent: Consent,
     to: Annotated[
-        str,
+        int,
         option(
             "--to",
             "SIZE",
             "Size to reach, such as `10GiB` or `0`: of the whole folder, or with --namespace of "
             "its entries.",
+            parser=size_bytes,
         ),
     ],
     namespace: _NamespaceOption = None,
@@ -222,22 +224,16 @@ def evict(
     from s3ec.tier.inspection import Freed
     from s3ec.tier.scan import Sum
 
-    target_bytes = size_bytes(to, "to")
     _, inspection = _open(source)
     chosen = _choose(inspection, namespace) if inspection and namespace is not None else None
 
-    def evict_to(dry_run: bool) -> Freed:
+    def evict_to(dry_run: bool, report: Report) -> Freed:
         if inspection is None:
             return Freed(Sum(), 0, 0)
-        resume = UNCHANGED if dry_run else RESUMES
-        with counting("counting entries", resume=resume) as report:
-            return inspection.evict_to(
-                target_bytes,
-                now_s=time.time(),
-                namespace=chosen,
-                dry_run=dry_run,
-                report=report,
-            )
+        now_s = time.time()
+        return inspection.evict_to(
+            to, now_s=now_s, namespace=chosen, dry_run=dry_run, report=report
+        )
 
     def told(freed: Freed) -> tuple[int, str]:
         gone = freed.gone
@@ -250,7 +246,7 @@ def evict(
 
     verbs = "free", "freed"
     freed, done = consent.carry_out(evict_to, told, as_json=as_json, verbs=verbs)
-    reached = freed.after_bytes <= target_bytes
+    reached = freed.after_bytes <= to
     if as_json:
         print_json(
             {
@@ -266,7 +262,7 @@ def evict(
             }
         )
     elif not reached:
-        print_note(f"{human_bytes(target_bytes)} is not reached: the rest waits for the bucket")
+        print_note(f"{human_bytes(to)} is not reached: the rest waits for the bucket")
 
 
 def _open(source: SettingsSource) -> tuple[Settings, Inspection | None]:

@@ -8,50 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from s3ec.cli.options import (
-    JsonOption,
-    NamespaceChoice,
-    SettingsSource,
-    lines_of,
-    option,
-    with_namespace,
-)
-from s3ec.cli.output import (
-    EXIT_PARTIAL,
-    EXIT_WRONG,
-    RESUMES,
-    App,
-    counting,
-    echo,
-    human_bytes,
-    many,
-    print_json,
-    safe,
-    show_some,
-)
+from s3ec.cli.options import CORPUS, JsonOption, SettingsSource, lines_of, option, with_options
+from s3ec.cli.output import RESUMES, App, counting, end_job
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
     from s3ec.corpus.exchange import Transferred
 
 
-def register(app: App) -> None:
-    """Add the commands to the tree."""
-    app.command(
-        "export",
-        ("s3ec export /media/disk/corpus", "everything of the newest namespace"),
-        ("s3ec export corpus --ids names.txt", "a part of it"),
-    )(with_namespace(export))
-    app.command(
-        "import",
-        ("s3ec import /media/disk/corpus", "what an export wrote, into the bucket"),
-        ("s3ec import ec --layout vllm --model vision-9b", "what ECExampleConnector wrote"),
-    )(with_namespace(import_))
+commands = App()
 
 
+@commands.command(
+    "export",
+    ("s3ec export /media/disk/corpus", "everything of the newest namespace"),
+    ("s3ec export corpus --ids names.txt", "a part of it"),
+)
+@with_options(CORPUS)
 def export(
     source: SettingsSource,
-    choice: NamespaceChoice,
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder to write; created if it is absent.")
     ],
@@ -78,15 +53,20 @@ def export(
             "`--ids` has no line with an identifier; leave it out for all entries", field="ids"
         )
     with source.corpus() as corpus:
-        name = choice.within(corpus)
+        name = source.choose(corpus)
         with counting("copying", resume=RESUMES) as report:
             done = corpus.export(folder, namespace=name, identifiers=identifiers, report=report)
-    _tell(done, f"from {name} to {safe(str(folder))}", as_json=as_json)
+    _end(done, as_json=as_json)
 
 
+@commands.command(
+    "import",
+    ("s3ec import /media/disk/corpus", "what an export wrote, into the bucket"),
+    ("s3ec import ec --layout vllm --model vision-9b", "what ECExampleConnector wrote"),
+)
+@with_options(CORPUS)
 def import_(
     source: SettingsSource,
-    choice: NamespaceChoice,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `s3ec export` wrote.")],
     layout: Annotated[
         Literal["s3ec", "vllm"],
@@ -122,44 +102,27 @@ def import_(
         if layout == "vllm":
             done = corpus.import_example(
                 folder,
-                namespace=choice.within(corpus),
+                namespace=source.choose(corpus),
                 modality=modality or "image",
                 report=report,
             )
         else:
             done = corpus.import_from(
-                folder, namespace=choice.name, model=choice.model, report=report
+                folder, namespace=source.namespace, model=source.model, report=report
             )
-    _tell(done, f"from {safe(str(folder))} to {done.namespace}", as_json=as_json)
+    _end(done, as_json=as_json)
 
 
-def _tell(done: Transferred, places: str, *, as_json: bool) -> None:
-    """Print what was done, and end with the exit status for it."""
-    if as_json:
-        print_json(
-            {
-                "status": done.status,
-                "namespace": done.namespace,
-                "copied": done.copied,
-                "bytes": done.nbytes,
-                "present": done.present,
-                "skipped": done.skipped,
-                "catalogued": done.catalogued,
-                "failed": len(done.failures),
-                "failures": [{"label": what, "reason": why} for what, why in done.failures.items()],
-            }
-        )
-    else:
-        entries = many(done.copied, "entry", "entries")
-        echo(f"copied {entries}, {human_bytes(done.nbytes)}, {places}")
-        counts = {
-            "were there": done.present,
-            "skipped: no content hash": done.skipped,
-            "rows of the catalogue": done.catalogued,
-            "failed": len(done.failures),
-        }
-        if said := ", ".join(f"{number:,} {what}" for what, number in counts.items() if number):
-            echo(said)
-        show_some([f"failed: {safe(what)}: {safe(why)}" for what, why in done.failures.items()])
-    if done.failures:
-        raise typer.Exit(EXIT_PARTIAL if done.status == "partial" else EXIT_WRONG)
+def _end(done: Transferred, *, as_json: bool) -> None:
+    document = {
+        "status": done.status,
+        "namespace": done.namespace,
+        "copied": done.copied,
+        "bytes": done.nbytes,
+        "present": done.present,
+        "skipped": done.skipped,
+        "catalogued": done.catalogued,
+        "failed": len(done.failures),
+        "failures": [{"label": what, "reason": why} for what, why in done.failures.items()],
+    }
+    end_job(document, as_json=as_json, about={"skipped": "of no content hash"})

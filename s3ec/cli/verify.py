@@ -9,12 +9,12 @@ import typer
 
 from s3ec.cli.options import (
     CONSENT,
+    CORPUS,
     Consent,
     JsonOption,
-    NamespaceChoice,
     SettingsSource,
     option,
-    with_namespace,
+    with_options,
 )
 from s3ec.cli.output import (
     EXIT_WRONG,
@@ -42,31 +42,25 @@ if TYPE_CHECKING:
     from s3ec.store.base import Store
 
 
-def register(app: App) -> None:
-    """Add ``verify`` and ``manifest`` to the tree."""
-    group = App(
-        help="The index in the bucket. `s3ec verify` compares it with the bucket.",
-        no_args_is_help=True,
-        epilog=epilog(("s3ec manifest rebuild", "make it from what the bucket holds")),
-    )
-    group.command(
-        "rebuild",
-        ("s3ec manifest rebuild", "after objects were deleted or copied by other means"),
-        ("s3ec manifest rebuild --json", "for machines"),
-    )(with_namespace(rebuild_index))
-    app.add_typer(group, name="manifest")
-    app.command(
-        "verify",
-        ("s3ec verify", "index, listing and catalogue; exit status 1 where they differ"),
-        ("s3ec verify --deep --state ./audit", "every byte; killed, it goes on there"),
-        ("s3ec verify --deep --state ./audit --repair --yes", "and mend what it found"),
-        ("s3ec verify --deep --json | jq '.deep.corrupt[].object'", "for machines"),
-    )(with_namespace(verify, CONSENT))
+commands = App()
+group = App(
+    help="The index in the bucket. `s3ec verify` compares it with the bucket.",
+    no_args_is_help=True,
+    epilog=epilog(("s3ec manifest rebuild", "make it from what the bucket holds")),
+)
+commands.add_typer(group, name="manifest")
 
 
+@commands.command(
+    "verify",
+    ("s3ec verify", "index, listing and catalogue; exit status 1 where they differ"),
+    ("s3ec verify --deep --state ./audit", "every byte; killed, it goes on there"),
+    ("s3ec verify --deep --state ./audit --repair --yes", "and mend what it found"),
+    ("s3ec verify --deep --json | jq '.deep.corrupt[].object'", "for machines"),
+)
+@with_options(CORPUS, CONSENT)
 def verify(
     source: SettingsSource,
-    choice: NamespaceChoice,
     consent: Consent,
     deep: Annotated[
         bool, typer.Option("--deep", help="Read every object and check every byte.")
@@ -101,7 +95,7 @@ def verify(
     if consent.yes and not repair:
         raise ConfigError("`--yes` needs `--repair`; give it too", field="yes")
     with source.corpus() as corpus:
-        namespace = choice.within(corpus)
+        namespace = source.choose(corpus)
         if repair:  # before all of it is read
             corpus.run(lambda store: require_ours(store, namespace))
         resume = RESUMES if state else UNCHANGED
@@ -240,9 +234,13 @@ def _repair_document(done: Repair) -> dict[str, Any]:
     }
 
 
-def rebuild_index(
-    source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False
-) -> None:
+@group.command(
+    "rebuild",
+    ("s3ec manifest rebuild", "after objects were deleted or copied by other means"),
+    ("s3ec manifest rebuild --json", "for machines"),
+)
+@with_options(CORPUS)
+def rebuild_index(source: SettingsSource, as_json: JsonOption = False) -> None:
     """Make a snapshot from a listing of all objects, 1000 per request, 16 requests at a time.
 
     Use it after other tools than s3ec have deleted or stored objects. It is safe at any time, also
@@ -255,7 +253,7 @@ def rebuild_index(
 
             return await make(store, layout, report=report)
 
-        namespace = choice.within(corpus)
+        namespace = source.choose(corpus)
         made = corpus.within(work, namespace, write=True)
     document = {
         "namespace": namespace,

@@ -67,15 +67,6 @@ class Check:
     outcome: Outcome
     group: str = ""
 
-    def to_json(self) -> dict[str, str]:
-        """One element of ``checks`` in ``s3ec doctor --json``."""
-        return {
-            "name": self.name,
-            "verdict": self.outcome.verdict.value,
-            "found": self.outcome.found,
-            "mend": self.outcome.mend,
-        }
-
 
 def ok(found: str) -> Outcome:
     """All is well."""

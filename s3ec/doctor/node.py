@@ -15,7 +15,6 @@ from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
 from s3ec.errors import TierError
 from s3ec.tier.files import Folders, free_bytes, is_full, make_folder, require_own_folder
 from s3ec.tier.mounts import file_system, require_local
-from s3ec.tier.residents import FEW_RESIDENTS, allowed_residents
 from s3ec.tier.scan import scan_tier
 
 _MEMORY = ("tmpfs", "ramfs")
@@ -78,17 +77,6 @@ def _by_file_system(root: Path) -> Outcome:
         )
     memory = ", which is memory: count `cache_bytes` to the pod's" if kind in _MEMORY else ""
     return ok(f"{root} is writable and private, on {kind}{memory}")
-
-
-def open_files(context: CheckContext) -> Outcome:
-    """Whether a process may hold enough entries open; others are granted a pass later."""
-    most = allowed_residents()
-    if most < FEW_RESIDENTS:
-        return warn(
-            f"a process may hold {most} entries open: it may open few files",
-            "raise its hard limit (`ulimit -Hn`, systemd's LimitNOFILE, docker's --ulimit nofile)",
-        )
-    return ok(f"a process may hold {most} entries open, to be granted at once")
 
 
 def cache_space(context: CheckContext) -> Outcome:

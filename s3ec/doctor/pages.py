@@ -18,12 +18,14 @@ from typing import Any
 ASSUMED_PAGE = (1240, 1754)
 # More say nothing new, and each takes the processor some 50 ms.
 MOST_PAGES = 32
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp", ".gif"}
 
 
 def pictures_in(folder: Path) -> list[Path]:
     """The pictures of a folder and below it, by their suffix: evenly chosen, MOST_PAGES at most."""
-    found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+    from s3ec.corpus.sources import suffixes
+
+    images = {suffix for suffix, modality in suffixes().items() if modality == "image"}
+    found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in images and p.is_file())
     step = max(1, len(found) // MOST_PAGES)
     return found[::step][:MOST_PAGES]
 

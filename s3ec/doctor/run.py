@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -23,7 +24,7 @@ from s3ec.doctor.check import (
     warn,
 )
 from s3ec.errors import ConfigError
-from s3ec.settings import Replica
+from s3ec.settings import Settings
 from s3ec.store.open import check_transport, open_store
 from s3ec.tenant import Tenant, exposure
 
@@ -37,27 +38,28 @@ class Step:
         run: The check; its name is the function's.
         needs: Checks without which this one would only repeat their failure.
         only_s3: Whether it says nothing about corpora elsewhere than in S3.
-        about: Which of several replicas it looks at.
+        about: Name of the replica that it looks at; there may be several.
     """
 
     group: str
     run: Callable[[CheckContext], Outcome]
     needs: tuple[str, ...] = ()
     only_s3: bool = False
-    about: Replica | None = None
+    about: str = ""
 
     @property
     def name(self) -> str:
         """For people and machines."""
-        return self.run.__name__ if self.about is None else f"replica:{self.about.name}"
+        return f"replica:{self.about}" if self.about else self.run.__name__
 
 
 def settings(context: CheckContext) -> Outcome:
-    """Whether the settings and the tenant's secret can be used.
+    """Whether the settings, the S3 client that they name, and the tenant's secret can be used.
 
     Raises:
         ConfigError: The transport cannot be used, or the SDK not use profile, region or CA file.
     """
+    check_transport(context.settings)
     if context.settings.url is None:
         from s3ec.store.s3_client import check_settings  # here, since the SDK takes so long
 
@@ -74,44 +76,43 @@ def settings(context: CheckContext) -> Outcome:
     if exposed is not None:
         found, _, mend = exposed.rpartition("; ")
         return warn(found, mend)
-    return ok("they go together; `s3ec config show` says where each comes from")
-
-
-def transport(context: CheckContext) -> Outcome:
-    """Which S3 client does the work."""
-    check_transport(context.settings)
-    name = "obstore" if context.settings.url else context.settings.transport
-    return ok(f"{name} {version(name)}")
-
-
-def _of_replica(place: Replica) -> Step:
-    return Step("Replicas", lambda context: replicas.replica(context, place), about=place)
+    client = "obstore" if context.settings.url else context.settings.transport
+    return ok(
+        f"they go together, for {client} {version(client)}; `s3ec config show` says where each "
+        "comes from"
+    )
 
 
 _BUCKET, _NODE, _VLLM = "Bucket", "This node", "vLLM"
-_FIRST_OF_NODE = Step(_NODE, node.cache_folder)
-STEPS = (
-    Step("Settings", settings),
-    Step("Settings", transport),
-    Step(_BUCKET, bucket.credentials, only_s3=True),
-    Step(_BUCKET, bucket.endpoint, only_s3=True),
-    Step(_BUCKET, bucket.clock, ("endpoint",), only_s3=True),
-    Step(_BUCKET, bucket.bucket, ("credentials", "endpoint")),
-    Step(_BUCKET, bucket.read, ("bucket",)),
-    Step(_BUCKET, bucket.write, ("bucket",)),
-    Step(_BUCKET, bucket.sse, ("write",), only_s3=True),
-    Step(_BUCKET, bucket.conditional_put, ("write", "sse")),
-    Step(_BUCKET, bucket.ranges, ("write",), only_s3=True),
-    Step(_BUCKET, bucket.listing, ("write",), only_s3=True),
-    _FIRST_OF_NODE,
-    Step(_NODE, node.open_files),
-    Step(_NODE, node.cache_space, ("cache_folder",)),
-    Step(_VLLM, serving.vllm),
-    Step(_VLLM, serving.connector),
-    Step(_VLLM, serving.model),
-    Step(_VLLM, serving.namespace, ("model",)),
-    Step("Corpus", serving.corpus, ("bucket",)),
-)
+
+
+def steps_for(given: Settings) -> list[Step]:
+    """All checks, in their order."""
+    steps = [
+        Step("Settings", settings),
+        Step(_BUCKET, bucket.credentials, only_s3=True),
+        Step(_BUCKET, bucket.endpoint, only_s3=True),
+        Step(_BUCKET, bucket.clock, ("endpoint",), only_s3=True),
+        Step(_BUCKET, bucket.bucket, ("credentials", "endpoint")),
+        Step(_BUCKET, bucket.read, ("bucket",)),
+        Step(_BUCKET, bucket.write, ("bucket",)),
+        Step(_BUCKET, bucket.sse, ("write",), only_s3=True),
+        Step(_BUCKET, bucket.conditional_put, ("write", "sse")),
+        Step(_BUCKET, bucket.ranges, ("write",), only_s3=True),
+        Step(_BUCKET, bucket.listing, ("write",), only_s3=True),
+        *(
+            Step("Replicas", partial(replicas.replica, place=place), about=place.name)
+            for place in given.replicas
+        ),
+        Step(_NODE, node.cache_folder),
+        Step(_NODE, node.cache_space, ("cache_folder",)),
+        Step(_VLLM, serving.vllm),
+        Step(_VLLM, serving.connector),
+        Step(_VLLM, serving.model),
+        Step(_VLLM, serving.namespace, ("model",)),
+        Step("Corpus", serving.corpus, ("bucket",)),
+    ]
+    return [one for one in steps if given.url is None or not one.only_s3]
 
 
 def examine(
@@ -143,10 +144,7 @@ def examine(
     context = CheckContext(loaded, transfer, vllm_args, with_vllm, timeout_s)
     verdicts: dict[str, Verdict] = {}
     try:
-        first = STEPS.index(_FIRST_OF_NODE)
-        near = map(_of_replica, context.settings.replicas)
-        steps = [*STEPS[:first], *near, *STEPS[first:]]
-        steps = [one for one in steps if context.settings.url is None or not one.only_s3]
+        steps = steps_for(context.settings)
         for number, step in enumerate(steps):
             report(f"examining {step.name}", number, len(steps))
             outcome = _blocked(step, verdicts) or step.run(context)

@@ -48,10 +48,7 @@ _CORPUS_REQUESTS = 4
 
 def has_vllm() -> bool:
     """Whether vLLM is installed, found out without importing it."""
-    try:
-        return importlib.util.find_spec("vllm") is not None
-    except ImportError:  # somebody's import hook forbids it
-        return False
+    return importlib.util.find_spec("vllm") is not None
 
 
 def vllm(context: CheckContext) -> Outcome:
@@ -65,18 +62,13 @@ def vllm(context: CheckContext) -> Outcome:
         )
     if context.child is None:
         context.child = VllmChild(context.settings, context.vllm_args)
-    version, hooks = _answer(context, "version"), _answer(context, "hooks")
-    if version is None:
-        found = "installed, but does not import"
-        mend = "mend the installation until `python -c 'import vllm'` works"
-        return _ended_early(context.child, found, mend)
-    found = f"version {version['version']}"
-    if hooks is not None:
-        return _by_release(found, hooks)
+    answer = _answer(context, "vllm")
+    if answer is not None:
+        return _by_release(f"version {answer['version']}", answer)
     if "ec_transfer" in context.child.last_words():
-        return fail(f"{found} has no encoder-cache connectors", "install vLLM 0.26 or later")
-    found += ", but its modules do not import"
-    return _ended_early(context.child, found, "mend the installation")
+        return fail("it has no encoder-cache connectors", "install vLLM 0.26 or later")
+    mend = "mend the installation until `python -c 'import s3ec.connector'` works"
+    return _ended_early(context.child, "installed, but does not import", mend)
 
 
 def _answer(context: CheckContext, stage: str) -> Mapping[str, Any] | None:
@@ -355,11 +347,11 @@ def answer_parent() -> None:
 
         import vllm
 
-        reply("version", version=str(vllm.__version__))
         from s3ec.connector import compat
 
         reply(
-            "hooks",
+            "vllm",
+            version=str(vllm.__version__),
             present=compat.installed_hooks(),
             costs=compat.OPTIONAL_HOOKS,
             release=compat.release(compat.vllm_version()),

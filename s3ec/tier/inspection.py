@@ -134,7 +134,7 @@ class Inspection:
 
         Args:
             now_s: Seconds since the epoch.
-            report: Told how many entries were found.
+            report: Told how many entries were found, then how many are gone.
 
         Raises:
             TierError: It cannot be read.
@@ -204,7 +204,7 @@ class Inspection:
             now_s: Seconds since the epoch.
             namespace: Only its entries; None takes from all.
             dry_run: Only count.
-            report: Told how many entries were found.
+            report: Told how many entries were found, then how many are gone.
 
         Raises:
             TierError: The folder cannot be written, or an eviction does not come to its end.
@@ -223,8 +223,15 @@ class Inspection:
                 free = [one for one in mine if one.inode not in scan.kept]
                 in_entries = _bytes_of(mine)
                 before_bytes = scan.total_bytes if namespace is None else in_entries
+
+                def reported() -> Iterator[ScannedEntry]:
+                    for number, entry in enumerate(oldest_first(free, now_s=now_s)):
+                        if not dry_run and number % FILES_PER_PAUSE == 0:
+                            report("evicting entries", number, None)
+                        yield entry
+
                 gone = evict(
-                    oldest_first(free, now_s=now_s),
+                    reported(),
                     before_bytes - target_bytes,
                     objects=self.folders.objects,
                     remove=not dry_run,

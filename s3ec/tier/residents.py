@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 MOST_RESIDENTS = 65_536
 """One takes a descriptor and about 2 KiB of memory."""
 FEW_RESIDENTS = 1024
-"""With fewer, the doctor and the log say so."""
+"""With fewer, the log says so."""
 VERIFIED_FOR_S = 3600.0
 """Values that were compared with their checksum are believed for so long. Each load compares them
 again. Should they rot meanwhile, the load that finds it gets the bucket's copy."""

@@ -26,7 +26,6 @@ import yaml
 from pydantic import ByteSize, TypeAdapter
 
 from s3ec.cli.app import app
-from s3ec.cli.options import duration_s
 from s3ec.config import load_settings
 from s3ec.settings import ENV_PREFIX
 
@@ -343,7 +342,7 @@ def run_by_the_command_line(words: list[str]) -> str:
         assert parsed["shard"] == f"0/{variables()['SHARDS']}"
     if words[1] == "gc":
         assert parsed["yes"]  # nobody is there to be asked
-        assert duration_s(parsed["older_than"], "older_than") > 0
+        assert parsed["older_than"] > 0
     return words[1]
 
 

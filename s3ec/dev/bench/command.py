@@ -31,9 +31,9 @@ from s3ec.cli.options import JsonOption, option
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
+    diverted_output,
     epilog,
     print_json,
-    stdout_to_stderr,
     table,
 )
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context, Result, Row, Spec
@@ -253,7 +253,7 @@ def run_here(name: str, *, quick: bool, say: Say, **options: Any) -> Result:
     """
     bench = load(name)
     about = describe_machine()
-    with tempfile.TemporaryDirectory(prefix="s3ec-bench-") as scratch, stdout_to_stderr():
+    with tempfile.TemporaryDirectory(prefix="s3ec-bench-") as scratch, diverted_output():
         context = Context(bench, quick=quick, scratch=Path(scratch), say=say)
         why = ""
         try:

@@ -19,9 +19,10 @@ from tests.unit.cli.corpus import Corpus
 
 
 @pytest.fixture(autouse=True)
-def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing vLLM takes seconds; the tests that are about it bring it back."""
-    monkeypatch.setitem(sys.modules, "vllm", None)
+def no_torch_and_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands work where neither is installed."""
+    for library in ("torch", "vllm"):
+        monkeypatch.setitem(sys.modules, library, None)
 
 
 class Cli:

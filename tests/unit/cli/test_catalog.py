@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -14,7 +13,6 @@ import pytest
 from s3ec.corpus.catalog import CatalogWriter
 from s3ec.corpus.catalog_file import CatalogRow
 from s3ec.identity import Layout
-from s3ec.store.open import KEPT_PROBE
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.catalogues import row
 from tests.unit.cli.conftest import Cli
@@ -92,12 +90,6 @@ def test_find_by_document_file_and_identifier(
     assert {"rows", "size", "age"} <= set(text.splitlines()[0].split())
 
 
-def test_find_prints_no_control_characters(cli: Cli, namespace: str) -> None:
-    text = cli("catalog", "find", "a.wav").stdout
-    assert r"\x1b[31m" in text
-    assert "\x1b" not in text
-
-
 @pytest.mark.parametrize(
     "words", [["c.pdf"], ["b.pdf", "--page", "3"], ["--sha256", "4" * 64], ["--identifier", "?"]]
 )
@@ -149,16 +141,3 @@ def test_catalogue_of_damaged_parts_alone(cli: Cli, corpus: Corpus) -> None:
     corpus.put(name, b"PAR1")
     assert name in cli.json("catalog", "show", code=1)["unusable"][0]
     assert cli.json("catalog", "find", "b.pdf", code=1)["error"]["kind"] == "corrupt"
-
-
-def test_missing_extra_is_named(cli: Cli, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    for words in (["show"], ["find", "b.pdf"]):
-        assert "pip install pyarrow" in cli("catalog", *words, code=2).stderr
-
-
-def test_ns_rm_takes_the_catalogue_along(cli: Cli, corpus: Corpus, namespace: str) -> None:
-    assert cli.json("ns", "rm", namespace)["object_count"] == 2
-    cli("ns", "rm", namespace, "--yes", "--idle", "0")
-    found = corpus.client.list_objects_v2(Bucket=corpus.bucket).get("Contents", [])
-    assert [each["Key"] for each in found] == [KEPT_PROBE]

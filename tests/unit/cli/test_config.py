@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.settings import Settings, settings_table
+from s3ec.settings import Settings
 from tests.unit.cli.conftest import Cli
 
 EXTRA = {"bucket": "embeddings", "cache_bytes": "1GiB"}
@@ -152,7 +152,3 @@ def test_the_sdks_endpoint_is_shown_where_it_decides(
     found = cli.json("config", "show", "s3://one", *given)["settings"]["endpoint_url"]
     assert found == {"value": "http://127.0.0.1:3", "origin": "--endpoint-url"}
     assert cli.json("config", "show", "file:///x")["settings"]["endpoint_url"]["value"] is None
-
-
-def test_docs_is_the_table_of_the_code(cli: Cli) -> None:
-    assert cli("config", "docs").stdout == settings_table()

@@ -108,8 +108,8 @@ def test_a_folder_that_cannot_be_written_ends_every_command_alike(
 
 
 def test_a_choice_that_is_none_is_told_without_the_parsers_words(cli: Cli) -> None:
-    said = cli("ls", "--sort", "foo", code=2).stderr
-    assert said.startswith("error: Invalid value for '--sort': 'foo' is not one of 'name', ")
+    said = cli("import", "x", "--layout", "foo", code=2).stderr
+    assert said.startswith("error: Invalid value for '--layout': 'foo' is not one of 's3ec', ")
 
 
 def test_without_json_stdout_stays_empty(cli: Cli) -> None:

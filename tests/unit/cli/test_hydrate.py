@@ -77,7 +77,7 @@ def test_what_is_missing_is_named_and_ends_with_3(
     (tmp_path / "ids").write_text(f"{IDS[0]}\nno such\nbad\n")
     result = cli("hydrate", "--ids", str(tmp_path / "ids"), code=3)
     assert "absent: no such" in result.stderr
-    assert "damaged: bad (identifier)" in result.stderr
+    assert "damaged: bad: identifier" in result.stderr
     assert "partial" in result.stdout
 
 
@@ -138,7 +138,7 @@ def test_names_of_another_namespace_are_absent_and_what_is_never_stored_is_refus
     ("arguments", "problem"),
     [
         (("--ids", "not-there"), "cannot read not-there: No such file or directory"),
-        (("--rate-limit", "fast"), "`--rate-limit` 'fast' is no size; write it as `10GiB`"),
+        (("--rate-limit", "fast"), "'--rate-limit': 'fast' is no size; write it as `10GiB`"),
     ],
 )
 @pytest.mark.usefixtures("namespace")

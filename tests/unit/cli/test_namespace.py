@@ -172,7 +172,7 @@ def test_what_bash_is_given_completes_in_bash(tmp_path: Path) -> None:
     script = tmp_path / "s3ec"
     script.write_text(f"#!{sys.executable}\nfrom s3ec.cli import main\nmain()\n")
     script.chmod(0o700)
-    typed = [["mani"], ["manifest", "re"], ["ls", "--rev"]]
+    typed = [["mani"], ["manifest", "re"], ["ls", "--nd"]]
     lines = ['eval "$(s3ec --show-completion bash)"']
     for words in typed:
         lines += [
@@ -187,4 +187,4 @@ def test_what_bash_is_given_completes_in_bash(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert out.stdout.splitlines() == ["manifest", "rebuild", "--reverse"]
+    assert out.stdout.splitlines() == ["manifest", "rebuild", "--ndjson"]

@@ -111,12 +111,6 @@ def test_rm_takes_what_ls_prints_and_says_what_of_it_is_absent(
     assert cli.json("rm", gone, "--yes", code=1)["absent"] == [gone]
 
 
-def test_rm_refuses_what_is_never_stored(cli: Cli, corpus: Corpus, namespace: str) -> None:
-    for text in ("", "x" * 4097):
-        assert "under which nothing is stored" in cli("rm", text, code=2).stderr
-    assert len(labels(cli)) == 4
-
-
 def test_gc_with_yes_deletes_what_is_older(
     cli: Cli, corpus: Corpus, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +158,7 @@ def test_gc_says_what_is_left(cli: Cli, corpus: Corpus, namespace: str) -> None:
             (f"gc --older-than={age}", "older_than", "is no age")
             for age in ("", "90", "d", "-1d", "0d", "1y", "1e9d")
         ),
-        *((f"ns rm x --idle={age}", "idle", "`--idle`") for age in ("-1d", "soon", "00")),
+        *((f"ns rm x --idle={age}", "idle", "is no age") for age in ("-1d", "soon", "00")),
     ],
 )
 def test_rules_that_are_none_are_refused(
@@ -225,23 +219,6 @@ def test_people_at_a_terminal_are_asked(
     assert len(labels(cli)) == left
 
 
-def test_each_entry_is_looked_for_once_and_all_are_deleted_with_one_request(
-    cli: Cli,
-    corpus: Corpus,
-    namespace: str,
-    moto_server: MotoServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with FaultProxy(moto_server.endpoint_url) as proxy:
-        monkeypatch.setenv("S3EC_ENDPOINT_URL", proxy.url)
-        cli("rm", "page 1", content_hash("a"), "--yes")
-        asked = [f"{request.method} {request.target}" for request in proxy.requests]
-        assert labels(cli) == {content_hash("b"), f"x-{content_hash('page 2')}"}
-    assert len([line for line in asked if re.match("HEAD .*/objects/", line)]) == 2
-    assert len([line for line in asked if re.match(r"POST .*\?delete", line)]) == 1
-    assert not [line for line in asked if re.match("DELETE .*/objects/", line)]
-
-
 def everything(corpus: Corpus) -> list[str]:
     page = corpus.client.list_objects_v2(Bucket=corpus.bucket)
     return [entry["Key"] for entry in page.get("Contents", [])]
@@ -265,8 +242,7 @@ def test_ns_rm_removes_all_of_one_namespace_and_nothing_else(
     announce(corpus, other, "page 1")
     kept = {name for name in everything(corpus) if not name.startswith(f"{full}/")}
     shown = cli("ns", "rm", full).stdout
-    for part in (r"entries +5$", r"stored +\d{4}-", r"other +1 objects that are not s3ec's"):
-        assert re.search(part, shown, re.M)
+    assert re.search(r"objects: 5 entries and 1 not of s3ec, .*, stored \d+ \w+ ago$", shown)
     found = cli.json("ns", "rm", full, "--idle", "0", "--yes")
     assert (found["namespace"], found["dry_run"]) == (full, False)
     assert found["entry_count"] == 5

@@ -40,18 +40,6 @@ def test_with_the_secret_entries_are_found_read_and_deleted_by_their_identifiers
     cli("stat", IDENTIFIERS[0], code=1)
 
 
-def test_without_the_secret_nothing_is_found_by_its_identifier(
-    cli: Cli, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("S3EC_TENANT_KEY")
-    cli("stat", IDENTIFIERS[1], code=1)
-    assert cli.json("rm", *IDENTIFIERS, "--yes", code=1)["deleted"] == 0
-    monkeypatch.setenv("S3EC_TENANT_KEY", "env:NOT_SET")
-    assert "NOT_SET is not set" in cli("stat", IDENTIFIERS[0], code=2).stderr
-    monkeypatch.delenv("S3EC_TENANT_KEY")
-    assert len(cli.json("ls")["entries"]) == 3
-
-
 def test_what_ls_prints_finds_an_entry_without_the_secret(
     cli: Cli, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,7 +227,7 @@ def test_evict_of_one_namespace_leaves_the_others(cli: Cli, engine: Tier, root: 
 @pytest.mark.parametrize("size", ["ten", "-5", "10 parsecs", ""])
 def test_bad_size_is_named(cli: Cli, engine: Tier, size: str) -> None:
     out = cli("tier", "evict", f"--to={size}", code=2)
-    assert "`--to`" in out.stderr
+    assert "'--to'" in out.stderr
     assert "10GiB" in out.stderr
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,9 +36,9 @@ def test_export_and_import_say_what_they_did(
 ) -> None:
     disk = tmp_path / "disk"
     said = cli("export", str(disk)).stdout
-    assert "copied 4 entries, 1" in said
-    assert f"from {here.name} to {disk}" in said
-    assert "4 were there" in cli("export", str(disk)).stdout
+    assert re.search(r"^copied +4$", said, re.M)
+    assert here.name in said
+    assert re.search(r"^present +4$", cli("export", str(disk)).stdout, re.M)
     url = (tmp_path / "there").as_uri()
     found = cli.json("import", str(disk), "--url", url)
     assert found == {
@@ -62,7 +63,7 @@ def test_exit_status_tells_a_part_from_nothing(cli: Cli, here: Filled, tmp_path:
     put_over(tmp_path / "here", object_name(here.name, IDS[1]), b"not an entry")
     assert cli.json("export", disk, code=3)["status"] == "partial"
     shown = cli("export", disk, code=3)
-    assert "1 failed" in shown.stdout
+    assert re.search(r"^failed +1$", shown.stdout, re.M)
     assert f"failed: {IDS[1]}: corrupt entry" in shown.stderr
 
 
@@ -116,6 +117,7 @@ def test_vllms_layout_by_the_command_line(
     words = ["import", str(tmp_path / "ec"), "--url", (tmp_path / "there").as_uri()]
     found = cli.json(*words, "--layout", "vllm", "-n", name, "--modality", "video")
     assert (found["copied"], found["skipped"], found["namespace"]) == (1, 1, name)
-    assert "1 skipped: no content hash" in cli(*words, "--layout", "vllm", "-n", name).stdout
+    shown = cli(*words, "--layout", "vllm", "-n", name).stdout
+    assert re.search(r"^skipped +1 of no content hash$", shown, re.M)
     found = cli.json(*words, "--modality", "video", code=2)["error"]
     assert found["field"] == "modality"

@@ -31,21 +31,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_corpus_in_a_folder_can_be_browsed(cli: Cli, folder: Path, tmp_path: Path) -> None:
-    namespace = Namespace.from_descriptor(MODEL).name
-    assert namespace in cli("ns").stdout
-    assert content_hash("one")[:8] in cli("ls").stdout
-    assert cli.json("stat", content_hash("one"), "--verify")["rows"] == 4
-    cli("get", content_hash("one"), "-o", str(tmp_path / "one.safetensors"))
-    saved = (tmp_path / "one.safetensors").read_bytes()
-    assert saved == entry_bytes(content_hash("one"), namespace)
-
-
 def test_doctor_examines_a_folder_and_leaves_nothing(cli: Cli, folder: Path) -> None:
     before = sorted(folder.rglob("*.*"))
     checks = {check["name"]: check for check in cli.json("doctor", "--timeout", "100")["checks"]}
     assert "credentials" not in checks
-    for name in ("transport", "bucket", "read", "write", "conditional_put"):
+    for name in ("settings", "bucket", "read", "write", "conditional_put"):
         assert checks[name]["verdict"] == "ok", checks[name]
     assert folder.as_uri() in checks["bucket"]["found"]
     assert [path for path in sorted(folder.rglob("*.*")) if path.is_file()] == [

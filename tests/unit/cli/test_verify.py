@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from s3ec.identity import Layout, make_key
-from tests.support.indexes import delta_name
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash, entry_bytes
 from tests.unit.cli.test_manifest import announce
@@ -67,21 +66,6 @@ def test_corrupt_object_is_named_and_only_deleted_with_yes(
     assert (found["ok"], found["entry_count"], found["object_count"]) == (True, 2, 2)
 
 
-def test_what_a_newer_release_wrote_is_left_alone(cli: Cli, corpus: Corpus) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("codec", "identity"):
-            patch.setattr(f"s3ec.{module}.FORMAT_VERSION", 2)
-        name = corpus.namespace(MODEL)
-        corpus.entry(name, "page 1")
-    corpus.put(delta_name(Layout(name)), b"of another form")
-    before = corpus.client.list_objects_v2(Bucket=corpus.bucket)["Contents"]
-    found = cli.json("verify", "--deep", code=1)
-    assert (found["deep"]["newer_count"], found["deep"]["corrupt_count"]) == (1, 0)
-    assert "nothing in it is touched" in cli("verify", "--deep", "--repair", "--yes", code=2).stderr
-    assert corpus.client.list_objects_v2(Bucket=corpus.bucket)["Contents"] == before
-    assert "1 of a newer format" in cli("verify", "--deep", code=1).stdout
-
-
 def test_state_is_kept_and_its_result_mended_without_reading_again(
     cli: Cli, corpus: Corpus, namespace: str, tmp_path: Path
 ) -> None:
@@ -92,15 +76,6 @@ def test_state_is_kept_and_its_result_mended_without_reading_again(
     result = cli("verify", "--deep", "--state", folder, "--repair", "--yes")
     assert re.search(r"^deleted +1$", result.stdout, re.M)
     assert cli.json("verify", "--deep", "--state", folder)["deep"]["object_count"] == 2
-
-
-def test_index_that_differs_is_rebuilt(cli: Cli, corpus: Corpus, namespace: str) -> None:
-    corpus.client.delete_object(Bucket=corpus.bucket, Key=object_of(namespace, "page 1"))
-    found = cli.json("verify", code=1)
-    assert (found["extra_count"], found["ok"]) == (1, False)
-    result = cli("verify", "--repair", "--yes")
-    assert re.search(r"^snapshot name +\w", result.stdout.rpartition("deleted")[2], re.M)
-    assert cli.json("verify")["ok"]
 
 
 @pytest.mark.parametrize(

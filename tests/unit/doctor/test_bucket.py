@@ -16,8 +16,6 @@ from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Answer, Stall, html_page, s3_error
 from s3ec.doctor import bucket
 from s3ec.doctor.check import CheckContext, Outcome, Verdict
-from s3ec.errors import ConfigError
-from s3ec.store.s3_client import check_settings
 from s3ec.testing.server import MotoServer
 from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, says
 
@@ -63,12 +61,6 @@ def test_half_a_key_pair_fails(make_patient: MakePatient, monkeypatch: pytest.Mo
     assert "AWS_SECRET_ACCESS_KEY" in outcome.found.upper()
 
 
-def test_unknown_profile_is_a_bad_setting(make_patient: MakePatient) -> None:
-    patient = make_patient(profile="nobody")
-    with pytest.raises(ConfigError, match="nobody"):
-        check_settings(patient.settings)
-
-
 @pytest.fixture
 def role_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "role").write_text(
@@ -101,15 +93,6 @@ def test_refused_role_fails_and_names_the_action(
     proxy.add(Rule(s3_error(403, "AccessDenied"), method="POST"))
     outcome = bucket.credentials(make_patient(profile=role_profile))
     says(outcome, Verdict.FAIL, found="AssumeRole", mend="mend that source of credentials")
-
-
-def test_endpoint_that_answers_is_named_with_its_server(make_patient: MakePatient) -> None:
-    patient = make_patient()
-    outcome = bucket.endpoint(patient)
-    assert outcome.verdict == Verdict.OK
-    assert patient.settings.endpoint_url is not None
-    assert patient.settings.endpoint_url in outcome.found
-    assert patient.server is not None
 
 
 @pytest.mark.parametrize(
@@ -336,12 +319,3 @@ def test_server_that_knows_only_path_style_gets_that_remedy(
         found="NoSuchBucket",
         mend="set `addressing_style` = `path`",
     )
-
-
-def test_a_bucket_that_refuses_fails_for_its_own_reason(
-    on_localhost: OnLocalhost, proxy: FaultProxy
-) -> None:
-    proxy.add(Rule(s3_error(403, "AccessDenied")))
-    patient = on_localhost()
-    bucket.endpoint(patient)
-    says(bucket.bucket(patient), Verdict.FAIL, mend="s3:ListBucket")

@@ -52,12 +52,3 @@ def test_what_this_machine_takes_to_prepare_a_request_is_not_the_servers_time(
     patient.s3.probe_server()
     assert limits == [(30, "look"), (30, "send")]
     assert len(proxy.requests) == 1
-
-
-def test_questions_to_the_store_share_one(make_patient: MakePatient) -> None:
-    patient = make_patient()
-
-    async def itself(store: Store) -> Store:
-        return store
-
-    assert patient.ask_store(itself) is patient.ask_store(itself)

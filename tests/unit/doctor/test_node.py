@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from pathlib import Path
 
 import pytest
@@ -135,24 +134,6 @@ def test_no_hard_links_is_a_warning(
     assert "Operation not permitted" in outcome.found
     assert "not kept here" in outcome.mend
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("hard", "verdict", "found"),
-    [(1 << 20, Verdict.OK, "65536 entries"), (256, Verdict.WARN, "128 entries")],
-)
-def test_few_descriptors_are_a_warning(
-    make_patient: MakePatient,
-    monkeypatch: pytest.MonkeyPatch,
-    hard: int,
-    verdict: Verdict,
-    found: str,
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (128, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: None)
-    outcome = node.open_files(make_patient())
-    says(outcome, verdict, found=found)
-    assert ("nofile" in outcome.mend) is (verdict is Verdict.WARN)
 
 
 def test_room_for_the_budget_is_well(make_patient: MakePatient) -> None:

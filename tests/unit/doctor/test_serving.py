@@ -156,6 +156,13 @@ def test_model_that_was_not_named_is_skipped_with_how_to_ask(make_patient: MakeP
     says(serving.model(make_patient()), Verdict.SKIP, found="-- --model")
 
 
+def test_a_model_cannot_be_described_without_vllm(make_patient: MakePatient) -> None:
+    patient = make_patient()
+    patient.vllm_args = ["--model", "acme/vision"]
+    says(serving.model(patient), Verdict.FAIL, mend="where vLLM runs")
+    assert serving.namespace(patient).verdict == Verdict.SKIP
+
+
 def test_refused_arguments_fail_without_their_secrets(install: Install, examine: Examine) -> None:
     install(
         "import sys\n__version__ = '0.26.0'\n"

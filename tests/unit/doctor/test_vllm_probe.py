@@ -119,4 +119,4 @@ def test_folder_that_is_not_there_is_not_taken_for_a_name_on_a_hub(
     with pytest.raises(FileNotFoundError, match="no folder /nowhere/model"):
         ask(monkeypatch, tmp_path, "--model", "/nowhere/model")
     told = (tmp_path / "replies").read_text().splitlines()
-    assert [list(json.loads(line)) for line in told] == [["version"], ["hooks"]]
+    assert [list(json.loads(line)) for line in told] == [["vllm"]]

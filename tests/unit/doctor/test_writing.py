@@ -28,15 +28,6 @@ CHECKS = (
 )
 
 
-def test_every_check_is_well_on_moto_and_leaves_nothing(
-    make_patient: MakePatient, left_over: LeftOver
-) -> None:
-    patient = make_patient(sse="AES256")
-    for check in CHECKS:
-        assert check(patient).verdict == Verdict.OK, check(patient)
-    assert left_over() == []
-
-
 UNAVAILABLE = s3_error(503, "SlowDown")
 NO_CHECKSUM = s3_error(501, "NotImplemented")
 ODD_SERVERS = {

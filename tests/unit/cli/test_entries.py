@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -103,7 +104,7 @@ def test_stat_shows_the_header(cli: Cli, corpus: Corpus) -> None:
     assert found["placeholder"] == {"image_grid_thw": [1, 2, 2]}
     assert not found["verified"]
     assert cli.json("stat", identifier, "--verify")["verified"]
-    assert "4 x 8 bfloat16" in cli("stat", identifier).stdout
+    assert re.search(r"^rows +4$", cli("stat", identifier).stdout, re.M)
     assert found["made_by"] is None
     made_by = "vllm=0.32.0 platform=cpu"
     corpus.entry(name, identifier, entry_bytes(identifier, name, made_by=made_by))
@@ -118,16 +119,6 @@ def test_stat_of_an_absent_identifier_is_not_found(cli: Cli, corpus: Corpus) -> 
         assert json.loads(out.stdout)["error"]["kind"] == "not_found"
         assert "no entry" in out.stderr
     assert "8 or more" in cli("stat", content_hash("a")[:7], code=1).stderr
-
-
-def test_stat_of_an_ambiguous_prefix_lists_what_fits(cli: Cli, corpus: Corpus) -> None:
-    name = corpus.namespace(MODEL)
-    identifiers = ["ab" * 31 + tail for tail in ("00", "01")]
-    for identifier in identifiers:
-        corpus.entry(name, identifier)
-    error = cli("stat", "abababab", code=2).stderr
-    assert all(identifier in error for identifier in identifiers)
-    assert cli.json("stat", identifiers[0][:63] + "0")["identifier"] == identifiers[0]
 
 
 @pytest.mark.parametrize(
@@ -148,31 +139,10 @@ def test_stat_says_what_is_wrong_with_a_bad_entry(
     identifier = content_hash("a")
     corpus.entry(name, identifier, damage(entry_bytes(identifier, name)))
     error = cli("stat", identifier, code=1).stderr
+    assert cli.json("stat", identifier, "--verify", code=1)["error"]["kind"] == "corrupt"
     assert f"({reason})" in error
     assert identifier in error
     assert "Traceback" not in error
-
-
-@pytest.mark.parametrize("flipped", [-1, 20])
-def test_stat_keeps_all_facts_of_a_corrupt_entry_and_adds_the_error(
-    cli: Cli, corpus: Corpus, flipped: int
-) -> None:
-    name, identifier = corpus.namespace(MODEL), content_hash("a")
-    blob = bytearray(entry_bytes(identifier, name))
-    blob[flipped] ^= 1
-    corpus.entry(name, identifier, bytes(blob))
-    if flipped == -1:  # only --verify finds that
-        assert not cli.json("stat", identifier)["verified"]
-    found = cli.json("stat", identifier, "--verify", code=1)
-    assert found["error"]["kind"] == "corrupt"
-    assert found["verified"] is False
-    assert (found["identifier"], found["namespace"]) == (identifier, name)
-    assert found["bytes"] == len(blob)
-    assert found["age_s"] >= -5
-    assert ("rows" in found) is (flipped == -1)  # the header is sound
-    out = cli("stat", identifier, "--verify", code=1)
-    assert "no, it is corrupt" in out.stdout
-    assert out.stderr.startswith("error: corrupt entry ")
 
 
 def test_ns_tells_age_weights_and_what_the_index_holds(cli: Cli, corpus: Corpus) -> None:
