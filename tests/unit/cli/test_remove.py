@@ -219,6 +219,23 @@ def test_people_at_a_terminal_are_asked(
     assert len(labels(cli)) == left
 
 
+def test_each_entry_is_looked_for_once_and_all_are_deleted_with_one_request(
+    cli: Cli,
+    corpus: Corpus,
+    namespace: str,
+    moto_server: MotoServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FaultProxy(moto_server.endpoint_url) as proxy:
+        monkeypatch.setenv("S3EC_ENDPOINT_URL", proxy.url)
+        cli("rm", "page 1", content_hash("a"), "--yes")
+        asked = [f"{request.method} {request.target}" for request in proxy.requests]
+        assert labels(cli) == {content_hash("b"), f"x-{content_hash('page 2')}"}
+    assert len([line for line in asked if re.match("HEAD .*/objects/", line)]) == 2
+    assert len([line for line in asked if re.match(r"POST .*\?delete", line)]) == 1
+    assert not [line for line in asked if re.match("DELETE .*/objects/", line)]
+
+
 def everything(corpus: Corpus) -> list[str]:
     page = corpus.client.list_objects_v2(Bucket=corpus.bucket)
     return [entry["Key"] for entry in page.get("Contents", [])]
