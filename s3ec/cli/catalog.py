@@ -24,7 +24,7 @@ from s3ec.cli.output import (
 )
 from s3ec.cli.output import show as show_document
 from s3ec.cli.output import table as table_of
-from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError
+from s3ec.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -81,13 +81,7 @@ def show(source: SettingsSource, as_json: JsonOption = False) -> None:
 
         parts = await list_parts(store, layout)
         problems: list[str] = []
-        try:
-            table = await read_table(store, layout, columns=_SUMMED, note=problems.append)
-        except CorruptEntryError as exc:  # all of them
-            from s3ec.corpus.catalog_file import schema
-
-            table = schema().empty_table()
-            problems.append(str(exc))
+        table = await read_table(store, layout, columns=_SUMMED, note=problems.append)
         return {
             "namespace": layout.namespace,
             **_sums(table),

@@ -31,7 +31,6 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from s3ec.cli import was_interrupted
-from s3ec.counters import Report
 from s3ec.errors import (
     AccessError,
     AmbiguousError,
@@ -860,21 +859,19 @@ Progress.current = Progress()
 
 @contextmanager
 def counting(
-    message: str,
-    *,
-    in_bytes: bool = False,
-    more: Callable[[], str] = str,
-    resume: str = UNCHANGED,
-) -> Iterator[Report]:
+    message: str, *, in_bytes: bool = False, resume: str = UNCHANGED
+) -> Iterator[Progress]:
     """Show counts, rate and time left while the block runs; without a report that it runs.
 
     Args:
         message: What is done, until the first report says so.
         in_bytes: The counts are bytes.
-        more: Asked for what stands behind them.
         resume: What Ctrl-C is answered with.
+
+    Yields:
+        A Report. Its ``more`` may be set.
     """
-    now = Progress.current = Progress(message, resume, in_bytes, more, every_s=EVERY_S)
+    now = Progress.current = Progress(message, resume, in_bytes, every_s=EVERY_S)
     if sys.stderr.isatty():
         now.write, now.every_s = _rewrite, _SCREEN_S
         _rewrite(message)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -37,17 +35,13 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from s3ec.corpus.confirmations import Failure
-    from s3ec.corpus.precompute import Job, PrecomputeReport
+    from s3ec.corpus.precompute import PrecomputeReport
     from s3ec.corpus.ray_encoder import RayOptions
 
 _SHOWN = (
     *("status", "namespace", "item_count", "done_before_count"),
     *("encoded_count", "catalogued_count"),
 )
-
-# The last line of a traceback, alone or behind the beginning of a line of vLLM's log.
-_ERROR = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)")
-
 
 commands = App()
 
@@ -166,14 +160,9 @@ def precompute(
         raise TierError(
             f"cannot write {report_file}: no folder {report_file.absolute().parent}; make it first"
         )
-    made: list[Job] = []
-
-    def more() -> str:
-        return _more(made[0].report) if made else ""
-
-    with counting("precomputing", more=more) as tell, source.corpus() as corpus:
+    with counting("precomputing") as tell, source.corpus() as corpus:
         job = make_job(corpus, items, model, options, report=tell)
-        made.append(job)
+        tell.more = lambda: _more(job.report)
         log_file = None if verbose else _new_log()
         try:
             with _ended_by_signals(job.stop), diverted_output(log_file):
@@ -248,9 +237,10 @@ def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 def _new_log() -> Path:
     """An empty file for what vLLM and its processes write."""
-    descriptor, name = tempfile.mkstemp(prefix="s3ec-precompute-", suffix=".log")
-    os.close(descriptor)
-    return Path(name)
+    with tempfile.NamedTemporaryFile(
+        prefix="s3ec-precompute-", suffix=".log", delete=False
+    ) as file:
+        return Path(file.name)
 
 
 def _more(report: PrecomputeReport) -> str:
@@ -277,15 +267,6 @@ def _print(report: PrecomputeReport, log_file: Path | None) -> None:
     _name("replaced", report.replaced)
     if log_file is not None:
         echo(f"vLLM's output: {log_file}")
-        if report.problem and (cause := _first_error(log_file)):
-            echo(f"the first error there: {safe(cause, limit=500)}")
-
-
-def _first_error(log_file: Path) -> str:
-    """Find the cause, where vLLM's own message only says that its log has one; empty if none."""
-    with open(log_file, errors="replace") as log:
-        found = next(filter(None, map(_ERROR.search, log)), None)
-    return found[1] if found else ""
 
 
 def _name(what: str, items: list[Failure]) -> None:
