@@ -132,14 +132,6 @@ def test_size_that_is_none_gets_an_example(cli: Cli, monkeypatch: pytest.MonkeyP
     assert "`50GiB`" in error
 
 
-def test_an_s3_url_names_bucket_and_prefix(cli: Cli) -> None:
-    found = cli.json("config", "show", "--url", "s3://embeddings/team/a")["settings"]
-    assert found["bucket"] == {"value": "embeddings", "origin": "--url"}
-    assert found["prefix"] == {"value": "team/a", "origin": "--url"}
-    refused = cli("config", "show", "--bucket", "s3://embeddings", code=2)
-    assert "a URL goes into `url`" in refused.stderr
-
-
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
 def test_the_sdks_endpoint_is_shown_where_it_decides(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str

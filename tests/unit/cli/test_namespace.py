@@ -66,12 +66,6 @@ def test_every_command_takes_the_same_options_and_the_variable(
     assert "S3EC_NAMESPACE `nobody`" in cli(*command, code=1).stderr
 
 
-@pytest.mark.parametrize("command", ["ls", "manifest rebuild"])
-def test_namespace_is_no_positional_argument(cli: Cli, corpus: Corpus, command: str) -> None:
-    name = corpus.namespace(MODEL)
-    cli(*command.split(), name, code=2)
-
-
 def test_name_its_beginning_and_the_variable_choose(
     cli: Cli, three: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

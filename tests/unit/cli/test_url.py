@@ -51,15 +51,6 @@ def test_a_url_and_a_bucket_as_options_end_with_2_and_say_what_to_remove(
     assert "`url`; remove one" in result.stderr
 
 
-def test_a_url_as_option_wins_over_the_variables_of_s3(
-    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("S3EC_URL")
-    for name, value in {"BUCKET": "embeddings", "PREFIX": "a", "REGION": "r"}.items():
-        monkeypatch.setenv(f"S3EC_{name}", value)
-    assert len(cli.json("ls", "--url", folder.as_uri())["entries"]) == 1
-
-
 def test_a_folder_that_is_not_there_ends_with_1_and_says_so(cli: Cli, tmp_path: Path) -> None:
     result = cli("ls", "--url", (tmp_path / "absent").as_uri(), code=1)
     assert "no such folder" in result.stderr
