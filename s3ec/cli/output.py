@@ -235,7 +235,7 @@ def diverted_output(file: Path | None = None) -> Iterator[None]:
     stdout.flush()
     stderr.flush()
     kept = os.dup(1), os.dup(2)
-    # It stays open: vLLM's loggers keep it, and write until the interpreter ends.
+    # It stays open, as our stderr does: loggers keep both, and write until the interpreter ends.
     target = os.dup(2) if file is None else os.open(file, os.O_WRONLY | os.O_APPEND)
     sys.stdout = _line_writer(target)
     with suppress(OSError):  # in a test it is no file
@@ -249,9 +249,9 @@ def diverted_output(file: Path | None = None) -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         sys.stdout, sys.stderr = stdout, stderr
-        for number, descriptor in enumerate(kept, start=1):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
+        os.dup2(kept[0], 1)
+        os.dup2(kept[1], 2)
+        os.close(kept[0])
 
 
 def _line_writer(descriptor: int) -> TextIO:
