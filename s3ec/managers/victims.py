@@ -166,8 +166,7 @@ class _Entry:
 
     Attributes:
         number: Of its last access.
-        row_s: What a row of it would cost, when that was last asked; None where it was not asked
-            since the last access.
+        row_s: What a row of it would cost, when that was last asked; None before.
     """
 
     modality: str
@@ -192,6 +191,7 @@ class LeastWorth(OrderedDict[str, int]):
 
     Attributes:
         spared: What goes only where nothing else is left.
+        frequencies: Of what the device holds, and of what it held lately.
     """
 
     # Of the entries: what the frequencies remember, and how soon the window takes a step.
@@ -212,7 +212,7 @@ class LeastWorth(OrderedDict[str, int]):
         self._random = random.Random(0)
         self._number = 0  # of the last access
         self._entries: dict[str, _Entry] = {}  # all, held or not
-        self._frequencies = Frequencies()
+        self.frequencies = Frequencies()
         self._period_ends = self._LEAST_PERIOD
         self._window = Window()
         self._step_began, self._step_ends = 0, self._LEAST_STEP
@@ -232,8 +232,7 @@ class LeastWorth(OrderedDict[str, int]):
 
     def _accessed(self, mm_hash: str, entry: _Entry) -> None:
         entry.number = self._number = number = self._number + 1
-        entry.row_s = None
-        self._frequencies.add(mm_hash)
+        self.frequencies.add(mm_hash)
         if number >= self._step_ends:
             self._take_step(number)
 
@@ -245,7 +244,7 @@ class LeastWorth(OrderedDict[str, int]):
         self._step_began = number
         self._step_ends = number + max(self._LEAST_STEP, self._STEP_PER_ENTRY * count)
         if number >= self._period_ends:
-            self._frequencies.begin_period()
+            self.frequencies.begin_period()
             period = max(self._LEAST_PERIOD, self._PERIOD_PER_ENTRY * count)
             self._period_ends = number + min(period, self._LONGEST_PERIOD)
 
@@ -272,7 +271,7 @@ class LeastWorth(OrderedDict[str, int]):
         def worth(one: tuple[str, _Entry]) -> tuple[float, int]:
             name, entry = one
             row_s = self._ask(name, entry) if entry.row_s is None else entry.row_s
-            return self._frequencies.of(name) * row_s, entry.number
+            return self.frequencies.of(name) * row_s, entry.number
 
         for _ in range(_MOST_ASKED):
             name, entry = min(old, key=worth)

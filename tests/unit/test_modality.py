@@ -73,12 +73,18 @@ async def test_of_racing_producers_one_wins(store: FaultStore) -> None:
 
 
 async def test_a_record_that_was_deleted_under_a_producer_is_written_again(
-    memory: MemoryStore, records: ModalityRecords, clock: Clock
+    store: FaultStore, memory: MemoryStore, records: ModalityRecords, clock: Clock
 ) -> None:
     await records.settle("image", WIDE)
     await memory.delete(NAME)
     clock.now_s += SETTLED_S
-    assert await records.settle("image", WIDE) == WIDE
+    break_with(store, Fault("put_if_absent", error=UnavailableError, times=1))
+    with pytest.raises(UnavailableError):
+        await records.settle("image", WIDE)
+    store.calls.clear()
+    settled = await asyncio.gather(*(records.settle("image", WIDE) for _ in range(8)))
+    assert set(settled) == {WIDE}
+    assert store.calls == {"put_if_absent": 1}  # one for all
     assert await ModalityRecords(memory, LAYOUT).get("image") == WIDE
 
 

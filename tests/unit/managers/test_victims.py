@@ -104,9 +104,12 @@ def test_entries_that_have_become_cheap_are_found() -> None:
     cache = Cache(24, lambda name: seconds.get(name, ENCODE_S))
     for name in names * 3:
         cache.ask(name)
+    for number in range(10):  # so that all of them were compared
+        cache.ask(f"newer-{number}")
+    assert set(names) <= cache.names
     cheap = names[10]
     seconds[cheap] = TIER_S  # its upload has ended
-    for number in range(40):
+    for number in range(100):
         cache.ask(f"new-{number}")
     assert set(names) - cache.names == {cheap}
 
@@ -180,6 +183,13 @@ def test_counts_end_at_fifteen_and_halve_with_each_period() -> None:
     counts.begin_period()
     assert counts.of("a") == 1
     assert len(counts) == 0
+
+
+def test_names_of_the_past_are_dropped() -> None:
+    cache = Cache(10)
+    for number in range(20_000):
+        cache.ask(f"picture-{number}")
+        assert len(cache.queue.frequencies) < 3_000
 
 
 def test_the_window_stays_within_its_bounds_whatever_misses_cost() -> None:
