@@ -17,7 +17,6 @@ import random
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -246,11 +245,17 @@ class LocalS3(S3Server):
 
     def kill(self) -> None:
         """End the server with SIGKILL, as a crash would; what it acknowledged is kept."""
-        self._end(signal.SIGKILL, grace_s=0.0)
-
-    def stop(self, grace_s: float = 15.0) -> None:
-        """End the server with SIGTERM (it takes seconds), after ``grace_s`` with SIGKILL."""
-        self._end(signal.SIGTERM, grace_s=grace_s)
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.kill()
+            watchdog.communicate()
+        for path in self._sockets():
+            path.unlink(missing_ok=True)
 
     def restart(self) -> Self:
         """Start again on the same port and data, after a kill where it still runs."""
@@ -259,10 +264,7 @@ class LocalS3(S3Server):
 
     def close(self) -> None:
         """End the server; delete its keys and log and, unless ``data_dir`` was given, its data."""
-        if self._data_dir is None:
-            self.kill()
-        else:
-            self.stop()
+        self.kill()
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
             self._run_dir = None
@@ -326,23 +328,6 @@ class LocalS3(S3Server):
         finally:
             connection.close()
         return bool(status.get("Topology", {}).get("Max"))
-
-    def _end(self, signal_number: int, grace_s: float) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(signal_number)
-        try:
-            process.wait(timeout=grace_s or None)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        watchdog, self._watchdog = self._watchdog, None
-        if watchdog is not None:
-            watchdog.kill()
-            watchdog.communicate()
-        for path in self._sockets():
-            path.unlink(missing_ok=True)
 
     def _sockets(self) -> list[Path]:
         """Files that SeaweedFS 4.48 leaves behind when killed; their folder is fixed in it."""

@@ -61,7 +61,7 @@ def test_every_setting_can_come_from_every_source(
     bundle.write_text("pem")
     values = {
         "bucket": "corpus",
-        "prefix": "a/b",
+        "prefix": "/a/b/",
         "endpoint_url": "http://10.0.0.7:8333",
         "region": "eu-west-1",
         "addressing_style": "path",
@@ -101,6 +101,7 @@ def test_every_setting_can_come_from_every_source(
         monkeypatch.setenv(f"S3EC_{name.upper()}", value)
     by_environment = load_settings()
     assert by_json == by_environment.settings
+    assert by_json.prefix == "a/b"
     assert by_json.cache_bytes == 3 * 2**20
     assert by_json.save_queue_bytes == 10**9
     assert {by_environment.origins[name].split()[0] for name in values} == {"env"}
@@ -267,7 +268,7 @@ def test_what_kubernetes_sets_is_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
         ("endpoint_url", "http://host\r\nX-Header: 1", "http://host:port"),
         ("addressing_style", "virtual-host", "'virtual'"),
         ("ca_bundle", "/nowhere/ca.pem", "no such file; give the path of a PEM file"),
-        ("ca_bundle", "/nowhere/" + "c" * 300, "no such file; give the path of a PEM file"),
+        ("ca_bundle", "/" + "c" * 300, "no such file; give the path of a PEM file"),
         ("sse", "kms", "'aws:kms'"),
         ("encoder_epoch", "a b", "a number, or up to 64 letters"),
         ("encoder_epoch", "x" * 65, "a number, or up to 64 letters"),

@@ -92,6 +92,7 @@ PARTS: dict[str, Any] = {
     "a short form": {"type": "image_url", "image_url": URL},
     "no picture": {"type": "image_url", "image_url": None, "uuid": "u"},
     "an empty address": part(""),
+    "an address that is no text": {"type": "image_url", "image_url": {"url": 7}},
     "a detail that vLLM refuses": {"type": "image_url", "image_url": {"url": URL, "detail": "x"}},
     "no detail": {"type": "image_url", "image_url": {"url": URL, "detail": None}},
     "a further field": part(cache_control={"type": "ephemeral"}),
