@@ -22,16 +22,14 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 RestoreSeconds = Callable[[str, str, int], float]
 """Identifier, modality and rows to the seconds until the device would have it again."""
 
-# So many entries are compared for a victim; more would cost a scheduler's step too much.
-_SAMPLE = 64
-# So many are asked about again where the least has become dearer.
-_MOST_ASKED = 8
+# So many entries are compared for a victim, some 3 us each: more would hold up a scheduler's step.
+_SAMPLE = 32
 
 
 class LeastRecent(OrderedDict[str, int]):
@@ -166,13 +164,11 @@ class _Entry:
 
     Attributes:
         number: Of its last access.
-        row_s: What a row of it would cost, when that was last asked; None before.
     """
 
     modality: str
     rows: int
     number: int = 0
-    row_s: float | None = None
 
 
 class LeastWorth(OrderedDict[str, int]):
@@ -185,9 +181,8 @@ class LeastWorth(OrderedDict[str, int]):
     with, so nothing is refused: one scan of the corpus passes through the window and leaves what
     is asked for again and again. (A cost in the choice: GreedyDual-Size, Cao and Irani, 1997.)
 
-    Entries are compared when a victim is needed, so that a hit costs little: all of them, or a
-    sample where there are many. What an entry would cost changes with time: the disk evicts, an
-    upload ends. So the least is asked about again before it goes, and so is another one.
+    Entries are compared when a victim is needed, by what each of them would cost then: that changes
+    with time, since the disk evicts and uploads end. Where there are many, a sample is compared.
 
     Attributes:
         spared: What goes only where nothing else is left.
@@ -197,8 +192,6 @@ class LeastWorth(OrderedDict[str, int]):
     # Of the entries: what the frequencies remember, and how soon the window takes a step.
     _PERIOD_PER_ENTRY, _STEP_PER_ENTRY = 40, 6
     _LEAST_PERIOD, _LONGEST_PERIOD, _LEAST_STEP = 1024, 32_768, 64
-    # Costs are means that move a little with each sample.
-    _SAME = 1.01
 
     def __init__(self, restore_s: RestoreSeconds) -> None:
         """An empty cache.
@@ -260,31 +253,18 @@ class LeastWorth(OrderedDict[str, int]):
             return super().popitem(last=False)
         new_from = self._number - int(self._window.share * len(self._entries))
         old = [one for one in known if one[1].number <= new_from]
-        victim = self._least(old) if old else min(known, key=lambda one: one[1].number)[0]
+        if old:
+            victim, _ = min(old, key=lambda one: (self._worth(*one), one[1].number))
+        else:
+            victim, _ = min(known, key=lambda one: one[1].number)
         del self._entries[victim]
         return victim, self.pop(victim)
 
-    def _least(self, old: Sequence[tuple[str, _Entry]]) -> str:
-        """Of some entries that are not new the one that is least worth its rows."""
-        self._ask(*self._random.choice(old))  # or what has become cheap would not be found
-
-        def worth(one: tuple[str, _Entry]) -> tuple[float, int]:
-            name, entry = one
-            row_s = self._ask(name, entry) if entry.row_s is None else entry.row_s
-            return self.frequencies.of(name) * row_s, entry.number
-
-        for _ in range(_MOST_ASKED):
-            name, entry = min(old, key=worth)
-            before_s = entry.row_s or 0.0
-            if self._ask(name, entry) <= self._SAME * before_s:
-                return name
-        return min(old, key=worth)[0]
-
-    def _ask(self, mm_hash: str, entry: _Entry) -> float:
-        """What a row of it would cost now."""
+    def _worth(self, mm_hash: str, entry: _Entry) -> float:
+        """What a row of it is worth now."""
         rows = entry.rows or 1
-        entry.row_s = row_s = self._restore_s(mm_hash, entry.modality, rows) / rows
-        return row_s
+        row_s = self._restore_s(mm_hash, entry.modality, rows) / rows
+        return self.frequencies.of(mm_hash) * row_s
 
     def clear(self) -> None:
         """All entries are gone, those that are held too. How often each was asked for stays."""
