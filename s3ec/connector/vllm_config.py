@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,6 @@ from s3ec.identity import ModalityScopes, Namespace, canonical_json
 from s3ec.settings import Settings
 from s3ec.tenant import Tenant
 from s3ec.weights import Checkpoint, Weights, content_digest, weights_of
-
-log = logging.getLogger(__name__)
 
 # Those for which some model of vLLM declares placeholder metadata.
 MODALITIES = ("image", "video", "audio")

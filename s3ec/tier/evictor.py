@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import heapq
-import logging
 import math
 import os
 import struct
@@ -35,8 +34,6 @@ from s3ec.tier.files import (
     sweep_temps,
 )
 from s3ec.tier.scan import ScannedEntry, Sum, TierScan, no_pause, scan_tier
-
-_log = logging.getLogger(__name__)
 
 # Sorted apart and merged as far as needed: one sort of all would keep the interpreter.
 _CHUNK = 1024
@@ -460,13 +457,25 @@ class Evictor:
             share = 1 - LOW_WATER  # likewise
             goal_bytes = max(goal_bytes, incoming_bytes, int(scan.entry_bytes * share), 1)
             goal_entries = int(len(scan.entries) * share)
-        freed = self._evict(scan, goal_bytes, goal_entries, pause) if goal_bytes > 0 else 0
-        self._total.recount(before_bytes, scan.total_bytes - freed)
-        if freed:
+        gone = Sum()
+        if goal_bytes > 0:
+            # Spooled entries are passed over: it would free nothing now.
+            free = [entry for entry in scan.entries if entry.inode not in scan.kept]
+            gone = evict(
+                oldest_first(free, now_s=self._clock(), pause=pause),
+                goal_bytes,
+                objects=self._folders.objects,
+                goal_entries=goal_entries,
+                pause=pause,
+            )
+        self._total.recount(before_bytes, scan.total_bytes - gone.nbytes)
+        if gone.entries:
+            self._counters.add("tier.evicted", gone.entries)
+            self._counters.add("tier.evicted_bytes", gone.nbytes)
             self.close_evicted()
             if short_bytes > 0 and self._short_bytes(incoming_bytes, ahead=ahead) > 0:
                 self.note_in_vain()
-        return freed
+        return gone.nbytes
 
     def used_bytes(self) -> int:
         """What the byte budget is about, as far as all processes of the node have counted.
@@ -494,24 +503,3 @@ class Evictor:
         """How many bytes the disk lacks; 0 or less: none."""
         floor = self._min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
         return floor + incoming_bytes - self._free_bytes()
-
-    def _evict(
-        self,
-        scan: TierScan,
-        goal_bytes: int,
-        goal_entries: int,
-        pause: Callable[[], None],
-    ) -> int:
-        """Spooled entries are passed over: it would free nothing now."""
-        free = [entry for entry in scan.entries if entry.inode not in scan.kept]
-        ordered = oldest_first(free, now_s=self._clock(), pause=pause)
-        gone = evict(
-            *(ordered, goal_bytes),
-            objects=self._folders.objects,
-            goal_entries=goal_entries,
-            pause=pause,
-        )
-        if gone.entries:
-            self._counters.add("tier.evicted", gone.entries)
-            self._counters.add("tier.evicted_bytes", gone.nbytes)
-        return gone.nbytes

@@ -197,22 +197,20 @@ def test_model_release_role_and_flags_decide_whether_pixels_may_be_left_out(
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("qwen2_vl", "yes, for image and video"), ("qwen2_5_vl", "yes, for image")]
+    ("kind", "fields", "said"),
+    [
+        ("qwen2_vl", {**FIELDS, "video": {"video_grid_thw"}}, "yes, for image and video"),
+        # Its grid does not say when its frames are.
+        ("qwen2_5_vl", {**FIELDS, "video": {"video_grid_thw"}}, "yes, for image"),
+        ("gemma3", {}, "no, since vLLM declares no sizes for models of type `gemma3`"),
+    ],
 )
-def test_a_video_counts_where_its_grid_says_when_its_frames_are(
-    kind: str, said: str, monkeypatch: pytest.MonkeyPatch
+def test_what_a_model_declares_decides_for_which_modalities(
+    kind: str, fields: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module: Any = SimpleNamespace(PlaceholderMetadataResolver=Resolver)
     monkeypatch.setitem(sys.modules, UTILS, module)
-    reader = FeatureReader({**FIELDS, "video": {"video_grid_thw"}})
-    assert str(without_pixels(engine(kind, **TAKEN), reader, "ec_both")) == said
-
-
-def test_a_model_without_sizes_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = SimpleNamespace(PlaceholderMetadataResolver=Resolver)
-    monkeypatch.setitem(sys.modules, UTILS, module)
-    told = without_pixels(engine("gemma3", **TAKEN), FeatureReader({}), "ec_consumer")
-    assert told.problem == "vLLM declares no sizes for models of type `gemma3`"
+    assert str(without_pixels(engine(kind, **TAKEN), FeatureReader(fields), "ec_both")) == said
 
 
 @pytest.mark.parametrize(

@@ -37,33 +37,55 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 # -- the line in the log -----------------------------------------------------------------------
 
 
-def test_the_line_says_where_hits_came_from_and_what_was_encoded() -> None:
-    counts = {"lookups.device.hit": 98, "lookups.node.hit": 20, "lookups.bucket.hit": 5}
-    assert line_of({**counts, "hits": 25, "misses": 7}) == (
-        "s3ec: 123 hits (98 device, 20 node, 5 bucket), 7 encoded"
-    )
+NOTHING = "s3ec: 0 hits (0 device, 0 node, 0 bucket), 0 encoded"
+FETCHES = {"fetch_items.bucket": 4, "fetch_bytes.bucket": 1e6, "fetch_seconds.bucket": 0.044}
 
 
-def test_the_line_says_what_moved_and_what_went_wrong() -> None:
-    line = line_of(
-        {
-            "fetch_items.bucket": 2,
-            "fetch_bytes.bucket": 5e6,
-            "fetch_seconds.bucket": 0.1,
-            "load.items": 4,
-            "load.seconds": 0.01,
-            "save.items": 1,
-            "save.bytes": 2.5e6,
-            "deferred_requests": 3,
-            "deferred_seconds": 0.125,
-            "save_problem.dropped": 6,
-        }
-    )
-    assert line == (
-        "s3ec: 0 hits (0 device, 0 node, 0 bucket), 0 encoded, 5.0 MB fetched in 50.0 ms each, "
-        "4 loads in 2.50 ms each, 1 saved (2.5 MB), 3 requests waited, 0.12 s in all, "
-        "6 problems with saves"
-    )
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        (
+            {"lookups.device.hit": 98, "lookups.node.hit": 20, "lookups.bucket.hit": 5,
+             "hits": 25, "misses": 7},
+            "s3ec: 123 hits (98 device, 20 node, 5 bucket), 7 encoded",
+        ),
+        (FETCHES, f"{NOTHING}, 1.0 MB fetched in 11.0 ms each"),
+        (
+            {"load.items": 4, "load.seconds": 0.01, "save.items": 1, "save.bytes": 2.5e6},
+            f"{NOTHING}, 4 loads in 2.50 ms each, 1 saved (2.5 MB)",
+        ),
+        (
+            {"deferred_requests": 3, "deferred_seconds": 0.125, "save_problem.dropped": 6},
+            f"{NOTHING}, 3 requests waited, 0.12 s in all, 6 problems with saves",
+        ),
+        # Why there were no hits, and nothing of what the bucket does not have.
+        (
+            {**FETCHES, "encode.seconds": 0.064, "misses": 8, "encoded.declined": 6,
+             "encoded.late": 2},
+            "s3ec: 0 hits (0 device, 0 node, 0 bucket), 8 encoded, 1.0 MB fetched in 11.0 ms each; "
+            "8 pictures are in the bucket and were encoded: a fetch takes 11 ms, an encode 8.0 ms; "
+            "wait: auto",
+        ),
+        (
+            {"hits": 0, "encoded.late": 1},
+            f"{NOTHING}; 1 picture is in the bucket and was encoded: wait: auto",
+        ),
+        (
+            {"hits": 0, "encoded.down": 3},
+            f"{NOTHING}; 3 pictures were encoded while the bucket or the disk was not asked",
+        ),
+        (
+            {"hits": 0, "encoded.failed": 2, "encoded.unfit": 1},
+            f"{NOTHING}; 3 pictures are in the bucket and were encoded, since they could not be "
+            "used",
+        ),
+        ({"hits": 0, "encoded.absent": 7, "encoded.unshared": 1}, NOTHING),
+    ],
+)  # fmt: skip
+def test_the_line_says_what_was_found_moved_and_encoded_and_why(
+    counts: dict[str, float], line: str
+) -> None:
+    assert line_of(counts) == line
 
 
 def test_the_line_comes_again_and_again_and_tells_each_thing_once(

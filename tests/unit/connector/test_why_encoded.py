@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each encode is counted with its reason, and the line in the log says it with both times."""
+"""Each encode is counted with its reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from s3ec.connector.lookups import REASONS
-from s3ec.connector.metrics import LABELLED, line_of
+from s3ec.connector.metrics import LABELLED
 from s3ec.connector.waiting import EngineLoad, WaitPolicy
 from s3ec.encode_costs import EncodeCosts
 from s3ec.prefetch import FetchOutcome
@@ -100,42 +100,3 @@ def test_an_identifier_that_is_not_shared_and_an_engine_that_stopped_are_told_ap
     here.stock("a")
     assert here.run(request("s", feature("a"))) == [False]
     assert reasons(here) == {"unshared": 1, "stopped": 1}
-
-
-# -- the line ------------------------------------------------------------------------------------
-
-COUNTS = {"misses": 8, "encode.seconds": 0.064}
-FETCHES = {"fetch_items.bucket": 4, "fetch_bytes.bucket": 1e6, "fetch_seconds.bucket": 0.044}
-
-
-@pytest.mark.parametrize(
-    ("counts", "says"),
-    [
-        (
-            {**COUNTS, **FETCHES, "encoded.declined": 6, "encoded.late": 2},
-            "; 8 pictures are in the bucket and were encoded: a fetch takes 11 ms, an encode "
-            "8.0 ms; wait: auto",
-        ),
-        (
-            {"misses": 1, "encoded.late": 1},
-            "; 1 picture is in the bucket and was encoded: wait: auto",
-        ),
-        (
-            {"misses": 3, "encoded.down": 3},
-            "; 3 pictures were encoded while the bucket or the disk was not asked",
-        ),
-        (
-            {"misses": 3, "encoded.failed": 2, "encoded.unfit": 1},
-            "; 3 pictures are in the bucket and were encoded, since they could not be used",
-        ),
-    ],
-)
-def test_the_line_says_why_there_were_no_hits(counts: dict[str, float], says: str) -> None:
-    line = line_of(counts)
-    assert line is not None
-    assert line.endswith(says)
-
-
-def test_the_line_says_nothing_of_what_the_bucket_does_not_have() -> None:
-    line = line_of({"misses": 8, "encoded.absent": 7, "encoded.unshared": 1})
-    assert line == "s3ec: 0 hits (0 device, 0 node, 0 bucket), 8 encoded"

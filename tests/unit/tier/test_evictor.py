@@ -26,7 +26,7 @@ from s3ec.tier.evictor import RunningTotal
 from s3ec.tier.files import Folders, free_bytes, try_lock
 from tests.support.clock import Clock
 from tests.support.file_calls import file_calls_of
-from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.support.on_disk import audit_of, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
@@ -142,23 +142,6 @@ def test_publish_that_cannot_be_counted_stands_and_is_reported(
     assert running_total(tier) == usage_of(tier).total_bytes == len(entry(key))
 
 
-def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
-    make_tier: MakeTier, counters: Counters, clock: Clock
-) -> None:
-    tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, *range(10))
-    assert left(tier, 10) == set(range(10))
-    for number in range(2):  # no longer the oldest
-        use(tier, even(number), clock)
-    opened(tier, even(2))  # no use
-    fill(tier, 15)
-    assert left(tier, 10) == set(range(10)) - {2, 3}
-    assert usage_of(tier).entry_bytes == 9 * SIZE  # 90% of the budget
-    assert counters.get("tier.evicted") == 2
-    assert counters.get("tier.evicted_bytes") == 2 * SIZE
-    assert audit_of(tier) == []
-
-
 def test_who_does_not_evict_stops_where_the_others_would_begin(make_tier: MakeTier) -> None:
     budget = 20 * len(entry(even(0)))
     fill(make_tier(budget_bytes=budget), *range(17))
@@ -192,20 +175,6 @@ def test_budget_is_for_all_namespaces_together(make_tier: MakeTier) -> None:
     assert left(tier, 6) == set(range(6))
     assert 0 < len(left(other, 6)) < 6
     assert audit_of(tier) == []
-
-
-def test_spooled_bytes_that_are_no_entry_any_more_count_against_the_budget(
-    make_tier: MakeTier,
-) -> None:
-    tier = make_tier(budget_bytes=10 * SIZE)
-    spool = tier.open_spool(DESTINATION)
-    for number in range(4):
-        tier.writer.publish(even(number), [entry(even(number))], spool=spool)
-        evict(tier, even(number))
-    fill(tier, 4, 5)
-    assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE) == 0
-    assert make_room(tier, 5 * SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
-    assert usage_of(tier).held_bytes == 4 * SIZE
 
 
 def test_full_disk_refuses_when_the_spool_holds_everything(make_tier: MakeTier) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,21 +36,6 @@ from tests.unit.tier.cases import (
 def open_nbytes(root: Path) -> int:
     """Bytes that were evicted and are still open, as ``s3ec tier`` has it."""
     return Inspection.open(root).report(now_s=time.time()).open_nbytes
-
-
-def test_open_bytes_survive_evict_deletion_and_republish(tier: Tier) -> None:
-    key = key_at(0)
-    held = []
-    drops = (partial(evict, tier), lambda key: tier.entries.drop_bad(key, "checksum"))
-    for seed, drop in enumerate(drops):
-        tier.writer.publish(key, [entry(key, seed=seed)])
-        held.append(opened(tier, key))
-        drop(key)
-        assert not tier.entries.contains(key)
-    tier.writer.publish(key, [entry(key, seed=2)])
-    for seed, one in enumerate(held):
-        assert read(one, key) == entry(key, seed=seed)
-        assert one.is_evicted
 
 
 WAYS: dict[str, Callable[[Tier], object]] = {

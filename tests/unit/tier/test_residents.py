@@ -104,19 +104,6 @@ def flip(path: Path) -> None:
 # -- what is granted at once ---------------------------------------------------------------------
 
 
-def test_what_was_looked_at_is_granted_from_then_on(tier: Tier, make: Held) -> None:
-    here, _ = make(tier)
-    key = key_at(0)
-    publish(tier, 0)
-    assert granted(here, key) == set()
-    held = opened(tier, key)
-    here.add(key.digest, held)
-    assert here.get(key.digest, time.monotonic()) is held
-    assert len(here) == 1
-    assert here.modalities == {"image"}
-    assert granted(here, key_at(1)) == set()
-
-
 def test_what_was_not_verified_lately_is_not_granted_until_it_is_verified_again(
     tier: Tier, make: Held
 ) -> None:
@@ -181,28 +168,6 @@ def test_what_hooks_ask_touches_no_file(
 
 
 # -- letting go ----------------------------------------------------------------------------------
-
-
-def test_what_was_evicted_is_let_go_of_by_the_next_turn_and_read_until_then(
-    tier: Tier, make: Held
-) -> None:
-    here, thread = make(tier)
-    publish(tier, 0, 1)
-    for number in range(2):
-        here.add(key_at(number).digest, opened(tier, key_at(number)))
-    thread.turn()
-    evict(tier, key_at(0))
-    held = here.get(key_at(0).digest, time.monotonic())
-    assert held is not None
-    assert read(held, key_at(0)) == entry(key_at(0))
-    thread.turn()
-    assert granted(here, key_at(0), key_at(1)) == {key_at(1)}
-    assert read(held, key_at(0)) == entry(key_at(0))  # a request has it still
-    here.release([held])
-    del held
-    thread.turn()
-    assert open_files(tier) == 1
-    assert thread.is_due  # for the next turn
 
 
 def test_an_eviction_of_the_old_file_does_not_let_go_of_the_new_one(tier: Tier, make: Held) -> None:
@@ -317,21 +282,6 @@ def test_they_end_with_their_tier(make_tier: MakeTier) -> None:
 
 
 # -- the walk after the start --------------------------------------------------------------------
-
-
-def test_a_walk_makes_residents_of_what_is_here(tier: Tier, make: Held) -> None:
-    publish(tier, *range(9))
-    here, thread = make(tier)
-    thread.turn()
-    assert len(here) == 0  # before the start
-    here.start()
-    thread.turn()
-    keys = [key_at(number) for number in range(9)]
-    assert granted(here, *keys) == set(keys)
-    for key in keys:
-        held = here.get(key.digest, time.monotonic())
-        assert held is not None
-        assert read(held, key) == entry(key)
 
 
 def test_a_walk_prefers_what_was_used_last(tier: Tier, make: Held, clock: Clock) -> None:

@@ -20,7 +20,7 @@ from s3ec.tier.spool import Spool
 from s3ec.tier.tier import Tier
 from tests.support.clock import Clock
 from tests.support.file_calls import open_below
-from tests.support.on_disk import audit_of, make_room, running_total, usage_of
+from tests.support.on_disk import audit_of, usage_of
 from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import (
     DESTINATION,
@@ -94,37 +94,6 @@ def test_spooled_entry_is_one_file_with_two_names_beside_the_lock_of_its_owner(
     assert counters.get("tier.errors") == 0
 
 
-def test_eviction_passes_over_what_the_spool_keeps_on_the_disk_anyway(
-    make_tier: MakeTier, counters: Counters
-) -> None:
-    tier = make_tier(budget_bytes=8 * SIZE)
-    spool = tier.open_spool(DESTINATION)
-    publish(tier, 0, 3, 6, spool=spool)
-    for number in range(9, 60, 3):
-        publish(tier, number)
-        assert usage_of(tier).total_bytes <= 8 * SIZE
-    assert counters.get("tier.evicted") > 0
-    assert all(tier.entries.contains(key_at(number)) for number in (0, 3, 6))
-    assert running_total(tier) >= usage_of(tier).total_bytes
-    for number in (0, 3, 6):
-        unspool(spool, key_at(number))
-    make_room(tier, 6 * SIZE, budget_bytes=8 * SIZE)
-    assert not tier.entries.contains(key_at(0))
-    assert audit_of(tier) == []
-
-
-def test_second_save_of_an_entry_takes_the_place_of_the_first(
-    tier: Tier, spool: Spool, root: Path
-) -> None:
-    publish(tier, 0, spool=spool)
-    tier.writer.publish(KEY, [entry(KEY, seed=1, rows=8)], spool=spool)
-    assert spooled(spool, KEY) == entry(KEY, seed=1, rows=8)
-    assert spool.nbytes == len(entry(KEY, rows=8)) == usage_of(tier).total_bytes
-    spool.add(KEY, str(file_of(root, KEY)))  # the very same file
-    assert spooled_below(root) == digests_of(0)
-    assert temps_below(root) == set()
-
-
 def about(seconds: float) -> Any:
     """The clock of these tests goes on a little each time that it is looked at."""
     return pytest.approx(seconds, abs=2)
@@ -160,24 +129,6 @@ def test_what_is_adopted_counts_from_its_last_use(
     spool.adopt()
     assert spool.count == 1
     assert spool.oldest_s() == about(50)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_confirmation_of_an_earlier_save_leaves_the_later_one_of_the_same_entry(
-    tier: Tier, spool: Spool, seed: int
-) -> None:
-    first = tier.writer.publish(KEY, [entry(KEY)], spool=spool)
-    second = tier.writer.publish(KEY, [entry(KEY, seed=seed)], spool=spool)
-    assert first is not None
-    assert second is not None
-    spool.remove(first)
-    assert spooled(spool, KEY) == entry(KEY, seed=seed)
-    assert spool.nbytes == second.nbytes
-    assert not spool.holds(first)
-    assert spool.holds(second)
-    spool.remove(second)
-    assert spool.load(KEY.digest) is None
-    assert spool.nbytes == 0
 
 
 def test_save_that_comes_while_an_earlier_one_is_being_removed_is_kept(
@@ -236,18 +187,6 @@ def test_entry_does_not_appear_where_the_spool_cannot_hold_it(
     assert spool.held(KEY.digest) is None
     assert temps_below(root) == set()
     assert spool.nbytes == 0
-
-
-def test_entry_that_cannot_appear_may_be_spooled_and_is_counted(
-    tier: Tier, spool: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", refusing(errno.EIO, "disk gone"))
-        with pytest.raises(TierError, match="disk gone"):
-            publish(tier, 0, spool=spool)
-    assert not tier.entries.contains(KEY)
-    assert spool.load(KEY.digest) is not None
-    assert running_total(tier) >= usage_of(tier).total_bytes == SIZE
 
 
 def test_owner_whose_lock_was_deleted_goes_on_under_another_name(
