@@ -192,8 +192,8 @@ class S3ECConnector(ECConnectorBase):
         vLLM asks for each waiting request in each pass, so what it was told before comes first: a
         few looks into memory, with no guard around them. In a forked child no pass is open.
         """
-        waits, name = self._waits, getattr(request, "request_id", "")
-        if waits is not None and waits.repeats(name, num_computed_tokens):
+        waits = self._waits
+        if waits is not None and waits.repeats(request.request_id, num_computed_tokens):
             return False
         return self._ensure(request, num_computed_tokens)
 
