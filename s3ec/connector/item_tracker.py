@@ -306,11 +306,15 @@ class ItemTracker:
             items = [self._remove(identifier) for identifier in dict.fromkeys(loads)]
             self.loading[self._step] = [one.entry for one in items if one.entry is not None], set()
         if sweep:
-            for identifier, item in list(self.items.items()):
-                if item.is_over(now):
-                    self._remove(identifier)
-                    if item.entry is not None:
-                        self._residents.release([item.entry])
+            # Without a call for each that is being fetched, of which there may be thousands.
+            over = [
+                identifier
+                for identifier, item in self.items.items()
+                if item.state is not FETCHING and item.is_over(now)
+            ]
+            for entry in [self._remove(identifier).entry for identifier in over]:
+                if entry is not None:
+                    self._residents.release([entry])
         if self.demand:
             self._prefetcher.submit(list(self.demand.values()))
             self.demand.clear()
