@@ -15,6 +15,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from docs.site_links import OUTSIDE, rewritten
 from s3ec.cli.app import app
 from s3ec.settings import Settings
 from tests import docs_pages
@@ -23,21 +24,7 @@ from tests.support import pages
 ROOT = Path(__file__).parents[2]
 VERSIONS = "docs/vllm-versions.md"
 PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
-DOCUMENTS = [
-    "README.md",
-    "ARCHITECTURE.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "examples/epd/README.md",
-    "examples/kubernetes/README.md",
-    "examples/compose/README.md",
-    "examples/observability/README.md",
-    "examples/rag/README.md",
-    "tests/faults/README.md",
-    "terraform/README.md",
-    *PAGES,
-]
+DOCUMENTS = ["README.md", *OUTSIDE, *PAGES]
 # What is to be read in one sitting.
 LONGEST = {"README.md": 120, "ARCHITECTURE.md": 130}
 
@@ -132,8 +119,6 @@ def test_links_lead_to_files_and_headings_that_exist(document: str) -> None:
 
 
 def test_links_of_the_site_are_those_of_the_checkout() -> None:
-    from docs.site_links import OUTSIDE, rewritten
-
     for name in OUTSIDE:
         assert (ROOT / name).is_file()
     pages = {"a.md", "b.md", "SECURITY.md", "examples/compose/README.md"}
