@@ -95,7 +95,7 @@ def test_every_failure_is_one_object_under_json(
         "hydrate --cache-dir /dev/null/x",
         "tier --cache-dir /dev/null/x",
         "precompute . --model m --report /dev/null/x",
-        "serve-s3 --data /dev/null/x",
+        "serve-s3 --port 0 --data /dev/null/x",
     ],
 )
 def test_a_folder_that_cannot_be_written_ends_every_command_alike(
