@@ -12,7 +12,13 @@ from typing import Any
 
 from s3ec.doctor.bucket import outcome_of
 from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
-from s3ec.errors import ConfigError, ConflictError, CorruptEntryError, S3ECError
+from s3ec.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptEntryError,
+    S3ECError,
+    UnavailableError,
+)
 from s3ec.identity import Layout, is_object_name
 from s3ec.namespaces import NamespaceInfo, list_namespaces
 from s3ec.payoff import DAYS_A_MONTH, crossing_dollars_gb
@@ -20,6 +26,7 @@ from s3ec.settings import Replica, Settings, is_amazons
 from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import KEPT_PROBE, PROBE_BODY, open_replica
+from s3ec.store.unreachable import in_plain_words
 
 SAMPLED = 32
 """Entries that a replica is asked for: the newest of those that were listed at home."""
@@ -86,8 +93,14 @@ def _replica(context: CheckContext, place: Replica, near: Store) -> Outcome:
             context.ask_store(call, requests=_REQUESTS, store=near)
         except S3ECError as exc:
             refused = outcome_of(exc, f"s3:ListBucket and {action}")
-            of_redis = "look at the server, at its user's commands and password, and at `maxmemory`"
-            return warn(f"{refused.found}; {left}", of_redis if place.url else refused.mend)
+            found, mend = refused.found, refused.mend
+            if place.url:
+                mend = "look at the server, at its user's commands and password, and at `maxmemory`"
+            elif isinstance(exc, UnavailableError) and (
+                plain := in_plain_words(exc, context.settings.at(place))
+            ):
+                found, _, mend = str(plain).rpartition("; ")
+            return warn(f"{found}; {left}", mend)
     usable = f"can be read{' and written' * place.fill}"
     try:
         sample = context.ask_store(_sample, requests=_REQUESTS)

@@ -120,7 +120,8 @@ def test_a_replica_that_refuses_or_does_not_answer_stops_no_fleet(
     denied = proxy.add(Rule(DENIED, method="PUT", target="doctor-near"))
     says(two.check(fill=True), Verdict.WARN, found="it takes no copies", mend="s3:PutObject")
     assert denied.fired
-    says(two.check(endpoint_url="http://127.0.0.1:1"), Verdict.WARN, found="all is read at home")
+    found = two.check(endpoint_url="http://127.0.0.1:1")
+    says(found, Verdict.WARN, found="all is read at home", mend="correct `endpoint_url`")
 
 
 def test_without_home_a_replica_is_tried_all_the_same(two: Two, proxy: FaultProxy) -> None:
