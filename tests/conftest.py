@@ -45,6 +45,7 @@ _APART = (
     "test_audio.py",
     "test_epd.py",
     "test_observability.py",
+    "test_rag_example.py",
     "test_skip_pictures.py",
     "test_soak.py",
     "test_weights.py",

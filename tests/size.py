@@ -7,9 +7,6 @@
 * ``lines``: Python of each package of s3ec; ``top_level`` is its own files.
 * ``test_lines``: Python below ``tests/``.
 * ``settings``: fields of ``s3ec.settings.Settings``.
-* ``reach_ins``: how often tests touch what is private: an attribute that begins with one
-  underscore, of anything but ``self``, ``cls``, ``os`` and ``sys``; ``monkeypatch.setattr`` of
-  such a name; an import of one.
 * ``readme_lines``: README.md.
 """
 
@@ -18,14 +15,10 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CORE = ("connector", "tier", "index", "store")
-_PUBLIC_PARENTS = {"self", "cls", "os", "sys"}
-# Of named tuples: public, whatever they look like.
-_PUBLIC_NAMES = {"_replace", "_asdict"}
 
 
 def main() -> None:
@@ -48,7 +41,6 @@ def main() -> None:
         "lines": lines,
         "test_lines": sum(map(_lines, tests)),
         "settings": settings((package / "settings.py").read_text()),
-        "reach_ins": sum(sum(1 for _ in reach_ins(one.read_text())) for one in tests),
         "readme_lines": _lines(ROOT / "README.md"),
     }
     sys.stdout.write(json.dumps(figures, indent=2) + "\n")
@@ -67,30 +59,6 @@ def settings(source: str) -> int:
     )
     fields = (node.target for node in found.body if isinstance(node, ast.AnnAssign))
     return sum(isinstance(one, ast.Name) and not one.id.startswith("_") for one in fields)
-
-
-def reach_ins(source: str) -> Iterator[str]:
-    """The private names that a file of tests touches, one for each time."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            if not (isinstance(node.value, ast.Name) and node.value.id in _PUBLIC_PARENTS):
-                yield node.attr
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("s3ec"):
-            yield from (alias.name for alias in node.names if _is_private(alias.name))
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "setattr"
-            and len(node.args) > 1
-            and isinstance(node.args[1], ast.Constant)
-        ):
-            name = str(node.args[1].value)
-            if _is_private(name.rsplit(".", maxsplit=1)[-1]):
-                yield name
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name not in _PUBLIC_NAMES
 
 
 if __name__ == "__main__":

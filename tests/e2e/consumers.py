@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.e2e.rig import (
     Gallery,
     Record,
     Scenario,
+    data_url,
     eventually,
     record,
     scenarios,
@@ -114,19 +114,14 @@ def ask_server(place: Place) -> Exchange:
 
         eventually(is_read, "the server has read the index")
         stolen = Path(place.corpus.objects["single"]).stem
-        picture = _as_data(place.gallery["posted"], uuid=stolen)
+        url = {"url": data_url(place.gallery["posted"])}
+        picture = {"type": "image_url", "image_url": url, "uuid": stolen}
         answer = _ask(server.url, picture, text(QUESTION))
         # Metrics are published beside the answer, not before it.
         eventually(
             lambda: server.metrics().get("vllm:s3ec_loads_total", 0) >= 1, "the metrics are there"
         )
         return Exchange(answer, server.metrics())
-
-
-def _as_data(picture: Path, *, uuid: str) -> dict[str, Any]:
-    kind = {".png": "image/png", ".jpg": "image/jpeg"}[picture.suffix]
-    data = f"data:{kind};base64,{base64.b64encode(picture.read_bytes()).decode()}"
-    return {"type": "image_url", "image_url": {"url": data}, "uuid": uuid}
 
 
 def _ask(url: str, *parts: Any) -> str | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,6 +85,12 @@ class Gallery:
     def again(self, purpose: str, word: str = "again") -> Prompt:
         """Another prompt with the same picture; no prefix of it is that of solo()."""
         return [text(f"{word}: "), image(self[purpose]), text(QUESTION)]
+
+
+def data_url(picture: Path) -> str:
+    """A picture file as a client sends it."""
+    kind = picture.suffix[1:].replace("jpg", "jpeg")
+    return f"data:image/{kind};base64,{base64.b64encode(picture.read_bytes()).decode()}"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from s3ec.dev.rigs.engine import ec_config
 from s3ec.dev.rigs.models import QWEN_VL_FAMILIES, write_qwen_vl
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import STEADY
-from tests.e2e.rig import Gallery, eventually
+from tests.e2e.rig import Gallery, data_url, eventually
 
 _NAMES = ("single", "left", "middle")
 # Catalogued under identifiers that the bucket does not have.
@@ -102,11 +102,6 @@ def said(reply: Any) -> tuple[Any, ...]:
     (choice,) = reply.choices
     logprobs = [token.logprob for token in choice.logprobs.content]
     return choice.token_ids, logprobs, choice.finish_reason
-
-
-def data_url(path: Path) -> str:
-    """A picture as a client sends it."""
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def _resized(path: Path, side: int, kind: str = "PNG") -> bytes:

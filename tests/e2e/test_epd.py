@@ -9,7 +9,6 @@ without the connector come from the encoder's only.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -32,7 +31,7 @@ from s3ec.dev.rigs.engine import START_TIMEOUT_S, EngineProcess, image, text
 from s3ec.dev.rigs.nursery import EngineForkServer, Forked
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, engine_env
 from s3ec.testing.server import free_port
-from tests.e2e.rig import QUESTION, Gallery, eventually, other_vision_tower
+from tests.e2e.rig import QUESTION, Gallery, data_url, eventually, other_vision_tower
 from tests.support.shell import Shell
 
 ROOT = Path(__file__).parents[2]
@@ -72,11 +71,13 @@ class Pair:
 
     def ask(self, *purposes: str, words: str = QUESTION, **more: Any) -> Any:
         """One request through the proxy; a list of chunks where ``stream`` is set."""
-        content = [*map(self._picture, purposes), {"type": "text", "text": words}]
+        urls = [{"url": data_url(self.gallery[purpose])} for purpose in purposes]
+        content: list[Any] = [{"type": "image_url", "image_url": url} for url in urls]
+        content.append({"type": "text", "text": words})
         with openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0) as client:
             answer = client.chat.completions.create(
                 model="epd",
-                messages=[{"role": "user", "content": content}],  # type: ignore[misc,list-item]
+                messages=[{"role": "user", "content": content}],
                 max_tokens=8,
                 temperature=0,
                 **more,
@@ -86,12 +87,6 @@ class Pair:
     def said(self, *purposes: str, **more: Any) -> str | None:
         answer: str | None = self.ask(*purposes, **more).choices[0].message.content
         return answer
-
-    def _picture(self, purpose: str) -> dict[str, Any]:
-        path = self.gallery[purpose]
-        kind = {".png": "image/png", ".jpg": "image/jpeg"}[path.suffix]
-        data = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-        return {"type": "image_url", "image_url": {"url": data}}
 
 
 def metrics(url: str) -> dict[str, float]:

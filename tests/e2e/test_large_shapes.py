@@ -22,7 +22,6 @@ from tests.e2e.rig import (
     eventually,
     keys,
     moved,
-    other_vision_tower,
     said,
     settings,
     until_index_is_read,
@@ -61,15 +60,12 @@ def test_a_large_embedding_is_answered_from_the_bucket_as_it_is_when_encoded(
     [name] = objects()
     front = client.get_object(Bucket=bucket, Key=name, Range="bytes=0-16383")["Body"].read()
     assert codec.parse_header(front).shape == SHAPE
-    with other_vision_tower(model), engine("ec_consumer") as consumer:
+    with engine("ec_consumer") as consumer:
         until_index_is_read(consumer)
         before = consumer.counters()
         loaded = consumer.chat(prompt, max_tokens=4, logprobs=2)
         told = moved(before, consumer.counters())
-        # What it encodes itself has another answer, if not other tokens: the weights are random.
-        control = consumer.chat([gallery.solo("control")], max_tokens=4, logprobs=2)
     assert said(loaded[0]) == said(encoded[0])
     assert (told[HITS], told[LOADS], told[FROM_BUCKET]) == (1, 1, 1)
-    assert MISSES not in told
-    assert said(control[0]) != said(encoded[0])
+    assert MISSES not in told  # it has not encoded it itself
     local_s3.delete_bucket(bucket)

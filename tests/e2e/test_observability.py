@@ -36,9 +36,8 @@ from tests.support.prometheus import Prometheus, find_tool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "observability"
 _BUCKET = "embeddings"
-_PICTURES = 60
-# In each part of the run, however busy the machine is.
-_LEAST_PICTURES = 12
+_PICTURES = 30
+_PART = 12  # asked about in each part of the run
 _OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 128,  # and with it the device cache: two pictures
     "block_size": 32,
@@ -118,13 +117,21 @@ def play(site: Site) -> None:
     numbers = iter(range(10**6))
     site.engine.slow_encoder(0.1)
 
-    def ask(seconds: float, *, new: float, until: float = 1.0) -> None:
+    def is_scraped() -> None:
+        """Wait for the next look: what moves within two of them has no rate."""
+
+        def looks() -> float:
+            [one] = site.prometheus.query("count_over_time(up[1h])")
+            return float(one["value"][1])
+
+        before = looks()
+        eventually(lambda: looks() > before, "the engine is looked at")
+
+    def ask(*, new: float, until: float = 1.0) -> None:
         """Questions about pictures, of which a share is new, until so many of all have come up."""
         nonlocal shown
-        end_s, asked = time.monotonic() + seconds, 0
-        while asked < _LEAST_PICTURES or time.monotonic() < end_s:
+        for asked in range(_PART):
             is_new = asked == 0 or rng.random() < new
-            asked += 1
             if is_new and shown < until * len(site.pictures):
                 picture, shown = site.pictures[shown], shown + 1
             else:
@@ -135,15 +142,26 @@ def play(site: Site) -> None:
                 # Another text in front, or vLLM's prefix cache would answer.
                 number = text(f"{next(numbers)}: ")
                 site.engine.chat([[number, image(picture), text("What is it?")]], max_tokens=2)
+            if asked % 4 == 3:
+                is_scraped()
 
-    ask(6, new=0.9, until=0.5)
-    ask(4, new=0.05)
+    def is_seen(gauge: str) -> None:
+        def seen() -> bool:
+            site.engine.chat([[text("tick")]], max_tokens=1)  # gauges move with steps
+            return site.prometheus.query(f"max_over_time({gauge}[1h]) > 0") != []
+
+        eventually(seen, f"{gauge} is seen", pause_s=0.2)
+
+    ask(new=0.9, until=0.5)
+    ask(new=0.05)
     Inspection.open(site.cache_dir).evict_to(0, now_s=time.time())
-    ask(5, new=0.05)
+    ask(new=0.05)
     with site.proxy.refusing():
         Inspection.open(site.cache_dir).evict_to(0, now_s=time.time())
-        ask(8, new=0.15)
-    ask(3, new=0.05)
+        ask(new=0.15)
+        is_seen("vllm:s3ec_breaker_open")
+        is_seen("vllm:s3ec_spool_entries")
+    ask(new=0.05)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from PIL import Image
 
 from s3ec.corpus import Corpus
 from s3ec.dev.rigs.nursery import EngineForkServer, Forked
-from s3ec.dev.rigs.pictures import write_pictures
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import StallUpload
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, engine_env
@@ -31,7 +30,7 @@ ENGINE = {
     "max_model_len": 4096,
     "max_num_seqs": 8,
 }
-MANY = 240
+MANY, PAGES = 240, 2
 # What a job stores of these before the bucket holds it up, and what it keeps of the others: so it
 # cannot come to its end before it is stopped or killed, however fast it is.
 STORED = 20
@@ -110,53 +109,7 @@ def place(
     local_s3.delete_bucket(bucket)
 
 
-def test_each_run_adds_what_the_others_lacked_and_the_last_starts_no_engine(place: Place) -> None:
-    made = write_pictures(place.folder, 5)
-    later = place.root / "later"
-    later.mkdir()
-    for path in made[3:]:
-        path.rename(later / path.name)
-    broken = place.folder / "broken.png"
-    broken.write_bytes(b"no picture")
-
-    first = place.run()
-    assert (first["status"], first["encoded_count"]) == ("partial", 3)
-    # The others of its batch are there, and the one that is none is named.
-    [failure] = first["failures"]
-    assert failure["document"] == "broken.png"
-    assert "cannot identify image file" in failure["reason"]
-    before = place.objects()
-    assert len(before) == 3
-
-    broken.unlink()
-    for path in later.iterdir():
-        path.rename(place.folder / path.name)
-    (place.folder / "report.pdf").write_bytes(make_pdf(2))
-    second = place.run()
-    assert (second["status"], second["done_before_count"]) == ("complete", 3)
-    assert second["encoded_count"] == 4
-    assert before < place.objects()
-
-    with place.corpus() as corpus:
-        rows = list(corpus.catalog().rows())
-        assert {(row.document, row.page) for row in rows} == {
-            *((path.name, None) for path in made),
-            *(("report.pdf", page) for page in (1, 2)),
-        }
-        for row in rows:
-            entry = corpus.stat(row.identifier)
-            assert entry is not None
-            assert entry.header is not None
-            assert (entry.nbytes, entry.header.shape.rows) == (row.nbytes, row.rows)
-
-    report = place.run()
-    assert report["status"] == "complete"
-    assert (report["done_before_count"], report["encoded_count"]) == (7, 0)
-    assert report["engine_started"] is False
-    assert report["read_bytes"] == 0
-
-
-def test_a_job_that_was_stopped_and_then_killed_goes_on_with_what_was_not_confirmed(
+def test_a_job_that_was_stopped_and_then_killed_goes_on_until_no_engine_is_needed(
     place: Place,
 ) -> None:
     for number in range(MANY):
@@ -191,13 +144,39 @@ def test_a_job_that_was_stopped_and_then_killed_goes_on_with_what_was_not_confir
         assert announced > first["encoded_count"] == len(catalogued)
 
         proxy.clear()
+        broken = place.folder / "broken.png"
+        broken.write_bytes(b"no picture")
+        (place.folder / "report.pdf").write_bytes(make_pdf(PAGES))
         # By the same address: what the killed one left on the disk is for this bucket.
-        last = place.run(endpoint_url=proxy.url)
-    assert last["status"] == "complete"
-    assert last["done_before_count"] == len(catalogued)
-    assert last["done_before_count"] + last["catalogued_count"] >= announced
-    assert last["encoded_count"] <= MANY - announced
-    assert len(place.objects()) == MANY
+        third = place.run(endpoint_url=proxy.url)
+    assert third["status"] == "partial"
+    [failure] = third["failures"]
+    assert failure["document"] == "broken.png"
+    assert "cannot identify image file" in failure["reason"]
+    assert third["done_before_count"] == len(catalogued)
+    assert third["done_before_count"] + third["catalogued_count"] >= announced
+    assert third["encoded_count"] <= MANY + PAGES - announced
+    assert len(place.objects()) == MANY + PAGES
     with place.corpus() as corpus:
-        assert len(list(corpus.catalog().rows())) == MANY
         assert corpus.verify().agrees
+        assert_catalogued(corpus)
+
+    broken.unlink()
+    last = place.run()
+    assert last["status"] == "complete"
+    assert (last["done_before_count"], last["encoded_count"]) == (MANY + PAGES, 0)
+    assert last["engine_started"] is False
+    assert last["read_bytes"] == 0
+
+
+def assert_catalogued(corpus: Corpus) -> None:
+    """A row for each picture and each page, which says what its entry is."""
+    rows = {(row.document, row.page): row for row in corpus.catalog().rows()}
+    pages = {("report.pdf", page) for page in range(1, PAGES + 1)}
+    assert rows.keys() == pages | {(f"{number:03}.png", None) for number in range(MANY)}
+    for name in (*pages, ("000.png", None)):
+        row = rows[name]
+        entry = corpus.stat(row.identifier)
+        assert entry is not None
+        assert entry.header is not None
+        assert (entry.nbytes, entry.header.shape.rows) == (row.nbytes, row.rows)

@@ -8,7 +8,6 @@ digit.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import urllib.request
@@ -25,11 +24,12 @@ from s3ec import codec
 from s3ec.dev.rigs.api_server import ApiServer
 from s3ec.dev.rigs.engine import ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
-from s3ec.dev.rigs.vllm_cpu import STEADY
+from s3ec.dev.rigs.vllm_cpu import STEADY, engine_env
 from s3ec.identity import make_key
-from tests.e2e.rig import Gallery, eventually, tier_of
+from tests.e2e.rig import Gallery, data_url, eventually, tier_of
 from tests.e2e.rig import at_once as both
 from tests.e2e.vanishing import HEADER, LOG_VARIABLE, ROOTS_VARIABLE
+from tests.support.waiting import DEADLINE_S
 
 _NAMES = ("single", "left", "middle", "right", "pair", "shared", "unknown")
 _SIDE = 224
@@ -37,10 +37,6 @@ _UNTOUCHED: dict[str, Any] = {"mm_processor_kwargs": {}}
 # vLLM takes no two greedy choices, and its CPU build no seed of a request.
 _SAMPLED: dict[str, Any] = {"temperature": 0.5, "top_p": 1e-6}
 _TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-
-
-def data_url(path: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def image(url: str, **more: Any) -> dict[str, Any]:
@@ -216,20 +212,19 @@ def rig(workdir: Path, gallery: Gallery, qwen: Path, nursery: EngineForkServer) 
 # In this order: the last test takes embeddings away.
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"stream": True},
-        {"n": 2, **_SAMPLED},
-        {"n": 2, "stream": True, **_SAMPLED},
-        {"tools": [_TOOL], "tool_choice": "none"},
-    ],
-    ids=["at once", "streamed", "two choices", "two choices, streamed", "tools"],
-)
-@pytest.mark.parametrize(
-    "names", [("single",), ("left", "middle", "right"), ("pair", "pair")], ids="-".join
-)
+_THREE = ("left", "middle", "right")
+_ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "one": (("single",), {}),
+    "one twice, streamed": (("pair", "pair"), {"stream": True}),
+    "three": (_THREE, {}),
+    "three, streamed": (_THREE, {"stream": True}),
+    "three, two choices": (_THREE, {"n": 2, **_SAMPLED}),
+    "three, two choices, streamed": (_THREE, {"n": 2, "stream": True, **_SAMPLED}),
+    "three, tools": (_THREE, {"tools": [_TOOL], "tool_choice": "none"}),
+}
+
+
+@pytest.mark.parametrize(("names", "more"), _ASKED.values(), ids=_ASKED)
 def test_an_answer_without_pixels_is_the_one_with_them(
     names: tuple[str, ...], more: dict[str, Any], rig: Rig
 ) -> None:
@@ -278,9 +273,8 @@ def test_an_error_is_the_one_that_pixels_give(rig: Rig) -> None:
     assert without.value.message == with_pixels.value.message
 
 
-@pytest.mark.filterwarnings("ignore")  # what vLLM imports
 def test_a_request_whose_embedding_vanished_is_asked_again_with_its_pixels(
-    rig: Rig, qwen: Path
+    rig: Rig, qwen: Path, nursery: EngineForkServer
 ) -> None:
     """Of pictures that the engine has never met: it keeps a hold on what it has used for 30 s."""
     rig.warm("single")
@@ -290,7 +284,13 @@ def test_a_request_whose_embedding_vanished_is_asked_again_with_its_pixels(
             more = PngImagePlugin.PngInfo()
             more.add_text("Comment", file.stem)
             picture.save(file, pnginfo=more)
-    gone = names_of(qwen, files)
+    names = rig.home / "names.json"
+    words = [str(path) for path in (qwen, names, *files)]
+    with open(rig.home / "names.log", "wb") as log:  # vLLM is imported there
+        env = engine_env({**os.environ, **STEADY})
+        naming = nursery.fork("tests.e2e.vanishing", words, env=env, log=log.fileno(), fds=())
+    naming.wait(DEADLINE_S)
+    gone: list[str] = json.loads(names.read_text())
     rig.put(*gone)
 
     def ask(number: int, stream: bool) -> dict[str, Any]:
@@ -312,14 +312,3 @@ def test_a_request_whose_embedding_vanished_is_asked_again_with_its_pixels(
     url = data_url(rig.picture("single"))
     assert at_once == rig.with_pixels(image(url), QUESTION)
     assert streamed == rig.with_pixels(image(url), QUESTION, stream=True)
-
-
-def names_of(model: Path, files: list[Path]) -> list[str]:
-    """What vLLM calls some pictures, found out beside the server."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    from s3ec.middleware.vllm_names import VLLMNames, names_of
-
-    options = {"model": str(model), "max_model_len": 2048, "enforce_eager": True}
-    found: VLLMNames = names_of(EngineArgs(**options).create_engine_config(), None)
-    return [str(found.name(file.read_bytes())) for file in files]

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ASGI middleware behind SkipPictures: takes embeddings away after it has counted on them."""
+"""ASGI middleware behind SkipPictures: takes embeddings away after it has counted on them.
+
+As a program it writes what vLLM calls some pictures, as JSON: ``MODEL OUT PICTURE...``.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +56,19 @@ def _delete(identifier: str) -> None:
 def _note(said: Any) -> None:
     with open(os.environ[LOG_VARIABLE], "a", encoding="utf-8") as file:
         file.write(json.dumps(said) + "\n")
+
+
+def main(model: str, out: str, *pictures: str) -> None:
+    """Find the names out as the middleware does."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from s3ec.middleware.vllm_names import VLLMNames, names_of
+
+    options: dict[str, Any] = {"model": model, "max_model_len": 2048, "enforce_eager": True}
+    found: VLLMNames = names_of(EngineArgs(**options).create_engine_config(), None)
+    names = [str(found.name(Path(picture).read_bytes())) for picture in pictures]
+    Path(out).write_text(json.dumps(names))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
