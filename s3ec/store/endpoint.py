@@ -13,8 +13,8 @@ over.
   that fails one request in ten at random opens it once in a million requests.
 - A refusal of one request (403 for one key) is an answer: all else goes on.
 
-**The places** go to reads first, since requests of users wait for those and nobody waits for an
-upload.
+**The places** are given out first come, first served. Uploads leave a quarter of them to reads, see
+``connector.uploads``, since requests of users wait for reads.
 """
 
 from __future__ import annotations
@@ -198,29 +198,16 @@ class Breaker:
             self._probe = None
 
 
-# Where both wait, so many reads go before one request that is none.
-_READS_IN_A_ROW = 3
-
-
 class Places:
-    """So many requests at a time.
-
-    A place is free or taken. A request that finds none free waits in one of two queues, for reads
-    and for the others, each first come, first served.
-    """
+    """So many requests at a time; who finds no free place waits, first come, first served."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.used = 0
-        self._reads: deque[asyncio.Future[None]] = deque()
-        self._others: deque[asyncio.Future[None]] = deque()
-        self._reads_in_a_row = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def take(self, *, is_read: bool = False) -> None:
+    async def take(self) -> None:
         """Wait for a place without a limit; to be given back.
-
-        Args:
-            is_read: It goes before three of four that are none.
 
         Raises:
             BreakerOpenError: By ``dismiss``, while it waited.
@@ -228,14 +215,13 @@ class Places:
         if self.try_take():
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue = self._reads if is_read else self._others
-        queue.append(granted)
+        self._waiting.append(granted)
         try:
             await granted
         except asyncio.CancelledError:
             if granted.cancelled():
                 with contextlib.suppress(ValueError):
-                    queue.remove(granted)
+                    self._waiting.remove(granted)
             elif granted.exception() is None:  # it was granted meanwhile
                 self.give_back()
             raise
@@ -250,26 +236,18 @@ class Places:
     def give_back(self) -> None:
         """Let go of a place."""
         self.used -= 1
-        while self.used < self._most and (self._reads or self._others):
-            granted = self._next()
+        while self.used < self._most and self._waiting:
+            granted = self._waiting.popleft()
             if not granted.done():  # else it was cancelled
                 granted.set_result(None)
                 self.used += 1
 
     def dismiss(self) -> None:
         """Tell everybody who waits that the breaker is open."""
-        for queue in (self._reads, self._others):
-            while queue:
-                waiting = queue.popleft()
-                if not waiting.done():
-                    waiting.set_exception(BreakerOpenError())
-
-    def _next(self) -> asyncio.Future[None]:
-        if self._reads and (self._reads_in_a_row < _READS_IN_A_ROW or not self._others):
-            self._reads_in_a_row += 1
-            return self._reads.popleft()
-        self._reads_in_a_row = 0
-        return self._others.popleft()
+        while self._waiting:
+            granted = self._waiting.popleft()
+            if not granted.done():
+                granted.set_exception(BreakerOpenError())
 
 
 class Budget:
@@ -325,9 +303,6 @@ class Endpoint:
         self.budget = Budget(_EXTRA, at_most=_EXTRA_SAVED, at_first=1.0)
 
 
-_READS = frozenset({"get", "get_range", "head"})
-
-
 class BreakerStore(Wrapper):
     """Asks for a place and the breaker's leave before each request, and tells both how it ended.
 
@@ -344,7 +319,7 @@ class BreakerStore(Wrapper):
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         if self._breaker.refuses:
             raise BreakerOpenError
-        await self._places.take(is_read=op in _READS)
+        await self._places.take()
         try:
             # It may have opened while this one waited for a place.
             return await self._ask(call, self._breaker.admit())

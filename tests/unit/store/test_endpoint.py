@@ -165,42 +165,23 @@ async def test_a_write_that_probes_a_silent_store_keeps_others_out_for_moments_o
 # -- places for requests -------------------------------------------------------------------------
 
 
-async def test_reads_go_before_uploads_that_came_earlier_and_not_before_all_of_them() -> None:
+async def test_places_go_to_those_who_wait_in_the_order_in_which_they_came() -> None:
     places = Places(1)
     await places.take()
-    order: list[str] = []
+    order: list[int] = []
 
-    async def ask(name: str, *, is_read: bool) -> None:
-        await places.take(is_read=is_read)
-        order.append(name)
+    async def ask(number: int) -> None:
+        await places.take()
+        order.append(number)
         places.give_back()
 
-    asked = [asyncio.create_task(ask(f"upload {n}", is_read=False)) for n in range(3)]
-    asked += [asyncio.create_task(ask(f"read {n}", is_read=True)) for n in range(5)]
+    asked = [asyncio.create_task(ask(number)) for number in range(3)]
     await asyncio.sleep(0)
     places.give_back()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*asked)
-    assert order == [
-        *("read 0", "read 1", "read 2", "upload 0"),
-        *("read 3", "read 4", "upload 1", "upload 2"),
-    ]
+    assert order == [0, 1, 2]
     assert places.used == 0
-
-
-async def test_a_read_through_the_guard_passes_uploads_that_wait() -> None:
-    gate = Gate()
-    inner = FaultStore(MemoryStore(), Script([Fault(op="put_if_absent", gate=gate, times=1)]))
-    endpoint = Endpoint(1)
-    store = BreakerStore(inner, endpoint, Counters())
-    first = asyncio.create_task(store.put_if_absent("a", [b"x"]))
-    await reached(gate)
-    waiting = asyncio.create_task(store.put_if_absent("b", [b"x"]))
-    reading = asyncio.create_task(store.get("b", max_bytes=10))
-    await asyncio.sleep(0)
-    gate.release()
-    assert await reading is None  # it was asked for before the upload that came before it
-    await asyncio.gather(first, waiting)
 
 
 async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() -> None:
@@ -526,9 +507,9 @@ class PlacesMachine(RuleBasedStateMachine):
             self.waiters.remove(task)
             self.held += not task.cancelled()
 
-    @rule(is_read=st.booleans())
-    def come(self, is_read: bool) -> None:
-        self.waiters.append(self.loop.create_task(self.places.take(is_read=is_read)))
+    @rule()
+    def come(self) -> None:
+        self.waiters.append(self.loop.create_task(self.places.take()))
         self.turn()
 
     @precondition(lambda self: self.held)
