@@ -12,7 +12,7 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.index import deltas
 from s3ec.index.deltas import Announcer, parse_delta
-from s3ec.index.names import Names, ServerClock, deltas_prefix, time_s, writer_of
+from s3ec.index.names import Names, ServerClock, deltas_prefix, time_s
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from tests.support.clock import START_S, Clock
 from tests.support.waiting import reached, until
@@ -142,17 +142,6 @@ async def test_pauses_after_failures_grow(corpus: Corpus, monkeypatch: pytest.Mo
     assert pauses == sorted(pauses)
     assert pauses[0] < 1
     assert pauses[-1] == 15.0
-
-
-async def test_names_are_by_the_servers_clock(corpus: Corpus) -> None:
-    for off_s in (-3.2e7, -600.0, 0.0, 600.0, 3.2e7):
-        wall = Clock(START_S + off_s)
-        rig = Rig(corpus, clock=ServerClock(wall_clock=wall))
-        rig.add(off_s)
-        await rig.announcer.flush()
-    times = [time_s(ulid) for ulid in corpus.index_names("delta")]
-    assert times == [pytest.approx(START_S, abs=5)] * 5
-    assert len({writer_of(ulid) for ulid in corpus.index_names("delta")}) == 5
 
 
 async def test_names_are_not_below_the_newest_that_was_accepted(corpus: Corpus) -> None:

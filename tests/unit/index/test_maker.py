@@ -213,18 +213,6 @@ async def test_what_is_announced_while_objects_are_listed_is_found(
     assert reader.holds("meanwhile") == ["meanwhile"]
 
 
-async def test_what_was_deleted_since_it_was_listed_is_left_out(corpus: Corpus) -> None:
-    corpus.save("a", "b")
-    gone: list[bytes] = []
-
-    async def listing() -> AsyncGenerator[list[ObjectInfo], None]:
-        yield [ObjectInfo(LAYOUT.object(key_of(text)), 5) for text in ("a", "b")]
-        gone.append(key_of("a").digest)
-
-    made = await rebuild(corpus.store, LAYOUT, listing=listing(), gone=gone)
-    assert holds(snapshot_of(corpus, made.name), "a", "b") == ["b"]
-
-
 class Lying(MemoryStore):
     """A server whose listings of objects are not what they should be."""
 

@@ -34,25 +34,6 @@ async def poll(readers: list[Reader], seconds: float, *expected: type[Exception]
                 await reader.refresh(now=False)
 
 
-async def test_four_engines_ask_the_bucket_as_often_as_one(
-    corpus: Corpus, make_reader: MakeReader
-) -> None:
-    corpus.snapshot("a")
-    corpus.delta("b")
-    readers = [make_reader() for _ in range(4)]
-    await poll(readers, 2 * REFRESH_S)
-    before = sum(reader.store.calls["list"] for reader in readers)
-    refreshes = 90
-    await poll(readers, refreshes * REFRESH_S)
-    lists = sum(reader.store.calls["list"] for reader in readers) - before
-    assert lists <= 1.1 * refreshes
-    assert sum(reader.store.calls["get"] for reader in readers) == 1
-    assert sum(reader.store.calls["get_range"] for reader in readers) == 1
-    for reader in readers:
-        assert reader.holds("a", "b", "c") == ["a", "b"]
-        assert reader.index.loaded
-
-
 async def test_news_reaches_all_engines_within_one_refresh_and_a_poll(
     corpus: Corpus, make_reader: MakeReader
 ) -> None:

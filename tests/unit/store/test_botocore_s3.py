@@ -97,23 +97,6 @@ def test_connection_that_another_request_uses_by_now_is_left_alone() -> None:
     connection.other.close()
 
 
-async def test_many_hanging_requests_leave_a_store_that_works_at_once(
-    keys: None, configure: Configure, proxy: FaultProxy
-) -> None:
-    store = BotocoreStore(configure(max_concurrency=3, read_timeout_s=600))
-    await store.put_if_absent("many", [BODY])
-    rule = proxy.add(Rule(faults.Stall(), times=3))
-    async with asyncio.timeout(PATIENCE_S):
-        tasks = [asyncio.create_task(store.get("many", max_bytes=AMPLE)) for _ in range(12)]
-        await until(lambda: rule.fired == 3)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        read = await asyncio.gather(*(store.get("many", max_bytes=AMPLE) for _ in range(6)))
-        assert read == [BODY] * 6
-    await store.close()
-
-
 ENDING = """
 import asyncio, json, sys, threading
 from s3ec.config import load_settings

@@ -15,7 +15,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import botocore.session
 import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError
@@ -68,20 +67,6 @@ async def make(configure: Configure, transport: Transport) -> AsyncIterator[Make
     yield make
     for store in stores:
         await store.close()
-
-
-@pytest.fixture
-def clients_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry per SDK client that is made."""
-    made: list[int] = []
-    genuine = botocore.session.Session.create_client
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        made.append(1)
-        return genuine(*args, **kwargs)
-
-    monkeypatch.setattr(botocore.session.Session, "create_client", counting)
-    return made
 
 
 def offline(**changes: Any) -> Settings:
@@ -237,11 +222,6 @@ def test_a_setting_that_the_sdk_cannot_use_is_a_config_error_of_that_field(
     assert caught.value.field == field
 
 
-def test_repr_names_the_place_and_nothing_else(keys: None, transport: Transport) -> None:
-    store = transport(offline(prefix="a b", endpoint_url="http://127.0.0.1:1"))
-    assert repr(store) == f"{transport.__name__}(s3://{BUCKET}/a b/ at http://127.0.0.1:1)"
-
-
 async def test_absent_credentials_are_an_access_error_that_heals(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,15 +234,6 @@ async def test_absent_credentials_are_an_access_error_that_heals(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     assert await store.get("x", max_bytes=1) is None
-
-
-async def test_client_is_made_once_for_many_first_calls(
-    make: Make, keys: None, clients_made: list[int]
-) -> None:
-    store = make()
-    assert clients_made == []
-    await asyncio.gather(*(store.get(f"n{i}", max_bytes=1) for i in range(20)))
-    assert clients_made == [1]
 
 
 def test_second_event_loop_is_refused(
@@ -456,11 +427,3 @@ async def test_no_log_and_no_traceback_holds_the_credentials(
 )  # fmt: skip
 def test_time_is_read_as_by_the_sdk(value: object) -> None:
     assert parse_time(value) == parse_timestamp(value)
-
-
-def test_sdk_says_no_more_than_the_application_wants(
-    sdk_levels: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.ERROR):
-        BotocoreStore(offline())
-    assert logging.getLogger("botocore").level == logging.ERROR
