@@ -236,6 +236,7 @@ class DropOld:
     [
         *((ObstoreStore, operation) for operation in ("get", "put")),
         *((BotocoreStore, operation) for operation in ("put", "list")),
+        *((Aioboto3Store, operation) for operation in ("get", "put", "list")),
     ],
     indirect=["transport"],
 )
