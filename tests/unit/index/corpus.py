@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from s3ec.counters import Counters
-from s3ec.identity import Key, Layout, make_key
+from s3ec.identity import Key
 from s3ec.index.child import in_process
 from s3ec.index.deltas import encode_delta
 from s3ec.index.local import NodeFolder
@@ -23,18 +22,11 @@ from s3ec.store.places import Place, PlacesStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
+from tests.support.indexes import LAYOUT, NAMESPACE, key_of
 
 T = TypeVar("T")
 
-NAMESPACE = "gemma-0123456789abcdef"
-LAYOUT = Layout(NAMESPACE)
 REFRESH_S = 10.0
-
-
-def key_of(text: object) -> Key:
-    key = make_key(hashlib.sha256(str(text).encode()).hexdigest())
-    assert key is not None
-    return key
 
 
 def keys_of(*texts: object) -> list[Key]:

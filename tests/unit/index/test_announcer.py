@@ -13,8 +13,10 @@ from s3ec.errors import AccessError, UnavailableError
 from s3ec.index import deltas
 from s3ec.index.deltas import Announcer, parse_delta
 from s3ec.index.names import Names, ServerClock, deltas_prefix, time_s
+from s3ec.index.snapshot import Segment
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from tests.support.clock import START_S, Clock
+from tests.support.indexes import sizes_in
 from tests.support.waiting import reached, until
 from tests.unit.index.corpus import LAYOUT, Corpus, key_of
 
@@ -51,9 +53,7 @@ class Rig:
         for ulid in self.corpus.index_names("delta"):
             name = deltas_prefix(LAYOUT) + ulid
             rows = parse_delta(self.corpus.objects[name], LAYOUT, name)
-            pairs = zip(rows.hi.tolist(), rows.lo.tolist(), strict=True)
-            digests = [hi.to_bytes(8, "big") + lo.to_bytes(8, "big") for hi, lo in pairs]
-            found.append(dict(zip(digests, rows.nbytes.tolist(), strict=True)))
+            found.append(sizes_in(Segment.of(rows)))
         return found
 
 
