@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-from collections.abc import Callable, Iterator
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from cryptography.x509.oid import NameOID
 from s3ec.config import load_settings
 from s3ec.settings import Settings
 from s3ec.store.aioboto3_s3 import Aioboto3Store
+from s3ec.store.base import Store
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import Identity, LocalS3, MotoServer
@@ -29,6 +32,24 @@ pytest.register_assert_rewrite("s3ec.testing.contract")
 BUCKET = "contract"
 Configure = Callable[..., Settings]
 Transport = type[BotocoreStore]
+
+
+async def names(store: Store) -> list[str]:
+    return [info.name async for info in store.list("")]
+
+
+BODY = os.urandom(300_000)
+AMPLE = 2**24
+OPERATIONS: dict[str, Callable[[BotocoreStore], Awaitable[object]]] = {
+    "get": lambda store: store.get("a", max_bytes=AMPLE),
+    "get_range": lambda store: store.get_range("a", 10, 100),
+    "head": lambda store: store.head("a"),
+    "put": lambda store: store.put_if_absent(f"new/{secrets.token_hex(4)}", [BODY]),
+    "delete": lambda store: store.delete("absent"),
+    "delete_many": lambda store: store.delete_many(["absent", "absent/too"]),
+    "list": names,
+    "list_folders": lambda store: store.list_folders(""),
+}
 
 
 @pytest.fixture(params=[ObstoreStore, BotocoreStore], ids=["obstore", "botocore"])

@@ -11,7 +11,7 @@ from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.contract import MakeStore, StoreContract
 from s3ec.testing.server import Identity, LocalS3
-from tests.contract.conftest import BUCKET, READER, Configure, Transport
+from tests.contract.conftest import BUCKET, READER, Configure, Transport, names
 
 
 class TestOnMoto(StoreContract):
@@ -47,17 +47,12 @@ async def test_missing_bucket_is_an_access_error_that_names_it(
     on_moto: Configure, transport: Transport
 ) -> None:
     store = transport(on_moto(bucket="no-such-bucket"))
-
-    async def listing() -> None:
-        async for _ in store.list(""):
-            pass
-
     for call in (
         lambda: store.get("x", max_bytes=10),
         lambda: store.put_if_absent("x", [b"x"]),
         lambda: store.delete("x"),
         lambda: store.list_folders(""),
-        listing,
+        lambda: names(store),
     ):
         with pytest.raises(AccessError, match=r"no-such-bucket.*create the bucket") as caught:
             await call()

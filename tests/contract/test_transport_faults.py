@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import secrets
 import socket
 import ssl
@@ -33,11 +32,9 @@ from s3ec.store.endpoint import Endpoint
 from s3ec.store.open import resilient
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import LocalS3
-from tests.contract.conftest import Configure, Issued, Transport
+from tests.contract.conftest import AMPLE, BODY, OPERATIONS, Configure, Issued, Transport, names
 from tests.support.waiting import DEADLINE_S, until
 
-BODY = os.urandom(300_000)
-AMPLE = 2**24
 Make = Callable[..., BotocoreStore]
 CHECKSUM = {BotocoreStore: "x-amz-checksum-crc32", ObstoreStore: "x-amz-checksum-sha256"}
 CHECKSUM_OVER_TLS = {**CHECKSUM, ObstoreStore: "x-amz-checksum-crc64nvme"}
@@ -119,22 +116,6 @@ async def no_stray_errors() -> AsyncIterator[None]:
     gc.collect()
     await asyncio.sleep(0)
     assert stray == []
-
-
-async def _list(store: BotocoreStore) -> list[str]:
-    return [info.name async for info in store.list("")]
-
-
-OPERATIONS: dict[str, Callable[[BotocoreStore], Awaitable[object]]] = {
-    "get": lambda store: store.get("a", max_bytes=AMPLE),
-    "get_range": lambda store: store.get_range("a", 10, 100),
-    "head": lambda store: store.head("a"),
-    "put": lambda store: store.put_if_absent(f"new/{secrets.token_hex(4)}", [BODY]),
-    "delete": lambda store: store.delete("absent"),
-    "delete_many": lambda store: store.delete_many(["absent", "absent/too"]),
-    "list": _list,
-    "list_folders": lambda store: store.list_folders(""),
-}
 
 
 # An operation by each transport that has code of its own for it.
@@ -444,12 +425,9 @@ class EndlessAnswer:
 async def test_an_answer_without_an_end_is_given_up_after_some_megabytes(
     status: int, store: BotocoreStore, proxy: FaultProxy
 ) -> None:
-    async def names() -> list[str]:
-        return [info.name async for info in store.list("")]
-
     fault = EndlessAnswer(status)
     rule = proxy.add(Rule(fault))
-    await _fails(names() if status == 200 else store.get("a", max_bytes=AMPLE), UnavailableError)
+    await _fails(OPERATIONS["list" if status == 200 else "get"](store), UnavailableError)
     assert fault.sent_bytes < 50 * 2**20 * rule.fired  # the sockets' buffers take some
     proxy.clear()
     assert await store.get("a", max_bytes=AMPLE) == BODY
@@ -640,7 +618,7 @@ async def test_server_without_batch_deletes_gets_single_ones_and_is_asked_for_a_
     rule = proxy.add(Rule(fault, method="POST"))
     for _ in range(2):
         assert await store.delete_many(["a", "b/b", "absent"]) == {}
-        assert await _list(store) == []
+        assert await names(store) == []
         await store.put_if_absent("a", [b"again"])
     assert rule.fired == 1
     # A single one that fails is told with its name.
@@ -696,7 +674,7 @@ async def test_names_that_xml_cannot_hold_are_deleted_alone(
     proxy.clear()
     assert await store.delete_many(["bell\a", "a"]) == {}
     assert sorted(request.method for request in proxy.requests) == ["DELETE", "POST"]
-    assert await _list(store) == ["b/b"]
+    assert await names(store) == ["b/b"]
 
 
 async def test_listing_that_breaks_on_its_second_page_fails_after_the_first(
@@ -720,7 +698,7 @@ async def test_listing_that_never_advances_is_unavailable(
 ) -> None:
     page = f"<ListBucketResult><IsTruncated>true</IsTruncated>{token}</ListBucketResult>"
     proxy.add(Rule(faults.Answer(200, page.encode(), {"content-type": "application/xml"})))
-    await _fails(_list(store), UnavailableError, "does not advance")
+    await _fails(names(store), UnavailableError, "does not advance")
 
 
 async def test_listing_that_begins_anew_with_every_token_is_unavailable(
@@ -740,7 +718,7 @@ async def test_listing_that_begins_anew_with_every_token_is_unavailable(
 
     pages = FirstPage()
     proxy.add(Rule(pages))
-    await _fails(_list(store), UnavailableError, "does not advance")
+    await _fails(names(store), UnavailableError, "does not advance")
     assert pages.asked == 2
 
 
