@@ -185,6 +185,7 @@ async def choose(
             add(some)
     surplus = choice.left_bytes + choice.nbytes - (rules.max_bytes or 0)
     goes = np.concatenate(found)
+    found.clear()  # a copy less of all while they are sorted
     if rules.max_bytes is not None:
         goes = _oldest(goes, surplus)
     hi, lo = goes["hi"].copy(), goes["lo"].copy()
@@ -200,8 +201,11 @@ async def choose(
 
 
 def _oldest(found: npt.NDArray[Any], surplus: int) -> npt.NDArray[Any]:
-    """So many of the oldest that their bytes are the surplus; in the same order each time."""
-    found = found[np.lexsort((found["lo"], found["hi"], found["modified_s"]))]
+    """So many of the oldest that their bytes are the surplus; in the same order each time.
+
+    Sorts what it is given: there may be millions.
+    """
+    found.sort(order=("modified_s", "hi", "lo"))
     before: npt.NDArray[np.int64] = np.cumsum(found["nbytes"]) - found["nbytes"]
     return found.compress(before < surplus)
 
