@@ -376,15 +376,6 @@ async def test_corrupt_object_is_deleted_and_producers_may_store_it_again(
     await memory.put_if_absent(name, [entry_bytes(IDS[0], NAMESPACE.name)])
 
 
-async def test_object_that_is_good_when_it_is_read_again_is_spared(memory: MemoryStore) -> None:
-    name = put(memory, IDS[0], b"bad")
-    found = await look(memory)
-    put(memory, IDS[0])
-    done = await mend(memory, found)
-    assert (done.deleted, done.spared) == (0, 1)
-    assert name in memory.bucket.objects
-
-
 @pytest.mark.parametrize("op", ["get", "head"])
 async def test_store_that_fails_in_a_repair_deletes_nothing(memory: MemoryStore, op: str) -> None:
     names = [put(memory, identifier, b"bad") for identifier in IDS[:3]]

@@ -94,12 +94,6 @@ async def fill_catalogue(memory: MemoryStore) -> None:
     await CatalogWriter(memory, LAYOUT).append(rows_for(IDS))
 
 
-async def test_what_is_older_goes(memory: MemoryStore) -> None:
-    done = await run(memory, Rules(older_than_s=5.5 * HOUR_S))
-    assert (done.objects, done.nbytes) == (5, 500)
-    assert left(memory) == names_of(*IDS[:5])
-
-
 async def test_what_is_larger_than_the_limit_goes_from_the_oldest_on(memory: MemoryStore) -> None:
     done = await run(memory, Rules(max_bytes=650))
     assert (done.objects, done.left_bytes) == (4, 600)
@@ -143,15 +137,6 @@ async def test_a_choice_is_the_same_however_the_store_lists(
     monkeypatch.setattr(listing, "FEW", 0)
     done = await collect(memory, choice)
     assert (done.objects, done.left_bytes) == (30, 3000)
-
-
-# -- what is refused ---------------------------------------------------------------------------
-
-
-def test_no_rule_is_an_error() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Rules()
-    assert caught.value.field == "older_than"
 
 
 # -- what goes with them -----------------------------------------------------------------------

@@ -266,19 +266,26 @@ def test_files_that_are_no_entries_are_named_or_left_alone(
     assert {name.split("/")[1] for name in stored if name != KEPT_PROBE} == parts
 
 
-@pytest.mark.parametrize("body", [b"{}", b"[1", Namespace.from_descriptor(OTHER).to_json()])
-def test_descriptor_of_another_namespace_is_refused(there: Corpus, disk: Path, body: bytes) -> None:
-    put_over(disk, f"{NAMESPACE}/namespace.json", body)
-    with pytest.raises(ConfigError, match=r"namespace\.json is .*restore it") as caught:
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (None, "is not there"),
+        (b"{}", "is unusable"),
+        (b"[1", "is unusable"),
+        (b'{"a": 1}', "is that of no model"),
+        (Namespace.from_descriptor(OTHER).to_json(), "is that of "),
+    ],
+)
+def test_descriptor_that_does_not_say_the_namespace_is_refused(
+    there: Corpus, disk: Path, body: bytes | None, says: str
+) -> None:
+    put_over(disk, f"{NAMESPACE}/namespace.json", body or b"")
+    if body is None:
+        (disk / NAMESPACE / "namespace.json").unlink()
+    with pytest.raises(ConfigError, match=rf"namespace\.json .*{says}.*restore it") as caught:
         there.import_from(disk)
     assert caught.value.field == "namespace"
     assert there.namespaces() == []
-
-
-def test_folder_without_a_descriptor_is_refused(there: Corpus, disk: Path) -> None:
-    (disk / NAMESPACE / "namespace.json").unlink()
-    with pytest.raises(ConfigError, match=r"namespace\.json is not there"):
-        there.import_from(disk)
 
 
 def test_folder_that_is_not_there_is_named(there: Corpus, tmp_path: Path) -> None:

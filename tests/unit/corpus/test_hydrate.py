@@ -316,11 +316,6 @@ def test_rate_out_of_range_is_refused(rig: Rig) -> None:
         rig.open().hydrate(rate_limit_bytes_per_s=0)
 
 
-def test_what_nothing_is_stored_under_is_refused(rig: Rig) -> None:
-    with pytest.raises(ConfigError, match="in `wanted` is an identifier under which nothing"):
-        rig.open().hydrate([""])
-
-
 # -- beside others -----------------------------------------------------------------------------
 
 

@@ -803,6 +803,19 @@ def test_a_bad_object_is_named_and_keeps_no_other_item_back(desk: Desk) -> None:
     assert set(desk.rows()) == {"a.png", "b.png", "c.png"}
 
 
+def test_the_bucket_sets_the_pace_and_one_that_confirms_nothing_ends_the_job(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3ec.corpus.confirmations._MOST_UNCONFIRMED", 2)
+    monkeypatch.setattr("s3ec.corpus.confirmations._LOOK_S", 0.01)
+    desk.write(**{f"page-{number}": bytes([number]) for number in range(6)})
+    report, encoder = desk.run(AT_ONCE, saves=False)
+    assert (report.status, len(encoder.encoded)) == ("failed", 2)
+    assert report.problem == "the bucket has confirmed nothing for 0 s"
+    report, _ = desk.run()
+    assert (report.status, report.encoded) == ("complete", 6)
+
+
 def test_last_uploads_of_an_engine_that_closes_are_waited_for(desk: Desk) -> None:
     desk.write(a=b"one")
 
