@@ -258,7 +258,7 @@ class Confirmations:
         """Write a row for an embedding that is there."""
         with self._lock:
             self._rows.append((row, how))
-            if len(self._rows) >= _ROWS_AT_A_TIME:
+            if len(self._rows) >= _ROWS_AT_A_TIME and not self._problem:
                 self._soon.set()
 
     def wait_for_room(self, stopped: threading.Event, patience_s: float) -> None:
