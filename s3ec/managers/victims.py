@@ -126,11 +126,8 @@ class Window:
 
     START, LEAST, MOST = 0.1, 0.02, 0.9
     _STEP = 0.0625
-    _SETTLES = 0.98
     # Less of a change says nothing: a scan costs the same whatever the window is.
-    _LEAST_GAIN = 0.01
-    # A change by so much is another workload.
-    _RESTARTS = 0.05
+    _LEAST_CHANGE = 0.01
 
     def __init__(self) -> None:
         self.share = self.START
@@ -138,23 +135,19 @@ class Window:
         self._before_s = math.nan
 
     def climb(self, cost_s: float) -> None:
-        """Take the next step.
+        """Take the next step, unless nothing has changed.
 
         Args:
             cost_s: What misses have cost since the last step, for each access.
         """
-        before_s, self._before_s = self._before_s, cost_s
-        if math.isnan(before_s):
+        change_s, before_s = cost_s - self._before_s, self._before_s
+        if abs(change_s) <= self._LEAST_CHANGE * before_s:
             return
-        gain = (before_s - cost_s) / before_s if before_s else -cost_s
-        if abs(gain) < self._LEAST_GAIN:
+        self._before_s = cost_s
+        if math.isnan(before_s):  # the first one has nothing to be compared with
             return
-        if gain < 0:
+        if change_s > 0:
             self._step = -self._step
-        if abs(gain) >= self._RESTARTS:
-            self._step = math.copysign(self._STEP, self._step)
-        else:
-            self._step *= self._SETTLES
         self.share = min(max(self.share + self._step, self.LEAST), self.MOST)
 
 
