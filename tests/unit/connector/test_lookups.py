@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,6 @@ def output(
     scheduled: Mapping[str, tuple[int, int]],
     *,
     new: Mapping[str, Any] | None = None,
-    resumed: Collection[str] = (),
 ) -> Any:
     """A step: request to the tokens that it has and that it gets; ``new`` with their features."""
     features = new or {}
@@ -38,7 +37,7 @@ def output(
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=going_on,
             num_computed_tokens=[scheduled[name][0] for name in going_on],
-            resumed_req_ids=set(resumed),
+            resumed_req_ids=set(),
         ),
     )
 
@@ -73,44 +72,6 @@ def test_an_input_that_nobody_was_asked_for_is_a_hit_of_the_device_in_the_step_t
     assert it.hits == 2
 
 
-def test_what_a_drafter_had_allocated_ahead_is_no_hit() -> None:
-    it = Device()
-    it.lookups.allocated("r", 0)
-    it.lookups.allocated("r", 1)
-    it.lookups.end_pass(output({"r": (0, 10)}, new={"r": three()}))
-    it.lookups.end_pass(output({"r": (10, 5)}))
-    assert it.hits == 0
-
-
-def test_what_the_kv_cache_holds_is_not_looked_for() -> None:
-    it = Device()
-    it.lookups.end_pass(output({"r": (14, 14)}, new={"r": three()}))
-    assert it.hits == 1
-
-
-def test_tokens_without_rows_need_nothing() -> None:
-    it = Device()
-    one = feature("a", 0, rows=2, length=4)
-    rows = {(0, 2): (0, 0), (2, 4): (0, 2)}
-    one.mm_position.is_embed = object()
-    one.mm_position.get_embeds_indices_in_range = lambda low, high: rows[low, high]
-    it.lookups.end_pass(output({"r": (0, 2)}, new={"r": [one]}))
-    assert it.hits == 0
-    it.lookups.allocated("r", 0)  # the device gave it up meanwhile
-    it.lookups.end_pass(output({"r": (2, 2)}))
-    assert it.hits == 0
-
-
-def test_a_preempted_request_looks_for_everything_again() -> None:
-    it = Device()
-    it.lookups.allocated("r", 0)
-    it.lookups.end_pass(output({"r": (0, 24)}, new={"r": three()}))
-    assert it.hits == 2
-    it.lookups.allocated("r", 2)
-    it.lookups.end_pass(output({"r": (0, 24)}, resumed=["r"]))
-    assert it.hits == 4
-
-
 def running(*features: Any, status: str = "RUNNING") -> Any:
     asked = request("r", *features)
     asked.status = SimpleNamespace(name=status)
@@ -143,16 +104,6 @@ def test_what_a_client_embedded_itself_is_no_lookup() -> None:
     it = Device()
     it.lookups.end_pass(output({"r": (0, 4)}, new={"r": [feature("a", modality=PASSED_THROUGH)]}))
     assert it.hits == 0
-
-
-def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
-    it = Device()
-    it.lookups.end_pass(output({"r": (0, 4), "s": (0, 40)}, new={"r": three(), "s": three()}))
-    assert set(it.lookups.inputs) == {"r", "s"}
-    it.lookups.end_request("r")
-    assert set(it.lookups.inputs) == {"s"}
-    it.lookups.end_request("s")
-    assert list(it.lookups.inputs) == []
 
 
 # -- what the device lacked --------------------------------------------------------------------
