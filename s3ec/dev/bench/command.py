@@ -435,13 +435,11 @@ _OF_ALL = {
 @app.command("list", ("s3ec bench list", "what can be measured"))
 def list_benches(as_json: JsonOption = False) -> None:
     """Name all benchmarks."""
+    rows = [{"bench": name, "summary": entry.summary} for name, entry in ENTRIES.items()]
     if as_json:
-        rows = [{"bench": name, "summary": entry.summary} for name, entry in ENTRIES.items()]
         print_json({"benches": rows})
-        return
-    width = max(map(len, ENTRIES))
-    for name, entry in ENTRIES.items():
-        typer.echo(f"{name:<{width}}  {entry.summary}")
+    else:
+        table(rows)
 
 
 def _run(name: str, as_json: bool, quick: bool, **options: Any) -> None:
