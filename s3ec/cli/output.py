@@ -765,6 +765,8 @@ _SCREEN_S = 0.1
 _CLEAR = "\r\x1b[2K"
 # A shorter time gives no rate.
 _LEAST_S = 0.1
+# A lower rate has two digits.
+_FEW_A_SECOND = 10
 RESUMES = "the same command goes on where this one ended"
 UNCHANGED = "nothing was changed, and the same command begins again"
 
@@ -831,7 +833,8 @@ class Progress:
         speed = (self.done - self._first) / took_s if took_s >= _LEAST_S else None
         line = f"{self.what}: {self._counts}"
         if speed:
-            line += f", {self._shown(speed)} a second"
+            is_slow = speed < _FEW_A_SECOND and not self.in_bytes  # "0 a second" says nothing
+            line += f", {f'{speed:.2g}' if is_slow else self._shown(speed)} a second"
         line += self.more()
         if speed and self.total is not None:
             line += f", {human_age((self.total - self.done) / speed)} left"

@@ -29,6 +29,15 @@ def test_a_line_every_ten_seconds_has_count_rate_and_time_left() -> None:
     ]
 
 
+def test_a_rate_below_ten_is_no_round_number() -> None:
+    clock, lines = Clock(0.0), list[str]()
+    report = Progress(clock=clock, write=lines.append)
+    report("precomputing", 0, 30)
+    clock.now_s = 25
+    report("precomputing", 20, 30)
+    assert lines == ["precomputing: 20 of 30, 0.8 a second, 12 s left"]
+
+
 def test_the_last_line_of_a_log_says_all_that_was_done() -> None:
     clock, lines = Clock(0.0), list[str]()
     report = Progress(clock=clock, write=lines.append)
