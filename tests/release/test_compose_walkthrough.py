@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 import yaml
 
-from s3ec.dev.rigs.vllm_cpu import engine_env
 from s3ec.testing.server import find_weed, free_port
 from tests.support.serving import running
 from tests.support.shell import Shell
@@ -185,8 +184,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     calls.touch()
     env = {
         **environment(),
-        # Or vLLM would look at the model's class once more, in one more process.
-        "VLLM_CACHE_ROOT": engine_env()["VLLM_CACHE_ROOT"],
         "PATH": f"{commands}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "TOLD": str(here / "told.json"),

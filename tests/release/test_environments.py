@@ -18,18 +18,9 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from s3ec.testing.server import LocalS3
+from tests.support.checkout import WHEEL, build, copy_checkout
 
-REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
-# Of vLLM's extra `runai`, runai-model-streamer[azure,gcs,s3]: all but torch, gigabytes that ask for
-# nothing of ours.
-RUNAI = [
-    "runai-model-streamer-s3",
-    "runai-model-streamer-gcs",
-    "runai-model-streamer-azure",
-    "humanize",
-    "numpy",
-]
 _PATIENCE_S = 600
 
 
@@ -57,31 +48,12 @@ def versions(python: Path) -> dict[str, str]:
     return {canonicalize_name(one["name"]): one["version"] for one in listed}
 
 
-def resolved(python: Path, folder: Path, *words: str | Path) -> dict[str, str]:
-    """What pip would install into an environment that holds nothing; nothing is installed."""
-    report = folder / "report.json"
-    pip(python, "install", "--quiet", "--dry-run", "--ignore-installed", "--report", report,
-        *words)  # fmt: skip
-    plan = json.loads(report.read_text())["install"]
-    return {canonicalize_name(one["metadata"]["name"]): one["metadata"]["version"] for one in plan}
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("s3ec", "pyproject.toml", "README.md", "LICENSE"):
-        if (REPOSITORY / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
-        else:
-            shutil.copyfile(REPOSITORY / name, folder / name)
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel"],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-    )
-    return next((folder / "dist").glob("*.whl"))
+    copy_checkout(folder, *WHEEL)
+    [built] = build(folder, "-t", "wheel")
+    return built
 
 
 @pytest.fixture(scope="module")
@@ -168,19 +140,3 @@ def test_installed_without_vllm_the_commands_work(
     assert done.returncode == 0
     assert "in a checkout" in done.stdout
     assert "encode" in done.stdout
-
-
-def test_what_vllms_runai_extra_brings_stays_as_it_is(
-    newest: tuple[Path, dict[str, str]], wheel: Path, tmp_path: Path
-) -> None:
-    python, _ = newest
-    before = resolved(python, tmp_path, *RUNAI)
-    assert {"boto3", "google-cloud-storage", "azure-storage-blob"} <= set(before)
-    pins = tmp_path / "pins.txt"
-    pins.write_text("".join(f"{name}=={version}\n" for name, version in before.items()))
-    # With these as constraints pip finds no answer where s3ec wants another version of one.
-    after = resolved(python, tmp_path, wheel, "--constraint", pins)
-    assert "s3ec" in after
-    shared = set(before) & set(after)
-    assert {"boto3", "botocore"} <= shared
-    assert {name: after[name] for name in shared} == {name: before[name] for name in shared}

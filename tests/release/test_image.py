@@ -22,8 +22,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.release.closure import closure_of
+from tests.support.checkout import ROOT, WHEEL, build, copy_checkout
 
-ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 TEXT = DOCKERFILE.read_text()
 REQUIREMENTS = ROOT / "docker" / "requirements.txt"
@@ -88,14 +88,8 @@ def test_pins_are_what_vllm_does_not_bring_in_the_versions_that_tests_run_with()
 def test_steps_install_the_wheel_beside_vllm_and_change_no_package(tmp_path: Path) -> None:
     context, here = tmp_path / "context", tmp_path / "opt"
     here.mkdir()
-    for name in ("s3ec", "docker"):
-        shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, context)
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel"],
-        cwd=context, check=True, capture_output=True,
-    )  # fmt: skip
+    copy_checkout(context, *WHEEL, "docker")
+    build(context, "-t", "wheel")
     [copied] = steps("COPY")
     for source in copied.split()[:-1]:
         found = [path for path in context.rglob("*") if fnmatch(str(path), f"{context}/{source}")]

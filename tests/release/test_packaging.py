@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -20,44 +19,22 @@ import pytest
 from s3ec import __version__
 from tests.release.check_dist import WrongDistError, check
 from tests.release.closure import Closure, closure_of, requirements_of
+from tests.support.checkout import ROOT, WHEEL, build, copy_checkout
 
-REPOSITORY = Path(__file__).parents[2]
 _BUILT_FROM = (
-    "s3ec", "tests/conftest.py", "tests/faults/README.md", "terraform", "examples", "docker",
-    "docs", "mkdocs.yml",
-    ".gitignore", "pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "ARCHITECTURE.md",
-    "SECURITY.md", "CHANGELOG.md",
+    *WHEEL, "tests/conftest.py", "tests/faults/README.md", "terraform", "examples", "docker",
+    "docs", "mkdocs.yml", ".gitignore", "CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md",
+    "CHANGELOG.md",
 )  # fmt: skip
 _EPOCH = "1700000000"
-
-
-def _build(folder: Path, *, umask: int) -> dict[str, bytes]:
-    """A wheel and a source archive of a copy of this checkout, by name."""
-    for name in _BUILT_FROM:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        if (REPOSITORY / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(
-                REPOSITORY / name, folder / name, ignore=ignored, copy_function=shutil.copyfile
-            )
-        else:
-            shutil.copyfile(REPOSITORY / name, folder / name)
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build"],
-        cwd=folder,
-        env={**os.environ, "SOURCE_DATE_EPOCH": _EPOCH},
-        umask=umask,
-        check=True,
-        capture_output=True,
-    )
-    return {path.name: path.read_bytes() for path in (folder / "dist").iterdir()}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a built checkout."""
     folder = tmp_path_factory.mktemp("built")
-    _build(folder, umask=0o022)
+    copy_checkout(folder, *_BUILT_FROM)
+    build(folder, umask=0o022, SOURCE_DATE_EPOCH=_EPOCH)
     return folder
 
 
@@ -68,21 +45,21 @@ def wheel(built: Path) -> Path:
 
 @pytest.mark.slow
 def test_two_builds_of_one_tree_are_the_same_bytes(built: Path, tmp_path: Path) -> None:
-    first = {path.name: path.read_bytes() for path in (built / "dist").iterdir()}
-    again = _build(tmp_path / "elsewhere", umask=0o077)
-    assert sorted(first) == sorted(again)
-    assert len(first) == 2
-    assert {name for name in first if first[name] != again[name]} == set()
+    copy_checkout(tmp_path, *_BUILT_FROM)
+    again = build(tmp_path, umask=0o077, SOURCE_DATE_EPOCH=_EPOCH)
+    assert len(again) == 2
+    for path in again:
+        assert (built / "dist" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {
-        str(path.relative_to(REPOSITORY))
-        for path in (REPOSITORY / "s3ec").rglob("*")
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "s3ec").rglob("*")
         if path.is_file()
         and "__pycache__" not in path.parts
-        and not path.is_relative_to(REPOSITORY / "s3ec" / "dev")
+        and not path.is_relative_to(ROOT / "s3ec" / "dev")
     }
     assert inside == package
     assert {"s3ec/py.typed", "s3ec/cli/bench.py", "s3ec/testing/contract.py"} <= inside
@@ -139,7 +116,7 @@ def test_metadata_invent_no_address(wheel: Path) -> None:
 def test_source_archive_holds_what_the_readme_links_to(built: Path) -> None:
     with tarfile.open(next((built / "dist").glob("*.tar.gz"))) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
-    links = set(re.findall(r"\]\((?!https?:)([^)#]+)", (REPOSITORY / "README.md").read_text()))
+    links = set(re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text()))
     assert {"terraform/", "examples/", "CONTRIBUTING.md"} <= links
     missing = [link for link in links if not any(f"{name}/".startswith(link) for name in names)]
     assert missing == []

@@ -34,13 +34,10 @@ from s3ec.dev.rigs.models import write_gemma3
 from s3ec.dev.rigs.pictures import write_pictures
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, engine_env
 from s3ec.testing.server import LocalS3
+from tests.support.checkout import WHEEL, copy_checkout
 from tests.support.pages import Block, blocks, pages
 from tests.support.pdfs import make_pdf
 
-ROOT = Path(__file__).parents[2]
-COPIED = (
-    "s3ec", "examples", "terraform", "docs", "pyproject.toml", "README.md", "LICENSE", ".gitignore"
-)  # fmt: skip
 BUCKET = "embeddings"
 MODEL = "google/gemma-3-4b-it"
 ENGINE = {
@@ -140,12 +137,7 @@ def place(local_s3: LocalS3, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A machine on which the README was pasted: s3ec is installed, and the bucket has entries."""
     here = tmp_path_factory.mktemp("user")
     checkout = here / "s3ec"
-    ignored = shutil.ignore_patterns("__pycache__", ".terraform*", "*.tfstate*")
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, checkout / name, ignore=ignored)
-        else:
-            shutil.copyfile(ROOT / name, checkout / name)
+    copy_checkout(checkout, *WHEEL, "examples", "terraform", "docs", ".gitignore")
     _environment(here / "venv")
     write_pictures(checkout / "pages", 2)
     shutil.copyfile(next((checkout / "pages").iterdir()), checkout / "page.png")
