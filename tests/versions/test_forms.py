@@ -36,6 +36,13 @@ _COUNT = re.compile(r"(num|n)_(images|imgs|videos|audios)|(image|video|audio)s?_
 _ITEMS = re.compile(r"(images|imgs|image_list|images_list|pil_images|videos|audios|media_list)")
 # A budget that the items of a prompt share.
 _BUDGET = re.compile(r"(tokens|pixels|patches)_(available|left)\w*|available_(tokens|pixels)\w*")
+# Whose methods may share something among the items of a prompt.
+_PROCESSOR = re.compile(r"Process|Tiler")
+_LISTED = forms.FORMS.keys() | forms.ONE_FORM.keys()
+# A file without any of these is not parsed, which takes most of the time.
+_WORTH_IT = re.compile(
+    rf"def {forms.HOOK}\b|class \w*({_PROCESSOR.pattern})|class ({'|'.join(_LISTED)})\b"
+)
 
 
 def _root() -> Path:
@@ -47,7 +54,11 @@ def _root() -> Path:
 
 @dataclass(frozen=True)
 class _Method:
-    """A method of a class in vLLM's models and processors."""
+    """A method of a class in vLLM's models and processors.
+
+    Attributes:
+        couples: It is a processor's, and shares something among the items of a prompt.
+    """
 
     model: str
     cls: str
@@ -57,11 +68,12 @@ class _Method:
 
 @cache
 def _methods() -> list[_Method]:
-    """All of them; the sources are read once, since to parse them takes seconds."""
+    """Those of files that may hold what is looked for; read once, since that takes seconds."""
     return [
-        _Method(_name(path), cls.name, method.name, any(map(_couples, ast.walk(method))))
+        _Method(_name(path), cls.name, method.name, _is_coupling(cls, method))
         for path in _paths()
-        for cls, method in _methods_of(ast.parse(path.read_text()))
+        if _WORTH_IT.search(text := path.read_text())
+        for cls, method in _methods_of(ast.parse(text))
     ]
 
 
@@ -108,6 +120,10 @@ def _is_several(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value >= 1
 
 
+def _is_coupling(cls: ast.ClassDef, method: ast.FunctionDef) -> bool:
+    return bool(_PROCESSOR.search(cls.name)) and any(map(_couples, ast.walk(method)))
+
+
 def _couples(node: ast.AST) -> bool:
     """Whether code asks for a number of items beyond none, divides by it, or shares a budget."""
     if isinstance(node, ast.Compare):
@@ -121,18 +137,13 @@ def _couples(node: ast.AST) -> bool:
 def test_every_processor_that_goes_around_vllms_cache_is_known() -> None:
     definers = {method.cls for method in _methods() if method.name == forms.HOOK}
     assert definers, "vLLM calls that method otherwise now; see forms.HOOK"
-    assert definers <= forms.FORMS.keys() | forms.ONE_FORM.keys()
+    assert definers <= _LISTED
 
 
 def test_every_processor_that_counts_the_items_of_a_prompt_is_known() -> None:
-    listed = forms.FORMS.keys() | forms.ONE_FORM.keys()
-    known = {method.model for method in _methods() if method.cls in listed}
+    known = {method.model for method in _methods() if method.cls in _LISTED}
     # What makes a size for the memory profile is no processor.
-    found = {
-        (method.model, method.name)
-        for method in _methods()
-        if method.couples and re.search(r"Process|Tiler", method.cls)
-    }
+    found = {(method.model, method.name) for method in _methods() if method.couples}
     left = {one for one in found if one[0] not in known and one not in LOOKED_AT}
     assert not left, "does an item have another form there? See s3ec/connector/forms.py"
 

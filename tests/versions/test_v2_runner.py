@@ -24,12 +24,9 @@ from tests.unit.connector.processes import HASHES, Process, tensor
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 torch = pytest.importorskip("torch")
-outputs = pytest.importorskip("vllm.v1.outputs")
 compat = pytest.importorskip("s3ec.connector.compat")
 if (compat.release(compat.vllm_version()) or (1, 0)) < (0, 32):
     pytest.skip("the V2 model runner is the default from vLLM 0.32 on", allow_module_level=True)
-v2 = pytest.importorskip("vllm.v1.worker.gpu.ec_connector")
-EncoderCache = pytest.importorskip("vllm.v1.worker.gpu.mm.encoder_cache").EncoderCache
 
 STORED, FRESH, OTHER = HASHES[:3]
 
@@ -44,6 +41,9 @@ class Worker(Process):
     """
 
     def __init__(self, folder: Path) -> None:
+        v2 = pytest.importorskip("vllm.v1.worker.gpu.ec_connector")
+        from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+
         from s3ec.dev.bench.worker_rig import worker_shell
 
         super().__init__(folder)
@@ -127,15 +127,6 @@ def test_what_is_granted_is_there_before_the_encoder_and_only_what_it_makes_is_s
     assert worker.counted("encode.rows") == 4
 
 
-def test_what_the_device_holds_is_saved_as_a_step_begins(worker: Worker) -> None:
-    worker.held.encoder_outputs[FRESH] = tensor(2)
-    orders = worker.orders()
-    orders.ec_connector_metadata.plan.saves[FRESH] = Save("image", {}, on_device=True)
-    worker.run(orders)
-    worker.until_stored(FRESH)
-    assert torch.equal(worker.read(FRESH), tensor(2))
-
-
 def test_what_the_cache_holds_already_is_neither_saved_again_nor_taken_for_a_fast_encode(
     worker: Worker,
 ) -> None:
@@ -148,8 +139,10 @@ def test_what_the_cache_holds_already_is_neither_saved_again_nor_taken_for_a_fas
 
 
 def test_a_step_without_a_forward_tells_nothing_where_nothing_happened(worker: Worker) -> None:
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
     def tells_nothing(orders: Any) -> bool:
-        return worker.runner.no_forward(orders) is outputs.EMPTY_MODEL_RUNNER_OUTPUT
+        return worker.runner.no_forward(orders) is EMPTY_MODEL_RUNNER_OUTPUT
 
     assert tells_nothing(SimpleNamespace(ec_connector_metadata=None))
     eventually(lambda: tells_nothing(worker.orders()), "all counts of the start are told")
@@ -169,28 +162,3 @@ def test_after_an_encoder_that_fails_nothing_of_that_step_is_saved_and_the_next_
     worker.until_stored(FRESH)
     assert torch.equal(worker.read(FRESH), tensor(4))
     assert torch.equal(worker.held.encoder_outputs[OTHER], tensor(3))
-
-
-def test_a_load_that_cannot_be_had_ends_its_step_before_the_encoder_and_no_later_one(
-    worker: Worker,
-) -> None:
-    lost, load = worker.granted(STORED, tensor(1)), worker.granted(OTHER, tensor(3))
-    worker.lose(lost)
-    with (
-        pytest.raises(RuntimeError, match="cannot be read from"),
-        worker.runner.maybe_get_output(worker.orders([lost], [FRESH])),
-    ):
-        pytest.fail("the encoder ran")
-    assert not worker.held.encoder_outputs
-    report = worker.run(worker.orders([load], [FRESH]), **{FRESH: tensor(2)})
-    assert report is not None
-    assert report.loaded == {2: {0}}
-    worker.until_stored(FRESH)
-
-
-def test_after_a_reset_of_the_encoder_cache_the_same_hooks_fill_it_again(worker: Worker) -> None:
-    load = worker.granted(STORED, tensor(1))
-    worker.run(worker.orders([load]))
-    worker.held.reset_encoder_cache()
-    worker.run(worker.orders([load]))
-    assert torch.equal(worker.held.encoder_outputs[STORED], tensor(1))
